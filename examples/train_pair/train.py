@@ -1,0 +1,257 @@
+"""Train the bundled pair: `tokenizer`, then `target`, then `draft` (distilled from the target).
+
+python train.py tokenizer --data DATA --out PAIR
+python train.py target    --data DATA --out PAIR
+python train.py draft     --data DATA --out PAIR
+
+On two CPU cores an epoch of the target takes about half an hour. Training stopped between epochs goes on with --resume.
+"""
+
+import copy
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from batches import Batch, Rows
+from corpus import joined_at_random, sounds, translations
+from muon import Muon
+from vocabulary import train_tokenizer
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+Data = Annotated[Path, typer.Option(help="folder that holds tatoeba_deu_eng/ and cmudict/")]
+Out = Annotated[Path, typer.Option(help="folder of the pair: tokenizer/, target/ and draft/ are made in it")]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@app.command()
+def tokenizer(data: Data, out: Out, size: int = 6144) -> None:
+    """Learn the vocabulary from the training texts."""
+    texts = [text for one in translations(data, "train") + sounds(data, "train") for text in (one.prompt, *one.answers)]
+    train_tokenizer(texts, size).save_pretrained(out / "tokenizer")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How long and how hard to train."""
+
+    epochs: int
+    rate: float  # of Muon, for the matrices of the blocks
+    embedding_rate: float  # of AdamW, for the embedding and the norms
+    tokens_per_batch: int
+    sounds_part: float  # part of the pronunciations seen per epoch; they are learned sooner than translation
+    seed: int
+
+
+@app.command()
+def target(
+    data: Data,
+    out: Out,
+    layers: int = 10,
+    hidden: int = 256,
+    epochs: int = 4,
+    rate: float = 0.015,
+    embedding_rate: float = 3e-3,
+    tokens_per_batch: int = 8_000,
+    sounds_part: float = 0.3,
+    seed: int = 1,
+    name: str = "target",
+    resume: bool = False,
+) -> None:
+    """Train the target on the answers' negative log-likelihood."""
+    torch.manual_seed(seed)
+    vocabulary = AutoTokenizer.from_pretrained(out / "tokenizer")
+    model = new_model(vocabulary, layers, hidden).to(DEVICE)
+
+    def loss(batch: Batch) -> Tensor:
+        return functional.cross_entropy(answer_logits(model, batch).float(), next_tokens(batch))
+
+    recipe = Recipe(epochs, rate, embedding_rate, tokens_per_batch, sounds_part, seed)
+    fit(model, vocabulary, loss, data, recipe, out / name, resume)
+
+
+@app.command()
+def draft(
+    data: Data,
+    out: Out,
+    layers: int = 2,
+    hidden: int = 192,
+    epochs: int = 3,
+    rate: float = 0.02,
+    embedding_rate: float = 5e-3,
+    tokens_per_batch: int = 8_000,
+    sounds_part: float = 0.3,
+    seed: int = 2,
+    overlap: float = 0.5,
+    name: str = "draft",
+    teacher_name: str = "target",
+    resume: bool = False,
+) -> None:
+    """Distil the draft: cross-entropy to the target's law, mixed with the odds that a draft token is rejected.
+
+    A draft token is accepted with odds ``sum(min(p, q))``; ``overlap`` weighs this term (total variation) in the loss.
+    """
+    torch.manual_seed(seed)
+    vocabulary = AutoTokenizer.from_pretrained(out / "tokenizer")
+    teacher = LlamaForCausalLM.from_pretrained(out / teacher_name, dtype=torch.float32).to(DEVICE).eval()
+    model = new_model(vocabulary, layers, hidden).to(DEVICE)
+
+    def loss(batch: Batch) -> Tensor:
+        with torch.no_grad():
+            p = answer_logits(teacher, batch).float().softmax(-1)
+        logq = answer_logits(model, batch).float().log_softmax(-1)
+        rejected = 1 - torch.minimum(p, logq.exp()).sum(-1)
+        return (1 - overlap) * -(p * logq).sum(-1).mean() + overlap * 4 * rejected.mean()
+
+    recipe = Recipe(epochs, rate, embedding_rate, tokens_per_batch, sounds_part, seed)
+    fit(model, vocabulary, loss, data, recipe, out / name, resume)
+
+
+def training_rows(data: Path, vocabulary: PreTrainedTokenizerFast, sounds_part: float, seed: int) -> Rows:
+    """The rows of one epoch; a sixth of the sentences are joined to paragraphs, others each epoch."""
+    words = sounds(data, "train")
+    words = random.Random(seed).sample(words, int(sounds_part * len(words)))
+    return Rows(joined_at_random(translations(data, "train"), 1 / 6, seed) + words, vocabulary, DEVICE)
+
+
+def heldout_rows(data: Path, vocabulary: PreTrainedTokenizerFast) -> Rows:
+    return Rows(translations(data, "valid") + sounds(data, "valid")[:500], vocabulary, DEVICE)
+
+
+def new_model(vocabulary: PreTrainedTokenizerFast, layers: int, hidden: int) -> LlamaForCausalLM:
+    """A Llama with heads of 64 and a shared embedding."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=hidden,
+            intermediate_size=2 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=hidden // 64,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=vocabulary.bos_token_id,
+            eos_token_id=vocabulary.eos_token_id,
+            pad_token_id=vocabulary.pad_token_id,
+        )
+    )
+
+
+def answer_logits(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+    """Logits at the positions that predict an answer token, float[answer tokens, vocabulary].
+
+    Rows are padded on the right, so the causal mask alone hides the padding.
+    """
+    hidden = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state
+    return model.lm_head(hidden[batch.answers])
+
+
+def next_tokens(batch: Batch) -> Tensor:
+    return batch.tokens.roll(-1, 1)[batch.answers]
+
+
+def fit(
+    model: LlamaForCausalLM,
+    vocabulary: PreTrainedTokenizerFast,
+    loss: Callable[[Batch], Tensor],
+    data: Path,
+    recipe: Recipe,
+    folder: Path,
+    resume: bool,
+) -> None:
+    """Train, print the loss of each epoch on training and held-out rows, save after each epoch."""
+    optimizers = new_optimizers(model, recipe)
+    heldout = heldout_rows(data, vocabulary)
+    first = restore(folder, model, optimizers) if resume else 0
+    began = time.monotonic()
+    for epoch in range(first, recipe.epochs):
+        rng = np.random.default_rng([recipe.seed, epoch])
+        rows = training_rows(data, vocabulary, recipe.sounds_part, seed=epoch)
+        batches = list(rows.epoch(recipe.tokens_per_batch, rng))
+        losses = []
+        for number, batch in enumerate(batches):
+            set_rates(optimizers, trapezoid((epoch + number / len(batches)) / recipe.epochs))
+            losses.append(train_step(model, loss, batch, optimizers))
+            if number % 50 == 49:
+                recent, seconds = sum(losses[-50:]) / 50, time.monotonic() - began
+                print(
+                    f"epoch {epoch + 1} step {number + 1}/{len(batches)} loss {recent:.4f} {seconds:.0f} s", flush=True
+                )
+        check = heldout_loss(loss, heldout, recipe.tokens_per_batch)
+        print(f"epoch {epoch + 1} train {sum(losses) / len(losses):.4f} held out {check:.4f}", flush=True)
+        save(model, vocabulary, optimizers, epoch + 1, folder)
+
+
+def train_step(model: nn.Module, loss: Callable[[Batch], Tensor], batch: Batch, optimizers: list) -> float:
+    with autocast():
+        value = loss(batch)
+    value.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return value.item()
+
+
+@torch.no_grad()
+def heldout_loss(loss: Callable[[Batch], Tensor], rows: Rows, tokens_per_batch: int) -> float:
+    with autocast():
+        values = [loss(batch) for batch in rows.epoch(tokens_per_batch, np.random.default_rng(0))]
+    return torch.stack(values).mean().item()
+
+
+def autocast() -> torch.autocast:
+    """bfloat16 on a GPU; few CPUs gain from it."""
+    return torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda")
+
+
+def new_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    inside = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
+    return [Muon(inside, recipe.rate), torch.optim.AdamW(others, recipe.embedding_rate, (0.9, 0.98), weight_decay=0.0)]
+
+
+def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = factor * group.setdefault("peak", group["lr"])
+
+
+def trapezoid(part: float, warm: float = 0.02, decay: float = 0.5) -> float:
+    """Rise, hold, fall to zero in a straight line over the last half."""
+    return min(1.0, part / warm, (1 - part) / decay)
+
+
+def save(
+    model: LlamaForCausalLM,
+    vocabulary: PreTrainedTokenizerFast,
+    optimizers: list[torch.optim.Optimizer],
+    epoch: int,
+    folder: Path,
+) -> None:
+    """The model in bfloat16 with its tokenizer, so that the folder loads by itself; beside it the state to go on from."""
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+    vocabulary.save_pretrained(folder)
+    state = {"epoch": epoch, "model": model.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}
+    torch.save(state, folder.with_suffix(".state"))
+
+
+def restore(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Load what `save` kept; return the number of finished epochs."""
+    state = torch.load(folder.with_suffix(".state"), map_location=DEVICE)
+    model.load_state_dict(state["model"])
+    for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(kept)
+    return state["epoch"]
+
+
+if __name__ == "__main__":
+    app()

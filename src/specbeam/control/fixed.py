@@ -1,0 +1,20 @@
+"""PLAN: the same shape in every turn, cut to what may still be emitted."""
+
+from dataclasses import dataclass
+
+from specbeam.records import Shape, Turn
+from specbeam.session import Session
+
+
+@dataclass(frozen=True)
+class FixedShape:
+    """A turn emits up to one layer more than it drafts, so the last turns draft less."""
+
+    depth: int
+    width: int
+
+    def plan(self, session: Session) -> Shape:
+        return Shape(min(self.depth, session.remaining - 1), self.width)
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        """Nothing to learn."""

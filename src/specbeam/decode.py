@@ -1,0 +1,57 @@
+"""THE LOOP: one Turn per session and pass of the target."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from specbeam.forest import Forest
+from specbeam.lm.base import LM
+from specbeam.records import Shape, Turn
+from specbeam.session import Session
+
+
+def decode(target: LM, waiting: Iterable[Session], at_once: int = 32) -> Iterator[list[tuple[Session, Turn]]]:
+    """Decode sessions until all are over, at most `at_once` side by side; yield the turns of each pass.
+
+    Sessions may differ in everything but the target. One that fails keeps its error in `session.failure`, has no turn,
+    and takes nothing from the others. When a session is over its place goes to the next in line.
+    """
+    line, live = iter(waiting), list[Session]()
+    try:
+        while live := live + list(islice(line, at_once - len(live))):
+            shapes = [session.parts.controller.plan(session) for session in live]  # how deep, how wide
+            forests = _draft(live, shapes)  # guesses hung under the live beams
+            scored = target.extend(live, forests)  # one pass over every node
+            turns = []
+            for session, shape, forest, logits in zip(live, shapes, forests, scored, strict=True):
+                session.count.target_passes += 1
+                if session.failure is not None:
+                    continue
+                with session.failing_alone():
+                    verdict = session.parts.rule.verify(session, forest, logits)  # what lives on
+                    turn = Turn(shape, forest, logits, verdict)
+                    for part in (target, session.parts.drafter, session.parts.controller):
+                        part.settle(session, turn)  # caches and statistics catch up
+                    session.count.peak_kv_tokens = target.peak(session)
+                    session.advance(turn)
+                    turns.append((session, turn))
+            yield turns
+            over = [session for session in live if session.over]
+            live = [session for session in live if not session.over]
+            _close(target, over)
+    finally:
+        _close(target, live)
+
+
+def _draft(sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+    """Sessions that share a drafter are drafted together."""
+    forests: dict[Session, Forest] = {}
+    for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
+        mine = [(one, shape) for one, shape in zip(sessions, shapes, strict=True) if one.parts.drafter == drafter]
+        forests.update(zip([one for one, _ in mine], drafter.draft(*map(list, zip(*mine, strict=True))), strict=True))
+    return [forests[session] for session in sessions]
+
+
+def _close(target: LM, sessions: list[Session]) -> None:
+    for session in sessions:
+        target.close(session)
+        session.parts.drafter.close(session)

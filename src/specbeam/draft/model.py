@@ -1,0 +1,139 @@
+"""DRAFT: beams drafted by a small language model, one layer per pass."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float64
+
+from specbeam.dice import child_keys
+from specbeam.forest import Forest, Group
+from specbeam.lm.base import LM
+from specbeam.probs import JointLaw, best, joint_law
+from specbeam.records import Beams, Shape, Turn
+from specbeam.session import Session
+
+
+@dataclass(frozen=True)
+class NoDraft:
+    """Plain decoding: the roots alone."""
+
+    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        return [Forest.rooted(session.beams.tokens) for session in sessions]
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        """Nothing to remember."""
+
+    def close(self, session: Session) -> None:
+        """Nothing to forget."""
+
+
+@dataclass(eq=False)
+class Growing:
+    """One session's forest while it is drafted."""
+
+    session: Session
+    shape: Shape
+    forest: Forest
+    front: Beams  # the newest layer, without the beams that ended
+    core: Bool[np.ndarray, " beams"]  # those that the draft model itself would have kept
+
+    @classmethod
+    def start(cls, session: Session, shape: Shape) -> "Growing":
+        front = session.beams
+        return cls(session, shape, Forest.rooted(front.tokens), front, np.ones(len(front), dtype=bool))
+
+    def wants(self, layer: int) -> bool:
+        return layer < self.shape.depth and len(self.front) > 0 and self.session.failure is None
+
+    def law(self, rows: Float[torch.Tensor, "beams vocab"]) -> JointLaw:
+        front, session = self.front, self.session
+        return joint_law(
+            rows, front.scores, front.counts, session.warp, lambda: session.paths(self.forest, front.nodes)
+        )
+
+
+@dataclass(frozen=True)
+class BeamDrafter:
+    """Beam sampling on the draft model, from the target's carried scores, in the session's own warp.
+
+    Args:
+        lm: the draft model.
+        beams: how many beams the target keeps. With shared noise, that many draft pairs per layer are what the draft model
+            would keep by itself (core); the rest of the layer are the next best (halo, dsbd.md 4.3).
+        coupling: "noise" drafts by the noise that the target will use; "rejection" draws and states its law.
+        replacement: independent draws instead of draws without replacement (coupling "rejection" only).
+    """
+
+    lm: LM
+    beams: int
+    coupling: str = "noise"
+    replacement: bool = False
+
+    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        growing = [Growing.start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
+        for layer in range(max(shape.depth for shape in shapes)):
+            active = [one for one in growing if one.wants(layer)]
+            if not active:
+                break
+            rows = self.lm.extend([one.session for one in active], [one.forest for one in active])
+            for one, logits in zip(active, rows, strict=True):
+                one.session.count.draft_passes += 1
+                with one.session.failing_alone("draft model: "):
+                    self._grow(one, one.law(logits))
+        return [one.forest for one in growing]
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        self.lm.settle(session, turn)
+
+    def close(self, session: Session) -> None:
+        self.lm.close(session)
+
+    def _grow(self, one: Growing, law: JointLaw) -> None:
+        vocab = law.logp.shape[1]
+        if self.coupling == "noise":
+            pairs, core = self._by_noise(one, law)
+        else:
+            pairs = _drawn(one, law, self.replacement)
+            core = np.ones(len(pairs), dtype=bool)
+        parents, tokens = np.divmod(pairs, vocab)
+        distinct, first, which, counts = np.unique(pairs, return_index=True, return_inverse=True, return_counts=True)
+        order = np.argsort(first)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        first, counts = first[order], counts[order]
+        going = ~np.isin(tokens[first], one.session.limits.eos)
+        nodes = np.full(len(first), -1)
+        nodes[going] = len(one.forest) + np.arange(np.count_nonzero(going))
+        front = one.front
+        grown = one.forest.grown(tokens[first][going], front.nodes[parents[first]][going])
+        known = None if self.coupling == "noise" and one.session.warp.greedy else law.p
+        group = Group(front.nodes, parents, tokens, nodes[place[which]], known, self.replacement)
+        one.forest = grown.with_group(group)
+        keys = child_keys(front.keys[parents[first]], tokens[first])
+        layer = Beams(nodes, tokens[first], law.logj.ravel()[pairs[first]], counts, keys)
+        one.front, one.core = layer.pick(going), core[first][going]
+
+    def _by_noise(self, one: Growing, law: JointLaw) -> tuple[np.ndarray, np.ndarray]:
+        """Core first, then halo. Any choice is lawful: the target's own choice does not look at it."""
+        noise = 0.0 if one.session.warp.greedy else one.session.noise(one.front.keys, law.logp.shape[1])
+        value = law.logp + noise
+        core = best(np.where(one.core[:, None], value, -np.inf).ravel(), min(self.beams, one.shape.width))
+        others = value.ravel().copy()
+        others[core] = -np.inf
+        halo = best(others, one.shape.width - len(core))
+        return np.append(core, halo), np.arange(len(core) + len(halo)) < len(core)
+
+
+def _drawn(one: Growing, law: JointLaw, replacement: bool) -> np.ndarray:
+    """Pairs in draw order."""
+    p = law.p.ravel()
+    count = one.shape.width if replacement else min(one.shape.width, law.support)
+    pairs: list[int] = []
+    left: Float64[np.ndarray, " n"] = p
+    for _ in range(count):
+        pairs.append(one.session.dice.pick(left))
+        if not replacement:
+            left = left.copy()
+            left[pairs[-1]] = 0.0
+    return np.array(pairs, dtype=np.int64)

@@ -1,0 +1,48 @@
+"""Every error that specbeam raises on purpose. Each says what was found, what was expected and what to do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class SpecbeamError(Exception):
+    """The base of all of them: `except SpecbeamError` catches what a user can mend."""
+
+
+class BadSetting(SpecbeamError, ValueError):
+    """A setting is out of range, or two settings contradict each other."""
+
+
+class NotSupported(SpecbeamError, ValueError):
+    """The method cannot honour what was asked for, and says so instead of ignoring it."""
+
+
+class BadPrompt(SpecbeamError, ValueError):
+    """A prompt is empty, too long, or holds tokens that the model does not know."""
+
+
+class UnsupportedModel(SpecbeamError, ValueError):
+    """The model cannot score a forest: encoder-decoder, recurrent state, ALiBi."""
+
+
+class VocabularyMismatch(SpecbeamError, ValueError):
+    """Draft and target do not speak the same tokens."""
+
+
+class MissingFile(SpecbeamError, FileNotFoundError):
+    """A path does not lead to what was expected there."""
+
+
+class BrokenLaw(SpecbeamError, ArithmeticError):
+    """The model or a logits processor gave numbers that are no probabilities: NaN, infinity, or everything banned."""
+
+
+class SomeFailed(SpecbeamError):
+    """Some prompts failed; `generations` holds the results of the others, None where a prompt failed."""
+
+    def __init__(self, failures: Sequence[SpecbeamError], generations: Sequence[Any]) -> None:
+        self.failures = list(failures)
+        self.generations = list(generations)
+        done = sum(one is not None for one in self.generations)
+        text = "; ".join(str(failure) for failure in self.failures[:3])
+        more = "" if len(self.failures) <= 3 else f"; and {len(self.failures) - 3} more"
+        super().__init__(f"{len(self.failures)} prompts failed: {text}{more} ({done} results are in .generations)")

@@ -1,0 +1,106 @@
+"""The token trees of one turn, flat."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from specbeam.errors import BadSetting
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Draws that were made together from one law over (parent, token) pairs, in the order in which they were drawn.
+
+    A token tree has one group per parent; a layer of draft beams is one group over all its parents.
+    """
+
+    parents: Int64[np.ndarray, " parents"]  # forest nodes that the law ranges over
+    draw_parents: Int64[np.ndarray, " draws"]  # index into `parents`
+    draw_tokens: Int64[np.ndarray, " draws"]
+    draw_nodes: Int64[np.ndarray, " draws"]  # the drawn forest node; -1 where the draw ends its beam and needs no node
+    law: Float64[np.ndarray, "parents vocab"] | None  # rho, summing to 1; None if the draws follow no law one can name
+    replacement: bool = False
+
+    @property
+    def odds(self) -> Float64[np.ndarray, " draws"]:
+        """rho of each draw, as if it were the first."""
+        if self.law is None:
+            raise BadSetting("these drafts follow no stated law: verify them by matching, not by rejection")
+        return self.law[self.draw_parents, self.draw_tokens]
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Token trees, one under each live beam. A parent always stands before its children; roots come first.
+
+    >>> forest = Forest.rooted([7]).grown([4, 5], [0, 0]).grown([9], [2])
+    >>> forest.parents.tolist(), forest.depths().tolist(), forest.path(3)
+    ([-1, 0, 0, 2], [0, 1, 1, 2], [5, 9])
+    """
+
+    tokens: Int64[np.ndarray, " nodes"]  # a root holds the last committed token of its beam
+    parents: Int64[np.ndarray, " nodes"]  # index of the parent node, -1 at a root
+    groups: tuple[Group, ...] = ()
+
+    @classmethod
+    def rooted(cls, tokens: Int64[np.ndarray, " roots"] | list[int]) -> "Forest":
+        tokens = np.asarray(tokens, dtype=np.int64)
+        return cls(tokens, np.full(len(tokens), -1, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def roots(self) -> int:
+        """How many roots there are; they are the nodes 0 .. roots - 1."""
+        return int(np.count_nonzero(self.parents < 0))
+
+    def grown(self, tokens: Int64[np.ndarray, " n"] | list[int], parents: Int64[np.ndarray, " n"] | list[int]) -> "Forest":
+        """The forest with more nodes behind the present ones."""
+        tokens, parents = np.asarray(tokens, dtype=np.int64), np.asarray(parents, dtype=np.int64)
+        return replace(self, tokens=np.append(self.tokens, tokens), parents=np.append(self.parents, parents))
+
+    def with_group(self, group: Group) -> "Forest":
+        return replace(self, groups=(*self.groups, group))
+
+    def depths(self) -> Int64[np.ndarray, " nodes"]:
+        """0 at roots."""
+        depths = np.zeros(len(self), dtype=np.int64)
+        above = self.parents.copy()
+        while (alive := above >= 0).any():
+            depths += alive
+            above = np.where(alive, self.parents[above], -1)
+        return depths
+
+    def path(self, node: int | np.integer) -> list[int]:
+        """The tokens from below the root down to `node`."""
+        tokens: list[int] = []
+        while self.parents[node] >= 0:
+            tokens.append(int(self.tokens[node]))
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def root_of(self, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        above = nodes
+        while (self.parents[above] >= 0).any():
+            above = np.where(self.parents[above] >= 0, self.parents[above], above)
+        return above
+
+    def below(self, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n depth"]:
+        """The tokens under the root on the paths to nodes of one depth, one row per node."""
+        columns: list[np.ndarray] = []
+        above = nodes
+        while len(above) and self.parents[above[0]] >= 0:
+            columns.append(self.tokens[above])
+            above = self.parents[above]
+        return np.stack(columns[::-1], 1) if columns else np.zeros((len(nodes), 0), dtype=np.int64)
+
+    def find(self, parents: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """The nodes that are the children `tokens` of `parents`; -1 where there is none."""
+        known = self.parents * 2**32 + self.tokens
+        order = np.argsort(known, kind="stable")
+        wanted = parents * 2**32 + tokens
+        place = np.minimum(np.searchsorted(known[order], wanted), len(known) - 1)
+        found = order[place]
+        return np.where(known[found] == wanted, found, -1)

@@ -1,0 +1,281 @@
+"""Text in, text out."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specbeam.decode import decode
+from specbeam.dice import request_key
+from specbeam.energy import EnergyMeter
+from specbeam.errors import BadPrompt, BadSetting, NotSupported, SomeFailed, SpecbeamError
+from specbeam.limits import Ended
+from specbeam.pair import Pair, load
+from specbeam.recipes import Method, resolve
+from specbeam.records import Beam, Generation, Report
+from specbeam.session import Session
+from specbeam.settings import Settings
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+Prompt = str | Sequence[int]
+
+
+def generate(
+    pair: Pair | str,
+    prompts: Prompt | Sequence[Prompt],
+    method: Method | str = "dsbd",
+    *,
+    seed: int | None = None,
+    batch_size: int = 32,
+    generation_config: "GenerationConfig | None" = None,
+    streamer: Any = None,
+    on_result: Callable[[int, Generation | SpecbeamError], None] | None = None,
+    **options: Any,
+) -> list[Generation]:
+    """Answer prompts.
+
+    Args:
+        pair: from `load`, or "bundled".
+        prompts: one or many; each a string or a list of token ids.
+        method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them.
+        seed: the same seed gives the same answers, whatever else is in the batch. None: fresh chance.
+        batch_size: prompts that are decoded side by side.
+        generation_config: transformers' own; keyword arguments go before it.
+        streamer: transformers' own; for one prompt. It receives tokens as soon as they are settled.
+        on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing.
+        options: the fields of `Settings`: max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p,
+            repetition_penalty, num_return_sequences, eos_token_id, stop_strings, length_penalty, early_stopping,
+            logits_processor.
+
+    Returns:
+        One `Generation` per prompt and return sequence, in the order of the prompts.
+
+    Raises:
+        BadPrompt, BadSetting, NotSupported: before anything is decoded.
+        SomeFailed: a prompt failed while decoding; the others are done and in its `generations`.
+    """
+    if isinstance(pair, str):
+        pair = load(pair)
+    request = _Request(pair, prompts, resolve(method), _settings(options, generation_config), seed)
+    if streamer is not None and len(request.sessions) != 1:
+        raise NotSupported(f"a streamer follows one prompt with one return sequence; there are {len(request.sessions)}")
+    results: dict[int, list[Generation] | SpecbeamError] = {}
+    with EnergyMeter() as meter:
+        for session in _run(request, batch_size, streamer):
+            result = session.failure or request.answers(session)
+            results[session.place] = result
+            if on_result is not None:
+                for one in [result] if isinstance(result, SpecbeamError) else result:
+                    on_result(request.prompt_of[session.place], one)
+    return _collected(results, meter.joules)
+
+
+def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[str]:
+    """Yield text as soon as no live beam can change it; with several beams that is their common prefix.
+
+    Arguments and errors as in `generate`, for one prompt with one return sequence.
+    """
+    if isinstance(pair, str):
+        pair = load(pair)
+    if pair.tokenizer is None:
+        raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
+    seed, config = options.pop("seed", None), options.pop("generation_config", None)
+    request = _Request(pair, prompt, resolve(method), _settings(options, config), seed)
+    if len(request.sessions) != 1:
+        raise NotSupported("stream() follows one prompt with one return sequence; call generate() for more")
+    (session,) = request.sessions
+    shown = ""
+    for _ in decode(pair.target, [session]):
+        text = request.decoded(settled_tokens(session))
+        if text.startswith(shown) and len(text) > len(shown) and not text.endswith("\ufffd"):
+            yield text[len(shown) :]
+            shown = text
+    if session.failure is not None:
+        raise session.failure
+    yield request.answers(session)[0].text[len(shown) :]
+
+
+def settled_tokens(session: Session) -> list[int]:
+    """New tokens that every possible answer begins with."""
+    common = [*session.settled]
+    for one in session.ended:
+        common = common[: _agreement(common, one.tokens)]
+    return common
+
+
+class _Request:
+    """The checked input of one call: one session per prompt, or per return sequence where these are independent."""
+
+    def __init__(self, pair: Pair, prompts: Any, method: Method, settings: Settings, seed: int | None) -> None:
+        self.pair, self.method, self.settings = pair, method, settings
+        _check(method, settings)
+        parts = method.parts(pair.draft)
+        ids = [_token_ids(pair, prompt, number) for number, prompt in enumerate(_many(prompts))]
+        default = getattr(pair.target_model.generation_config, "eos_token_id", None)
+        if default is None and pair.tokenizer is not None:
+            default = pair.tokenizer.eos_token_id
+        self.eos = settings.eos(default)
+        repeats = settings.num_return_sequences if method.beams == 1 else 1
+        self.prompt_of: list[int] = []
+        self.sessions: list[Session] = []
+        seen: Counter[tuple[int, ...]] = Counter()
+        decoder = None if pair.tokenizer is None else self.decoded
+        for number, prompt in enumerate(ids):
+            room = _room(pair, method, prompt, settings, number)
+            for _ in range(repeats):
+                key = None if seed is None else request_key(seed, prompt, seen[tuple(prompt)])
+                seen[tuple(prompt)] += 1
+                warp = settings.warp(self.eos, method.greedy, len(prompt))
+                limits = settings.limits(self.eos, room, decoder, method.beams)
+                self.sessions.append(Session(prompt, parts, warp, limits, key, len(self.sessions)))
+                self.prompt_of.append(number)
+
+    def decoded(self, tokens: list[int]) -> str:
+        return self.pair.tokenizer.decode(tokens, skip_special_tokens=True) if self.pair.tokenizer else ""
+
+    def answers(self, session: Session) -> list[Generation]:
+        """The best hypotheses, as many as were asked for."""
+        limits = session.limits
+
+        def score(one: Ended) -> float:
+            return limits.normalised(one.loglik, len(one.tokens))
+
+        found = sorted(session.hypotheses(), key=score, reverse=True)
+        done = [one for one in found if one.finished]
+        if session.remaining > 0 and done:  # stopped early: live beams were given up, not finished
+            found = done + [one for one in found if not one.finished]
+        beams = [Beam(one.tokens, score(one), self.decoded(one.tokens), one.finished) for one in found]
+        wanted = self.settings.num_return_sequences if self.method.beams > 1 else 1
+        return [self._generation(session, beams, best) for best in range(min(wanted, len(beams)))]
+
+    def _generation(self, session: Session, beams: list[Beam], best: int) -> Generation:
+        chosen = beams[best]
+        report = session.report(len(chosen.tokens))
+        return Generation(chosen.text, chosen.tokens, beams, report, session.prompt)
+
+
+def _run(request: _Request, batch_size: int, streamer: Any) -> Iterator[Session]:
+    """Decode, and yield sessions as they end. Prompts of similar length share a pass, which saves padding."""
+    if batch_size < 1:
+        raise BadSetting(f"batch_size is {batch_size}; it must be at least 1")
+    line = sorted(request.sessions, key=lambda session: -len(session.prompt))
+    told = 0
+    for _ in decode(request.pair.target, _started(line), batch_size):
+        if streamer is not None:
+            told = _tell(streamer, settled_tokens(line[0]), told)
+        for session in [one for one in line if one.over]:
+            line.remove(session)
+            if streamer is not None and session.failure is None:
+                _tell(streamer, request.answers(session)[0].tokens, told)
+                streamer.end()
+            yield session
+
+
+def _started(line: list[Session]) -> Iterator[Session]:
+    """The clock of a session starts when it is let in."""
+    for session in list(line):
+        session.count.restart()
+        yield session
+
+
+def _tell(streamer: Any, tokens: list[int], told: int) -> int:
+    import torch
+
+    for token in tokens[told:]:
+        streamer.put(torch.tensor([token]))
+    return max(told, len(tokens))
+
+
+def _collected(results: dict[int, list[Generation] | SpecbeamError], joules: float | None) -> list[Generation]:
+    failures = [one for one in results.values() if isinstance(one, SpecbeamError)]
+    if len(results) == 1 and failures:
+        raise failures[0]
+    made = [results[place] for place in sorted(results)]
+    total = sum(len(one.tokens) for answer in made if not isinstance(answer, SpecbeamError) for one in answer)
+    flat: list[Generation | None] = []
+    for answer in made:
+        if isinstance(answer, SpecbeamError):
+            flat.append(None)
+        else:
+            flat += [_with_energy(one, joules, total) for one in answer]
+    if failures:
+        raise SomeFailed(failures, flat)
+    return [one for one in flat if one is not None]
+
+
+def _with_energy(one: Generation, joules: float | None, total_tokens: int) -> Generation:
+    """A request's energy, shared out by tokens: one pass serves many prompts and has one meter."""
+    from dataclasses import replace
+
+    if joules is None or total_tokens == 0:
+        return one
+    share: Report = replace(one.report, joules=joules * len(one.tokens) / total_tokens)
+    return replace(one, report=share)
+
+
+def _settings(options: dict[str, Any], config: "GenerationConfig | None") -> Settings:
+    known = Settings.__dataclass_fields__
+    strange = sorted(set(options) - set(known))
+    if strange:
+        raise BadSetting(f"generate() has no option {', '.join(strange)}; it has {', '.join(known)}")
+    settings = Settings(**options)
+    return settings if config is None else settings.over(config)
+
+
+def _check(method: Method, settings: Settings) -> None:
+    if method.greedy:
+        warping = [name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(settings, name) is not None]
+        if warping and settings.temperature != 0:
+            raise NotSupported(f"{method.name} does not draw, so {', '.join(warping)} would be ignored; leave it out")
+        if settings.num_return_sequences > 1:
+            raise NotSupported(f"{method.name} has one answer; num_return_sequences is {settings.num_return_sequences}")
+    if method.beams > 1 and settings.num_return_sequences > method.beams:
+        raise BadSetting(
+            f"num_return_sequences is {settings.num_return_sequences}, but {method.name} keeps {method.beams} beams"
+        )
+
+
+def _many(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(one, int) for one in prompts):
+        return [prompts]
+    return prompts
+
+
+def _token_ids(pair: Pair, prompt: Any, number: int) -> list[int]:
+    if isinstance(prompt, str):
+        if pair.tokenizer is None:
+            raise BadPrompt(f"prompt {number} is text, but there is no tokenizer; give load(tokenizer=...) or token ids")
+        if not prompt.strip():
+            raise BadPrompt(f"prompt {number} is empty; it must hold some text")
+        ids = list(pair.tokenizer(prompt)["input_ids"])
+    else:
+        ids = [int(token) for token in prompt]
+    if not ids:
+        raise BadPrompt(f"prompt {number} is empty; it must hold at least one token")
+    strange = [token for token in ids if not 0 <= token < pair.target.vocab]
+    if strange:
+        raise BadPrompt(
+            f"prompt {number} holds token id {strange[0]}; the model knows 0 to {pair.target.vocab - 1}: "
+            "was it made with another tokenizer?"
+        )
+    return ids
+
+
+def _room(pair: Pair, method: Method, prompt: list[int], settings: Settings, number: int) -> int | None:
+    models = pair if method.needs_draft else Pair(pair.target_model, None, None, pair.target, None)
+    room = models.room(len(prompt))
+    if room is not None and room < (settings.max_new_tokens or 1):
+        raise BadPrompt(
+            f"prompt {number} has {len(prompt)} tokens and may get {settings.max_new_tokens or 1} new ones, but the model "
+            f"has {room + len(prompt)} positions; shorten the prompt or lower max_new_tokens"
+        )
+    return room
+
+
+def _agreement(first: list[int], second: list[int]) -> int:
+    """Length of the common prefix."""
+    return next((place for place, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))

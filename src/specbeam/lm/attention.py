@@ -1,0 +1,68 @@
+"""Masks: who may look at which slot, in the form that each attention backend understands."""
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int64
+
+from specbeam.lm.kv_trie import WASTE, Feed, KVTrie
+
+Mask = torch.Tensor | dict[str, torch.Tensor]
+
+
+def seen_by(
+    feeds: list[Feed], tries: list[KVTrie], width: int, extent: int
+) -> tuple[Bool[np.ndarray, "batch width extent"], Int64[np.ndarray, "batch width extent"]]:
+    """What each row of a pass may look at, and how many tokens back that is. Rows are aligned to the right.
+
+    A padding row looks at the waste slot alone: a row that sees nothing turns into NaN in some backends.
+    """
+    seen = np.zeros((len(feeds), width, extent), dtype=bool)
+    back = np.zeros((len(feeds), width, extent), dtype=np.int64)
+    seen[:, :, WASTE] = True
+    for one, (feed, trie) in enumerate(zip(feeds, tries, strict=True)):
+        if len(feed):
+            known = min(extent, trie.capacity)
+            seen[one, -len(feed) :, :known] = feed.seen[:, :known]
+            back[one, -len(feed) :, :known] = feed.positions[:, None] - trie.slot_position[None, :known]
+    return seen, back
+
+
+class Masks:
+    """Builds the mask argument of one model.
+
+    SDPA takes booleans. Eager adds the mask to the scores, so it gets 0 and the lowest finite number; booleans would be
+    added as 0 and 1, silently, and -inf would make NaN. A model whose layers differ gets a dict by layer type.
+    """
+
+    def __init__(self, config: object, implementation: str, dtype: torch.dtype) -> None:
+        self.implementation, self.dtype = implementation, dtype
+        kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
+        window = getattr(config, "sliding_window", None)
+        if not getattr(config, "use_sliding_window", True):
+            window = None
+        self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
+        self.window = window
+        self.by_layer = len(self.windows) > 1 or "sliding_attention" in self.windows
+
+    @property
+    def shortest(self) -> int | None:
+        return self.window
+
+    def build(self, feeds: list[Feed], tries: list[KVTrie], width: int, extent: int, device: torch.device) -> Mask:
+        seen, back = seen_by(feeds, tries, width, extent)
+        if self.by_layer:
+            return {kind: self._native(_cut(seen, back, window), device) for kind, window in self.windows.items()}
+        return self._native(_cut(seen, back, self.window), device)
+
+    def _native(self, seen: Bool[np.ndarray, "batch width extent"], device: torch.device) -> torch.Tensor:
+        mask = torch.from_numpy(seen)[:, None].to(device)
+        if self.implementation != "eager":
+            return mask
+        return torch.zeros(mask.shape, dtype=self.dtype, device=device).masked_fill_(
+            ~mask, torch.finfo(self.dtype).min
+        )
+
+
+def _cut(seen: np.ndarray, back: np.ndarray, window: int | None) -> np.ndarray:
+    """A sliding window of n tokens lets a token see itself and the n - 1 before it."""
+    return seen if window is None else seen & (back < window)

@@ -1,0 +1,43 @@
+"""SCORE: what the loop asks of a language model."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+
+from specbeam.forest import Forest
+from specbeam.records import Turn
+from specbeam.session import Session
+
+
+@runtime_checkable
+class LM(Protocol):
+    """A causal language model that scores forests of many sessions in one pass.
+
+    What it keeps per session (caches) lives in `session.state[self]` and ends with `close`.
+    """
+
+    vocab: int
+    max_positions: int | None  # None: no limit
+
+    def extend(self, sessions: Sequence[Session], forests: Sequence[Forest]) -> list[Float[torch.Tensor, "nodes vocab"]]:
+        """Logits of the nodes of each forest that this model has not scored in this turn, in one pass.
+
+        The first call of a turn scores the roots too (and what lies between them and the cache: at first the whole
+        prompt); a later call may bring a grown forest and gets the rows of the new nodes only. Logits of a node equal
+        those of a plain forward on its path. float[new nodes, vocab] each, on the model's device.
+        """
+        ...
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        """Keep what the surviving beams need, free the rest."""
+        ...
+
+    def peak(self, session: Session) -> int:
+        """Most tokens of the session that were stored at once."""
+        ...
+
+    def close(self, session: Session) -> None:
+        """Forget the session."""
+        ...

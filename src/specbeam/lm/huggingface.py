@@ -1,0 +1,207 @@
+"""Any causal language model of transformers, scoring forests of many sessions in one pass."""
+
+import inspect
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from specbeam.errors import UnsupportedModel
+from specbeam.forest import Forest
+from specbeam.lm.attention import Masks
+from specbeam.lm.kv_store import KVStore, Place
+from specbeam.lm.kv_trie import BLOCK, WASTE, Feed, KVTrie
+from specbeam.records import Turn
+from specbeam.session import Seat
+
+CHUNK = 512  # prompt tokens per pass
+
+
+class Lane:
+    """One session in one model: its trie, the row of the store's buffers that is its own, and logits at hand."""
+
+    def __init__(self, row: int, prompt: list[int]) -> None:
+        self.row = row
+        self.trie = KVTrie(prompt)
+        self.answered = 0  # forest nodes whose logits were handed out in this turn
+        self._kept: dict[int, Float[torch.Tensor, " vocab"]] = {}  # of roots stored in an earlier turn
+        self._blocks: list[tuple[int, Float[torch.Tensor, "n vocab"]]] = []  # of this turn, by first local node
+
+    def enter(self, forest: Forest) -> int:
+        """Take in new nodes; give the first local node whose logits a pass has to compute."""
+        self.trie.enter(forest)
+        wanted = self.trie.local[self.answered :]
+        return int(min(wanted[wanted >= self.trie.stored], default=len(self.trie.tokens)))
+
+    def learn(self, first: int, rows: Float[torch.Tensor, "n vocab"]) -> None:
+        self._blocks.append((first, rows))
+
+    def answer(self) -> Float[torch.Tensor, "nodes vocab"]:
+        """Logits of the forest nodes not handed out yet."""
+        wanted = self.trie.local[self.answered :]
+        self.answered = len(self.trie.local)
+        if self._blocks and len(wanted):
+            first, rows = self._blocks[-1]
+            if wanted[0] >= first and wanted[-1] - wanted[0] == len(wanted) - 1:
+                return rows[wanted[0] - first : wanted[-1] - first + 1]
+        return torch.stack([self._row(int(node)) for node in wanted])
+
+    def settle(self, turn: Turn) -> None:
+        before = self.trie.settle(turn)
+        self._kept = {
+            int(now): self._row(int(old))
+            for old, now in zip(before, self.trie.root_at, strict=True)
+            if now < self.trie.stored
+        }
+        self._blocks.clear()
+        self.answered = 0
+
+    def _row(self, node: int) -> Float[torch.Tensor, " vocab"]:
+        for first, rows in self._blocks:
+            if first <= node < first + len(rows):
+                return rows[node - first]
+        return self._kept[node]
+
+
+class HuggingFaceLM:
+    """Scores forests with a transformers model; one KV trie per session, all in one preallocated store.
+
+    The model is used as it is; `check_scores_forests` (see `load`) has made sure that it honours masks and positions.
+    """
+
+    def __init__(self, model: torch.nn.Module, chunk: int = CHUNK) -> None:
+        self.model = model
+        self.chunk = chunk
+        config = model.config.get_text_config()
+        self.vocab = int(model.get_output_embeddings().weight.shape[0])
+        self.max_positions: int | None = _max_positions(config)
+        self.device = model.get_input_embeddings().weight.device
+        self.masks = Masks(config, config._attn_implementation or "eager", model.dtype)
+        self.store = KVStore(config.num_hidden_layers)
+        self.lanes: list[Lane] = []
+        self.passes = 0
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def extend(self, sessions: Sequence[Seat], forests: Sequence[Forest]) -> list[Float[torch.Tensor, "nodes vocab"]]:
+        """See `LM.extend`."""
+        lanes = [self._lane(session) for session in sessions]
+        self._prefill(lanes)
+        first = {lane.row: lane.enter(forest) for lane, forest in zip(lanes, forests, strict=True)}
+        self._pass([lane for lane in lanes if lane.trie.waiting], first)
+        return [lane.answer() for lane in lanes]
+
+    def settle(self, session: Seat, turn: Turn) -> None:
+        lane = session.state.get(self)
+        if lane is not None:
+            lane.settle(turn)
+
+    def peak(self, session: Seat) -> int:
+        return session.state[self].trie.peak
+
+    def close(self, session: Seat) -> None:
+        """Give the lane back: the last lane moves into its place, so that the lanes in use stay together."""
+        lane = session.state.pop(self, None)
+        if lane is None:
+            return
+        last = self.lanes.pop()
+        if last is not lane:
+            self.store.move_lane(last.row, lane.row)
+            last.row = lane.row
+            self.lanes[lane.row] = last
+
+    def compact(self, session: Seat) -> None:
+        """Close the holes in the session's lane."""
+        lane = session.state[self]
+        source, goal = lane.trie.compact()
+        if len(source):
+            self.store.move_slots(lane.row, *(torch.from_numpy(x).to(self.device) for x in (source, goal)))
+
+    def held(self, session: Seat) -> int:
+        """Tokens stored for the session now."""
+        return session.state[self].trie.held
+
+    def _lane(self, session: Seat) -> Lane:
+        lane = session.state.get(self)
+        if lane is None:
+            lane = Lane(len(self.lanes), session.prompt)
+            self.lanes.append(lane)
+            session.state[self] = lane
+        return lane
+
+    def _prefill(self, lanes: list[Lane]) -> None:
+        """Long prompts go ahead in chunks, so that a pass stays small whatever the prompt."""
+        while long := [lane for lane in lanes if lane.answered == 0 and lane.trie.waiting > self.chunk]:
+            self._forward({lane.row: lane.trie.feed(self.chunk) for lane in long}, wanted=1)
+            for lane in long:
+                lane.trie.forget_inner()
+
+    def _pass(self, lanes: list[Lane], first: dict[int, int]) -> None:
+        """Store all pending nodes; learn the logits of those that stand at or behind `first` in their trie."""
+        if not lanes:
+            return
+        feeds = {lane.row: lane.trie.feed(lane.trie.waiting) for lane in lanes}
+        needed = {lane.row: lane.trie.stored - first[lane.row] for lane in lanes}
+        logits = self._forward(feeds, wanted=max(*needed.values(), 1))
+        for lane in lanes:
+            lane.learn(first[lane.row], logits[lane.row - min(feeds), logits.shape[1] - needed[lane.row] :])
+
+    @torch.inference_mode()
+    def _forward(self, by_row: dict[int, Feed], wanted: int) -> Float[torch.Tensor, "batch wanted vocab"]:
+        """One pass over all lanes from the first to the last that has a feed; its rows are aligned to the right."""
+        rows = range(min(by_row), max(by_row) + 1)
+        feeds, tries = [by_row.get(row, _NOTHING) for row in rows], [self.lanes[row].trie for row in rows]
+        width = max(len(feed) for feed in feeds)
+        extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
+        self.store.reserve(len(self.lanes), extent)
+        tokens, positions, slots = (np.zeros((len(feeds), width), dtype=np.int64) for _ in range(3))
+        slots[:] = WASTE
+        for one, feed in enumerate(feeds):
+            if len(feed):
+                tokens[one, -len(feed) :] = feed.tokens
+                positions[one, -len(feed) :] = feed.positions
+                slots[one, -len(feed) :] = feed.slots
+        self.store.place = Place(slice(rows.start, rows.stop), torch.from_numpy(slots).to(self.device), extent)
+        self.passes += 1
+        output = self.model(
+            input_ids=torch.from_numpy(tokens).to(self.device),
+            attention_mask=self.masks.build(feeds, tries, width, extent, self.device),
+            position_ids=torch.from_numpy(positions).to(self.device),
+            past_key_values=self.store,
+            use_cache=True,
+            **({"logits_to_keep": wanted} if self._keeps_rows else {}),
+        )
+        return output.logits[:, -wanted:]
+
+
+_NOTHING = Feed(
+    np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=bool)
+)
+
+
+def _max_positions(config: object) -> int | None:
+    for name in ("max_position_embeddings", "n_positions"):
+        if (most := getattr(config, name, None)) is not None:
+            return int(most)
+    return None
+
+
+def check_decoder_only(model: torch.nn.Module) -> None:
+    """Refuse models that no mask and no position can make score a forest."""
+    config = model.config
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; specbeam decodes causal language models")
+    text = config.get_text_config()
+    if getattr(text, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise UnsupportedModel(
+            f"{name} uses ALiBi: it derives positions from cache slots and cannot score a token tree; "
+            "choose a model with rotary or learned positions"
+        )
+    kinds = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    recurrent = getattr(model, "_is_stateful", False) or kinds
+    if recurrent:
+        raise UnsupportedModel(
+            f"{name} keeps a recurrent or compressed state ({', '.join(sorted(kinds)) or 'stateful'}) that cannot be "
+            "rolled back to a branch of a token tree; choose a model whose layers are all attention"
+        )

@@ -1,0 +1,113 @@
+"""Keys and values of many sessions, one lane each, preallocated and written in place."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Where a pass writes and what it reads."""
+
+    lanes: slice
+    slots: Int64[Tensor, "batch query"]
+    extent: int
+
+
+class StoreLayer(CacheLayerMixin):
+    """One layer's buffers, [lanes, heads, slots, head size]. `update` writes the pass and returns views of all it may see.
+
+    The returned views are valid until the next pass or until the store grows.
+    """
+
+    is_sliding = False  # every token stays; windows are cut by the mask
+
+    def __init__(self, store: "KVStore") -> None:
+        super().__init__()
+        self.store = store
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        lanes, slots = self.store.lanes, self.store.slots
+        # Zeros, not empty: a masked slot still enters the product, and a stray NaN there would spread.
+        self.keys = key_states.new_zeros(lanes, key_states.shape[1], slots, key_states.shape[3])
+        self.values = value_states.new_zeros(lanes, value_states.shape[1], slots, value_states.shape[3])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        place = self.store.place
+        keys, values = self.keys[place.lanes], self.values[place.lanes]
+        if key_states.shape[0] == 1:
+            keys.index_copy_(2, place.slots[0], key_states)
+            values.index_copy_(2, place.slots[0], value_states)
+        else:
+            batch = torch.arange(key_states.shape[0], device=key_states.device)[:, None]
+            keys[batch, :, place.slots] = key_states.transpose(1, 2)
+            values[batch, :, place.slots] = value_states.transpose(1, 2)
+        return keys[:, :, : place.extent], values[:, :, : place.extent]
+
+    def grow(self, lanes: int, slots: int) -> None:
+        if self.is_initialized:
+            self.keys, self.values = (_larger(buffer, lanes, slots) for buffer in (self.keys, self.values))
+
+    def move_lane(self, source: int, goal: int) -> None:
+        if self.is_initialized:
+            self.keys[goal], self.values[goal] = self.keys[source], self.values[source]
+
+    def move_slots(self, lane: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+        if self.is_initialized:
+            self.keys[lane, :, goal] = self.keys[lane, :, source]
+            self.values[lane, :, goal] = self.values[lane, :, source]
+
+    # What masks and positions would be derived from; we bring our own, so these are never consulted for them.
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.store.place.extent, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # the name before transformers 5.16
+
+
+class KVStore(Cache):
+    """The buffers of all layers; `place` says where the present pass writes."""
+
+    def __init__(self, layers: int) -> None:
+        self.lanes, self.slots = 1, 64
+        self.place = Place(slice(0, 1), torch.zeros(1, 0, dtype=torch.long), 0)
+        super().__init__(layers=[StoreLayer(self) for _ in range(layers)])
+
+    @torch.inference_mode()
+    def reserve(self, lanes: int, slots: int) -> None:
+        """Make room, at least doubling what is too small."""
+        lanes = self.lanes if lanes <= self.lanes else max(lanes, 2 * self.lanes)
+        slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
+        if (lanes, slots) == (self.lanes, self.slots):
+            return
+        self.lanes, self.slots = lanes, slots
+        for layer in self.layers:
+            layer.grow(lanes, slots)
+
+    @torch.inference_mode()
+    def move_lane(self, source: int, goal: int) -> None:
+        for layer in self.layers:
+            layer.move_lane(source, goal)
+
+    @torch.inference_mode()
+    def move_slots(self, lane: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+        for layer in self.layers:
+            layer.move_slots(lane, source, goal)
+
+
+def _larger(buffer: Float[Tensor, "lanes heads slots size"], lanes: int, slots: int) -> Tensor:
+    grown = buffer.new_zeros(lanes, buffer.shape[1], slots, buffer.shape[3])
+    grown[: buffer.shape[0], :, : buffer.shape[2]] = buffer
+    return grown

@@ -1,0 +1,175 @@
+"""The KV trie of one session: every live token is stored once, and beams share their past physically.
+
+A stored token occupies one *slot* of its lane. Who may look at what is the only structure: for each live leaf, the set
+of slots on its path (`seen`). A slot that no leaf sees is free, so dropping beams costs nothing and nothing is copied
+when beams are reordered; the holes are filled by the next nodes.
+
+Tokens that live but are not stored yet are *pending*: at first the whole prompt, later the tokens that the target chose
+itself. They are stored with the next pass, each once, however many beams share them.
+
+    between turns                     during a turn
+    anchors  stored leaves and the    local nodes: anchors, then pending, then the draft nodes as they come;
+             parents of pending ones  a parent always stands before its children
+    pending  a small forest on them
+    root_at  local node of each root
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Int64
+
+from specbeam.forest import Forest
+from specbeam.records import Turn
+
+WASTE = 0  # a slot that nobody sees: padding is written there
+BLOCK = 64  # capacities are multiples of it
+
+
+@dataclass(frozen=True, eq=False)
+class Feed:
+    """Nodes of one session that a pass stores, in order."""
+
+    tokens: Int64[np.ndarray, " n"]
+    positions: Int64[np.ndarray, " n"]
+    slots: Int64[np.ndarray, " n"]
+    seen: Bool[np.ndarray, "n capacity"]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class KVTrie:
+    """Bookkeeping of one lane, on the host. The keys and values themselves lie in a `KVStore`."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.capacity = BLOCK
+        self.slot_position = np.zeros(self.capacity, dtype=np.int64)
+        self.peak = 0
+        # Local node 0 is the empty path before the prompt: stored, sees nothing. Stored nodes stand before pending ones.
+        self.tokens = np.array([-1, *prompt], dtype=np.int64)
+        self.parents = np.arange(-1, len(prompt), dtype=np.int64)
+        self.positions = self.parents.copy()
+        self.seen = np.zeros((1, self.capacity), dtype=bool)  # of the stored nodes, itself included
+        self.root_at = np.array([len(prompt)], dtype=np.int64)
+        self.local = self.root_at  # local node of each forest node known in this turn
+
+    @property
+    def stored(self) -> int:
+        """Local nodes that are stored; they are the first ones."""
+        return len(self.seen)
+
+    @property
+    def waiting(self) -> int:
+        """Local nodes that are not stored yet."""
+        return len(self.tokens) - self.stored
+
+    @property
+    def held(self) -> int:
+        """Tokens stored."""
+        return int(self.seen.any(0).sum())
+
+    @property
+    def extent(self) -> int:
+        """One past the last slot in use: what attention has to look at."""
+        return int(np.flatnonzero(self.seen.any(0)).max(initial=WASTE)) + 1
+
+    def enter(self, forest: Forest) -> None:
+        """Take in the nodes of the forest that are new."""
+        known = len(self.local)
+        start, fresh = len(self.tokens), len(forest) - known
+        if fresh > 0:
+            self.local = np.append(self.local, np.arange(start, start + fresh))
+            self._append(forest.tokens[known:], self.local[forest.parents[known:]])
+
+    def _append(self, tokens: Int64[np.ndarray, " n"], parents: Int64[np.ndarray, " n"]) -> None:
+        start = len(self.tokens)
+        self.tokens = np.append(self.tokens, tokens)
+        self.parents = np.append(self.parents, parents)
+        self.positions = np.append(self.positions, np.zeros(len(tokens), dtype=np.int64))
+        for layer in _layers(parents, start):
+            self.positions[start:][layer] = self.positions[parents[layer]] + 1
+
+    def feed(self, most: int) -> Feed:
+        """Give slots to the first `most` pending nodes; from here on they count as stored."""
+        start = self.stored
+        nodes = slice(start, min(start + most, len(self.tokens)))
+        parents = self.parents[nodes]
+        slots = self._free(len(parents))
+        self.seen = np.concatenate([self.seen, np.zeros((len(parents), self.capacity), dtype=bool)])
+        fresh = self.seen[start:]
+        for layer in _layers(parents, start):
+            fresh[layer] = self.seen[parents[layer]]
+            fresh[layer][np.arange(layer.stop - layer.start), slots[layer]] = True
+        self.slot_position[slots] = self.positions[nodes]
+        self.peak = max(self.peak, self.held)
+        return Feed(self.tokens[nodes], self.positions[nodes], slots, fresh)
+
+    def _free(self, count: int) -> Int64[np.ndarray, " n"]:
+        used = self.seen.any(0)
+        used[WASTE] = True
+        free = np.flatnonzero(~used)
+        if len(free) >= count:
+            return free[:count]
+        self._grow(self.capacity + count - len(free))
+        return self._free(count)
+
+    def _grow(self, least: int) -> None:
+        """At least double, so that growing costs little in the long run."""
+        capacity = -(-max(2 * self.capacity, least) // BLOCK) * BLOCK
+        more = capacity - self.capacity
+        self.seen = np.pad(self.seen, ((0, 0), (0, more)))
+        self.slot_position = np.pad(self.slot_position, (0, more))
+        self.capacity = capacity
+
+    def forget_inner(self) -> None:
+        """Between the chunks of a long prompt: only the newest stored node is still needed. Not inside a turn."""
+        self._keep(self.root_at)
+
+    def settle(self, turn: Turn) -> Int64[np.ndarray, " beams"]:
+        """Keep the paths to the surviving beams; what they do not need becomes free. Gives the old names of the roots."""
+        self.enter(turn.forest)
+        survivors, parents = turn.verdict.beams, turn.verdict.parents
+        fresh = np.flatnonzero(survivors.nodes < 0)
+        start = len(self.tokens)
+        self._append(survivors.tokens[fresh], self.local[parents[fresh]])
+        leaves = self.local[survivors.nodes]
+        leaves[fresh] = np.arange(start, start + len(fresh))
+        self._keep(leaves)
+        return leaves
+
+    def _keep(self, leaves: Int64[np.ndarray, " beams"]) -> None:
+        """Rename the local nodes: stored leaves and stored parents of pending nodes first, then what is pending."""
+        kept = np.zeros(len(self.tokens), dtype=bool)
+        front = leaves
+        while len(front):
+            kept[front] = True
+            front = np.unique(self.parents[front[front >= self.stored]])
+        names = np.flatnonzero(kept)
+        renamed = np.cumsum(kept) - 1
+        pending = names >= self.stored
+        self.parents = np.where(pending, renamed[self.parents[names]], -1)
+        self.tokens, self.positions, self.seen = self.tokens[names], self.positions[names], self.seen[names[~pending]]
+        self.root_at = self.local = renamed[leaves]
+
+    def compact(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Close the holes: (from, to) slots that the store has to move. Slots before the first hole stay."""
+        used = np.flatnonzero(self.seen.any(0))
+        goal = np.arange(1, len(used) + 1)
+        kept = self.seen[:, used]
+        self.seen[:] = False
+        self.seen[:, goal] = kept
+        self.slot_position[goal] = self.slot_position[used]
+        moved = used != goal
+        return used[moved], goal[moved]
+
+
+def _layers(parents: Int64[np.ndarray, " n"], start: int) -> list[slice]:
+    """Cut nodes start, start + 1, ... into runs in which no node is the parent of another."""
+    layers, first = [], 0
+    while first < len(parents):
+        inside = np.flatnonzero(parents[first:] >= start + first)
+        last = first + int(inside[0]) if len(inside) else len(parents)
+        layers.append(slice(first, last))
+        first = last
+    return layers

@@ -1,0 +1,200 @@
+"""From names, paths or model objects to a pair that decodes: tokenizer, devices, types, checks."""
+
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from specbeam.errors import MissingFile, SpecbeamError, UnsupportedModel, VocabularyMismatch
+from specbeam.forest import Forest
+from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BUNDLED = Path(__file__).parent / "bundled"
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A target model, perhaps a draft model, and their tokenizer."""
+
+    target_model: "PreTrainedModel"
+    draft_model: "PreTrainedModel | None"
+    tokenizer: "PreTrainedTokenizerBase | None"
+    target: HuggingFaceLM = field(repr=False)
+    draft: HuggingFaceLM | None = field(repr=False)
+
+    def room(self, prompt_tokens: int) -> int | None:
+        """New tokens for which target and draft have positions; None if there is no limit."""
+        models = [lm for lm in (self.target, self.draft) if lm is not None]
+        limits = [lm.max_positions for lm in models if lm.max_positions is not None]
+        return min(limits) - prompt_tokens if limits else None
+
+
+def load(
+    target: "str | Path | PreTrainedModel",
+    draft: "str | Path | PreTrainedModel | None" = None,
+    tokenizer: "str | Path | PreTrainedTokenizerBase | None" = None,
+    dtype: "str | torch.dtype" = "auto",
+    device: str | torch.device | None = None,
+    check: bool = True,
+) -> Pair:
+    """Load a pair.
+
+    Args:
+        target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included).
+        draft: likewise; None for methods that need none. It must have the target's vocabulary.
+        tokenizer: a path, a hub id or an object; by default the target's.
+        dtype: "auto" is float32 on a CPU and the checkpoint's own type elsewhere. Ignored for model objects.
+        device: "cpu", "cuda", ...; by default a GPU if there is one. Ignored for model objects.
+        check: compare a small token tree with plain forwards, once per model, and refuse a model that gets it wrong.
+
+    Raises:
+        MissingFile, UnsupportedModel, VocabularyMismatch.
+    """
+    if isinstance(target, str) and target == "bundled":
+        target, draft = BUNDLED / "target", draft or BUNDLED / "draft"
+    if isinstance(draft, str) and draft == "bundled":
+        draft = BUNDLED / "draft"
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    target_model = _model(target, dtype, device)
+    draft_model = None if draft is None else _model(draft, dtype, device)
+    words = _tokenizer(tokenizer if tokenizer is not None else target)
+    if draft_model is not None:
+        _check_same_vocabulary(target_model, draft_model, words, draft)
+    target_lm = language_model(target_model, check)
+    if draft_model is target_model:  # a model may draft for itself, but not out of the same cache
+        draft_lm: HuggingFaceLM | None = HuggingFaceLM(draft_model)
+    else:
+        draft_lm = None if draft_model is None else language_model(draft_model, check)
+    return Pair(target_model, draft_model, words, target_lm, draft_lm)
+
+
+def language_model(model: "PreTrainedModel", check: bool = True) -> HuggingFaceLM:
+    """The scorer of a model object; one per model, checked once."""
+    if model not in _KNOWN:
+        check_decoder_only(model)
+        _use_a_backend_with_masks(model)
+        model.eval()
+        lm = HuggingFaceLM(model)
+        if check:
+            check_scores_forests(lm)
+        _KNOWN[model] = lm
+    return _KNOWN[model]
+
+
+_KNOWN: "weakref.WeakKeyDictionary[Any, HuggingFaceLM]" = weakref.WeakKeyDictionary()
+
+
+def check_scores_forests(lm: HuggingFaceLM) -> None:
+    """Raise `UnsupportedModel` unless logits on a small tree equal plain forwards on its paths."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, lm.vocab, 5).tolist()
+    tokens = rng.integers(0, lm.vocab, 6).tolist()
+    forest = Forest.rooted([prompt[-1]]).grown(tokens, [0, 0, 1, 2, 2, 4])
+    seat: Any = SimpleNamespace(prompt=prompt, state={})
+    name = type(lm.model).__name__
+    try:
+        found = lm.extend([seat], [forest])[0].float()
+        paths = [prompt + forest.path(node) for node in range(len(forest))]
+        with torch.inference_mode():
+            plain = [lm.model(input_ids=torch.tensor([path], device=lm.device)).logits[0, -1] for path in paths]
+    except SpecbeamError:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{name} could not score a token tree: {type(error).__name__}: {error}. It must take a 4-dimensional "
+            "attention mask, position_ids and a transformers Cache"
+        ) from error
+    finally:
+        lm.close(seat)
+    expected = torch.stack(plain).float()
+    spread = expected.std().clamp_min(1e-6)
+    wrong = float((found - expected).abs().max() / spread)
+    limit = 1e-3 if lm.model.dtype == torch.float32 else 0.3
+    if not wrong <= limit:
+        raise UnsupportedModel(
+            f"{name} does not honour masks and positions: on a token tree its logits are off by {wrong:.2g} of their "
+            "spread; specbeam needs a decoder whose attention takes both from the caller"
+        )
+
+
+def _model(source: Any, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel":
+    if isinstance(source, torch.nn.Module):
+        return source  # type: ignore[return-value]
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    name = _found(source)
+    try:
+        config = AutoConfig.from_pretrained(name)
+        if getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedModel(
+                f"{source} is an encoder-decoder model ({config.model_type}); specbeam decodes causal language models"
+            )
+        if dtype == "auto" and device.type == "cpu":
+            dtype = torch.float32
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        if isinstance(error, SpecbeamError):
+            raise
+        raise MissingFile(f"could not load a causal language model from {source}: {error}") from error
+    return model.to(device)
+
+
+def _found(source: "str | Path") -> str:
+    """A hub id as it is; a path only if it is a folder with a model in it."""
+    path = Path(source).expanduser()
+    looks_local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~"))
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise MissingFile(f"{path} has no config.json; give the folder that save_pretrained wrote")
+        return str(path)
+    if looks_local:
+        raise MissingFile(f"there is no folder {path}; give a folder that save_pretrained wrote, or a hub id")
+    return str(source)
+
+
+def _tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
+    """A tokenizer, or None where a bare model object names no place to find one."""
+    if isinstance(source, (str, Path)):
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(_found(source))
+        except (OSError, ValueError) as error:
+            raise MissingFile(f"could not load a tokenizer from {source}: {error}; give load(tokenizer=...)") from error
+    if isinstance(source, torch.nn.Module):
+        place = getattr(source, "name_or_path", "")
+        return _tokenizer(place) if place and Path(place).is_dir() else None
+    return source
+
+
+def _check_same_vocabulary(target: "PreTrainedModel", draft: "PreTrainedModel", words: Any, draft_source: Any) -> None:
+    sizes = [model.get_output_embeddings().weight.shape[0] for model in (target, draft)]
+    if sizes[0] != sizes[1]:
+        raise VocabularyMismatch(
+            f"draft has {sizes[1]} tokens, target has {sizes[0]}; choose a draft of the same family, trained with the "
+            "same tokenizer"
+        )
+    if words is None or not isinstance(draft_source, (str, Path)):
+        return
+    if not (Path(draft_source) / "tokenizer_config.json").is_file():
+        return
+    theirs, ours = _tokenizer(draft_source).get_vocab(), words.get_vocab()
+    if theirs != ours:
+        odd = next(iter({*theirs.items()} ^ {*ours.items()}))
+        raise VocabularyMismatch(
+            f"draft and target both have {sizes[0]} tokens but not the same ones (first difference: {odd[0]!r}); "
+            "choose a draft trained with the target's tokenizer"
+        )
+
+
+def _use_a_backend_with_masks(model: "PreTrainedModel") -> None:
+    """Token trees need a mask per node: SDPA and eager take one, flash and flex kernels do not."""
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        model.set_attn_implementation("sdpa")

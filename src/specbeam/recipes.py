@@ -1,0 +1,180 @@
+"""The catalogue: one recipe per paper, made of parts. A recipe's docstring states the law of what it returns."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specbeam.control.fixed import FixedShape
+from specbeam.control.width import FixedWidth, SureWidth, Width
+from specbeam.draft.model import BeamDrafter, NoDraft
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.lm.base import LM
+from specbeam.session import Parts
+from specbeam.verify.beam import BeamRule
+
+Coupling = Literal["noise", "rejection"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A recipe with its settings: which parts decode, and what law their output has."""
+
+    name: str
+    law: str
+    beams: int
+    build: Callable[[LM | None], Parts]  # from the draft model
+    needs_draft: bool = False
+    greedy: bool = False
+
+    def parts(self, draft: LM | None) -> Parts:
+        if self.needs_draft and draft is None:
+            raise NotSupported(f"{self.name} drafts with a model: load the target with draft=..., or take beam_sampling")
+        return self.build(draft)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A line of the catalogue."""
+
+    name: str
+    law: str
+    paper: str
+    needs: str
+    defaults: dict[str, Any]
+    make: Callable[..., Method]
+
+
+def _plain(law: str, beams: int, coupling: str, replacement: bool) -> Callable[[LM | None], Parts]:
+    rule = BeamRule(FixedWidth(beams), coupling, replacement)
+    return lambda draft: Parts(NoDraft(), rule, FixedShape(0, 0), law)
+
+
+def greedy() -> Method:
+    """The most likely token at each step.
+
+    Law: deterministic; token-identical to transformers' greedy decoding in float32.
+    Paper: none.
+    """
+    law = "exact: greedy"
+    return Method("greedy", law, 1, _plain(law, 1, "noise", False), greedy=True)
+
+
+def sampling() -> Method:
+    """Plain sampling, one token per pass of the target.
+
+    Law: exact: the target's, after temperature, top-k, top-p, min-p and processors.
+    Paper: none.
+    """
+    law = "exact: plain sampling"
+    return Method("sampling", law, 1, _plain(law, 1, "noise", False))
+
+
+def beam_sampling(beams: int = 4, replacement: bool = False) -> Method:
+    """Beam sampling: each step draws `beams` (beam, token) pairs from the joint law over all live beams.
+
+    Law: exact by definition; the reference of `dsbd`. Without replacement the beams stay distinct.
+    Paper: arXiv 2409.16560, sec. 2.2.
+
+    Args:
+        beams: draws per step.
+        replacement: independent draws, which soon collapse to a few distinct beams.
+    """
+    _at_least_one(beams=beams)
+    law = f"exact: beam sampling, {beams} beams, {'with' if replacement else 'without'} replacement"
+    coupling = "rejection" if replacement else "noise"
+    return Method("beam_sampling", law, beams, _plain(law, beams, coupling, replacement))
+
+
+def dsbd(
+    beams: int = 4,
+    draft_beams: int = 6,
+    depth: int = 4,
+    width: Literal["dynamic", "fixed"] = "dynamic",
+    threshold: float = 0.7,
+    min_beams: int = 1,
+    coupling: Coupling = "noise",
+    replacement: bool = False,
+    collapse: bool = False,
+    trace: bool = False,
+) -> Method:
+    """Dynamic-width speculative beam decoding: a small model drafts layers of beams, the target judges them in one pass.
+
+    Law: exact: beam sampling, given the width of each layer. With width="fixed" it is that of `beam_sampling(beams)`; with
+    coupling="noise" even its very beams for the same seed.
+    Paper: arXiv 2409.16560 (AAAI 2025), with the corrections that make it exact.
+
+    Steps of the paper: draft beams (alg. 1, l. 3-5) draft/model.py; width (eq. 4-5) control/width.py; acceptance (l. 9-21)
+    verify/beam.py and verify/draws.py; forest attention (sec. 3.3) lm/kv_trie.py; one-sequence memory (sec. 3.4) `collapse`.
+
+    Args:
+        beams: the most beams that live after a step.
+        draft_beams: draft beams per layer, at least `beams`; a few more make layers pass.
+        depth: draft layers per pass of the target.
+        width: "dynamic" draws as many beams as will be accepted with `threshold` odds; "fixed" always draws `beams`.
+        threshold: odds asked of a dynamic width.
+        min_beams: least dynamic width.
+        coupling: "noise": draft and target share Gumbel noise. "rejection": recursive rejection sampling.
+        replacement: independent draws (coupling="rejection" only).
+        collapse: keep one beam after each turn, the paper's memory variant. Its law belongs to no target-only decoder,
+            because when it collapses depends on acceptance.
+        trace: record every trial, for `inspect`.
+    """
+    _at_least_one(beams=beams, depth=depth, draft_beams=draft_beams, min_beams=min_beams)
+    if draft_beams < beams:
+        raise BadSetting(f"draft_beams is {draft_beams}, beams is {beams}; a layer can pass only if draft_beams >= beams")
+    if min_beams > beams:
+        raise BadSetting(f"min_beams is {min_beams}, beams is {beams}; it must not be larger")
+    if not 0 <= threshold <= 1:
+        raise BadSetting(f"threshold is {threshold}; it is a probability, in [0, 1]")
+    if width not in ("dynamic", "fixed"):
+        raise BadSetting(f"width is {width!r}; it must be 'dynamic' or 'fixed'")
+    if coupling not in ("noise", "rejection"):
+        raise BadSetting(f"coupling is {coupling!r}; it must be 'noise' or 'rejection'")
+    if coupling == "noise" and replacement:
+        raise BadSetting("shared noise draws without replacement; take coupling='rejection' for replacement=True")
+    policy: Width = FixedWidth(beams) if width == "fixed" else SureWidth(beams, min_beams, threshold)
+    law = "exact: beam sampling, " + (f"{beams} beams" if width == "fixed" else f"given the widths (1 to {beams} beams)")
+    law += ", with replacement" if replacement else ", without replacement"
+    if collapse:
+        law = "approximate: beam sampling that collapses to one beam whenever a turn ends"
+    rule = BeamRule(policy, coupling, replacement, collapse, trace)
+
+    def build(draft: LM | None) -> Parts:
+        assert draft is not None
+        drafter = BeamDrafter(draft, beams, coupling, replacement)
+        return Parts(drafter, rule, FixedShape(depth, draft_beams), law)
+
+    return Method("dsbd", law, beams, build, needs_draft=True)
+
+
+RECIPES: tuple[Callable[..., Method], ...] = (greedy, sampling, beam_sampling, dsbd)
+
+
+def methods() -> list[Recipe]:
+    """All recipes, with law, paper and defaults."""
+    return [_described(make) for make in RECIPES]
+
+
+def _described(make: Callable[..., Method]) -> Recipe:
+    lines = inspect.cleandoc(make.__doc__ or "").splitlines()
+    said = {line.split(":", 1)[0]: line.split(":", 1)[1].strip() for line in lines if line.startswith(("Law:", "Paper:"))}
+    defaults = {name: parameter.default for name, parameter in inspect.signature(make).parameters.items()}
+    needs = "a draft model" if make().needs_draft else "the target alone"
+    return Recipe(make.__name__, said["Law"], said["Paper"], needs, defaults, make)
+
+
+def resolve(method: "str | Method") -> Method:
+    """A method from its name or as it is."""
+    if isinstance(method, Method):
+        return method
+    known = {make.__name__: make for make in RECIPES}
+    if method not in known:
+        raise BadSetting(f"there is no method {method!r}; choose one of {', '.join(known)}")
+    return known[method]()
+
+
+def _at_least_one(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise BadSetting(f"{name} is {value}; it must be at least 1")

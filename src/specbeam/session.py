@@ -1,0 +1,189 @@
+"""What is alive in one generation: beams, scores, dice, limits, the state of each part."""
+
+import time
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, Int64, UInt64
+
+from specbeam import dice
+from specbeam.errors import SpecbeamError
+from specbeam.forest import Forest
+from specbeam.limits import Ended, Limits
+from specbeam.probs import Warp
+from specbeam.records import Beams, Report, Shape, Step, Turn, Verdict
+
+
+@runtime_checkable
+class Seat(Protocol):
+    """What a language model needs of a session."""
+
+    prompt: list[int]
+    state: dict[Hashable, Any]
+
+
+@runtime_checkable
+class Controller(Protocol):
+    """PLAN: how deep and how wide the next draft is."""
+
+    def plan(self, session: "Session") -> Shape: ...
+
+    def settle(self, session: "Session", turn: Turn) -> None: ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """DRAFT: guesses hung under the live beams, for many sessions at once."""
+
+    def draft(self, sessions: list["Session"], shapes: list[Shape]) -> list[Forest]: ...
+
+    def settle(self, session: "Session", turn: Turn) -> None: ...
+
+    def close(self, session: "Session") -> None: ...
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """VERIFY: what lives on. `scored` holds the target's logits of every forest node."""
+
+    def verify(self, session: "Session", forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that decode one session."""
+
+    drafter: Drafter
+    rule: Rule
+    controller: Controller
+    law: str
+
+
+@dataclass
+class Counters:
+    target_passes: int = 0
+    draft_passes: int = 0
+    accepted: int = 0
+    widths: list[int] = field(default_factory=list)
+    peak_kv_tokens: int = 0
+    began: float = field(default_factory=time.perf_counter)
+
+    def restart(self) -> None:
+        """Start the clock."""
+        self.began = time.perf_counter()
+
+
+class Session:
+    """One generation. Rooms read it; only `advance` and each part's own entry in `state` change."""
+
+    def __init__(self, prompt: list[int], parts: Parts, warp: Warp, limits: Limits, key: int | None, place: int = 0):
+        self.prompt, self.parts, self.warp, self.limits, self.place = prompt, parts, warp, limits, place
+        self.dice = dice.Dice(key)
+        self.beams = Beams.start(prompt[-1], self.dice.key)
+        self.settled: list[int] = []  # tokens that all live beams share
+        self.tails = np.zeros((1, 0), dtype=np.int64)  # what each live beam has behind them
+        self.ended: list[Ended] = []
+        self.failure: SpecbeamError | None = None
+        self.state: dict[Hashable, Any] = {}
+        self.count = Counters()
+        self._noise: dict[int, np.ndarray] = {}
+
+    @property
+    def length(self) -> int:
+        """Tokens generated so far."""
+        return len(self.settled) + self.tails.shape[1]
+
+    @property
+    def remaining(self) -> int:
+        return self.limits.max_new_tokens - self.length
+
+    @property
+    def over(self) -> bool:
+        if self.failure is not None:
+            return True
+        return self.limits.enough(self.ended, self.beams.scores, self.length)
+
+    @contextmanager
+    def failing_alone(self, who: str = "") -> Iterator[None]:
+        """Errors that belong to this prompt end this session and no other."""
+        try:
+            yield
+        except SpecbeamError as error:
+            self.failure = type(error)(f"prompt {self.place}, step {self.length}: {who}{error}")
+            self.failure.__cause__ = error
+
+    def new_tokens(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
+        """Generated tokens up to and with each node; the nodes must be equally deep."""
+        settled = np.tile(np.array(self.settled, dtype=np.int64), (len(nodes), 1))
+        return np.concatenate([settled, self.tails[forest.root_of(nodes)], forest.below(nodes)], 1)
+
+    def paths(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
+        """Prompt and generated tokens up to and with each node: what logits processors look at."""
+        prompt = np.tile(np.array(self.prompt, dtype=np.int64), (len(nodes), 1))
+        return np.concatenate([prompt, self.new_tokens(forest, nodes)], 1)
+
+    def noise(self, keys: UInt64[np.ndarray, " n"], vocab: int) -> Float64[np.ndarray, "n vocab"]:
+        """Gumbel noise of the next token after each path; draft and target ask for the same rows within a turn."""
+        missing = [key for key in dict.fromkeys(keys.tolist()) if key not in self._noise]
+        if missing:
+            self._noise.update(zip(missing, dice.gumbel(np.array(missing, dtype=np.uint64), vocab), strict=True))
+        return np.stack([self._noise[key] for key in keys.tolist()])
+
+    def advance(self, turn: Turn) -> None:
+        """Move on to where the verdict leads: ended beams are put aside, the others live on."""
+        for step in turn.verdict.steps:
+            self.ended += self.retired(turn.forest, step)
+            self.count.widths.append(int(step.beams.counts.sum()))
+        verdict = turn.verdict
+        survivors = np.column_stack([self._tails(turn.forest, verdict.parents), verdict.beams.tokens])
+        self.beams, self.tails = verdict.beams.rooted(), survivors
+        self.count.accepted += verdict.accepted
+        self._noise.clear()
+        self._settle_common_prefix()
+
+    def _tails(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
+        if len(nodes) == 0:
+            return np.zeros((0, self.tails.shape[1]), dtype=np.int64)
+        return np.concatenate([self.tails[forest.root_of(nodes)], forest.below(nodes)], 1)
+
+    def retired(self, forest: Forest, step: Step) -> list[Ended]:
+        """The beams of a step that ended with it."""
+        which = np.flatnonzero(step.ended)
+        gone = []
+        if len(which):
+            before = self.new_tokens(forest, step.parents[which])
+            for path, beam in zip(before, which, strict=True):
+                tokens = [*path.tolist(), int(step.beams.tokens[beam])]
+                gone += [Ended(tokens, float(step.beams.scores[beam]))] * int(step.beams.counts[beam])
+        return gone
+
+    def _settle_common_prefix(self) -> None:
+        if len(self.tails) == 0:
+            return
+        differs = (self.tails != self.tails[:1]).any(0)
+        common = int(np.argmax(differs)) if differs.any() else self.tails.shape[1]
+        self.settled += self.tails[0, :common].tolist()
+        self.tails = self.tails[:, common:]
+
+    def hypotheses(self) -> Iterator[Ended]:
+        """Everything the session can answer with: ended beams, then live ones that were cut off."""
+        yield from self.ended
+        for tail, score, count in zip(self.tails, self.beams.scores, self.beams.counts, strict=True):
+            yield from [Ended([*self.settled, *tail.tolist()], float(score), finished=False)] * int(count)
+
+    def report(self, tokens: int) -> Report:
+        seconds = time.perf_counter() - self.count.began
+        return Report(
+            law=self.parts.law,
+            tokens=tokens,
+            target_passes=self.count.target_passes,
+            draft_passes=self.count.draft_passes,
+            accepted=self.count.accepted,
+            widths=list(self.count.widths),
+            seconds=seconds,
+            peak_kv_tokens=self.count.peak_kv_tokens,
+        )

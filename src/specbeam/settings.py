@@ -1,0 +1,135 @@
+"""The options that transformers' users know, turned into a warp and limits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.limits import Decode, Limits
+from specbeam.probs import Warp
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList
+
+DEFAULT_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of `generate`, named and meant as in transformers; None means not set."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    num_return_sequences: int = 1
+    eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    logits_processor: "LogitsProcessorList | Sequence[Any] | None" = None
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens is None or self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, ">= 1")
+        _require(self.min_new_tokens is None or self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, ">= 0")
+        _require(self.temperature is None or self.temperature >= 0, "temperature", self.temperature, ">= 0")
+        _require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, ">= 0 (0: all tokens)")
+        _require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        _require(
+            self.repetition_penalty is None or self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "> 0",
+        )
+        _require(self.num_return_sequences >= 1, "num_return_sequences", self.num_return_sequences, ">= 1")
+        _require(
+            self.early_stopping in (True, False, "never"), "early_stopping", self.early_stopping, "True, False or 'never'"
+        )
+
+    def over(self, config: "GenerationConfig") -> "Settings":
+        """These settings, completed by those of a generation config. What no method honours is refused by name."""
+        given = config.to_diff_dict()
+        for name in _HARMLESS:
+            given.pop(name, None)
+        known = {field.name for field in fields(self)}
+        strange = sorted(name for name in given if name not in known and not name.startswith("_"))
+        if strange:
+            raise NotSupported(f"generation_config sets {', '.join(strange)}, which specbeam does not honour; unset them")
+        blank = Settings()
+        mine = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(blank, f.name)}
+        return replace(blank, **(given | mine))
+
+    def warp(self, eos: tuple[int, ...], greedy: bool, prompt_length: int) -> Warp:
+        """The law that these settings make of a model's logits."""
+        greedy = greedy or self.temperature == 0
+        return Warp(self._processors(eos, prompt_length), None if greedy else self._warpers(), greedy)
+
+    def limits(self, eos: tuple[int, ...], room: int | None, decode: Decode | None, keep: int) -> Limits:
+        """`room`: new tokens for which the models have positions."""
+        most = self.max_new_tokens
+        if most is None:
+            most = DEFAULT_NEW_TOKENS if room is None else min(DEFAULT_NEW_TOKENS, room)
+        stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings or ())
+        if stops and decode is None:
+            raise BadSetting("stop_strings need a tokenizer; give load() one, or stop by eos_token_id")
+        return Limits(most, eos, stops, decode, keep, self.early_stopping, self.length_penalty)
+
+    def eos(self, model_default: int | Sequence[int] | None) -> tuple[int, ...]:
+        chosen = self.eos_token_id if self.eos_token_id is not None else model_default
+        if chosen is None:
+            return ()
+        return (chosen,) if isinstance(chosen, int) else tuple(chosen)
+
+    def _processors(self, eos: tuple[int, ...], prompt_length: int) -> "LogitsProcessorList | None":
+        from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+        chosen = LogitsProcessorList()
+        if self.repetition_penalty not in (None, 1.0):
+            chosen.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.min_new_tokens and eos:
+            chosen.append(MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, list(eos)))
+        chosen.extend(self.logits_processor or [])
+        return chosen or None
+
+    def _warpers(self) -> "LogitsProcessorList | None":
+        from transformers import (
+            LogitsProcessorList,
+            MinPLogitsWarper,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
+
+        chosen = LogitsProcessorList()
+        if self.temperature not in (None, 1.0):
+            chosen.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            chosen.append(TopKLogitsWarper(self.top_k))
+        if self.top_p not in (None, 1.0):
+            chosen.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            chosen.append(MinPLogitsWarper(self.min_p))
+        return chosen or None
+
+
+# Fields of a generation config that say nothing about the text, or that the recipe answers.
+_HARMLESS = (
+    "bos_token_id",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+    "do_sample",
+    "num_beams",
+    "max_length",
+    "return_dict_in_generate",
+    "output_scores",
+)
+
+
+def _require(fine: bool, name: str, found: object, expected: str) -> None:
+    if not fine:
+        raise BadSetting(f"{name} is {found!r}; it must be {expected}")

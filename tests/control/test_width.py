@@ -1,0 +1,88 @@
+"""The width recurrence against its worked examples, against simulation, and against the published double update."""
+
+import numpy as np
+import pytest
+
+from specbeam.control.width import SureWidth, accepted_pmf
+from specbeam.verify.draws import draws
+from tests.support.exact import exact_law
+
+P = np.array([0.4, 0.3, 0.2, 0.1])
+A, B = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.3, 0.1, 0.2, 0.1])
+WORKED = {  # dsbd.md 5.2
+    "A": (A, {1: [0.4, 0.6], 2: [0.28, 0.36, 0.36], 3: [0.232, 0.264, 0.288, 0.216],
+              4: [0.2088, 0.2152, 0.2304, 0.216, 0.1296]}),
+    "B": (B, {1: [0.3, 0.7], 2: [0.18, 0.33, 0.49], 3: [0.152, 0.19, 0.315, 0.343],
+              4: [0.1368, 0.1516, 0.1922, 0.2793, 0.2401]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORKED)
+def test_the_worked_examples(name):
+    q, expected = WORKED[name]
+    for drafts, pmf in expected.items():
+        np.testing.assert_allclose(accepted_pmf(P, q, drafts), pmf, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("q", "widths"),
+    [(A, {0.9: 0, 0.8: 0, 0.7: 1, 0.5: 2, 0.4: 2, 0.2: 3}), (B, {0.9: 0, 0.8: 1, 0.7: 2, 0.5: 3, 0.4: 3, 0.2: 4})],
+)
+def test_the_worked_widths(q, widths):
+    for threshold, width in widths.items():
+        assert SureWidth(most=4, least=1, threshold=threshold).choose(P, q, 4) == max(width, 1)
+        assert SureWidth(most=2, least=1, threshold=threshold).choose(P, q, 4) == min(max(width, 1), 2)
+
+
+@pytest.mark.parametrize("drafts", range(1, 5))
+def test_the_pmf_is_that_of_the_kernel(drafts):
+    rng = np.random.default_rng(drafts)
+    for _ in range(3):
+        p, q = rng.dirichlet(np.ones(3)), rng.dirichlet(np.ones(4))
+
+        def accepted(dice, p=p, q=q):
+            drawn = [dice.pick(q) for _ in range(drafts)]
+            proposals = [token if token < 3 else -1 for token in drawn]
+            taken = draws(proposals, [float(q[token]) for token in drawn], q[:3], p, drafts, dice, True, True)
+            return sum(one.draft >= 0 for one in taken)
+
+        found = exact_law(accepted)
+        expected = accepted_pmf(p, q[:3], drafts)
+        np.testing.assert_allclose([found.get(k, 0) for k in range(drafts + 1)], expected, atol=1e-12)
+
+
+def test_the_pmf_sums_to_one_and_its_tail_falls():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        pmf = accepted_pmf(rng.dirichlet(np.ones(8)), rng.dirichlet(np.ones(8)) * rng.random(), 8)
+        assert pmf.sum() == pytest.approx(1, abs=1e-12)
+        assert (pmf >= -1e-15).all()
+
+
+def doubly_updated(p, q, drafts):
+    """The published function: the residual moves on twice per refusal, alpha_i = 1 - S_{2i-1} / S_{2i-2}."""
+    left, reach = [1.0], 0.0
+    for _ in range(2 * drafts):
+        reach += left[-1]
+        left.append(float(np.maximum(p - reach * q, 0).sum()))
+    alpha = [1 - left[2 * i + 1] / left[2 * i] for i in range(drafts)]
+    none = np.cumprod([1.0] + [1 - a for a in alpha])
+    first = -np.diff(none)
+    pmf = [np.array([1.0])]
+    for n in range(1, drafts + 1):
+        row = np.zeros(n + 1)
+        row[0] = none[n]
+        for i in range(1, n + 1):
+            row[1 : n - i + 2] += first[i - 1] * pmf[n - i]
+        pmf.append(row)
+    return pmf[drafts]
+
+
+@pytest.mark.parametrize(
+    ("q", "published"),
+    [(A, [0.2685, 0.2448, 0.1967, 0.1605, 0.1296]), (B, [0.2052, 0.2018, 0.1814, 0.1715, 0.2401])],
+)
+def test_the_published_double_update_is_something_else(q, published):
+    """Reproduces the numbers of the authors' code and shows that ours are not they."""
+    np.testing.assert_allclose(doubly_updated(P, q, 4), published, atol=6e-5)
+    assert np.abs(accepted_pmf(P, q, 4) - published).max() > 0.01

@@ -1,0 +1,132 @@
+"""Logits of a node equal those of a plain forward on its path, whatever happened before."""
+
+import numpy as np
+import pytest
+import torch
+
+from specbeam.errors import UnsupportedModel
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.pair import check_scores_forests, language_model
+from tests.support.seats import moved, random_forest, random_turn, seat
+from tests.support.tiny_models import FAMILIES, NO_SDPA, tiny
+
+
+def plain_logits(model, paths):
+    with torch.inference_mode():
+        return torch.stack([model(input_ids=torch.tensor([path])).logits[0, -1] for path in paths])
+
+
+def node_paths(texts, forest):
+    roots = forest.root_of(np.arange(len(forest)))
+    return [texts[root] + forest.path(node) for node, root in enumerate(roots)]
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager") if family not in NO_SDPA or attention == "eager"],
+)
+def test_a_node_has_the_logits_of_its_path(family, attention):
+    model = tiny(family, attention)
+    lm, rng = HuggingFaceLM(model, chunk=5), np.random.default_rng(1)
+    seats = [seat(rng.integers(0, lm.vocab, length).tolist()) for length in (1, 4, 17)]
+    for turn_number in range(6):
+        forests = [random_forest(rng, [text[-1] for text in one.texts], lm.vocab, int(rng.integers(0, 9))) for one in seats]
+        rows = lm.extend(seats, forests)
+        for one, forest, found in zip(seats, forests, rows, strict=True):
+            expected = plain_logits(model, node_paths(one.texts, forest))
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+            turn = random_turn(rng, forest, lm.vocab)
+            lm.settle(one, turn)
+            one.texts = moved(one.texts, forest, turn)
+            if turn_number % 2:
+                lm.compact(one)
+        if turn_number == 3:  # a request leaves, another comes
+            lm.close(seats.pop(0))
+            seats.append(seat(rng.integers(0, lm.vocab, 7).tolist()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafting_layer_by_layer_gives_the_rows_of_the_new_nodes(family):
+    model = tiny(family)
+    lm, rng = HuggingFaceLM(model), np.random.default_rng(2)
+    one = seat([5, 6, 7])
+    for _ in range(4):
+        forest = random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 0)
+        rows = lm.extend([one], [forest])[0]
+        for _ in range(3):
+            grown = forest.grown(rng.integers(0, lm.vocab, 2), rng.integers(max(0, len(forest) - 2), len(forest), 2))
+            fresh = lm.extend([one], [grown])[0]
+            assert len(fresh) == len(grown) - len(forest)
+            rows, forest = torch.cat([rows, fresh]), grown
+        forest = forest.grown(rng.integers(0, lm.vocab, 2), [len(forest) - 1] * 2)  # a last layer that is never scored
+        expected = plain_logits(model, node_paths(one.texts, forest)[: len(rows)])
+        torch.testing.assert_close(rows, expected, atol=2e-4, rtol=2e-4)
+        turn = random_turn(rng, forest, lm.vocab)
+        lm.settle(one, turn)
+        one.texts = moved(one.texts, forest, turn)
+
+
+def test_shared_pending_tokens_are_stored_once():
+    lm = HuggingFaceLM(tiny("llama"))
+    one = seat([3, 4, 5])
+    forest = random_forest(np.random.default_rng(0), [5], lm.vocab, 0).grown([7], [0])
+    lm.extend([one], [forest.grown([], [])])
+    rng = np.random.default_rng(0)
+    turn = random_turn(rng, forest, lm.vocab, most=4)
+    lm.settle(one, turn)
+    grown = random_forest(rng, turn.verdict.beams.tokens, lm.vocab, 0)
+    lm.extend([one], [grown])
+    distinct = {tuple(path[:depth]) for path in moved([[3, 4, 5]], forest, turn) for depth in range(1, len(path) + 1)}
+    assert lm.held(one) == len(distinct)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61}, "ALiBi"),
+        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61, "alibi": True}, "ALiBi"),
+        ("mpt", {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 61}, "ALiBi"),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4}, "recurrent"),
+    ],
+)  # fmt: skip
+def test_families_that_cannot_work_are_refused_at_load(kind, settings, reason):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **settings))
+    with pytest.raises(UnsupportedModel, match=reason):
+        language_model(model)
+
+
+def test_a_model_that_ignores_positions_is_refused_by_the_check():
+    model = tiny("llama")
+    plain_forward = model.model.forward
+
+    def forgetful(*args, position_ids=None, **kwargs):
+        return plain_forward(*args, position_ids=torch.zeros_like(position_ids) if position_ids is not None else None, **kwargs)
+
+    model.model.forward = forgetful
+    with pytest.raises(UnsupportedModel, match="does not honour masks and positions"):
+        check_scores_forests(HuggingFaceLM(model))
+
+
+def test_a_prompt_of_8192_tokens_is_prefilled_in_chunks():
+    model = tiny("llama", max_position_embeddings=9000)
+    lm, rng = HuggingFaceLM(model), np.random.default_rng(0)
+    prompt = rng.integers(0, lm.vocab, 8192).tolist()
+    one = seat(prompt)
+    forest = random_forest(rng, [prompt[-1]], lm.vocab, 3)
+    widest = 0
+    forward = model.forward
+
+    def watched(*args, **kwargs):
+        nonlocal widest
+        widest = max(widest, kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    model.forward = watched
+    lm._keeps_rows = True
+    found = lm.extend([one], [forest])[0]
+    model.forward = forward
+    assert widest <= lm.chunk + 3
+    assert lm.held(one) == 8192 + 3
+    torch.testing.assert_close(found, plain_logits(model, node_paths([prompt], forest)), atol=1e-3, rtol=1e-3)

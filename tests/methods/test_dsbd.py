@@ -1,0 +1,209 @@
+"""DSBD (arXiv 2409.16560) end to end on tables: the law of whole trajectories by enumeration."""
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import specbeam as sb
+from specbeam.control.fixed import FixedShape
+from specbeam.control.width import FixedWidth
+from specbeam.draft.model import BeamDrafter
+from specbeam.lm.table import TableLM
+from specbeam.probs import Warp
+from specbeam.session import Parts
+from specbeam.verify.beam import BeamRule
+from specbeam.verify.draws import draws
+from specbeam.verify.draws_fast import draws_fast
+from tests.support.exact import beam_sampling_law, distance, exact_law
+from tests.support.programs import outcome_of, random_table, run, session_of, texts
+
+CLOSE = 1e-12
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize(
+    ("depth", "draft_beams", "steps", "vocab", "eos"),
+    [(1, 2, 2, 3, ()), (1, 3, 2, 2, ()), (2, 2, 3, 2, ()), (2, 2, 2, 2, (1,)), (1, 2, 3, 2, (0,))],
+)
+def test_fixed_width_has_the_law_of_beam_sampling(depth, draft_beams, steps, vocab, eos, replacement):
+    target, draft = random_table(1, vocab), random_table(2, vocab)
+    method = sb.dsbd(2, draft_beams, depth, "fixed", coupling="rejection", replacement=replacement)
+    found = exact_law(outcome_of(method, target, draft, steps, eos, replacement))
+    expected = beam_sampling_law(target, 2, steps, replacement, eos)
+    assert distance(found, expected) < CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("kernel", [draws, draws_fast])
+def test_fixed_width_on_three_tokens_and_two_layers(replacement, kernel):
+    target, draft = random_table(3, 3, zeros=True), random_table(4, 3)
+    rule = BeamRule(FixedWidth(2), "rejection", replacement, kernel=kernel)
+    method = sb.Method("dsbd", "", 2, lambda lm: Parts(BeamDrafter(lm, 2, "rejection", replacement), rule, FixedShape(2, 2), ""))
+    found = exact_law(outcome_of(method, target, draft, 3, (), replacement))
+    assert distance(found, beam_sampling_law(target, 2, 3, replacement)) < CLOSE
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_beam_sampling_has_its_law(replacement):
+    target = random_table(5, 3)
+    method = sb.dsbd(2, 2, 1, "fixed", coupling="rejection", replacement=replacement)
+    plain = sb.Method("plain", "", 2, lambda lm: Parts(sb.beam_sampling().parts(None).drafter, method.parts(lm).rule, FixedShape(0, 0), ""))
+    found = exact_law(outcome_of(plain, target, target, 2, (2,), replacement))
+    assert distance(found, beam_sampling_law(target, 2, 2, replacement, (2,))) < CLOSE
+
+
+def test_one_beam_is_speculative_sampling():
+    """Width 1: plain sampling's law, with one draft (Leviathan et al.) and with several (SpecInfer, RSD)."""
+    target, draft = random_table(6, 3), random_table(7, 3)
+    for draft_beams, replacement in ((1, True), (2, True), (2, False)):
+        method = sb.dsbd(1, draft_beams, 2, "fixed", coupling="rejection", replacement=replacement)
+        found = exact_law(outcome_of(method, target, draft, 3, (), replacement))
+        assert distance(found, beam_sampling_law(target, 1, 3, True)) < CLOSE
+
+
+def laws_by_width(rule_of, replacement, seed=8):
+    """For each history and width of the second layer: the law of its draws, and what it should be."""
+    target, draft = random_table(seed, 2), random_table(seed + 1, 2)
+    method = sb.Method(
+        "dynamic", "", 2, lambda lm: Parts(BeamDrafter(lm, 2, "rejection", replacement), rule_of(), FixedShape(1, 3), "")
+    )
+    found = defaultdict(lambda: defaultdict(float))
+
+    def program(dice):
+        session = session_of(method, TableLM(draft), dice, 2)
+        turns = run(session, TableLM(target))
+        history = turns[0].verdict.steps[0]
+        return tuple(history.beams.tokens), turns[0].verdict.steps[0].width, texts(session, replacement)[1][:9]
+
+    for (drawn, width, _), odds in exact_law(program).items():
+        found[width][drawn] += odds
+    return found, target
+
+
+def first_layer(target, width, replacement):
+    from tests.support.exact import successive
+
+    return successive(target(()), width, replacement)
+
+
+@pytest.mark.parametrize("replacement", [False])
+def test_given_its_width_a_dynamic_layer_has_the_law_of_that_width(replacement):
+    from specbeam.control.width import SureWidth
+
+    widths = set()
+    for seed in range(8, 24, 2):
+        for threshold in (0.3, 0.6, 0.9):
+            found, target = laws_by_width(
+                lambda: BeamRule(SureWidth(2, 1, threshold), "rejection", replacement), replacement, seed  # noqa: B023
+            )
+            assert len(found) == 1  # the first layer's width is a function of the two laws alone
+            ((width, law),) = found.items()
+            widths.add(width)
+            total = sum(law.values())
+            law = {drawn: odds / total for drawn, odds in law.items()}
+            assert distance(law, first_layer(target, width, replacement)) < CLOSE
+    assert widths == {1, 2}
+
+
+def test_shared_noise_gives_the_beams_of_beam_sampling_whatever_the_draft():
+    rng = np.random.default_rng(0)
+    for case in range(60):
+        vocab = int(rng.integers(2, 7))
+        target, draft = TableLM(random_table(case, vocab, zeros=case % 3 == 0)), TableLM(random_table(1000 + case % 7, vocab))
+        beams = int(rng.integers(1, 5))
+        plain = session_of(sb.beam_sampling(beams), None, steps=7, eos=(0,), key=case)
+        run(plain, target)
+        for depth in (1, 2, 4):
+            method = sb.dsbd(beams, beams + int(rng.integers(0, 3)), depth, "fixed")
+            fast = session_of(method, draft, steps=7, eos=(0,), key=case)
+            turns = run(fast, target)
+            assert texts(fast) == texts(plain)
+            assert [len(turn.verdict.steps) <= depth + 1 for turn in turns]
+            np.testing.assert_allclose(
+                [one.loglik for one in fast.hypotheses()], [one.loglik for one in plain.hypotheses()], atol=1e-9
+            )
+
+
+def test_with_the_target_as_its_draft_every_layer_passes():
+    """Core and halo: the draft model's own choice is always among the drafts, also with halo beams competing."""
+    for case in range(20):
+        table, twin = TableLM(random_table(case, 6)), TableLM(random_table(case, 6))
+        for beams, draft_beams in ((1, 1), (2, 2), (2, 4), (3, 6)):
+            session = session_of(sb.dsbd(beams, draft_beams, 3, "fixed"), twin, steps=12, key=case)
+            turns = run(session, table)
+            assert [len(turn.verdict.steps) for turn in turns] == [4, 4, 4]
+
+
+def test_equal_laws_by_rejection_accept_the_first_layer():
+    for replacement in (True, False):
+        for case in range(10):
+            table, twin = TableLM(random_table(case, 5)), TableLM(random_table(case, 5))
+            method = sb.dsbd(2, 2, 1, "fixed", coupling="rejection", replacement=replacement)
+            session = session_of(method, twin, steps=2, key=case)
+            assert len(run(session, table)) == 1
+
+
+def test_noise_follows_the_law_of_draws_without_replacement():
+    target, draft = random_table(31, 3), random_table(32, 3)
+    expected = beam_sampling_law(target, 2, 2, False)
+    counts = dict.fromkeys(expected, 0)
+    number = 6000
+    for key in range(number):
+        session = session_of(sb.dsbd(2, 3, 1, "fixed"), TableLM(draft), steps=2, key=key * 7919 + 1)
+        run(session, TableLM(target))
+        counts[texts(session)] += 1
+    cells = [(counts[cell], odds * number) for cell, odds in expected.items() if odds * number >= 5]
+    rest = (number - sum(c for c, _ in cells), number - sum(e for _, e in cells))
+    seen, hoped = zip(*(cells + ([rest] if rest[1] > 1 else [])), strict=True)
+    assert stats.chisquare(seen, np.array(hoped) * sum(seen) / sum(hoped)).pvalue > 1e-3
+
+
+def test_at_temperature_zero_it_is_beam_search():
+    for case in range(20):
+        table = random_table(case, 5)
+        session = session_of(sb.dsbd(3, 4, 3, "fixed"), TableLM(random_table(99, 5)), steps=5, key=case, warp=Warp(greedy=True))
+        run(session, TableLM(table))
+        beams = [((), 0.0)]
+        for _ in range(5):
+            longer = [((*path, v), score + np.log(table(path)[v])) for path, score in beams for v in range(5)]
+            beams = sorted(longer, key=lambda one: -one[1])[:3]
+        assert texts(session)[1] == tuple(path for path, _ in beams)
+
+
+def test_a_support_smaller_than_the_width_narrows_the_layer():
+    lone, twin = TableLM([0.0, 1.0, 0.0]), TableLM([0.0, 1.0, 0.0])
+    for method in (sb.beam_sampling(4), sb.dsbd(4, 6, 2, "fixed"), sb.dsbd(4, 6, 2, "fixed", coupling="rejection")):
+        session = session_of(method, twin, steps=4)
+        run(session, lone)
+        assert session.count.widths == [1, 1, 1, 1]
+
+
+def test_limits_inside_a_turn_are_kept():
+    table, twin = TableLM(random_table(3, 5)), TableLM(random_table(3, 5))
+    for steps in (1, 2, 3, 5):
+        session = session_of(sb.dsbd(2, 3, 4, "fixed"), twin, steps=steps)
+        run(session, table)
+        assert session.length == steps
+
+
+def test_ended_beams_are_put_aside_inside_a_turn():
+    """Target and draft agree, so ends happen in the middle of turns; nothing is drawn behind an end."""
+    for case in range(20):
+        table, twin = TableLM(random_table(case, 4)), TableLM(random_table(case, 4))
+        session = session_of(sb.dsbd(3, 4, 4, "fixed"), twin, steps=8, eos=(0, 1), key=case)
+        run(session, table)
+        for one in session.hypotheses():
+            ends = [place for place, token in enumerate(one.tokens) if token in (0, 1)]
+            assert ends == ([len(one.tokens) - 1] if one.finished else [])
+
+
+def test_collapse_keeps_the_best_beam_after_each_turn():
+    table, draft = TableLM(random_table(3, 5)), TableLM(random_table(4, 5))
+    session = session_of(sb.dsbd(3, 4, 2, "fixed", collapse=True), draft, steps=6)
+    for turn in run(session, table):
+        if len(turn.verdict.steps[-1].live):
+            assert len(turn.verdict.beams) == 1
+            assert turn.verdict.beams.scores[0] == turn.verdict.steps[-1].live.scores.max()

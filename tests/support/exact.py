@@ -1,0 +1,108 @@
+"""Laws by enumeration: replay a program once per random outcome and add up the exact odds."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+
+import numpy as np
+
+from specbeam.dice import Dice
+
+
+class WalkingDice(Dice):
+    """Dice that follow a script and then take the first way, noting which other ways there were."""
+
+    key = 1
+
+    def __init__(self, script: list[int]) -> None:
+        self.script, self.taken, self.ways, self.odds = script, [], [], 1.0
+
+    def _choose(self, odds: list[float]) -> int:
+        """One of several ways, by script; `odds` are theirs."""
+        possible = [way for way, chance in enumerate(odds) if chance > 0]
+        place = self.script[len(self.taken)] if len(self.taken) < len(self.script) else 0
+        self.taken.append(place)
+        self.ways.append(len(possible))
+        self.odds *= odds[possible[place]]
+        return possible[place]
+
+    def flip(self, odds: float) -> bool:
+        odds = min(1.0, max(0.0, float(odds)))
+        return self._choose([1.0 - odds, odds]) == 1
+
+    def pick(self, law) -> int:
+        total = math.fsum(law)
+        return self._choose([float(chance) / total for chance in law])
+
+
+def exact_law(program: Callable[[WalkingDice], Hashable], most: int = 400_000) -> dict[Hashable, float]:
+    """Odds of every outcome of `program(dice)`."""
+    law: dict[Hashable, list[float]] = defaultdict(list)
+    script: list[int] | None = []
+    runs = 0
+    while script is not None:
+        dice = WalkingDice(script)
+        law[program(dice)].append(dice.odds)
+        script = _next(dice.taken, dice.ways)
+        runs += 1
+        assert runs <= most, "too many outcomes to enumerate"
+    return {outcome: math.fsum(odds) for outcome, odds in law.items()}
+
+
+def _next(taken: list[int], ways: list[int]) -> list[int] | None:
+    for place in range(len(taken) - 1, -1, -1):
+        if taken[place] + 1 < ways[place]:
+            return [*taken[:place], taken[place] + 1]
+    return None
+
+
+def distance(first: dict, second: dict) -> float:
+    """Total variation between two laws."""
+    return 0.5 * math.fsum(abs(first.get(x, 0.0) - second.get(x, 0.0)) for x in {*first, *second})
+
+
+def successive(p, want: int, replacement: bool) -> dict[tuple[int, ...], float]:
+    """The law D_want(p) of ordered draws: independent, or successive without replacement."""
+    want = want if replacement else min(want, int(np.count_nonzero(p)))
+    law = {(): 1.0}
+    for _ in range(want):
+        longer: dict[tuple[int, ...], float] = {}
+        for drawn, odds in law.items():
+            left = np.array(p, dtype=float)
+            if not replacement:
+                left[list(drawn)] = 0
+            for token in np.flatnonzero(left):
+                longer[(*drawn, int(token))] = odds * left[token] / left.sum()
+        law = longer
+    return law
+
+
+def beam_sampling_law(
+    table: Callable[[tuple[int, ...]], np.ndarray], beams: int, steps: int, replacement: bool, eos: tuple[int, ...] = ()
+) -> dict[Hashable, float]:
+    """Law of (ended texts, live texts) of plain beam sampling, straight from its definition.
+
+    Ended texts in the order of their ending; without replacement the live ones in draw order, with it sorted.
+    """
+    law: dict[Hashable, float] = {((), ((),)): 1.0}
+    for _ in range(steps):
+        longer: dict[Hashable, float] = defaultdict(float)
+        for (ended, live), odds in law.items():
+            if not live:
+                longer[ended, live] += odds
+                continue
+            pairs = [(beam, token) for beam in live for token in range(len(table(())))]
+            joint = np.array([_likelihood(table, (*beam, token)) for beam, token in pairs])
+            for drawn, chance in successive(joint / joint.sum(), beams, replacement).items():
+                texts = [(*pairs[which][0], pairs[which][1]) for which in drawn]
+                gone = tuple(text for text in texts if text[-1] in eos)
+                going = [text for text in texts if text[-1] not in eos]
+                going = sorted(going) if replacement else going
+                gone = tuple(sorted(gone)) if replacement else gone
+                longer[ended + gone, tuple(going)] += odds * chance
+        law = dict(longer)
+    return law
+
+
+def _likelihood(table, path: tuple[int, ...]) -> float:
+    return math.prod(float(table(path[:place])[token]) for place, token in enumerate(path))

@@ -1,0 +1,58 @@
+"""What a language model needs of a session, and turns that move it on at random."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from specbeam.forest import Forest
+from specbeam.records import Beams, Shape, Step, Turn, Verdict
+
+
+def seat(prompt):
+    return SimpleNamespace(prompt=list(prompt), state={}, texts=[list(prompt)])
+
+
+def random_forest(rng, roots, vocab, nodes):
+    """A forest with that many more nodes, grown at random places but layer by layer."""
+    forest = Forest.rooted(roots)
+    front = np.arange(len(roots))
+    while nodes > 0:
+        count = int(rng.integers(1, nodes + 1))
+        pairs = rng.choice(len(front) * vocab, size=min(count, len(front) * vocab), replace=False)
+        parents, tokens = front[pairs // vocab], pairs % vocab
+        start = len(forest)
+        forest = forest.grown(tokens, parents)
+        front = np.arange(start, len(forest))
+        nodes -= len(pairs)
+    return forest
+
+
+def random_turn(rng, forest, vocab, most=3):
+    """A turn whose survivors are some nodes of one layer, or new tokens under some nodes, or both."""
+    depths = forest.depths()
+    depth = int(rng.integers(0, depths.max() + 1))
+    parents = rng.choice(np.flatnonzero(depths == depth), size=most)
+    tokens = rng.integers(0, vocab, size=most)
+    for beam in range(most):  # prefer drafted tokens, as real verdicts do
+        children = np.flatnonzero(forest.parents == parents[beam])
+        if len(children) and rng.random() < 0.6:
+            tokens[beam] = forest.tokens[rng.choice(children)]
+    pairs = np.unique(parents * vocab + tokens)
+    parents, tokens = pairs // vocab, pairs % vocab
+    count = len(pairs)
+    beams = Beams(
+        forest.find(parents, tokens), tokens, np.zeros(count), np.ones(count, dtype=np.int64),
+        np.arange(count, dtype=np.uint64),
+    )  # fmt: skip
+    step = Step(parents, beams, np.zeros(count, dtype=bool), count, passed=False)
+    return Turn(Shape(depth, most), forest, torch.zeros(0, 0), Verdict((step,)))
+
+
+def moved(texts, forest, turn):
+    """The texts of the surviving beams."""
+    roots = forest.root_of(turn.verdict.parents)
+    return [
+        texts[root] + forest.path(parent) + [int(token)]
+        for root, parent, token in zip(roots, turn.verdict.parents, turn.verdict.beams.tokens, strict=True)
+    ]
