@@ -11,7 +11,7 @@ from specbeam.errors import BadPrompt, BadSetting, NotSupported, SomeFailed, Spe
 from specbeam.limits import Ended
 from specbeam.pair import Pair, load
 from specbeam.recipes import Method, resolve
-from specbeam.records import Beam, Generation, Report
+from specbeam.records import Beam, Generation, Report, Turn
 from specbeam.session import Session
 from specbeam.settings import Settings
 
@@ -52,22 +52,28 @@ def generate(
         One `Generation` per prompt and return sequence, in the order of the prompts.
 
     Raises:
-        BadPrompt, BadSetting, NotSupported: before anything is decoded.
-        SomeFailed: a prompt failed while decoding; the others are done and in its `generations`.
+        BadSetting, NotSupported: before anything is decoded.
+        BadPrompt, BrokenLaw: there was one prompt, and it is at fault.
+        SomeFailed: some of several prompts failed; the others are done and in its `generations`.
     """
     if isinstance(pair, str):
         pair = load(pair)
-    request = _Request(pair, prompts, resolve(method), _settings(options, generation_config), seed)
-    if streamer is not None and len(request.sessions) != 1:
-        raise NotSupported(f"a streamer follows one prompt with one return sequence; there are {len(request.sessions)}")
+    request = Request(pair, prompts, resolve(method), _settings(options, generation_config), seed)
+    if streamer is not None and len(request.prompt_of) != 1:
+        raise NotSupported(f"a streamer follows one prompt with one return sequence; there are {len(request.prompt_of)}")
     results: dict[int, list[Generation] | SpecbeamError] = {}
+
+    def keep(place: int, result: list[Generation] | SpecbeamError) -> None:
+        results[place] = result
+        if on_result is not None:
+            for one in [result] if isinstance(result, SpecbeamError) else result:
+                on_result(request.prompt_of[place], one)
+
+    for place, error in request.refused.items():
+        keep(place, error)
     with EnergyMeter() as meter:
-        for session in _run(request, batch_size, streamer):
-            result = session.failure or request.answers(session)
-            results[session.place] = result
-            if on_result is not None:
-                for one in [result] if isinstance(result, SpecbeamError) else result:
-                    on_result(request.prompt_of[session.place], one)
+        for session in run(request, batch_size, streamer):
+            keep(session.place, session.failure or request.answers(session))
     return _collected(results, meter.joules)
 
 
@@ -80,11 +86,8 @@ def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **op
         pair = load(pair)
     if pair.tokenizer is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
-    seed, config = options.pop("seed", None), options.pop("generation_config", None)
-    request = _Request(pair, prompt, resolve(method), _settings(options, config), seed)
-    if len(request.sessions) != 1:
-        raise NotSupported("stream() follows one prompt with one return sequence; call generate() for more")
-    (session,) = request.sessions
+    request = _single(pair, prompt, method, options)
+    session = request.sessions[0]
     shown = ""
     for _ in decode(pair.target, [session]):
         text = request.decoded(settled_tokens(session))
@@ -96,6 +99,29 @@ def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **op
     yield request.answers(session)[0].text[len(shown) :]
 
 
+def turns_of(pair: Pair, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[Turn]:
+    """Yield the turns of one generation: what was drafted, scored and decided in each pass. For pictures and study.
+
+    Arguments and errors as in `generate`, for one prompt with one return sequence. The logits in a turn are valid until
+    the next one.
+    """
+    session = _single(pair, prompt, method, options).sessions[0]
+    for turns in decode(pair.target, [session]):
+        yield from (turn for _, turn in turns)
+    if session.failure is not None:
+        raise session.failure
+
+
+def _single(pair: Pair, prompt: Prompt, method: Method | str, options: dict[str, Any]) -> "Request":
+    seed, config = options.pop("seed", None), options.pop("generation_config", None)
+    request = Request(pair, prompt, resolve(method), _settings(options, config), seed)
+    if len(request.prompt_of) != 1:
+        raise NotSupported("this follows one prompt with one return sequence; call generate() for more")
+    for error in request.refused.values():
+        raise error
+    return request
+
+
 def settled_tokens(session: Session) -> list[int]:
     """New tokens that every possible answer begins with."""
     common = [*session.settled]
@@ -104,32 +130,40 @@ def settled_tokens(session: Session) -> list[int]:
     return common
 
 
-class _Request:
+class Request:
     """The checked input of one call: one session per prompt, or per return sequence where these are independent."""
 
     def __init__(self, pair: Pair, prompts: Any, method: Method, settings: Settings, seed: int | None) -> None:
         self.pair, self.method, self.settings = pair, method, settings
         _check(method, settings)
-        parts = method.parts(pair.draft)
-        ids = [_token_ids(pair, prompt, number) for number, prompt in enumerate(_many(prompts))]
+        self.parts = method.parts(pair.draft)
         default = getattr(pair.target_model.generation_config, "eos_token_id", None)
         if default is None and pair.tokenizer is not None:
             default = pair.tokenizer.eos_token_id
         self.eos = settings.eos(default)
-        repeats = settings.num_return_sequences if method.beams == 1 else 1
-        self.prompt_of: list[int] = []
         self.sessions: list[Session] = []
+        self.refused: dict[int, SpecbeamError] = {}
+        self.prompt_of: list[int] = []  # prompt number of each session's place
         seen: Counter[tuple[int, ...]] = Counter()
-        decoder = None if pair.tokenizer is None else self.decoded
-        for number, prompt in enumerate(ids):
-            room = _room(pair, method, prompt, settings, number)
-            for _ in range(repeats):
-                key = None if seed is None else request_key(seed, prompt, seen[tuple(prompt)])
-                seen[tuple(prompt)] += 1
-                warp = settings.warp(self.eos, method.greedy, len(prompt))
-                limits = settings.limits(self.eos, room, decoder, method.beams)
-                self.sessions.append(Session(prompt, parts, warp, limits, key, len(self.sessions)))
+        for number, prompt in enumerate(_many(prompts)):
+            try:
+                ids = _token_ids(pair, prompt, number)
+                room = _room(pair, method, ids, settings, number)
+            except BadPrompt as error:
+                self.refused[len(self.prompt_of)] = error
                 self.prompt_of.append(number)
+                continue
+            for _ in range(settings.num_return_sequences if method.beams == 1 else 1):
+                key = None if seed is None else request_key(seed, ids, seen[tuple(ids)])
+                seen[tuple(ids)] += 1
+                self.sessions.append(self._session(ids, room, key))
+                self.prompt_of.append(number)
+
+    def _session(self, prompt: list[int], room: int | None, key: int | None) -> Session:
+        warp = self.settings.warp(self.eos, self.method.greedy, len(prompt))
+        decoder = None if self.pair.tokenizer is None else self.decoded
+        limits = self.settings.limits(self.eos, room, decoder, self.method.beams)
+        return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of))
 
     def decoded(self, tokens: list[int]) -> str:
         return self.pair.tokenizer.decode(tokens, skip_special_tokens=True) if self.pair.tokenizer else ""
@@ -155,7 +189,7 @@ class _Request:
         return Generation(chosen.text, chosen.tokens, beams, report, session.prompt)
 
 
-def _run(request: _Request, batch_size: int, streamer: Any) -> Iterator[Session]:
+def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     """Decode, and yield sessions as they end. Prompts of similar length share a pass, which saves padding."""
     if batch_size < 1:
         raise BadSetting(f"batch_size is {batch_size}; it must be at least 1")

@@ -1,0 +1,58 @@
+"""What several commands share: settings from text, quiet loading, records as JSON."""
+
+import dataclasses
+import inspect
+import json
+from typing import Any
+
+from specbeam.errors import BadSetting
+from specbeam.pair import Pair, load
+from specbeam.recipes import RECIPES, Method, resolve
+from specbeam.records import Generation
+
+
+def quiet_load(model: str, draft: str | None, device: str | None = None) -> Pair:
+    """Load without the progress bars of the model library."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return load(model, draft, device=device)
+
+
+def method_from(name: str, settings: list[str]) -> Method:
+    """A method from its name and NAME=VALUE texts, each read as the type of the setting's default."""
+    make = {make.__name__: make for make in RECIPES}.get(name)
+    if make is None:
+        return resolve(name)
+    known = inspect.signature(make).parameters
+    chosen: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise BadSetting(f"--set {setting!r} has no value; write NAME=VALUE")
+        if key not in known:
+            raise BadSetting(f"{name} has no setting {key!r}; it has {', '.join(known) or 'none'}")
+        chosen[key] = _read(key, value, known[key].default)
+    return make(**chosen)
+
+
+def _read(key: str, value: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        if value.lower() not in ("true", "false"):
+            raise BadSetting(f"{key} is {value!r}; it must be true or false")
+        return value.lower() == "true"
+    if isinstance(default, (int, float)):
+        try:
+            return type(default)(value)
+        except ValueError as error:
+            raise BadSetting(f"{key} is {value!r}; it must be {'an integer' if isinstance(default, int) else 'a number'}") from error
+    return value
+
+
+def as_json(number: int, prompt: str, one: Generation) -> str:
+    """One line per answer."""
+    record = {"index": number, "prompt": prompt, **dataclasses.asdict(one)}
+    record["prompt_tokens"] = len(one.prompt)
+    record["prompt"] = prompt
+    return json.dumps(record, ensure_ascii=False)

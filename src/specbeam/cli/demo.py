@@ -1,0 +1,138 @@
+"""`specbeam demo`: the main job on real input, method beside method, with the bundled pair."""
+
+import dataclasses
+import json as json_format
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from specbeam import drawing
+from specbeam.cli.common import quiet_load
+from specbeam.errors import MissingFile
+from specbeam.generation import generate, turns_of
+from specbeam.pair import BUNDLED, Pair
+from specbeam.recipes import Method, beam_sampling, dsbd, sampling
+from specbeam.records import Generation
+
+SHOWN = 3  # sentences whose translations are printed
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method's row of the table."""
+
+    method: str
+    bleu: float
+    words_right: float
+    target_passes_per_token: float
+    tokens_per_second: float
+    mean_width: float
+    joules_per_token: float | None
+    law: str
+
+
+def run(beams: int, seed: int, json: bool) -> int:
+    try:
+        import sacrebleu  # noqa: F401
+    except ImportError as error:
+        raise MissingFile("the demo scores with sacrebleu: pip install 'specbeam[bench]'") from error
+    from rich.console import Console
+
+    console = Console(highlight=False, stderr=json)
+    console.print("Loading the bundled pair ...")
+    pair = quiet_load("bundled", None)
+    sentences, words = _rows("sentences.tsv"), _rows("words.tsv")
+    contenders: dict[str, Method] = {
+        "sampling": sampling(),
+        f"beam sampling {beams}": beam_sampling(beams),
+        f"dsbd {beams}, fixed width": dsbd(beams, beams + 2, width="fixed"),
+        f"dsbd {beams}, dynamic width": dsbd(beams, beams + 2),
+    }
+    generate(pair, sentences[0][0], contenders[f"dsbd {beams}, fixed width"], seed=seed)  # warm up
+    texts, lines = {}, []
+    for name, method in contenders.items():
+        done = _translated(pair, method, [source for source, _ in sentences], name, seed, console)
+        lines.append(_line(pair, name, method, done, sentences, words, seed))
+        texts[name] = [one.text for _, one in done]
+    if json:
+        for line in lines:
+            print(json_format.dumps(dataclasses.asdict(line)))
+        return 0
+    _show(console, sentences, texts, lines)
+    _draw(console, pair, sentences[0][0], dsbd(beams, beams + 2, width="fixed", trace=True), seed)
+    console.print("\nNext: [bold]specbeam generate 'Wo ist mein Hut?'[/], or give it your own pair: "
+                  "[bold]specbeam generate -m TARGET -d DRAFT 'Once upon'[/]")  # fmt: skip
+    return 0
+
+
+def _rows(name: str) -> list[tuple[str, str]]:
+    lines = (BUNDLED / name).read_text(encoding="utf-8").splitlines()
+    return [(source, answer) for source, answer in (line.split("\t") for line in lines)]
+
+
+def _translated(
+    pair: Pair, method: Method, sources: list[str], name: str, seed: int, console: Any
+) -> list[tuple[float, Generation]]:
+    """One prompt after the other, as a user at a keyboard has it; seconds and answer of each."""
+    from rich.progress import track
+
+    done = []
+    for source in track(sources, name.ljust(24), console=console, transient=True, disable=not console.is_terminal):
+        began = time.perf_counter()
+        answer = generate(pair, source, method, seed=seed, max_new_tokens=64)[0]
+        done.append((time.perf_counter() - began, answer))
+    return done
+
+
+def _line(
+    pair: Pair, name: str, method: Method, done: list[tuple[float, Generation]], sentences: Any, words: Any, seed: int
+) -> Line:
+    import sacrebleu
+
+    answers = [one for _, one in done]
+    tokens = sum(len(one.tokens) for one in answers)
+    joules = [one.report.joules for one in answers]
+    known = [value for value in joules if value is not None]
+    spoken = generate(pair, ["<sounds> " + " ".join(word) for word, _ in words], method, seed=seed, max_new_tokens=32)
+    widths = [width for one in answers for width in one.report.widths]
+    return Line(
+        name,
+        round(sacrebleu.corpus_bleu([one.text for one in answers], [[answer for _, answer in sentences]]).score, 1),
+        sum(one.text == answer for one, (_, answer) in zip(spoken, words, strict=True)) / len(words),
+        round(sum(one.report.target_passes for one in answers) / tokens, 3),
+        round(tokens / sum(seconds for seconds, _ in done), 1),
+        round(sum(widths) / len(widths), 2),
+        round(sum(known) / tokens, 2) if len(known) == len(joules) else None,
+        answers[0].report.law,
+    )
+
+
+def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[str]], lines: list[Line]) -> None:
+    from rich.table import Table
+
+    for number in range(SHOWN):
+        console.print(f"\n[bold]{sentences[number][0]}[/]   [dim]({sentences[number][1]})[/]")
+        for name, answers in texts.items():
+            console.print(f"  {name:<24} {answers[number]}")
+    table = Table("method", box=None, pad_edge=False, title=f"\n{len(sentences)} German sentences, one at a time")
+    for head in ("BLEU", "words right", "target passes/token", "tokens/s", "mean width", "J/token"):
+        table.add_column(head, justify="right")
+    for line in lines:
+        energy = "no counter" if line.joules_per_token is None else f"{line.joules_per_token:.2f}"
+        table.add_row(
+            line.method, f"{line.bleu:.1f}", f"{line.words_right:.0%}", f"{line.target_passes_per_token:.2f}",
+            f"{line.tokens_per_second:.0f}", f"{line.mean_width:.1f}", energy,
+        )  # fmt: skip
+    console.print(table)
+    for line in lines:
+        console.print(f"[dim]{line.method}: {line.law}[/]")
+
+
+def _draw(console: Any, pair: Pair, source: str, method: Method, seed: int) -> None:
+    turn = next(iter(turns_of(pair, source, method, seed=seed)))
+    console.print(f"\nThe first turn's forest for [bold]{source}[/]")
+    assert pair.tokenizer is not None
+    for tree in drawing.as_trees(drawing.picture(turn, lambda token: pair.tokenizer.decode([token]))):
+        console.print(tree)
+    console.print("   ".join(f"[{drawing.STYLES[f]}]{drawing.MARKS[f]}[/] {m}" for f, m in drawing.MEANINGS.items()))
+

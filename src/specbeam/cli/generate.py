@@ -1,0 +1,162 @@
+"""`specbeam generate`: prompts in, answers out, each written as soon as it may be."""
+
+import json as json_format
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specbeam.cli.common import as_json, method_from, quiet_load
+from specbeam.errors import BadPrompt, MissingFile, SpecbeamError
+from specbeam.generation import generate
+from specbeam.records import Generation
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt and where it came from."""
+
+    text: str
+    place: str
+
+
+@dataclass
+class Writer:
+    """Writes answers: JSON at once, plain text in the order of the prompts."""
+
+    asked: list[Asked]
+    json: bool
+    expected: int  # answers per prompt
+    done: dict[int, list[Generation]] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+    written: int = 0
+
+    def take(self, number: int, result: Generation | SpecbeamError) -> None:
+        if isinstance(result, SpecbeamError):
+            self.failed.add(number)
+            complain(f"{self.asked[number].place}: {result}")
+        else:
+            self.done.setdefault(number, []).append(result)
+            if self.json:
+                print(as_json(number, self.asked[number].text, result), flush=True)
+        self._write_ready()
+
+    def _write_ready(self) -> None:
+        while self.written < len(self.asked) and self._complete(self.written):
+            self._write(self.written)
+            self.written += 1
+
+    def _complete(self, number: int) -> bool:
+        return number in self.failed or len(self.done.get(number, [])) == self.expected
+
+    def _write(self, number: int) -> None:
+        if not self.json:
+            for one in self.done.get(number, []):
+                print(one.text, flush=True)
+
+    def close(self) -> None:
+        """Write what is finished behind an unfinished prompt: an interrupt must not cost it."""
+        for number in sorted(self.done):
+            if number >= self.written and not self.json:
+                for one in self.done[number]:
+                    print(one.text, flush=True)
+
+
+def run(
+    prompts: list[str],
+    files: list[Path],
+    model: str,
+    draft: str | None,
+    device: str | None,
+    method_name: str,
+    settings: list[str],
+    options: dict[str, Any],
+    seed: int | None,
+    batch_size: int,
+    json: bool,
+) -> int:
+    """Exit code: 0, or 1 if a prompt failed."""
+    method = method_from(method_name, settings)
+    asked, unreadable = _gather(prompts, files)
+    if not asked and not unreadable:
+        raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
+    pair = quiet_load(model, draft, device)
+    writer = Writer(asked, json, options["num_return_sequences"])
+    if asked:
+        with _progress(len(asked)) as advance:
+
+            def take(number: int, result: Generation | SpecbeamError) -> None:
+                writer.take(number, result)
+                advance()
+
+            try:
+                texts = [one.text for one in asked]
+                generate(pair, texts, method, seed=seed, batch_size=batch_size, on_result=take, **options)
+            except KeyboardInterrupt:
+                complain("interrupted; what was finished is written")
+                return 130
+            except SpecbeamError:  # SomeFailed too: each failure was named when it came
+                if not writer.failed:
+                    raise
+            finally:
+                writer.close()
+    return 1 if unreadable or writer.failed else 0
+
+
+def _gather(prompts: list[str], files: list[Path]) -> tuple[list[Asked], int]:
+    """All prompts, and how many lines could not be read."""
+    asked = [Asked(text, f"argument {number}") for number, text in enumerate(prompts, 1)]
+    unreadable = 0
+    if not prompts and not files and not sys.stdin.isatty():
+        asked += [Asked(line, f"standard input, line {number}") for number, line in _lines(sys.stdin.read())]
+    for file in files:
+        if not file.is_file():
+            raise MissingFile(f"there is no file {file}")
+        for number, line in _lines(file.read_text(encoding="utf-8")):
+            place = f"{file}, line {number}"
+            try:
+                asked.append(Asked(_prompt_of(line) if file.suffix == ".jsonl" else line, place))
+            except ValueError as error:
+                unreadable += 1
+                complain(f"{place}: {error}")
+    return asked, unreadable
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
+
+
+def _prompt_of(line: str) -> str:
+    try:
+        record = json_format.loads(line)
+    except json_format.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    text = record.get("prompt") if isinstance(record, dict) else record
+    if not isinstance(text, str):
+        raise ValueError('expected a JSON string or an object with a text field "prompt"')
+    return text
+
+
+class _progress:  # noqa: N801
+    """A bar on standard error if that is a terminal and there is more than one prompt."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def __enter__(self) -> Any:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        self.bar = Progress(console=console, transient=True, disable=not console.is_terminal or self.total < 2)
+        task = self.bar.add_task("prompts", total=self.total)
+        self.bar.start()
+        return lambda: self.bar.advance(task)
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+
+def complain(text: str) -> None:
+    print(f"specbeam: {text}", file=sys.stderr, flush=True)

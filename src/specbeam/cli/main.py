@@ -1,0 +1,134 @@
+"""The command line. Each command is one file that reads arguments, calls one public function and prints its record."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    help="Decode language models with beams at the price of one sequence.",
+)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Target: a path, a hub id, or 'bundled'.")]
+Draft = Annotated[Optional[str], typer.Option("--draft", "-d", help="Draft: a path or a hub id.")]  # noqa: UP045
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+MethodName = Annotated[str, typer.Option("--method", help="A recipe; `specbeam methods` lists them.")]
+Settings = Annotated[
+    list[str], typer.Option("--set", "-s", metavar="NAME=VALUE", help="A setting of the method, e.g. beams=4 width=fixed.")
+]
+
+
+@app.callback()
+def start(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        from specbeam import __version__
+
+        print(__version__)
+        raise typer.Exit
+    # A spinning barrier waits for a descheduled partner at every operator; has to be set before torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@app.command()
+def generate(
+    prompts: Annotated[Optional[list[str]], typer.Argument(help="Prompts. None: read standard input.")] = None,  # noqa: UP045
+    model: Model = "bundled",
+    draft: Draft = None,
+    method: MethodName = "dsbd",
+    setting: Settings = [],  # noqa: B006
+    file: Annotated[
+        list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl with a field 'prompt'.")
+    ] = [],  # noqa: B006
+    max_new_tokens: Annotated[Optional[int], typer.Option(help="Most new tokens.")] = None,  # noqa: UP045
+    temperature: Annotated[Optional[float], typer.Option(help="0: no chance at all.")] = None,  # noqa: UP045
+    top_k: Annotated[Optional[int], typer.Option(help="Draw from the k likeliest only.")] = None,  # noqa: UP045
+    top_p: Annotated[Optional[float], typer.Option(help="Draw from the likeliest that hold p of the mass.")] = None,  # noqa: UP045
+    min_p: Annotated[Optional[float], typer.Option(help="Draw from those at least p times the likeliest.")] = None,  # noqa: UP045
+    repetition_penalty: Annotated[Optional[float], typer.Option(help="Above 1: shun what was said.")] = None,  # noqa: UP045
+    num_return_sequences: Annotated[int, typer.Option(help="Answers per prompt.")] = 1,
+    length_penalty: Annotated[float, typer.Option(help="Exponent of the length in a beam's score.")] = 1.0,
+    stop: Annotated[list[str], typer.Option(help="Stop after this text.")] = [],  # noqa: B006
+    seed: Annotated[Optional[int], typer.Option(help="Same seed, same answers.")] = None,  # noqa: UP045
+    batch_size: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 32,
+    device: Annotated[Optional[str], typer.Option(help="cpu, cuda, ...")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """Answer prompts given as arguments, in files, or on standard input."""
+    from specbeam.cli.generate import run
+
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "num_return_sequences": num_return_sequences,
+        "length_penalty": length_penalty,
+        "stop_strings": stop or None,
+    }
+    raise typer.Exit(run(prompts or [], file, model, draft, device, method, setting, options, seed, batch_size, json))
+
+
+@app.command()
+def methods(
+    name: Annotated[Optional[str], typer.Argument(help="Explain this one.")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """List the methods with their output laws, or explain one."""
+    from specbeam.cli.methods import run
+
+    raise typer.Exit(run(name, json))
+
+
+@app.command()
+def inspect(
+    prompt: Annotated[str, typer.Argument(help="A prompt.")],
+    model: Model = "bundled",
+    draft: Draft = None,
+    setting: Settings = [],  # noqa: B006
+    turn: Annotated[int, typer.Option(help="Which turn to draw, from 1.")] = 1,
+    seed: Annotated[int, typer.Option(help="Same seed, same forest.")] = 0,
+    svg: Annotated[Optional[Path], typer.Option(help="Write the picture here too.")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """Draw one turn's forest: which drafts were accepted, rejected or resampled, and with what odds."""
+    from specbeam.cli.inspect import run
+
+    raise typer.Exit(run(prompt, model, draft, setting, turn, seed, svg, json))
+
+
+@app.command()
+def demo(
+    beams: Annotated[int, typer.Option(help="Beams of beam sampling and DSBD.")] = 4,
+    seed: Annotated[int, typer.Option(help="Same seed, same texts.")] = 0,
+    json: Json = False,
+) -> None:
+    """Translate German sentences by sampling, beam sampling and DSBD side by side, with the bundled pair."""
+    from specbeam.cli.demo import run
+
+    raise typer.Exit(run(beams, seed, json))
+
+
+def main() -> None:
+    """Errors that a user can mend are one line on standard error and exit code 2."""
+    from specbeam.errors import SpecbeamError
+
+    try:
+        app()
+    except SpecbeamError as error:
+        print(f"specbeam: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("specbeam: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)

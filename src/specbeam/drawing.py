@@ -1,0 +1,128 @@
+"""One turn's forest as a picture: in the terminal and as SVG."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from specbeam.records import Turn
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+Words = Callable[[int], str]
+MARKS = {"root": "●", "accepted": "✓", "rejected": "✗", "resampled": "↻", "unused": "·"}
+STYLES = {"root": "bold", "accepted": "bold green", "rejected": "red", "resampled": "bold yellow", "unused": "dim"}
+COLOURS = {"root": "#333", "accepted": "#1a7f37", "rejected": "#cf222e", "resampled": "#9a6700", "unused": "#8c959f"}
+MEANINGS = {
+    "accepted": "draft that the target took",
+    "rejected": "draft that it refused",
+    "resampled": "the target's own choice, not drafted",
+    "unused": "draft that was not reached",
+}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One drawn pair: a draft node, or what the target took in its place."""
+
+    parent: int  # index into the picture, -1 at a root
+    text: str
+    fate: str
+    p: float | None = None  # odds under the target's joint law; None if the layer was not reached
+    q: float | None = None  # odds under the draft's joint law
+
+
+def picture(turn: Turn, words: Words) -> list[Leaf]:
+    """The turn's forest with the fate of every node; parents stand before children. Needs a method with `trace=True`."""
+    forest = turn.forest
+    nodes = [Leaf(int(parent), words(int(token)), "unused" if parent >= 0 else "root")
+             for parent, token in zip(forest.parents, forest.tokens, strict=True)]  # fmt: skip
+    for trial in turn.verdict.trials:
+        leaf = Leaf(trial.parent, words(trial.token), trial.fate, trial.p, trial.q)
+        if trial.node >= 0:
+            nodes[trial.node] = leaf
+        else:
+            nodes.append(leaf)
+    return nodes
+
+
+def odds(leaf: Leaf) -> str:
+    if leaf.p is None:
+        return ""
+    draft = f" q {leaf.q:.2g}" if leaf.q else ""
+    return f"p {leaf.p:.2g}{draft}"
+
+
+def as_trees(nodes: list[Leaf]) -> list["Tree"]:
+    """One rich tree per beam."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    made: dict[int, Tree] = {}
+    for index, leaf in enumerate(nodes):
+        label = Text.assemble(
+            (f"{MARKS[leaf.fate]} {leaf.text!r}", STYLES[leaf.fate]), ("  " + odds(leaf) if leaf.p is not None else "", "dim")
+        )
+        made[index] = Tree(label) if leaf.parent < 0 else made[leaf.parent].add(label)
+    return [made[index] for index, leaf in enumerate(nodes) if leaf.parent < 0]
+
+
+def as_svg(nodes: list[Leaf]) -> str:
+    """The same picture; layers run from left to right."""
+    depth, row = _places(nodes)
+    x, y = 30 + 190 * depth, 50 + 30 * row
+    width, height = int(x.max()) + 190, int(y.max()) + 60
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
+    parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
+    parts += [f'<text x="{30 + 190 * n}" y="24" font-size="12" fill="#666">{"beams" if n == 0 else f"layer {n}"}</text>'
+              for n in range(int(depth.max()) + 1)]  # fmt: skip
+    for index, leaf in enumerate(nodes):
+        if leaf.parent >= 0:
+            x0, y0, x1, y1 = x[leaf.parent] + 8, y[leaf.parent], x[index] - 8, y[index]
+            middle = (x0 + x1) / 2
+            dash = ' stroke-dasharray="3 3"' if leaf.fate == "unused" else ""
+            parts.append(
+                f'<path d="M{x0:.0f} {y0:.0f} C{middle:.0f} {y0:.0f} {middle:.0f} {y1:.0f} {x1:.0f} {y1:.0f}" fill="none" '
+                f'stroke="{COLOURS[leaf.fate]}"{dash}/>'
+            )
+    for index, leaf in enumerate(nodes):
+        colour = COLOURS[leaf.fate]
+        filled = colour if leaf.fate in ("root", "accepted", "resampled") else "white"
+        parts.append(f'<circle cx="{x[index]:.0f}" cy="{y[index]:.0f}" r="6" fill="{filled}" stroke="{colour}"/>')
+        parts.append(
+            f'<text x="{x[index] + 11:.0f}" y="{y[index] + 1:.0f}" font-size="13" fill="{colour}">{escape(leaf.text)}</text>'
+        )
+        if leaf.p is not None:
+            parts.append(
+                f'<text x="{x[index] + 11:.0f}" y="{y[index] + 13:.0f}" font-size="9" fill="#888">{odds(leaf)}</text>'
+            )
+    for place, (fate, meaning) in enumerate(MEANINGS.items()):
+        at = 30 + place * max(190, (width - 60) / 4)
+        parts.append(f'<text x="{at:.0f}" y="{height - 14}" font-size="11" fill="{COLOURS[fate]}">{MARKS[fate]} {meaning}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def _places(nodes: list[Leaf]) -> tuple[np.ndarray, np.ndarray]:
+    """Depth, and row: leaves one below the other, parents in the middle of their children."""
+    depth = np.zeros(len(nodes))
+    children: dict[int, list[int]] = {index: [] for index in range(-1, len(nodes))}
+    for index, leaf in enumerate(nodes):
+        children[leaf.parent].append(index)
+        depth[index] = 0 if leaf.parent < 0 else depth[leaf.parent] + 1
+    row, free = np.zeros(len(nodes)), 0
+
+    def place(index: int) -> None:
+        nonlocal free
+        for child in children[index]:
+            place(child)
+        if children[index]:
+            row[index] = np.mean(row[children[index]])
+        else:
+            row[index], free = free, free + 1
+
+    for root in children[-1]:
+        place(root)
+    return depth, row

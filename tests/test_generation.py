@@ -1,0 +1,309 @@
+"""Text in, text out: on tiny random models, through the caches and masks that users run."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from transformers import GenerationConfig, LogitsProcessor
+
+import specbeam as sb
+from specbeam import errors
+from specbeam.generation import settled_tokens, turns_of
+from tests.support import words
+from tests.support.tiny_models import tiny
+
+PROMPTS = ["abc", "Hello world", "x", "The end.", "no yes no yes"]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return words.pair()
+
+
+def beams_of(generations):
+    return [[(beam.tokens, round(beam.score, 4)) for beam in one.beams] for one in generations]
+
+
+@pytest.mark.parametrize("beams", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 9}, {"top_p": 0.8}, {"min_p": 0.05, "repetition_penalty": 1.3}])
+def test_same_seed_same_beams_with_and_without_a_draft(pair, beams, options):
+    plain = sb.generate(pair, PROMPTS, sb.beam_sampling(beams), seed=5, max_new_tokens=12, **options)
+    for depth in (1, 3):
+        method = sb.dsbd(beams, beams + 2, depth, "fixed")
+        assert beams_of(sb.generate(pair, PROMPTS, method, seed=5, max_new_tokens=12, **options)) == beams_of(plain)
+        alone = [sb.generate(pair, one, method, seed=5, max_new_tokens=12, **options)[0] for one in PROMPTS]
+        assert beams_of(alone) == beams_of(plain)
+        narrow = sb.generate(pair, PROMPTS, method, seed=5, max_new_tokens=12, batch_size=2, **options)
+        assert beams_of(narrow) == beams_of(plain)
+
+
+def test_different_methods_share_a_pass(pair):
+    from specbeam.decode import decode
+    from specbeam.generation import Request, _settings
+
+    recipes = [sb.greedy(), sb.sampling(), sb.beam_sampling(3), sb.dsbd(3, 4, 2), sb.dsbd(2, 3, 3, coupling="rejection")]
+    requests = [Request(pair, "mixed batch", method, _settings({"max_new_tokens": 9}, None), 3) for method in recipes]
+    sessions = [request.sessions[0] for request in requests]
+    before = pair.target.passes
+    passes = sum(1 for _ in decode(pair.target, sessions))
+    assert pair.target.passes - before == passes <= 9
+    for request, method in zip(requests, recipes, strict=True):
+        alone = sb.generate(pair, "mixed batch", method, seed=3, max_new_tokens=9)
+        assert beams_of(request.answers(request.sessions[0])) == beams_of(alone)
+
+
+def test_greedy_is_that_of_transformers(pair):
+    for prompt in PROMPTS:
+        ids = pair.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        theirs = pair.target_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=15, do_sample=False)
+        for method in (sb.greedy(), sb.dsbd(1, 2, 3, "fixed")):
+            options = {} if method.greedy else {"temperature": 0}
+            ours = sb.generate(pair, prompt, method, max_new_tokens=15, **options)[0]
+            assert ours.tokens == theirs[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("coupling", "replacement"), [("noise", False), ("rejection", False), ("rejection", True)])
+def test_the_law_of_dsbd_is_that_of_beam_sampling_on_a_transformer(family, coupling, replacement):
+    """Whole beams of three tokens from a vocabulary of 6: frequencies of DSBD against those of the baseline."""
+    small = {"vocab_size": 6, "eos_token_id": 5}
+    pair = sb.load(tiny(family, seed=3, **small), tiny(family, seed=4, **small))
+    prompts, options = [[1, 2, 3]] * 1500, {"max_new_tokens": 3, "top_k": 8, "batch_size": 250}
+    ours = sb.generate(pair, prompts, sb.dsbd(2, 3, 2, "fixed", coupling=coupling, replacement=replacement), seed=1, **options)
+    plain = sb.generate(pair, prompts, sb.beam_sampling(2, replacement), seed=2, **options)
+    tables = [Counter(str(sorted(map(tuple, (beam.tokens for beam in one.beams)))) for one in many) for many in (ours, plain)]
+    cells = [cell for cell in {*tables[0], *tables[1]} if tables[0][cell] + tables[1][cell] >= 12]
+    seen = np.array([[table[cell] for cell in cells] for table in tables])
+    seen = np.column_stack([seen, [len(prompts) - row.sum() for row in seen]])
+    seen = seen[:, seen.sum(0) > 0]
+    assert len(cells) >= 8
+    assert stats.chi2_contingency(seen).pvalue > 1e-3
+
+
+def test_every_beam_has_the_likelihood_that_the_model_gives_it(pair):
+    one = sb.generate(pair, "check", sb.dsbd(3, 4, 3), seed=2, max_new_tokens=8)[0]
+    for beam in one.beams:
+        ids = torch.tensor([one.prompt + beam.tokens])
+        with torch.inference_mode():
+            logp = pair.target_model(ids).logits.log_softmax(-1)[0, len(one.prompt) - 1 : -1]
+        score = float(logp.gather(1, torch.tensor(beam.tokens)[:, None]).sum()) / len(beam.tokens)
+        assert beam.score == pytest.approx(score, abs=1e-4)
+
+
+def test_several_return_sequences(pair):
+    many = sb.generate(pair, ["ab", "cd"], "sampling", seed=1, max_new_tokens=5, num_return_sequences=3)
+    assert len(many) == 6
+    assert len({tuple(one.tokens) for one in many[:3]}) > 1
+    best = sb.generate(pair, "ab", sb.dsbd(4), seed=1, max_new_tokens=5, num_return_sequences=3)
+    assert [one.tokens for one in best] == [beam.tokens for beam in best[0].beams[:3]]
+
+
+def test_stop_strings_and_end_tokens_end_a_beam(pair):
+    free = sb.generate(pair, "abc", "sampling", seed=4, max_new_tokens=12, eos_token_id=60)[0]
+    stop = free.text[3:5]
+    cut = sb.generate(pair, "abc", "sampling", seed=4, max_new_tokens=12, eos_token_id=60, stop_strings=[stop])[0]
+    assert free.text.startswith(cut.text)
+    assert cut.text.endswith(stop)
+    fast = sb.generate(pair, "abc", sb.dsbd(1, 3, 4, "fixed"), seed=4, max_new_tokens=12, eos_token_id=60, stop_strings=stop)[0]
+    assert fast.tokens == cut.tokens
+    token = free.tokens[2]
+    assert sb.generate(pair, "abc", "sampling", seed=4, max_new_tokens=12, eos_token_id=[60, token])[0].tokens == free.tokens[: free.tokens.index(token) + 1]
+
+
+def test_min_new_tokens_keeps_beams_alive(pair):
+    for one in sb.generate(pair, PROMPTS, sb.dsbd(3, 4, 3), seed=0, max_new_tokens=10, min_new_tokens=6, eos_token_id=list(range(0, 60, 3))):
+        assert min(len(beam.tokens) for beam in one.beams) >= 6
+
+
+def test_streamed_pieces_make_the_text(pair):
+    for method in (sb.sampling(), sb.dsbd(3, 4, 3), sb.greedy()):
+        whole = sb.generate(pair, "stream me", method, seed=9, max_new_tokens=20)[0].text
+        pieces = list(sb.stream(pair, "stream me", method, seed=9, max_new_tokens=20))
+        assert "".join(pieces) == whole
+    assert len(list(sb.stream(pair, "stream me", "sampling", seed=9, max_new_tokens=20))) > 5
+
+
+def test_a_streamer_of_transformers_gets_every_token_once(pair):
+    class Collecting:
+        tokens, ended = (), False
+
+        def put(self, value):
+            self.tokens += tuple(value.tolist())
+
+        def end(self):
+            self.ended = True
+
+    for method in ("sampling", sb.dsbd(3, 4, 3)):
+        streamer = Collecting()
+        one = sb.generate(pair, "abc", method, seed=3, max_new_tokens=9, streamer=streamer)[0]
+        assert list(streamer.tokens) == one.tokens
+        assert streamer.ended
+
+
+def test_the_report_counts(pair):
+    one = sb.generate(pair, "count", sb.dsbd(2, 3, 3, "fixed"), seed=0, max_new_tokens=12, eos_token_id=60)[0]
+    turns = list(turns_of(pair, "count", sb.dsbd(2, 3, 3, "fixed"), seed=0, max_new_tokens=12, eos_token_id=60))
+    assert one.report.target_passes == len(turns)
+    assert one.report.accepted == sum(turn.verdict.accepted for turn in turns)
+    assert len(one.report.widths) == 12
+    assert one.report.law.startswith("exact: beam sampling, 2 beams")
+    assert one.report.seconds > 0
+
+
+def test_wide_beams_store_little_more_than_one_sequence(pair):
+    """Peak KV of width 8 is at most 1.15 times a single sequence plus the nodes of one turn."""
+    prompt = "a rather long prompt that every one of the beams shares, so it must not be stored for each of them"
+    wide = sb.generate(pair, prompt, sb.dsbd(8, 10, 3, "fixed"), seed=0, max_new_tokens=24, eos_token_id=60)[0]
+    single = sb.generate(pair, prompt, sb.sampling(), seed=0, max_new_tokens=24, eos_token_id=60)[0]
+    assert wide.report.peak_kv_tokens <= 1.15 * single.report.peak_kv_tokens + 8 + 3 * 10
+
+
+def test_settled_tokens_are_the_beginning_of_the_answer(pair):
+    from specbeam.decode import decode
+    from specbeam.generation import Request, _settings
+
+    request = Request(pair, "abc", sb.dsbd(3, 4, 3), _settings({"max_new_tokens": 15}, None), 8)
+    seen = []
+    for _ in decode(pair.target, request.sessions):
+        seen.append(settled_tokens(request.sessions[0]))
+    final = request.answers(request.sessions[0])[0].tokens
+    assert all(final[: len(tokens)] == tokens for tokens in seen)
+
+
+def test_a_generation_config_is_honoured_or_refused(pair):
+    config = GenerationConfig(max_new_tokens=4, temperature=0.7, top_k=5)
+    direct = sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=4, temperature=0.7, top_k=5)
+    assert sb.generate(pair, "abc", "sampling", seed=1, generation_config=config)[0].tokens == direct[0].tokens
+    with pytest.raises(errors.NotSupported, match="no_repeat_ngram_size"):
+        sb.generate(pair, "abc", "sampling", generation_config=GenerationConfig(no_repeat_ngram_size=2))
+
+
+class Bad(LogitsProcessor):
+    def __init__(self, what, when=3):
+        self.what, self.when = what, when
+
+    def __call__(self, input_ids, scores):
+        hit = (input_ids[:, 0] == 4 + 1) & (input_ids.shape[1] > self.when)  # prompts that begin with "b"
+        scores[hit] = self.what
+        return scores
+
+
+@pytest.mark.parametrize(("what", "message"), [(float("nan"), "NaN"), (-float("inf"), "every token is banned")])
+def test_a_broken_law_costs_its_own_prompt_only(pair, what, message):
+    prompts = ["aa", "ba", "ca"]
+    healthy = sb.generate(pair, prompts, sb.dsbd(2, 3, 2), seed=1, max_new_tokens=6, eos_token_id=60)
+    with pytest.raises(errors.SomeFailed, match=f"prompt 1, step .*{message}") as caught:
+        sb.generate(pair, prompts, sb.dsbd(2, 3, 2), seed=1, max_new_tokens=6, eos_token_id=60, logits_processor=[Bad(what)])
+    found = caught.value.generations
+    assert found[1] is None
+    assert [found[0].tokens, found[2].tokens] == [healthy[0].tokens, healthy[2].tokens]
+    with pytest.raises(errors.BrokenLaw, match="prompt 0"):
+        sb.generate(pair, "ba", "sampling", seed=1, max_new_tokens=6, eos_token_id=60, logits_processor=[Bad(what)])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_broken_logits_of_the_model_name_prompt_and_step(value):
+    pair = words.pair(check=False)
+    plain = pair.target_model.forward
+
+    def broken(*args, **kwargs):
+        output = plain(*args, **kwargs)
+        row = (kwargs["position_ids"] > 8).any(1)
+        output.logits[row] = value
+        return output
+
+    pair.target_model.forward = broken
+    pair.target._keeps_rows = True
+    with pytest.raises(errors.SomeFailed, match=r"prompt 1, step 0: the model returned") as caught:
+        sb.generate(pair, ["ab", "a long prompt", "cd"], "sampling", max_new_tokens=3)
+    assert [one is not None for one in caught.value.generations] == [True, False, True]
+
+
+def test_bad_prompts_fail_alone(pair):
+    with pytest.raises(errors.SomeFailed) as caught:
+        sb.generate(pair, ["ok", "", [3, 99], [5, 6], []], "greedy", max_new_tokens=3)
+    assert [one is not None for one in caught.value.generations] == [True, False, False, True, False]
+    text = str(caught.value)
+    assert "prompt 1 is empty" in text
+    assert "token id 99" in text
+    with pytest.raises(errors.BadPrompt, match="is empty"):
+        sb.generate(pair, "  ", "greedy")
+    with pytest.raises(errors.BadPrompt, match="256 positions"):
+        sb.generate(pair, "a" * 200, "greedy", max_new_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sb.dsbd(0), "beams is 0"),
+        (lambda: sb.dsbd(2, depth=0), "depth is 0"),
+        (lambda: sb.dsbd(4, 3), "draft_beams is 3"),
+        (lambda: sb.dsbd(2, min_beams=3), "min_beams is 3"),
+        (lambda: sb.dsbd(width="thin"), "'thin'"),
+        (lambda: sb.dsbd(coupling="glue"), "'glue'"),
+        (lambda: sb.dsbd(replacement=True), "without replacement"),
+        (lambda: sb.dsbd(threshold=2.0), "probability"),
+        (lambda: sb.beam_sampling(-1), "beams is -1"),
+    ],
+)
+def test_bad_settings_say_what_to_do(make, message):
+    import jaxtyping
+
+    with pytest.raises((errors.BadSetting, jaxtyping.TypeCheckError), match=message):
+        make()
+
+
+def test_options_that_cannot_be_honoured_are_refused(pair):
+    for options, message in [
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"num_beams": 3}, "no option num_beams"),
+        ({"num_return_sequences": 9}, "keeps 4 beams"),
+    ]:
+        with pytest.raises(errors.BadSetting, match=message):
+            sb.generate(pair, "abc", "dsbd", **options)
+    with pytest.raises(errors.NotSupported, match="temperature would be ignored"):
+        sb.generate(pair, "abc", "greedy", temperature=0.5)
+    with pytest.raises(errors.NotSupported, match="drafts with a model"):
+        sb.generate(words.pair(draft_seed=None), "abc", "dsbd")
+    with pytest.raises(errors.BadSetting, match="no method 'magic'"):
+        sb.generate(pair, "abc", "magic")
+
+
+def test_loading_says_what_is_wrong(tmp_path):
+    with pytest.raises(errors.MissingFile, match="no folder"):
+        sb.load(str(tmp_path / "nowhere"))
+    with pytest.raises(errors.MissingFile, match=r"config\.json"):
+        sb.load(tmp_path)
+    with pytest.raises(errors.VocabularyMismatch, match="draft has 50 tokens, target has 61"):
+        sb.load(tiny("llama"), tiny("llama", vocab_size=50))
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    seq2seq = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=61))
+    with pytest.raises(errors.UnsupportedModel, match="encoder-decoder"):
+        sb.load(seq2seq)
+    seq2seq.save_pretrained(tmp_path / "t5")
+    with pytest.raises(errors.UnsupportedModel, match="encoder-decoder"):
+        sb.load(tmp_path / "t5")
+
+
+def test_tokenizers_that_differ_are_noticed(tmp_path):
+    target, draft = words.saved(tmp_path)
+    other = words.tokenizer()
+    text = other.backend_tokenizer.to_str().replace('"a":4,', '"a":5,').replace('"b":5,', '"b":4,')
+    from tokenizers import Tokenizer
+
+    other._tokenizer = Tokenizer.from_str(text)
+    other.save_pretrained(draft)
+    with pytest.raises(errors.VocabularyMismatch, match="not the same ones"):
+        sb.load(target, draft)
+
+
+def test_a_model_may_draft_for_itself():
+    model = tiny("llama")
+    pair = sb.load(model, model, tokenizer=words.tokenizer())
+    one = sb.generate(pair, "abc", sb.dsbd(2, 3, 3, "fixed"), seed=0, max_new_tokens=12, eos_token_id=60)[0]
+    assert one.report.target_passes == 3
