@@ -1,0 +1,134 @@
+"""The command line, as a shell sees it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support import words
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    target, draft = words.saved(tmp_path_factory.mktemp("pair"))
+    return ["-m", target, "-d", draft]
+
+
+def specbeam(*arguments, stdin=None):
+    done = subprocess.run(
+        [sys.executable, "-c", "from specbeam.cli.main import main; main()", *arguments],
+        capture_output=True, text=True, input=stdin, timeout=120, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_help_is_instant():
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        code, out, _ = specbeam("--help")
+        seconds.append(time.perf_counter() - began)
+        assert code == 0
+        assert "generate" in out
+    modules = subprocess.run(
+        [sys.executable, "-c", "import sys, specbeam.cli.main; print('torch' in sys.modules, 'numpy' in sys.modules)"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert modules.stdout.split() == ["False", "False"]
+    assert min(seconds) < 0.6  # 0.2 s on a quiet machine
+
+
+def test_prompts_come_from_arguments_files_and_standard_input(models, tmp_path):
+    (tmp_path / "some.txt").write_text("first\n\nsecond\n")
+    (tmp_path / "some.jsonl").write_text('{"prompt": "third", "id": 1}\n"fourth"\n')
+    code, out, err = specbeam(
+        "generate", "zeroth", "-f", str(tmp_path / "some.txt"), "-f", str(tmp_path / "some.jsonl"), *models, "--json",
+        "--seed", "1", "--max-new-tokens", "4",
+    )  # fmt: skip
+    assert code == 0, err
+    records = sorted(map(json.loads, out.splitlines()), key=lambda record: record["index"])
+    assert [record["prompt"] for record in records] == ["zeroth", "first", "second", "third", "fourth"]
+    assert all(record["report"]["law"].startswith("exact") for record in records)
+    code, out, _ = specbeam("generate", *models, "--seed", "1", "--max-new-tokens", "4", stdin="first\nsecond\n")
+    assert out.splitlines() == [records[1]["text"], records[2]["text"]]
+
+
+def test_an_unreadable_line_is_named_and_the_rest_done(models, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "one"}\n{"prompt": \n{"text": "no"}\n{"prompt": "two"}\n')
+    code, out, err = specbeam("generate", "-f", str(tmp_path / "bad.jsonl"), *models, "--max-new-tokens", "3")
+    assert code == 1
+    assert len(out.splitlines()) == 2
+    assert "line 2: not JSON" in err
+    assert "line 3: expected" in err
+
+
+def test_a_bad_prompt_costs_itself_only(models, tmp_path):
+    (tmp_path / "long.txt").write_text("good\n" + "x" * 400 + "\nfine\n")
+    code, out, err = specbeam("generate", "-f", str(tmp_path / "long.txt"), *models, "--max-new-tokens", "3")
+    assert code == 1
+    assert len(out.splitlines()) == 2
+    assert "line 2" in err
+    assert "positions" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "-m", "./nowhere"], "there is no folder"),
+        (["generate", "x", "-f", "missing.txt"], "there is no file missing.txt"),
+        (["generate", "x", "-s", "beams"], "write NAME=VALUE"),
+        (["generate", "x", "-s", "beams=many"], "must be an integer"),
+        (["generate", "x", "-s", "speed=9"], "no setting 'speed'"),
+        (["generate", "x", "--method", "magic"], "no method 'magic'"),
+        (["methods", "magic"], "no method 'magic'"),
+    ],
+)
+def test_mistakes_get_one_line_and_exit_code_2(arguments, message):
+    code, out, err = specbeam(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_an_interrupt_leaves_finished_answers_written(models, tmp_path):
+    """The second prompt never ends by itself; the first one's answer has to be there."""
+    (tmp_path / "many.txt").write_text("\n".join(["a"] * 400))
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from specbeam.cli.main import main; main()", "generate", "-f", str(tmp_path / "many.txt"),
+         *models, "--max-new-tokens", "60", "--batch-size", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    first = process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    rest, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert first.strip() != ""
+    assert len(rest.splitlines()) < 399
+    assert "finished is written" in err
+    assert "Traceback" not in err
+
+
+def test_methods_are_listed_and_explained():
+    code, out, _ = specbeam("methods", "--json")
+    assert code == 0
+    listed = {record["name"]: record for record in map(json.loads, out.splitlines())}
+    assert {"greedy", "sampling", "beam_sampling", "dsbd"} <= set(listed)
+    assert listed["dsbd"]["defaults"]["beams"] == 4
+    code, out, _ = specbeam("methods", "dsbd")
+    assert "arXiv 2409.16560" in out
+
+
+def test_inspect_draws_a_forest(models, tmp_path):
+    code, out, err = specbeam("inspect", "hello", *models, "--svg", str(tmp_path / "f.svg"))
+    assert code == 0, err
+    assert "●" in out
+    svg = (tmp_path / "f.svg").read_text()
+    assert svg.startswith("<svg")
+    assert svg.count("<circle") > 5
+    code, out, _ = specbeam("inspect", "hello", *models, "--json")
+    nodes = json.loads(out)["nodes"]
+    assert {"root"} < {node["fate"] for node in nodes} <= {"root", "accepted", "rejected", "resampled", "unused"}
