@@ -27,7 +27,9 @@ def beams_of(generations):
 
 
 @pytest.mark.parametrize("beams", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 9}, {"top_p": 0.8}, {"min_p": 0.05, "repetition_penalty": 1.3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.5, "top_k": 9}, {"top_p": 0.8}, {"min_p": 0.05, "repetition_penalty": 1.3}]
+)
 def test_same_seed_same_beams_with_and_without_a_draft(pair, beams, options):
     plain = sb.generate(pair, PROMPTS, sb.beam_sampling(beams), seed=5, max_new_tokens=12, **options)
     for depth in (1, 3):
@@ -43,7 +45,13 @@ def test_different_methods_share_a_pass(pair):
     from specbeam.decode import decode
     from specbeam.generation import Request, _settings
 
-    recipes = [sb.greedy(), sb.sampling(), sb.beam_sampling(3), sb.dsbd(3, 4, 2), sb.dsbd(2, 3, 3, coupling="rejection")]
+    recipes = [
+        sb.greedy(),
+        sb.sampling(),
+        sb.beam_sampling(3),
+        sb.dsbd(3, 4, 2),
+        sb.dsbd(2, 3, 3, coupling="rejection"),
+    ]
     requests = [Request(pair, "mixed batch", method, _settings({"max_new_tokens": 9}, None), 3) for method in recipes]
     sessions = [request.sessions[0] for request in requests]
     before = pair.target.passes
@@ -57,7 +65,9 @@ def test_different_methods_share_a_pass(pair):
 def test_greedy_is_that_of_transformers(pair):
     for prompt in PROMPTS:
         ids = pair.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        theirs = pair.target_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=15, do_sample=False)
+        theirs = pair.target_model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=15, do_sample=False
+        )
         for method in (sb.greedy(), sb.dsbd(1, 2, 3, "fixed")):
             options = {} if method.greedy else {"temperature": 0}
             ours = sb.generate(pair, prompt, method, max_new_tokens=15, **options)[0]
@@ -71,9 +81,13 @@ def test_the_law_of_dsbd_is_that_of_beam_sampling_on_a_transformer(family, coupl
     small = {"vocab_size": 6, "eos_token_id": 5}
     pair = sb.load(tiny(family, seed=3, **small), tiny(family, seed=4, **small))
     prompts, options = [[1, 2, 3]] * 1500, {"max_new_tokens": 3, "top_k": 8, "batch_size": 250}
-    ours = sb.generate(pair, prompts, sb.dsbd(2, 3, 2, "fixed", coupling=coupling, replacement=replacement), seed=1, **options)
+    ours = sb.generate(
+        pair, prompts, sb.dsbd(2, 3, 2, "fixed", coupling=coupling, replacement=replacement), seed=1, **options
+    )
     plain = sb.generate(pair, prompts, sb.beam_sampling(2, replacement), seed=2, **options)
-    tables = [Counter(str(sorted(map(tuple, (beam.tokens for beam in one.beams)))) for one in many) for many in (ours, plain)]
+    tables = [
+        Counter(str(sorted(map(tuple, (beam.tokens for beam in one.beams)))) for one in many) for many in (ours, plain)
+    ]
     cells = [cell for cell in {*tables[0], *tables[1]} if tables[0][cell] + tables[1][cell] >= 12]
     seen = np.array([[table[cell] for cell in cells] for table in tables])
     seen = np.column_stack([seen, [len(prompts) - row.sum() for row in seen]])
@@ -106,14 +120,21 @@ def test_stop_strings_and_end_tokens_end_a_beam(pair):
     cut = sb.generate(pair, "abc", "sampling", seed=4, max_new_tokens=12, eos_token_id=60, stop_strings=[stop])[0]
     assert free.text.startswith(cut.text)
     assert cut.text.endswith(stop)
-    fast = sb.generate(pair, "abc", sb.dsbd(1, 3, 4, "fixed"), seed=4, max_new_tokens=12, eos_token_id=60, stop_strings=stop)[0]
+    fast = sb.generate(
+        pair, "abc", sb.dsbd(1, 3, 4, "fixed"), seed=4, max_new_tokens=12, eos_token_id=60, stop_strings=stop
+    )[0]
     assert fast.tokens == cut.tokens
     token = free.tokens[2]
-    assert sb.generate(pair, "abc", "sampling", seed=4, max_new_tokens=12, eos_token_id=[60, token])[0].tokens == free.tokens[: free.tokens.index(token) + 1]
+    assert (
+        sb.generate(pair, "abc", "sampling", seed=4, max_new_tokens=12, eos_token_id=[60, token])[0].tokens
+        == free.tokens[: free.tokens.index(token) + 1]
+    )
 
 
 def test_min_new_tokens_keeps_beams_alive(pair):
-    for one in sb.generate(pair, PROMPTS, sb.dsbd(3, 4, 3), seed=0, max_new_tokens=10, min_new_tokens=6, eos_token_id=list(range(0, 60, 3))):
+    for one in sb.generate(
+        pair, PROMPTS, sb.dsbd(3, 4, 3), seed=0, max_new_tokens=10, min_new_tokens=6, eos_token_id=list(range(0, 60, 3))
+    ):
         assert min(len(beam.tokens) for beam in one.beams) >= 6
 
 
@@ -195,7 +216,9 @@ def test_a_broken_law_costs_its_own_prompt_only(pair, what, message):
     prompts = ["aa", "ba", "ca"]
     healthy = sb.generate(pair, prompts, sb.dsbd(2, 3, 2), seed=1, max_new_tokens=6, eos_token_id=60)
     with pytest.raises(errors.SomeFailed, match=f"prompt 1, step .*{message}") as caught:
-        sb.generate(pair, prompts, sb.dsbd(2, 3, 2), seed=1, max_new_tokens=6, eos_token_id=60, logits_processor=[Bad(what)])
+        sb.generate(
+            pair, prompts, sb.dsbd(2, 3, 2), seed=1, max_new_tokens=6, eos_token_id=60, logits_processor=[Bad(what)]
+        )
     found = caught.value.generations
     assert found[1] is None
     assert [found[0].tokens, found[2].tokens] == [healthy[0].tokens, healthy[2].tokens]
@@ -282,7 +305,9 @@ def test_loading_says_what_is_wrong(tmp_path):
         sb.load(tiny("llama"), tiny("llama", vocab_size=50))
     from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-    seq2seq = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=61))
+    seq2seq = AutoModelForSeq2SeqLM.from_config(
+        AutoConfig.for_model("t5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=61)
+    )
     with pytest.raises(errors.UnsupportedModel, match="encoder-decoder"):
         sb.load(seq2seq)
     seq2seq.save_pretrained(tmp_path / "t5")

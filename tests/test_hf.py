@@ -9,7 +9,6 @@ from specbeam import errors
 from tests.support import words
 from tests.support.tiny_models import tiny
 
-
 PLAIN = {"temperature": 1.0, "top_k": 0}  # pipelines have defaults of their own
 
 
@@ -56,7 +55,13 @@ def test_one_beam_and_several_return_sequences(models):
     target, draft, tokenizer = models
     inputs = inputs_of(tokenizer, ["Hello", "you"])
     out = target.generate(
-        **inputs, custom_generate=sb.hf.dsbd, draft_model=draft, do_sample=True, num_return_sequences=3, max_new_tokens=5, seed=1
+        **inputs,
+        custom_generate=sb.hf.dsbd,
+        draft_model=draft,
+        do_sample=True,
+        num_return_sequences=3,
+        max_new_tokens=5,
+        seed=1,
     )
     assert out.shape[0] == 6
     assert out[:3, :5].tolist() == [inputs["input_ids"][0].tolist()] * 3
@@ -69,7 +74,9 @@ def test_torch_seeds_it_when_no_seed_is_given(models):
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         rows.append(
-            target.generate(**inputs, custom_generate=sb.hf.dsbd, draft_model=draft, do_sample=True, num_beams=2, max_new_tokens=9).tolist()
+            target.generate(
+                **inputs, custom_generate=sb.hf.dsbd, draft_model=draft, do_sample=True, num_beams=2, max_new_tokens=9
+            ).tolist()
         )
     assert rows[0] == rows[1] != rows[2]
 
@@ -88,7 +95,13 @@ def test_the_repository_form_receives_the_assistant_model(models):
 def test_a_pipeline_works(models):
     target, draft, tokenizer = models
     pipe = pipeline("text-generation", model=target, tokenizer=tokenizer)
-    options = {"custom_generate": sb.hf.dsbd, "draft_model": draft, "num_beams": 2, "do_sample": True, "seed": 3} | PLAIN
+    options = {
+        "custom_generate": sb.hf.dsbd,
+        "draft_model": draft,
+        "num_beams": 2,
+        "do_sample": True,
+        "seed": 3,
+    } | PLAIN
     texts = pipe(["Hello", "a longer prompt"], max_new_tokens=6, batch_size=2, **options)
     pair = sb.load(target, draft, tokenizer=tokenizer)
     ours = sb.generate(pair, ["Hello", "a longer prompt"], sb.dsbd(2, 4), seed=3, max_new_tokens=6)

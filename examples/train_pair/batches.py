@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from corpus import Example
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
-
-from corpus import Example
 
 
 @dataclass(frozen=True)

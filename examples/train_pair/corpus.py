@@ -35,7 +35,7 @@ def sounds(folder: Path, split: str) -> list[Example]:
 
 
 def joined_at_random(sentences: list[Example], part: float, seed: int) -> list[Example]:
-    """Join a part of the sentences to paragraphs of 2 to 16, so that models learn to keep their place in longer text."""
+    """Join a part of the sentences to paragraphs of 2 to 16, so that models learn to keep their place."""
     rng = random.Random(seed)
     shuffled = rng.sample(sentences, len(sentences))
     cut = int(part * len(shuffled))

@@ -9,9 +9,8 @@ from typing import Annotated
 import sacrebleu
 import torch
 import typer
-from transformers import AutoTokenizer, LlamaForCausalLM
-
 from corpus import Example, sounds, translations
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 MODES = {"sampling": {"do_sample": True, "top_k": 0}, "greedy": {"do_sample": False}, "beam 4": {"num_beams": 4}}
 

@@ -18,13 +18,12 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from torch import Tensor, nn
-from torch.nn import functional
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
 from batches import Batch, Rows
 from corpus import joined_at_random, sounds, translations
 from muon import Muon
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vocabulary import train_tokenizer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -237,7 +236,7 @@ def save(
     epoch: int,
     folder: Path,
 ) -> None:
-    """The model in bfloat16 with its tokenizer, so that the folder loads by itself; beside it the state to go on from."""
+    """The model in bfloat16 with its tokenizer, so that the folder loads by itself; beside it the training state."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
     vocabulary.save_pretrained(folder)
     state = {"epoch": epoch, "model": model.state_dict(), "optimizers": [one.state_dict() for one in optimizers]}

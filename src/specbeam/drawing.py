@@ -36,7 +36,7 @@ class Leaf:
 
 
 def picture(turn: Turn, words: Words) -> list[Leaf]:
-    """The turn's forest with the fate of every node; parents stand before children. Needs a method with `trace=True`."""
+    """The turn's forest with the fate of every node; parents come first. Needs a method with `trace=True`."""
     forest = turn.forest
     nodes = [Leaf(int(parent), words(int(token)), "unused" if parent >= 0 else "root")
              for parent, token in zip(forest.parents, forest.tokens, strict=True)]  # fmt: skip
@@ -64,7 +64,8 @@ def as_trees(nodes: list[Leaf]) -> list["Tree"]:
     made: dict[int, Tree] = {}
     for index, leaf in enumerate(nodes):
         label = Text.assemble(
-            (f"{MARKS[leaf.fate]} {leaf.text!r}", STYLES[leaf.fate]), ("  " + odds(leaf) if leaf.p is not None else "", "dim")
+            (f"{MARKS[leaf.fate]} {leaf.text!r}", STYLES[leaf.fate]),
+            ("  " + odds(leaf) if leaf.p is not None else "", "dim"),
         )
         made[index] = Tree(label) if leaf.parent < 0 else made[leaf.parent].add(label)
     return [made[index] for index, leaf in enumerate(nodes) if leaf.parent < 0]
@@ -101,7 +102,9 @@ def as_svg(nodes: list[Leaf]) -> str:
             )
     for place, (fate, meaning) in enumerate(MEANINGS.items()):
         at = 30 + place * max(190, (width - 60) / 4)
-        parts.append(f'<text x="{at:.0f}" y="{height - 14}" font-size="11" fill="{COLOURS[fate]}">{MARKS[fate]} {meaning}</text>')
+        parts.append(
+            f'<text x="{at:.0f}" y="{height - 14}" font-size="11" fill="{COLOURS[fate]}">{MARKS[fate]} {meaning}</text>'
+        )
     return "\n".join([*parts, "</svg>"])
 
 

@@ -56,7 +56,9 @@ class Forest:
         """How many roots there are; they are the nodes 0 .. roots - 1."""
         return int(np.count_nonzero(self.parents < 0))
 
-    def grown(self, tokens: Int64[np.ndarray, " n"] | list[int], parents: Int64[np.ndarray, " n"] | list[int]) -> "Forest":
+    def grown(
+        self, tokens: Int64[np.ndarray, " n"] | list[int], parents: Int64[np.ndarray, " n"] | list[int]
+    ) -> "Forest":
         """The forest with more nodes behind the present ones."""
         tokens, parents = np.asarray(tokens, dtype=np.int64), np.asarray(parents, dtype=np.int64)
         return replace(self, tokens=np.append(self.tokens, tokens), parents=np.append(self.parents, parents))

@@ -60,7 +60,9 @@ def generate(
         pair = load(pair)
     request = Request(pair, prompts, resolve(method), _settings(options, generation_config), seed)
     if streamer is not None and len(request.prompt_of) != 1:
-        raise NotSupported(f"a streamer follows one prompt with one return sequence; there are {len(request.prompt_of)}")
+        raise NotSupported(
+            f"a streamer follows one prompt with one return sequence; there are {len(request.prompt_of)}"
+        )
     results: dict[int, list[Generation] | SpecbeamError] = {}
 
     def keep(place: int, result: list[Generation] | SpecbeamError) -> None:
@@ -282,7 +284,9 @@ def _many(prompts: Any) -> list[Prompt]:
 def _token_ids(pair: Pair, prompt: Any, number: int) -> list[int]:
     if isinstance(prompt, str):
         if pair.tokenizer is None:
-            raise BadPrompt(f"prompt {number} is text, but there is no tokenizer; give load(tokenizer=...) or token ids")
+            raise BadPrompt(
+                f"prompt {number} is text, but there is no tokenizer; give load(tokenizer=...) or token ids"
+            )
         if not prompt.strip():
             raise BadPrompt(f"prompt {number} is empty; it must hold some text")
         ids = list(pair.tokenizer(prompt)["input_ids"])
@@ -312,4 +316,6 @@ def _room(pair: Pair, method: Method, prompt: list[int], settings: Settings, num
 
 def _agreement(first: list[int], second: list[int]) -> int:
     """Length of the common prefix."""
-    return next((place for place, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
+    return next(
+        (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )

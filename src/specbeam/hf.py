@@ -83,7 +83,16 @@ def beam_sampling(
     """`sb.beam_sampling` with ``num_beams`` beams: the paper's beam sampling, without a draft."""
     method = beam_sampling_recipe(_beams(generation_config))
     return _generate(
-        model, input_ids, logits_processor, stopping_criteria, generation_config, None, method, seed, stream_to, model_kwargs
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        None,
+        method,
+        seed,
+        stream_to,
+        model_kwargs,
     )
 
 
@@ -135,7 +144,9 @@ def _generate(
 def _check(config: "GenerationConfig", criteria: Any, model_kwargs: dict[str, Any]) -> None:
     strange = [type(one).__name__ for one in criteria or [] if type(one).__name__ not in _KNOWN_CRITERIA]
     if strange:
-        raise NotSupported(f"stopping criteria {', '.join(strange)} are not honoured; use max_new_tokens and eos_token_id")
+        raise NotSupported(
+            f"stopping criteria {', '.join(strange)} are not honoured; use max_new_tokens and eos_token_id"
+        )
     for name in ("num_beam_groups", "diversity_penalty", "penalty_alpha", "constraints", "force_words_ids"):
         if getattr(config, name, None) not in (None, 0, 0.0, 1):
             raise NotSupported(f"{name} is not honoured; leave it out")
@@ -146,7 +157,9 @@ def _check(config: "GenerationConfig", criteria: Any, model_kwargs: dict[str, An
 
 def _prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, repeats: int) -> list[list[int]]:
     """Rows without padding. `generate` has repeated each row `repeats` times before it calls us."""
-    if len(input_ids) % repeats == 0 and bool((input_ids.view(-1, repeats, input_ids.shape[1]) == input_ids[::repeats, None]).all()):
+    if len(input_ids) % repeats == 0 and bool(
+        (input_ids.view(-1, repeats, input_ids.shape[1]) == input_ids[::repeats, None]).all()
+    ):
         input_ids = input_ids[::repeats]
         mask = mask[::repeats] if mask is not None and len(mask) != len(input_ids) else mask
     if mask is None:
@@ -169,7 +182,10 @@ def _warp(processors: Sequence[Any] | None, greedy: bool) -> Warp:
 
 
 def _output(
-    found: dict[int, list[Generation] | SpecbeamError], input_ids: torch.Tensor, repeats: int, config: "GenerationConfig"
+    found: dict[int, list[Generation] | SpecbeamError],
+    input_ids: torch.Tensor,
+    repeats: int,
+    config: "GenerationConfig",
 ) -> Any:
     answers: list[Generation] = []
     for place in sorted(found):

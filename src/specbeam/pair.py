@@ -29,6 +29,10 @@ class Pair:
     target: HuggingFaceLM = field(repr=False)
     draft: HuggingFaceLM | None = field(repr=False)
 
+    def word(self, token: int) -> str:
+        """The text of one token; its number where there is no tokenizer."""
+        return self.tokenizer.decode([token]) if self.tokenizer is not None else str(token)
+
     def room(self, prompt_tokens: int) -> int | None:
         """New tokens for which target and draft have positions; None if there is no limit."""
         models = [lm for lm in (self.target, self.draft) if lm is not None]
@@ -126,7 +130,7 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
 
 def _model(source: Any, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel":
     if isinstance(source, torch.nn.Module):
-        return source  # type: ignore[return-value]
+        return source
     from transformers import AutoConfig, AutoModelForCausalLM
 
     name = _found(source)
@@ -185,7 +189,8 @@ def _check_same_vocabulary(target: "PreTrainedModel", draft: "PreTrainedModel", 
         return
     if not (Path(draft_source) / "tokenizer_config.json").is_file():
         return
-    theirs, ours = _tokenizer(draft_source).get_vocab(), words.get_vocab()
+    own = _tokenizer(draft_source)
+    theirs, ours = own.get_vocab() if own is not None else {}, words.get_vocab()
     if theirs != ours:
         odd = next(iter({*theirs.items()} ^ {*ours.items()}))
         raise VocabularyMismatch(

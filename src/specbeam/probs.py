@@ -5,6 +5,7 @@ Laws (`p`), log-laws (`logp`) and logits are three things; a function takes one 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,9 +39,11 @@ class JointLaw:
     """The law of one draw of a (beam, token) pair."""
 
     logj: Float64[np.ndarray, "beams vocab"]  # log-likelihood of the prolonged beam: what a beam carries on
-    logp: Float64[np.ndarray, "beams vocab"]  # log of the warped law, normalised over all pairs; -inf outside its support
+    logp: Float64[
+        np.ndarray, "beams vocab"
+    ]  # log of the warped law, normalised over all pairs; -inf outside its support
 
-    @property
+    @cached_property
     def p(self) -> Float64[np.ndarray, "beams vocab"]:
         return np.exp(self.logp)
 

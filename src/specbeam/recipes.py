@@ -29,7 +29,9 @@ class Method:
 
     def parts(self, draft: LM | None) -> Parts:
         if self.needs_draft and draft is None:
-            raise NotSupported(f"{self.name} drafts with a model: load the target with draft=..., or take beam_sampling")
+            raise NotSupported(
+                f"{self.name} drafts with a model: load the target with draft=..., or take beam_sampling"
+            )
         return self.build(draft)
 
 
@@ -53,7 +55,7 @@ def _plain(law: str, beams: int, coupling: str, replacement: bool) -> Callable[[
 def greedy() -> Method:
     """The most likely token at each step.
 
-    Law: deterministic; token-identical to transformers' greedy decoding in float32.
+    Law: exact: greedy; token-identical to transformers' in float32.
     Paper: none.
     """
     law = "exact: greedy"
@@ -63,7 +65,7 @@ def greedy() -> Method:
 def sampling() -> Method:
     """Plain sampling, one token per pass of the target.
 
-    Law: exact: the target's, after temperature, top-k, top-p, min-p and processors.
+    Law: exact: the target's own, after warpers and processors.
     Paper: none.
     """
     law = "exact: plain sampling"
@@ -73,7 +75,7 @@ def sampling() -> Method:
 def beam_sampling(beams: int = 4, replacement: bool = False) -> Method:
     """Beam sampling: each step draws `beams` (beam, token) pairs from the joint law over all live beams.
 
-    Law: exact by definition; the reference of `dsbd`. Without replacement the beams stay distinct.
+    Law: exact by definition; the reference of `dsbd`.
     Paper: arXiv 2409.16560, sec. 2.2.
 
     Args:
@@ -100,8 +102,8 @@ def dsbd(
 ) -> Method:
     """Dynamic-width speculative beam decoding: a small model drafts layers of beams, the target judges them in one pass.
 
-    Law: exact: beam sampling, given the width of each layer. With width="fixed" it is that of `beam_sampling(beams)`; with
-    coupling="noise" even its very beams for the same seed.
+    Law: exact: beam sampling, given the width of each layer.
+    With width="fixed" it is that of `beam_sampling(beams)`; with coupling="noise" even its very beams for the same seed.
     Paper: arXiv 2409.16560 (AAAI 2025), with the corrections that make it exact.
 
     Steps of the paper: draft beams (alg. 1, l. 3-5) draft/model.py; width (eq. 4-5) control/width.py; acceptance (l. 9-21)
@@ -122,7 +124,9 @@ def dsbd(
     """
     _at_least_one(beams=beams, depth=depth, draft_beams=draft_beams, min_beams=min_beams)
     if draft_beams < beams:
-        raise BadSetting(f"draft_beams is {draft_beams}, beams is {beams}; a layer can pass only if draft_beams >= beams")
+        raise BadSetting(
+            f"draft_beams is {draft_beams}, beams is {beams}; a layer can pass only if draft_beams >= beams"
+        )
     if min_beams > beams:
         raise BadSetting(f"min_beams is {min_beams}, beams is {beams}; it must not be larger")
     if not 0 <= threshold <= 1:
@@ -134,7 +138,9 @@ def dsbd(
     if coupling == "noise" and replacement:
         raise BadSetting("shared noise draws without replacement; take coupling='rejection' for replacement=True")
     policy: Width = FixedWidth(beams) if width == "fixed" else SureWidth(beams, min_beams, threshold)
-    law = "exact: beam sampling, " + (f"{beams} beams" if width == "fixed" else f"given the widths (1 to {beams} beams)")
+    law = "exact: beam sampling, " + (
+        f"{beams} beams" if width == "fixed" else f"given the widths (1 to {beams} beams)"
+    )
     law += ", with replacement" if replacement else ", without replacement"
     if collapse:
         law = "approximate: beam sampling that collapses to one beam whenever a turn ends"
@@ -158,7 +164,9 @@ def methods() -> list[Recipe]:
 
 def _described(make: Callable[..., Method]) -> Recipe:
     lines = inspect.cleandoc(make.__doc__ or "").splitlines()
-    said = {line.split(":", 1)[0]: line.split(":", 1)[1].strip() for line in lines if line.startswith(("Law:", "Paper:"))}
+    said = {
+        line.split(":", 1)[0]: line.split(":", 1)[1].strip() for line in lines if line.startswith(("Law:", "Paper:"))
+    }
     defaults = {name: parameter.default for name, parameter in inspect.signature(make).parameters.items()}
     needs = "a draft model" if make().needs_draft else "the target alone"
     return Recipe(make.__name__, said["Law"], said["Paper"], needs, defaults, make)

@@ -47,7 +47,10 @@ class Settings:
         )
         _require(self.num_return_sequences >= 1, "num_return_sequences", self.num_return_sequences, ">= 1")
         _require(
-            self.early_stopping in (True, False, "never"), "early_stopping", self.early_stopping, "True, False or 'never'"
+            self.early_stopping in (True, False, "never"),
+            "early_stopping",
+            self.early_stopping,
+            "True, False or 'never'",
         )
 
     def over(self, config: "GenerationConfig") -> "Settings":
@@ -58,7 +61,9 @@ class Settings:
         known = {field.name for field in fields(self)}
         strange = sorted(name for name in given if name not in known and not name.startswith("_"))
         if strange:
-            raise NotSupported(f"generation_config sets {', '.join(strange)}, which specbeam does not honour; unset them")
+            raise NotSupported(
+                f"generation_config sets {', '.join(strange)}, which specbeam does not honour; unset them"
+            )
         blank = Settings()
         mine = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(blank, f.name)}
         return replace(blank, **(given | mine))
@@ -85,7 +90,11 @@ class Settings:
         return (chosen,) if isinstance(chosen, int) else tuple(chosen)
 
     def _processors(self, eos: tuple[int, ...], prompt_length: int) -> "LogitsProcessorList | None":
-        from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
+        from transformers import (
+            LogitsProcessorList,
+            MinNewTokensLengthLogitsProcessor,
+            RepetitionPenaltyLogitsProcessor,
+        )
 
         chosen = LogitsProcessorList()
         if self.repetition_penalty not in (None, 1.0):

@@ -23,14 +23,21 @@ def node_paths(texts, forest):
 
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [(family, attention) for family in FAMILIES for attention in ("sdpa", "eager") if family not in NO_SDPA or attention == "eager"],
+    [
+        (family, attention)
+        for family in FAMILIES
+        for attention in ("sdpa", "eager")
+        if family not in NO_SDPA or attention == "eager"
+    ],
 )
 def test_a_node_has_the_logits_of_its_path(family, attention):
     model = tiny(family, attention)
     lm, rng = HuggingFaceLM(model, chunk=5), np.random.default_rng(1)
     seats = [seat(rng.integers(0, lm.vocab, length).tolist()) for length in (1, 4, 17)]
     for turn_number in range(6):
-        forests = [random_forest(rng, [text[-1] for text in one.texts], lm.vocab, int(rng.integers(0, 9))) for one in seats]
+        forests = [
+            random_forest(rng, [text[-1] for text in one.texts], lm.vocab, int(rng.integers(0, 9))) for one in seats
+        ]
         rows = lm.extend(seats, forests)
         for one, forest, found in zip(seats, forests, rows, strict=True):
             expected = plain_logits(model, node_paths(one.texts, forest))
@@ -102,7 +109,9 @@ def test_a_model_that_ignores_positions_is_refused_by_the_check():
     plain_forward = model.model.forward
 
     def forgetful(*args, position_ids=None, **kwargs):
-        return plain_forward(*args, position_ids=torch.zeros_like(position_ids) if position_ids is not None else None, **kwargs)
+        return plain_forward(
+            *args, position_ids=torch.zeros_like(position_ids) if position_ids is not None else None, **kwargs
+        )
 
     model.model.forward = forgetful
     with pytest.raises(UnsupportedModel, match="does not honour masks and positions"):

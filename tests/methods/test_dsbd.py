@@ -41,7 +41,9 @@ def test_fixed_width_has_the_law_of_beam_sampling(depth, draft_beams, steps, voc
 def test_fixed_width_on_three_tokens_and_two_layers(replacement, kernel):
     target, draft = random_table(3, 3, zeros=True), random_table(4, 3)
     rule = BeamRule(FixedWidth(2), "rejection", replacement, kernel=kernel)
-    method = sb.Method("dsbd", "", 2, lambda lm: Parts(BeamDrafter(lm, 2, "rejection", replacement), rule, FixedShape(2, 2), ""))
+    method = sb.Method(
+        "dsbd", "", 2, lambda lm: Parts(BeamDrafter(lm, 2, "rejection", replacement), rule, FixedShape(2, 2), "")
+    )
     found = exact_law(outcome_of(method, target, draft, 3, (), replacement))
     assert distance(found, beam_sampling_law(target, 2, 3, replacement)) < CLOSE
 
@@ -50,7 +52,12 @@ def test_fixed_width_on_three_tokens_and_two_layers(replacement, kernel):
 def test_beam_sampling_has_its_law(replacement):
     target = random_table(5, 3)
     method = sb.dsbd(2, 2, 1, "fixed", coupling="rejection", replacement=replacement)
-    plain = sb.Method("plain", "", 2, lambda lm: Parts(sb.beam_sampling().parts(None).drafter, method.parts(lm).rule, FixedShape(0, 0), ""))
+    plain = sb.Method(
+        "plain",
+        "",
+        2,
+        lambda lm: Parts(sb.beam_sampling().parts(None).drafter, method.parts(lm).rule, FixedShape(0, 0), ""),
+    )
     found = exact_law(outcome_of(plain, target, target, 2, (2,), replacement))
     assert distance(found, beam_sampling_law(target, 2, 2, replacement, (2,))) < CLOSE
 
@@ -64,11 +71,14 @@ def test_one_beam_is_speculative_sampling():
         assert distance(found, beam_sampling_law(target, 1, 3, True)) < CLOSE
 
 
-def laws_by_width(rule_of, replacement, seed=8):
+def laws_by_width(rule, replacement, seed=8):
     """For each history and width of the second layer: the law of its draws, and what it should be."""
     target, draft = random_table(seed, 2), random_table(seed + 1, 2)
     method = sb.Method(
-        "dynamic", "", 2, lambda lm: Parts(BeamDrafter(lm, 2, "rejection", replacement), rule_of(), FixedShape(1, 3), "")
+        "dynamic",
+        "",
+        2,
+        lambda lm: Parts(BeamDrafter(lm, 2, "rejection", replacement), rule, FixedShape(1, 3), ""),
     )
     found = defaultdict(lambda: defaultdict(float))
 
@@ -97,7 +107,9 @@ def test_given_its_width_a_dynamic_layer_has_the_law_of_that_width(replacement):
     for seed in range(8, 24, 2):
         for threshold in (0.3, 0.6, 0.9):
             found, target = laws_by_width(
-                lambda: BeamRule(SureWidth(2, 1, threshold), "rejection", replacement), replacement, seed  # noqa: B023
+                BeamRule(SureWidth(2, 1, threshold), "rejection", replacement),
+                replacement,
+                seed,
             )
             assert len(found) == 1  # the first layer's width is a function of the two laws alone
             ((width, law),) = found.items()
@@ -112,7 +124,10 @@ def test_shared_noise_gives_the_beams_of_beam_sampling_whatever_the_draft():
     rng = np.random.default_rng(0)
     for case in range(60):
         vocab = int(rng.integers(2, 7))
-        target, draft = TableLM(random_table(case, vocab, zeros=case % 3 == 0)), TableLM(random_table(1000 + case % 7, vocab))
+        target, draft = (
+            TableLM(random_table(case, vocab, zeros=case % 3 == 0)),
+            TableLM(random_table(1000 + case % 7, vocab)),
+        )
         beams = int(rng.integers(1, 5))
         plain = session_of(sb.beam_sampling(beams), None, steps=7, eos=(0,), key=case)
         run(plain, target)
@@ -164,7 +179,9 @@ def test_noise_follows_the_law_of_draws_without_replacement():
 def test_at_temperature_zero_it_is_beam_search():
     for case in range(20):
         table = random_table(case, 5)
-        session = session_of(sb.dsbd(3, 4, 3, "fixed"), TableLM(random_table(99, 5)), steps=5, key=case, warp=Warp(greedy=True))
+        session = session_of(
+            sb.dsbd(3, 4, 3, "fixed"), TableLM(random_table(99, 5)), steps=5, key=case, warp=Warp(greedy=True)
+        )
         run(session, TableLM(table))
         beams = [((), 0.0)]
         for _ in range(5):

@@ -80,8 +80,7 @@ def test_equal_laws_accept_everything():
     for kernel in (draws, draws_fast):
         law = exact_law(
             lambda dice, kernel=kernel: all(
-                one.draft >= 0
-                for one in kernel(*_all_of(dice, p, 3), p, p, 3, dice, False, False)
+                one.draft >= 0 for one in kernel(*_all_of(dice, p, 3), p, p, 3, dice, False, False)
             )
         )
         assert law.get(False, 0.0) < CLOSE

@@ -46,7 +46,9 @@ def _read(key: str, value: str, default: Any) -> Any:
         try:
             return type(default)(value)
         except ValueError as error:
-            raise BadSetting(f"{key} is {value!r}; it must be {'an integer' if isinstance(default, int) else 'a number'}") from error
+            raise BadSetting(
+                f"{key} is {value!r}; it must be {'an integer' if isinstance(default, int) else 'a number'}"
+            ) from error
     return value
 
 

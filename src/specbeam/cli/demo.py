@@ -131,8 +131,6 @@ def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[
 def _draw(console: Any, pair: Pair, source: str, method: Method, seed: int) -> None:
     turn = next(iter(turns_of(pair, source, method, seed=seed)))
     console.print(f"\nThe first turn's forest for [bold]{source}[/]")
-    assert pair.tokenizer is not None
-    for tree in drawing.as_trees(drawing.picture(turn, lambda token: pair.tokenizer.decode([token]))):
+    for tree in drawing.as_trees(drawing.picture(turn, pair.word)):
         console.print(tree)
     console.print("   ".join(f"[{drawing.STYLES[f]}]{drawing.MARKS[f]}[/] {m}" for f, m in drawing.MEANINGS.items()))
-

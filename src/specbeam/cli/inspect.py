@@ -19,7 +19,7 @@ def run(
     if not 1 <= turn <= len(turns):
         raise BadSetting(f"--turn is {turn}, but the generation has turns 1 to {len(turns)}")
     chosen = turns[turn - 1]
-    nodes = drawing.picture(chosen, lambda token: pair.tokenizer.decode([token]))
+    nodes = drawing.picture(chosen, pair.word)
     if svg is not None:
         svg.write_text(drawing.as_svg(nodes), encoding="utf-8")
     if json:

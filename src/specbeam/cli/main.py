@@ -19,7 +19,8 @@ Draft = Annotated[Optional[str], typer.Option("--draft", "-d", help="Draft: a pa
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 MethodName = Annotated[str, typer.Option("--method", help="A recipe; `specbeam methods` lists them.")]
 Settings = Annotated[
-    list[str], typer.Option("--set", "-s", metavar="NAME=VALUE", help="A setting of the method, e.g. beams=4 width=fixed.")
+    list[str],
+    typer.Option("--set", "-s", metavar="NAME=VALUE", help="A setting of the method, e.g. beams=4 width=fixed."),
 ]
 
 
@@ -44,7 +45,8 @@ def generate(
     method: MethodName = "dsbd",
     setting: Settings = [],  # noqa: B006
     file: Annotated[
-        list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl with a field 'prompt'.")
+        list[Path],
+        typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl with a field 'prompt'."),
     ] = [],  # noqa: B006
     max_new_tokens: Annotated[Optional[int], typer.Option(help="Most new tokens.")] = None,  # noqa: UP045
     temperature: Annotated[Optional[float], typer.Option(help="0: no chance at all.")] = None,  # noqa: UP045

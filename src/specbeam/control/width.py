@@ -9,9 +9,10 @@ from jaxtyping import Float64
 
 @runtime_checkable
 class Width(Protocol):
-    """A width policy. It may look at the laws of the layer, never at its draws (dsbd.md, theorem A, ii)."""
+    """A width policy. It may look at the laws of the layer, never at its draws."""
 
-    most: int
+    @property
+    def most(self) -> int: ...
 
     def choose(self, p: Float64[np.ndarray, " n"], q: Float64[np.ndarray, " n"], drafts: int) -> int:
         """Width of a layer with target law `p`, draft law `q` (at most 1 in sum) and that many draws."""
@@ -30,8 +31,8 @@ class FixedWidth:
 class SureWidth:
     """The widest layer that is accepted in full with at least `threshold` odds (DSBD, arXiv 2409.16560, eq. 4-5).
 
-    The odds are those of independent drafts; for drafts without replacement and for shared noise they are a proxy, which
-    moves the policy and not the law.
+    The odds are those of independent drafts; for drafts without replacement and for shared noise they are a proxy,
+    which moves the policy and not the law.
     """
 
     most: int

@@ -59,8 +59,8 @@ class BeamDrafter:
 
     Args:
         lm: the draft model.
-        beams: how many beams the target keeps. With shared noise, that many draft pairs per layer are what the draft model
-            would keep by itself (core); the rest of the layer are the next best (halo, dsbd.md 4.3).
+        beams: how many beams the target keeps. With shared noise, that many draft pairs per layer are what the draft
+            model would keep by itself (core); the rest of the layer are the next best (halo).
         coupling: "noise" drafts by the noise that the target will use; "rejection" draws and states its law.
         replacement: independent draws instead of draws without replacement (coupling "rejection" only).
     """
@@ -97,7 +97,7 @@ class BeamDrafter:
             pairs = _drawn(one, law, self.replacement)
             core = np.ones(len(pairs), dtype=bool)
         parents, tokens = np.divmod(pairs, vocab)
-        distinct, first, which, counts = np.unique(pairs, return_index=True, return_inverse=True, return_counts=True)
+        _, first, which, counts = np.unique(pairs, return_index=True, return_inverse=True, return_counts=True)
         order = np.argsort(first)
         place = np.empty_like(order)
         place[order] = np.arange(len(order))

@@ -58,9 +58,7 @@ class Masks:
         mask = torch.from_numpy(seen)[:, None].to(device)
         if self.implementation != "eager":
             return mask
-        return torch.zeros(mask.shape, dtype=self.dtype, device=device).masked_fill_(
-            ~mask, torch.finfo(self.dtype).min
-        )
+        return torch.zeros(mask.shape, dtype=self.dtype, device=device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
 
 def _cut(seen: np.ndarray, back: np.ndarray, window: int | None) -> np.ndarray:

@@ -21,7 +21,9 @@ class LM(Protocol):
     vocab: int
     max_positions: int | None  # None: no limit
 
-    def extend(self, sessions: Sequence[Session], forests: Sequence[Forest]) -> list[Float[torch.Tensor, "nodes vocab"]]:
+    def extend(
+        self, sessions: Sequence[Session], forests: Sequence[Forest]
+    ) -> list[Float[torch.Tensor, "nodes vocab"]]:
         """Logits of the nodes of each forest that this model has not scored in this turn, in one pass.
 
         The first call of a turn scores the roots too (and what lies between them and the cache: at first the whole

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from specbeam.lm.kv_store import KVStore, Place
 from specbeam.lm.kv_trie import BLOCK, WASTE, Feed, KVTrie
 from specbeam.records import Turn
 from specbeam.session import Seat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CHUNK = 512  # prompt tokens per pass
 
@@ -70,7 +74,7 @@ class HuggingFaceLM:
     The model is used as it is; `check_scores_forests` (see `load`) has made sure that it honours masks and positions.
     """
 
-    def __init__(self, model: torch.nn.Module, chunk: int = CHUNK) -> None:
+    def __init__(self, model: "PreTrainedModel", chunk: int = CHUNK) -> None:
         self.model = model
         self.chunk = chunk
         config = model.config.get_text_config()
@@ -186,7 +190,7 @@ def _max_positions(config: object) -> int | None:
     return None
 
 
-def check_decoder_only(model: torch.nn.Module) -> None:
+def check_decoder_only(model: "PreTrainedModel") -> None:
     """Refuse models that no mask and no position can make score a forest."""
     config = model.config
     name = type(model).__name__

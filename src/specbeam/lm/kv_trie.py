@@ -46,7 +46,7 @@ class KVTrie:
         self.capacity = BLOCK
         self.slot_position = np.zeros(self.capacity, dtype=np.int64)
         self.peak = 0
-        # Local node 0 is the empty path before the prompt: stored, sees nothing. Stored nodes stand before pending ones.
+        # Local node 0 is the empty path before the prompt: stored, sees nothing. Pending nodes stand behind stored ones.
         self.tokens = np.array([-1, *prompt], dtype=np.int64)
         self.parents = np.arange(-1, len(prompt), dtype=np.int64)
         self.positions = self.parents.copy()
@@ -100,13 +100,13 @@ class KVTrie:
         fresh = self.seen[start:]
         for layer in _layers(parents, start):
             fresh[layer] = self.seen[parents[layer]]
-            fresh[layer][np.arange(layer.stop - layer.start), slots[layer]] = True
+            fresh[np.arange(layer.start, layer.stop), slots[layer]] = True
         self.slot_position[slots] = self.positions[nodes]
         self.peak = max(self.peak, self.held)
         return Feed(self.tokens[nodes], self.positions[nodes], slots, fresh)
 
     def _free(self, count: int) -> Int64[np.ndarray, " n"]:
-        used = self.seen.any(0)
+        used = np.asarray(self.seen.any(0))
         used[WASTE] = True
         free = np.flatnonzero(~used)
         if len(free) >= count:
@@ -127,7 +127,7 @@ class KVTrie:
         self._keep(self.root_at)
 
     def settle(self, turn: Turn) -> Int64[np.ndarray, " beams"]:
-        """Keep the paths to the surviving beams; what they do not need becomes free. Gives the old names of the roots."""
+        """Keep the paths to the surviving beams, free the rest; gives the names that the roots had in the turn."""
         self.enter(turn.forest)
         survivors, parents = turn.verdict.beams, turn.verdict.parents
         fresh = np.flatnonzero(survivors.nodes < 0)

@@ -21,7 +21,9 @@ class TableLM:
         self.vocab = len(self._law(()))
         self.passes = 0
 
-    def extend(self, sessions: Sequence[Session], forests: Sequence[Forest]) -> list[Float[torch.Tensor, "nodes vocab"]]:
+    def extend(
+        self, sessions: Sequence[Session], forests: Sequence[Forest]
+    ) -> list[Float[torch.Tensor, "nodes vocab"]]:
         self.passes += 1
         return [self._rows(session, forest) for session, forest in zip(sessions, forests, strict=True)]
 

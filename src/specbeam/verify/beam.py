@@ -1,10 +1,11 @@
 """VERIFY: beams, layer by layer. What survives has the law of beam sampling with the width the layer was given.
 
-Both couplings judge a layer by the same joint law and keep the same books; they differ in one function each.
+Both couplings judge a layer by the same joint law and keep the same books; they differ in how they draw.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -16,9 +17,89 @@ from specbeam.forest import Forest, Group
 from specbeam.probs import JointLaw, best, joint_law
 from specbeam.records import Beams, Step, Trial, Verdict
 from specbeam.session import Session
+from specbeam.verify.draws import Taken
 from specbeam.verify.draws_fast import draws_fast
 
 Pairs = Int64[np.ndarray, " draws"]  # (beam, token) as beam * vocab + token
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer while it is judged: the live beams above it, the target's law over their pairs, the drafts if any."""
+
+    session: Session
+    forest: Forest
+    live: Beams
+    law: JointLaw
+    group: Group | None  # None behind the last draft layer
+
+    @property
+    def vocab(self) -> int:
+        return self.law.logp.shape[1]
+
+    @cached_property
+    def beam_of(self) -> dict[int, int]:
+        """The live beam that ends at a forest node."""
+        return {int(node): beam for beam, node in enumerate(self.live.nodes)}
+
+    @cached_property
+    def q(self) -> Float64[np.ndarray, " pairs"]:
+        """The draft law on the live beams' pairs. What lies on dead parents is left out, so the sum may be below 1:
+        a dead draft is refused, and the residual learns from the refusal (docs/exactness.md, dead drafts).
+        """
+        lifted = np.zeros_like(self.law.logp)
+        if self.group is not None and self.group.law is not None:
+            for row, node in enumerate(self.group.parents.tolist()):
+                if node in self.beam_of:
+                    lifted[self.beam_of[node]] = self.group.law[row]
+        return lifted.ravel()
+
+    @property
+    def drafts(self) -> list[tuple[int, int]]:
+        """(parent node, token) of each draft draw, in draw order."""
+        if self.group is None:
+            return []
+        parents = self.group.parents[self.group.draw_parents]
+        return list(zip(parents.tolist(), self.group.draw_tokens.tolist(), strict=True))
+
+    @property
+    def proposals(self) -> list[int]:
+        """The drafts as pairs; -1 where the parent is dead."""
+        beams = ((self.beam_of.get(parent, -1), token) for parent, token in self.drafts)
+        return [beam * self.vocab + token if beam >= 0 else -1 for beam, token in beams]
+
+    def outcome(self, pairs: Pairs, counts: Int64[np.ndarray, " draws"], asked: int) -> Step:
+        """What becomes of the drawn pairs."""
+        beams, tokens = np.divmod(pairs, self.vocab)
+        parents = self.live.nodes[beams]
+        nodes = self.forest.find(parents, tokens)
+        ended = self.session.limits.ended(
+            tokens, lambda: np.column_stack([self.session.new_tokens(self.forest, parents), tokens])
+        )
+        keys = child_keys(self.live.keys[beams], tokens)
+        drawn = Beams(nodes, tokens, self.law.logj.ravel()[pairs], counts, keys)
+        passed = self.group is not None and bool((nodes[~ended] >= 0).all())
+        return Step(parents, drawn, ended, asked, passed)
+
+    def trials(self, depth: int, step: Step, judged: int) -> list[Trial]:
+        """Every draft of the layer, of which the first `judged` were looked at, and every pair drawn in place of one."""
+        chosen = set(zip(step.parents.tolist(), step.beams.tokens.tolist(), strict=True))
+        seen = []
+        for number, (parent, token) in enumerate(self.drafts):
+            fate = "accepted" if (parent, token) in chosen else "rejected" if number < judged else "unused"
+            assert self.group is not None
+            q = float(self.group.odds[number]) if self.group.law is not None else 0.0
+            seen.append(
+                Trial(depth, parent, token, int(self.group.draw_nodes[number]), self._p(parent, token), q, fate)
+            )
+        for parent, token in sorted(chosen - set(self.drafts)):
+            q = float(self.q[self.beam_of[parent] * self.vocab + token])
+            seen.append(Trial(depth, parent, token, -1, self._p(parent, token), q, "resampled"))
+        return seen
+
+    def _p(self, parent: int, token: int) -> float:
+        beam = self.beam_of.get(parent)
+        return 0.0 if beam is None else float(self.law.p[beam, token])
 
 
 @dataclass(frozen=True)
@@ -34,7 +115,7 @@ class BeamRule:
         trace: record every trial in the verdict, for pictures.
 
     Law: given the widths, every layer is `width` draws from the target's joint law over (live beam, token) pairs
-    (dsbd.md, theorem A). With a fixed width this is beam sampling.
+    (docs/exactness.md, trajectory theorem). With a fixed width this is beam sampling.
     """
 
     width: Width
@@ -42,128 +123,60 @@ class BeamRule:
     replacement: bool = False
     collapse: bool = False
     trace: bool = False
-    kernel: Callable[..., list] = field(default=draws_fast, repr=False)
+    kernel: Callable[..., list[Taken]] = field(default=draws_fast, repr=False)
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
-        live, length = session.beams, session.length
-        ended = list(session.ended)
+        live, ended = session.beams, list(session.ended)
         steps: list[Step] = []
         trials: list[Trial] = []
-        while not steps or (steps[-1].passed and not session.limits.enough(ended, live.scores, length)):
-            law = joint_law(
-                scored[live.nodes], live.scores, live.counts, session.warp, lambda: session.paths(forest, live.nodes)
-            )
-            group = forest.groups[len(steps)] if len(steps) < len(forest.groups) else None
-            step, seen = self._layer(session, forest, live, law, group)
+        while not steps or steps[-1].passed:
+            layer = self._layer(session, forest, live, scored, len(steps))
+            step, judged = self._step(layer)
             steps.append(step)
-            trials += [Trial(len(steps), *one) for one in seen]
-            live, length = step.live, length + 1
+            if self.trace:
+                trials += layer.trials(len(steps), step, judged)
+            live = step.live
             ended += session.retired(forest, step)
+            if session.limits.enough(ended, live.scores, session.length + len(steps)):
+                break
         return Verdict(tuple(steps), tuple(trials), self._kept(live))
 
     def _layer(
-        self, session: Session, forest: Forest, live: Beams, law: JointLaw, group: Group | None
-    ) -> tuple[Step, list]:
-        q = _lifted(group, live.nodes, law) if group is not None else None
-        asked = self.width.most if group is None else self.width.choose(law.p.ravel(), q.ravel(), len(group.draw_tokens))
+        self, session: Session, forest: Forest, live: Beams, scored: Float[torch.Tensor, "nodes vocab"], number: int
+    ) -> Layer:
+        rows = scored[torch.from_numpy(live.nodes).to(scored.device)]
+        law = joint_law(rows, live.scores, live.counts, session.warp, lambda: session.paths(forest, live.nodes))
+        group = forest.groups[number] if number < len(forest.groups) else None
+        return Layer(session, forest, live, law, group)
+
+    def _step(self, layer: Layer) -> tuple[Step, int]:
+        """The layer's outcome, and how many drafts were looked at."""
+        asked = self.width.most
+        if layer.group is not None:
+            asked = self.width.choose(layer.law.p.ravel(), layer.q, len(layer.drafts))
         if self.coupling == "noise":
-            pairs, counts = self._by_noise(session, live, law, asked)
-            drafts = None
-        else:
-            pairs, counts, drafts = self._by_rejection(session, live, law, group, q, asked)
-        step = _outcome(session, forest, live, law, pairs, counts, asked, drafted=group is not None)
-        return step, _trials(forest, live, law, group, q, step, drafts) if self.trace else []
-
-    def _by_noise(self, session: Session, live: Beams, law: JointLaw, asked: int) -> tuple[Pairs, Pairs]:
-        """The best pairs of log-law plus noise: a draw without replacement (Gumbel-top-k), the same for every draft."""
-        value = law.logp if session.warp.greedy else law.logp + session.noise(live.keys, law.logp.shape[1])
-        pairs = best(value.ravel(), asked)
-        return pairs, np.ones_like(pairs)
-
-    def _by_rejection(
-        self,
-        session: Session,
-        live: Beams,
-        law: JointLaw,
-        group: Group | None,
-        q: Float64[np.ndarray, "beams vocab"] | None,
-        asked: int,
-    ) -> tuple[Pairs, Pairs, list]:
-        proposals, odds, with_replacement = [], [], True
-        if group is not None:
-            beam_of = {int(node): beam for beam, node in enumerate(live.nodes)}
-            vocab = law.logp.shape[1]
-            beams = [beam_of.get(int(node), -1) for node in group.parents[group.draw_parents]]
-            proposals = [
-                beam * vocab + int(token) if beam >= 0 else -1 for beam, token in zip(beams, group.draw_tokens, strict=True)
-            ]
-            odds, with_replacement = group.odds.tolist(), group.replacement
-        p = law.p.ravel()
-        draft_law = np.zeros_like(p) if q is None else q.ravel()
-        taken = self.kernel(
-            proposals, odds, draft_law, p, asked, session.dice, with_replacement, self.replacement
-        )
+            pairs = _by_noise(layer, asked)
+            return layer.outcome(pairs, np.ones_like(pairs), asked), len(layer.drafts)
+        taken = self._by_rejection(layer, asked)
         pairs, first, counts = np.unique([one.token for one in taken], return_index=True, return_counts=True)
         order = np.argsort(first)
-        return pairs[order], counts[order], taken
+        complete = all(one.draft >= 0 for one in taken)
+        judged = taken[-1].draft + 1 if complete else len(layer.drafts)
+        return layer.outcome(pairs[order], counts[order], asked), judged
+
+    def _by_rejection(self, layer: Layer, asked: int) -> list[Taken]:
+        group, dice = layer.group, layer.session.dice
+        odds = group.odds.tolist() if group is not None else []
+        with_replacement = group.replacement if group is not None else self.replacement
+        p = layer.law.p.ravel()
+        return self.kernel(layer.proposals, odds, layer.q, p, asked, dice, with_replacement, self.replacement)
 
     def _kept(self, live: Beams) -> int | None:
         return int(np.argmax(live.scores)) if self.collapse and len(live) else None
 
 
-def _lifted(group: Group, nodes: Int64[np.ndarray, " beams"], law: JointLaw) -> Float64[np.ndarray, "beams vocab"]:
-    """The draft law on the live beams' pairs. What lies on dead parents is left out, so the sum may be below 1.
-
-    This is the treatment "ext" of dsbd.md 4.1: a dead draft is refused, and the residual learns from the refusal.
-    """
-    lifted = np.zeros_like(law.logp)
-    if group.law is None:
-        return lifted
-    place = {int(node): row for row, node in enumerate(group.parents)}
-    for beam, node in enumerate(nodes.tolist()):
-        if node in place:
-            lifted[beam] = group.law[place[node]]
-    return lifted
-
-
-def _outcome(
-    session: Session, forest: Forest, live: Beams, law: JointLaw, pairs: Pairs, counts: Pairs, asked: int, drafted: bool
-) -> Step:
-    parents, tokens = np.divmod(pairs, law.logp.shape[1])
-    nodes = forest.find(live.nodes[parents], tokens)
-    ended = session.limits.ended(
-        tokens, lambda: np.column_stack([session.new_tokens(forest, live.nodes[parents]), tokens])
-    )
-    beams = Beams(nodes, tokens, law.logj.ravel()[pairs], counts, child_keys(live.keys[parents], tokens))
-    return Step(live.nodes[parents], beams, ended, asked, passed=drafted and bool((nodes[~ended] >= 0).all()))
-
-
-def _trials(
-    forest: Forest,
-    live: Beams,
-    law: JointLaw,
-    group: Group | None,
-    q: Float64[np.ndarray, "beams vocab"] | None,
-    step: Step,
-    taken: list | None,
-) -> list[tuple]:
-    """(parent, token, node, p, q, fate) of every draft of the layer and of every pair drawn in place of one."""
-    p, vocab = law.p.ravel(), law.logp.shape[1]
-    row = {int(node): beam for beam, node in enumerate(live.nodes)}
-    chosen = set(zip(step.parents.tolist(), step.beams.tokens.tolist(), strict=True))
-    judged = len(group.draw_tokens) if group is not None else 0
-    if taken is not None and len(taken) == step.width and all(one.draft >= 0 for one in taken):
-        judged = taken[-1].draft + 1
-    seen, drafted = [], set()
-    for number in range(len(group.draw_tokens) if group is not None else 0):
-        parent, token = int(group.parents[group.draw_parents[number]]), int(group.draw_tokens[number])
-        odds = float(group.law[group.draw_parents[number], token]) if group.law is not None else 0.0
-        target = float(p[row[parent] * vocab + token]) if parent in row else 0.0
-        fate = "accepted" if (parent, token) in chosen else "rejected" if number < judged else "unused"
-        seen.append((parent, token, int(group.draw_nodes[number]), target, odds, fate))
-        drafted.add((parent, token))
-    for parent, token in chosen - drafted:
-        beam = row[parent]
-        odds = float(q[beam, token]) if q is not None else 0.0
-        seen.append((parent, token, -1, float(p[beam * vocab + token]), odds, "resampled"))
-    return seen
+def _by_noise(layer: Layer, asked: int) -> Pairs:
+    """The best pairs of log-law plus noise: draws without replacement (Gumbel-top-k) that do not look at the drafts."""
+    session = layer.session
+    noise = 0.0 if session.warp.greedy else session.noise(layer.live.keys, layer.vocab)
+    return best((layer.law.logp + noise).ravel(), asked)

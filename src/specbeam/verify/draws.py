@@ -1,7 +1,7 @@
 """VERIFY: the kernel. Take draws from the target's law, reusing draft draws where possible.
 
-One lemma serves everything (token_trees.md 0.3): a candidate of law q is accepted with odds min(1, r/q); after a refusal
-the missing mass is norm((r - q)^+). Whatever is emitted in the end has law r.
+One lemma serves everything: a candidate of law q is accepted with odds min(1, r/q); after a refusal the missing mass is
+norm((r - q)^+). Whatever is emitted in the end has law r (docs/exactness.md).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from specbeam.dice import Dice
-from specbeam.probs import NOTHING, residual
+from specbeam.probs import residual
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ def draws(
     """`want` draws from `p`, with or without `replacement`, in order.
 
     Args:
-        proposals: draft draws in draw order, as indices into `p`; -1 for one that `p` cannot contain (its parent is dead).
+        proposals: draft draws in draw order, as indices into `p`; -1 where the parent is dead.
         odds: draft odds of each proposal, had it been drawn first. Needed for the dead ones, which `q` does not show.
         q: draft law on the indices of `p`, float64[n]; sums to 1 less the odds of dead pairs.
         p: target law, float64[n], sums to 1.
-        drafted_with_replacement: whether the proposals are independent draws, or each was struck out after it was drawn.
+        drafted_with_replacement: whether the proposals are independent draws, or each was struck out once drawn.
 
     Law: `want` independent draws from p, or successive draws without replacement (fewer if p's support is smaller).
-    Source: DSBD (arXiv 2409.16560, alg. 1) with the corrections of dsbd.md 4.2; RRS of RSD (arXiv 2402.14160).
+    Source: DSBD (arXiv 2409.16560, alg. 1) corrected; RRS of RSD (arXiv 2402.14160).
     """
     if not replacement:
         want = min(want, int(np.count_nonzero(p)))

@@ -1,6 +1,6 @@
 """The fast twin of `draws`: residuals as two numbers instead of vectors.
 
-After refusals since the last taken draw, the residual is (p - c q)^+ / S: c and S say it all (dsbd.md 4.2). Without
+After refusals since the last taken draw, the residual is (p - c q)^+ / S: c and S say it all. Without
 replacement in the draft, q counts only where nothing had been drafted when the present slot began.
 """
 

@@ -1,9 +1,18 @@
 """The repository form of custom_generate: receives everything as it was passed to `generate`, `assistant_model` too."""
 
+from typing import Any
+
 from specbeam import hf
 
 
-def generate(model, inputs=None, input_ids=None, assistant_model=None, draft_model=None, **kwargs):
+def generate(
+    model: Any,
+    inputs: Any = None,
+    input_ids: Any = None,
+    assistant_model: Any = None,
+    draft_model: Any = None,
+    **kwargs: Any,
+) -> Any:
     """Dynamic-width speculative beam decoding; `assistant_model` is the draft."""
     return model.generate(
         inputs=input_ids if inputs is None else inputs,

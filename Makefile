@@ -1,0 +1,55 @@
+# Two commands for everyone: `make demo` and `make test`. Each makes .venv first if it is missing or outdated.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Small models gain nothing from threads that spin while they wait.
+export OMP_WAIT_POLICY ?= PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+
+.PHONY: help demo test test-all lint bench clean
+help:
+	@echo "make demo      install, then translate German sentences by sampling, beam sampling and DSBD"
+	@echo "make test      install, then run the tests (about ten minutes on two cores)"
+	@echo "make test-all  the slow tests too"
+	@echo "make lint      formatting, lint, types"
+	@echo "make bench     the figures of the README"
+
+$(VENV)/made:
+	@echo "Making $(VENV) ..."
+	@$(PYTHON) -c 'import sys; sys.exit("specbeam needs Python 3.11 or newer, this is " + sys.version.split()[0] \
+		+ "; say make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/demo: $(VENV)/made pyproject.toml constraints.txt
+	@echo "Installing specbeam (torch is large; this happens once) ..."
+	@$(BIN)/pip install -q -c constraints.txt "torch==2.13.0"
+	@$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
+	@touch $@
+
+$(VENV)/dev: $(VENV)/demo
+	@echo "Installing the development tools ..."
+	@$(BIN)/pip install -q -c constraints.txt -e ".[bench,dev]"
+	@touch $@
+
+demo: $(VENV)/demo
+	@$(BIN)/specbeam demo
+
+test: $(VENV)/dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" --durations=10
+	@echo "All tests passed. Next: make demo, or read CONTRIBUTING.md."
+
+test-all: $(VENV)/dev
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not gpu" --durations=20
+	@echo "All tests passed, the slow ones too. Next: make bench."
+
+lint: $(VENV)/dev
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+	@echo "Clean. Next: make test."
+
+bench: $(VENV)/demo
+	@$(BIN)/python examples/figures.py
+	@echo "These are the figures of the README. Next: examples/figures.py --help."
+
+clean:
+	rm -rf $(VENV)
