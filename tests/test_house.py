@@ -15,7 +15,7 @@ FLOORS = [
     {"draft", "verify"},
     {"decode", "recipes", "pair"},
     {"generation"},
-    {"hf"},
+    {"hf", "evaluate"},
     {"hf_repository"},
     {"cli"},
 ]

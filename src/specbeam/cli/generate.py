@@ -78,7 +78,7 @@ def run(
 ) -> int:
     """Exit code: 0, or 1 if a prompt failed."""
     method = method_from(method_name, settings)
-    asked, unreadable = _gather(prompts, files)
+    asked, unreadable = gather(prompts, files)
     if not asked and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
     pair = quiet_load(model, draft, device)
@@ -104,7 +104,7 @@ def run(
     return 1 if unreadable or writer.failed else 0
 
 
-def _gather(prompts: list[str], files: list[Path]) -> tuple[list[Asked], int]:
+def gather(prompts: list[str], files: list[Path]) -> tuple[list[Asked], int]:
     """All prompts, and how many lines could not be read."""
     asked = [Asked(text, f"argument {number}") for number, text in enumerate(prompts, 1)]
     unreadable = 0

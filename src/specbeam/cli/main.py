@@ -107,6 +107,28 @@ def inspect(
     raise typer.Exit(run(prompt, model, draft, setting, turn, seed, svg, json))
 
 
+evaluate = typer.Typer(no_args_is_help=True, help="Check and score what methods put out.")
+app.add_typer(evaluate, name="evaluate")
+
+
+@evaluate.command("same-beams")
+def same_beams(
+    prompts: Annotated[Optional[list[str]], typer.Argument(help="Prompts. None: read standard input.")] = None,  # noqa: UP045
+    model: Model = "bundled",
+    draft: Draft = None,
+    setting: Settings = [],  # noqa: B006
+    file: Annotated[list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl.")] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="The seed of both.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Prompts that DSBD decodes side by side.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 64,
+    json: Json = False,
+) -> None:
+    """Compare the beams of fixed-width DSBD with those of plain beam sampling, seed by seed; show the gap at each flip."""
+    from specbeam.cli.evaluate import same_beams as run
+
+    raise typer.Exit(run(prompts or [], file, model, draft, setting, seed, batch_size, max_new_tokens, json))
+
+
 @app.command()
 def demo(
     beams: Annotated[int, typer.Option(help="Beams of beam sampling and DSBD.")] = 4,

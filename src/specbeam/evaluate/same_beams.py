@@ -1,0 +1,113 @@
+"""Are the beams of speculative decoding those of plain beam sampling, seed by seed? And if not, is it rounding?
+
+With shared noise both are the same function of the target's logits. A forest pass and a one-token pass round those
+differently, so a difference is possible where two pairs are nearly tied; each one found is reported with its gap.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from specbeam.decode import decode
+from specbeam.dice import child_keys, gumbel
+from specbeam.generation import Prompt, Request, generate
+from specbeam.pair import Pair
+from specbeam.probs import joint_law
+from specbeam.recipes import Method, beam_sampling
+from specbeam.records import Beam
+from specbeam.session import Session
+from specbeam.settings import Settings
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first step at which the beams of one prompt differ."""
+
+    prompt: int
+    step: int  # new tokens before it
+    plain: list[Path]  # live and ended beams after the step
+    other: list[Path]
+    gap: float  # between the last pair taken and the first one left, in log-odds plus noise
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether float32 rounding of logits explains it."""
+        return self.gap < 1e-3
+
+
+def differences(
+    pair: Pair, prompts: Sequence[Prompt], method: Method, seed: int, batch_size: int = 1, **options: Any
+) -> list[Difference]:
+    """Prompts whose beams differ between `method` and `beam_sampling` of the same width. [] is what one wants."""
+    plain = generate(pair, prompts, beam_sampling(method.beams), seed=seed, **options)
+    other = generate(pair, prompts, method, seed=seed, batch_size=batch_size, **options)
+    odd = [n for n, (a, b) in enumerate(zip(plain, other, strict=True)) if _texts(a.beams) != _texts(b.beams)]
+    return [_first_difference(pair, prompts[number], number, method, seed, options) for number in odd]
+
+
+def _texts(beams: Sequence[Beam]) -> list[list[int]]:
+    return [beam.tokens for beam in beams]
+
+
+def _first_difference(
+    pair: Pair, prompt: Prompt, number: int, method: Method, seed: int, options: dict[str, Any]
+) -> Difference:
+    session = _session(pair, prompt, beam_sampling(method.beams), seed, options)
+    plain = _history(pair, session)
+    other = _history(pair, _session(pair, prompt, method, seed, options))
+    steps = zip(plain, other, strict=False)
+    step = next((n for n, (a, b) in enumerate(steps) if set(a) != set(b)), min(len(plain), len(other)) - 1)
+    before: list[Path] = [()]
+    if step:
+        before = [path for path in plain[step - 1] if path[-1] not in session.limits.eos]
+    return Difference(number, step, plain[step], other[step], _gap(pair, session, before, method.beams))
+
+
+def _session(pair: Pair, prompt: Prompt, method: Method, seed: int, options: dict[str, Any]) -> Session:
+    return Request(pair, [prompt], method, Settings(**options), seed).sessions[0]
+
+
+def _history(pair: Pair, session: Session) -> list[list[Path]]:
+    """The paths drawn in each step."""
+    roots: list[Path] = [()]
+    steps: list[list[Path]] = []
+    for turns in decode(pair.target, [session]):
+        for _, turn in turns:
+            forest = turn.forest
+            for step in turn.verdict.steps:
+                heads = [
+                    roots[root] + tuple(forest.path(parent))
+                    for root, parent in zip(forest.root_of(step.parents), step.parents, strict=True)
+                ]
+                drawn = [(*head, int(token)) for head, token in zip(heads, step.beams.tokens, strict=True)]
+                steps.append(drawn)
+            live = ~turn.verdict.steps[-1].ended
+            roots = [path for path, alive in zip(drawn, live, strict=True) if alive]
+    return steps
+
+
+def _gap(pair: Pair, session: Session, live: list[Path], beams: int) -> float:
+    """How far apart the last pair taken and the first one left are, by plain forwards."""
+    rows, scores, keys = [], [], []
+    for path in live:
+        ids = torch.tensor([[*session.prompt, *path]], device=pair.target.device)
+        with torch.inference_mode():
+            logits = pair.target_model(ids).logits[0, len(session.prompt) - 1 :].float()
+        logp = logits.double().log_softmax(-1)
+        scores.append(float(sum(logp[place, token] for place, token in enumerate(path))))
+        rows.append(logits[-1])
+        key = np.array([session.dice.key], dtype=np.uint64)
+        for token in path:
+            key = child_keys(key, np.array([token]))
+        keys.append(key[0])
+    paths = np.array([[*session.prompt, *path] for path in live])
+    counts = np.ones(len(live), dtype=np.int64)
+    law = joint_law(torch.stack(rows), np.array(scores), counts, session.warp, lambda: paths)
+    noise = 0.0 if session.warp.greedy else gumbel(np.array(keys, dtype=np.uint64), law.logp.shape[1])
+    values = np.sort((law.logp + noise).ravel())[::-1]
+    return float(values[beams - 1] - values[beams])
