@@ -74,8 +74,16 @@ def test_greedy_is_that_of_transformers(pair):
             assert ours.tokens == theirs[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize(("coupling", "replacement"), [("noise", False), ("rejection", False), ("rejection", True)])
+@pytest.mark.parametrize(
+    ("family", "coupling", "replacement"),
+    [
+        ("llama", "noise", False),
+        ("gpt2", "rejection", False),
+        pytest.param("llama", "rejection", True, marks=pytest.mark.slow),
+        pytest.param("llama", "rejection", False, marks=pytest.mark.slow),
+        pytest.param("gpt2", "noise", False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_law_of_dsbd_is_that_of_beam_sampling_on_a_transformer(family, coupling, replacement):
     """Whole beams of three tokens from a vocabulary of 6: frequencies of DSBD against those of the baseline."""
     small = {"vocab_size": 6, "eos_token_id": 5}

@@ -99,6 +99,8 @@ class HuggingFaceLM:
         lane = session.state.get(self)
         if lane is not None:
             lane.settle(turn)
+            if lane.trie.extent > 2 * lane.trie.held + BLOCK:
+                self.compact(session)
 
     def peak(self, session: Seat) -> int:
         return session.state[self].trie.peak
@@ -115,7 +117,7 @@ class HuggingFaceLM:
             self.lanes[lane.row] = last
 
     def compact(self, session: Seat) -> None:
-        """Close the holes in the session's lane."""
+        """Close the holes in the session's lane. New nodes fill holes anyway, so this is for forests that shrank."""
         lane = session.state[self]
         source, goal = lane.trie.compact()
         if len(source):
