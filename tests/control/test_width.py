@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specbeam.control.width import SureWidth, accepted_pmf
-from specbeam.verify.draws import draws
+from specbeam.verify.draws import drawn, draws
 from tests.support.exact import exact_law
 
 P = np.array([0.4, 0.3, 0.2, 0.1])
@@ -41,9 +41,10 @@ def test_the_pmf_is_that_of_the_kernel(drafts):
         p, q = rng.dirichlet(np.ones(3)), rng.dirichlet(np.ones(4))
 
         def accepted(dice, p=p, q=q):
-            drawn = [dice.pick(q) for _ in range(drafts)]
-            proposals = [token if token < 3 else -1 for token in drawn]
-            taken = draws(proposals, [float(q[token]) for token in drawn], q[:3], p, drafts, dice, True, True)
+            tokens = [dice.pick(q) for _ in range(drafts)]
+            proposals = [token if token < 3 else -1 for token in tokens]
+            candidates = drawn(proposals, [float(q[token]) for token in tokens], q[:3], replacement=True)
+            taken = draws(candidates, p, drafts, dice)
             return sum(one.draft >= 0 for one in taken)
 
         found = exact_law(accepted)

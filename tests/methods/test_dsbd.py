@@ -14,7 +14,7 @@ from specbeam.lm.table import TableLM
 from specbeam.probs import Warp
 from specbeam.session import Parts
 from specbeam.verify.beam import BeamRule
-from specbeam.verify.draws import draws
+from specbeam.verify.draws import drawn, draws
 from specbeam.verify.draws_fast import draws_fast
 from tests.support.exact import beam_sampling_law, distance, exact_law
 from tests.support.programs import outcome_of, random_table, run, session_of, texts
@@ -42,9 +42,13 @@ def test_fixed_width_has_the_law_of_beam_sampling(depth, draft_beams, steps, voc
     assert distance(found, expected) < CLOSE
 
 
+def plain_kernel(proposals, odds, q, p, want, dice, drafted_with_replacement, replacement):
+    return draws(drawn(proposals, odds, q, drafted_with_replacement), p, want, dice, replacement)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("replacement", [True, False])
-@pytest.mark.parametrize("kernel", [draws, draws_fast])
+@pytest.mark.parametrize("kernel", [plain_kernel, draws_fast])
 def test_fixed_width_on_three_tokens_and_two_layers(replacement, kernel):
     target, draft = random_table(3, 3, zeros=True), random_table(4, 3)
     rule = BeamRule(FixedWidth(2), "rejection", replacement, kernel=kernel)
@@ -95,8 +99,8 @@ def laws_by_width(rule, replacement, seed=8):
         history = turns[0].verdict.steps[0]
         return tuple(history.beams.tokens), turns[0].verdict.steps[0].width, texts(session, replacement)[1][:9]
 
-    for (drawn, width, _), odds in exact_law(program).items():
-        found[width][drawn] += odds
+    for (outcome, width, _), odds in exact_law(program).items():
+        found[width][outcome] += odds
     return found, target
 
 
@@ -183,11 +187,16 @@ def test_noise_follows_the_law_of_draws_without_replacement():
     assert stats.chisquare(seen, np.array(hoped) * sum(seen) / sum(hoped)).pvalue > 1e-3
 
 
-def test_at_temperature_zero_it_is_beam_search():
+@pytest.mark.parametrize("coupling", ["noise", "rejection"])
+def test_at_temperature_zero_it_is_beam_search(coupling):
     for case in range(20):
         table = random_table(case, 5)
         session = session_of(
-            sb.dsbd(3, 4, 3, "fixed"), TableLM(random_table(99, 5)), steps=5, key=case, warp=Warp(greedy=True)
+            sb.dsbd(3, 4, 3, "fixed", coupling=coupling),
+            TableLM(random_table(99, 5)),
+            steps=5,
+            key=case,
+            warp=Warp(greedy=True),
         )
         run(session, TableLM(table))
         beams = [((), 0.0)]

@@ -4,11 +4,17 @@ import numpy as np
 import pytest
 
 from specbeam.dice import Dice
-from specbeam.verify.draws import Taken, draws
+from specbeam.verify.draws import Candidate, Taken, drawn, sure
+from specbeam.verify.draws import draws as kernel_draws
 from specbeam.verify.draws_fast import draws_fast
 from tests.support.exact import distance, exact_law, successive
 
 CLOSE = 1e-12
+
+
+def draws(proposals, odds, q, p, want, dice, drafted_with_replacement, replacement):
+    """The plain kernel with the arguments of its twin."""
+    return kernel_draws(drawn(proposals, odds, q, drafted_with_replacement), p, want, dice, replacement)
 
 
 def random_law(rng, size, zeros=0):
@@ -241,10 +247,10 @@ def test_mistakes_are_caught(mistake, rho, replacement, least):
 def layers_by_width(program):
     """The law of a layer's draws given its width, and the odds of each width."""
     by_width = {}
-    for (width, drawn), odds in exact_law(program).items():
+    for (width, outcome), odds in exact_law(program).items():
         law = by_width.setdefault(width, {})
-        law[drawn] = law.get(drawn, 0.0) + odds
-    return {width: {drawn: odds / sum(law.values()) for drawn, odds in law.items()} for width, law in by_width.items()}
+        law[outcome] = law.get(outcome, 0.0) + odds
+    return {width: {outcome: odds / sum(law.values()) for outcome, odds in law.items()} for width, law in by_width.items()}
 
 
 def worst_given_width(program):
@@ -285,3 +291,28 @@ def wider_after_a_failure(dice):
 @pytest.mark.parametrize("mistake", [as_many_as_were_accepted, as_many_as_have_live_parents, wider_after_a_failure])
 def test_widths_that_look_at_the_drafts_are_caught(mistake):
     assert worst_given_width(mistake) > 1e-2
+
+
+def test_candidates_of_mixed_laws():
+    """Several draft models, a restricted draw, sure guesses: each is tried against its own law."""
+    rng = np.random.default_rng(3)
+    for _ in range(10):
+        p, first, second = (random_law(rng, 4) for _ in range(3))
+        top = int(np.argmax(first))
+        rest = first.copy()
+        rest[top] = 0
+        rest /= rest.sum()
+
+        def two_models(dice, p=p, first=first, second=second):
+            candidates = [Candidate(dice.pick(first), first), Candidate(dice.pick(second), second)]
+            return kernel_draws(candidates, p, 1, dice)[0].token
+
+        def greedy_and_one(dice, p=p, rest=rest, top=top):
+            return kernel_draws([Candidate(dice.pick(rest), rest), *sure([top], 4)], p, 1, dice)[0].token
+
+        def top_two(dice, p=p, first=first):
+            return kernel_draws(sure(np.argsort(-first)[:2].tolist(), 4), p, 1, dice)[0].token
+
+        for program in (two_models, greedy_and_one, top_two):
+            found = exact_law(program)
+            assert distance(found, {token: float(odds) for token, odds in enumerate(p)}) < CLOSE

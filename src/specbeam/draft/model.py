@@ -91,7 +91,7 @@ class BeamDrafter:
 
     def _grow(self, one: Growing, law: JointLaw) -> None:
         vocab = law.logp.shape[1]
-        if self.coupling == "noise":
+        if self.coupling == "noise" or one.session.warp.greedy:
             pairs, core = self._by_noise(one, law)
         else:
             pairs = _drawn(one, law, self.replacement)
@@ -107,7 +107,7 @@ class BeamDrafter:
         nodes[going] = len(one.forest) + np.arange(np.count_nonzero(going))
         front = one.front
         grown = one.forest.grown(tokens[first][going], front.nodes[parents[first]][going])
-        known = None if self.coupling == "noise" and one.session.warp.greedy else law.p
+        known = None if one.session.warp.greedy else law.p
         group = Group(front.nodes, parents, tokens, nodes[place[which]], known, self.replacement)
         one.forest = grown.with_group(group)
         keys = child_keys(front.keys[parents[first]], tokens[first])

@@ -154,7 +154,7 @@ class BeamRule:
         asked = self.width.most
         if layer.group is not None:
             asked = self.width.choose(layer.law.p.ravel(), layer.q, len(layer.drafts))
-        if self.coupling == "noise":
+        if self.coupling == "noise" or layer.session.warp.greedy:  # nothing is drawn at temperature 0
             pairs = _by_noise(layer, asked)
             return layer.outcome(pairs, np.ones_like(pairs), asked), len(layer.drafts)
         taken = self._by_rejection(layer, asked)

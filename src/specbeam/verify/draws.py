@@ -4,8 +4,9 @@ One lemma serves everything: a candidate of law q is accepted with odds min(1, r
 norm((r - q)^+). Whatever is emitted in the end has law r (docs/exactness.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
@@ -13,55 +14,45 @@ from jaxtyping import Float64
 from specbeam.dice import Dice
 from specbeam.probs import residual
 
+Law = Float64[np.ndarray, " n"]
+
+
+class Candidate(NamedTuple):
+    """A draft draw on trial."""
+
+    token: int  # index into the target law; -1 for one that it cannot contain, because its parent is dead
+    law: Law  # the law it was drawn from, given all draws before it; sums to at most 1 on the target's indices
+
 
 @dataclass(frozen=True)
 class Taken:
     """What came of one draw."""
 
     token: int  # index into the law
-    draft: int  # which proposal it was; -1 if it was drawn in place of the refused ones
+    draft: int  # which candidate it was; -1 if it was drawn in place of the refused ones
 
 
-def draws(
-    proposals: Sequence[int],
-    odds: Sequence[float],
-    q: Float64[np.ndarray, " n"],
-    p: Float64[np.ndarray, " n"],
-    want: int,
-    dice: Dice,
-    drafted_with_replacement: bool,
-    replacement: bool,
-) -> list[Taken]:
+def draws(candidates: Iterable[Candidate], p: Law, want: int, dice: Dice, replacement: bool = True) -> list[Taken]:
     """`want` draws from `p`, with or without `replacement`, in order.
 
-    Args:
-        proposals: draft draws in draw order, as indices into `p`; -1 where the parent is dead.
-        odds: draft odds of each proposal, had it been drawn first. Needed for the dead ones, which `q` does not show.
-        q: draft law on the indices of `p`, float64[n]; sums to 1 less the odds of dead pairs.
-        p: target law, float64[n], sums to 1.
-        drafted_with_replacement: whether the proposals are independent draws, or each was struck out once drawn.
+    Candidates are looked at one by one and only as far as needed. `p` is float64[n] and sums to 1.
 
     Law: `want` independent draws from p, or successive draws without replacement (fewer if p's support is smaller).
-    Source: DSBD (arXiv 2409.16560, alg. 1) corrected; RRS of RSD (arXiv 2402.14160).
+    Source: speculative sampling (arXiv 2211.17192) for one candidate and one draw; SpecInfer (2305.09781) and RSD
+    (2402.14160) for several candidates; DSBD (2409.16560, alg. 1), corrected, for several draws.
     """
     if not replacement:
         want = min(want, int(np.count_nonzero(p)))
     taken: list[Taken] = []
     rest, open_p = p, p
-    law, mass = q.copy(), 1.0  # draft law with the earlier draws struck out, and what is left of its total
-    for number, (token, first_odds) in enumerate(zip(proposals, odds, strict=True)):
+    for number, (token, law) in enumerate(candidates):
         if len(taken) == want:
             break
-        trial = law / mass
-        if token >= 0 and rest[token] > 0 and dice.flip(_ratio(rest[token], trial[token])):
+        if token >= 0 and rest[token] > 0 and dice.flip(_ratio(rest[token], law[token])):
             taken.append(Taken(token, number))
             open_p = rest = p if replacement else _without(open_p, token)
         else:
-            rest = residual(rest, trial)
-        if not drafted_with_replacement:
-            mass = max(mass - first_odds, 1e-300)
-            if token >= 0:
-                law[token] = 0.0
+            rest = residual(rest, law)
     while len(taken) < want:
         token = dice.pick(rest)
         taken.append(Taken(token, -1))
@@ -69,12 +60,37 @@ def draws(
     return taken
 
 
+def drawn(tokens: Sequence[int], odds: Sequence[float], q: Law, replacement: bool) -> Iterator[Candidate]:
+    """Candidates that were drawn from `q`, independently or each struck out once drawn.
+
+    Args:
+        tokens: in draw order; -1 where the parent is dead.
+        odds: draft odds of each, had it been drawn first: needed for the dead ones, which `q` does not show.
+        q: draft law on the target's indices, float64[n]; sums to 1 less the odds of dead pairs.
+    """
+    law, mass = q.copy(), 1.0
+    for token, first_odds in zip(tokens, odds, strict=True):
+        yield Candidate(token, law / mass)
+        if not replacement:
+            mass = max(mass - first_odds, 1e-300)
+            if token >= 0:
+                law[token] = 0.0
+
+
+def sure(tokens: Sequence[int], size: int) -> Iterator[Candidate]:
+    """Candidates that were not drawn but chosen: each has all the mass of its law."""
+    for token in tokens:
+        law = np.zeros(size)
+        law[token] = 1.0
+        yield Candidate(token, law)
+
+
 def _ratio(r: float, q: float) -> float:
     """Odds of acceptance. A draw whose odds were rounded away to 0 is judged as if they were tiny."""
     return min(1.0, r / q) if q > 0.0 else 1.0
 
 
-def _without(p: Float64[np.ndarray, " n"], token: int) -> Float64[np.ndarray, " n"]:
+def _without(p: Law, token: int) -> Law:
     """p after `token` was drawn from it for good."""
     left = p.copy()
     left[token] = 0.0

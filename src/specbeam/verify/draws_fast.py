@@ -1,4 +1,4 @@
-"""The fast twin of `draws`: residuals as two numbers instead of vectors.
+"""The fast twin of `draws` for candidates of one law (`drawn`): residuals as two numbers instead of vectors.
 
 After refusals since the last taken draw, the residual is (p - c q)^+ / S: c and S say it all. Without
 replacement in the draft, q counts only where nothing had been drafted when the present slot began.
@@ -24,7 +24,7 @@ def draws_fast(
     drafted_with_replacement: bool,
     replacement: bool,
 ) -> list[Taken]:
-    """What `draws` does, with one pass over the support per refusal and none per acceptance."""
+    """What ``draws(drawn(proposals, odds, q, ...), p, want, ...)`` does, with one pass over the support per refusal."""
     if not replacement:
         want = min(want, int(np.count_nonzero(p)))
     taken: list[Taken] = []
