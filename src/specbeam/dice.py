@@ -55,6 +55,10 @@ class Dice:
         """True with probability `odds` (1 and above: always; 0 and below: never)."""
         return bool(self._stream.random() < odds)
 
+    def uniform(self, shape: tuple[int, ...]) -> Float64[np.ndarray, "*shape"]:
+        """Independent uniforms in (0, 1)."""
+        return np.maximum(self._stream.random(shape), 2.0**-53)
+
     def pick(self, law: Float64[np.ndarray, " n"]) -> int:
         """An index with odds `law`, which need not be normalised."""
         edges = np.cumsum(law)

@@ -16,6 +16,10 @@ class NotSupported(SpecbeamError, ValueError):
     """The method cannot honour what was asked for, and says so instead of ignoring it."""
 
 
+class LostLaw(SpecbeamError, ValueError):
+    """A rule that tries drafts against their law was given drafts whose law is not known."""
+
+
 class BadPrompt(SpecbeamError, ValueError):
     """A prompt is empty, too long, or holds tokens that the model does not know."""
 

@@ -5,28 +5,39 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from specbeam.errors import BadSetting
+from specbeam.errors import LostLaw
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
     """Draws that were made together from one law over (parent, token) pairs, in the order in which they were drawn.
 
-    A token tree has one group per parent; a layer of draft beams is one group over all its parents.
+    A token tree has one group per parent, or several that are tried one after the other; a layer of draft beams is one
+    group over all its parents. What a rule may do with the draws depends on what is known of them:
+
+    - `law` is given: they were drawn from it, with or without `replacement`;
+    - `sure`: they were chosen and not drawn, like the best tokens of a model; each stands for all the mass of its law;
+    - neither: their law is lost (pruned by content, merged, retrieved); they can be matched, not tried.
     """
 
     parents: Int64[np.ndarray, " parents"]  # forest nodes that the law ranges over
     draw_parents: Int64[np.ndarray, " draws"]  # index into `parents`
     draw_tokens: Int64[np.ndarray, " draws"]
     draw_nodes: Int64[np.ndarray, " draws"]  # the drawn forest node; -1 where the draw ends its beam and needs no node
-    law: Float64[np.ndarray, "parents vocab"] | None  # rho, summing to 1; None if the draws follow no law one can name
+    law: Float64[np.ndarray, "parents vocab"] | None  # rho, summing to 1
     replacement: bool = False
+    sure: bool = False
+
+    @property
+    def lawful(self) -> bool:
+        """Whether every draw can be tried against the law that it was drawn from."""
+        return self.law is not None or self.sure
 
     @property
     def odds(self) -> Float64[np.ndarray, " draws"]:
         """rho of each draw, as if it were the first."""
         if self.law is None:
-            raise BadSetting("these drafts follow no stated law: verify them by matching, not by rejection")
+            raise LostLaw("these drafts follow no stated law: verify them by matching, not by rejection")
         return self.law[self.draw_parents, self.draw_tokens]
 
 
@@ -65,6 +76,15 @@ class Forest:
 
     def with_group(self, group: Group) -> "Forest":
         return replace(self, groups=(*self.groups, group))
+
+    @property
+    def lawful(self) -> bool:
+        """Whether the law of every draw is known, so that drafts may be tried and not only matched."""
+        return all(group.lawful for group in self.groups)
+
+    def groups_under(self, node: int) -> list[Group]:
+        """The sibling groups of one parent, in the order in which they are tried."""
+        return [group for group in self.groups if len(group.parents) == 1 and group.parents[0] == node]
 
     def depths(self) -> Int64[np.ndarray, " nodes"]:
         """0 at roots."""

@@ -84,6 +84,22 @@ def joint_law(
     return JointLaw(logj, log_softmax(warped.reshape(1, -1)).reshape(logj.shape))
 
 
+def row_logp(logits: Float[torch.Tensor, "rows vocab"], warp: Warp, paths: Paths) -> Float64[np.ndarray, "rows vocab"]:
+    """Log-law of the next token, warped, for each row by itself: what a token tree is drafted from.
+
+    At temperature 0 the unwarped log-law: only its order matters there.
+    """
+    logits = logits.detach().cpu()
+    if not bool((logits < torch.inf).all()):
+        raise BrokenLaw("the model returned NaN or +inf logits; try float32, or look for overflow in the weights")
+    if warp.processors:
+        logits = _processed(logits.clone(), warp.processors, paths())
+    scores = logits.double()
+    if warp.warpers and not warp.greedy:
+        scores = warp.warpers(torch.zeros(len(scores), 0, dtype=torch.long), scores.clone())
+    return log_softmax(scores.numpy())
+
+
 def _processed(
     logits: Float[torch.Tensor, "beams vocab"], processors: "LogitsProcessorList", paths: np.ndarray
 ) -> Float[torch.Tensor, "beams vocab"]:

@@ -250,7 +250,9 @@ def layers_by_width(program):
     for (width, outcome), odds in exact_law(program).items():
         law = by_width.setdefault(width, {})
         law[outcome] = law.get(outcome, 0.0) + odds
-    return {width: {outcome: odds / sum(law.values()) for outcome, odds in law.items()} for width, law in by_width.items()}
+    return {
+        width: {outcome: odds / sum(law.values()) for outcome, odds in law.items()} for width, law in by_width.items()
+    }
 
 
 def worst_given_width(program):

@@ -1,0 +1,45 @@
+"""VERIFY: sample, and see whether it was drafted. Exact for any tree whatsoever."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from specbeam.forest import Forest
+from specbeam.records import Verdict
+from specbeam.session import Session
+from specbeam.verify.single import Walk
+
+
+@dataclass(frozen=True)
+class MatchRule:
+    """Draw the next token from the target's law; go down if it is among the drafts, else leave the tree with it.
+
+    How the drafts were made does not matter, so this rule takes greedy, pruned, merged and retrieved trees.
+
+    Args:
+        coupling: "noise" draws by the noise of (seed, path, token): the text is that of plain sampling with the same
+            seed, whatever the drafts. "dice" draws by the session's dice.
+
+    Law: exact: the target's.
+    """
+
+    coupling: str = "noise"
+
+    def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
+        walk = Walk(session, forest, scored)
+        going = True
+        while going and walk.node >= 0:
+            token = self._drawn(walk)
+            child = forest.find(walk.here.nodes, np.array([token]))
+            going = walk.emit(token, int(child[0]))
+        return walk.verdict()
+
+    def _drawn(self, walk: Walk) -> int:
+        law, session = walk.law(walk.node), walk.session
+        if session.warp.greedy:
+            return int(np.argmax(law.logp[0]))
+        if self.coupling == "dice":
+            return session.dice.pick(law.p[0])
+        return int(np.argmax(law.logp[0] + session.noise(walk.here.keys, law.logp.shape[1])[0]))

@@ -1,0 +1,33 @@
+"""VERIFY: ordered trials down a tree (recursive rejection sampling)."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+
+from specbeam.forest import Forest
+from specbeam.records import Verdict
+from specbeam.session import Session
+from specbeam.verify.draws import draws
+from specbeam.verify.single import Walk, check_lawful
+
+
+@dataclass(frozen=True)
+class PathRule:
+    """At each node try the drafts in order, each against its own law; go down into the accepted one, or leave the tree.
+
+    One rule for speculative sampling (arXiv 2211.17192), SpecInfer (2305.09781), RSD (2402.14160), Sequoia (2402.12374),
+    SpecHub and greedy + 1 (2411.05289, 2502.18779): they differ in the laws of their drafts.
+
+    Law: exact: the target's.
+    """
+
+    def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
+        check_lawful(forest, "PathRule")
+        walk = Walk(session, forest, scored)
+        going = True
+        while going and walk.node >= 0:
+            drafts = walk.candidates(walk.node)
+            (taken,) = draws(walk.trials_under(walk.node), walk.p(walk.node), 1, session.dice)
+            going = walk.emit(taken.token, drafts[taken.draft][1] if taken.draft >= 0 else -1)
+        return walk.verdict()

@@ -1,0 +1,95 @@
+"""VERIFY: what the rules for one sequence share. One beam walks down its tree; each step emits one token."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+
+from specbeam.dice import child_keys
+from specbeam.errors import LostLaw
+from specbeam.forest import Forest
+from specbeam.probs import JointLaw, joint_law
+from specbeam.records import Step, Trial, Verdict
+from specbeam.session import Session
+from specbeam.verify.draws import Candidate, drawn, sure
+
+
+class Walk:
+    """The target's laws on one tree, and the tokens emitted so far in this turn."""
+
+    def __init__(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> None:
+        self.session, self.forest, self.scored = session, forest, scored
+        self.here = session.beams  # where the walk stands; its node is -1 once it left the tree
+        self.steps: list[Step] = []
+        self.trials: list[Trial] = []
+        self._laws: dict[int, JointLaw] = {}
+
+    @property
+    def node(self) -> int:
+        return int(self.here.nodes[0])
+
+    def law(self, node: int) -> JointLaw:
+        """The target's law of the token after a node, one row."""
+        if node not in self._laws:
+            nodes = np.array([node])
+            self._laws[node] = joint_law(
+                self.scored[node : node + 1],
+                np.zeros(1),
+                np.ones(1, dtype=np.int64),
+                self.session.warp,
+                lambda: self.session.paths(self.forest, nodes),
+            )
+        return self._laws[node]
+
+    def p(self, node: int) -> Float64[np.ndarray, " vocab"]:
+        """The law as odds; at temperature 0 all on the best token."""
+        law = self.law(node)
+        if not self.session.warp.greedy:
+            return law.p[0]
+        p = np.zeros(law.logp.shape[1])
+        p[int(np.argmax(law.logp[0]))] = 1.0
+        return p
+
+    def candidates(self, node: int) -> list[tuple[int, int]]:
+        """(token, node) of the drafts under a node, in the order of their trials; -1 for a draft that needs no node."""
+        groups = self.forest.groups_under(node)
+        return [pair for g in groups for pair in zip(g.draw_tokens.tolist(), g.draw_nodes.tolist(), strict=True)]
+
+    def trials_under(self, node: int) -> Iterator[Candidate]:
+        """The same drafts with the law of each, given the drafts before it."""
+        for group in self.forest.groups_under(node):
+            tokens = group.draw_tokens.tolist()
+            if group.sure:
+                yield from sure(tokens, self.scored.shape[1])
+            else:
+                assert group.law is not None
+                yield from drawn(tokens, group.odds.tolist(), group.law[0], group.replacement)
+
+    def emit(self, token: int, node: int) -> bool:
+        """Emit a token, which is forest node `node` or no draft (-1). True if the text may go on."""
+        here, parent = self.here, self.here.nodes
+        tokens, nodes = np.array([token]), np.array([node])
+        scores = here.scores + self.law(self.node).logj[0, token]
+        ended = self.session.limits.ended(
+            tokens, lambda: np.column_stack([self.session.new_tokens(self.forest, parent), tokens])
+        )
+        beams = type(here)(nodes, tokens, scores, here.counts, child_keys(here.keys, tokens))
+        self.steps.append(Step(parent, beams, ended, 1, passed=node >= 0 or (bool(ended[0]) and self._drafted(token))))
+        self.here = beams
+        return not ended[0] and self.session.length + len(self.steps) < self.session.limits.max_new_tokens
+
+    def _drafted(self, token: int) -> bool:
+        """Whether an end token was drafted; such a draft has no node."""
+        return any(token == drafted for drafted, _ in self.candidates(self.node))
+
+    def verdict(self) -> Verdict:
+        return Verdict(tuple(self.steps), tuple(self.trials))
+
+
+def check_lawful(forest: Forest, rule: str) -> None:
+    if not forest.lawful:
+        raise LostLaw(
+            f"{rule} tries drafts against the law they were drawn from, but the law of these drafts is lost "
+            "(pruned by content, merged or retrieved); verify them with MatchRule"
+        )
