@@ -17,12 +17,29 @@ _HOMES = {
     "Pair": "pair",
     "generate": "generation",
     "stream": "generation",
-    "methods": "recipes",
-    "Method": "recipes",
-    "greedy": "recipes",
-    "sampling": "recipes",
-    "beam_sampling": "recipes",
-    "dsbd": "recipes",
+    "methods": "recipes.catalogue",
+    "Method": "recipes.method",
+    **dict.fromkeys(("greedy", "sampling", "beam_sampling", "dsbd"), "recipes.beams"),
+    **dict.fromkeys(
+        (
+            "speculative_sampling",
+            "block_verification",
+            "specinfer",
+            "rsd_c",
+            "rsd_s",
+            "sequoia",
+            "spechub",
+            "traversal",
+            "multi_draft",
+            "opt_tree",
+            "gsd",
+            "propd",
+            "prompt_lookup",
+            "suffix_match",
+            "token_recycling",
+        ),
+        "recipes.sequences",
+    ),
     "Beam": "records",
     "Generation": "records",
     "Report": "records",
@@ -38,12 +55,27 @@ if TYPE_CHECKING:
     from specbeam.generation import stream as stream
     from specbeam.pair import Pair as Pair
     from specbeam.pair import load as load
-    from specbeam.recipes import Method as Method
-    from specbeam.recipes import beam_sampling as beam_sampling
-    from specbeam.recipes import dsbd as dsbd
-    from specbeam.recipes import greedy as greedy
-    from specbeam.recipes import methods as methods
-    from specbeam.recipes import sampling as sampling
+    from specbeam.recipes.beams import beam_sampling as beam_sampling
+    from specbeam.recipes.beams import dsbd as dsbd
+    from specbeam.recipes.beams import greedy as greedy
+    from specbeam.recipes.beams import sampling as sampling
+    from specbeam.recipes.catalogue import methods as methods
+    from specbeam.recipes.method import Method as Method
+    from specbeam.recipes.sequences import block_verification as block_verification
+    from specbeam.recipes.sequences import gsd as gsd
+    from specbeam.recipes.sequences import multi_draft as multi_draft
+    from specbeam.recipes.sequences import opt_tree as opt_tree
+    from specbeam.recipes.sequences import prompt_lookup as prompt_lookup
+    from specbeam.recipes.sequences import propd as propd
+    from specbeam.recipes.sequences import rsd_c as rsd_c
+    from specbeam.recipes.sequences import rsd_s as rsd_s
+    from specbeam.recipes.sequences import sequoia as sequoia
+    from specbeam.recipes.sequences import spechub as spechub
+    from specbeam.recipes.sequences import specinfer as specinfer
+    from specbeam.recipes.sequences import speculative_sampling as speculative_sampling
+    from specbeam.recipes.sequences import suffix_match as suffix_match
+    from specbeam.recipes.sequences import token_recycling as token_recycling
+    from specbeam.recipes.sequences import traversal as traversal
     from specbeam.records import Beam as Beam
     from specbeam.records import Generation as Generation
     from specbeam.records import Report as Report

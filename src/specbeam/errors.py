@@ -40,6 +40,10 @@ class BrokenLaw(SpecbeamError, ArithmeticError):
     """The model or a logits processor gave numbers that are no probabilities: NaN, infinity, or everything banned."""
 
 
+class AuditWarning(UserWarning):
+    """An audited run does not look like the law that its method declares."""
+
+
 class SomeFailed(SpecbeamError):
     """Some prompts failed; `generations` holds the results of the others, None where a prompt failed."""
 

@@ -86,6 +86,32 @@ class Forest:
         """The sibling groups of one parent, in the order in which they are tried."""
         return [group for group in self.groups if len(group.parents) == 1 and group.parents[0] == node]
 
+    def selected(self, nodes: Int64[np.ndarray, " kept"]) -> "Forest":
+        """The forest of these nodes alone: ascending, roots and all parents among them.
+
+        A group that loses a draw loses its law, for which draws are left says something about them; guesses that were
+        chosen and not drawn stay sure.
+        """
+        names = np.full(len(self) + 1, -1, dtype=np.int64)  # the last entry renames -1 to itself
+        names[nodes] = np.arange(len(nodes))
+        groups = []
+        for group in self.groups:
+            kept = (names[group.draw_nodes] >= 0) | (group.draw_nodes < 0)
+            if not kept.any() or (names[group.parents] < 0).all():
+                continue
+            lost = not kept.all()
+            groups.append(
+                replace(
+                    group,
+                    parents=names[group.parents],
+                    draw_parents=group.draw_parents[kept],
+                    draw_tokens=group.draw_tokens[kept],
+                    draw_nodes=names[group.draw_nodes[kept]],
+                    law=None if lost else group.law,
+                )
+            )
+        return Forest(self.tokens[nodes], names[self.parents[nodes]], tuple(groups))
+
     def depths(self) -> Int64[np.ndarray, " nodes"]:
         """0 at roots."""
         depths = np.zeros(len(self), dtype=np.int64)

@@ -1,5 +1,6 @@
 """Text in, text out."""
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from specbeam.decode import decode
 from specbeam.dice import request_key
 from specbeam.energy import EnergyMeter
-from specbeam.errors import BadPrompt, BadSetting, NotSupported, SomeFailed, SpecbeamError
+from specbeam.errors import AuditWarning, BadPrompt, BadSetting, NotSupported, SomeFailed, SpecbeamError
 from specbeam.limits import Ended
 from specbeam.pair import Pair, load
-from specbeam.recipes import Method, resolve
-from specbeam.records import Beam, Generation, Report, Turn
+from specbeam.recipes.catalogue import resolve
+from specbeam.recipes.method import Method
+from specbeam.records import Audit, Beam, Generation, Report, Turn
 from specbeam.session import Session
 from specbeam.settings import Settings
 
@@ -28,6 +30,7 @@ def generate(
     *,
     seed: int | None = None,
     batch_size: int = 32,
+    audit: bool = False,
     generation_config: "GenerationConfig | None" = None,
     streamer: Any = None,
     on_result: Callable[[int, Generation | SpecbeamError], None] | None = None,
@@ -41,6 +44,7 @@ def generate(
         method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them.
         seed: the same seed gives the same answers, whatever else is in the batch. None: fresh chance.
         batch_size: prompts that are decoded side by side.
+        audit: run the z-tests of `records.Audit` and put them into each report; a run that fails them warns.
         generation_config: transformers' own; keyword arguments go before it.
         streamer: transformers' own; for one prompt. It receives tokens as soon as they are settled.
         on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing.
@@ -58,7 +62,7 @@ def generate(
     """
     if isinstance(pair, str):
         pair = load(pair)
-    request = Request(pair, prompts, resolve(method), _settings(options, generation_config), seed)
+    request = Request(pair, prompts, resolve(method), _settings(options, generation_config), seed, audit)
     if streamer is not None and len(request.prompt_of) != 1:
         raise NotSupported(
             f"a streamer follows one prompt with one return sequence; there are {len(request.prompt_of)}"
@@ -76,6 +80,8 @@ def generate(
     with EnergyMeter() as meter:
         for session in run(request, batch_size, streamer):
             keep(session.place, session.failure or request.answers(session))
+    if audit:
+        _judge_audit(request)
     return _collected(results, meter.joules)
 
 
@@ -135,10 +141,13 @@ def settled_tokens(session: Session) -> list[int]:
 class Request:
     """The checked input of one call: one session per prompt, or per return sequence where these are independent."""
 
-    def __init__(self, pair: Pair, prompts: Any, method: Method, settings: Settings, seed: int | None) -> None:
+    def __init__(
+        self, pair: Pair, prompts: Any, method: Method, settings: Settings, seed: int | None, audit: bool = False
+    ) -> None:
+        self.audit = audit
         self.pair, self.method, self.settings = pair, method, settings
         _check(method, settings)
-        self.parts = method.parts(pair.draft)
+        self.parts = method.parts(pair.draft, pair.target)
         default = getattr(pair.target_model.generation_config, "eos_token_id", None)
         if default is None and pair.tokenizer is not None:
             default = pair.tokenizer.eos_token_id
@@ -165,7 +174,7 @@ class Request:
         warp = self.settings.warp(self.eos, self.method.greedy, len(prompt))
         decoder = None if self.pair.tokenizer is None else self.decoded
         limits = self.settings.limits(self.eos, room, decoder, self.method.beams)
-        return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of))
+        return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit)
 
     def decoded(self, tokens: list[int]) -> str:
         return self.pair.tokenizer.decode(tokens, skip_special_tokens=True) if self.pair.tokenizer else ""
@@ -221,6 +230,18 @@ def _tell(streamer: Any, tokens: list[int], told: int) -> int:
     for token in tokens[told:]:
         streamer.put(torch.tensor([token]))
     return max(told, len(tokens))
+
+
+def _judge_audit(request: Request) -> None:
+    whole = sum((session.audit for session in request.sessions), Audit())
+    if whole.suspicious:
+        warnings.warn(
+            f"AUDIT FAILED: z_accept {whole.z_accept:.1f} over {whole.trials} trials, z_logp {whole.z_logp:.1f} over "
+            f"{whole.draws} draws, where a correct run stays below 4: {request.method.name} did not have the law that it "
+            "declares; please report this with the seed",
+            AuditWarning,
+            stacklevel=3,
+        )
 
 
 def _collected(results: dict[int, list[Generation] | SpecbeamError], joules: float | None) -> list[Generation]:

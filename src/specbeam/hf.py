@@ -17,9 +17,9 @@ from specbeam.errors import NotSupported, SpecbeamError
 from specbeam.generation import Request, run
 from specbeam.pair import load
 from specbeam.probs import Warp
-from specbeam.recipes import Method
-from specbeam.recipes import beam_sampling as beam_sampling_recipe
-from specbeam.recipes import dsbd as dsbd_recipe
+from specbeam.recipes.beams import beam_sampling as beam_sampling_recipe
+from specbeam.recipes.beams import dsbd as dsbd_recipe
+from specbeam.recipes.method import Method
 from specbeam.records import Generation
 from specbeam.settings import Settings
 

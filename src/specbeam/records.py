@@ -1,6 +1,6 @@
 """The nouns that pass from room to room. Nobody changes one afterwards."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 import torch
@@ -78,12 +78,60 @@ class Trial:
     fate: str  # "accepted", "rejected", "unused" or "resampled"
 
 
+@dataclass(frozen=True)
+class Audit:
+    """Sums over a run that stay near zero if the output has the law it is declared to have.
+
+    Both quotients are sums of martingale differences over the root of their variance, so close to N(0, 1): `z_accept` tells
+    a wrong draft law, `z_logp` a wrong output law, whatever the method.
+    """
+
+    accept_surprise: float = 0.0  # accepted - odds of acceptance, over all trials
+    accept_variance: float = 0.0
+    logp_surprise: float = 0.0  # log p(token) - its mean under p, over all drawn tokens
+    logp_variance: float = 0.0
+    trials: int = 0
+    draws: int = 0
+
+    def __add__(self, other: "Audit") -> "Audit":
+        return Audit(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def z_accept(self) -> float:
+        return self.accept_surprise / self.accept_variance**0.5 if self.accept_variance > 0 else 0.0
+
+    @property
+    def z_logp(self) -> float:
+        return self.logp_surprise / self.logp_variance**0.5 if self.logp_variance > 0 else 0.0
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether a correct run would look like this less than once in ten thousand."""
+        return max(abs(self.z_accept), abs(self.z_logp)) > 4
+
+    @classmethod
+    def of_draw(cls, logp: Float64[np.ndarray, " n"], token: int) -> "Audit":
+        """A token drawn from a law, given as logs."""
+        p = np.exp(logp)
+        seen = np.where(p > 0, logp, 0.0)
+        mean = float(p @ seen)
+        variance = float(p @ (seen - mean) ** 2)
+        return cls(logp_surprise=float(seen[token]) - mean, logp_variance=variance, draws=1)
+
+    @classmethod
+    def of_trial(cls, r: Float64[np.ndarray, " n"], law: Float64[np.ndarray, " n"], accepted: bool) -> "Audit":
+        """A candidate of law `law` on trial for `r`: it is accepted with odds sum(min(r, law))."""
+        odds = float(np.minimum(r, law).sum())
+        return cls(accept_surprise=accepted - odds, accept_variance=odds * (1 - odds), trials=1)
+
+
 @dataclass(frozen=True, eq=False)
 class Verdict:
     """What a turn decided: one step per layer, the last one not passed or past the drafts."""
 
     steps: tuple[Step, ...]
     trials: tuple[Trial, ...] = ()
+    audit: Audit | None = None  # only if the session is audited
     collapsed: int | None = None  # index of the only live beam that is kept, if the method collapses
 
     @property
@@ -113,6 +161,16 @@ class Turn:
     scored: Float[torch.Tensor, "nodes vocab"]
     verdict: Verdict
 
+    def on(self, forest: Forest, names: Int64[np.ndarray, " nodes"]) -> "Turn":
+        """The same turn told on another forest, in which node k of this one is node ``names[k]``.
+
+        For a drafter whose model scored more nodes than it handed on.
+        """
+        last = self.verdict.steps[-1]
+        nodes = np.where(last.beams.nodes >= 0, names[last.beams.nodes], -1)
+        step = replace(last, parents=names[last.parents], beams=replace(last.beams, nodes=nodes))
+        return replace(self, forest=forest, verdict=replace(self.verdict, steps=(*self.verdict.steps[:-1], step)))
+
 
 @dataclass(frozen=True)
 class Beam:
@@ -137,7 +195,7 @@ class Report:
     seconds: float = 0.0
     joules: float | None = None  # None where the machine has no counter
     peak_kv_tokens: int = 0  # most tokens stored at once in the target's KV trie
-    audit: dict[str, float] | None = None
+    audit: Audit | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.forest import Forest
 from specbeam.limits import Ended, Limits
 from specbeam.probs import Warp
-from specbeam.records import Beams, Report, Shape, Step, Turn, Verdict
+from specbeam.records import Audit, Beams, Report, Shape, Step, Turn, Verdict
 
 
 @runtime_checkable
@@ -80,7 +80,16 @@ class Counters:
 class Session:
     """One generation. Rooms read it; only `advance` and each part's own entry in `state` change."""
 
-    def __init__(self, prompt: list[int], parts: Parts, warp: Warp, limits: Limits, key: int | None, place: int = 0):
+    def __init__(
+        self,
+        prompt: list[int],
+        parts: Parts,
+        warp: Warp,
+        limits: Limits,
+        key: int | None,
+        place: int = 0,
+        audited: bool = False,
+    ) -> None:
         self.prompt, self.parts, self.warp, self.limits, self.place = prompt, parts, warp, limits, place
         self.dice = dice.Dice(key)
         self.beams = Beams.start(prompt[-1], self.dice.key)
@@ -89,6 +98,7 @@ class Session:
         self.ended: list[Ended] = []
         self.failure: SpecbeamError | None = None
         self.state: dict[Hashable, Any] = {}
+        self.audited, self.audit = audited, Audit()
         self.count = Counters()
         self._noise: dict[int, np.ndarray] = {}
 
@@ -143,6 +153,8 @@ class Session:
         self.beams, self.tails = verdict.beams.rooted(), survivors
         self.count.accepted += verdict.accepted
         self._noise.clear()
+        if verdict.audit is not None:
+            self.audit += verdict.audit
         self._settle_common_prefix()
 
     def _tails(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
@@ -186,4 +198,5 @@ class Session:
             widths=list(self.count.widths),
             seconds=seconds,
             peak_kv_tokens=self.count.peak_kv_tokens,
+            audit=self.audit if self.audited else None,
         )

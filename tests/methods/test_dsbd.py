@@ -53,7 +53,7 @@ def test_fixed_width_on_three_tokens_and_two_layers(replacement, kernel):
     target, draft = random_table(3, 3, zeros=True), random_table(4, 3)
     rule = BeamRule(FixedWidth(2), "rejection", replacement, kernel=kernel)
     method = sb.Method(
-        "dsbd", "", 2, lambda lm: Parts(BeamDrafter(lm, 2, "rejection", replacement), rule, FixedShape(2, 2), "")
+        "dsbd", "", 2, lambda _, lm: Parts(BeamDrafter(lm, 2, "rejection", replacement), rule, FixedShape(2, 2), "")
     )
     found = exact_law(outcome_of(method, target, draft, 3, (), replacement))
     assert distance(found, beam_sampling_law(target, 2, 3, replacement)) < CLOSE
@@ -67,7 +67,7 @@ def test_beam_sampling_has_its_law(replacement):
         "plain",
         "",
         2,
-        lambda lm: Parts(sb.beam_sampling().parts(None).drafter, method.parts(lm).rule, FixedShape(0, 0), ""),
+        lambda _, lm: Parts(sb.beam_sampling().parts(None).drafter, method.parts(lm).rule, FixedShape(0, 0), ""),
     )
     found = exact_law(outcome_of(plain, target, target, 2, (2,), replacement))
     assert distance(found, beam_sampling_law(target, 2, 2, replacement, (2,))) < CLOSE
@@ -89,7 +89,7 @@ def laws_by_width(rule, replacement, seed=8):
         "dynamic",
         "",
         2,
-        lambda lm: Parts(BeamDrafter(lm, 2, "rejection", replacement), rule, FixedShape(1, 3), ""),
+        lambda _, lm: Parts(BeamDrafter(lm, 2, "rejection", replacement), rule, FixedShape(1, 3), ""),
     )
     found = defaultdict(lambda: defaultdict(float))
 

@@ -21,7 +21,10 @@ RULES = {"path": PathRule(), "traversal": TraversalRule(), "match": MatchRule("d
 
 def method_of(counts, children, rule):
     return lambda lm: sb.Method(
-        "tree", "", 1, lambda _: Parts(TreeDrafter(lm, Branching(counts, children)), rule, FixedShape(len(counts), 0), "")
+        "tree",
+        "",
+        1,
+        lambda *_: Parts(TreeDrafter(lm, Branching(counts, children)), rule, FixedShape(len(counts), 0), ""),
     )
 
 
@@ -97,7 +100,12 @@ def test_random_tables_with_zeros_duplicates_disjoint_supports_and_ends(rule, ch
         check(pair, (2, 1), children, RULES[rule])
         check(pair, (2, 1), children, RULES[rule], eos=(1,))
     apart = (lambda path: disjoint(path)[0]), (lambda path: disjoint(path)[1])
-    assert check(apart, (2,), children, RULES[rule]) in (0.0, pytest.approx(0.5), pytest.approx(0.75), pytest.approx(1.0))
+    assert check(apart, (2,), children, RULES[rule]) in (
+        0.0,
+        pytest.approx(0.5),
+        pytest.approx(0.75),
+        pytest.approx(1.0),
+    )
     same = random_table(7, 3), random_table(7, 3)
     if rule != "match" and children in (W, R):
         assert check(same, (2, 1), children, RULES[rule]) == pytest.approx(2.0)

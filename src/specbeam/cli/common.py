@@ -7,7 +7,8 @@ from typing import Any
 
 from specbeam.errors import BadSetting
 from specbeam.pair import Pair, load
-from specbeam.recipes import RECIPES, Method, resolve
+from specbeam.recipes.catalogue import RECIPES, resolve
+from specbeam.recipes.method import Method
 from specbeam.records import Generation
 
 

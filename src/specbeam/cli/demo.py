@@ -11,7 +11,8 @@ from specbeam.cli.common import quiet_load
 from specbeam.errors import MissingFile
 from specbeam.generation import generate, turns_of
 from specbeam.pair import BUNDLED, Pair
-from specbeam.recipes import Method, beam_sampling, dsbd, sampling
+from specbeam.recipes.beams import beam_sampling, dsbd, sampling
+from specbeam.recipes.method import Method
 from specbeam.records import Generation
 
 SHOWN = 3  # sentences whose translations are printed

@@ -10,7 +10,7 @@ from typing import Any
 from specbeam.cli.common import as_json, method_from, quiet_load
 from specbeam.errors import BadPrompt, MissingFile, SpecbeamError
 from specbeam.generation import generate
-from specbeam.records import Generation
+from specbeam.records import Audit, Generation
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Writer:
     done: dict[int, list[Generation]] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     written: int = 0
+    audit: Audit = field(default_factory=Audit)
 
     def take(self, number: int, result: Generation | SpecbeamError) -> None:
         if isinstance(result, SpecbeamError):
@@ -38,6 +39,7 @@ class Writer:
             complain(f"{self.asked[number].place}: {result}")
         else:
             self.done.setdefault(number, []).append(result)
+            self.audit += result.report.audit or Audit()
             if self.json:
                 print(as_json(number, self.asked[number].text, result), flush=True)
         self._write_ready()
@@ -74,6 +76,7 @@ def run(
     options: dict[str, Any],
     seed: int | None,
     batch_size: int,
+    audit: bool,
     json: bool,
 ) -> int:
     """Exit code: 0, or 1 if a prompt failed."""
@@ -92,7 +95,7 @@ def run(
 
             try:
                 texts = [one.text for one in asked]
-                generate(pair, texts, method, seed=seed, batch_size=batch_size, on_result=take, **options)
+                generate(pair, texts, method, seed=seed, batch_size=batch_size, audit=audit, on_result=take, **options)
             except KeyboardInterrupt:
                 complain("interrupted; what was finished is written")
                 return 130
@@ -101,7 +104,17 @@ def run(
                     raise
             finally:
                 writer.close()
-    return 1 if unreadable or writer.failed else 0
+    if audit:
+        _say(writer.audit)
+    return 1 if unreadable or writer.failed or writer.audit.suspicious else 0
+
+
+def _say(audit: Audit) -> None:
+    word = "FAILED" if audit.suspicious else "passed"
+    complain(
+        f"audit {word}: z_accept {audit.z_accept:.2f} over {audit.trials} trials, z_logp {audit.z_logp:.2f} over "
+        f"{audit.draws} draws (a correct run stays below 4)"
+    )
 
 
 def gather(prompts: list[str], files: list[Path]) -> tuple[list[Asked], int]:

@@ -60,6 +60,9 @@ def generate(
     seed: Annotated[Optional[int], typer.Option(help="Same seed, same answers.")] = None,  # noqa: UP045
     batch_size: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 32,
     device: Annotated[Optional[str], typer.Option(help="cpu, cuda, ...")] = None,  # noqa: UP045
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Test while decoding that the law is the declared one.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Answer prompts given as arguments, in files, or on standard input."""
@@ -76,7 +79,9 @@ def generate(
         "length_penalty": length_penalty,
         "stop_strings": stop or None,
     }
-    raise typer.Exit(run(prompts or [], file, model, draft, device, method, setting, options, seed, batch_size, json))
+    raise typer.Exit(
+        run(prompts or [], file, model, draft, device, method, setting, options, seed, batch_size, audit, json)
+    )
 
 
 @app.command()

@@ -3,7 +3,8 @@
 import inspect
 import json as json_format
 
-from specbeam.recipes import Recipe, methods, resolve
+from specbeam.recipes.catalogue import methods, resolve
+from specbeam.recipes.method import Recipe
 
 
 def run(name: str | None, json: bool) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from specbeam.control.confidence import Stopping
 from specbeam.draft.children import Best, Children, Draws, distinct
 from specbeam.errors import NotSupported
 from specbeam.forest import Forest, Group
@@ -25,6 +26,7 @@ class Sprout:
     forest: Forest
     front: Int64[np.ndarray, " front"]  # nodes whose laws come next
     memory: dict[str, Any] = field(default_factory=dict)  # what a growth keeps from layer to layer
+    kept: Int64[np.ndarray, " kept"] | None = None  # nodes that are handed on; None: all
 
     @classmethod
     def start(cls, session: Session, shape: Shape) -> "Sprout":
@@ -71,6 +73,9 @@ class Growth(Protocol):
 
     def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None: ...
 
+    def finish(self, sprout: Sprout) -> None:
+        """After the last layer: add leaves that the draft model need not score, choose what is handed on."""
+
 
 @dataclass(frozen=True)
 class TreeDrafter:
@@ -80,6 +85,7 @@ class TreeDrafter:
     growth: Growth
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        """One tree per session; see `Growth`. A controller that is `Stopping` may end a draft between layers."""
         sprouts = [Sprout.start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
         for layer in range(max(shape.depth for shape in shapes)):
             active = [one for one in sprouts if self._wants(one, layer)]
@@ -89,11 +95,29 @@ class TreeDrafter:
             for one, logits in zip(active, rows, strict=True):
                 one.session.count.draft_passes += 1
                 with one.session.failing_alone("draft model: "):
-                    self.growth.grow(one, layer, row_logp(logits, one.session.warp, one.paths))
-        return [one.forest for one in sprouts]
+                    self._grow(one, layer, row_logp(logits, one.session.warp, one.paths))
+        return [self._finished(one) for one in sprouts]
+
+    def _grow(self, one: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+        fathers, before = {node: row for row, node in enumerate(one.front.tolist())}, len(one.forest.groups)
+        self.growth.grow(one, layer, logq)
+        controller = one.session.parts.controller
+        if isinstance(controller, Stopping) and len(one.front):
+            fresh = one.forest.groups[before:]
+            odds = [logq[fathers[int(g.parents[0])], g.draw_tokens].max() for g in fresh if len(g.draw_tokens)]
+            if not controller.more(one.session, layer + 1, float(np.exp(max(odds, default=0.0)))):
+                one.front = one.front[:0]
+
+    def _finished(self, one: Sprout) -> Forest:
+        self.growth.finish(one)
+        if one.kept is None:
+            return one.forest
+        one.session.state[self] = one
+        return one.forest.selected(one.kept)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        self.lm.settle(session, turn)
+        whole = session.state.pop(self, None)
+        self.lm.settle(session, turn if whole is None else turn.on(whole.forest, whole.kept))
 
     def close(self, session: Session) -> None:
         self.lm.close(session)
@@ -102,8 +126,15 @@ class TreeDrafter:
         return layer < one.shape.depth and len(one.front) > 0 and one.session.failure is None
 
 
+class Complete:
+    """For growths that hand on all they grew."""
+
+    def finish(self, sprout: Sprout) -> None:
+        """Nothing to add."""
+
+
 @dataclass(frozen=True)
-class Branching:
+class Branching(Complete):
     """A fixed number of children in each layer; the last number serves all deeper layers. (1,) is a chain."""
 
     counts: tuple[int, ...]
@@ -123,7 +154,7 @@ Topology = tuple["Topology", ...]  # the subtrees under a node, in the order in 
 
 
 @dataclass(frozen=True)
-class FixedTree:
+class FixedTree(Complete):
     """A tree whose every node knows beforehand how many children it gets (Sequoia, arXiv 2402.12374)."""
 
     topology: Topology
@@ -158,7 +189,7 @@ def size_of(topology: Topology) -> int:
 
 
 @dataclass(frozen=True)
-class StochasticBeam:
+class StochasticBeam(Complete):
     """Stochastic beam search: the `shape.width` sequences of largest perturbed log-odds in each layer (RSD-S,
     arXiv 2402.14160). Siblings stand in descending perturbed order, which is their draw order; parents whose children all
     lost are leaves.

@@ -16,7 +16,8 @@ from specbeam.dice import child_keys, gumbel
 from specbeam.generation import Prompt, Request, generate
 from specbeam.pair import Pair
 from specbeam.probs import joint_law
-from specbeam.recipes import Method, beam_sampling
+from specbeam.recipes.beams import beam_sampling
+from specbeam.recipes.method import Method
 from specbeam.records import Beam
 from specbeam.session import Session
 from specbeam.settings import Settings

@@ -15,9 +15,9 @@ from specbeam.control.width import Width
 from specbeam.dice import child_keys
 from specbeam.forest import Forest, Group
 from specbeam.probs import JointLaw, best, joint_law
-from specbeam.records import Beams, Step, Trial, Verdict
+from specbeam.records import Audit, Beams, Step, Trial, Verdict
 from specbeam.session import Session
-from specbeam.verify.draws import Taken
+from specbeam.verify.draws import Taken, drawn, draws
 from specbeam.verify.draws_fast import draws_fast
 
 Pairs = Int64[np.ndarray, " draws"]  # (beam, token) as beam * vocab + token
@@ -81,6 +81,12 @@ class Layer:
         passed = self.group is not None and bool((nodes[~ended] >= 0).all())
         return Step(parents, drawn, ended, asked, passed)
 
+    def audit(self, pairs: Pairs) -> Audit:
+        """The first pair of a layer has the joint law, whatever the coupling."""
+        if not self.session.audited or self.session.warp.greedy:
+            return Audit()
+        return Audit.of_draw(self.law.logp.ravel(), int(pairs[0]))
+
     def trials(self, depth: int, step: Step, judged: int) -> list[Trial]:
         """Every draft of the layer, of which the first `judged` were looked at, and every pair drawn in place of one."""
         chosen = set(zip(step.parents.tolist(), step.beams.tokens.tolist(), strict=True))
@@ -129,17 +135,20 @@ class BeamRule:
         live, ended = session.beams, list(session.ended)
         steps: list[Step] = []
         trials: list[Trial] = []
+        audit = Audit() if session.audited else None
         while not steps or steps[-1].passed:
             layer = self._layer(session, forest, live, scored, len(steps))
-            step, judged = self._step(layer)
+            step, judged, seen = self._step(layer)
             steps.append(step)
+            if audit is not None:
+                audit += seen
             if self.trace:
                 trials += layer.trials(len(steps), step, judged)
             live = step.live
             ended += session.retired(forest, step)
             if session.limits.enough(ended, live.scores, session.length + len(steps)):
                 break
-        return Verdict(tuple(steps), tuple(trials), self._kept(live))
+        return Verdict(tuple(steps), tuple(trials), audit, self._kept(live))
 
     def _layer(
         self, session: Session, forest: Forest, live: Beams, scored: Float[torch.Tensor, "nodes vocab"], number: int
@@ -149,27 +158,33 @@ class BeamRule:
         group = forest.groups[number] if number < len(forest.groups) else None
         return Layer(session, forest, live, law, group)
 
-    def _step(self, layer: Layer) -> tuple[Step, int]:
-        """The layer's outcome, and how many drafts were looked at."""
+    def _step(self, layer: Layer) -> tuple[Step, int, Audit]:
+        """The layer's outcome, how many drafts were looked at, and what an audit makes of it."""
         asked = self.width.most
         if layer.group is not None:
             asked = self.width.choose(layer.law.p.ravel(), layer.q, len(layer.drafts))
         if self.coupling == "noise" or layer.session.warp.greedy:  # nothing is drawn at temperature 0
             pairs = _by_noise(layer, asked)
-            return layer.outcome(pairs, np.ones_like(pairs), asked), len(layer.drafts)
-        taken = self._by_rejection(layer, asked)
+            return layer.outcome(pairs, np.ones_like(pairs), asked), len(layer.drafts), layer.audit(pairs)
+        taken, seen = self._by_rejection(layer, asked)
         pairs, first, counts = np.unique([one.token for one in taken], return_index=True, return_counts=True)
         order = np.argsort(first)
         complete = all(one.draft >= 0 for one in taken)
         judged = taken[-1].draft + 1 if complete else len(layer.drafts)
-        return layer.outcome(pairs[order], counts[order], asked), judged
+        return layer.outcome(pairs[order], counts[order], asked), judged, seen + layer.audit(pairs[order])
 
-    def _by_rejection(self, layer: Layer, asked: int) -> list[Taken]:
+    def _by_rejection(self, layer: Layer, asked: int) -> tuple[list[Taken], Audit]:
         group, dice = layer.group, layer.session.dice
         odds = group.odds.tolist() if group is not None else []
         with_replacement = group.replacement if group is not None else self.replacement
         p = layer.law.p.ravel()
-        return self.kernel(layer.proposals, odds, layer.q, p, asked, dice, with_replacement, self.replacement)
+        if not layer.session.audited:
+            taken = self.kernel(layer.proposals, odds, layer.q, p, asked, dice, with_replacement, self.replacement)
+            return taken, Audit()
+        seen: list[Audit] = []
+        candidates = drawn(layer.proposals, odds, layer.q, with_replacement)
+        watch = lambda r, law, accepted: seen.append(Audit.of_trial(r, law, accepted))  # noqa: E731
+        return draws(candidates, p, asked, dice, self.replacement, watch), sum(seen, Audit())
 
     def _kept(self, live: Beams) -> int | None:
         return int(np.argmax(live.scores)) if self.collapse and len(live) else None

@@ -4,7 +4,7 @@ One lemma serves everything: a candidate of law q is accepted with odds min(1, r
 norm((r - q)^+). Whatever is emitted in the end has law r (docs/exactness.md).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,6 +15,9 @@ from specbeam.dice import Dice
 from specbeam.probs import residual
 
 Law = Float64[np.ndarray, " n"]
+
+
+Watch = Callable[[Law, Law, bool], None]
 
 
 class Candidate(NamedTuple):
@@ -32,10 +35,18 @@ class Taken:
     draft: int  # which candidate it was; -1 if it was drawn in place of the refused ones
 
 
-def draws(candidates: Iterable[Candidate], p: Law, want: int, dice: Dice, replacement: bool = True) -> list[Taken]:
+def draws(
+    candidates: Iterable[Candidate],
+    p: Law,
+    want: int,
+    dice: Dice,
+    replacement: bool = True,
+    watch: Watch | None = None,
+) -> list[Taken]:
     """`want` draws from `p`, with or without `replacement`, in order.
 
-    Candidates are looked at one by one and only as far as needed. `p` is float64[n] and sums to 1.
+    Candidates are looked at one by one and only as far as needed. `p` is float64[n] and sums to 1. `watch` is told of every
+    trial: the law still wanted, the candidate's law, whether it was accepted.
 
     Law: `want` independent draws from p, or successive draws without replacement (fewer if p's support is smaller).
     Source: speculative sampling (arXiv 2211.17192) for one candidate and one draw; SpecInfer (2305.09781) and RSD
@@ -48,7 +59,10 @@ def draws(candidates: Iterable[Candidate], p: Law, want: int, dice: Dice, replac
     for number, (token, law) in enumerate(candidates):
         if len(taken) == want:
             break
-        if token >= 0 and rest[token] > 0 and dice.flip(_ratio(rest[token], law[token])):
+        accepted = bool(token >= 0 and rest[token] > 0 and dice.flip(_ratio(rest[token], law[token])))
+        if watch is not None:
+            watch(rest, law, accepted)
+        if accepted:
             taken.append(Taken(token, number))
             open_p = rest = p if replacement else _without(open_p, token)
         else:

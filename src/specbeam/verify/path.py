@@ -28,6 +28,6 @@ class PathRule:
         going = True
         while going and walk.node >= 0:
             drafts = walk.candidates(walk.node)
-            (taken,) = draws(walk.trials_under(walk.node), walk.p(walk.node), 1, session.dice)
+            (taken,) = draws(walk.trials_under(walk.node), walk.p(walk.node), 1, session.dice, watch=walk.watch)
             going = walk.emit(taken.token, drafts[taken.draft][1] if taken.draft >= 0 else -1)
         return walk.verdict()

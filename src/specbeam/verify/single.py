@@ -10,7 +10,7 @@ from specbeam.dice import child_keys
 from specbeam.errors import LostLaw
 from specbeam.forest import Forest
 from specbeam.probs import JointLaw, joint_law
-from specbeam.records import Step, Trial, Verdict
+from specbeam.records import Audit, Step, Verdict
 from specbeam.session import Session
 from specbeam.verify.draws import Candidate, drawn, sure
 
@@ -22,7 +22,7 @@ class Walk:
         self.session, self.forest, self.scored = session, forest, scored
         self.here = session.beams  # where the walk stands; its node is -1 once it left the tree
         self.steps: list[Step] = []
-        self.trials: list[Trial] = []
+        self.audit: Audit | None = Audit() if session.audited else None
         self._laws: dict[int, JointLaw] = {}
 
     @property
@@ -66,10 +66,17 @@ class Walk:
                 assert group.law is not None
                 yield from drawn(tokens, group.odds.tolist(), group.law[0], group.replacement)
 
+    def watch(self, r: Float64[np.ndarray, " vocab"], law: Float64[np.ndarray, " vocab"], accepted: bool) -> None:
+        """Note a trial, if the session is audited."""
+        if self.audit is not None:
+            self.audit += Audit.of_trial(r, law, accepted)
+
     def emit(self, token: int, node: int) -> bool:
         """Emit a token, which is forest node `node` or no draft (-1). True if the text may go on."""
         here, parent = self.here, self.here.nodes
         tokens, nodes = np.array([token]), np.array([node])
+        if self.audit is not None and not self.session.warp.greedy:
+            self.audit += Audit.of_draw(self.law(self.node).logp[0], token)
         scores = here.scores + self.law(self.node).logj[0, token]
         ended = self.session.limits.ended(
             tokens, lambda: np.column_stack([self.session.new_tokens(self.forest, parent), tokens])
@@ -84,7 +91,7 @@ class Walk:
         return any(token == drafted for drafted, _ in self.candidates(self.node))
 
     def verdict(self) -> Verdict:
-        return Verdict(tuple(self.steps), tuple(self.trials))
+        return Verdict(tuple(self.steps), audit=self.audit)
 
 
 def check_lawful(forest: Forest, rule: str) -> None:

@@ -1,55 +1,22 @@
-"""The catalogue: one recipe per paper, made of parts. A recipe's docstring states the law of what it returns."""
+"""Recipes for beams."""
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import FixedWidth, SureWidth, Width
 from specbeam.draft.model import BeamDrafter, NoDraft
-from specbeam.errors import BadSetting, NotSupported
+from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
+from specbeam.recipes.method import Build, Method, at_least_one
 from specbeam.session import Parts
 from specbeam.verify.beam import BeamRule
 
 Coupling = Literal["noise", "rejection"]
 
 
-@dataclass(frozen=True)
-class Method:
-    """A recipe with its settings: which parts decode, and what law their output has."""
-
-    name: str
-    law: str
-    beams: int
-    build: Callable[[LM | None], Parts]  # from the draft model
-    needs_draft: bool = False
-    greedy: bool = False
-
-    def parts(self, draft: LM | None) -> Parts:
-        if self.needs_draft and draft is None:
-            raise NotSupported(
-                f"{self.name} drafts with a model: load the target with draft=..., or take beam_sampling"
-            )
-        return self.build(draft)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A line of the catalogue."""
-
-    name: str
-    law: str
-    paper: str
-    needs: str
-    defaults: dict[str, Any]
-    make: Callable[..., Method]
-
-
-def _plain(law: str, beams: int, coupling: str, replacement: bool) -> Callable[[LM | None], Parts]:
+def _plain(law: str, beams: int, coupling: str, replacement: bool) -> Build:
     rule = BeamRule(FixedWidth(beams), coupling, replacement)
-    return lambda draft: Parts(NoDraft(), rule, FixedShape(0, 0), law)
+    return lambda target, draft: Parts(NoDraft(), rule, FixedShape(0, 0), law)
 
 
 def greedy() -> Method:
@@ -82,7 +49,7 @@ def beam_sampling(beams: int = 4, replacement: bool = False) -> Method:
         beams: draws per step.
         replacement: independent draws, which soon collapse to a few distinct beams.
     """
-    _at_least_one(beams=beams)
+    at_least_one(beams=beams)
     law = f"exact: beam sampling, {beams} beams, {'with' if replacement else 'without'} replacement"
     coupling = "rejection" if replacement else "noise"
     return Method("beam_sampling", law, beams, _plain(law, beams, coupling, replacement))
@@ -122,7 +89,7 @@ def dsbd(
             because when it collapses depends on acceptance.
         trace: record every trial, for `inspect`.
     """
-    _at_least_one(beams=beams, depth=depth, draft_beams=draft_beams, min_beams=min_beams)
+    at_least_one(beams=beams, depth=depth, draft_beams=draft_beams, min_beams=min_beams)
     if draft_beams < beams:
         raise BadSetting(
             f"draft_beams is {draft_beams}, beams is {beams}; a layer can pass only if draft_beams >= beams"
@@ -146,43 +113,9 @@ def dsbd(
         law = "approximate: beam sampling that collapses to one beam whenever a turn ends"
     rule = BeamRule(policy, coupling, replacement, collapse, trace)
 
-    def build(draft: LM | None) -> Parts:
+    def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
         drafter = BeamDrafter(draft, beams, coupling, replacement)
         return Parts(drafter, rule, FixedShape(depth, draft_beams), law)
 
     return Method("dsbd", law, beams, build, needs_draft=True)
-
-
-RECIPES: tuple[Callable[..., Method], ...] = (greedy, sampling, beam_sampling, dsbd)
-
-
-def methods() -> list[Recipe]:
-    """All recipes, with law, paper and defaults."""
-    return [_described(make) for make in RECIPES]
-
-
-def _described(make: Callable[..., Method]) -> Recipe:
-    lines = inspect.cleandoc(make.__doc__ or "").splitlines()
-    said = {
-        line.split(":", 1)[0]: line.split(":", 1)[1].strip() for line in lines if line.startswith(("Law:", "Paper:"))
-    }
-    defaults = {name: parameter.default for name, parameter in inspect.signature(make).parameters.items()}
-    needs = "a draft model" if make().needs_draft else "the target alone"
-    return Recipe(make.__name__, said["Law"], said["Paper"], needs, defaults, make)
-
-
-def resolve(method: "str | Method") -> Method:
-    """A method from its name or as it is."""
-    if isinstance(method, Method):
-        return method
-    known = {make.__name__: make for make in RECIPES}
-    if method not in known:
-        raise BadSetting(f"there is no method {method!r}; choose one of {', '.join(known)}")
-    return known[method]()
-
-
-def _at_least_one(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise BadSetting(f"{name} is {value}; it must be at least 1")

@@ -1,0 +1,84 @@
+"""PLAN: the best fixed tree for measured acceptance and measured cost."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64
+
+Topology = tuple["Topology", ...]
+
+
+def sequoia_tree(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[Topology, float]:
+    """The tree of most expected tokens per pass, and that number (Sequoia, arXiv 2402.12374, sec. 3.1).
+
+    Args:
+        acceptance: odds that the child accepted at a node is the k-th one tried.
+        nodes: nodes of the tree, root included.
+        depth: most layers below the root.
+
+    >>> sequoia_tree([0.7, 0.175, 0.125], 3, 9)  # a chain of two below the root
+    ((((),),), 2.19)
+    """
+    table = _Best(acceptance, nodes, depth)
+    return table.tree(nodes, depth), float(table.value[depth, nodes].max())
+
+
+class _Best:
+    """T[l][m][b]: most expected tokens of a subtree of m nodes and at most l layers whose root has b children."""
+
+    def __init__(self, acceptance: Sequence[float], nodes: int, depth: int) -> None:
+        self.acceptance = acceptance
+        width = len(acceptance)
+        self.value: Float64[np.ndarray, "layers nodes children"] = np.full((depth + 1, nodes + 1, width + 1), -np.inf)
+        self.value[:, 1, 0] = 1.0
+        for layers in range(1, depth + 1):
+            best_below = self.value[layers - 1].max(1)
+            for children in range(1, width + 1):
+                gain = acceptance[children - 1] * best_below
+                for size in range(2, nodes + 1):
+                    options = self.value[layers, 1:size, children - 1] + gain[size - 1 : 0 : -1]
+                    self.value[layers, size, children] = options.max()
+
+    def tree(self, size: int, layers: int) -> Topology:
+        return self._children(size, layers, int(np.argmax(self.value[layers, size])))
+
+    def _children(self, size: int, layers: int, children: int) -> Topology:
+        if children == 0:
+            return ()
+        best_below = self.value[layers - 1].max(1)
+        gain = self.acceptance[children - 1] * best_below
+        options = self.value[layers, 1:size, children - 1] + gain[size - 1 : 0 : -1]
+        rest = 1 + int(np.argmax(options))
+        return (*self._children(rest, layers, children - 1), self.tree(size - rest, layers - 1))
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of a target pass by scored nodes, and of one draft layer."""
+
+    nodes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    draft_layer_s: float = 0.0
+
+    def pass_s(self, nodes: float) -> float:
+        return float(np.interp(nodes, self.nodes, self.seconds))
+
+
+def fastest_tree(
+    acceptance: Sequence[float], cost: CostCurve, most_nodes: int, most_depth: int
+) -> tuple[Topology, float]:
+    """The tree of least time per token, and that time (Sequoia's hardware-aware rule). Sizes as in `cost.nodes`."""
+    found: tuple[float, Topology] | None = None
+    for size in (n for n in cost.nodes if 1 <= n <= most_nodes):
+        for depth in range(most_depth + 1):
+            if (size == 1) != (depth == 0):
+                continue
+            tree, tokens = sequoia_tree(acceptance, size, depth)
+            if not np.isfinite(tokens):
+                continue
+            time = (depth * cost.draft_layer_s + cost.pass_s(size)) / tokens
+            if found is None or time < found[0]:
+                found = (time, tree)
+    assert found is not None, "a tree of one node is always possible"
+    return found[1], found[0]

@@ -1,0 +1,96 @@
+"""DRAFT: trees whose shape follows the draft's own confidence, under a budget of nodes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64
+
+from specbeam.draft.children import Draws
+from specbeam.draft.tree import Sprout
+from specbeam.probs import best
+
+
+@dataclass(frozen=True)
+class BestFirst:
+    """The `shape.width` nodes of largest value, the product of draft odds on the path; nothing is drawn.
+
+    Each layer expands the `widest` most valuable nodes that wait, each by its `top` likeliest tokens. Values never increase
+    along a path, so the best nodes are closed under parents.
+
+    Sources: EAGLE-2 (arXiv 2406.16858) expands within a layer, `within_layer=True`; OPT-Tree (2406.17276) and SpecExec
+    (2406.02532) wherever it is worth most. OPT-Tree stops when a layer adds at most `least_gain` expected tokens.
+    """
+
+    top: int = 8
+    widest: int = 8
+    within_layer: bool = False
+    least_gain: float = 0.0
+
+    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+        value: dict[int, float] = sprout.memory.setdefault("value", {0: 0.0})
+        waiting: list[tuple[float, int, int]] = sprout.memory.setdefault("waiting", [])  # (log value, parent, token)
+        ends = sprout.session.limits.eos
+        fresh = [
+            (value[node] + float(row[token]), node, int(token))
+            for node, row in zip(sprout.front.tolist(), logq, strict=True)
+            for token in best(row, self.top)
+            if token not in ends
+        ]
+        before = self._expected(sprout)
+        waiting += fresh
+        ranked = sorted(fresh if self.within_layer else waiting, reverse=True)
+        worth = self._threshold(sprout)
+        chosen = [one for one in ranked[: self.widest] if one[0] >= worth]
+        gain = self._expected(sprout) - before
+        last = layer + 1 >= sprout.shape.depth or gain <= self.least_gain
+        start = len(sprout.forest)
+        if not last:
+            for one in chosen:
+                waiting.remove(one)
+                value[len(sprout.forest)] = one[0]
+                sprout.forest = sprout.forest.grown([one[2]], [one[1]])
+        sprout.front = np.arange(start, len(sprout.forest))
+
+    def _values(self, sprout: Sprout) -> list[float]:
+        """Log values of all nodes seen, best first, the root left out."""
+        seen = [score for node, score in sprout.memory["value"].items() if node]
+        return sorted([*seen, *(one[0] for one in sprout.memory["waiting"])], reverse=True)
+
+    def _threshold(self, sprout: Sprout) -> float:
+        """The value of the last node within the budget so far."""
+        values, budget = self._values(sprout), sprout.shape.width
+        return values[budget - 1] if len(values) >= budget else -np.inf
+
+    def _expected(self, sprout: Sprout) -> float:
+        """Expected accepted tokens of the best tree so far, if draft odds were acceptance odds."""
+        return float(np.exp(self._values(sprout)[: sprout.shape.width]).sum())
+
+    def finish(self, sprout: Sprout) -> None:
+        if "waiting" not in sprout.memory:
+            return
+        value: dict[int, float] = sprout.memory["value"]
+        inner = [(score, node) for node, score in value.items() if node]
+        # Among equal values an ancestor goes first, so that no node is kept without its parent.
+        leaves = [(one[0], -1, one) for one in sprout.memory["waiting"]]
+        depth = sprout.forest.depths()
+        ranked = sorted(
+            [(-score, int(depth[node]), node, None) for score, node in inner]
+            + [(-score, int(depth[one[1]]) + 1, one[1], one) for score, _, one in leaves],
+            key=lambda entry: entry[:3],
+        )[: sprout.shape.width]
+        kept = {0, *(node for _, _, node, leaf in ranked if leaf is None)}
+        for _, _, _, leaf in ranked:
+            if leaf is not None:
+                kept.add(len(sprout.forest))
+                sprout.forest = sprout.forest.grown([leaf[2]], [leaf[1]])
+        sprout.kept = np.array(sorted(kept), dtype=np.int64)
+        _group_as_sure(sprout)
+
+
+def _group_as_sure(sprout: Sprout) -> None:
+    """State for every parent that its children were chosen, not drawn."""
+    assert sprout.kept is not None
+    for parent in sprout.kept.tolist():
+        tokens = [token for token, node in sprout.children_of(parent).items() if node in set(sprout.kept.tolist())]
+        if tokens:
+            sprout.bear(parent, Draws(tokens, sure=True))

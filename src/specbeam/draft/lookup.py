@@ -1,0 +1,210 @@
+"""DRAFT without a model: continue the text as it went on before.
+
+Nothing is drawn, but what was found depends on the text, so the drafts are matched and not tried.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from specbeam.forest import Forest, Group
+from specbeam.records import Shape, Turn
+from specbeam.session import Session
+
+
+def retrieved_chain(session: Session, guesses: list[int]) -> Forest:
+    """A chain of guesses under the one beam, cut before an end token."""
+    ends = [place for place, token in enumerate(guesses) if token in session.limits.eos]
+    guesses = guesses[: ends[0]] if ends else guesses
+    forest = Forest.rooted(session.beams.tokens).grown(guesses, list(range(len(guesses))))
+    for place, token in enumerate(guesses):
+        forest = forest.with_group(retrieved([token], place, [place + 1]))
+    return forest
+
+
+def retrieved(tokens: list[int], parent: int, nodes: list[int]) -> Group:
+    """Siblings whose law is not known."""
+    zeros = np.zeros(len(tokens), dtype=np.int64)
+    return Group(np.array([parent]), zeros, np.array(tokens, dtype=np.int64), np.array(nodes, dtype=np.int64), None)
+
+
+class Index(Protocol):
+    """What a text was followed by before."""
+
+    def add(self, token: int) -> None: ...
+
+    def continuation(self, most: int) -> list[int]: ...
+
+
+class GramIndex:
+    """Where each run of up to `longest` tokens was last (or first) followed by something: a look-up costs O(longest)."""
+
+    def __init__(self, longest: int, match: Literal["last", "first"] = "last") -> None:
+        self.longest, self.match = longest, match
+        self.text: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}  # run -> place of the token behind it
+
+    def add(self, token: int) -> None:
+        place = len(self.text)
+        for size in range(1, min(self.longest, place) + 1):
+            run = tuple(self.text[place - size :])
+            if self.match == "last" or run not in self._after:
+                self._after[run] = place
+        self.text.append(token)
+
+    def continuation(self, most: int) -> list[int]:
+        """What followed the longest earlier match of the text's last tokens."""
+        for size in range(min(self.longest, len(self.text)), 0, -1):
+            place = self._after.get(tuple(self.text[-size:]))
+            if place is not None:
+                return self.text[place : place + most]
+        return []
+
+
+class SuffixAutomaton:
+    """All substrings of a growing text; knows the longest suffix that occurred before (SAM-Decoding, arXiv 2411.10666).
+
+    The match moves on before its token is inserted, so it always refers to an earlier place; when insertion splits the
+    state of the match, the match moves to the part that is still long enough.
+    """
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self._next: list[dict[int, int]] = [{}]
+        self._link, self._length, self._end = (
+            [-1],
+            [0],
+            [0],
+        )  # suffix link, longest string, end of its latest occurrence
+        self._last = 0
+        self._state, self.matched = 0, 0
+
+    def add(self, token: int) -> None:
+        self._move_match(token)
+        self._insert(token)
+
+    def continuation(self, most: int) -> list[int]:
+        if self.matched == 0:
+            return []
+        return self.text[self._end[self._state] : self._end[self._state] + most]
+
+    def _move_match(self, token: int) -> None:
+        while self._state and token not in self._next[self._state]:
+            self._state = self._link[self._state]
+            self.matched = self._length[self._state]
+        if token in self._next[self._state]:
+            self._state = self._next[self._state][token]
+            self.matched += 1
+        else:
+            self._state = self.matched = 0
+
+    def _insert(self, token: int) -> None:
+        self.text.append(token)
+        new = self._new_state(self._length[self._last] + 1, len(self.text), {}, 0)
+        above = self._last
+        while above != -1 and token not in self._next[above]:
+            self._next[above][token] = new
+            above = self._link[above]
+        if above != -1:
+            below = self._next[above][token]
+            self._link[new] = (
+                below if self._length[above] + 1 == self._length[below] else self._split(above, below, token)
+            )
+        self._last = new
+
+    def _split(self, above: int, below: int, token: int) -> int:
+        clone = self._new_state(self._length[above] + 1, self._end[below], dict(self._next[below]), self._link[below])
+        self._link[below] = clone
+        while above != -1 and self._next[above].get(token) == below:
+            self._next[above][token] = clone
+            above = self._link[above]
+        if self._state == below and self.matched <= self._length[clone]:
+            self._state = clone
+        return clone
+
+    def _new_state(self, length: int, end: int, following: dict[int, int], link: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._end.append(end)
+        return len(self._next) - 1
+
+
+class _Reading:
+    """An index together with how much of the session it has read."""
+
+    def __init__(self, index: Any, tokens: Iterable[int]) -> None:
+        self.index, self.read = index, 0
+        self.catch_up(list(tokens))
+
+    def catch_up(self, tokens: list[int]) -> None:
+        for token in tokens[self.read :]:
+            self.index.add(token)
+        self.read = len(tokens)
+
+
+def _text(session: Session) -> list[int]:
+    return [*session.prompt, *session.settled, *(session.tails[0].tolist() if len(session.tails) else [])]
+
+
+def _index(key: Hashable, session: Session, make: Any) -> Any:
+    reading = session.state.get(key)
+    if reading is None:
+        reading = session.state[key] = _Reading(make(), [])
+    reading.catch_up(_text(session))
+    return reading.index
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Continue the latest (or first) earlier match of the last tokens (prompt lookup decoding).
+
+    Args:
+        longest: tokens that are tried to agree, from many to one.
+        match: which of several earlier places to continue.
+    """
+
+    longest: int = 3
+    match: Literal["last", "first"] = "last"
+
+    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        return [
+            retrieved_chain(one, _index(self, one, self._empty).continuation(shape.depth))
+            for one, shape in zip(sessions, shapes, strict=True)
+        ]
+
+    def _empty(self) -> GramIndex:
+        return GramIndex(self.longest, self.match)
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        """The text itself is the memory."""
+
+    def close(self, session: Session) -> None:
+        session.state.pop(self, None)
+
+
+@dataclass(frozen=True)
+class SuffixMatch:
+    """Continue the longest earlier match of any length; the longer it is, the further (arXiv 2411.10666).
+
+    Args:
+        per_match: draft tokens per matched token, one in any case.
+    """
+
+    per_match: float = 4.0
+
+    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        forests = []
+        for one, shape in zip(sessions, shapes, strict=True):
+            index = _index(self, one, SuffixAutomaton)
+            most = min(shape.depth, 1 + int(self.per_match * index.matched))
+            forests.append(retrieved_chain(one, index.continuation(most)))
+        return forests
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        """The text itself is the memory."""
+
+    def close(self, session: Session) -> None:
+        session.state.pop(self, None)

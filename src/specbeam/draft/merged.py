@@ -1,0 +1,214 @@
+"""DRAFT: trees made of trees: several draft models at once, repeated runs joined, hopeless nodes dropped."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from specbeam.draft.lookup import retrieved
+from specbeam.draft.tree import Complete, Sprout, TreeDrafter
+from specbeam.forest import Forest, Group
+from specbeam.lm.base import LM
+from specbeam.probs import best
+from specbeam.records import Shape, Turn
+from specbeam.session import Drafter, Session
+
+
+def united(forests: list[Forest]) -> tuple[Forest, list[Int64[np.ndarray, " nodes"]]]:
+    """Trees with the same root as one: a path is there if one of them has it. Also the new name of each old node.
+
+    Groups keep their order, so a node reached by two trees tries the drafts of the first before those of the second.
+    """
+    whole = Forest(forests[0].tokens[:1], forests[0].parents[:1])
+    renamings = []
+    for forest in forests:
+        names = np.zeros(len(forest) + 1, dtype=np.int64)
+        names[-1] = -1
+        for node in range(1, len(forest)):
+            parent, token = names[forest.parents[node]], forest.tokens[node]
+            known = int(whole.find(np.array([parent]), np.array([token]))[0])
+            names[node] = known if known >= 0 else len(whole)
+            if known < 0:
+                whole = whole.grown([int(token)], [int(parent)])
+        for group in forest.groups:
+            whole = whole.with_group(_renamed(group, names))
+        renamings.append(names[:-1])
+    return whole, renamings
+
+
+def _renamed(group: Group, names: Int64[np.ndarray, " nodes"]) -> Group:
+    fields = {name: getattr(group, name) for name in ("draw_parents", "draw_tokens", "law", "replacement", "sure")}
+    return Group(parents=names[group.parents], draw_nodes=names[group.draw_nodes], **fields)
+
+
+def completed(
+    own: Forest, whole: Forest, names: Int64[np.ndarray, " nodes"]
+) -> tuple[Forest, Int64[np.ndarray, " nodes"]]:
+    """`own` with the nodes of `whole` that it lacks hung behind, and where it has each node of `whole`."""
+    back = np.full(len(whole), -1, dtype=np.int64)
+    back[names] = np.arange(len(names))
+    for node in np.flatnonzero(back < 0).tolist():
+        back[node] = len(own)
+        own = own.grown([int(whole.tokens[node])], [int(back[whole.parents[node]])])
+    return own, back
+
+
+@dataclass(frozen=True)
+class ManyDrafters:
+    """Several draft models, each growing its own tree; the target scores their union (SpecInfer, arXiv 2305.09781).
+
+    At a node the drafts of the first model are tried first, each against the law of its own model.
+    """
+
+    drafters: tuple[TreeDrafter, ...]
+
+    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        grown = [drafter.draft(sessions, shapes) for drafter in self.drafters]
+        forests = []
+        for session, *own in zip(sessions, *grown, strict=True):
+            whole, renamings = united(list(own))
+            session.state[self] = (own, renamings)
+            forests.append(whole)
+        return forests
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        own, renamings = session.state.pop(self)
+        for drafter, forest, names in zip(self.drafters, own, renamings, strict=True):
+            drafter.settle(session, turn.on(*completed(forest, turn.forest, names)))
+
+    def close(self, session: Session) -> None:
+        session.state.pop(self, None)
+        for drafter in self.drafters:
+            drafter.close(session)
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """Drop drafts that an early look of the target finds hopeless: a node stays if its token is among the `top` likeliest
+    after its parent under `early`, the target's first layers (ProPD, arXiv 2402.13485).
+
+    What is left says something about the drafts, so drawn ones lose their law; chosen ones stay sure.
+    """
+
+    drafter: Drafter
+    early: LM
+    top: int = 16
+
+    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        forests = self.drafter.draft(sessions, shapes)
+        kept_forests = []
+        for session, forest, rows in zip(sessions, forests, self.early.extend(sessions, forests), strict=True):
+            likely = rows.topk(min(self.top, rows.shape[1]), dim=-1).indices.cpu().numpy()
+            kept = np.ones(len(forest), dtype=bool)
+            for node in range(1, len(forest)):
+                parent = forest.parents[node]
+                kept[node] = kept[parent] and forest.tokens[node] in likely[parent]
+            names = np.flatnonzero(kept)
+            session.state[self] = (forest, names)
+            kept_forests.append(forest.selected(names))
+        return kept_forests
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        whole = turn.on(*session.state.pop(self))
+        self.drafter.settle(session, whole)
+        self.early.settle(session, whole)
+
+    def close(self, session: Session) -> None:
+        session.state.pop(self, None)
+        self.drafter.close(session)
+        self.early.close(session)
+
+
+@dataclass(frozen=True)
+class Graph(Complete):
+    """Draft a repeated run of tokens once: a candidate that repeats an earlier node and the `context` tokens before it
+    gets an edge to that node instead of a node of its own; the graph is unrolled into a tree (GSD, arXiv 2407.16207).
+
+    An edge never leads to a node from which its start can be reached, so the graph has no cycles. Copies reuse what was
+    drafted in another context, so their law is lost.
+
+    Args:
+        top: candidates per node.
+        context: tokens before the candidate that must agree too; -1 never merges.
+        least: a node with smaller draft odds gets no children.
+        least_sibling: candidates below this share of their best sibling's odds are left out.
+        most_nodes: of the unrolled tree, root included.
+    """
+
+    top: int = 4
+    context: int = 0
+    least: float = 0.3
+    least_sibling: float = 0.2
+    most_nodes: int = 64
+
+    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+        edges: dict[int, list[int]] = sprout.memory.setdefault("edges", {0: []})
+        leaves: set[int] = sprout.memory.setdefault("leaves", set())
+        front: list[int] = []
+        for node, row in zip(sprout.front.tolist(), np.exp(logq), strict=True):
+            if node in leaves:
+                continue
+            for token in best(row, self.top).tolist():
+                if row[token] < self.least_sibling * row.max() or token in sprout.session.limits.eos:
+                    continue
+                twin = self._twin(sprout, edges, node, token)
+                if twin is None:
+                    twin = len(sprout.forest)
+                    sprout.forest = sprout.forest.grown([token], [node])
+                    edges[twin] = []
+                    front.append(twin)
+                    if row[token] < self.least:
+                        leaves.add(twin)
+                edges[node].append(twin)
+        sprout.front = np.array(front, dtype=np.int64)
+        if all(node in leaves for node in front):
+            sprout.front = sprout.front[:0]
+
+    def _twin(self, sprout: Sprout, edges: dict[int, list[int]], node: int, token: int) -> int | None:
+        """An earlier node that this candidate repeats and that does not lead back to `node`."""
+        if self.context < 0:
+            return None
+        wanted = [*self._tail(sprout, node, self.context), token]
+        for other in range(1, len(sprout.forest)):
+            same = self._tail(sprout, other, self.context + 1) == wanted
+            if same and other not in edges[node] and not _reaches(edges, other, node):
+                return other
+        return None
+
+    def _tail(self, sprout: Sprout, node: int, size: int) -> list[int]:
+        path = [*sprout.session.settled, *sprout.session.tails[0].tolist(), *sprout.forest.path(node)]
+        return path[-size:] if size else []
+
+    def finish(self, sprout: Sprout) -> None:
+        """Unroll; each copy hangs in the forest too, unscored, so that the draft model's cache knows where it is."""
+        edges: dict[int, list[int]] = sprout.memory.get("edges", {})
+        kept, queue = [0], [(0, 0)]  # (node, node of the graph that it stands for)
+        while queue and len(kept) < self.most_nodes:
+            node, origin = queue.pop(0)
+            for target in edges.get(origin, []):
+                if len(kept) == self.most_nodes:
+                    break
+                token = int(sprout.forest.tokens[target])
+                child = target if int(sprout.forest.parents[target]) == node else len(sprout.forest)
+                if child == len(sprout.forest):
+                    sprout.forest = sprout.forest.grown([token], [node])
+                kept.append(child)
+                queue.append((child, target))
+        sprout.kept = np.array(sorted(kept), dtype=np.int64)
+        for parent in sprout.kept.tolist():
+            nodes = [node for node in kept if node and int(sprout.forest.parents[node]) == parent]
+            if nodes:
+                tokens = sprout.forest.tokens[nodes].tolist()
+                sprout.forest = sprout.forest.with_group(retrieved(tokens, parent, nodes))
+
+
+def _reaches(edges: dict[int, list[int]], start: int, goal: int) -> bool:
+    seen, queue = {start}, [start]
+    while queue:
+        node = queue.pop()
+        if node == goal:
+            return True
+        fresh = [one for one in edges.get(node, []) if one not in seen]
+        seen.update(fresh)
+        queue += fresh
+    return False

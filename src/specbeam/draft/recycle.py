@@ -1,0 +1,106 @@
+"""DRAFT without a model: Token Recycling (arXiv 2408.08696). What the target nearly said is remembered and said again."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32
+
+from specbeam.draft.lookup import retrieved
+from specbeam.errors import BadSetting, MissingFile
+from specbeam.forest import Forest
+from specbeam.records import Shape, Turn
+from specbeam.session import Session
+
+Ranks = tuple[int, ...]
+
+# Children of each rank path, by level (the paper's template): 80 nodes, 8 + 21 + 25 + 15 + 8 + 3.
+_LEVELS: tuple[dict[str, str], ...] = (
+    {"": "01234567"},
+    {"0": "01234567", "1": "0123", "2": "012", "3": "01", "4": "0", "5": "0", "6": "0", "7": "0"},
+    {
+        "00": "01234567", "01": "012", "02": "01", "03": "0", "04": "0", "05": "0", "06": "0", "07": "0",
+        "10": "01", "11": "0", "20": "0", "30": "0", "40": "0", "50": "0",
+    },
+    {
+        "000": "01234", "001": "01", "002": "0", "003": "0", "004": "0", "010": "0", "020": "0",
+        "100": "0", "200": "0", "300": "0",
+    },
+    {"0000": "012", "0001": "0", "0002": "0", "0010": "0", "0100": "0", "1000": "0"},
+    {"00000": "01", "00010": "0"},
+)  # fmt: skip
+
+
+def template() -> list[Ranks]:
+    """The rank paths of the published tree, level by level."""
+    return [(*map(int, path), int(rank)) for level in _LEVELS for path, ranks in level.items() for rank in ranks]
+
+
+@dataclass(eq=False)
+class Successors:
+    """For each token the `k` tokens that the target last thought likeliest after it, int32[vocab, k].
+
+    Shared by all sessions and kept between calls: what one request teaches, others draft from. Outputs never depend on it.
+    """
+
+    table: Int32[np.ndarray, "vocab k"]
+
+    @classmethod
+    def empty(cls, vocab: int, k: int = 8) -> "Successors":
+        return cls(np.zeros((vocab, k), dtype=np.int32))
+
+    def learn(self, tokens: np.ndarray, best: np.ndarray) -> None:
+        """Rows of `best` follow `tokens`; of equal tokens the last one counts, which is the deepest."""
+        for token, row in zip(tokens.tolist(), best, strict=True):
+            self.table[token, : len(row)] = row
+
+    def save(self, path: str | Path) -> None:
+        np.save(path, self.table)
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Successors":
+        path = Path(path)
+        if not path.is_file():
+            raise MissingFile(f"there is no file {path}; save a table with Successors.save")
+        table = np.load(path)
+        if table.ndim != 2 or table.dtype != np.int32:
+            raise BadSetting(f"{path} holds {table.dtype}{list(table.shape)}; expected int32[vocab, k]")
+        return cls(table)
+
+
+@dataclass(frozen=True)
+class TokenRecycling:
+    """Fill a static tree of rank paths from the successor table; learn from every row that the target scored."""
+
+    memory: Successors
+    ranks: tuple[Ranks, ...] = field(default_factory=lambda: tuple(template()))
+
+    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        return [self._tree(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
+
+    def _tree(self, session: Session, shape: Shape) -> Forest:
+        forest = Forest.rooted(session.beams.tokens)
+        node_of: dict[Ranks, int] = {(): 0}
+        for path in self.ranks:
+            if len(path) > shape.depth or path[:-1] not in node_of or path[-1] >= self.memory.table.shape[1]:
+                continue
+            parent = node_of[path[:-1]]
+            token = int(self.memory.table[forest.tokens[parent], path[-1]])
+            known = forest.find(np.array([parent]), np.array([token]))[0]
+            if token in session.limits.eos or known >= 0:  # an end needs no node, a sibling no twin
+                continue
+            node_of[path] = len(forest)
+            forest = forest.grown([token], [parent])
+        for parent in range(len(forest)):
+            nodes = np.flatnonzero(forest.parents == parent)
+            if len(nodes):
+                forest = forest.with_group(retrieved(forest.tokens[nodes].tolist(), parent, nodes.tolist()))
+        return forest
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        k = min(self.memory.table.shape[1], turn.scored.shape[1])
+        best = turn.scored.topk(k, dim=-1).indices.cpu().numpy().astype(np.int32)
+        self.memory.learn(turn.forest.tokens, best)
+
+    def close(self, session: Session) -> None:
+        """The memory outlives the session."""

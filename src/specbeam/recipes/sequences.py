@@ -1,0 +1,334 @@
+"""Recipes for one sequence. Any drafter goes with any controller, and with any rule that its law permits."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from specbeam.control.best_tree import Topology, sequoia_tree
+from specbeam.control.confidence import SureDraft, TrackedThreshold
+from specbeam.control.fixed import FixedShape
+from specbeam.control.thompson import Thompson
+from specbeam.draft.best_first import BestFirst
+from specbeam.draft.children import BestAndOne, Children, Distinct, Independent
+from specbeam.draft.lookup import PromptLookup, SuffixMatch
+from specbeam.draft.merged import Graph, ManyDrafters, Pruned
+from specbeam.draft.recycle import Successors, TokenRecycling
+from specbeam.draft.tree import Branching, FixedTree, Growth, StochasticBeam, TreeDrafter, depth_of
+from specbeam.errors import BadSetting, LostLaw, NotSupported
+from specbeam.lm.base import LM
+from specbeam.lm.early_layers import early_layers
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.recipes.method import Method, at_least_one
+from specbeam.session import Controller, Drafter, Parts, Rule
+from specbeam.verify.match import MatchRule
+from specbeam.verify.path import PathRule
+from specbeam.verify.traversal import TraversalRule
+
+RuleName = Literal["path", "traversal", "match"]
+ControllerName = Literal["fixed", "confidence", "tracked", "thompson", "calibrated"]
+EXACT = "exact: plain sampling"
+
+
+def speculative_sampling(
+    depth: int = 5, rule: RuleName = "path", controller: "ControllerName | Controller" = "fixed"
+) -> Method:
+    """A chain of draft tokens, accepted one by one.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2211.17192 (Leviathan et al.), arXiv 2302.01318 (Chen et al.)
+
+    Steps of the paper: draft (alg. 1, l. 2-6) draft/tree.py; accept and correct (l. 8-16) verify/path.py, verify/draws.py.
+
+    Args:
+        depth: draft tokens per pass of the target.
+        rule: "path" tries, "traversal" is block verification, "match" samples and compares.
+        controller: who chooses the length of a draft: "fixed", "confidence", "tracked", "thompson", "calibrated", a part.
+    """
+    at_least_one(depth=depth)
+    return _grown("speculative_sampling", Branching((1,), Independent()), rule, controller, depth, needs_draft=True)
+
+
+def block_verification(depth: int = 5, controller: "ControllerName | Controller" = "fixed") -> Method:
+    """A chain of draft tokens, judged from its end: never accepts less than speculative sampling, at the same cost.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2403.10444 (Sun et al.)
+
+    Steps of the paper: alg. 2 verify/traversal.py, on a chain.
+    """
+    at_least_one(depth=depth)
+    return _grown(
+        "block_verification", Branching((1,), Independent()), "traversal", controller, depth, needs_draft=True
+    )
+
+
+def specinfer(counts: Sequence[int] = (3, 2, 1, 1), rule: RuleName = "path") -> Method:
+    """A tree of independent draws, tried in order at each node.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2305.09781 (Miao et al.)
+
+    Steps of the paper: expansion (sec. 3) draft/tree.py; tree attention (sec. 4.2) lm/; multi-step sampling (alg. 2)
+    verify/path.py.
+
+    Args:
+        counts: children per node, by layer.
+        rule: "path", "traversal" or "match".
+    """
+    return _branching("specinfer", counts, Independent(), rule, needs_draft=True)
+
+
+def rsd_c(counts: Sequence[int] = (3, 2, 1, 1), rule: RuleName = "path") -> Method:
+    """A tree of draws without replacement, with a constant number of children per layer.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2402.14160 (Jeon et al.)
+
+    Steps of the paper: Gumbel-top-k (sec. 3.2) draft/children.py; recursive rejection sampling (alg. 2) verify/path.py.
+    """
+    return _branching("rsd_c", counts, Distinct(), rule, needs_draft=True)
+
+
+def rsd_s(width: int = 4, depth: int = 4, rule: RuleName = "path") -> Method:
+    """Stochastic beam search drafts the `width` sequences per layer that are worth most; the others are cut early.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2402.14160 (Jeon et al.)
+
+    Steps of the paper: stochastic beams (sec. 3.2.2) draft/tree.py; recursive rejection sampling (alg. 2) verify/path.py.
+    """
+    at_least_one(width=width, depth=depth)
+    return _grown("rsd_s", StochasticBeam(), rule, FixedShape(depth, width), depth, needs_draft=True)
+
+
+def sequoia(
+    nodes: int = 16,
+    depth: int = 6,
+    acceptance: Sequence[float] = (0.7, 0.12, 0.05, 0.03, 0.02),
+    rule: RuleName = "path",
+) -> Method:
+    """The fixed tree that is best for measured acceptance odds, filled by draws without replacement.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2402.12374 (Chen et al.)
+
+    Steps of the paper: dynamic programme (sec. 3.1) control/best_tree.py; sampling with fallback (alg. 2) draft/children.py.
+
+    Args:
+        nodes: of the tree, without the root.
+        depth: most layers.
+        acceptance: odds that the child accepted at a node is the k-th one tried; `specbeam bench` measures it.
+        rule: "path", "traversal" or "match".
+    """
+    at_least_one(nodes=nodes, depth=depth)
+    tree: Topology = sequoia_tree(acceptance, nodes + 1, depth)[0]
+    growth = FixedTree(tree, Distinct(fallback=True))
+    return _grown("sequoia", growth, rule, "fixed", depth_of(tree), needs_draft=True)
+
+
+def spechub(depth: int = 4, children: int = 2, rule: RuleName = "path") -> Method:
+    """The likeliest tokens and one draw from the rest at each node; with two children the published SpecHub.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2411.05289 (Sun et al.), arXiv 2502.18779 (Hu et al.)
+
+    Steps of the paper: candidates draft/children.py; the verifier that attains their optimum is verify/path.py.
+    """
+    at_least_one(depth=depth, children=children)
+    counts = (children,) * min(depth, 3) + (1,) * max(depth - 3, 0)
+    return _branching("spechub", counts, BestAndOne(), rule, needs_draft=True)
+
+
+def traversal(
+    counts: Sequence[int] = (3, 2, 1, 1),
+    children: "Literal['distinct', 'independent', 'best_and_one'] | Children" = "distinct",
+) -> Method:
+    """A tree judged from its leaves to its root: a node is judged when everything below it has failed.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2505.12398 (Weng et al.)
+
+    Steps of the paper: alg. 1 verify/traversal.py.
+    """
+    known: dict[str, Children] = {"distinct": Distinct(), "independent": Independent(), "best_and_one": BestAndOne()}
+    chosen = known[children] if isinstance(children, str) else children
+    return _branching("traversal", counts, chosen, "traversal", needs_draft=True)
+
+
+def opt_tree(
+    nodes: int = 24,
+    depth: int = 6,
+    top: int = 8,
+    within_layer: bool = False,
+    controller: "ControllerName | Controller" = "fixed",
+) -> Method:
+    """The tree of largest expected acceptance under a budget of nodes, made anew for each context.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2406.17276 (OPT-Tree), arXiv 2406.16858 (EAGLE-2: within_layer=True), arXiv 2406.02532 (SpecExec)
+
+    Steps of the papers: draft/best_first.py; verify/match.py.
+    """
+    at_least_one(nodes=nodes, depth=depth, top=top)
+    growth = BestFirst(top, within_layer=within_layer)
+    chosen = FixedShape(depth, nodes) if controller == "fixed" else controller
+    return _grown("opt_tree", growth, "match", chosen, depth, needs_draft=True, width=nodes)
+
+
+def gsd(depth: int = 4, top: int = 3, context: int = 0, nodes: int = 32) -> Method:
+    """Runs that repeat are drafted once: the draft is a graph, unrolled into a tree.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2407.16207 (Gong et al.)
+
+    Steps of the paper: draft/merged.py, without its cycles; verify/match.py.
+    """
+    at_least_one(depth=depth, top=top, nodes=nodes)
+    return _grown("gsd", Graph(top, context, most_nodes=nodes + 1), "match", "fixed", depth, needs_draft=True)
+
+
+def propd(nodes: int = 24, depth: int = 5, early: int = 2, top: int = 16) -> Method:
+    """Drafts that the target's first layers find hopeless are dropped before the others are scored.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2402.13485 (Zhong et al.)
+
+    Steps of the paper: early pruning (sec. 4.1) draft/merged.py; tree size by a latency model (sec. 4.2) control/cost.py.
+
+    Args:
+        nodes: drafted per turn.
+        depth: layers.
+        early: first layers of the target that look at the drafts.
+        top: a draft stays if it is among this many likeliest tokens there.
+    """
+    at_least_one(nodes=nodes, depth=depth, early=early, top=top)
+
+    def build(target: LM | None, draft: LM | None) -> Parts:
+        assert draft is not None
+        if not isinstance(target, HuggingFaceLM):
+            raise NotSupported("propd looks through the target's first layers; that needs a transformers model")
+        drafter = Pruned(TreeDrafter(draft, BestFirst()), early_layers(target.model, early), top)
+        return Parts(drafter, MatchRule(), FixedShape(depth, nodes), EXACT)
+
+    return Method("propd", EXACT, 1, build, needs_draft=True)
+
+
+def prompt_lookup(depth: int = 8, longest: int = 3, match: Literal["last", "first"] = "last") -> Method:
+    """Continue an earlier match of the last tokens; no draft model.
+
+    Law: exact: plain sampling
+    Paper: none; prompt lookup decoding (Saxena 2023)
+    """
+    at_least_one(depth=depth, longest=longest)
+    return _retrieving("prompt_lookup", PromptLookup(longest, match), depth)
+
+
+def suffix_match(depth: int = 16, per_match: float = 4.0) -> Method:
+    """Continue the longest earlier match of any length; no draft model.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2411.10666 (SAM-Decoding)
+    """
+    at_least_one(depth=depth)
+    return _retrieving("suffix_match", SuffixMatch(per_match), depth)
+
+
+def token_recycling(depth: int = 6, memory: Successors | None = None, k: int = 8) -> Method:
+    """What the target nearly said is remembered in a table of successors and drafted again; no draft model.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2408.08696 (Luo et al.)
+
+    Args:
+        depth: layers of the static tree that are used.
+        memory: a table to start from and to go on with (`Successors.load`); by default one per method.
+        k: successors per token.
+    """
+    at_least_one(depth=depth, k=k)
+    kept: list[Successors] = [] if memory is None else [memory]
+
+    def build(target: LM | None, draft: LM | None) -> Parts:
+        if not kept:
+            assert target is not None
+            kept.append(Successors.empty(target.vocab, k))
+        return Parts(TokenRecycling(kept[0]), MatchRule(), FixedShape(depth, 0), EXACT)
+
+    return Method("token_recycling", EXACT, 1, build)
+
+
+def multi_draft(others: Sequence[Any] = (), counts: Sequence[int] = (2, 1, 1), rule: RuleName = "path") -> Method:
+    """Several draft models at once: the target scores the union of their trees.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2305.09781 (SpecInfer, merged trees)
+
+    Args:
+        others: draft models besides the pair's own; with none the pair's draft grows two trees.
+        counts: children per node, by layer, of each tree.
+        rule: "path", "traversal" or "match".
+    """
+    _check_counts(counts)
+
+    def build(target: LM | None, draft: LM | None) -> Parts:
+        assert draft is not None
+        models = [draft, *(one if isinstance(one, LM) else HuggingFaceLM(one) for one in others)]
+        drafters = tuple(TreeDrafter(lm, Branching(tuple(counts), Distinct())) for lm in models)
+        return Parts(ManyDrafters(drafters), _rule(rule), FixedShape(len(counts), 0), EXACT)
+
+    return Method("multi_draft", EXACT, 1, build, needs_draft=True)
+
+
+def _branching(name: str, counts: Sequence[int], children: Children, rule: RuleName, needs_draft: bool) -> Method:
+    _check_counts(counts)
+    return _grown(name, Branching(tuple(counts), children), rule, "fixed", len(counts), needs_draft)
+
+
+def _grown(
+    name: str,
+    growth: Growth,
+    rule: RuleName,
+    controller: "ControllerName | Controller",
+    depth: int,
+    needs_draft: bool,
+    width: int = 1,
+) -> Method:
+    chosen, judge = _controller(controller, depth, width), _rule(rule)
+    if isinstance(growth, Graph) and not isinstance(judge, MatchRule):
+        raise LostLaw(f"{name} merges its drafts, so their law is lost; they can only be matched: rule='match'")
+
+    def build(target: LM | None, draft: LM | None) -> Parts:
+        assert draft is not None
+        return Parts(TreeDrafter(draft, growth), judge, chosen, EXACT)
+
+    return Method(name, EXACT, 1, build, needs_draft)
+
+
+def _retrieving(name: str, drafter: Drafter, depth: int) -> Method:
+    parts = Parts(drafter, MatchRule(), FixedShape(depth, 0), EXACT)
+    return Method(name, EXACT, 1, lambda target, draft: parts)
+
+
+def _rule(name: RuleName) -> Rule:
+    known: dict[str, Rule] = {"path": PathRule(), "traversal": TraversalRule(), "match": MatchRule()}
+    if name not in known:
+        raise BadSetting(f"rule is {name!r}; it must be one of {', '.join(known)}")
+    return known[name]
+
+
+def _controller(chosen: "ControllerName | Controller", depth: int, width: int) -> Controller:
+    if not isinstance(chosen, str):
+        return chosen
+    known: dict[str, Controller] = {
+        "fixed": FixedShape(depth, width),
+        "confidence": SureDraft(most=depth, width=width),
+        "tracked": TrackedThreshold(most=depth, width=width),
+        "thompson": Thompson(most=depth, width=width),
+        "calibrated": Thompson(calibrated=True, mode="round", most=depth, width=width),
+    }
+    if chosen not in known:
+        raise BadSetting(f"controller is {chosen!r}; it must be one of {', '.join(known)}, or a part")
+    return known[chosen]
+
+
+def _check_counts(counts: Sequence[int]) -> None:
+    if not counts or min(counts) < 1:
+        raise BadSetting(f"counts is {list(counts)}; it must name at least one layer, each with at least one child")

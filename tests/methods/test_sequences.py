@@ -1,0 +1,210 @@
+"""Every recipe for one sequence on tables: exact laws by enumeration; the same text as plain sampling where noise is shared."""
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam.draft.lookup import GramIndex, SuffixAutomaton
+from specbeam.draft.recycle import Successors, template
+from specbeam.lm.table import TableLM
+from specbeam.probs import Warp
+from specbeam.verify.match import MatchRule
+from tests.support.exact import distance
+from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
+from tests.support.programs import random_table, run, session_of
+
+CLOSE = 1e-12
+DRAWN = {
+    "chain": lambda: sb.speculative_sampling(2),
+    "chain, traversal": lambda: sb.speculative_sampling(2, rule="traversal"),
+    "block": lambda: sb.block_verification(2),
+    "specinfer": lambda: sb.specinfer((2, 1)),
+    "rsd_c": lambda: sb.rsd_c((2, 1)),
+    "sequoia": lambda: sb.sequoia(3, 2),
+    "spechub": lambda: sb.spechub(2),
+    "traversal": lambda: sb.traversal((2, 1)),
+    "multi_draft": lambda: sb.multi_draft(counts=(1, 1)),
+}
+MATCHED = {
+    "opt_tree": lambda: sb.opt_tree(4, 2, 3),
+    "eagle-2": lambda: sb.opt_tree(4, 2, 3, within_layer=True),
+    "gsd": lambda: sb.gsd(2, 2, nodes=8),
+    "specinfer matched": lambda: sb.specinfer((2, 1), rule="match"),
+    "prompt_lookup": lambda: sb.prompt_lookup(3),
+    "suffix_match": lambda: sb.suffix_match(4),
+    "token_recycling": lambda: sb.token_recycling(3),
+}
+TABLES = PAIRS | {
+    "zeros": (random_table(1, 3, zeros=True), random_table(2, 3, zeros=True)),
+    "apart": (lambda path: np.array([0.5, 0.5, 0.0]), lambda path: np.array([0.0, 0.0, 1.0])),
+}
+
+
+def parts_on(method, target):
+    def make(lm):
+        twin = TableLM(lm._law)  # multi_draft needs a second model
+        made = method() if method is not DRAWN["multi_draft"] else sb.multi_draft([twin], (1, 1))
+        return sb.Method(made.name, made.law, 1, lambda _, draft: made.build(TableLM(target), lm))
+
+    return make
+
+
+@pytest.mark.parametrize("pair", TABLES)
+@pytest.mark.parametrize("eos", [(), (1,)])
+@pytest.mark.parametrize("name", DRAWN)
+def test_drawn_trees_have_the_target_law(name, pair, eos):
+    target, draft = TABLES[pair]
+    law, _ = law_and_mean(one_turn(parts_on(DRAWN[name], target), target, draft, 2, eos=eos), target, 3, eos)
+    assert distance(law, completed(target, (), 3, eos)) < CLOSE
+
+
+@pytest.mark.parametrize("name", [*DRAWN, *MATCHED])
+def test_at_temperature_zero_all_are_greedy(name):
+    for case in range(4):
+        target, draft = random_table(case, 5), random_table(case + 9, 5)
+        plain, path = [], ()
+        for _ in range(9):
+            path = (*path, int(np.argmax(target(path))))
+            plain.append(path[-1])
+        method = parts_on({**DRAWN, **MATCHED}[name], target)(TableLM(draft))
+        session = session_of(method, TableLM(draft), steps=9, warp=Warp(greedy=True))
+        run(session, TableLM(target))
+        assert [*session.settled, *session.tails[0].tolist()] == plain
+
+
+@pytest.mark.parametrize("name", MATCHED)
+def test_matched_trees_give_the_text_of_plain_sampling(name):
+    """The next token is drawn by the noise of its place, so drafts cannot change it."""
+    accepted = 0
+    for case in range(6):
+        target, draft = random_table(case, 4), random_table(case + 9, 4)
+        plain = session_of(sb.sampling(), None, steps=14, key=case, eos=(3,))
+        run(plain, TableLM(target))
+        session = session_of(
+            parts_on(MATCHED[name], target)(TableLM(draft)), TableLM(draft), steps=14, key=case, eos=(3,)
+        )
+        run(session, TableLM(target))
+        assert [one.tokens for one in session.hypotheses()] == [one.tokens for one in plain.hypotheses()]
+        accepted += session.count.accepted
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("name", MATCHED)
+def test_matching_has_the_target_law(name):
+    target, draft = PAIRS["EX3M"]
+
+    def make(lm):
+        made = parts_on(MATCHED[name], target)(lm)
+        parts = made.parts(lm)
+        return sb.Method("", "", 1, lambda *_: type(parts)(parts.drafter, MatchRule("dice"), parts.controller, ""))
+
+    law, _ = law_and_mean(one_turn(make, target, draft, 2, 4), target, 3)
+    assert distance(law, completed(target, (), 3)) < CLOSE
+
+
+def test_rsd_s_is_unbiased_tree_by_tree():
+    """Its noise cannot be enumerated, but what follows a tree can: exact laws given the tree, averaged over trees."""
+    from specbeam.records import Shape
+    from tests.support.exact import exact_law
+
+    target, draft = PAIRS["EX3M"]
+    total, trees, mean = {}, 800, 0.0
+    for key in range(trees):
+        method = sb.rsd_s(2, 2)
+        session = session_of(method, TableLM(draft), steps=9, key=key * 101 + 7)
+        forest = session.parts.drafter.draft([session], [Shape(2, 2)])[0]
+        assert (forest.depths() == 1).sum() == (forest.depths() == 2).sum() == 2
+
+        def program(dice, forest=forest):
+            judge = session_of(method, TableLM(draft), dice, 9)  # noqa: B023
+            verdict = judge.parts.rule.verify(judge, forest, TableLM(target).extend([judge], [forest])[0])
+            return tuple(int(step.beams.tokens[0]) for step in verdict.steps), verdict.accepted
+
+        for (tokens, accepted), odds in exact_law(program).items():
+            mean += odds * accepted / trees
+            for text, rest in completed(target, tokens, 3).items():
+                total[text] = total.get(text, 0.0) + odds * rest / trees
+    assert distance(total, completed(target, (), 3)) < 0.04
+    assert mean == pytest.approx(1.4346, abs=0.06)
+
+
+@pytest.mark.parametrize("match", ["last", "first"])
+def test_gram_index_is_brute_force(match):
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        text = rng.integers(0, 3, int(rng.integers(1, 25))).tolist()
+        index = GramIndex(3, match)
+        for token in text:
+            index.add(token)
+        expected = []
+        for size in range(min(3, len(text)), 0, -1):
+            places = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
+            if places:
+                place = places[-1] if match == "last" else places[0]
+                expected = text[place : place + 4]
+                break
+        assert index.continuation(4) == expected
+
+
+def test_suffix_automaton_knows_the_longest_earlier_suffix():
+    """The clone rule matters on small alphabets: without it the match is lost in many insertions."""
+    rng = np.random.default_rng(1)
+    for case in range(400):
+        text, automaton = [], SuffixAutomaton()
+        for token in rng.integers(0, 2 + case % 3, 30).tolist():
+            text.append(token)
+            automaton.add(token)
+            longest = 0
+            for size in range(1, len(text)):
+                if any(text[end - size : end] == text[-size:] for end in range(size, len(text))):
+                    longest = size
+            assert automaton.matched == longest
+            if longest:
+                drafted = automaton.continuation(3)
+                places = [end for end in range(longest, len(text)) if text[end - longest : end] == text[-longest:]]
+                assert any(text[end : end + 3] == drafted for end in places)
+
+
+def test_the_published_recycling_template():
+    paths = template()
+    assert [sum(len(path) == depth for path in paths) for depth in range(1, 7)] == [8, 21, 25, 15, 8, 3]
+    assert all(path[:-1] in {(), *paths} for path in paths)
+
+
+def test_recycling_learns_saves_and_loads(tmp_path):
+    """A text of first order: once every token was seen, whole drafts are accepted."""
+    following = {0: 1, 1: 2, 2: 3, 3: 0}
+    law = lambda path: (
+        np.eye(4)[following[path[-1] if path else 0]] * 0.97
+        + 0.01 * (1 - np.eye(4)[following[path[-1] if path else 0]])
+    )  # noqa: E731
+    memory = Successors.empty(4, 2)
+    for _ in range(2):
+        session = session_of(sb.token_recycling(4, memory), None, steps=24, warp=Warp(greedy=True))
+        turns = run(session, TableLM(law))
+    assert len(turns) <= 6
+    memory.save(tmp_path / "memory.npy")
+    np.testing.assert_array_equal(Successors.load(tmp_path / "memory.npy").table, memory.table)
+    with pytest.raises(sb.SpecbeamError, match="no file"):
+        Successors.load(tmp_path / "nothing.npy")
+
+
+def test_gsd_on_its_worked_example():
+    """Two candidates, two layers: four drafted nodes instead of six, two merge edges, eight nodes unrolled, three deep."""
+    from specbeam.draft.merged import Graph
+    from specbeam.draft.tree import Sprout
+    from specbeam.records import Shape
+
+    draft = PAIRS["EX3M"][1]
+    session = session_of(sb.sampling(), None, steps=9)
+    sprout, growth = Sprout.start(session, Shape(2, 0)), Graph(2, 0, 0.0, 0.0, 100)
+    for layer in range(2):
+        paths = [tuple(sprout.forest.path(node)) for node in sprout.front]
+        growth.grow(sprout, layer, np.log(np.array([draft(path) for path in paths])))
+    edges = sprout.memory["edges"]
+    assert len(sprout.forest) == 5
+    assert sum(map(len, edges.values())) - 4 == 2
+    growth.finish(sprout)
+    tree = sprout.forest.selected(sprout.kept)
+    assert (len(tree) - 1, tree.depths().max()) == (8, 3)
+    assert not tree.lawful

@@ -1,0 +1,104 @@
+"""Runs audit themselves: correct ones pass, a wrong draft law and a wrong output law are seen."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam import errors
+from specbeam.control.fixed import FixedShape
+from specbeam.draft.children import Draws, Independent
+from specbeam.draft.tree import Branching, TreeDrafter
+from specbeam.lm.table import TableLM
+from specbeam.records import Audit
+from specbeam.session import Parts
+from specbeam.verify import single
+from specbeam.verify.draws import draws
+from specbeam.verify.path import PathRule
+from tests.support import words
+from tests.support.examples import PAIRS
+from tests.support.programs import run, session_of
+
+
+def audit_of(method, runs=100, steps=50):
+    target, draft = (TableLM(one) for one in PAIRS["EX3M"])
+    total = Audit()
+    for key in range(runs):
+        session = session_of(method, draft, steps=steps, key=key * 31 + 5)
+        session.audited = True
+        run(session, target)
+        total += session.audit
+    return total
+
+
+@pytest.mark.parametrize(
+    "method",
+    [sb.speculative_sampling(3), sb.rsd_c((2, 2)), sb.traversal((2, 1)), sb.opt_tree(4, 2), sb.dsbd(2, 3, 2), sb.beam_sampling(3),
+     sb.dsbd(2, 3, 2, coupling="rejection", replacement=True)],
+    ids=lambda method: method.name,
+)  # fmt: skip
+def test_correct_methods_pass(method):
+    audit = audit_of(method, runs=40)
+    assert not audit.suspicious
+    assert audit.draws > 500
+
+
+@dataclass(frozen=True)
+class Lying:
+    """Draws from q, and says it drew from a sharper law."""
+
+    def draw(self, q, count, dice):
+        law = q**2
+        return [Draws(Independent().draw(q, count, dice)[0].tokens, law / law.sum(), replacement=True)]
+
+
+def test_a_wrong_draft_law_is_seen():
+    method = sb.Method(
+        "", "", 1, lambda _, lm: Parts(TreeDrafter(lm, Branching((1,), Lying())), PathRule(), FixedShape(3, 1), "")
+    )
+    assert abs(audit_of(method, runs=200).z_accept) > 4
+
+
+class Careless(PathRule):
+    """After a refusal it draws from p and not from the residual."""
+
+    def verify(self, session, forest, scored):
+        walk, going = single.Walk(session, forest, scored), True
+        while going and walk.node >= 0:
+            drafts, p = walk.candidates(walk.node), walk.p(walk.node)
+            (taken,) = draws(walk.trials_under(walk.node), p, 1, session.dice)
+            token = taken.token if taken.draft >= 0 else session.dice.pick(p)
+            going = walk.emit(token, drafts[taken.draft][1] if taken.draft >= 0 else -1)
+        return walk.verdict()
+
+
+def test_a_wrong_output_law_is_seen():
+    method = sb.Method(
+        "",
+        "",
+        1,
+        lambda _, lm: Parts(TreeDrafter(lm, Branching((1,), Independent())), Careless(), FixedShape(3, 1), ""),
+    )
+    assert abs(audit_of(method).z_logp) > 8
+
+
+def test_the_report_has_the_audit_and_failures_are_loud(monkeypatch):
+    pair = words.pair()
+    one = sb.generate(pair, "abc", sb.speculative_sampling(3), seed=1, max_new_tokens=12, audit=True)[0]
+    assert one.report.audit.trials > 0
+    assert sb.generate(pair, "abc", sb.speculative_sampling(3), seed=1, max_new_tokens=3)[0].report.audit is None
+    monkeypatch.setattr(Audit, "z_accept", 7.0)
+    with pytest.warns(errors.AuditWarning, match="AUDIT FAILED"):
+        sb.generate(pair, "abc", sb.speculative_sampling(3), seed=1, max_new_tokens=12, audit=True)
+
+
+def test_the_moments_of_a_draw():
+    p = np.array([0.5, 0.25, 0.25, 0.0])
+    with np.errstate(divide="ignore"):
+        logp = np.log(p)
+    drawn = [Audit.of_draw(logp, token) for token in range(3)]
+    assert sum(odds * one.logp_surprise for odds, one in zip(p, drawn, strict=False)) == pytest.approx(0)
+    assert sum(odds * one.logp_surprise**2 for odds, one in zip(p, drawn, strict=False)) == pytest.approx(
+        drawn[0].logp_variance
+    )
