@@ -340,3 +340,20 @@ def test_a_model_may_draft_for_itself():
     pair = sb.load(model, model, tokenizer=words.tokenizer())
     one = sb.generate(pair, "abc", sb.dsbd(2, 3, 3, "fixed"), seed=0, max_new_tokens=12, eos_token_id=60)[0]
     assert one.report.target_passes == 3
+
+
+def test_auto_measures_once_and_keeps_its_choice(tmp_path, monkeypatch):
+    from specbeam.generation import chosen_by_speed
+    from specbeam.settings import Settings
+
+    monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
+    pair = words.pair()
+    _, first = chosen_by_speed(pair, ["abc", "Hello"], Settings(), tokens=4)
+    _, again = chosen_by_speed(pair, ["abc", "Hello"], Settings(), tokens=4)
+    assert (first.measured_now, again.measured_now) == (True, False)
+    assert first.name == again.name
+    assert set(first.tokens_per_second) == set(again.tokens_per_second)
+    _, cold = chosen_by_speed(pair, ["abc"], Settings(temperature=0.0), tokens=4)
+    assert cold.measured_now
+    one = sb.generate(pair, "abc", "auto", seed=2, max_new_tokens=5)[0]
+    assert one.report.law == "exact: plain sampling"

@@ -15,6 +15,7 @@ FLOORS = [
     {"draft", "verify"},
     {"decode", "recipes"},
     {"pair"},
+    {"auto"},
     {"generation"},
     {"hf", "evaluate"},
     {"hf_repository"},

@@ -37,6 +37,7 @@ _HOMES = {
             "prompt_lookup",
             "suffix_match",
             "token_recycling",
+            "auto",
         ),
         "recipes.sequences",
     ),
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from specbeam.recipes.beams import sampling as sampling
     from specbeam.recipes.catalogue import methods as methods
     from specbeam.recipes.method import Method as Method
+    from specbeam.recipes.sequences import auto as auto
     from specbeam.recipes.sequences import block_verification as block_verification
     from specbeam.recipes.sequences import gsd as gsd
     from specbeam.recipes.sequences import multi_draft as multi_draft

@@ -3,8 +3,10 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from specbeam.auto import Choice, fastest, tokens_per_second
 from specbeam.decode import decode
 from specbeam.dice import request_key
 from specbeam.energy import EnergyMeter
@@ -62,7 +64,8 @@ def generate(
     """
     if isinstance(pair, str):
         pair = load(pair)
-    request = Request(pair, prompts, resolve(method), _settings(options, generation_config), seed, audit)
+    settings = _settings(options, generation_config)
+    request = Request(pair, prompts, _resolved(pair, prompts, method, settings), settings, seed, audit)
     if streamer is not None and len(request.prompt_of) != 1:
         raise NotSupported(
             f"a streamer follows one prompt with one return sequence; there are {len(request.prompt_of)}"
@@ -122,12 +125,32 @@ def turns_of(pair: Pair, prompt: Prompt, method: Method | str = "dsbd", **option
 
 def _single(pair: Pair, prompt: Prompt, method: Method | str, options: dict[str, Any]) -> "Request":
     seed, config = options.pop("seed", None), options.pop("generation_config", None)
-    request = Request(pair, prompt, resolve(method), _settings(options, config), seed)
+    settings = _settings(options, config)
+    request = Request(pair, prompt, _resolved(pair, prompt, method, settings), settings, seed)
     if len(request.prompt_of) != 1:
         raise NotSupported("this follows one prompt with one return sequence; call generate() for more")
     for error in request.refused.values():
         raise error
     return request
+
+
+def _resolved(pair: Pair, prompts: Any, method: Method | str, settings: Settings) -> Method:
+    method = resolve(method)
+    return chosen_by_speed(pair, prompts, settings)[0] if method.name == "auto" else method
+
+
+def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 32) -> tuple[Method, Choice]:
+    """The fastest exact method, measured on the first prompts where it is not known yet."""
+    sample = _many(prompts)[:2]
+    short = replace(settings, max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
+
+    def measure(method: Method) -> float:
+        request = Request(pair, sample, method, short, seed=0)
+        return tokens_per_second(
+            lambda: [token for session in run(request, 1, None) for token in next(session.hypotheses()).tokens]
+        )
+
+    return fastest(pair, settings, measure)
 
 
 def settled_tokens(session: Session) -> list[int]:
@@ -263,8 +286,6 @@ def _collected(results: dict[int, list[Generation] | SpecbeamError], joules: flo
 
 def _with_energy(one: Generation, joules: float | None, total_tokens: int) -> Generation:
     """A request's energy, shared out by tokens: one pass serves many prompts and has one meter."""
-    from dataclasses import replace
-
     if joules is None or total_tokens == 0:
         return one
     share: Report = replace(one.report, joules=joules * len(one.tokens) / total_tokens)

@@ -135,6 +135,8 @@ def test_inspect_draws_a_forest(models, tmp_path):
 
 
 def test_an_audited_run_says_how_it_went(models):
-    code, _, err = specbeam("generate", "hello", *models, "--audit", "--method", "speculative_sampling", "--max-new-tokens", "20")
+    code, _, err = specbeam(
+        "generate", "hello", *models, "--audit", "--method", "speculative_sampling", "--max-new-tokens", "20"
+    )
     assert code == 0
     assert "audit passed: z_accept" in err

@@ -174,10 +174,11 @@ def test_the_published_recycling_template():
 def test_recycling_learns_saves_and_loads(tmp_path):
     """A text of first order: once every token was seen, whole drafts are accepted."""
     following = {0: 1, 1: 2, 2: 3, 3: 0}
-    law = lambda path: (
-        np.eye(4)[following[path[-1] if path else 0]] * 0.97
-        + 0.01 * (1 - np.eye(4)[following[path[-1] if path else 0]])
-    )  # noqa: E731
+
+    def law(path):
+        sure = np.eye(4)[following[path[-1] if path else 0]]
+        return 0.97 * sure + 0.01 * (1 - sure)
+
     memory = Successors.empty(4, 2)
     for _ in range(2):
         session = session_of(sb.token_recycling(4, memory), None, steps=24, warp=Warp(greedy=True))

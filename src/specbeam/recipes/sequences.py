@@ -277,6 +277,21 @@ def multi_draft(others: Sequence[Any] = (), counts: Sequence[int] = (2, 1, 1), r
     return Method("multi_draft", EXACT, 1, build, needs_draft=True)
 
 
+def auto() -> Method:
+    """The fastest exact method for one sequence, by measurement on the first prompts; the choice is kept on disk.
+
+    Law: exact: plain sampling
+    Paper: none
+
+    What it depends on: both models, the sampling settings, the machine. Approximate methods are never chosen.
+    """
+
+    def build(target: LM | None, draft: LM | None) -> Parts:
+        raise NotSupported("auto has to be measured first; it works in generate() and on the command line")
+
+    return Method("auto", EXACT, 1, build)
+
+
 def _branching(name: str, counts: Sequence[int], children: Children, rule: RuleName, needs_draft: bool) -> Method:
     _check_counts(counts)
     return _grown(name, Branching(tuple(counts), children), rule, "fixed", len(counts), needs_draft)

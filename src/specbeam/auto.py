@@ -1,0 +1,116 @@
+"""The fastest exact method for this pair, these settings and this machine: by measurement, once, kept on disk."""
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specbeam import __version__
+from specbeam.pair import Pair
+from specbeam.recipes.beams import sampling
+from specbeam.recipes.method import Method
+from specbeam.recipes.sequences import (
+    block_verification,
+    opt_tree,
+    prompt_lookup,
+    rsd_s,
+    speculative_sampling,
+    token_recycling,
+    traversal,
+)
+from specbeam.settings import Settings
+
+Measure = Callable[[Method], float]  # tokens per second of a method on some prompts
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and the figures behind it."""
+
+    name: str
+    tokens_per_second: dict[str, float]
+    measured_now: bool
+
+
+def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
+    """Exact methods for one sequence. Approximate ones are never chosen."""
+    alone: dict[str, Callable[[], Method]] = {
+        "sampling": sampling,
+        "prompt_lookup": prompt_lookup,
+        "token_recycling depth 3": lambda: token_recycling(3),
+    }
+    drafted: dict[str, Callable[[], Method]] = {
+        "speculative_sampling depth 2": lambda: speculative_sampling(2),
+        "speculative_sampling depth 4": lambda: speculative_sampling(4),
+        "block_verification depth 4": lambda: block_verification(4),
+        "traversal 2,1,1": lambda: traversal((2, 1, 1)),
+        "rsd_s 3 x 3": lambda: rsd_s(3, 3),
+        "opt_tree 12 nodes": lambda: opt_tree(12, 4),
+    }
+    return alone | (drafted if has_draft else {})
+
+
+def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) -> tuple[Method, Choice]:
+    """The candidate of most tokens per second; `measure` runs one. Rounds are interleaved and the first is warm-up."""
+    made = candidates(pair.draft is not None)
+    place = _cache() / f"auto-{_fingerprint(pair, settings)}.json"
+    known = _read(place)
+    if known is not None and known["name"] in made:
+        return made[known["name"]](), Choice(known["name"], known["tokens_per_second"], measured_now=False)
+    methods = {name: make() for name, make in made.items()}
+    rounds: dict[str, list[float]] = {name: [] for name in methods}
+    for number in range(repeats + 1):
+        for name, method in methods.items():
+            speed = measure(method)
+            if number:
+                rounds[name].append(speed)
+    speeds = {name: round(statistics.median(values), 2) for name, values in rounds.items()}
+    best = max(speeds, key=lambda name: speeds[name])
+    _write(place, {"name": best, "tokens_per_second": speeds})
+    return methods[best], Choice(best, speeds, measured_now=True)
+
+
+def tokens_per_second(run: Callable[[], Sequence[object]]) -> float:
+    """Speed of a run that returns its tokens."""
+    began = time.perf_counter()
+    tokens = run()
+    return len(tokens) / (time.perf_counter() - began)
+
+
+def _fingerprint(pair: Pair, settings: Settings) -> str:
+    """Names everything that the choice depends on."""
+    models = [
+        None if model is None else [model.config.to_json_string(use_diff=False), str(model.dtype), str(model.device)]
+        for model in (pair.target_model, pair.draft_model)
+    ]
+    law = [settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.repetition_penalty]
+    machine = [platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__]
+    text = json.dumps([models, law, machine, __version__])
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _cache() -> Path:
+    root = os.environ.get("SPECBEAM_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "specbeam"
+
+
+def _read(place: Path) -> dict | None:
+    try:
+        return json.loads(place.read_text())
+    except (OSError, ValueError):  # nothing measured yet, or a file cut short: measure again
+        return None
+
+
+def _write(place: Path, record: dict) -> None:
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(record))
+    except OSError:  # a read-only home costs a measurement, not the answer
+        return
