@@ -68,7 +68,7 @@ def test_a_layer_has_the_target_law(kernel, drafted_with, with_replacement):
 
 
 def test_dead_drafts_may_also_be_dropped_if_rho_is_renormalised():
-    """The two exact treatments of dead parents give the same law (dsbd.md 4.1)."""
+    """The two exact treatments of dead parents give the same law."""
     for p, rho in cases():
         live = rho[: len(p)] / max(rho[: len(p)].sum(), 1e-300)
 
@@ -98,7 +98,7 @@ def _all_of(dice, rho, drafts):
 
 
 def test_the_worked_refusals_without_replacement():
-    """dsbd.md 4.2: acceptance odds 1/4 and 0, then a residual that is sure."""
+    """Acceptance odds 1/4 and 0, then a residual that is sure."""
     p, rho = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.2, 0.3, 0.4])
     for kernel in (draws, draws_fast):
         asked = []
@@ -147,7 +147,7 @@ def test_the_twins_agree_on_long_random_chains():
             np.testing.assert_allclose(first, second, atol=1e-9)
 
 
-# What must fail: each is found in a public implementation or a tempting shortcut (dsbd.md 4.6).
+# What must fail: each is found in a public implementation or a tempting shortcut.
 
 
 def upside_down(dice, p, rho, want):
