@@ -46,7 +46,7 @@ def one_turn(parts_of, target, draft, depth, width=0, eos=(), steps=20):
 
     def program(dice):
         lm = TableLM(draft)
-        session = session_of(parts_of(lm), None, dice, steps, eos)
+        session = session_of(parts_of(lm), lm, dice, steps, eos)
         forest = session.parts.drafter.draft([session], [Shape(depth, width)])[0]
         scored = TableLM(target).extend([session], [forest])[0]
         verdict = session.parts.rule.verify(session, forest, scored)

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
 
-Topology = tuple["Topology", ...]
+Topology = tuple[Any, ...]  # the subtrees under a node, in the order in which its children are tried; leaves are ()
 
 
 def sequoia_tree(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[Topology, float]:

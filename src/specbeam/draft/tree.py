@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from specbeam.control.best_tree import Topology
 from specbeam.control.confidence import Stopping
 from specbeam.draft.children import Best, Children, Draws, distinct
 from specbeam.errors import NotSupported
@@ -148,9 +149,6 @@ class Branching(Complete):
             for draws in children.draw(row, count, sprout.session.dice):
                 front += sprout.bear(node, draws).tolist()
         sprout.front = np.array(distinct([node for node in front if node >= 0]), dtype=np.int64)
-
-
-Topology = tuple["Topology", ...]  # the subtrees under a node, in the order in which its children are tried
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,120 @@
+"""Controllers: what they learn, and that they change speed and never the law."""
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam.control.best_tree import CostCurve, fastest_tree, sequoia_tree
+from specbeam.control.confidence import TrackedThreshold
+from specbeam.control.thompson import Thompson, best_length
+from specbeam.draft.tree import depth_of, size_of
+from specbeam.lm.table import TableLM
+from specbeam.records import Shape
+from tests.support.exact import distance
+from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
+from tests.support.programs import random_table, run, session_of
+
+RANKS = (0.7, 0.175, 0.125)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tokens"),
+    [(2, 1.7), (3, 2.19), (5, 2.7731), (6, 2.9481), (7, 3.11617), (8, 3.24117), (9, 3.36367)],
+)
+def test_sequoia_finds_the_worked_optima(nodes, tokens):
+    tree, found = sequoia_tree(RANKS, nodes, nodes)
+    assert found == pytest.approx(tokens, abs=1e-9)
+    assert size_of(tree) == nodes - 1
+    assert expected_tokens(tree) == pytest.approx(found)
+
+
+def expected_tokens(tree):
+    return 1 + sum(odds * expected_tokens(child) for odds, child in zip(RANKS, tree, strict=False))
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_sequoia_is_the_heap_when_odds_fall(depth):
+    for nodes in (2, 4, 7, 9):
+        values, front = [1.0], [1.0]
+        for _ in range(depth):
+            front = [value * odds for value in front for odds in RANKS]
+            values += front
+        best = sum(sorted(values, reverse=True)[:nodes])
+        assert sequoia_tree(RANKS, nodes, depth)[1] == pytest.approx(best)
+
+
+def test_the_hardware_rule_on_its_worked_example():
+    """Counting the root as a layer: 3.970 time units per token with 16 nodes and 6 layers."""
+    cost = CostCurve((1, 2, 4, 8, 16), (10, 10, 10, 12, 14), 0.3)
+    tree, time = fastest_tree(RANKS, cost, 16, 9)
+    tokens = expected_tokens(tree)
+    assert (size_of(tree) + 1, depth_of(tree) + 1) == (16, 6)
+    assert (6 * 0.3 + 14) / tokens == pytest.approx(3.970, abs=5e-4)
+    assert time == pytest.approx((5 * 0.3 + 14) / tokens)
+
+
+def test_best_length_is_the_published_table():
+    table = {0.5: (5, 4, 3, 2, 1), 0.7: (9, 8, 6, 4, 3), 0.9: (24, 19, 13, 10, 7)}
+    for rate, lengths in table.items():
+        assert tuple(best_length(rate, cost, 40) for cost in (0.01, 0.02, 0.05, 0.1, 0.2)) == lengths
+
+
+CONTROLLERS = ["fixed", "confidence", "tracked", "thompson", "calibrated"]
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+@pytest.mark.parametrize("rule", ["path", "traversal"])
+def test_no_controller_changes_the_law(controller, rule):
+    target, draft = PAIRS["EX3M"]
+
+    def make(lm):
+        return sb.speculative_sampling(2, rule, controller)
+
+    law, _ = law_and_mean(one_turn(make, target, draft, 2), target, 3)
+    assert distance(law, completed(target, (), 3)) < 1e-12
+
+
+@pytest.mark.parametrize("controller", CONTROLLERS)
+def test_controllers_change_no_greedy_text(controller):
+    target, draft = TableLM(random_table(1, 5)), TableLM(random_table(2, 5))
+    from specbeam.probs import Warp
+
+    plain = session_of(sb.greedy(), None, steps=20, warp=Warp(greedy=True))
+    run(plain, target)
+    session = session_of(sb.speculative_sampling(6, controller=controller), draft, steps=20, warp=Warp(greedy=True))
+    run(session, target)
+    assert session.settled == plain.settled
+
+
+def test_thompson_learns_the_rate():
+    """Drafts of a twin of the target are always accepted, those of a stranger hardly ever; lengths follow."""
+    lengths = {}
+    for name, seed in (("twin", 1), ("stranger", 2)):
+        target, draft = TableLM(random_table(1, 6)), TableLM(random_table(seed, 6))
+        controller = Thompson(cost=0.3, most=8)
+        session = session_of(sb.speculative_sampling(8, controller=controller), draft, steps=150)
+        turns = run(session, target)
+        lengths[name] = np.mean([turn.shape.depth for turn in turns[-10:-2]])
+        belief = session.state[controller]
+        assert belief.accepted - 1 == sum(turn.verdict.accepted for turn in turns)
+        assert belief.refused - 1 == sum(turn.verdict.accepted < len(turn.forest.groups) for turn in turns)
+    assert lengths["twin"] > 6
+    assert lengths["stranger"] < 5
+
+
+def test_the_tracked_threshold_follows_acceptance():
+    target = TableLM(random_table(1, 6))
+    ends = []
+    for seed in (1, 2):
+        controller = TrackedThreshold(start=0.2, wanted=0.9, most=4)
+        session = session_of(
+            sb.speculative_sampling(4, controller=controller), TableLM(random_table(seed, 6)), steps=120
+        )
+        run(session, target)
+        ends.append(session.state[controller][0])
+    assert ends[0] < 0.2 < ends[1]
+
+
+def test_a_plan_never_drafts_beyond_the_limit():
+    session = session_of(sb.speculative_sampling(9), TableLM([0.5, 0.5]), steps=4)
+    assert session.parts.controller.plan(session) == Shape(3, 1)
