@@ -17,7 +17,7 @@ FLOORS = [
     {"pair"},
     {"auto"},
     {"generation"},
-    {"hf", "evaluate"},
+    {"hf", "evaluate", "bench"},
     {"hf_repository"},
     {"cli"},
 ]

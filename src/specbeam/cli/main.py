@@ -134,6 +134,32 @@ def same_beams(
     raise typer.Exit(run(prompts or [], file, model, draft, setting, seed, batch_size, max_new_tokens, json))
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measure methods side by side.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("efficiency")
+def block_efficiency(
+    prompts: Annotated[Optional[list[str]], typer.Argument(help="Prompts. None: the demo's sentences.")] = None,  # noqa: UP045
+    model: Model = "bundled",
+    draft: Draft = None,
+    file: Annotated[list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl.")] = [],  # noqa: B006
+    budget: Annotated[list[int], typer.Option(help="Scored nodes per pass: 5, 10, 21 or 30.")] = [5, 10, 21, 30],  # noqa: B006
+    temperature: Annotated[Optional[float], typer.Option(help="Sampling temperature.")] = None,  # noqa: UP045
+    rows: Annotated[int, typer.Option(help="Most prompts.")] = 60,
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 48,
+    seed: int = 0,
+    plot: Annotated[Optional[Path], typer.Option(help="Write a picture here.")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """Tokens per pass of the target, for every method for one sequence, at a fixed budget of scored nodes."""
+    from specbeam.cli.bench import block_efficiency as run
+
+    raise typer.Exit(
+        run(prompts or [], file, model, draft, budget, temperature, rows, max_new_tokens, seed, plot, json)
+    )
+
+
 @app.command()
 def demo(
     beams: Annotated[int, typer.Option(help="Beams of beam sampling and DSBD.")] = 4,

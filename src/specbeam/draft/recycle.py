@@ -36,6 +36,11 @@ def template() -> list[Ranks]:
     return [(*map(int, path), int(rank)) for level in _LEVELS for path, ranks in level.items() for rank in ranks]
 
 
+def likeliest(nodes: int) -> tuple[Ranks, ...]:
+    """The `nodes` paths of the template of smallest rank sum plus depth: parents always come before children."""
+    return tuple(sorted(template(), key=lambda path: (sum(path) + len(path), path))[:nodes])
+
+
 @dataclass(eq=False)
 class Successors:
     """For each token the `k` tokens that the target last thought likeliest after it, int32[vocab, k].

@@ -11,7 +11,7 @@ from specbeam.draft.best_first import BestFirst
 from specbeam.draft.children import BestAndOne, Children, Distinct, Independent
 from specbeam.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.draft.merged import Graph, ManyDrafters, Pruned
-from specbeam.draft.recycle import Successors, TokenRecycling
+from specbeam.draft.recycle import Successors, TokenRecycling, likeliest
 from specbeam.draft.tree import Branching, FixedTree, Growth, StochasticBeam, TreeDrafter, depth_of
 from specbeam.errors import BadSetting, LostLaw, NotSupported
 from specbeam.lm.base import LM
@@ -232,7 +232,7 @@ def suffix_match(depth: int = 16, per_match: float = 4.0) -> Method:
     return _retrieving("suffix_match", SuffixMatch(per_match), depth)
 
 
-def token_recycling(depth: int = 6, memory: Successors | None = None, k: int = 8) -> Method:
+def token_recycling(depth: int = 6, memory: Successors | None = None, k: int = 8, nodes: int = 80) -> Method:
     """What the target nearly said is remembered in a table of successors and drafted again; no draft model.
 
     Law: exact: plain sampling
@@ -242,15 +242,16 @@ def token_recycling(depth: int = 6, memory: Successors | None = None, k: int = 8
         depth: layers of the static tree that are used.
         memory: a table to start from and to go on with (`Successors.load`); by default one per method.
         k: successors per token.
+        nodes: of the published tree of 80, the first in each rank order: fewer for machines where a node costs time.
     """
-    at_least_one(depth=depth, k=k)
+    at_least_one(depth=depth, k=k, nodes=nodes)
     kept: list[Successors] = [] if memory is None else [memory]
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         if not kept:
             assert target is not None
             kept.append(Successors.empty(target.vocab, k))
-        return Parts(TokenRecycling(kept[0]), MatchRule(), FixedShape(depth, 0), EXACT)
+        return Parts(TokenRecycling(kept[0], likeliest(nodes)), MatchRule(), FixedShape(depth, 0), EXACT)
 
     return Method("token_recycling", EXACT, 1, build)
 

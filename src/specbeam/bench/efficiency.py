@@ -1,0 +1,151 @@
+"""Block efficiency at a fixed budget of scored nodes: how many tokens a pass of the target yields (RSD's protocol).
+
+Comparing trees at equal depth flatters the wide ones; what the target pays for is nodes. Each recipe enters with the shapes
+that fit the budget, and the best of them is shown.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from specbeam.generation import Prompt, turns_of
+from specbeam.pair import Pair
+from specbeam.recipes import sequences as recipes
+from specbeam.recipes.method import Method
+
+BUDGETS = (5, 10, 21, 30)
+BRANCHING = {5: [(2, 1), (5,), (1, 2, 1)], 10: [(2, 2, 1), (2, 1, 1, 1, 1), (5, 1)],
+             21: [(3, 2, 2), (3, 2, 1, 1), (7, 2)], 30: [(2, 2, 2, 2), (3, 3, 2), (3, 3, 1, 1)]}  # fmt: skip
+BEAMS = {5: [(1, 5), (2, 2)], 10: [(2, 5), (3, 3)], 21: [(3, 7), (4, 5), (7, 3)], 30: [(3, 10), (5, 6), (6, 5)]}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One recipe at one budget."""
+
+    recipe: str
+    budget: int
+    shape: str
+    efficiency: float  # emitted tokens per pass of the target
+    low: float  # 95 % interval, bootstrap over prompts
+    high: float
+    nodes: float  # scored per pass, mean
+    draft_passes: float  # per pass of the target, mean
+
+
+def contenders(budget: int) -> dict[str, dict[str, Callable[[], Method]]]:
+    """Recipe -> shape -> method, none with more nodes than the budget."""
+    chains = [length for length in (budget, 8, 5) if length <= budget]
+    counts, beams = BRANCHING[budget], BEAMS[budget]
+    depth = 2 if budget < 14 else 3
+    return {
+        "speculative_sampling": {f"{n}": partial(recipes.speculative_sampling, n) for n in chains},
+        "block_verification": {f"{n}": partial(recipes.block_verification, n) for n in chains},
+        "specinfer": {f"{c}": partial(recipes.specinfer, c) for c in counts},
+        "rsd_c": {f"{c}": partial(recipes.rsd_c, c) for c in counts},
+        "rsd_s": {f"{w} x {d}": partial(recipes.rsd_s, w, d) for w, d in beams},
+        "sequoia": {f"{budget} nodes": partial(recipes.sequoia, budget, 8)},
+        "spechub": {f"depth {depth}": partial(recipes.spechub, depth)} if budget > 5 else {},
+        "traversal": {f"{c}": partial(recipes.traversal, c) for c in counts},
+        "traversal, best and one": {f"{c}": partial(recipes.traversal, c, "best_and_one") for c in counts},
+        "multi_draft": {"2 x (1, 1)": partial(recipes.multi_draft, [], (1, 1))},
+        "opt_tree": {f"{budget} nodes": partial(recipes.opt_tree, budget, 8)},
+        "gsd": {f"{budget} nodes": partial(recipes.gsd, 5, 3, 0, budget)},
+        "propd": {f"{budget} nodes": partial(recipes.propd, budget, 6)},
+        "prompt_lookup": {f"{budget}": partial(recipes.prompt_lookup, budget)},
+        "suffix_match": {f"{budget}": partial(recipes.suffix_match, budget)},
+        "token_recycling": {f"{budget} nodes": partial(recipes.token_recycling, 6, None, 8, budget)},
+    }
+
+
+def efficiency(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    budgets: Sequence[int] = BUDGETS,
+    seed: int = 0,
+    told: Callable[[Cell], None] | None = None,
+    **options: Any,
+) -> list[Cell]:
+    """A cell per recipe and budget; `told` hears of each as it is measured."""
+    cells = []
+    for budget in budgets:
+        for recipe, shapes in contenders(budget).items():
+            found = [
+                _cell(pair, prompts, recipe, budget, shape, make(), seed, options) for shape, make in shapes.items()
+            ]
+            if found:
+                cells.append(max(found, key=lambda cell: cell.efficiency))
+                if told is not None:
+                    told(cells[-1])
+    return cells
+
+
+def _cell(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    recipe: str,
+    budget: int,
+    shape: str,
+    method: Method,
+    seed: int,
+    options: dict,
+) -> Cell:
+    rows = []
+    for prompt in prompts:
+        turns = list(turns_of(pair, prompt, method, seed=seed, **options))
+        emitted = sum(len(turn.verdict.steps) for turn in turns)
+        nodes = sum(len(turn.forest) - 1 for turn in turns)
+        rows.append((emitted, len(turns), nodes, sum(turn.shape.depth for turn in turns)))
+    table = np.array(rows, dtype=float)
+    emitted, passes, nodes, layers = table.sum(0)
+    rng = np.random.default_rng(0)
+    again = table[rng.integers(0, len(table), (2000, len(table)))].sum(1)
+    low, high = np.quantile(again[:, 0] / again[:, 1], [0.025, 0.975])
+    return Cell(recipe, budget, shape, emitted / passes, float(low), float(high), nodes / passes, layers / passes)
+
+
+def as_markdown(cells: Sequence[Cell]) -> str:
+    """A row per recipe, a column per budget."""
+    budgets = sorted({cell.budget for cell in cells})
+    lines = [
+        "| recipe | " + " | ".join(f"{budget} nodes" for budget in budgets) + " |",
+        "| --- " * (len(budgets) + 1) + "|",
+    ]
+    for recipe in dict.fromkeys(cell.recipe for cell in cells):
+        row = {cell.budget: cell for cell in cells if cell.recipe == recipe}
+        texts = [
+            f"**{row[b].efficiency:.2f}** ({row[b].low:.2f} to {row[b].high:.2f}) {row[b].shape}" if b in row else ""
+            for b in budgets
+        ]
+        lines.append(f"| `{recipe}` | " + " | ".join(texts) + " |")
+    return "\n".join(lines)
+
+
+def plot(cells: Sequence[Cell], path: str) -> None:
+    """Efficiency against budget, a line per recipe, with intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    names = list(dict.fromkeys(cell.recipe for cell in cells))
+    colours = pyplot.get_cmap("tab20")
+    for place, recipe in enumerate(names):
+        row = sorted((cell for cell in cells if cell.recipe == recipe), key=lambda cell: cell.budget)
+        x = np.array([cell.budget for cell in row]) + 0.12 * (place - len(names) / 2)
+        y = np.array([cell.efficiency for cell in row])
+        bars = np.array([[cell.efficiency - cell.low for cell in row], [cell.high - cell.efficiency for cell in row]])
+        axes.errorbar(
+            x, y, yerr=np.maximum(bars, 0), marker="o", capsize=2, label=recipe, color=colours(place % 20), lw=1.2
+        )
+    axes.set_xlabel("nodes scored per pass of the target (budget)")
+    axes.set_ylabel("tokens per pass of the target")
+    axes.set_xticks(sorted({cell.budget for cell in cells}))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
