@@ -39,8 +39,8 @@ test: $(VENV)/dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" --durations=10
 	@echo "All tests passed. Next: make demo, or read CONTRIBUTING.md."
 
-test-all: $(VENV)/dev
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not gpu" --durations=20
+test-all: test
+	@SPECBEAM_TYPES=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "slow and not gpu" --durations=20
 	@echo "All tests passed, the slow ones too. Next: make bench."
 
 lint: $(VENV)/dev

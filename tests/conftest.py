@@ -1,7 +1,11 @@
-"""Every call inside specbeam is checked for types and shapes while the tests run."""
+"""Every call inside specbeam is checked for types and shapes while the tests run, unless SPECBEAM_TYPES=off: the slow
+tests draw millions of tokens and are about speed of drawing."""
+
+import os
 
 from jaxtyping import install_import_hook
 
 import tests.support.checking  # noqa: F401 - the hook looks it up by name
 
-install_import_hook("specbeam", "tests.support.checking.checked")
+if os.environ.get("SPECBEAM_TYPES") != "off":
+    install_import_hook("specbeam", "tests.support.checking.checked")

@@ -14,7 +14,7 @@ from specbeam.records import Shape, Turn
 from specbeam.session import Drafter, Session
 
 
-def united(forests: list[Forest]) -> tuple[Forest, list[Int64[np.ndarray, " nodes"]]]:
+def united(forests: list[Forest]) -> tuple[Forest, list[Int64[np.ndarray, " _"]]]:
     """Trees with the same root as one: a path is there if one of them has it. Also the new name of each old node.
 
     Groups keep their order, so a node reached by two trees tries the drafts of the first before those of the second.
@@ -42,8 +42,8 @@ def _renamed(group: Group, names: Int64[np.ndarray, " nodes"]) -> Group:
 
 
 def completed(
-    own: Forest, whole: Forest, names: Int64[np.ndarray, " nodes"]
-) -> tuple[Forest, Int64[np.ndarray, " nodes"]]:
+    own: Forest, whole: Forest, names: Int64[np.ndarray, " own"]
+) -> tuple[Forest, Int64[np.ndarray, " whole"]]:
     """`own` with the nodes of `whole` that it lacks hung behind, and where it has each node of `whole`."""
     back = np.full(len(whole), -1, dtype=np.int64)
     back[names] = np.arange(len(names))

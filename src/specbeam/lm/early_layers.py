@@ -13,24 +13,19 @@ if TYPE_CHECKING:
 
 
 def early_layers(model: "PreTrainedModel", layers: int) -> HuggingFaceLM:
-    """A scorer that runs `layers` layers of `model`; the weights are shared, nothing is copied.
-
-    For models that keep their layers in ``model.model.layers`` (Llama and its relatives).
-    """
-    inner = getattr(model, "model", None)
-    blocks = getattr(inner, "layers", None)
-    if inner is None or not isinstance(blocks, torch.nn.ModuleList):
-        raise NotSupported(
-            f"{type(model).__name__} does not keep its layers in model.model.layers; early layers need that"
-        )
-    if not 1 <= layers <= len(blocks):
-        raise BadSetting(f"early layers is {layers}; {type(model).__name__} has {len(blocks)}")
-    short = _with(
-        model,
-        config=_shortened(model, layers),
-        model=_with(inner, layers=blocks[:layers], config=_shortened(model, layers)),
-    )
-    return HuggingFaceLM(short)
+    """A scorer that runs `layers` layers of `model`; the weights are shared, nothing is copied."""
+    total, name = model.config.num_hidden_layers, type(model).__name__
+    if not 1 <= layers <= total:
+        raise BadSetting(f"early layers is {layers}; {name} has {total}")
+    body = getattr(model, model.base_model_prefix)
+    stacks = [
+        key for key, value in body.named_children() if isinstance(value, torch.nn.ModuleList) and len(value) == total
+    ]
+    if len(stacks) != 1:
+        raise NotSupported(f"{name} does not keep its layers in one list under .{model.base_model_prefix}")
+    config = _shortened(model, layers)
+    short = _with(body, config=config, **{stacks[0]: getattr(body, stacks[0])[:layers]})
+    return HuggingFaceLM(_with(model, config=config, **{model.base_model_prefix: short}))
 
 
 def _with(module: torch.nn.Module, **changes: object) -> Any:

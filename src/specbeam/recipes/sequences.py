@@ -271,7 +271,10 @@ def multi_draft(others: Sequence[Any] = (), counts: Sequence[int] = (2, 1, 1), r
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
-        models = [draft, *(one if isinstance(one, LM) else HuggingFaceLM(one) for one in others)]
+        if not others and not isinstance(draft, HuggingFaceLM):
+            raise NotSupported("multi_draft needs other draft models: multi_draft(others=[...])")
+        more = others or [draft.model]  # type: ignore[attr-defined]
+        models = [draft, *(one if isinstance(one, LM) else HuggingFaceLM(one) for one in more)]
         drafters = tuple(TreeDrafter(lm, Branching(tuple(counts), Distinct())) for lm in models)
         return Parts(ManyDrafters(drafters), _rule(rule), FixedShape(len(counts), 0), EXACT)
 
