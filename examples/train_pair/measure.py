@@ -33,7 +33,7 @@ def main(
     sentences = some(translations(data, "valid"), rows, rng)
     words = some(sounds(data, "valid"), rows, rng)
     for name in ("target", "draft"):
-        alone = sb.load(pair / name)
+        alone = sb.load(pair / name, tokenizer=pair / "target")
         for mode, method, options in (("sampling", sb.sampling(), {}), ("beam search 4", sb.beam_sampling(4), SEARCH)):
             english = answers(alone, sentences, method, options)
             bleu = sacrebleu.corpus_bleu(english, [[one.answers[0] for one in sentences]]).score
