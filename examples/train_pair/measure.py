@@ -44,7 +44,8 @@ def main(
         print(f"acceptance per draft token, {job}: {acceptance(models, [one.prompt for one in examples[:300]]):.3f}")
     target_ms, draft_ms = costs(models)
     print(
-        f"target pass of 28 nodes {target_ms:.2f} ms, draft step of 6 nodes {draft_ms:.2f} ms: {target_ms / draft_ms:.1f} to 1"
+        f"target pass of 28 nodes {target_ms:.2f} ms, draft step of 6 nodes {draft_ms:.2f} ms: "
+        f"{target_ms / draft_ms:.1f} to 1"
     )
 
 
