@@ -27,6 +27,8 @@ RECIPES = {
     "traversal": lambda draft: sb.traversal((2, 2)),
     "traversal on rsd_s": lambda draft: sb.rsd_s(3, 2, rule="traversal"),
     "multi_draft": lambda draft: sb.multi_draft([draft], (1, 1)),
+    "dyspec": lambda draft: sb.dyspec(5, 3),
+    "survival": lambda draft: sb.speculative_sampling(3, controller="survival"),
     "opt_tree": lambda draft: sb.opt_tree(4, 2, 3),
     "gsd": lambda draft: sb.gsd(2, 2, nodes=8),
     "propd": lambda draft: sb.propd(4, 2, 1, 3),

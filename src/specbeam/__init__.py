@@ -32,6 +32,7 @@ _HOMES = {
             "traversal",
             "multi_draft",
             "opt_tree",
+            "dyspec",
             "gsd",
             "propd",
             "prompt_lookup",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from specbeam.recipes.method import Method as Method
     from specbeam.recipes.sequences import auto as auto
     from specbeam.recipes.sequences import block_verification as block_verification
+    from specbeam.recipes.sequences import dyspec as dyspec
     from specbeam.recipes.sequences import gsd as gsd
     from specbeam.recipes.sequences import multi_draft as multi_draft
     from specbeam.recipes.sequences import opt_tree as opt_tree

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.best_tree import CostCurve, fastest_tree, sequoia_tree
+from specbeam.control.best_tree import fastest_tree, sequoia_tree
 from specbeam.control.confidence import TrackedThreshold
+from specbeam.control.cost import CostCurve, PassTimes
+from specbeam.control.size import SizeByLatency, best_size
+from specbeam.control.survival import Survival
 from specbeam.control.thompson import Thompson, best_length
 from specbeam.draft.tree import depth_of, size_of
 from specbeam.lm.table import TableLM
@@ -59,7 +62,7 @@ def test_best_length_is_the_published_table():
         assert tuple(best_length(rate, cost, 40) for cost in (0.01, 0.02, 0.05, 0.1, 0.2)) == lengths
 
 
-CONTROLLERS = ["fixed", "confidence", "tracked", "thompson", "calibrated"]
+CONTROLLERS = ["fixed", "confidence", "tracked", "thompson", "calibrated", "survival"]
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
@@ -118,3 +121,67 @@ def test_the_tracked_threshold_follows_acceptance():
 def test_a_plan_never_drafts_beyond_the_limit():
     session = session_of(sb.speculative_sampling(9), TableLM([0.5, 0.5]), steps=4)
     assert session.parts.controller.plan(session) == Shape(3, 1)
+
+
+def test_pass_times_follow_a_planted_line_through_noise_and_a_step():
+    rng, times = np.random.default_rng(0), PassTimes(decay=0.95)
+    for fixed, slope in ((10.0, 0.2), (30.0, 1.0)):
+        for _ in range(300):
+            nodes = int(rng.integers(1, 65))
+            times.add(nodes, fixed + slope * nodes + rng.normal(0, 0.5))
+        found = times.line()
+        assert found[0] == pytest.approx(fixed, abs=1)
+        assert found[1] == pytest.approx(slope, abs=0.03)
+
+
+def test_pass_times_without_spread_are_flat():
+    times = PassTimes()
+    assert times.line() == (1.0, 0.0)
+    for _ in range(3):
+        times.add(8, 2.0)
+    assert times.line() == (pytest.approx(2.0), 0.0)
+
+
+def test_the_best_size_never_grows_with_the_cost_of_a_node():
+    sizes = [best_size([RANKS] * 9, 10, slope, 40) for slope in np.linspace(0, 5, 50)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 40
+    assert sizes[-1] <= 3
+
+
+def test_size_by_latency_drafts_less_when_nodes_are_dear():
+    means = {}
+    for slope in (0.0, 1.0):
+        target, draft = TableLM(random_table(1, 6)), TableLM(random_table(1, 6))
+        controller = SizeByLatency(most=16, depth=4)
+        for nodes in (1, 4, 16):
+            controller._memory().times.add(nodes, 1000.0 * (1 + slope * nodes))
+        controller._memory().times.decay = 1.0  # what is measured here is nothing beside these
+        session = session_of(sb.opt_tree(16, 4, 4, controller=controller), draft, steps=60)
+        turns = run(session, target)
+        means[slope] = np.mean([turn.shape.width for turn in turns])
+        memory = controller._memory()
+        assert memory.tries[0].sum() > memory.hits[0].sum() > 2
+    assert means[1.0] < 6 < 12 < means[0.0]
+
+
+def test_survival_drafts_as_far_as_the_draft_is_good_and_cheap():
+    lengths = {}
+    for name, seed, cost in (("twin", 1, 0.05), ("dear twin", 1, 0.9), ("stranger", 2, 0.05)):
+        controller = Survival(cost=cost, most=8)
+        session = session_of(
+            sb.speculative_sampling(8, controller=controller), TableLM(random_table(seed, 6)), steps=200
+        )
+        turns = run(session, TableLM(random_table(1, 6)))
+        lengths[name] = np.mean([len(turn.forest.groups) for turn in turns[5:-5]])
+    assert lengths["twin"] > 5
+    assert lengths["dear twin"] < 2
+    assert lengths["stranger"] < lengths["twin"] - 2
+
+
+def test_sequoia_takes_the_fastest_tree_under_a_cost_curve():
+    cheap, dear = (CostCurve((1, 2, 4, 8, 16), tuple(10 + slope * n for n in (1, 2, 4, 8, 16))) for slope in (0, 10))
+    sizes = [size_of(sb.sequoia(16, 6, RANKS, cost=cost).parts(TableLM([1.0])).drafter.growth.topology)
+             for cost in (cheap, dear)]  # fmt: skip
+    assert sizes[0] == 15
+    assert sizes[1] <= 3

@@ -21,6 +21,7 @@ DRAWN = {
     "specinfer": lambda: sb.specinfer((2, 1)),
     "rsd_c": lambda: sb.rsd_c((2, 1)),
     "sequoia": lambda: sb.sequoia(3, 2),
+    "dyspec": lambda: sb.dyspec(3, 2, 0.2),
     "spechub": lambda: sb.spechub(2),
     "traversal": lambda: sb.traversal((2, 1)),
     "multi_draft": lambda: sb.multi_draft(counts=(1, 1)),

@@ -1,11 +1,12 @@
 """PLAN: the best fixed tree for measured acceptance and measured cost."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
+
+from specbeam.control.cost import CostCurve
 
 Topology = tuple[Any, ...]  # the subtrees under a node, in the order in which its children are tried; leaves are ()
 
@@ -52,18 +53,6 @@ class _Best:
         options = self.value[layers, 1:size, children - 1] + gain[size - 1 : 0 : -1]
         rest = 1 + int(np.argmax(options))
         return (*self._children(rest, layers, children - 1), self.tree(size - rest, layers - 1))
-
-
-@dataclass(frozen=True)
-class CostCurve:
-    """Seconds of a target pass by scored nodes, and of one draft layer."""
-
-    nodes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    draft_layer_s: float = 0.0
-
-    def pass_s(self, nodes: float) -> float:
-        return float(np.interp(nodes, self.nodes, self.seconds))
 
 
 def fastest_tree(

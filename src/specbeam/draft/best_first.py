@@ -1,12 +1,13 @@
 """DRAFT: trees whose shape follows the draft's own confidence, under a budget of nodes."""
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float64
 
 from specbeam.draft.children import Draws
-from specbeam.draft.tree import Sprout
+from specbeam.draft.tree import Complete, Sprout
 from specbeam.probs import best
 
 
@@ -94,3 +95,47 @@ def _group_as_sure(sprout: Sprout) -> None:
         tokens = [token for token, node in sprout.children_of(parent).items() if node in set(sprout.kept.tolist())]
         if tokens:
             sprout.bear(parent, Draws(tokens, sure=True))
+
+
+@dataclass(frozen=True)
+class BestFirstDraws(Complete):
+    """Drawn tokens, as many per node as are worth it (DySpec, arXiv 2410.11744, the variant with a threshold).
+
+    The next draw at a node is worth the worth of the node times the draft mass that its earlier draws left; it is made
+    while that is at least `least` and the tree has fewer than `shape.width` nodes. Worth comes from laws and from earlier
+    draws, never from the draw in question, so each draw still has the draft law without its earlier siblings.
+    """
+
+    least: float = 0.05
+
+    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+        worth: dict[int, float] = sprout.memory.setdefault("worth", {0: 1.0})
+        greedy, left = sprout.session.warp.greedy, np.exp(logq)
+        nodes = sprout.front.tolist()
+        tokens: list[list[int]] = [[] for _ in nodes]
+        odds: list[list[float]] = [[] for _ in nodes]
+        heap = [(-worth[node], row) for row, node in enumerate(nodes)]
+        heapq.heapify(heap)
+        budget = sprout.shape.width - (len(sprout.forest) - 1)
+        while heap and budget > 0 and -heap[0][0] >= self.least:
+            negative, row = heapq.heappop(heap)
+            mass = left[row].sum()
+            if mass <= 0:
+                continue
+            token = int(left[row].argmax()) if greedy else sprout.session.dice.pick(left[row])
+            share = float(left[row, token] / mass)
+            tokens[row].append(token)
+            odds[row].append(-negative * share)
+            left[row, token] = 0.0
+            heapq.heappush(heap, (negative * (1 - share), row))
+            budget -= 1
+        front: list[int] = []
+        for node, row, drawn, values in zip(nodes, logq, tokens, odds, strict=True):
+            if not drawn:
+                continue
+            draws = Draws(drawn, sure=True) if greedy else Draws(drawn, np.exp(row))
+            for child, value in zip(sprout.bear(node, draws).tolist(), values, strict=True):
+                if child >= 0:
+                    worth[child] = value
+                    front.append(child)
+        sprout.front = np.array(front, dtype=np.int64)

@@ -8,6 +8,7 @@ from specbeam.recipes.method import Method, Recipe, described
 from specbeam.recipes.sequences import (
     auto,
     block_verification,
+    dyspec,
     gsd,
     multi_draft,
     opt_tree,
@@ -27,7 +28,7 @@ from specbeam.recipes.sequences import (
 RECIPES: tuple[Callable[..., Method], ...] = (
     greedy, sampling, beam_sampling, dsbd,
     speculative_sampling, block_verification, specinfer, rsd_c, rsd_s, sequoia, spechub, traversal, multi_draft,
-    opt_tree, gsd, propd, prompt_lookup, suffix_match, token_recycling, auto,
+    opt_tree, dyspec, gsd, propd, prompt_lookup, suffix_match, token_recycling, auto,
 )  # fmt: skip
 
 

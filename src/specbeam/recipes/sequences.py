@@ -3,11 +3,14 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from specbeam.control.best_tree import Topology, sequoia_tree
+from specbeam.control.best_tree import Topology, fastest_tree, sequoia_tree
 from specbeam.control.confidence import SureDraft, TrackedThreshold
+from specbeam.control.cost import CostCurve
 from specbeam.control.fixed import FixedShape
+from specbeam.control.size import SizeByLatency
+from specbeam.control.survival import Survival
 from specbeam.control.thompson import Thompson
-from specbeam.draft.best_first import BestFirst
+from specbeam.draft.best_first import BestFirst, BestFirstDraws
 from specbeam.draft.children import BestAndOne, Children, Distinct, Independent
 from specbeam.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.draft.merged import Graph, ManyDrafters, Pruned
@@ -24,7 +27,7 @@ from specbeam.verify.path import PathRule
 from specbeam.verify.traversal import TraversalRule
 
 RuleName = Literal["path", "traversal", "match"]
-ControllerName = Literal["fixed", "confidence", "tracked", "thompson", "calibrated"]
+ControllerName = Literal["fixed", "confidence", "tracked", "thompson", "calibrated", "survival"]
 EXACT = "exact: plain sampling"
 
 
@@ -41,7 +44,8 @@ def speculative_sampling(
     Args:
         depth: draft tokens per pass of the target.
         rule: "path" tries, "traversal" is block verification, "match" samples and compares.
-        controller: who chooses the length of a draft: "fixed", "confidence", "tracked", "thompson", "calibrated", a part.
+        controller: who chooses the length of a draft: "fixed", "confidence", "tracked", "thompson", "calibrated",
+            "survival", or a part.
     """
     at_least_one(depth=depth)
     return _grown("speculative_sampling", Branching((1,), Independent()), rule, controller, depth, needs_draft=True)
@@ -105,6 +109,7 @@ def sequoia(
     depth: int = 6,
     acceptance: Sequence[float] = (0.7, 0.12, 0.05, 0.03, 0.02),
     rule: RuleName = "path",
+    cost: CostCurve | None = None,
 ) -> Method:
     """The fixed tree that is best for measured acceptance odds, filled by draws without replacement.
 
@@ -116,11 +121,15 @@ def sequoia(
     Args:
         nodes: of the tree, without the root.
         depth: most layers.
-        acceptance: odds that the child accepted at a node is the k-th one tried; `specbeam bench` measures it.
+        acceptance: odds that the child accepted at a node is the k-th one tried; `specbeam bench acceptance` measures it.
         rule: "path", "traversal" or "match".
+        cost: seconds per pass; with it the tree of least time per token is taken, of at most `nodes` nodes.
     """
     at_least_one(nodes=nodes, depth=depth)
-    tree: Topology = sequoia_tree(acceptance, nodes + 1, depth)[0]
+    if cost is None:
+        tree: Topology = sequoia_tree(acceptance, nodes + 1, depth)[0]
+    else:
+        tree = fastest_tree(acceptance, cost, nodes + 1, depth)[0]
     growth = FixedTree(tree, Distinct(fallback=True))
     return _grown("sequoia", growth, rule, "fixed", depth_of(tree), needs_draft=True)
 
@@ -174,6 +183,24 @@ def opt_tree(
     return _grown("opt_tree", growth, "match", chosen, depth, needs_draft=True, width=nodes)
 
 
+def dyspec(nodes: int = 24, depth: int = 6, least: float = 0.05, rule: RuleName = "path") -> Method:
+    """A tree of draws that widens where the draft is unsure and deepens where it is sure.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2410.11744 (Xiong et al.)
+
+    Steps of the paper: the variant with a threshold draft/best_first.py; verify/path.py.
+
+    Args:
+        nodes: most nodes.
+        depth: most layers.
+        least: a draw is made while its odds of being reached and accepted are at least this, as far as the draft knows.
+        rule: "path", "traversal" or "match".
+    """
+    at_least_one(nodes=nodes, depth=depth)
+    return _grown("dyspec", BestFirstDraws(least), rule, FixedShape(depth, nodes), depth, needs_draft=True)
+
+
 def gsd(depth: int = 4, top: int = 3, context: int = 0, nodes: int = 32) -> Method:
     """Runs that repeat are drafted once: the draft is a graph, unrolled into a tree.
 
@@ -186,28 +213,38 @@ def gsd(depth: int = 4, top: int = 3, context: int = 0, nodes: int = 32) -> Meth
     return _grown("gsd", Graph(top, context, most_nodes=nodes + 1), "match", "fixed", depth, needs_draft=True)
 
 
-def propd(nodes: int = 24, depth: int = 5, early: int = 2, top: int = 16) -> Method:
+def propd(
+    nodes: int = 24,
+    depth: int = 5,
+    early: int = 2,
+    top: int = 16,
+    controller: "Literal['latency', 'fixed'] | Controller" = "latency",
+) -> Method:
     """Drafts that the target's first layers find hopeless are dropped before the others are scored.
 
     Law: exact: plain sampling
     Paper: arXiv 2402.13485 (Zhong et al.)
 
-    Steps of the paper: early pruning (sec. 4.1) draft/merged.py; tree size by a latency model (sec. 4.2) control/cost.py.
+    Steps of the paper: early pruning (sec. 4.1) draft/merged.py; tree size by a latency model (sec. 4.2) control/size.py.
 
     Args:
-        nodes: drafted per turn.
+        nodes: most drafted per turn; fewer where the time of a pass grows with them.
         depth: layers.
         early: first layers of the target that look at the drafts.
         top: a draft stays if it is among this many likeliest tokens there.
+        controller: who chooses the number of nodes: "latency", by the times of past passes; "fixed", always the most.
     """
     at_least_one(nodes=nodes, depth=depth, early=early, top=top)
+    chosen: Controller = FixedShape(depth, nodes) if controller == "fixed" else SizeByLatency(nodes, depth)
+    if not isinstance(controller, str):
+        chosen = controller
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
         if not isinstance(target, HuggingFaceLM):
             raise NotSupported("propd looks through the target's first layers; that needs a transformers model")
         drafter = Pruned(TreeDrafter(draft, BestFirst()), early_layers(target.model, early), top)
-        return Parts(drafter, MatchRule(), FixedShape(depth, nodes), EXACT)
+        return Parts(drafter, MatchRule(), chosen, EXACT)
 
     return Method("propd", EXACT, 1, build, needs_draft=True)
 
@@ -342,6 +379,7 @@ def _controller(chosen: "ControllerName | Controller", depth: int, width: int) -
         "tracked": TrackedThreshold(most=depth, width=width),
         "thompson": Thompson(most=depth, width=width),
         "calibrated": Thompson(calibrated=True, mode="round", most=depth, width=width),
+        "survival": Survival(most=depth, width=width),
     }
     if chosen not in known:
         raise BadSetting(f"controller is {chosen!r}; it must be one of {', '.join(known)}, or a part")

@@ -1,0 +1,46 @@
+"""PLAN: what a pass of the target costs, measured beforehand or while decoding."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float64
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of a target pass by scored nodes, and of one draft layer."""
+
+    nodes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    draft_layer_s: float = 0.0
+
+    def pass_s(self, nodes: float) -> float:
+        return float(np.interp(nodes, self.nodes, self.seconds))
+
+
+@dataclass
+class PassTimes:
+    """A line through (nodes, seconds) samples, of which older ones count less (ProPD, arXiv 2402.13485, sec. 4.2).
+
+    >>> times = PassTimes(decay=0.9)
+    >>> for nodes, seconds in [(8, 10.6), (16, 11.4), (32, 13.2), (32, 13.0), (64, 16.6)]:
+    ...     times.add(nodes, seconds)
+    >>> [round(value, 4) for value in times.line()]
+    [9.6827, 0.1077]
+    """
+
+    decay: float = 0.98
+    moments: Float64[np.ndarray, " 5"] = field(default_factory=lambda: np.zeros(5))  # 1, n, n^2, s, n s
+
+    def add(self, nodes: int, seconds: float) -> None:
+        fresh = np.array([1.0, nodes, nodes**2, seconds, nodes * seconds])
+        self.moments = self.decay * self.moments + fresh
+
+    def line(self) -> tuple[float, float]:
+        """Seconds of a pass over no node, and seconds per node (never negative); a flat line where all sizes were equal."""
+        weight, n, nn, s, ns = self.moments
+        if weight == 0:
+            return 1.0, 0.0
+        spread = weight * nn - n * n
+        slope = max((weight * ns - n * s) / spread, 0.0) if spread > 1e-9 * weight * nn else 0.0
+        return float((s - slope * n) / weight), float(slope)

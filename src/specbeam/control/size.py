@@ -1,0 +1,100 @@
+"""PLAN: as many nodes as pay for themselves, by a latency model fitted while decoding (ProPD, arXiv 2402.13485)."""
+
+import heapq
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float64
+
+from specbeam.control.cost import PassTimes
+from specbeam.records import Shape, Turn
+from specbeam.session import Session
+
+
+class Learnt:
+    """What all sessions of a method have seen: pass times, and how often the k-th candidate of a layer was right."""
+
+    def __init__(self, depth: int, ranks: int) -> None:
+        self.times = PassTimes()
+        guess = 0.6 * 0.3 ** np.arange(ranks)
+        self.hits = np.tile(2 * guess, (depth, 1))
+        self.tries = np.full((depth, ranks), 2.0)
+
+    def accuracy(self) -> Float64[np.ndarray, "depth ranks"]:
+        return self.hits / self.tries
+
+    def see(self, turn: Turn) -> None:
+        children = {int(group.parents[0]): group.draw_tokens.tolist() for group in turn.forest.groups}
+        for layer, step in enumerate(turn.verdict.steps[: len(self.hits)]):
+            candidates = children.get(int(step.parents[0]), [])[: self.hits.shape[1]]
+            self.tries[layer, : len(candidates)] += 1
+            if int(step.beams.tokens[0]) in candidates:
+                self.hits[layer, candidates.index(int(step.beams.tokens[0]))] += 1
+
+
+@dataclass(frozen=True)
+class SizeByLatency:
+    """The number of nodes of most expected tokens per second: argmax A(n) / T(n).
+
+    A(n) counts tokens of the best tree of n nodes at the accuracies seen so far; T(n) is a line fitted to the times of
+    past turns. One session after the other learns into the same memory; a session's first turn holds its prompt and does
+    not count.
+
+    Args:
+        most: nodes below the root.
+        depth: layers.
+        ranks: candidates per node whose accuracy is followed.
+        explore: every so many turns the size is doubled or halved, so that the line has something to rest on.
+    """
+
+    most: int = 32
+    depth: int = 5
+    ranks: int = 8
+    explore: int = 8
+    learnt: dict[str, Learnt] = field(default_factory=dict, compare=False)
+
+    def plan(self, session: Session) -> Shape:
+        memory, turns = self._memory(), session.count.target_passes
+        size = best_size(memory.accuracy(), *memory.times.line(), self.most + 1) - 1
+        if turns % self.explore == self.explore - 1:
+            size = size // 2 if turns // self.explore % 2 else 2 * size + 2
+        session.state[self] = time.perf_counter()
+        return Shape(min(self.depth, session.remaining - 1), min(max(size, 1), self.most))
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        memory, began = self._memory(), session.state.pop(self)
+        memory.see(turn)
+        if session.count.target_passes > 1:
+            memory.times.add(len(turn.forest), time.perf_counter() - began)
+
+    def _memory(self) -> Learnt:
+        return self.learnt.setdefault("all", Learnt(self.depth, self.ranks))
+
+
+def best_size(
+    accuracy: Float64[np.ndarray, "depth ranks"] | Sequence[Sequence[float]], fixed_s: float, node_s: float, most: int
+) -> int:
+    """Nodes, root included, of most expected tokens per time if a pass over n nodes takes `fixed_s` + `node_s` n.
+
+    >>> ranks = [(0.7, 0.175, 0.125)] * 9
+    >>> [best_size(ranks, 10, slope, 9) for slope in (0.1, 0.35, 1.0, 3.0)]
+    [9, 9, 5, 3]
+    """
+    tokens = np.cumsum(best_values(accuracy, most))
+    seconds = fixed_s + node_s * np.arange(1, len(tokens) + 1)
+    return int(np.argmax(tokens / seconds)) + 1
+
+
+def best_values(accuracy: Float64[np.ndarray, "depth ranks"] | Sequence[Sequence[float]], most: int) -> list[float]:
+    """Odds of acceptance of the `most` likeliest nodes of the endless tree, the root's 1 first, in falling order."""
+    heap: list[tuple[float, int]] = [(-1.0, 0)]
+    values: list[float] = []
+    while heap and len(values) < most:
+        negative, layer = heapq.heappop(heap)
+        values.append(-negative)
+        if layer < len(accuracy):
+            for odds in accuracy[layer]:
+                heapq.heappush(heap, (negative * float(odds), layer + 1))
+    return values
