@@ -140,3 +140,13 @@ def test_an_audited_run_says_how_it_went(models):
     )
     assert code == 0
     assert "audit passed: z_accept" in err
+
+
+def test_settings_that_are_lists(models):
+    code, _, err = specbeam(
+        "generate", "abc", *models, "--method", "rsd_c", "--set", "counts=2,1", "--seed", "1", "--max-new-tokens", "3"
+    )
+    assert code == 0, err
+    code, _, err = specbeam("generate", "abc", *models, "--method", "rsd_c", "--set", "counts=2,x")
+    assert code == 2
+    assert "counts is 'x'; it must be an integer" in err

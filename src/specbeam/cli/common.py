@@ -43,6 +43,8 @@ def _read(key: str, value: str, default: Any) -> Any:
         if value.lower() not in ("true", "false"):
             raise BadSetting(f"{key} is {value!r}; it must be true or false")
         return value.lower() == "true"
+    if isinstance(default, tuple) and default:
+        return tuple(_read(key, part, default[0]) for part in value.split(","))
     if isinstance(default, (int, float)):
         try:
             return type(default)(value)

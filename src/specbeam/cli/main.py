@@ -160,6 +160,25 @@ def block_efficiency(
     )
 
 
+@bench.command()
+def acceptance(
+    prompts: Annotated[Optional[list[str]], typer.Argument(help="Prompts. None: the demo's sentences.")] = None,  # noqa: UP045
+    model: Model = "bundled",
+    draft: Draft = None,
+    file: Annotated[list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl.")] = [],  # noqa: B006
+    children: Annotated[int, typer.Option(help="Draft tokens tried per step.")] = 8,
+    temperature: Annotated[Optional[float], typer.Option(help="Sampling temperature.")] = None,  # noqa: UP045
+    rows: Annotated[int, typer.Option(help="Most prompts.")] = 60,
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 48,
+    seed: int = 0,
+    json: Json = False,
+) -> None:
+    """How often the k-th draft token tried is the accepted one: what `sequoia` plans its tree by."""
+    from specbeam.cli.bench import ranks
+
+    raise typer.Exit(ranks(prompts or [], file, model, draft, children, temperature, rows, max_new_tokens, seed, json))
+
+
 @app.command()
 def demo(
     beams: Annotated[int, typer.Option(help="Beams of beam sampling and DSBD.")] = 4,
