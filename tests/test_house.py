@@ -6,8 +6,9 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
     {"errors"},
-    {"dice", "energy"},
-    {"forest", "probs", "limits"},
+    {"dice", "energy", "truncation", "forest"},
+    {"laws"},
+    {"probs", "limits"},
     {"records"},
     {"session"},
     {"lm", "settings", "drawing"},

@@ -59,7 +59,7 @@ def softened(model):
 
 def plain_law(pair, settings):
     """Odds of every text, by plain forwards and transformers' own warpers."""
-    warpers = Settings(**settings).warp((END,), False, len(PROMPT)).warpers
+    warpers = Settings(**settings).warp((END,), False, len(PROMPT)).truncation.processors()
     law = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}

@@ -10,11 +10,13 @@ import secrets
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float64, Int64, UInt64
+from jaxtyping import Float64, Int64, UInt32, UInt64
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 FACTOR_1, FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-S11, S27, S30, S31 = (np.uint64(n) for n in (11, 27, 30, 31))
+S27, S30, S31 = (np.uint64(n) for n in (27, 30, 31))
+ODD, ROUND_1, ROUND_2, ROUND_3 = (np.uint32(n) for n in (0x9E3779B1, 0x21F0AAAD, 0xD35A2D97, 0x85EBCA6B))
+S15, S16 = np.uint32(15), np.uint32(16)
 
 
 def scramble(x: UInt64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:
@@ -36,12 +38,42 @@ def child_keys(keys: UInt64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) 
     return scramble(scramble(keys ^ GOLDEN) + tokens.astype(np.uint64))
 
 
+def coarse(keys: UInt64[np.ndarray, " paths"], vocab: int) -> UInt32[np.ndarray, "paths vocab"]:
+    """The leading 32 bits of the uniform behind `gumbel` for every token after every path.
+
+    Cheap, and enough to bound the noise from above: with u = coarse / 2^32, noise <= -log(u).
+    """
+    tokens = np.arange(vocab, dtype=np.uint32)
+    return _mixed(keys[:, None], tokens)
+
+
+def gumbel_at(keys: UInt64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    """Gumbel(0, 1) noise of one token after each path, from 64 bits. Equal keys give equal noise, on every machine."""
+    leading = _mixed(keys, tokens.astype(np.uint32))
+    trailing = scramble(keys + (tokens.astype(np.uint64) + np.uint64(1)) * GOLDEN) >> np.uint64(32)
+    uniform = (leading + (trailing + 0.5) * 2.0**-32) * 2.0**-32
+    return -np.log(-np.log1p(-np.minimum(uniform, 1 - 2.0**-53)))
+
+
 def gumbel(keys: UInt64[np.ndarray, " paths"], vocab: int) -> Float64[np.ndarray, "paths vocab"]:
-    """Gumbel(0, 1) noise of every token after every path. Equal keys give equal noise, on every machine."""
-    counters = np.arange(1, vocab + 1, dtype=np.uint64) * GOLDEN
-    bits = scramble(keys[:, None] + counters) >> S11
-    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
-    return -np.log(-np.log1p(-uniform))
+    """`gumbel_at` for every token after every path."""
+    tokens = np.tile(np.arange(vocab), len(keys))
+    return gumbel_at(np.repeat(keys, vocab), tokens).reshape(len(keys), vocab)
+
+
+def _mixed(keys: UInt64[np.ndarray, "*rows"], tokens: UInt32[np.ndarray, "*tokens"]) -> UInt32[np.ndarray, "*shape"]:
+    """32 bits of each (key, token): three multiply-and-shift rounds, the halves of the key enter one after the other."""
+    first, second = keys.astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)
+    x: UInt32[np.ndarray, "*shape"] = first + (tokens + np.uint32(1)) * ODD
+    x ^= x >> S16
+    x *= ROUND_1
+    x ^= x >> S15
+    x += second
+    x *= ROUND_2
+    x ^= x >> S15
+    x *= ROUND_3
+    x ^= x >> S16
+    return x
 
 
 class Dice:

@@ -1,11 +1,36 @@
 """The token trees of one turn, flat."""
 
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from specbeam.errors import LostLaw
+
+
+@runtime_checkable
+class Law(Protocol):
+    """Odds over (row, token) pairs, in sum 1."""
+
+    def odds(self, rows: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+        """Of single pairs; 0 in rows below 0."""
+        ...
+
+    def row(self, row: int) -> Float64[np.ndarray, " vocab"]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """The law of the token after one node."""
+
+    law: Float64[np.ndarray, " vocab"]
+
+    def odds(self, rows: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+        return np.where(rows >= 0, self.law[tokens], 0.0)
+
+    def row(self, row: int) -> Float64[np.ndarray, " vocab"]:
+        return self.law
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +49,7 @@ class Group:
     draw_parents: Int64[np.ndarray, " draws"]  # index into `parents`
     draw_tokens: Int64[np.ndarray, " draws"]
     draw_nodes: Int64[np.ndarray, " draws"]  # the drawn forest node; -1 where the draw ends its beam and needs no node
-    law: Float64[np.ndarray, "parents vocab"] | None  # rho, summing to 1
+    law: Law | None  # rho over (parent, token) pairs
     replacement: bool = False
     sure: bool = False
 
@@ -38,7 +63,7 @@ class Group:
         """rho of each draw, as if it were the first."""
         if self.law is None:
             raise LostLaw("these drafts follow no stated law: verify them by matching, not by rejection")
-        return self.law[self.draw_parents, self.draw_tokens]
+        return self.law.odds(self.draw_parents, self.draw_tokens)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from specbeam.recipes.beams import dsbd as dsbd_recipe
 from specbeam.recipes.method import Method
 from specbeam.records import Generation
 from specbeam.settings import Settings
+from specbeam.truncation import NO_TRUNCATION, Truncation
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
@@ -176,9 +177,9 @@ def _room(config: "GenerationConfig", input_ids: torch.Tensor) -> int:
 def _warp(processors: Sequence[Any] | None, greedy: bool) -> Warp:
     from transformers import LogitsProcessorList
 
-    joint = LogitsProcessorList([one for one in processors or [] if type(one).__name__ in _WARPERS])
+    joint = [one for one in processors or [] if type(one).__name__ in _WARPERS]
     each = LogitsProcessorList([one for one in processors or [] if type(one).__name__ not in _WARPERS])
-    return Warp(each or None, None if greedy else joint or None, greedy)
+    return Warp(each or None, NO_TRUNCATION if greedy else Truncation.of(joint), greedy)
 
 
 def _output(

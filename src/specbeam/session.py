@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int64, UInt64
+from jaxtyping import Float, Int64, UInt32, UInt64
 
 from specbeam import dice
 from specbeam.errors import SpecbeamError
@@ -136,11 +136,11 @@ class Session:
         prompt = np.tile(np.array(self.prompt, dtype=np.int64), (len(nodes), 1))
         return np.concatenate([prompt, self.new_tokens(forest, nodes)], 1)
 
-    def noise(self, keys: UInt64[np.ndarray, " n"], vocab: int) -> Float64[np.ndarray, "n vocab"]:
-        """Gumbel noise of the next token after each path; draft and target ask for the same rows within a turn."""
+    def coarse_noise(self, keys: UInt64[np.ndarray, " n"], vocab: int) -> UInt32[np.ndarray, "n vocab"]:
+        """`dice.coarse` of the next token after each path; draft and target ask for the same rows within a turn."""
         missing = [key for key in dict.fromkeys(keys.tolist()) if key not in self._noise]
         if missing:
-            self._noise.update(zip(missing, dice.gumbel(np.array(missing, dtype=np.uint64), vocab), strict=True))
+            self._noise.update(zip(missing, dice.coarse(np.array(missing, dtype=np.uint64), vocab), strict=True))
         return np.stack([self._noise[key] for key in keys.tolist()])
 
     def advance(self, turn: Turn) -> None:

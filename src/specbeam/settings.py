@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.limits import Decode, Limits
 from specbeam.probs import Warp
+from specbeam.truncation import NO_TRUNCATION, Truncation
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
@@ -71,7 +72,7 @@ class Settings:
     def warp(self, eos: tuple[int, ...], greedy: bool, prompt_length: int) -> Warp:
         """The law that these settings make of a model's logits."""
         greedy = greedy or self.temperature == 0
-        return Warp(self._processors(eos, prompt_length), None if greedy else self._warpers(), greedy)
+        return Warp(self._processors(eos, prompt_length), NO_TRUNCATION if greedy else self._truncation(), greedy)
 
     def limits(self, eos: tuple[int, ...], room: int | None, decode: Decode | None, keep: int) -> Limits:
         """`room`: new tokens for which the models have positions."""
@@ -104,25 +105,13 @@ class Settings:
         chosen.extend(self.logits_processor or [])
         return chosen or None
 
-    def _warpers(self) -> "LogitsProcessorList | None":
-        from transformers import (
-            LogitsProcessorList,
-            MinPLogitsWarper,
-            TemperatureLogitsWarper,
-            TopKLogitsWarper,
-            TopPLogitsWarper,
+    def _truncation(self) -> Truncation:
+        return Truncation(
+            1.0 if self.temperature is None else float(self.temperature),
+            self.top_k or 0,
+            1.0 if self.top_p is None else self.top_p,
+            self.min_p or 0.0,
         )
-
-        chosen = LogitsProcessorList()
-        if self.temperature not in (None, 1.0):
-            chosen.append(TemperatureLogitsWarper(float(self.temperature)))
-        if self.top_k:
-            chosen.append(TopKLogitsWarper(self.top_k))
-        if self.top_p not in (None, 1.0):
-            chosen.append(TopPLogitsWarper(self.top_p))
-        if self.min_p:
-            chosen.append(MinPLogitsWarper(self.min_p))
-        return chosen or None
 
 
 # Fields of a generation config that say nothing about the text, or that the recipe answers.

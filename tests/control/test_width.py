@@ -30,8 +30,8 @@ def test_the_worked_examples(name):
 )
 def test_the_worked_widths(q, widths):
     for threshold, width in widths.items():
-        assert SureWidth(most=4, least=1, threshold=threshold).choose(P, q, 4) == max(width, 1)
-        assert SureWidth(most=2, least=1, threshold=threshold).choose(P, q, 4) == min(max(width, 1), 2)
+        assert SureWidth(most=4, least=1, threshold=threshold).choose(lambda q=q: (P, q), 4) == max(width, 1)
+        assert SureWidth(most=2, least=1, threshold=threshold).choose(lambda q=q: (P, q), 4) == min(max(width, 1), 2)
 
 
 @pytest.mark.parametrize("drafts", range(1, 5))

@@ -1,10 +1,13 @@
 """PLAN, inside a turn: how many beams the next layer draws, decided before its drafts are looked at."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64
+
+Laws = Callable[[], tuple[Float64[np.ndarray, " n"], Float64[np.ndarray, " n"]]]
 
 
 @runtime_checkable
@@ -14,8 +17,8 @@ class Width(Protocol):
     @property
     def most(self) -> int: ...
 
-    def choose(self, p: Float64[np.ndarray, " n"], q: Float64[np.ndarray, " n"], drafts: int) -> int:
-        """Width of a layer with target law `p`, draft law `q` (at most 1 in sum) and that many draws."""
+    def choose(self, laws: Laws, drafts: int) -> int:
+        """Width of a layer of that many draft draws; `laws` gives target law and draft law, each at most 1 in sum."""
         ...
 
 
@@ -23,7 +26,7 @@ class Width(Protocol):
 class FixedWidth:
     most: int
 
-    def choose(self, p: Float64[np.ndarray, " n"], q: Float64[np.ndarray, " n"], drafts: int) -> int:
+    def choose(self, laws: Laws, drafts: int) -> int:
         return self.most
 
 
@@ -39,8 +42,8 @@ class SureWidth:
     least: int = 1
     threshold: float = 0.7
 
-    def choose(self, p: Float64[np.ndarray, " n"], q: Float64[np.ndarray, " n"], drafts: int) -> int:
-        at_least = np.cumsum(accepted_pmf(p, q, drafts)[::-1])[::-1]
+    def choose(self, laws: Laws, drafts: int) -> int:
+        at_least = np.cumsum(accepted_pmf(*laws(), drafts)[::-1])[::-1]
         sure = int(np.flatnonzero(at_least >= self.threshold).max(initial=0))
         return min(max(sure, self.least), self.most)
 

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float
 
 from specbeam.dice import child_keys
 from specbeam.forest import Forest, Group
+from specbeam.laws import JointLaw
 from specbeam.lm.base import LM
-from specbeam.probs import JointLaw, best, joint_law
+from specbeam.probs import joint_law
 from specbeam.records import Beams, Shape, Turn
 from specbeam.session import Session
 
@@ -90,7 +91,7 @@ class BeamDrafter:
         self.lm.close(session)
 
     def _grow(self, one: Growing, law: JointLaw) -> None:
-        vocab = law.logp.shape[1]
+        vocab = law.vocab
         if self.coupling == "noise" or one.session.warp.greedy:
             pairs, core = self._by_noise(one, law)
         else:
@@ -107,33 +108,34 @@ class BeamDrafter:
         nodes[going] = len(one.forest) + np.arange(np.count_nonzero(going))
         front = one.front
         grown = one.forest.grown(tokens[first][going], front.nodes[parents[first]][going])
-        known = None if one.session.warp.greedy else law.p
+        known = None if one.session.warp.greedy else law
         group = Group(front.nodes, parents, tokens, nodes[place[which]], known, self.replacement)
         one.forest = grown.with_group(group)
         keys = child_keys(front.keys[parents[first]], tokens[first])
-        layer = Beams(nodes, tokens[first], law.logj.ravel()[pairs[first]], counts, keys)
+        layer = Beams(nodes, tokens[first], law.logj_at(pairs[first]), counts, keys)
         one.front, one.core = layer.pick(going), core[first][going]
 
     def _by_noise(self, one: Growing, law: JointLaw) -> tuple[np.ndarray, np.ndarray]:
         """Core first, then halo. Any choice is lawful: the target's own choice does not look at it."""
-        noise = 0.0 if one.session.warp.greedy else one.session.noise(one.front.keys, law.logp.shape[1])
-        value = law.logp + noise
-        core = best(np.where(one.core[:, None], value, -np.inf).ravel(), min(self.beams, one.shape.width))
-        others = value.ravel().copy()
-        others[core] = -np.inf
-        halo = best(others, one.shape.width - len(core))
+        keys = None if one.session.warp.greedy else one.front.keys
+        coarse = lambda: one.session.coarse_noise(one.front.keys, law.vocab)  # noqa: E731
+        width = one.shape.width
+        every = law.best(width, keys, coarse)
+        core = every[one.core[every // law.vocab]][: self.beams]
+        if len(core) < min(self.beams, width):
+            core = law.best(min(self.beams, width), keys, coarse, among=one.core)
+        halo = every[~np.isin(every, core)][: width - len(core)]
         return np.append(core, halo), np.arange(len(core) + len(halo)) < len(core)
 
 
 def _drawn(one: Growing, law: JointLaw, replacement: bool) -> np.ndarray:
     """Pairs in draw order."""
-    p = law.p.ravel()
-    count = one.shape.width if replacement else min(one.shape.width, law.support)
-    pairs: list[int] = []
-    left: Float64[np.ndarray, " n"] = p
+    support = law.support
+    left = (law.p.ravel() if support is None else np.exp(law.logp_at(support))).copy()
+    count = one.shape.width if replacement else min(one.shape.width, law.size)
+    places: list[int] = []
     for _ in range(count):
-        pairs.append(one.session.dice.pick(left))
+        places.append(one.session.dice.pick(left))
         if not replacement:
-            left = left.copy()
-            left[pairs[-1]] = 0.0
-    return np.array(pairs, dtype=np.int64)
+            left[places[-1]] = 0.0
+    return np.array(places, dtype=np.int64) if support is None else support[places]

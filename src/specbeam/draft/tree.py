@@ -11,7 +11,7 @@ from specbeam.control.best_tree import Topology
 from specbeam.control.confidence import Stopping
 from specbeam.draft.children import Best, Children, Draws, distinct
 from specbeam.errors import NotSupported
-from specbeam.forest import Forest, Group
+from specbeam.forest import Forest, Group, Row
 from specbeam.lm.base import LM
 from specbeam.probs import row_logp
 from specbeam.records import Shape, Turn
@@ -48,7 +48,7 @@ class Sprout:
         self.forest = self.forest.grown(going, [parent] * len(going))
         known |= {token: start + place for place, token in enumerate(going)}
         nodes = np.array([known.get(token, -1) for token in draws.tokens], dtype=np.int64)
-        law = None if draws.law is None else draws.law[None]
+        law = None if draws.law is None else Row(draws.law)
         self.forest = self.forest.with_group(
             Group(
                 np.array([parent]),

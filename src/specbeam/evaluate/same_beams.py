@@ -109,6 +109,6 @@ def _gap(pair: Pair, session: Session, live: list[Path], beams: int) -> float:
     paths = np.array([[*session.prompt, *path] for path in live])
     counts = np.ones(len(live), dtype=np.int64)
     law = joint_law(torch.stack(rows), np.array(scores), counts, session.warp, lambda: paths)
-    noise = 0.0 if session.warp.greedy else gumbel(np.array(keys, dtype=np.uint64), law.logp.shape[1])
+    noise = 0.0 if session.warp.greedy else gumbel(np.array(keys, dtype=np.uint64), law.vocab)
     values = np.sort((law.logp + noise).ravel())[::-1]
     return float(values[beams - 1] - values[beams])

@@ -14,13 +14,14 @@ from jaxtyping import Float, Float64, Int64
 from specbeam.control.width import Width
 from specbeam.dice import child_keys
 from specbeam.forest import Forest, Group
-from specbeam.probs import JointLaw, best, joint_law
+from specbeam.laws import JointLaw, Pairs
+from specbeam.probs import joint_law
 from specbeam.records import Audit, Beams, Step, Trial, Verdict
 from specbeam.session import Session
 from specbeam.verify.draws import Taken, drawn, draws
 from specbeam.verify.draws_fast import draws_fast
 
-Pairs = Int64[np.ndarray, " draws"]  # (beam, token) as beam * vocab + token
+Odds = Float64[np.ndarray, " _"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,24 +36,48 @@ class Layer:
 
     @property
     def vocab(self) -> int:
-        return self.law.logp.shape[1]
+        return self.law.vocab
 
     @cached_property
     def beam_of(self) -> dict[int, int]:
         """The live beam that ends at a forest node."""
         return {int(node): beam for beam, node in enumerate(self.live.nodes)}
 
-    @cached_property
-    def q(self) -> Float64[np.ndarray, " pairs"]:
-        """The draft law on the live beams' pairs. What lies on dead parents is left out, so the sum may be below 1:
-        a dead draft is refused, and the residual learns from the refusal (docs/exactness.md, dead drafts).
+    def laws(self, pairs: Pairs) -> tuple[Odds, Odds]:
+        """Target and draft odds of pairs of live beams. What the draft has elsewhere is left out, so its sum may be below
+        1: a draft under a dead parent is refused, and the residual learns from the refusal (docs/exactness.md).
         """
-        lifted = np.zeros_like(self.law.logp)
+        beams, tokens = np.divmod(pairs, self.vocab)
+        return np.exp(self.law.logp_at(pairs)), self._q(beams, tokens)
+
+    def heads(self) -> tuple[Odds, Odds]:
+        """The same for the pairs that carry the target's law: enough to choose a width by."""
+        return self.laws(self.law.head()[0])
+
+    def support(self) -> tuple[Pairs, Odds, Odds]:
+        """Every pair with odds under the target, and its odds under target and draft."""
+        pairs = self.law.support
+        if pairs is not None:
+            return (pairs, *self.laws(pairs))
+        q = np.zeros_like(self.law.p)
         if self.group is not None and self.group.law is not None:
-            for row, node in enumerate(self.group.parents.tolist()):
-                if node in self.beam_of:
-                    lifted[self.beam_of[node]] = self.group.law[row]
-        return lifted.ravel()
+            for beam, row in enumerate(self.row_of.tolist()):
+                if row >= 0:
+                    q[beam] = self.group.law.row(row)
+        return np.arange(q.size), self.law.p.ravel(), q.ravel()
+
+    @cached_property
+    def row_of(self) -> Int64[np.ndarray, " beams"]:
+        """Row of each live beam in the group's law; -1 if it has none."""
+        if self.group is None:
+            return np.full(len(self.live), -1)
+        rows = {int(node): row for row, node in enumerate(self.group.parents)}
+        return np.array([rows.get(int(node), -1) for node in self.live.nodes], dtype=np.int64)
+
+    def _q(self, beams: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Odds:
+        if self.group is None or self.group.law is None:
+            return np.zeros(len(beams))
+        return self.group.law.odds(self.row_of[beams], tokens)
 
     @property
     def drafts(self) -> list[tuple[int, int]]:
@@ -77,7 +102,7 @@ class Layer:
             tokens, lambda: np.column_stack([self.session.new_tokens(self.forest, parents), tokens])
         )
         keys = child_keys(self.live.keys[beams], tokens)
-        drawn = Beams(nodes, tokens, self.law.logj.ravel()[pairs], counts, keys)
+        drawn = Beams(nodes, tokens, self.law.logj_at(pairs), counts, keys)
         passed = self.group is not None and bool((nodes[~ended] >= 0).all())
         return Step(parents, drawn, ended, asked, passed)
 
@@ -85,7 +110,10 @@ class Layer:
         """The first pair of a layer has the joint law, whatever the coupling."""
         if not self.session.audited or self.session.warp.greedy:
             return Audit()
-        return Audit.of_draw(self.law.logp.ravel(), int(pairs[0]))
+        support = self.law.support
+        if support is None:
+            return Audit.of_draw(self.law.logp.ravel(), int(pairs[0]))
+        return Audit.of_draw(self.law.logp_at(support), int(np.searchsorted(support, pairs[0])))
 
     def trials(self, depth: int, step: Step, judged: int) -> list[Trial]:
         """Every draft of the layer, of which the first `judged` were looked at, and every pair drawn in place of one."""
@@ -99,13 +127,13 @@ class Layer:
                 Trial(depth, parent, token, int(self.group.draw_nodes[number]), self._p(parent, token), q, fate)
             )
         for parent, token in sorted(chosen - set(self.drafts)):
-            q = float(self.q[self.beam_of[parent] * self.vocab + token])
+            q = float(self._q(np.array([self.beam_of[parent]]), np.array([token]))[0])
             seen.append(Trial(depth, parent, token, -1, self._p(parent, token), q, "resampled"))
         return seen
 
     def _p(self, parent: int, token: int) -> float:
         beam = self.beam_of.get(parent)
-        return 0.0 if beam is None else float(self.law.p[beam, token])
+        return 0.0 if beam is None else float(self.law.odds(np.array([beam]), np.array([token]))[0])
 
 
 @dataclass(frozen=True)
@@ -162,7 +190,7 @@ class BeamRule:
         """The layer's outcome, how many drafts were looked at, and what an audit makes of it."""
         asked = self.width.most
         if layer.group is not None:
-            asked = self.width.choose(layer.law.p.ravel(), layer.q, len(layer.drafts))
+            asked = self.width.choose(layer.heads, len(layer.drafts))
         if self.coupling == "noise" or layer.session.warp.greedy:  # nothing is drawn at temperature 0
             pairs = _by_noise(layer, asked)
             return layer.outcome(pairs, np.ones_like(pairs), asked), len(layer.drafts), layer.audit(pairs)
@@ -177,21 +205,31 @@ class BeamRule:
         group, dice = layer.group, layer.session.dice
         odds = group.odds.tolist() if group is not None else []
         with_replacement = group.replacement if group is not None else self.replacement
-        p = layer.law.p.ravel()
-        if not layer.session.audited:
-            taken = self.kernel(layer.proposals, odds, layer.q, p, asked, dice, with_replacement, self.replacement)
-            return taken, Audit()
+        pairs, p, q = layer.support()
+        proposals = _places(pairs, layer.proposals)
         seen: list[Audit] = []
-        candidates = drawn(layer.proposals, odds, layer.q, with_replacement)
-        watch = lambda r, law, accepted: seen.append(Audit.of_trial(r, law, accepted))  # noqa: E731
-        return draws(candidates, p, asked, dice, self.replacement, watch), sum(seen, Audit())
+        if layer.session.audited:
+            candidates = drawn(proposals, odds, q, with_replacement)
+            watch = lambda r, law, accepted: seen.append(Audit.of_trial(r, law, accepted))  # noqa: E731
+            taken = draws(candidates, p, asked, dice, self.replacement, watch)
+        else:
+            taken = self.kernel(proposals, odds, q, p, asked, dice, with_replacement, self.replacement)
+        return [Taken(int(pairs[one.token]), one.draft) for one in taken], sum(seen, Audit())
 
     def _kept(self, live: Beams) -> int | None:
         return int(np.argmax(live.scores)) if self.collapse and len(live) else None
 
 
+def _places(pairs: Pairs, wanted: list[int]) -> list[int]:
+    """Where each wanted pair stands among the ascending `pairs`; -1 if it does not."""
+    places = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
+    return np.where(pairs[places] == wanted, places, -1).tolist()
+
+
 def _by_noise(layer: Layer, asked: int) -> Pairs:
     """The best pairs of log-law plus noise: draws without replacement (Gumbel-top-k) that do not look at the drafts."""
     session = layer.session
-    noise = 0.0 if session.warp.greedy else session.noise(layer.live.keys, layer.vocab)
-    return best((layer.law.logp + noise).ravel(), asked)
+    if session.warp.greedy:
+        return layer.law.best(asked)
+    keys = layer.live.keys
+    return layer.law.best(asked, keys, lambda: session.coarse_noise(keys, layer.vocab))

@@ -39,7 +39,8 @@ class MatchRule:
     def _drawn(self, walk: Walk) -> int:
         law, session = walk.law(walk.node), walk.session
         if session.warp.greedy:
-            return int(np.argmax(law.logp[0]))
+            return int(law.best(1)[0])
         if self.coupling == "dice":
             return session.dice.pick(law.p[0])
-        return int(np.argmax(law.logp[0] + session.noise(walk.here.keys, law.logp.shape[1])[0]))
+        keys = walk.here.keys
+        return int(law.best(1, keys, lambda: session.coarse_noise(keys, law.vocab))[0])

@@ -9,7 +9,8 @@ from jaxtyping import Float, Float64
 from specbeam.dice import child_keys
 from specbeam.errors import LostLaw
 from specbeam.forest import Forest
-from specbeam.probs import JointLaw, joint_law
+from specbeam.laws import JointLaw
+from specbeam.probs import joint_law
 from specbeam.records import Audit, Step, Verdict
 from specbeam.session import Session
 from specbeam.verify.draws import Candidate, drawn, sure
@@ -47,8 +48,8 @@ class Walk:
         law = self.law(node)
         if not self.session.warp.greedy:
             return law.p[0]
-        p = np.zeros(law.logp.shape[1])
-        p[int(np.argmax(law.logp[0]))] = 1.0
+        p = np.zeros(law.vocab)
+        p[law.best(1)[0]] = 1.0
         return p
 
     def candidates(self, node: int) -> list[tuple[int, int]]:
@@ -64,7 +65,7 @@ class Walk:
                 yield from sure(tokens, self.scored.shape[1])
             else:
                 assert group.law is not None
-                yield from drawn(tokens, group.odds.tolist(), group.law[0], group.replacement)
+                yield from drawn(tokens, group.odds.tolist(), group.law.row(0), group.replacement)
 
     def watch(self, r: Float64[np.ndarray, " vocab"], law: Float64[np.ndarray, " vocab"], accepted: bool) -> None:
         """Note a trial, if the session is audited."""
@@ -77,7 +78,7 @@ class Walk:
         tokens, nodes = np.array([token]), np.array([node])
         if self.audit is not None and not self.session.warp.greedy:
             self.audit += Audit.of_draw(self.law(self.node).logp[0], token)
-        scores = here.scores + self.law(self.node).logj[0, token]
+        scores = here.scores + self.law(self.node).logj_at(np.array([token]))[0]
         ended = self.session.limits.ended(
             tokens, lambda: np.column_stack([self.session.new_tokens(self.forest, parent), tokens])
         )

@@ -1,0 +1,158 @@
+"""The quick ways through a law against the plain ones: truncation, noise, best pairs."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from transformers import TypicalLogitsWarper
+
+from specbeam.dice import coarse, gumbel, gumbel_at
+from specbeam.errors import NotSupported
+from specbeam.laws import JointLaw, log_norm
+from specbeam.probs import Warp, best, joint_law, row_logp
+from specbeam.truncation import Truncation
+
+TRUNCATIONS = st.builds(
+    Truncation,
+    temperature=st.sampled_from([1.0, 0.3, 1.7]),
+    top_k=st.sampled_from([0, 1, 3, 40]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5]),
+    least=st.sampled_from([1, 2]),
+)
+NO_PATHS = lambda: np.zeros((1, 1), dtype=np.int64)  # noqa: E731
+
+
+def random_law(seed, beams, vocab, truncation, dtype, banned=0.0, repeats=False):
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.normal(0, 3, (beams, vocab))).to(dtype)
+    logits[torch.from_numpy(rng.random((beams, vocab)) < banned)] = -torch.inf
+    logits[-1, -2:] = 1.0  # something is always left
+    counts = rng.integers(1, 4, beams) if repeats else np.ones(beams, dtype=np.int64)
+    return joint_law(logits, rng.normal(-20, 5, beams), counts, Warp(truncation=truncation), NO_PATHS)
+
+
+@settings(max_examples=300)
+@given(truncation=TRUNCATIONS, seed=st.integers(0, 10**6), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_truncation_is_that_of_transformers(truncation, seed, dtype):
+    x = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (1, 300))).to(dtype)
+    processors = truncation.processors()
+    expected = processors(torch.zeros(1, 0, dtype=torch.long), x.clone()) if processors else x
+    scaled = (x / truncation.temperature)[0]
+    kept = truncation.support(scaled, float(scaled.double().logsumexp(0)))
+    assert sorted(kept.tolist()) == np.flatnonzero(expected[0] > -torch.inf).tolist()
+    logp = row_logp(x, Warp(truncation=truncation), NO_PATHS)
+    assert np.abs(np.exp(logp) - expected.double().softmax(-1).numpy()).max() < (
+        1e-12 if dtype is torch.float64 else 1e-6
+    )
+    again = Truncation.of(processors or [])
+    assert again.support(scaled, float(scaled.double().logsumexp(0))).tolist() == kept.tolist()
+
+
+def test_equal_values_are_kept_together():
+    x = torch.tensor([1.0] * 30 + [0.0] * 30)
+    assert len(Truncation(top_k=3).support(x, float(x.logsumexp(0)))) == 30
+    assert len(Truncation(top_k=31).support(x, float(x.logsumexp(0)))) == 60
+
+
+def test_other_warpers_of_transformers_come_last():
+    x = torch.from_numpy(np.random.default_rng(0).normal(0, 3, (1, 300)))
+    truncation = Truncation.of([*Truncation(0.7, top_k=50).processors(), TypicalLogitsWarper(0.6)])
+    assert truncation.top_k == 50
+    expected = truncation.processors()(torch.zeros(1, 0, dtype=torch.long), x.clone())
+    scaled = (x / 0.7)[0]
+    kept = truncation.support(scaled, float(scaled.logsumexp(0)))
+    assert sorted(kept.tolist()) == np.flatnonzero(expected[0] > -torch.inf).tolist()
+    with pytest.raises(NotSupported, match="put it first"):
+        Truncation.of([TypicalLogitsWarper(0.6), *Truncation(0.7).processors()])
+
+
+def test_noise_is_gumbel_and_independent_between_paths_and_tokens():
+    keys = np.random.default_rng(1).integers(0, 2**63, 300, dtype=np.uint64)
+    noise = gumbel(keys, 200)
+    assert stats.kstest(noise.ravel(), stats.gumbel_r.cdf).pvalue > 1e-3
+    uniform = np.exp(-np.exp(-noise))
+    for other in (np.roll(uniform, 1, 0), np.roll(uniform, 1, 1)):
+        assert abs(np.corrcoef(uniform.ravel(), other.ravel())[0, 1]) < 4 / np.sqrt(uniform.size)
+    neighbours = gumbel(np.arange(300, dtype=np.uint64), 200)  # keys that differ in their last bits only
+    assert stats.kstest(neighbours.ravel(), stats.gumbel_r.cdf).pvalue > 1e-3
+    assert abs(np.corrcoef(neighbours[:-1].ravel(), neighbours[1:].ravel())[0, 1]) < 4 / np.sqrt(uniform.size)
+    cells, _, _ = np.histogram2d(uniform[:, :-1].ravel(), uniform[:, 1:].ravel(), bins=16, range=[[0, 1], [0, 1]])
+    assert stats.chisquare(cells.ravel()).pvalue > 1e-3
+
+
+def test_the_same_noise_on_every_machine():
+    keys = np.array([0, 1, 2**64 - 1], dtype=np.uint64)
+    assert coarse(keys, 2).tolist() == FROZEN
+    assert np.array_equal(gumbel(keys, 5)[2], gumbel_at(keys[[2] * 5], np.arange(5)))
+
+
+FROZEN = [[2993088481, 3451807066], [3682614598, 992318866], [3669821167, 1021858111]]
+
+
+def test_the_coarse_bits_bound_the_noise():
+    keys = np.random.default_rng(2).integers(0, 2**63, 100, dtype=np.uint64)
+    with np.errstate(divide="ignore"):
+        assert (gumbel(keys, 1000) <= -np.log(coarse(keys, 1000) * 2.0**-32)).all()
+
+
+@settings(max_examples=200)
+@given(
+    truncation=TRUNCATIONS,
+    seed=st.integers(0, 10**6),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    beams=st.integers(1, 5),
+    vocab=st.sampled_from([3, 50, 700]),
+    count=st.integers(1, 12),
+    banned=st.sampled_from([0.0, 0.5, 0.99]),
+    noisy=st.booleans(),
+)
+def test_best_pairs_are_those_of_the_dense_law(truncation, seed, dtype, beams, vocab, count, banned, noisy):
+    law = random_law(seed, beams, vocab, truncation, dtype, banned if vocab > 10 else 0.0, repeats=True)
+    keys = np.random.default_rng(seed).integers(0, 2**63, beams, dtype=np.uint64)
+    noise = gumbel(keys, vocab) if noisy else 0.0
+    expected = best((law.logp + noise).ravel(), count)
+    found = law.best(count, keys if noisy else None, lambda: coarse(keys, vocab))
+    assert found.tolist() == expected.tolist()
+    some = np.arange(beams) % 2 == 0
+    expected = best(np.where(some[:, None], law.logp + noise, -np.inf).ravel(), count)
+    assert law.best(count, keys if noisy else None, lambda: coarse(keys, vocab), some).tolist() == expected.tolist()
+
+
+@settings(max_examples=100)
+@given(truncation=TRUNCATIONS, seed=st.integers(0, 10**6), dtype=st.sampled_from([torch.float32, torch.float64]))
+def test_odds_of_pairs_are_those_of_transformers_on_the_flattened_joint(truncation, seed, dtype):
+    law = random_law(seed, 3, 90, truncation, dtype, repeats=True)
+    row = torch.from_numpy(law.logj.reshape(1, -1).copy())
+    processors = truncation.processors()
+    warped = processors(torch.zeros(1, 0, dtype=torch.long), row) if processors else row
+    expected = (warped.reshape(3, 90).numpy() + np.log(law.counts)[:, None]).reshape(-1)
+    expected = torch.from_numpy(expected).softmax(-1).numpy().reshape(3, 90)
+    close = 1e-12 if dtype is torch.float64 else 1e-5
+    assert law.p == pytest.approx(expected, abs=close)
+    rows, tokens = np.divmod(np.arange(270), 90)
+    assert law.odds(rows, tokens) == pytest.approx(expected.ravel(), abs=close)
+    assert (law.odds(np.full(90, -1), np.arange(90)) == 0).all()
+    assert law.size == np.count_nonzero(expected)
+    pairs, odds = law.head()
+    assert odds.sum() > 0.99
+    assert odds == pytest.approx(law.p.ravel()[pairs], abs=close)
+
+
+def test_dead_rows_have_no_odds():
+    logits = torch.tensor([[0.0, 1.0], [-torch.inf, -torch.inf]])
+    law = JointLaw(logits, np.array([-1.0, -0.5]), log_norm(logits), np.ones(2, dtype=np.int64), Truncation())
+    assert law.p[1].tolist() == [0, 0]
+    assert law.p.sum() == pytest.approx(1)
+    assert law.best(4).tolist() == [1, 0]
+
+
+def test_beams_far_behind_still_have_their_place():
+    """At a low temperature the odds of the second beam's tokens are below any float32, but two beams were asked for."""
+    logits = torch.tensor([[30.0, 0.0, -1.0, -2.0]])
+    law = JointLaw(logits, np.zeros(1), log_norm(logits), np.ones(1, dtype=np.int64), Truncation(0.1))
+    assert law.best(3).tolist() == [0, 1, 2]
+    keys = np.array([5], dtype=np.uint64)
+    assert set(law.best(4, keys, lambda: coarse(keys, 4)).tolist()) == {0, 1, 2, 3}
