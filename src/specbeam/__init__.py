@@ -20,6 +20,7 @@ _HOMES = {
     "methods": "recipes.catalogue",
     "Method": "recipes.method",
     **dict.fromkeys(("greedy", "sampling", "beam_sampling", "dsbd"), "recipes.beams"),
+    **dict.fromkeys(("beam_search", "speculative_beam_search"), "recipes.search"),
     **dict.fromkeys(
         (
             "speculative_sampling",
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     from specbeam.recipes.beams import sampling as sampling
     from specbeam.recipes.catalogue import methods as methods
     from specbeam.recipes.method import Method as Method
+    from specbeam.recipes.search import beam_search as beam_search
+    from specbeam.recipes.search import speculative_beam_search as speculative_beam_search
     from specbeam.recipes.sequences import auto as auto
     from specbeam.recipes.sequences import block_verification as block_verification
     from specbeam.recipes.sequences import dyspec as dyspec

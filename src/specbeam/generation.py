@@ -51,8 +51,8 @@ def generate(
         streamer: transformers' own; for one prompt. It receives tokens as soon as they are settled.
         on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing.
         options: the fields of `Settings`: max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p,
-            repetition_penalty, num_return_sequences, eos_token_id, stop_strings, length_penalty, early_stopping,
-            logits_processor.
+            repetition_penalty, no_repeat_ngram_size, bad_words_ids, prefix_allowed_tokens_fn, num_return_sequences,
+            eos_token_id, stop_strings, length_penalty, early_stopping, logits_processor.
 
     Returns:
         One `Generation` per prompt and return sequence, in the order of the prompts.
@@ -190,11 +190,11 @@ class Request:
             for _ in range(settings.num_return_sequences if method.beams == 1 else 1):
                 key = None if seed is None else request_key(seed, ids, seen[tuple(ids)])
                 seen[tuple(ids)] += 1
-                self.sessions.append(self._session(ids, room, key))
+                self.sessions.append(self._session(ids, number, room, key))
                 self.prompt_of.append(number)
 
-    def _session(self, prompt: list[int], room: int | None, key: int | None) -> Session:
-        warp = self.settings.warp(self.eos, self.method.greedy, len(prompt))
+    def _session(self, prompt: list[int], number: int, room: int | None, key: int | None) -> Session:
+        warp = self.settings.warp(self.eos, self.method.greedy, len(prompt), number, self.method.search)
         decoder = None if self.pair.tokenizer is None else self.decoded
         limits = self.settings.limits(self.eos, room, decoder, self.method.beams)
         return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit)
@@ -306,7 +306,7 @@ def _check(method: Method, settings: Settings) -> None:
         warping = [name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(settings, name) is not None]
         if warping and settings.temperature != 0:
             raise NotSupported(f"{method.name} does not draw, so {', '.join(warping)} would be ignored; leave it out")
-        if settings.num_return_sequences > 1:
+        if settings.num_return_sequences > 1 and method.beams == 1:
             raise NotSupported(f"{method.name} has one answer; num_return_sequences is {settings.num_return_sequences}")
     if method.beams > 1 and settings.num_return_sequences > method.beams:
         raise BadSetting(

@@ -31,6 +31,8 @@ class JointLaw:
         scores: log-likelihood of each beam so far.
         log_norm: logsumexp of each row of logits; -inf if all of it is banned.
         counts: how often each beam occurs.
+        normalised: whether the odds of each beam's tokens sum to 1; a score of transformers is not normalised again after
+            the processors.
     """
 
     logits: Float[torch.Tensor, "beams vocab"]
@@ -38,6 +40,7 @@ class JointLaw:
     log_norm: Float64[np.ndarray, " beams"]
     counts: Int64[np.ndarray, " beams"]
     truncation: Truncation
+    normalised: bool = True
 
     @property
     def beams(self) -> int:
@@ -187,9 +190,21 @@ class JointLaw:
         """logsumexp of the warped log-odds over the support."""
         if self.support is not None:
             return _logsumexp(self._warped(self.logj_at(self.support), self.support))
-        if self.truncation.temperature == 1:  # each row has the odds of its beam
+        if self.truncation.temperature == 1 and self.normalised:  # each row has the odds of its beam
             return _logsumexp(np.where(np.isfinite(self.log_norm), self.scores + np.log(self.counts), -np.inf))
         return _logsumexp(log_norm(self._x) + np.log(self.counts)) + self._offset
+
+
+def candidates(beams: int, ends: int) -> int:
+    """Pairs that a step looks at, so that `beams` of them go on even if each beam could end in every way."""
+    return max(2, 1 + ends) * beams
+
+
+def running(law: JointLaw, pairs: Pairs, ended: Bool[np.ndarray, " _"], beams: int) -> Int64[np.ndarray, " _"]:
+    """Which of the candidates go on: those of largest score that did not end, best first."""
+    alive = np.flatnonzero(~ended)
+    order = np.argsort(-law.logj_at(pairs[alive]), kind="stable")
+    return alive[order[:beams]]
 
 
 def log_norm(logits: Float[torch.Tensor, "rows vocab"]) -> Float64[np.ndarray, " rows"]:

@@ -28,11 +28,15 @@ class Warp:
     `processors` (transformers' own: penalties, bans, the user's) depend on the path and see each beam's row by itself;
     the `truncation` (temperature, top-k, top-p, min-p) sees the flattened joint over all beams, as in DSBD
     (arXiv 2409.16560, sec. 3.1). `greedy` takes the best pairs instead of drawing: temperature 0.
+
+    `search` is the order of transformers' beam modes: all processors, warpers too, see the log-probabilities of each beam's
+    row, and what they leave is not normalised again.
     """
 
     processors: "LogitsProcessorList | None" = None
     truncation: Truncation = NO_TRUNCATION
     greedy: bool = False
+    search: bool = False
 
 
 def joint_law(
@@ -48,6 +52,8 @@ def joint_law(
     Raises `BrokenLaw` if the logits are no logits or nothing is left to draw.
     """
     logits = _checked(logits)
+    if warp.search:
+        logits = torch.log_softmax(logits, -1)
     if warp.processors:
         logits = _processed(logits, warp.processors, paths())
     norm = log_norm(logits)
@@ -55,7 +61,10 @@ def joint_law(
         raise BrokenLaw("every token is banned: the logits processors and bad words left nothing to draw")
     if warp.greedy:
         counts = np.ones_like(counts)
-    return JointLaw(logits, scores, norm, counts, NO_TRUNCATION if warp.greedy else warp.truncation)
+    if warp.search:
+        norm = np.where(norm > -np.inf, 0.0, -np.inf)
+    truncation = NO_TRUNCATION if warp.greedy else warp.truncation
+    return JointLaw(logits, scores, norm, counts, truncation, normalised=not warp.search)
 
 
 def _checked(logits: Float[torch.Tensor, "rows vocab"]) -> Float[torch.Tensor, "rows vocab"]:

@@ -1,6 +1,6 @@
 """The options that transformers' users know, turned into a warp and limits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ from specbeam.probs import Warp
 from specbeam.truncation import NO_TRUNCATION, Truncation
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import GenerationConfig, LogitsProcessorList
 
 DEFAULT_NEW_TOKENS = 256
@@ -31,6 +32,9 @@ class Settings:
     stop_strings: str | Sequence[str] | None = None
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    no_repeat_ngram_size: int | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    prefix_allowed_tokens_fn: "Callable[[int, Tensor], list[int]] | None" = None
     logits_processor: "LogitsProcessorList | Sequence[Any] | None" = None
 
     def __post_init__(self) -> None:
@@ -46,6 +50,8 @@ class Settings:
             self.repetition_penalty,
             "> 0",
         )
+        ngram = self.no_repeat_ngram_size
+        _require(ngram is None or ngram >= 0, "no_repeat_ngram_size", ngram, ">= 0 (0: off)")
         _require(self.num_return_sequences >= 1, "num_return_sequences", self.num_return_sequences, ">= 1")
         _require(
             self.early_stopping in (True, False, "never"),
@@ -69,10 +75,25 @@ class Settings:
         mine = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(blank, f.name)}
         return replace(blank, **(given | mine))
 
-    def warp(self, eos: tuple[int, ...], greedy: bool, prompt_length: int) -> Warp:
-        """The law that these settings make of a model's logits."""
+    def warp(
+        self, eos: tuple[int, ...], greedy: bool, prompt_length: int, prompt: int = 0, search: bool = False
+    ) -> Warp:
+        """The law that these settings make of a model's logits.
+
+        Args:
+            greedy: nothing is drawn.
+            prompt_length: in tokens.
+            prompt: its number, for `prefix_allowed_tokens_fn`.
+            search: as in transformers' beam modes, where warpers are processors of each row and keep as many tokens as let
+                a beam go on beside every way to end.
+        """
         greedy = greedy or self.temperature == 0
-        return Warp(self._processors(eos, prompt_length), NO_TRUNCATION if greedy else self._truncation(), greedy)
+        processors = self._processors(eos, prompt_length, prompt)
+        truncation = NO_TRUNCATION if greedy else self._truncation()
+        if search:
+            truncation = replace(truncation, least=1 + len(eos) if eos else 1)
+            return Warp(_joined(processors, truncation.processors()), NO_TRUNCATION, greedy, search=True)
+        return Warp(processors, truncation, greedy)
 
     def limits(self, eos: tuple[int, ...], room: int | None, decode: Decode | None, keep: int) -> Limits:
         """`room`: new tokens for which the models have positions."""
@@ -90,18 +111,27 @@ class Settings:
             return ()
         return (chosen,) if isinstance(chosen, int) else tuple(chosen)
 
-    def _processors(self, eos: tuple[int, ...], prompt_length: int) -> "LogitsProcessorList | None":
+    def _processors(self, eos: tuple[int, ...], prompt_length: int, prompt: int) -> "LogitsProcessorList | None":
+        """In the order of transformers."""
         from transformers import (
             LogitsProcessorList,
             MinNewTokensLengthLogitsProcessor,
+            NoBadWordsLogitsProcessor,
+            NoRepeatNGramLogitsProcessor,
             RepetitionPenaltyLogitsProcessor,
         )
 
         chosen = LogitsProcessorList()
         if self.repetition_penalty not in (None, 1.0):
             chosen.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+        if self.no_repeat_ngram_size:
+            chosen.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
+        if self.bad_words_ids:
+            chosen.append(NoBadWordsLogitsProcessor([list(words) for words in self.bad_words_ids], list(eos) or None))
         if self.min_new_tokens and eos:
             chosen.append(MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, list(eos)))
+        if self.prefix_allowed_tokens_fn is not None:
+            chosen.append(allowed_after(self.prefix_allowed_tokens_fn, prompt))
         chosen.extend(self.logits_processor or [])
         return chosen or None
 
@@ -112,6 +142,19 @@ class Settings:
             1.0 if self.top_p is None else self.top_p,
             self.min_p or 0.0,
         )
+
+
+def allowed_after(allowed: "Callable[[int, Tensor], list[int]]", prompt: int) -> Any:
+    """transformers' processor for `prefix_allowed_tokens_fn`, for one prompt of a batch."""
+    from transformers import PrefixConstrainedLogitsProcessor
+
+    return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(prompt, tokens), 1)
+
+
+def _joined(*lists: "LogitsProcessorList | None") -> "LogitsProcessorList | None":
+    from transformers import LogitsProcessorList
+
+    return LogitsProcessorList([one for some in lists for one in some or []]) or None
 
 
 # Fields of a generation config that say nothing about the text, or that the recipe answers.

@@ -14,13 +14,17 @@ from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
 
-def retrieved_chain(session: Session, guesses: list[int]) -> Forest:
-    """A chain of guesses under the one beam, cut before an end token."""
-    ends = [place for place, token in enumerate(guesses) if token in session.limits.eos]
-    guesses = guesses[: ends[0]] if ends else guesses
-    forest = Forest.rooted(session.beams.tokens).grown(guesses, list(range(len(guesses))))
-    for place, token in enumerate(guesses):
-        forest = forest.with_group(retrieved([token], place, [place + 1]))
+def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
+    """A chain of guesses under each beam, cut before an end token."""
+    forest = Forest.rooted(session.beams.tokens)
+    for root, chain in enumerate(guesses):
+        parent = root
+        for token in chain:
+            if token in session.limits.eos:
+                break
+            node = len(forest)
+            forest = forest.grown([token], [parent]).with_group(retrieved([token], parent, [node]))
+            parent = node
     return forest
 
 
@@ -31,11 +35,11 @@ def retrieved(tokens: list[int], parent: int, nodes: list[int]) -> Group:
 
 
 class Index(Protocol):
-    """What a text was followed by before."""
+    """What a text was followed by before. A `tail` stands behind the text that was added, as one of several futures."""
 
     def add(self, token: int) -> None: ...
 
-    def continuation(self, most: int) -> list[int]: ...
+    def continuation(self, most: int, tail: list[int]) -> list[int]: ...
 
 
 class GramIndex:
@@ -54,10 +58,11 @@ class GramIndex:
                 self._after[run] = place
         self.text.append(token)
 
-    def continuation(self, most: int) -> list[int]:
-        """What followed the longest earlier match of the text's last tokens."""
-        for size in range(min(self.longest, len(self.text)), 0, -1):
-            place = self._after.get(tuple(self.text[-size:]))
+    def continuation(self, most: int, tail: list[int] = []) -> list[int]:  # noqa: B006
+        """What followed the longest earlier match of the last tokens."""
+        last = [*self.text[-self.longest :], *tail]
+        for size in range(min(self.longest, len(last)), 0, -1):
+            place = self._after.get(tuple(last[-size:]))
             if place is not None:
                 return self.text[place : place + most]
         return []
@@ -82,23 +87,25 @@ class SuffixAutomaton:
         self._state, self.matched = 0, 0
 
     def add(self, token: int) -> None:
-        self._move_match(token)
+        self._state, self.matched = self._moved(self._state, self.matched, token)
         self._insert(token)
 
-    def continuation(self, most: int) -> list[int]:
-        if self.matched == 0:
-            return []
-        return self.text[self._end[self._state] : self._end[self._state] + most]
+    def matched_with(self, tail: list[int]) -> tuple[int, int]:
+        """State and length of the match when `tail` stands behind the text."""
+        state, matched = self._state, self.matched
+        for token in tail:
+            state, matched = self._moved(state, matched, token)
+        return state, matched
 
-    def _move_match(self, token: int) -> None:
-        while self._state and token not in self._next[self._state]:
-            self._state = self._link[self._state]
-            self.matched = self._length[self._state]
-        if token in self._next[self._state]:
-            self._state = self._next[self._state][token]
-            self.matched += 1
-        else:
-            self._state = self.matched = 0
+    def continuation(self, most: int, tail: list[int] = []) -> list[int]:  # noqa: B006
+        state, matched = self.matched_with(tail)
+        return self.text[self._end[state] : self._end[state] + most] if matched else []
+
+    def _moved(self, state: int, matched: int, token: int) -> tuple[int, int]:
+        while state and token not in self._next[state]:
+            state = self._link[state]
+            matched = self._length[state]
+        return (self._next[state][token], matched + 1) if token in self._next[state] else (0, 0)
 
     def _insert(self, token: int) -> None:
         self.text.append(token)
@@ -145,15 +152,11 @@ class _Reading:
         self.read = len(tokens)
 
 
-def _text(session: Session) -> list[int]:
-    return [*session.prompt, *session.settled, *(session.tails[0].tolist() if len(session.tails) else [])]
-
-
 def _index(key: Hashable, session: Session, make: Any) -> Any:
     reading = session.state.get(key)
     if reading is None:
         reading = session.state[key] = _Reading(make(), [])
-    reading.catch_up(_text(session))
+    reading.catch_up([*session.prompt, *session.settled])
     return reading.index
 
 
@@ -170,10 +173,11 @@ class PromptLookup:
     match: Literal["last", "first"] = "last"
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        return [
-            retrieved_chain(one, _index(self, one, self._empty).continuation(shape.depth))
-            for one, shape in zip(sessions, shapes, strict=True)
-        ]
+        return [self._chains(one, shape) for one, shape in zip(sessions, shapes, strict=True)]
+
+    def _chains(self, session: Session, shape: Shape) -> Forest:
+        index = _index(self, session, self._empty)
+        return retrieved_chains(session, [index.continuation(shape.depth, tail) for tail in session.tails.tolist()])
 
     def _empty(self) -> GramIndex:
         return GramIndex(self.longest, self.match)
@@ -196,12 +200,15 @@ class SuffixMatch:
     per_match: float = 4.0
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        forests = []
-        for one, shape in zip(sessions, shapes, strict=True):
-            index = _index(self, one, SuffixAutomaton)
-            most = min(shape.depth, 1 + int(self.per_match * index.matched))
-            forests.append(retrieved_chain(one, index.continuation(most)))
-        return forests
+        return [self._chains(one, shape) for one, shape in zip(sessions, shapes, strict=True)]
+
+    def _chains(self, session: Session, shape: Shape) -> Forest:
+        index = _index(self, session, SuffixAutomaton)
+        chains = []
+        for tail in session.tails.tolist():
+            most = min(shape.depth, 1 + int(self.per_match * index.matched_with(tail)[1]))
+            chains.append(index.continuation(most, tail))
+        return retrieved_chains(session, chains)
 
     def settle(self, session: Session, turn: Turn) -> None:
         """The text itself is the memory."""

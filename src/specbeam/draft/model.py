@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 
 from specbeam.dice import child_keys
 from specbeam.forest import Forest, Group
-from specbeam.laws import JointLaw
+from specbeam.laws import Coarse, JointLaw, candidates, running
 from specbeam.lm.base import LM
 from specbeam.probs import joint_law
 from specbeam.records import Beams, Shape, Turn
@@ -64,12 +64,15 @@ class BeamDrafter:
             model would keep by itself (core); the rest of the layer are the next best (halo).
         coupling: "noise" drafts by the noise that the target will use; "rejection" draws and states its law.
         replacement: independent draws instead of draws without replacement (coupling "rejection" only).
+        search: draft for transformers' beam modes, in which a beam that ends makes room for the next one: ends are not
+            drafted.
     """
 
     lm: LM
     beams: int
     coupling: str = "noise"
     replacement: bool = False
+    search: bool = False
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         growing = [Growing.start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
@@ -119,11 +122,25 @@ class BeamDrafter:
         """Core first, then halo. Any choice is lawful: the target's own choice does not look at it."""
         keys = None if one.session.warp.greedy else one.front.keys
         coarse = lambda: one.session.coarse_noise(one.front.keys, law.vocab)  # noqa: E731
-        width = one.shape.width
+        width, beams = one.shape.width, min(self.beams, one.shape.width)
+        if self.search:
+            return self._by_search(one, law, keys, coarse)
         every = law.best(width, keys, coarse)
-        core = every[one.core[every // law.vocab]][: self.beams]
-        if len(core) < min(self.beams, width):
-            core = law.best(min(self.beams, width), keys, coarse, among=one.core)
+        core = every[one.core[every // law.vocab]][:beams]
+        if len(core) < beams:
+            core = law.best(beams, keys, coarse, among=one.core)
+        halo = every[~np.isin(every, core)][: width - len(core)]
+        return np.append(core, halo), np.arange(len(core) + len(halo)) < len(core)
+
+    def _by_search(
+        self, one: Growing, law: JointLaw, keys: np.ndarray | None, coarse: Coarse
+    ) -> tuple[np.ndarray, np.ndarray]:
+        ends, width = one.session.limits.eos, one.shape.width
+        looked = candidates(self.beams, len(ends))
+        pairs = law.best(looked, keys, coarse, among=one.core)
+        core = pairs[running(law, pairs, np.isin(pairs % law.vocab, ends), min(self.beams, width))]
+        every = law.best(width + len(ends) * law.beams, keys, coarse)
+        every = every[~np.isin(every % law.vocab, ends)]
         halo = every[~np.isin(every, core)][: width - len(core)]
         return np.append(core, halo), np.arange(len(core) + len(halo)) < len(core)
 

@@ -75,7 +75,7 @@ class Successors:
 
 @dataclass(frozen=True)
 class TokenRecycling:
-    """Fill a static tree of rank paths from the successor table; learn from every row that the target scored."""
+    """Fill a static tree of rank paths under each beam from the successor table; learn from every row that was scored."""
 
     memory: Successors
     ranks: tuple[Ranks, ...] = field(default_factory=lambda: tuple(template()))
@@ -85,7 +85,16 @@ class TokenRecycling:
 
     def _tree(self, session: Session, shape: Shape) -> Forest:
         forest = Forest.rooted(session.beams.tokens)
-        node_of: dict[Ranks, int] = {(): 0}
+        for root in range(len(forest)):
+            forest = self._grown(forest, root, session, shape)
+        for parent in range(len(forest)):
+            nodes = np.flatnonzero(forest.parents == parent)
+            if len(nodes):
+                forest = forest.with_group(retrieved(forest.tokens[nodes].tolist(), parent, nodes.tolist()))
+        return forest
+
+    def _grown(self, forest: Forest, root: int, session: Session, shape: Shape) -> Forest:
+        node_of: dict[Ranks, int] = {(): root}
         for path in self.ranks:
             if len(path) > shape.depth or path[:-1] not in node_of or path[-1] >= self.memory.table.shape[1]:
                 continue
@@ -96,10 +105,6 @@ class TokenRecycling:
                 continue
             node_of[path] = len(forest)
             forest = forest.grown([token], [parent])
-        for parent in range(len(forest)):
-            nodes = np.flatnonzero(forest.parents == parent)
-            if len(nodes):
-                forest = forest.with_group(retrieved(forest.tokens[nodes].tolist(), parent, nodes.tolist()))
         return forest
 
     def settle(self, session: Session, turn: Turn) -> None:

@@ -8,10 +8,22 @@ from specbeam.draft.model import BeamDrafter, NoDraft
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
 from specbeam.recipes.method import Build, Method, at_least_one
+from specbeam.recipes.search import speculative
 from specbeam.session import Parts
 from specbeam.verify.beam import BeamRule
+from specbeam.verify.search import SearchRule
 
 Coupling = Literal["noise", "rejection"]
+Semantics = Literal["paper", "hf"]
+HF_LAW = "exact: transformers' beam sampling"
+
+
+def _is_hf(semantics: str, replacement: bool) -> bool:
+    if semantics not in ("paper", "hf"):
+        raise BadSetting(f"semantics is {semantics!r}; it must be 'paper' or 'hf'")
+    if semantics == "hf" and replacement:
+        raise BadSetting("semantics='hf' draws without replacement; leave out replacement=True")
+    return semantics == "hf"
 
 
 def _plain(law: str, beams: int, coupling: str, replacement: bool) -> Build:
@@ -39,7 +51,7 @@ def sampling() -> Method:
     return Method("sampling", law, 1, _plain(law, 1, "noise", False))
 
 
-def beam_sampling(beams: int = 4, replacement: bool = False) -> Method:
+def beam_sampling(beams: int = 4, replacement: bool = False, semantics: Semantics = "paper") -> Method:
     """Beam sampling: each step draws `beams` (beam, token) pairs from the joint law over all live beams.
 
     Law: exact by definition; the reference of `dsbd`.
@@ -48,8 +60,13 @@ def beam_sampling(beams: int = 4, replacement: bool = False) -> Method:
     Args:
         beams: draws per step.
         replacement: independent draws, which soon collapse to a few distinct beams.
+        semantics: "paper"; or "hf", the law of transformers' ``generate(num_beams=beams, do_sample=True)``, which draws
+            twice as many pairs from warped, unnormalised scores and keeps the best-scored ones.
     """
     at_least_one(beams=beams)
+    if _is_hf(semantics, replacement):
+        parts = Parts(NoDraft(), SearchRule(beams), FixedShape(0, 0), HF_LAW)
+        return Method("beam_sampling", HF_LAW, beams, lambda target, draft: parts, search=True)
     law = f"exact: beam sampling, {beams} beams, {'with' if replacement else 'without'} replacement"
     coupling = "rejection" if replacement else "noise"
     return Method("beam_sampling", law, beams, _plain(law, beams, coupling, replacement))
@@ -66,6 +83,7 @@ def dsbd(
     replacement: bool = False,
     collapse: bool = False,
     trace: bool = False,
+    semantics: Semantics = "paper",
 ) -> Method:
     """Dynamic-width speculative beam decoding: a small model drafts layers of beams, the target judges them in one pass.
 
@@ -88,6 +106,7 @@ def dsbd(
         collapse: keep one beam after each turn, the paper's memory variant. Its law belongs to no target-only decoder,
             because when it collapses depends on acceptance.
         trace: record every trial, for `inspect`.
+        semantics: "paper"; or "hf", the law of transformers' own beam sampling (width="fixed", coupling="noise").
     """
     at_least_one(beams=beams, depth=depth, draft_beams=draft_beams, min_beams=min_beams)
     if draft_beams < beams:
@@ -104,6 +123,11 @@ def dsbd(
         raise BadSetting(f"coupling is {coupling!r}; it must be 'noise' or 'rejection'")
     if coupling == "noise" and replacement:
         raise BadSetting("shared noise draws without replacement; take coupling='rejection' for replacement=True")
+    if _is_hf(semantics, replacement):
+        if width != "fixed" or coupling != "noise" or collapse or trace:
+            raise BadSetting("semantics='hf' needs width='fixed' and coupling='noise', without collapse and trace")
+        build_hf = speculative(beams, draft_beams, depth, "model", HF_LAW)
+        return Method("dsbd", HF_LAW, beams, build_hf, needs_draft=True, search=True)
     policy: Width = FixedWidth(beams) if width == "fixed" else SureWidth(beams, min_beams, threshold)
     law = "exact: beam sampling, " + (
         f"{beams} beams" if width == "fixed" else f"given the widths (1 to {beams} beams)"

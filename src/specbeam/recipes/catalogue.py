@@ -5,6 +5,7 @@ from collections.abc import Callable
 from specbeam.errors import BadSetting
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
 from specbeam.recipes.method import Method, Recipe, described
+from specbeam.recipes.search import beam_search, speculative_beam_search
 from specbeam.recipes.sequences import (
     auto,
     block_verification,
@@ -26,7 +27,7 @@ from specbeam.recipes.sequences import (
 )
 
 RECIPES: tuple[Callable[..., Method], ...] = (
-    greedy, sampling, beam_sampling, dsbd,
+    greedy, sampling, beam_search, speculative_beam_search, beam_sampling, dsbd,
     speculative_sampling, block_verification, specinfer, rsd_c, rsd_s, sequoia, spechub, traversal, multi_draft,
     opt_tree, dyspec, gsd, propd, prompt_lookup, suffix_match, token_recycling, auto,
 )  # fmt: skip

@@ -22,6 +22,7 @@ class Method:
     build: Build
     needs_draft: bool = False
     greedy: bool = False
+    search: bool = False  # scores and processors as in transformers' beam modes
 
     def parts(self, draft: LM | None, target: LM | None = None) -> Parts:
         if self.needs_draft and draft is None:

@@ -1,0 +1,86 @@
+"""Recipes for beam search, token-identical to transformers."""
+
+from typing import Literal
+
+from specbeam.control.fixed import FixedShape
+from specbeam.draft.lookup import PromptLookup, SuffixMatch
+from specbeam.draft.model import BeamDrafter, NoDraft
+from specbeam.draft.recycle import Successors, TokenRecycling, likeliest
+from specbeam.errors import BadSetting
+from specbeam.lm.base import LM
+from specbeam.recipes.method import Build, Method, at_least_one
+from specbeam.session import Drafter, Parts
+from specbeam.verify.search import SearchRule
+
+DrafterName = Literal["model", "prompt_lookup", "suffix_match", "token_recycling"]
+LAW = "exact: beam search; the beams and scores of transformers in float32"
+
+
+def beam_search(beams: int = 4) -> Method:
+    """Beam search: the tokens, beams and scores of transformers' ``generate(num_beams=beams, do_sample=False)``.
+
+    Law: exact: beam search; token-identical to transformers' in float32.
+    Paper: none.
+
+    Beams share their past in the KV trie: the prompt is computed once, and nothing is copied when beams reorder.
+
+    Args:
+        beams: live beams per step.
+    """
+    at_least_one(beams=beams)
+    parts = Parts(NoDraft(), SearchRule(beams), FixedShape(0, 0), LAW)
+    return Method("beam_search", LAW, beams, lambda target, draft: parts, greedy=True, search=True)
+
+
+def speculative_beam_search(
+    beams: int = 4, draft_beams: int = 6, depth: int = 4, drafter: "DrafterName | Drafter" = "model"
+) -> Method:
+    """Beam search with drafts: the same tokens, beams and scores as `beam_search`, in fewer passes of the target.
+
+    Law: exact: beam search; token-identical to transformers' in float32.
+    Paper: none; the layer rule is that of shared noise in `dsbd` without the noise.
+
+    A layer passes when the target's own next beams are among the drafts; the first layer that does not is emitted all the
+    same and ends the turn.
+
+    Args:
+        beams: live beams per step.
+        draft_beams: draft nodes per layer, at least `beams`; a few more make layers pass.
+        depth: draft layers per pass of the target.
+        drafter: "model" drafts beams with the draft model; "prompt_lookup", "suffix_match" and "token_recycling" need
+            none and draft a chain or a tree under each beam; or a part.
+    """
+    at_least_one(beams=beams, draft_beams=draft_beams, depth=depth)
+    if drafter == "model" and draft_beams < beams:
+        raise BadSetting(
+            f"draft_beams is {draft_beams}, beams is {beams}; a layer can pass only if draft_beams >= beams"
+        )
+    build = speculative(beams, draft_beams, depth, drafter, LAW)
+    return Method(
+        "speculative_beam_search", LAW, beams, build, needs_draft=drafter == "model", greedy=True, search=True
+    )
+
+
+def speculative(beams: int, draft_beams: int, depth: int, drafter: "DrafterName | Drafter", law: str) -> Build:
+    """The parts of a speculative search, also of one that draws."""
+    known: dict[str, Drafter | None] = {
+        "model": None, "prompt_lookup": PromptLookup(), "suffix_match": SuffixMatch(), "token_recycling": None,
+    }  # fmt: skip
+    if isinstance(drafter, str) and drafter not in known:
+        raise BadSetting(f"drafter is {drafter!r}; it must be one of {', '.join(known)}, or a part")
+    memory: list[Successors] = []
+
+    def build(target: LM | None, draft: LM | None) -> Parts:
+        part = known[drafter] if isinstance(drafter, str) else drafter
+        if drafter == "model":
+            assert draft is not None
+            part = BeamDrafter(draft, beams, search=True)
+        elif drafter == "token_recycling":
+            assert target is not None
+            if not memory:
+                memory.append(Successors.empty(target.vocab))
+            part = TokenRecycling(memory[0], likeliest(max(draft_beams // beams, 1) * depth))
+        assert part is not None
+        return Parts(part, SearchRule(beams), FixedShape(depth, draft_beams), law)
+
+    return build
