@@ -1,11 +1,22 @@
 """Beam search against transformers: the same beams and scores, whatever drafts, whatever else is in the batch."""
 
+import functools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 from transformers import LogitsProcessor
 
 import specbeam as sb
+from specbeam.lm.table import TableLM
+from specbeam.probs import Warp
+from specbeam.verify.search import SearchRule
 from tests.support import words
+from tests.support.exact import distance, exact_law, hf_beam_sampling_law
+from tests.support.programs import random_table, run, session_of
 from tests.support.tiny_models import tiny
 
 PROMPTS = ["abc", "Hello there", "a", "no, no"]
@@ -129,3 +140,111 @@ def test_the_common_prefix_of_all_beams_is_streamed(pair):
 def test_several_answers(pair):
     found = sb.generate(pair, "abc", sb.beam_search(4), max_new_tokens=8, num_return_sequences=3)
     assert [one.tokens for one in found] == [tokens for tokens, _ in by_transformers(pair, "abc", 4, 8)[:3]]
+
+
+def best_text(method, target, draft, steps, eos):
+    """The best hypothesis of a whole run by the method's own loop."""
+    parts = method.parts(TableLM(draft), TableLM(target))
+    parts = replace(parts, rule=SearchRule(method.beams, "dice"))
+
+    def program(dice):
+        session = session_of(sb.Method("", "", method.beams, lambda *_: parts), None, dice, steps, eos=eos)
+        session.warp = Warp(search=True)
+        run(session, TableLM(target))
+        score = session.limits.normalised
+        return tuple(max(session.hypotheses(), key=lambda one: score(one.loglik, len(one.tokens))).tokens)
+
+    return exact_law(program)
+
+
+@pytest.mark.parametrize(
+    ("vocab", "steps", "eos"), [(3, 2, ()), pytest.param(4, 2, (3,), marks=pytest.mark.slow), (3, 3, (2,))]
+)
+def test_the_law_of_hf_beam_sampling_by_enumeration(vocab, steps, eos):
+    beams = 1 if steps == 3 else 2
+    target, draft = random_table(1, vocab), random_table(2, vocab)
+    expected = hf_beam_sampling_law(target, beams, steps, eos)
+    assert sum(expected.values()) == pytest.approx(1)
+    for method in (
+        sb.beam_sampling(beams, semantics="hf"),
+        sb.dsbd(beams, beams + 1, 2, "fixed", semantics="hf"),
+    ):
+        assert distance(best_text(method, target, draft, steps, eos), expected) < 1e-12
+
+
+SHARP = {"vocab_size": 5, "eos_token_id": 4, "bos_token_id": 0, "pad_token_id": 0}
+
+
+@pytest.mark.slow
+def test_the_law_of_hf_beam_sampling_on_a_transformer():
+    """Best texts of transformers, of ours and of ours with drafts, each against the enumerated law."""
+    target, draft = tiny("llama", seed=3, **SHARP), tiny("llama", seed=4, **SHARP)
+    pair, prompt = sb.load(target, draft), [1, 2, 3]
+
+    def table(path):
+        with torch.inference_mode():
+            return target(torch.tensor([[*prompt, *path]])).logits[0, -1].double().softmax(-1).numpy()
+
+    law = hf_beam_sampling_law(functools.cache(table), 2, 2, (4,))
+    draws = 4000
+    torch.manual_seed(0)
+    ids = torch.tensor([prompt] * 500)
+    theirs = [
+        tuple(cut(row[3:].tolist(), [4]))
+        for _ in range(draws // 500)
+        for row in target.generate(ids, attention_mask=torch.ones_like(ids), num_beams=2, do_sample=True, top_k=0,
+                                   max_new_tokens=2, pad_token_id=4)
+    ]  # fmt: skip
+    runs = {"transformers": theirs}
+    for method in (sb.beam_sampling(2, semantics="hf"), sb.dsbd(2, 3, 2, "fixed", semantics="hf")):
+        found = sb.generate(pair, [prompt] * draws, method, seed=1, max_new_tokens=2, batch_size=200)
+        runs[method.name] = [tuple(one.tokens) for one in found]
+    for name, texts in runs.items():
+        assert chi_square(Counter(texts), law) > 1e-3, name
+
+
+def chi_square(counts, law):
+    assert set(counts) <= set(law)
+    big = [text for text, odds in law.items() if odds * counts.total() >= 5]
+    seen = np.array([counts[text] for text in big])
+    hoped = np.array([law[text] for text in big])
+    return stats.chisquare(seen, hoped / hoped.sum() * seen.sum()).pvalue
+
+
+def test_hf_semantics_draws_the_same_with_and_without_drafts(pair):
+    accepted = 0
+    for options in ({}, {"temperature": 0.7, "top_k": 12}, {"top_p": 0.9, "length_penalty": 0.5}):
+        plain = sb.generate(pair, PROMPTS, sb.beam_sampling(3, semantics="hf"), seed=2, max_new_tokens=10, **options)
+        fast = sb.dsbd(3, 40, 3, "fixed", semantics="hf")
+        drafted = sb.generate(pair, PROMPTS, fast, seed=2, max_new_tokens=10, **options)
+        assert [[b.tokens for b in one.beams] for one in drafted] == [[b.tokens for b in one.beams] for one in plain]
+        accepted += sum(one.report.accepted for one in drafted)
+    assert accepted > 0
+
+
+def test_settings_that_contradict_each_other():
+    with pytest.raises(sb.SpecbeamError, match="needs width='fixed'"):
+        sb.dsbd(3, semantics="hf")
+    with pytest.raises(sb.SpecbeamError, match="draft_beams is 2, beams is 3"):
+        sb.speculative_beam_search(3, 2)
+    with pytest.raises(sb.SpecbeamError, match="drafter is 'oracle'"):
+        sb.speculative_beam_search(3, drafter="oracle")
+
+
+def test_the_doors_of_transformers(pair):
+    tokenizer = pair.tokenizer
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    options = {"num_beams": 4, "do_sample": False, "max_new_tokens": 10, "num_return_sequences": 2}
+    plain = pair.target_model.generate(**batch, **options)
+    fast = pair.target_model.generate(
+        **batch, **options, custom_generate=sb.hf.beam_search, draft_model=pair.draft_model
+    )
+    assert tokenizer.batch_decode(plain, skip_special_tokens=True) == tokenizer.batch_decode(
+        fast, skip_special_tokens=True
+    )
+    options["prefix_allowed_tokens_fn"] = lambda number, tokens: [4 + number, 5, 6 + int(tokens[-1]) % 3, 1]
+    plain = pair.target_model.generate(**batch, **options)
+    fast = pair.target_model.generate(**batch, **options, custom_generate=sb.hf.beam_search)
+    assert tokenizer.batch_decode(plain, skip_special_tokens=True) == tokenizer.batch_decode(
+        fast, skip_special_tokens=True
+    )

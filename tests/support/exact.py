@@ -106,3 +106,34 @@ def beam_sampling_law(
 
 def _likelihood(table, path: tuple[int, ...]) -> float:
     return math.prod(float(table(path[:place])[token]) for place, token in enumerate(path))
+
+
+def hf_beam_sampling_law(
+    table: Callable[[tuple[int, ...]], np.ndarray], beams: int, steps: int, eos: tuple[int, ...] = ()
+) -> dict[tuple[int, ...], float]:
+    """Law of the best text of transformers' beam sampling (length penalty 1, early_stopping=False), from its definition."""
+    final: dict[tuple[int, ...], float] = defaultdict(float)
+    law: dict[Hashable, float] = {((), ((),)): 1.0}
+    for step in range(1, steps + 1):
+        longer: dict[Hashable, float] = defaultdict(float)
+        for (finished, live), odds in law.items():
+            pairs = [(*beam, token) for beam in live for token in range(len(table(())))]
+            joint = np.array([_likelihood(table, text) for text in pairs])
+            for drawn, chance in successive(joint / joint.sum(), max(2, 1 + len(eos)) * beams, False).items():
+                texts = [pairs[which] for which in drawn]
+                ends = [text[-1] in eos or step == steps for text in texts]
+                done = finished + tuple(text for text, end in zip(texts[:beams], ends, strict=False) if end)
+                done = tuple(sorted(done, key=lambda text: -_mean(table, text))[:beams])
+                going = [text for text, end in zip(texts, ends, strict=True) if not end]
+                going = tuple(sorted(going, key=lambda text: -_likelihood(table, text))[:beams])
+                bound = math.log(_likelihood(table, going[0])) / step if going else -math.inf
+                if not going or (len(done) == beams and bound <= _mean(table, done[-1])):
+                    final[done[0]] += odds * chance
+                else:
+                    longer[done, going] += odds * chance
+        law = dict(longer)
+    return dict(final)
+
+
+def _mean(table, text: tuple[int, ...]) -> float:
+    return math.log(_likelihood(table, text)) / len(text)

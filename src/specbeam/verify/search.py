@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from specbeam.dice import child_keys
 from specbeam.forest import Forest
-from specbeam.laws import candidates, running
+from specbeam.laws import JointLaw, Pairs, candidates, running
 from specbeam.probs import joint_law
 from specbeam.records import Beams, Step, Verdict
 from specbeam.session import Session
@@ -23,10 +23,16 @@ class SearchRule:
     finish, and the best-scored ones that did not end go on. A score is the sum of processed log-probabilities, which are not
     normalised again.
 
+    Args:
+        beams: beams that go on.
+        coupling: "noise" draws by the noise of (seed, path, token), so drafts that were made with it pass more often;
+            "dice" draws one pair after the other. The law is the same.
+
     Law: what is emitted never depends on the drafts, so it is the target's beam search or beam sampling, whatever they are.
     """
 
     beams: int
+    coupling: str = "noise"
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         live, ended = session.beams, list(session.ended)
@@ -45,10 +51,7 @@ class SearchRule:
         rows = scored[torch.from_numpy(live.nodes).to(scored.device)]
         law = joint_law(rows, live.scores, live.counts, session.warp, lambda: session.paths(forest, live.nodes))
         limits = session.limits
-        keys = None if session.warp.greedy else live.keys
-        pairs = law.best(
-            candidates(self.beams, len(limits.eos)), keys, lambda: session.coarse_noise(live.keys, law.vocab)
-        )
+        pairs = self._candidates(session, law, live)
         beams, tokens = np.divmod(pairs, law.vocab)
         parents = live.nodes[beams]
         ended = limits.ended(tokens, lambda: np.column_stack([session.new_tokens(forest, parents), tokens]))
@@ -68,3 +71,16 @@ class SearchRule:
         )
         passed = len(going) > 0 and bool((nodes[: len(going)] >= 0).all())
         return Step(parents[chosen], taken, ended[chosen], self.beams, passed)
+
+    def _candidates(self, session: Session, law: JointLaw, live: Beams) -> Pairs:
+        """Best first, or in draw order."""
+        count = candidates(self.beams, len(session.limits.eos))
+        if session.warp.greedy:
+            return law.best(count)
+        if self.coupling == "noise":
+            return law.best(count, live.keys, lambda: session.coarse_noise(live.keys, law.vocab))
+        left, drawn = law.p.ravel().copy(), list[int]()
+        while len(drawn) < count and left.any():
+            drawn.append(session.dice.pick(left))
+            left[drawn[-1]] = 0.0
+        return np.array(drawn, dtype=np.int64)
