@@ -80,8 +80,9 @@ def load(
 
 
 def language_model(model: "PreTrainedModel", check: bool = True) -> HuggingFaceLM:
-    """The scorer of a model object; one per model, checked once."""
-    if model not in _KNOWN:
+    """The scorer of a model object; one per model, checked once, and made anew when the model was moved or cast."""
+    known = _KNOWN.get(model)
+    if known is None or (known.device, known.masks.dtype) != (model.device, model.dtype):
         check_decoder_only(model)
         _use_a_backend_with_masks(model)
         model.eval()

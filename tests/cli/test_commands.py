@@ -150,3 +150,22 @@ def test_settings_that_are_lists(models):
     code, _, err = specbeam("generate", "abc", *models, "--method", "rsd_c", "--set", "counts=2,x")
     assert code == 2
     assert "counts is 'x'; it must be an integer" in err
+
+
+def test_diff_compares_with_transformers(models):
+    code, out, err = specbeam(
+        "diff",
+        models[1],
+        "--draft",
+        models[3],
+        "--prompt",
+        "abc",
+        "--prompt",
+        "no",
+        "--beams",
+        "2",
+        "--max-new-tokens",
+        "6",
+    )
+    assert code == 0, err
+    assert out == "2 of 2 prompts: the same 2 beams; 0 differ by rounding, 0 otherwise\n"

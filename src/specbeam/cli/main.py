@@ -134,6 +134,28 @@ def same_beams(
     raise typer.Exit(run(prompts or [], file, model, draft, setting, seed, batch_size, max_new_tokens, json))
 
 
+@app.command()
+def diff(
+    model: Annotated[str, typer.Argument(help="Target: a path, a hub id, or 'bundled'.")] = "bundled",
+    draft: Draft = None,
+    prompt: Annotated[list[str], typer.Option(help="A prompt. None at all: read standard input.")] = [],  # noqa: B006
+    prompts: Annotated[
+        list[Path], typer.Option("--prompts", "-f", help="A text file, a prompt per line; or .jsonl.")
+    ] = [],  # noqa: B006
+    beams: Annotated[int, typer.Option(help="Beams of both.")] = 4,
+    setting: Settings = [],  # noqa: B006
+    rows: Annotated[int, typer.Option(help="Most prompts.")] = 1000,
+    batch_size: Annotated[int, typer.Option(help="Prompts that specbeam decodes side by side.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 64,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
+    json: Json = False,
+) -> None:
+    """Run transformers' beam search and specbeam's; report each difference, and whether it is rounding."""
+    from specbeam.cli.diff import run
+
+    raise typer.Exit(run(model, draft, prompt, prompts, beams, setting, rows, batch_size, max_new_tokens, dtype, json))
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure methods side by side.")
 app.add_typer(bench, name="bench")
 
