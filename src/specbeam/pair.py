@@ -80,20 +80,28 @@ def load(
 
 
 def language_model(model: "PreTrainedModel", check: bool = True) -> HuggingFaceLM:
-    """The scorer of a model object; one per model, checked once, and made anew when the model was moved or cast."""
-    known = _KNOWN.get(model)
-    if known is None or (known.device, known.masks.dtype) != (model.device, model.dtype):
+    """The scorer of a model object; one per model, checked once, and made anew when the model has changed since."""
+    state, known = _state(model), _KNOWN.get(model)
+    if known is None or known[0] != state:
         check_decoder_only(model)
         _use_a_backend_with_masks(model)
         model.eval()
         lm = HuggingFaceLM(model)
         if check:
             check_scores_forests(lm)
-        _KNOWN[model] = lm
-    return _KNOWN[model]
+        known = _KNOWN[model] = (state, lm)
+    return known[1]
 
 
-_KNOWN: "weakref.WeakKeyDictionary[Any, HuggingFaceLM]" = weakref.WeakKeyDictionary()
+_KNOWN: "weakref.WeakKeyDictionary[Any, tuple[Any, HuggingFaceLM]]" = weakref.WeakKeyDictionary()
+
+
+def _state(model: "PreTrainedModel") -> Any:
+    """What changes when a model is moved, cast, trained on or given other weights."""
+    weights = [
+        (one.data_ptr(), 0 if one.is_inference() else one._version, one.dtype, one.device) for one in model.parameters()
+    ]
+    return hash(tuple(weights))
 
 
 def check_scores_forests(lm: HuggingFaceLM) -> None:

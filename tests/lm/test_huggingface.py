@@ -32,7 +32,12 @@ def node_paths(texts, forest):
 )
 def test_a_node_has_the_logits_of_its_path(family, attention):
     model = tiny(family, attention)
-    lm, rng = HuggingFaceLM(model, chunk=5), np.random.default_rng(1)
+    check_random_turns(HuggingFaceLM(model, chunk=5, engine="plain"), model)
+
+
+def check_random_turns(lm, model):
+    """Requests of different length come and go; random forests, verdicts and compactions; each row against its path."""
+    rng = np.random.default_rng(1)
     seats = [seat(rng.integers(0, lm.vocab, length).tolist()) for length in (1, 4, 17)]
     for turn_number in range(6):
         forests = [

@@ -48,15 +48,28 @@ class Masks:
     def shortest(self) -> int | None:
         return self.window
 
-    def build(self, feeds: list[Feed], tries: list[KVTrie], width: int, extent: int, device: torch.device) -> Mask:
+    def build(
+        self,
+        feeds: list[Feed],
+        tries: list[KVTrie],
+        width: int,
+        extent: int,
+        device: torch.device,
+        additive: bool = False,
+    ) -> Mask:
+        """`additive`: in the form that eager takes, whatever the model's own."""
         seen, back = seen_by(feeds, tries, width, extent)
+        additive |= self.implementation == "eager"
         if self.by_layer:
-            return {kind: self._native(_cut(seen, back, window), device) for kind, window in self.windows.items()}
-        return self._native(_cut(seen, back, self.window), device)
+            kinds = self.windows.items()
+            return {kind: self._native(_cut(seen, back, window), device, additive) for kind, window in kinds}
+        return self._native(_cut(seen, back, self.window), device, additive)
 
-    def _native(self, seen: Bool[np.ndarray, "batch width extent"], device: torch.device) -> torch.Tensor:
+    def _native(
+        self, seen: Bool[np.ndarray, "batch width extent"], device: torch.device, additive: bool
+    ) -> torch.Tensor:
         mask = torch.from_numpy(seen)[:, None].to(device)
-        if self.implementation != "eager":
+        if not additive:
             return mask
         return torch.zeros(mask.shape, dtype=self.dtype, device=device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 

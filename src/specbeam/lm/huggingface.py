@@ -13,6 +13,7 @@ from specbeam.forest import Forest
 from specbeam.lm.attention import Masks
 from specbeam.lm.kv_store import KVStore, Place
 from specbeam.lm.kv_trie import BLOCK, WASTE, Feed, KVTrie
+from specbeam.lm.lean import lean
 from specbeam.records import Turn
 from specbeam.session import Seat
 
@@ -71,11 +72,16 @@ class Lane:
 class HuggingFaceLM:
     """Scores forests with a transformers model; one KV trie per session, all in one preallocated store.
 
-    The model is used as it is; `check_scores_forests` (see `load`) has made sure that it honours masks and positions.
+    `check_scores_forests` (see `load`) has made sure that the model honours masks and positions.
+
+    Args:
+        chunk: prompt tokens per pass.
+        engine: "plain" calls the model; "auto" takes the lean forward where there is one (see lm/lean.py).
     """
 
-    def __init__(self, model: "PreTrainedModel", chunk: int = CHUNK) -> None:
+    def __init__(self, model: "PreTrainedModel", chunk: int = CHUNK, engine: str = "auto") -> None:
         self.model = model
+        self.lean = lean(model) if engine == "auto" else None
         self.chunk = chunk
         config = model.config.get_text_config()
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
@@ -169,10 +175,14 @@ class HuggingFaceLM:
                 slots[one, -len(feed) :] = feed.slots
         self.store.place = Place(slice(rows.start, rows.stop), torch.from_numpy(slots).to(self.device), extent)
         self.passes += 1
+        ids, places = torch.from_numpy(tokens).to(self.device), torch.from_numpy(positions).to(self.device)
+        masks = self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
+        if self.lean is not None:
+            return self.lean.forward(ids, places, masks, self.store, wanted)
         output = self.model(
-            input_ids=torch.from_numpy(tokens).to(self.device),
-            attention_mask=self.masks.build(feeds, tries, width, extent, self.device),
-            position_ids=torch.from_numpy(positions).to(self.device),
+            input_ids=ids,
+            attention_mask=masks,
+            position_ids=places,
             past_key_values=self.store,
             use_cache=True,
             **({"logits_to_keep": wanted} if self._keeps_rows else {}),

@@ -1,0 +1,177 @@
+"""A forward without module calls, for small Llama-like models: in their short passes calls cost more than arithmetic.
+
+Weights are fused, norms are folded into the matrices behind them, and rotary pairs stand side by side so that a rotation is
+one complex product. The arithmetic is that of transformers up to rounding; `load` compares both on a token tree.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specbeam.lm.kv_store import KVStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LARGEST = 300_000_000  # parameters; above, arithmetic dominates and a second copy of the weights is dear
+PACKED_FROM = 1_000_000  # weights of a matrix; packing costs small ones more than it saves
+_FAMILIES = ("llama", "mistral", "qwen2")
+_ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
+
+
+class Matrix:
+    """x -> x @ weight.T + bias, from weights laid out once for few rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.transposed = weight.t().contiguous()
+        self.bias = bias
+        self.packed = _packed(weight) if weight.numel() >= PACKED_FROM else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """float[rows, in] -> float[rows, out]"""
+        if self.packed is not None and x.shape[0] > 1:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return torch.mm(x, self.transposed) if self.bias is None else torch.addmm(self.bias, x, self.transposed)
+
+    def added(self, to: Tensor, x: Tensor) -> Tensor:
+        """`to` + x @ weight.T, for matrices without bias."""
+        if self.packed is not None and x.shape[0] > 1:
+            return self(x).add_(to)
+        return torch.addmm(to, x, self.transposed)
+
+
+def _packed(weight: Tensor) -> Tensor | None:
+    """The weight in oneDNN's own order; None where this build has none."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return None
+    try:
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+    except (RuntimeError, AttributeError):
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class LeanLayer:
+    qkv: Matrix
+    out: Matrix
+    gate_up: Matrix
+    down: Matrix
+    kind: str
+
+
+class LeanDecoder:
+    """The forward of one model. Made by `lean`, which knows whom it fits."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        config, inner = model.config, model.model
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.eps = config.rms_norm_eps
+        self.embedding = inner.embed_tokens.weight
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self.layers = [self._layer(one, kind) for one, kind in zip(inner.layers, kinds, strict=True)]
+        self.head = Matrix(model.lm_head.weight * inner.norm.weight)
+        self.turns = _turns(inner.rotary_emb, config.max_position_embeddings, self.size)
+
+    def _layer(self, layer: Any, kind: str) -> LeanLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        rows = [self._paired(attention.q_proj), self._paired(attention.k_proj), _both(attention.v_proj)]
+        weight = torch.cat([w for w, _ in rows]) * layer.input_layernorm.weight
+        bias = None if rows[0][1] is None else torch.cat([b for _, b in rows if b is not None])
+        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]) * layer.post_attention_layernorm.weight
+        return LeanLayer(
+            Matrix(weight, bias), Matrix(attention.o_proj.weight), Matrix(gate_up), Matrix(mlp.down_proj.weight), kind
+        )
+
+    def _paired(self, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        """Rows of each head reordered so that what is rotated together stands together."""
+
+        def reordered(x: Tensor) -> Tensor:
+            return x.view(-1, 2, self.size // 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+
+        weight, bias = _both(linear)
+        return reordered(weight), None if bias is None else reordered(bias)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, masks: Tensor | dict[str, Tensor], store: KVStore, wanted: int
+    ) -> Tensor:
+        """Logits float[batch, wanted, vocab] of the last rows. int64[batch, rows]; masks are added to the scores."""
+        batch, rows = tokens.shape
+        x = self.embedding[tokens.reshape(-1)]
+        turns = self.turns[positions.reshape(-1)][:, None]
+        for number, layer in enumerate(self.layers):
+            mask = masks[layer.kind] if isinstance(masks, dict) else masks
+            x = self._attended(x, layer, turns, mask, store, number, batch, rows)
+            gate, up = layer.gate_up(self._normed(x)).chunk(2, -1)
+            x = layer.down.added(x, functional.silu(gate).mul_(up))
+        last = x.view(batch, rows, -1)[:, -wanted:].reshape(batch * wanted, -1)
+        return self.head(self._normed(last)).view(batch, wanted, -1)
+
+    def _attended(
+        self,
+        x: Tensor,
+        layer: LeanLayer,
+        turns: Tensor,
+        mask: Tensor,
+        store: KVStore,
+        number: int,
+        batch: int,
+        rows: int,
+    ) -> Tensor:
+        qkv = layer.qkv(self._normed(x))
+        rotated = (self.heads + self.kv_heads) * self.size
+        pairs = torch.view_as_complex(qkv[:, :rotated].reshape(batch * rows, -1, self.size // 2, 2)) * turns
+        qk = torch.view_as_real(pairs).view(batch, rows, -1, self.size).transpose(1, 2)
+        v = qkv[:, rotated:].view(batch, rows, self.kv_heads, self.size).transpose(1, 2)
+        keys, values = store.layers[number].update(qk[:, self.heads :], v)
+        attended = functional.scaled_dot_product_attention(
+            qk[:, : self.heads], keys, values, attn_mask=mask, enable_gqa=self.heads != self.kv_heads
+        )
+        return layer.out.added(x, attended.transpose(1, 2).reshape(batch * rows, -1))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+def _both(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    return linear.weight, linear.bias
+
+
+def _turns(rotary: nn.Module, positions: int, size: int) -> Tensor:
+    """complex64[positions, size / 2]: the rotation of each pair at each position."""
+    where = torch.arange(positions)[None]
+    cos, sin = rotary(torch.zeros(1), where)
+    return torch.complex(cos[0, :, : size // 2], sin[0, :, : size // 2])
+
+
+@torch.inference_mode()
+def lean(model: "PreTrainedModel") -> LeanDecoder | None:
+    """The lean forward of a model, or None if it would not be faster or not be the same model."""
+    return LeanDecoder(model) if _fits(model) else None
+
+
+def _fits(model: "PreTrainedModel") -> bool:
+    config = model.config
+    if (
+        config.model_type not in _FAMILIES
+        or type(model).__name__.removesuffix("ForCausalLM").lower() != config.model_type
+    ):
+        return False
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    linears = [one for one in model.modules() if hasattr(one, "weight") and hasattr(one, "in_features")]
+    plain = all(type(one) is nn.Linear for one in linears)  # no adapters, nothing quantised
+    hooked = any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in model.modules())
+    return (
+        plain
+        and not hooked
+        and model.dtype == torch.float32
+        and model.device.type == "cpu"
+        and config.hidden_act == "silu"
+        and not getattr(config, "mlp_bias", False)
+        and model.model.layers[0].self_attn.o_proj.bias is None
+        and rope.get("rope_type", "default") in _ROPES
+        and model.num_parameters() <= LARGEST
+    )
