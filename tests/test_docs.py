@@ -1,13 +1,18 @@
 """What the docs show runs."""
 
+import ast
+import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 
+import specbeam as sb
 from specbeam.pair import BUNDLED
 
 DOCS = Path(__file__).parent.parent / "docs"
+PAGES = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "methods").glob("*.md"))
 needs_pair = pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="the bundled pair is not in this checkout")
 
 
@@ -32,7 +37,24 @@ def test_write_a_method(capsys):
 
 
 @needs_pair
-@pytest.mark.parametrize("name", ["the_loop.md"])
+@pytest.mark.parametrize("name", ["the_loop.md", *PAGES])
 def test_snippets_run(name):
     for block in blocks(name):
         exec(compile(block, name, "exec"), {})
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_calls_show_the_true_defaults(name):
+    shown = re.findall(r"(?:^    .*\n)+", (DOCS / name).read_text(encoding="utf-8").split("**Law.**")[0], re.MULTILINE)
+    for call in (node for block in shown for node in ast.walk(ast.parse(textwrap.dedent(block)))):
+        if isinstance(call, ast.Call):
+            true = inspect.signature(getattr(sb, call.func.attr)).parameters
+            for keyword in call.keywords:
+                assert ast.literal_eval(keyword.value) == true[keyword.arg].default, ast.unparse(call)
+
+
+def test_links_between_pages_lead_somewhere():
+    for name in PAGES:
+        page = DOCS / name
+        for link in re.findall(r"\]\(([^)#]+\.md)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).is_file(), f"{name}: {link}"
