@@ -107,6 +107,14 @@ class Forest:
         """Whether the law of every draw is known, so that drafts may be tried and not only matched."""
         return all(group.lawful for group in self.groups)
 
+    @property
+    def layers(self) -> int:
+        """How many layers were drafted below the roots, drafts that end their beam included."""
+        if not self.groups:
+            return 0
+        depths = self.depths()
+        return 1 + max(int(depths[group.parents].max()) for group in self.groups)
+
     def groups_under(self, node: int) -> list[Group]:
         """The sibling groups of one parent, in the order in which they are tried."""
         return [group for group in self.groups if len(group.parents) == 1 and group.parents[0] == node]

@@ -5,7 +5,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.control.best_tree import fastest_tree, sequoia_tree
-from specbeam.control.confidence import TrackedThreshold
+from specbeam.control.confidence import SureDraft, TrackedThreshold
 from specbeam.control.cost import CostCurve, PassTimes
 from specbeam.control.size import SizeByLatency, best_size
 from specbeam.control.survival import Survival
@@ -185,3 +185,26 @@ def test_sequoia_takes_the_fastest_tree_under_a_cost_curve():
              for cost in (cheap, dear)]  # fmt: skip
     assert sizes[0] == 15
     assert sizes[1] <= 3
+
+
+@pytest.mark.parametrize("acceptance", [(0.7, 0.0), (0.0, 0.5), (0.7, 0.0, 0.1)])
+def test_sequoia_with_ranks_that_are_never_accepted(acceptance):
+    tree, tokens = sequoia_tree(acceptance, 9, 4)
+    assert np.isfinite(tokens)
+    assert size_of(tree) == 8
+
+
+def test_sequoia_takes_a_smaller_tree_if_none_of_the_size_fits():
+    tree, tokens = sequoia_tree((0.7, 0.2), 17, 1)
+    assert (size_of(tree), tokens) == (2, pytest.approx(1.9))
+    with pytest.raises(sb.SpecbeamError, match="at least one"):
+        sb.sequoia(acceptance=())
+
+
+def test_stop_rules_see_the_confidence_of_best_first_trees():
+    target, draft = TableLM(random_table(1, 6)), TableLM(random_table(2, 6))
+    depths = {}
+    for threshold in (0.0, 0.99):
+        session = session_of(sb.opt_tree(12, 4, 3, controller=SureDraft(threshold, most=4, width=12)), draft, steps=40)
+        depths[threshold] = np.mean([turn.forest.layers for turn in run(session, target)])
+    assert depths[0.99] < depths[0.0] - 0.5

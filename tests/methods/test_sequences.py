@@ -22,6 +22,7 @@ DRAWN = {
     "rsd_c": lambda: sb.rsd_c((2, 1)),
     "sequoia": lambda: sb.sequoia(3, 2),
     "dyspec": lambda: sb.dyspec(3, 2, 0.2),
+    "dyspec, traversal": lambda: sb.dyspec(3, 2, 0.2, rule="traversal"),
     "spechub": lambda: sb.spechub(2),
     "traversal": lambda: sb.traversal((2, 1)),
     "multi_draft": lambda: sb.multi_draft(counts=(1, 1)),
@@ -182,7 +183,8 @@ def test_recycling_learns_saves_and_loads(tmp_path):
 
     memory = Successors.empty(4, 2)
     for _ in range(2):
-        session = session_of(sb.token_recycling(4, memory), None, steps=24, warp=Warp(greedy=True))
+        parts = sb.token_recycling(4, memory).parts(None, TableLM(law))
+        session = session_of(sb.Method("", "", 1, lambda *_, p=parts: p), None, steps=24, warp=Warp(greedy=True))
         turns = run(session, TableLM(law))
     assert len(turns) <= 6
     memory.save(tmp_path / "memory.npy")
@@ -210,3 +212,34 @@ def test_gsd_on_its_worked_example():
     tree = sprout.forest.selected(sprout.kept)
     assert (len(tree) - 1, tree.depths().max()) == (8, 3)
     assert not tree.lawful
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sb.propd(controller="fats"), "controller is 'fats'; it must be one of latency, fixed"),
+        (lambda: sb.traversal(children="x"), "children is 'x'"),
+        (lambda: sb.prompt_lookup(match="x"), "match is 'x'"),
+        (lambda: sb.gsd(context=-5), "context is -5"),
+        (lambda: sb.dyspec(least=2.0), "least is 2.0"),
+        (lambda: sb.suffix_match(per_match=-1), "per_match is -1"),
+        (lambda: sb.token_recycling(nodes=500), "the published tree has 80"),
+        (lambda: sb.speculative_sampling(rule="x"), "rule is 'x'"),
+        (lambda: sb.speculative_sampling(controller="x"), "controller is 'x'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(make, message):
+    with pytest.raises(sb.SpecbeamError, match=message):
+        make()
+
+
+def test_a_table_of_another_vocabulary_is_refused():
+    method = sb.token_recycling(3, memory=Successors.empty(9))
+    with pytest.raises(sb.SpecbeamError, match="memory holds 9 tokens, the target knows 5"):
+        method.parts(None, TableLM(random_table(1, 5)))
+    method = sb.token_recycling(3)  # one method, two models
+    for vocab in (5, 9):
+        session = session_of(
+            sb.Method("", "", 1, lambda *_, v=vocab: method.parts(None, TableLM(random_table(1, v)))), None, steps=6
+        )
+        run(session, TableLM(random_table(1, vocab)))

@@ -16,14 +16,15 @@ def sequoia_tree(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[T
 
     Args:
         acceptance: odds that the child accepted at a node is the k-th one tried.
-        nodes: nodes of the tree, root included.
+        nodes: most nodes of the tree, root included; fewer if no tree of that size fits the depth and the ranks.
         depth: most layers below the root.
 
     >>> sequoia_tree([0.7, 0.175, 0.125], 3, 9)  # a chain of two below the root
     ((((),),), 2.19)
     """
     table = _Best(acceptance, nodes, depth)
-    return table.tree(nodes, depth), float(table.value[depth, nodes].max())
+    size = int(np.flatnonzero(np.isfinite(table.value[depth].max(1))).max())
+    return table.tree(size, depth), float(table.value[depth, size].max())
 
 
 class _Best:
@@ -37,7 +38,7 @@ class _Best:
         for layers in range(1, depth + 1):
             best_below = self.value[layers - 1].max(1)
             for children in range(1, width + 1):
-                gain = acceptance[children - 1] * best_below
+                gain = _scaled(acceptance[children - 1], best_below)
                 for size in range(2, nodes + 1):
                     options = self.value[layers, 1:size, children - 1] + gain[size - 1 : 0 : -1]
                     self.value[layers, size, children] = options.max()
@@ -49,10 +50,15 @@ class _Best:
         if children == 0:
             return ()
         best_below = self.value[layers - 1].max(1)
-        gain = self.acceptance[children - 1] * best_below
+        gain = _scaled(self.acceptance[children - 1], best_below)
         options = self.value[layers, 1:size, children - 1] + gain[size - 1 : 0 : -1]
         rest = 1 + int(np.argmax(options))
         return (*self._children(rest, layers, children - 1), self.tree(size - rest, layers - 1))
+
+
+def _scaled(odds: float, values: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    """Also where the odds are 0: an impossible tree stays impossible."""
+    return np.where(np.isfinite(values), odds * np.where(np.isfinite(values), values, 0.0), -np.inf)
 
 
 def fastest_tree(

@@ -18,7 +18,7 @@ class Stopping(Protocol):
     """A controller that may also end a draft between layers."""
 
     def more(self, session: Session, depth: int, confidence: float) -> bool:
-        """Whether to draft below `depth` layers, whose newest draft token has these draft odds."""
+        """Whether to draft below `depth` layers; `confidence` is the largest draft odds of a token of the newest one."""
         ...
 
 
@@ -63,7 +63,7 @@ class TrackedThreshold:
         return confidence >= session.state.get(self, (self.start, self.wanted))[0]
 
     def settle(self, session: Session, turn: Turn) -> None:
-        drafted = len(turn.forest.groups)
+        drafted = turn.forest.layers
         if drafted == 0:
             return
         threshold, rate = session.state.get(self, (self.start, self.wanted))

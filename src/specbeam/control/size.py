@@ -67,7 +67,7 @@ class SizeByLatency:
         memory, began = self._memory(), session.state.pop(self)
         memory.see(turn)
         if session.count.target_passes > 1:
-            memory.times.add(len(turn.forest), time.perf_counter() - began)
+            memory.times.add(turn.shape.width + 1, time.perf_counter() - began)
 
     def _memory(self) -> Learnt:
         return self.learnt.setdefault("all", Learnt(self.depth, self.ranks))

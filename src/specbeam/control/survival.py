@@ -74,7 +74,7 @@ class Survival:
         return seen.survival * seen.next_accepted() > self.cost * seen.tokens / seen.cost
 
     def settle(self, session: Session, turn: Turn) -> None:
-        self._seen(session).learn(turn.verdict.accepted, len(turn.forest.groups), self.cost)
+        self._seen(session).learn(turn.verdict.accepted, turn.forest.layers, self.cost)
 
     def _seen(self, session: Session) -> Experience:
         return session.state.setdefault(self, Experience.none())

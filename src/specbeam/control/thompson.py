@@ -28,11 +28,11 @@ class Thompson:
     """Draw the rate at which drafts are accepted from its posterior, and draft as far as that rate carries.
 
     Args:
-        mode: "step": a fresh draw after each token, continue with that probability (the paper's reading); "round": one
-            draw per turn; "best": one draw per turn and the length that is best for it and `cost`.
+        mode: "step": a fresh draw after each token, continue with that probability; "round": one draw per turn; "best":
+            one draw per turn and the length that is best for it and `cost`.
         cost: a draft step's share of a target pass, for mode "best".
         calibrated: mix the posterior with the draft's own odds of the newest token, each weighted by its certainty
-            (Calibration-TS).
+            (Calibration-TS), and toss a coin with the mixture after each token; in mode "best" within the chosen length.
         persistent: keep a spread of the rate between tokens, so that the score keeps its say in long texts.
         censored: after the first refusal the other tokens' fate is unknown; False counts them as refused.
         forget: share of what was learned that is kept per turn.
@@ -67,7 +67,7 @@ class Thompson:
         return bool(belief.stream.random() < rate)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        belief, drafted, accepted = self._belief(session), len(turn.forest.groups), turn.verdict.accepted
+        belief, drafted, accepted = self._belief(session), turn.forest.layers, turn.verdict.accepted
         start_accepted, start_refused = self.prior
         belief.accepted = start_accepted + self.forget * (belief.accepted - start_accepted) + accepted
         belief.refused = start_refused + self.forget * (belief.refused - start_refused)

@@ -82,7 +82,7 @@ class SuffixAutomaton:
             [-1],
             [0],
             [0],
-        )  # suffix link, longest string, end of its latest occurrence
+        )  # suffix link, longest string, end of its first occurrence
         self._last = 0
         self._state, self.matched = 0, 0
 

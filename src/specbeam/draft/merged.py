@@ -176,7 +176,12 @@ class Graph(Complete):
         return None
 
     def _tail(self, sprout: Sprout, node: int, size: int) -> list[int]:
-        path = [*sprout.session.settled, *sprout.session.tails[0].tolist(), *sprout.forest.path(node)]
+        path = [
+            *sprout.session.prompt[-size:],
+            *sprout.session.settled,
+            *sprout.session.tails[0].tolist(),
+            *sprout.forest.path(node),
+        ]
         return path[-size:] if size else []
 
     def finish(self, sprout: Sprout) -> None:

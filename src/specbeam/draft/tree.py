@@ -100,12 +100,17 @@ class TreeDrafter:
         return [self._finished(one) for one in sprouts]
 
     def _grow(self, one: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
-        fathers, before = {node: row for row, node in enumerate(one.front.tolist())}, len(one.forest.groups)
+        fathers, before = {node: row for row, node in enumerate(one.front.tolist())}, one.forest
         self.growth.grow(one, layer, logq)
         controller = one.session.parts.controller
         if isinstance(controller, Stopping) and len(one.front):
-            fresh = one.forest.groups[before:]
-            odds = [logq[fathers[int(g.parents[0])], g.draw_tokens].max() for g in fresh if len(g.draw_tokens)]
+            drawn = [
+                (int(g.parents[0]), token) for g in one.forest.groups[len(before.groups) :] for token in g.draw_tokens
+            ]
+            if not drawn:  # a growth that groups its nodes at the end
+                parents, tokens = one.forest.parents[len(before) :], one.forest.tokens[len(before) :]
+                drawn = list(zip(parents.tolist(), tokens.tolist(), strict=True))
+            odds = [logq[fathers[parent], token] for parent, token in drawn if parent in fathers]
             if not controller.more(one.session, layer + 1, float(np.exp(max(odds, default=0.0)))):
                 one.front = one.front[:0]
 

@@ -1,7 +1,7 @@
 """What a recipe gives: a method, and its line in the catalogue."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,3 +60,8 @@ def at_least_one(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise BadSetting(f"{name} is {value}; it must be at least 1")
+
+
+def one_of(name: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise BadSetting(f"{name} is {value!r}; it must be one of {', '.join(known)}")

@@ -68,7 +68,7 @@ def speculative(beams: int, draft_beams: int, depth: int, drafter: "DrafterName 
     }  # fmt: skip
     if isinstance(drafter, str) and drafter not in known:
         raise BadSetting(f"drafter is {drafter!r}; it must be one of {', '.join(known)}, or a part")
-    memory: list[Successors] = []
+    memory: dict[int, Successors] = {}
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         part = known[drafter] if isinstance(drafter, str) else drafter
@@ -77,9 +77,8 @@ def speculative(beams: int, draft_beams: int, depth: int, drafter: "DrafterName 
             part = BeamDrafter(draft, beams, search=True)
         elif drafter == "token_recycling":
             assert target is not None
-            if not memory:
-                memory.append(Successors.empty(target.vocab))
-            part = TokenRecycling(memory[0], likeliest(max(draft_beams // beams, 1) * depth))
+            table = memory.setdefault(target.vocab, Successors.empty(target.vocab))
+            part = TokenRecycling(table, likeliest(max(draft_beams // beams, 1) * depth))
         assert part is not None
         return Parts(part, SearchRule(beams), FixedShape(depth, draft_beams), law)
 

@@ -20,7 +20,7 @@ from specbeam.errors import BadSetting, LostLaw, NotSupported
 from specbeam.lm.base import LM
 from specbeam.lm.early_layers import early_layers
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.recipes.method import Method, at_least_one
+from specbeam.recipes.method import Method, at_least_one, one_of
 from specbeam.session import Controller, Drafter, Parts, Rule
 from specbeam.verify.match import MatchRule
 from specbeam.verify.path import PathRule
@@ -52,12 +52,16 @@ def speculative_sampling(
 
 
 def block_verification(depth: int = 5, controller: "ControllerName | Controller" = "fixed") -> Method:
-    """A chain of draft tokens, judged from its end: never accepts less than speculative sampling, at the same cost.
+    """A chain of draft tokens, judged from its end: accepts at least as much as speculative sampling on average.
 
     Law: exact: plain sampling
     Paper: arXiv 2403.10444 (Sun et al.)
 
-    Steps of the paper: alg. 2 verify/traversal.py, on a chain.
+    Steps of the paper: verify/traversal.py, on a chain.
+
+    Args:
+        depth: draft tokens per pass of the target.
+        controller: who chooses the length of a draft, as in `speculative_sampling`.
     """
     at_least_one(depth=depth)
     return _grown(
@@ -71,7 +75,7 @@ def specinfer(counts: Sequence[int] = (3, 2, 1, 1), rule: RuleName = "path") -> 
     Law: exact: plain sampling
     Paper: arXiv 2305.09781 (Miao et al.)
 
-    Steps of the paper: expansion (sec. 3) draft/tree.py; tree attention (sec. 4.2) lm/; multi-step sampling (alg. 2)
+    Steps of the paper: expansion (sec. 3) draft/tree.py; tree attention (sec. 4.1) lm/; multi-step sampling (alg. 2)
     verify/path.py.
 
     Args:
@@ -87,7 +91,11 @@ def rsd_c(counts: Sequence[int] = (3, 2, 1, 1), rule: RuleName = "path") -> Meth
     Law: exact: plain sampling
     Paper: arXiv 2402.14160 (Jeon et al.)
 
-    Steps of the paper: Gumbel-top-k (sec. 3.2) draft/children.py; recursive rejection sampling (alg. 2) verify/path.py.
+    Steps of the paper: draws without replacement draft/children.py; recursive rejection sampling verify/path.py.
+
+    Args:
+        counts: children per node, by layer.
+        rule: "path", "traversal" or "match".
     """
     return _branching("rsd_c", counts, Distinct(), rule, needs_draft=True)
 
@@ -98,7 +106,12 @@ def rsd_s(width: int = 4, depth: int = 4, rule: RuleName = "path") -> Method:
     Law: exact: plain sampling
     Paper: arXiv 2402.14160 (Jeon et al.)
 
-    Steps of the paper: stochastic beams (sec. 3.2.2) draft/tree.py; recursive rejection sampling (alg. 2) verify/path.py.
+    Steps of the paper: stochastic beams draft/tree.py; recursive rejection sampling verify/path.py.
+
+    Args:
+        width: sequences per layer.
+        depth: layers.
+        rule: "path", "traversal" or "match".
     """
     at_least_one(width=width, depth=depth)
     return _grown("rsd_s", StochasticBeam(), rule, FixedShape(depth, width), depth, needs_draft=True)
@@ -126,6 +139,8 @@ def sequoia(
         cost: seconds per pass; with it the tree of least time per token is taken, of at most `nodes` nodes.
     """
     at_least_one(nodes=nodes, depth=depth)
+    if not acceptance or min(acceptance) < 0 or sum(acceptance) > 1 + 1e-6:
+        raise BadSetting(f"acceptance is {list(acceptance)}; it must hold odds, at least one, in sum at most 1")
     if cost is None:
         tree: Topology = sequoia_tree(acceptance, nodes + 1, depth)[0]
     else:
@@ -141,6 +156,11 @@ def spechub(depth: int = 4, children: int = 2, rule: RuleName = "path") -> Metho
     Paper: arXiv 2411.05289 (Sun et al.), arXiv 2502.18779 (Hu et al.)
 
     Steps of the paper: candidates draft/children.py; the verifier that attains their optimum is verify/path.py.
+
+    Args:
+        depth: layers; the first three branch, deeper ones are chains.
+        children: per node.
+        rule: "path", "traversal" or "match".
     """
     at_least_one(depth=depth, children=children)
     counts = (children,) * min(depth, 3) + (1,) * max(depth - 3, 0)
@@ -156,9 +176,16 @@ def traversal(
     Law: exact: plain sampling
     Paper: arXiv 2505.12398 (Weng et al.)
 
-    Steps of the paper: alg. 1 verify/traversal.py.
+    Steps of the paper: verify/traversal.py.
+
+    Args:
+        counts: children per node, by layer.
+        children: how they are drawn: "distinct" (without replacement), "independent", "best_and_one" (the likeliest and one
+            draw from the rest), or a part.
     """
     known: dict[str, Children] = {"distinct": Distinct(), "independent": Independent(), "best_and_one": BestAndOne()}
+    if isinstance(children, str):
+        one_of("children", children, known)
     chosen = known[children] if isinstance(children, str) else children
     return _branching("traversal", counts, chosen, "traversal", needs_draft=True)
 
@@ -176,6 +203,13 @@ def opt_tree(
     Paper: arXiv 2406.17276 (OPT-Tree), arXiv 2406.16858 (EAGLE-2: within_layer=True), arXiv 2406.02532 (SpecExec)
 
     Steps of the papers: draft/best_first.py; verify/match.py.
+
+    Args:
+        nodes: of the tree.
+        depth: most layers.
+        top: likeliest tokens looked at under each expanded node.
+        within_layer: expand the best nodes of the newest layer only (EAGLE-2), not the best anywhere.
+        controller: as in `speculative_sampling`.
     """
     at_least_one(nodes=nodes, depth=depth, top=top)
     growth = BestFirst(top, within_layer=within_layer)
@@ -183,7 +217,7 @@ def opt_tree(
     return _grown("opt_tree", growth, "match", chosen, depth, needs_draft=True, width=nodes)
 
 
-def dyspec(nodes: int = 24, depth: int = 6, least: float = 0.05, rule: RuleName = "path") -> Method:
+def dyspec(nodes: int = 24, depth: int = 6, least: float | None = None, rule: RuleName = "path") -> Method:
     """A tree of draws that widens where the draft is unsure and deepens where it is sure.
 
     Law: exact: plain sampling
@@ -194,10 +228,14 @@ def dyspec(nodes: int = 24, depth: int = 6, least: float = 0.05, rule: RuleName 
     Args:
         nodes: most nodes.
         depth: most layers.
-        least: a draw is made while its odds of being reached and accepted are at least this, as far as the draft knows.
+        least: a draw is made while its odds of being reached and accepted are at least this, as far as the draft knows;
+            by default 1 / `nodes`.
         rule: "path", "traversal" or "match".
     """
     at_least_one(nodes=nodes, depth=depth)
+    least = 1 / nodes if least is None else least
+    if not 0 < least <= 1:
+        raise BadSetting(f"least is {least}; it is a probability, in (0, 1]")
     return _grown("dyspec", BestFirstDraws(least), rule, FixedShape(depth, nodes), depth, needs_draft=True)
 
 
@@ -208,8 +246,16 @@ def gsd(depth: int = 4, top: int = 3, context: int = 0, nodes: int = 32) -> Meth
     Paper: arXiv 2407.16207 (Gong et al.)
 
     Steps of the paper: draft/merged.py, without its cycles; verify/match.py.
+
+    Args:
+        depth: draft passes.
+        top: candidates per node.
+        context: tokens before a candidate that must agree too for it to be a repeat; -1 never merges.
+        nodes: of the unrolled tree.
     """
     at_least_one(depth=depth, top=top, nodes=nodes)
+    if context < -1:
+        raise BadSetting(f"context is {context}; it must be at least 0, or -1 to merge nothing")
     return _grown("gsd", Graph(top, context, most_nodes=nodes + 1), "match", "fixed", depth, needs_draft=True)
 
 
@@ -225,7 +271,7 @@ def propd(
     Law: exact: plain sampling
     Paper: arXiv 2402.13485 (Zhong et al.)
 
-    Steps of the paper: early pruning (sec. 4.1) draft/merged.py; tree size by a latency model (sec. 4.2) control/size.py.
+    Steps of the paper: early pruning draft/merged.py; tree size by a latency model control/size.py.
 
     Args:
         nodes: most drafted per turn; fewer where the time of a pass grows with them.
@@ -235,9 +281,10 @@ def propd(
         controller: who chooses the number of nodes: "latency", by the times of past passes; "fixed", always the most.
     """
     at_least_one(nodes=nodes, depth=depth, early=early, top=top)
-    chosen: Controller = FixedShape(depth, nodes) if controller == "fixed" else SizeByLatency(nodes, depth)
-    if not isinstance(controller, str):
-        chosen = controller
+    known: dict[str, Controller] = {"latency": SizeByLatency(nodes, depth), "fixed": FixedShape(depth, nodes)}
+    if isinstance(controller, str):
+        one_of("controller", controller, known)
+    chosen = known[controller] if isinstance(controller, str) else controller
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
@@ -254,8 +301,14 @@ def prompt_lookup(depth: int = 8, longest: int = 3, match: Literal["last", "firs
 
     Law: exact: plain sampling
     Paper: none; prompt lookup decoding (Saxena 2023)
+
+    Args:
+        depth: draft tokens per pass of the target.
+        longest: tokens that are tried to agree, from many to one.
+        match: which of several earlier places to continue, "last" or "first".
     """
     at_least_one(depth=depth, longest=longest)
+    one_of("match", match, ("last", "first"))
     return _retrieving("prompt_lookup", PromptLookup(longest, match), depth)
 
 
@@ -264,8 +317,14 @@ def suffix_match(depth: int = 16, per_match: float = 4.0) -> Method:
 
     Law: exact: plain sampling
     Paper: arXiv 2411.10666 (SAM-Decoding)
+
+    Args:
+        depth: most draft tokens per pass of the target.
+        per_match: draft tokens per matched token, one in any case.
     """
     at_least_one(depth=depth)
+    if per_match < 0:
+        raise BadSetting(f"per_match is {per_match}; it must not be negative")
     return _retrieving("suffix_match", SuffixMatch(per_match), depth)
 
 
@@ -277,24 +336,29 @@ def token_recycling(depth: int = 6, memory: Successors | None = None, k: int = 8
 
     Args:
         depth: layers of the static tree that are used.
-        memory: a table to start from and to go on with (`Successors.load`); by default one per method.
-        k: successors per token.
-        nodes: of the published tree of 80, the first in each rank order: fewer for machines where a node costs time.
+        memory: a table to start from and to go on with (`Successors.load`); by default one per method and vocabulary.
+        k: successors per token of a new table.
+        nodes: of the published tree of 80 those of smallest rank sum plus depth; fewer where a node costs time.
     """
     at_least_one(depth=depth, k=k, nodes=nodes)
-    kept: list[Successors] = [] if memory is None else [memory]
+    if nodes > 80:
+        raise BadSetting(f"nodes is {nodes}; the published tree has 80")
+    kept: dict[int, Successors] = {}
 
     def build(target: LM | None, draft: LM | None) -> Parts:
-        if not kept:
-            assert target is not None
-            kept.append(Successors.empty(target.vocab, k))
-        return Parts(TokenRecycling(kept[0], likeliest(nodes)), MatchRule(), FixedShape(depth, 0), EXACT)
+        assert target is not None
+        table = memory or kept.setdefault(target.vocab, Successors.empty(target.vocab, k))
+        if len(table.table) != target.vocab:
+            raise BadSetting(
+                f"memory holds {len(table.table)} tokens, the target knows {target.vocab}; it is another model's table"
+            )
+        return Parts(TokenRecycling(table, likeliest(nodes)), MatchRule(), FixedShape(depth, 0), EXACT)
 
     return Method("token_recycling", EXACT, 1, build)
 
 
 def multi_draft(others: Sequence[Any] = (), counts: Sequence[int] = (2, 1, 1), rule: RuleName = "path") -> Method:
-    """Several draft models at once: the target scores the union of their trees.
+    """Several draft models at once: the target scores the union of their trees, which draw without replacement.
 
     Law: exact: plain sampling
     Paper: arXiv 2305.09781 (SpecInfer, merged trees)

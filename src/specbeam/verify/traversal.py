@@ -30,7 +30,7 @@ class TraversalRule:
     """Follow the first drafts down to a leaf and accept the whole path with its odds; if not, drop the leaf, update what
     its parent still owes, and try what is left. On a chain this is block verification.
 
-    Never accepts fewer tokens on average than `PathRule` on the same tree, and more when trees are deep.
+    On chains it accepts at least as many tokens on average as `PathRule`; on trees it was never found to accept fewer.
 
     Law: exact: the target's. Source: traversal verification (arXiv 2505.12398); block verification (2403.10444).
     """
