@@ -16,6 +16,11 @@ import typer
 import specbeam as sb
 from specbeam.pair import BUNDLED
 
+SETTINGS = {
+    "temperature 1, all tokens": {},
+    "temperature 1, top-k 10, top-p 0.9 on the joint law": {"top_k": 10, "top_p": 0.9},
+}
+
 
 def main(
     data: Annotated[Path | None, typer.Option(help="a TSV of pairs; default: the demo's sentences")] = None,
@@ -27,6 +32,13 @@ def main(
     pairs = read(data)[:rows]
     sources, references = [one for one, _ in pairs], [[english for _, english in pairs]]
     pair = sb.load("bundled")
+    print(f"{len(pairs)} sentences, {repeats} seeds, {batch_size} at once; mean ± standard error")
+    for name, settings in SETTINGS.items():
+        print(f"\n{name}\n")
+        table(pair, sources, references, beams, repeats, batch_size, settings)
+
+
+def table(pair, sources, references, beams, repeats, batch_size, settings) -> None:
     methods = {
         "sampling": sb.sampling(),
         f"beam sampling, {beams} beams": sb.beam_sampling(beams),
@@ -38,7 +50,7 @@ def main(
     for seed in range(repeats):  # interleaved, so that a busy moment of the machine meets every method
         for name, method in methods.items():
             began = time.perf_counter()
-            done = sb.generate(pair, sources, method, seed=seed, max_new_tokens=64, batch_size=batch_size)
+            done = sb.generate(pair, sources, method, seed=seed, max_new_tokens=64, batch_size=batch_size, **settings)
             seconds = time.perf_counter() - began
             tokens = sum(len(one.tokens) for one in done)
             widths = [width for one in done for width in one.report.widths]
@@ -50,7 +62,6 @@ def main(
                     sum(widths) / len(widths),
                 )
             )
-    print(f"{len(pairs)} sentences, {repeats} seeds, {batch_size} at once; mean ± standard error\n")
     print("| method | BLEU | target passes per token | tokens/s | mean width |\n| --- | --- | --- | --- | --- |")
     for name, runs in found.items():
         print(f"| {name} | " + " | ".join(shown(column) for column in zip(*runs, strict=True)) + " |")

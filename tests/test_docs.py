@@ -58,3 +58,14 @@ def test_links_between_pages_lead_somewhere():
         page = DOCS / name
         for link in re.findall(r"\]\(([^)#]+\.md)", page.read_text(encoding="utf-8")):
             assert (page.parent / link).is_file(), f"{name}: {link}"
+
+
+@needs_pair
+def test_the_snippet_of_the_readme_prints_what_it_says(capsys):
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+    said = re.findall(r"^print\(.*\)  # (.*?)(?:\.\.\.)?$", code, re.MULTILINE)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(said) == len(printed) == 2
+    assert all(line.startswith(start) for line, start in zip(printed, said, strict=True))
