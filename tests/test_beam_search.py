@@ -86,7 +86,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("beams", [2, 4, 7])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "defaults")
 def test_the_beams_and_scores_of_transformers(pair, beams, options):
     expected = [by_transformers(pair, prompt, beams, **options) for prompt in PROMPTS]
     for make in METHODS.values():

@@ -16,6 +16,7 @@ from specbeam.recipes.method import Method
 from specbeam.records import Generation
 
 SHOWN = 3  # sentences whose translations are printed
+LAW = {"temperature": 1.0, "top_k": 10, "top_p": 0.9}  # of all methods, on their joint law
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _translated(
     done = []
     for source in track(sources, name.ljust(24), console=console, transient=True, disable=not console.is_terminal):
         began = time.perf_counter()
-        answer = generate(pair, source, method, seed=seed, max_new_tokens=64)[0]
+        answer = generate(pair, source, method, seed=seed, max_new_tokens=64, **LAW)[0]
         done.append((time.perf_counter() - began, answer))
     return done
 
@@ -94,7 +95,8 @@ def _line(
     tokens = sum(len(one.tokens) for one in answers)
     joules = [one.report.joules for one in answers]
     known = [value for value in joules if value is not None]
-    spoken = generate(pair, ["<sounds> " + " ".join(word) for word, _ in words], method, seed=seed, max_new_tokens=32)
+    asked = ["<sounds> " + " ".join(word) for word, _ in words]
+    spoken = generate(pair, asked, method, seed=seed, max_new_tokens=32, **LAW)
     widths = [width for one in answers for width in one.report.widths]
     return Line(
         name,
@@ -115,22 +117,26 @@ def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[
         console.print(f"\n[bold]{sentences[number][0]}[/]   [dim]({sentences[number][1]})[/]")
         for name, answers in texts.items():
             console.print(f"  {name:<24} {answers[number]}")
-    table = Table("method", box=None, pad_edge=False, title=f"\n{len(sentences)} German sentences, one at a time")
-    for head in ("BLEU", "words right", "target passes/token", "tokens/s", "mean width", "J/token"):
+    law = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in LAW.items())
+    table = Table(box=None, pad_edge=False, title=f"\n{len(sentences)} German sentences, one at a time; {law}")
+    table.add_column("method", no_wrap=True)
+    for head in ("BLEU", "words right", "target passes per token", "tokens/s", "mean width", "J/token"):
         table.add_column(head, justify="right")
     for line in lines:
-        energy = "no counter" if line.joules_per_token is None else f"{line.joules_per_token:.2f}"
+        energy = "-" if line.joules_per_token is None else f"{line.joules_per_token:.2f}"
         table.add_row(
             line.method, f"{line.bleu:.1f}", f"{line.words_right:.0%}", f"{line.target_passes_per_token:.2f}",
             f"{line.tokens_per_second:.0f}", f"{line.mean_width:.1f}", energy,
         )  # fmt: skip
     console.print(table)
+    if any(line.joules_per_token is None for line in lines):
+        console.print("[dim]J/token: this machine shows no energy counter[/]")
     for line in lines:
         console.print(f"[dim]{line.method}: {line.law}[/]")
 
 
 def _draw(console: Any, pair: Pair, source: str, method: Method, seed: int) -> None:
-    turn = next(iter(turns_of(pair, source, method, seed=seed)))
+    turn = next(iter(turns_of(pair, source, method, seed=seed, **LAW)))
     console.print(f"\nThe first turn's forest for [bold]{source}[/]")
     for tree in drawing.as_trees(drawing.picture(turn, pair.word)):
         console.print(tree)
