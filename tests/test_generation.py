@@ -9,8 +9,9 @@ from scipy import stats
 from transformers import GenerationConfig, LogitsProcessor
 
 import specbeam as sb
-from specbeam import errors
+from specbeam import errors, probs
 from specbeam.generation import settled_tokens, turns_of
+from specbeam.truncation import Truncation
 from tests.support import words
 from tests.support.tiny_models import tiny
 
@@ -214,8 +215,8 @@ def test_a_generation_config_is_honoured_or_refused(pair):
     config = GenerationConfig(max_new_tokens=4, temperature=0.7, top_k=5)
     direct = sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=4, temperature=0.7, top_k=5)
     assert sb.generate(pair, "abc", "sampling", seed=1, generation_config=config)[0].tokens == direct[0].tokens
-    with pytest.raises(errors.NotSupported, match="no_repeat_ngram_size"):
-        sb.generate(pair, "abc", "sampling", generation_config=GenerationConfig(no_repeat_ngram_size=2))
+    with pytest.raises(errors.NotSupported, match="encoder_no_repeat_ngram_size"):
+        sb.generate(pair, "abc", "sampling", generation_config=GenerationConfig(encoder_no_repeat_ngram_size=2))
 
 
 class Bad(LogitsProcessor):
@@ -255,7 +256,7 @@ def test_broken_logits_of_the_model_name_prompt_and_step(value):
         return output
 
     pair.target_model.forward = broken
-    pair.target._keeps_rows = True
+    pair.target._keeps_rows, pair.target.lean = True, None  # call the patched forward
     with pytest.raises(errors.SomeFailed, match=r"prompt 1, step 0: the model returned") as caught:
         sb.generate(pair, ["ab", "a long prompt", "cd"], "sampling", max_new_tokens=3)
     assert [one is not None for one in caught.value.generations] == [True, False, True]
@@ -366,3 +367,42 @@ def test_auto_measures_once_and_keeps_its_choice(tmp_path, monkeypatch):
     assert cold.measured_now
     one = sb.generate(pair, "abc", "auto", seed=2, max_new_tokens=5)[0]
     assert one.report.law == "exact: plain sampling"
+
+
+def test_at_temperature_zero_a_dynamic_width_is_beam_search_too(pair):
+    fixed = sb.generate(pair, PROMPTS, sb.dsbd(4, 6, 3, "fixed"), max_new_tokens=12, temperature=0)
+    dynamic = sb.generate(pair, PROMPTS, sb.dsbd(4, 6, 3), max_new_tokens=12, temperature=0)
+    assert beams_of(dynamic) == beams_of(fixed)
+
+
+def test_banned_tokens_are_never_drawn_to_fill_up(pair):
+    """Truncations that keep some tokens in any case keep no banned ones."""
+    law = probs.joint_law(
+        torch.tensor([[1.0, *[-torch.inf] * 9]]), np.zeros(1), np.ones(1, dtype=np.int64),
+        probs.Warp(truncation=Truncation(min_p=0.1, top_p=0.9, least=2)), lambda: None,
+    )  # fmt: skip
+    assert law.best(4).tolist() == [0]
+    assert law.size == 1
+    ids = torch.tensor([[5, 6, 7]])
+    out = pair.target_model.generate(
+        ids, attention_mask=torch.ones_like(ids), num_beams=3, do_sample=True, min_p=0.1, max_new_tokens=4,
+        prefix_allowed_tokens_fn=lambda *_: [9], custom_generate=sb.hf.beam_sampling, seed=1,
+    )  # fmt: skip
+    assert out[0, 3:].tolist() == [9] * 4
+
+
+def test_very_cold_draws_by_rejection(pair):
+    for seed in range(6):
+        method = sb.dsbd(3, 5, 3, "fixed", coupling="rejection")
+        found = sb.generate(pair, PROMPTS, method, seed=seed, max_new_tokens=8, temperature=0.01)
+        assert all(one.tokens for one in found)
+
+
+def test_stop_strings_may_be_special_tokens(pair):
+    found = sb.generate(
+        pair, "abc", "greedy", max_new_tokens=30, eos_token_id=(), stop_strings=["<pad>", "<s>", "</s>"]
+    )[0]
+    ends = [place for place, token in enumerate(found.tokens) if token in (0, 1, 2)]
+    assert ends in ([], [len(found.tokens) - 1])
+    with pytest.raises(errors.BadSetting, match="stop_strings"):
+        sb.generate(pair, "abc", stop_strings=[""])

@@ -195,7 +195,7 @@ class Request:
 
     def _session(self, prompt: list[int], number: int, room: int | None, key: int | None) -> Session:
         warp = self.settings.warp(self.eos, self.method.greedy, len(prompt), number, self.method.search)
-        decoder = None if self.pair.tokenizer is None else self.decoded
+        decoder = None if self.pair.tokenizer is None else self.pair.tokenizer.decode  # with its special tokens
         limits = self.settings.limits(self.eos, room, decoder, self.method.beams)
         return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit)
 

@@ -154,7 +154,7 @@ def _generate(
     assert config is not None, "transformers hands over a generation config"
     _check(config, stopping_criteria, model_kwargs)
     answers = config.num_return_sequences or 1
-    prompts = _prompts(input_ids, model_kwargs.get("attention_mask"), max(method.beams, answers))
+    prompts, paddings = _prompts(input_ids, model_kwargs.get("attention_mask"), max(method.beams, answers))
     pair = load(model, draft_model)
     if seed is None:
         seed = int(torch.randint(2**62, (1,)))
@@ -167,6 +167,7 @@ def _generate(
     )
     request = Request(pair, prompts, method, settings, seed)
     for session in request.sessions:
+        session.padding = paddings[request.prompt_of[session.place]]
         session.warp = _warp(logits_processor, not config.do_sample, request.prompt_of[session.place], method.search)
     found: dict[int, list[Generation] | SpecbeamError] = dict(request.refused)
     for session in run(request, len(request.sessions) or 1, stream_to):
@@ -180,7 +181,17 @@ def _check(config: "GenerationConfig", criteria: Any, model_kwargs: dict[str, An
         raise NotSupported(
             f"stopping criteria {', '.join(strange)} are not honoured; use max_new_tokens and eos_token_id"
         )
-    for name in ("num_beam_groups", "diversity_penalty", "penalty_alpha", "constraints", "force_words_ids"):
+    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise NotSupported(f"{name} is not honoured; leave it out")
+    for name in (
+        "guidance_scale",
+        "num_beam_groups",
+        "diversity_penalty",
+        "penalty_alpha",
+        "constraints",
+        "force_words_ids",
+    ):
         if getattr(config, name, None) not in (None, 0, 0.0, 1):
             raise NotSupported(f"{name} is not honoured; leave it out")
     unknown = {name for name, value in model_kwargs.items() if value is not None} - _PLACEHOLDERS - {"attention_mask"}
@@ -188,16 +199,19 @@ def _check(config: "GenerationConfig", criteria: Any, model_kwargs: dict[str, An
         raise NotSupported(f"{', '.join(sorted(unknown))} would be ignored; leave it out")
 
 
-def _prompts(input_ids: torch.Tensor, mask: torch.Tensor | None, repeats: int) -> list[list[int]]:
-    """Rows without padding. `generate` has repeated each row `repeats` times before it calls us."""
+def _prompts(
+    input_ids: torch.Tensor, mask: torch.Tensor | None, repeats: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows without padding, and their padding. `generate` has repeated each row `repeats` times before it calls us."""
     if len(input_ids) % repeats == 0 and bool(
         (input_ids.view(-1, repeats, input_ids.shape[1]) == input_ids[::repeats, None]).all()
     ):
         input_ids = input_ids[::repeats]
         mask = mask[::repeats] if mask is not None and len(mask) != len(input_ids) else mask
     if mask is None:
-        return [row.tolist() for row in input_ids]
-    return [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask, strict=True)]
+        return [row.tolist() for row in input_ids], [[] for _ in input_ids]
+    rows = list(zip(input_ids, mask.bool(), strict=True))
+    return [row[keep].tolist() for row, keep in rows], [row[~keep].tolist() for row, keep in rows]
 
 
 def _room(config: "GenerationConfig", input_ids: torch.Tensor) -> int:
@@ -231,16 +245,19 @@ def _output(
     config: "GenerationConfig",
 ) -> Any:
     answers: list[Generation] = []
+    per_prompt: list[int] = []
     for place in sorted(found):
         result = found[place]
         if isinstance(result, SpecbeamError):
             raise result
         answers += result
+        per_prompt.append(len(result))
     eos = config.eos_token_id
     pad = config.pad_token_id if config.pad_token_id is not None else eos[0] if isinstance(eos, list) else eos
     longest = max(len(one.tokens) for one in answers)
-    per_prompt = len(answers) // (len(input_ids) // repeats)
-    heads = input_ids[::repeats].repeat_interleave(per_prompt, 0)
+    if len(per_prompt) == len(input_ids) // repeats:  # with one beam each return sequence is a session of its own
+        _check_complete(per_prompt, config.num_return_sequences or 1)
+    heads = input_ids[::repeats].repeat_interleave(len(answers) // (len(input_ids) // repeats), 0)
     tails = torch.full((len(answers), longest), pad if pad is not None else 0, dtype=input_ids.dtype)
     for row, one in enumerate(answers):
         tails[row, : len(one.tokens)] = torch.tensor(one.tokens)
@@ -251,6 +268,16 @@ def _output(
 
     scores = torch.tensor([_score(one) for one in answers], device=input_ids.device)
     return GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=scores)
+
+
+def _check_complete(per_prompt: list[int], wanted: int) -> None:
+    """Rows of a tensor say by their place which prompt they answer, so none may be missing."""
+    short = [number for number, count in enumerate(per_prompt) if wanted > 1 and count < wanted]
+    if short:
+        raise NotSupported(
+            f"prompt {short[0]} has {per_prompt[short[0]]} answers, num_return_sequences is {wanted}: top-k, top-p or a "
+            "dynamic width left fewer beams; ask for fewer, or take width='fixed' and less truncation"
+        )
 
 
 def _score(one: Generation) -> float:

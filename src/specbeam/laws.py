@@ -192,7 +192,7 @@ class JointLaw:
             return _logsumexp(self._warped(self.logj_at(self.support), self.support))
         if self.truncation.temperature == 1 and self.normalised:  # each row has the odds of its beam
             return _logsumexp(np.where(np.isfinite(self.log_norm), self.scores + np.log(self.counts), -np.inf))
-        return _logsumexp(log_norm(self._x) + np.log(self.counts)) + self._offset
+        return _logsumexp(log_norm(self._x.double()) + np.log(self.counts)) + self._offset
 
 
 def candidates(beams: int, ends: int) -> int:

@@ -97,11 +97,14 @@ _KNOWN: "weakref.WeakKeyDictionary[Any, tuple[Any, HuggingFaceLM]]" = weakref.We
 
 
 def _state(model: "PreTrainedModel") -> Any:
-    """What changes when a model is moved, cast, trained on or given other weights."""
+    """What changes when a model is moved, cast, trained on, given other weights, hooked or patched."""
     weights = [
         (one.data_ptr(), 0 if one.is_inference() else one._version, one.dtype, one.device) for one in model.parameters()
     ]
-    return hash(tuple(weights))
+    hooks = [
+        len(one._forward_hooks) + len(one._forward_pre_hooks) + ("forward" in vars(one)) for one in model.modules()
+    ]
+    return hash((tuple(weights), tuple(hooks)))
 
 
 def check_scores_forests(lm: HuggingFaceLM) -> None:

@@ -91,6 +91,7 @@ class Session:
         audited: bool = False,
     ) -> None:
         self.prompt, self.parts, self.warp, self.limits, self.place = prompt, parts, warp, limits, place
+        self.padding: list[int] = []  # what stands before the prompt in a padded batch; processors may count it
         self.dice = dice.Dice(key)
         self.beams = Beams.start(prompt[-1], self.dice.key)
         self.settled: list[int] = []  # tokens that all live beams share
@@ -132,8 +133,8 @@ class Session:
         return np.concatenate([settled, self.tails[forest.root_of(nodes)], forest.below(nodes)], 1)
 
     def paths(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
-        """Prompt and generated tokens up to and with each node: what logits processors look at."""
-        prompt = np.tile(np.array(self.prompt, dtype=np.int64), (len(nodes), 1))
+        """Padding, prompt and generated tokens up to and with each node: what logits processors look at."""
+        prompt = np.tile(np.array([*self.padding, *self.prompt], dtype=np.int64), (len(nodes), 1))
         return np.concatenate([prompt, self.new_tokens(forest, nodes)], 1)
 
     def coarse_noise(self, keys: UInt64[np.ndarray, " n"], vocab: int) -> UInt32[np.ndarray, "n vocab"]:

@@ -1,5 +1,6 @@
 """The options that transformers' users know, turned into a warp and limits."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,13 @@ class Settings:
             self.repetition_penalty,
             "> 0",
         )
+        stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings or ()
+        _require(all(stops), "stop_strings", self.stop_strings, "texts of at least one character")
+        for name in ("temperature", "length_penalty", "repetition_penalty"):
+            value = getattr(self, name)
+            _require(value is None or math.isfinite(value), name, value, "a finite number")
+        _require(self.temperature is None or self.temperature == 0 or self.temperature >= 1e-4, "temperature",
+                 self.temperature, "0 or at least 0.0001")  # fmt: skip
         ngram = self.no_repeat_ngram_size
         _require(ngram is None or ngram >= 0, "no_repeat_ngram_size", ngram, ">= 0 (0: off)")
         _require(self.num_return_sequences >= 1, "num_return_sequences", self.num_return_sequences, ">= 1")

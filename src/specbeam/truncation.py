@@ -75,7 +75,9 @@ class Truncation:
             kept = inner if kept is None else kept[inner]
         if self.others:
             kept = self._left_by_others(x, kept)
-        return torch.nonzero(x > -torch.inf).flatten() if kept is None else kept
+        if kept is None:
+            return torch.nonzero(x > -torch.inf).flatten()
+        return kept[x[kept] > -torch.inf]
 
     def _left_by_others(self, x: Values, kept: Int64[torch.Tensor, " _"] | None) -> Int64[torch.Tensor, " _"]:
         left = x if kept is None else torch.full_like(x, -torch.inf).index_copy_(0, kept, x[kept])

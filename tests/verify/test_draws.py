@@ -33,6 +33,8 @@ def cases(count=12, size=4):
             p, rho = np.array([0.5, 0.5, 0, 0]), np.array([0, 0, 0.5, 0.5])
         if number == 5:
             rho = p.copy()
+        if number == 7:  # all mass but a crumb on one token
+            p, rho = np.array([1.0, 9e-21, 1e-21, 0]), np.array([0.5, 0.05, 0.45, 0])
         yield p, rho
 
 

@@ -16,7 +16,7 @@ from specbeam.recipes.method import Method
 from specbeam.records import Generation
 
 SHOWN = 3  # sentences whose translations are printed
-LAW = {"temperature": 1.0, "top_k": 10, "top_p": 0.9}  # of all methods, on their joint law
+LAW: dict[str, Any] = {"temperature": 1.0, "top_k": 10, "top_p": 0.9}  # of all methods, on their joint law
 
 
 @dataclass(frozen=True)

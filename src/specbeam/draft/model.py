@@ -152,6 +152,8 @@ def _drawn(one: Growing, law: JointLaw, replacement: bool) -> np.ndarray:
     count = one.shape.width if replacement else min(one.shape.width, law.size)
     places: list[int] = []
     for _ in range(count):
+        if not left.any():  # what is left has odds too small for a float
+            break
         places.append(one.session.dice.pick(left))
         if not replacement:
             left[places[-1]] = 0.0

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int32
 
 from specbeam.lm.kv_trie import WASTE, Feed, KVTrie
 
@@ -11,13 +11,13 @@ Mask = torch.Tensor | dict[str, torch.Tensor]
 
 def seen_by(
     feeds: list[Feed], tries: list[KVTrie], width: int, extent: int
-) -> tuple[Bool[np.ndarray, "batch width extent"], Int64[np.ndarray, "batch width extent"]]:
+) -> tuple[Bool[np.ndarray, "batch width extent"], Int32[np.ndarray, "batch width extent"]]:
     """What each row of a pass may look at, and how many tokens back that is. Rows are aligned to the right.
 
     A padding row looks at the waste slot alone: a row that sees nothing turns into NaN in some backends.
     """
     seen = np.zeros((len(feeds), width, extent), dtype=bool)
-    back = np.zeros((len(feeds), width, extent), dtype=np.int64)
+    back = np.zeros((len(feeds), width, extent), dtype=np.int32)
     seen[:, :, WASTE] = True
     for one, (feed, trie) in enumerate(zip(feeds, tries, strict=True)):
         if len(feed):
@@ -43,6 +43,8 @@ class Masks:
         self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         self.window = window
         self.by_layer = len(self.windows) > 1 or "sliding_attention" in self.windows
+        if kinds == ["full_attention"]:
+            self.window = None
 
     @property
     def shortest(self) -> int | None:

@@ -189,7 +189,7 @@ class BeamRule:
     def _step(self, layer: Layer) -> tuple[Step, int, Audit]:
         """The layer's outcome, how many drafts were looked at, and what an audit makes of it."""
         asked = self.width.most
-        if layer.group is not None:
+        if layer.group is not None and not layer.session.warp.greedy:
             asked = self.width.choose(layer.heads, len(layer.drafts))
         if self.coupling == "noise" or layer.session.warp.greedy:  # nothing is drawn at temperature 0
             pairs = _by_noise(layer, asked)

@@ -60,7 +60,7 @@ def draws_fast(
 def _struck(p: Float64[np.ndarray, " n"], total: float, token: int) -> tuple[Float64[np.ndarray, " n"], float]:
     left = p.copy()
     left[token] = 0.0
-    return left, max(total - float(p[token]), 1e-300)
+    return left, max(float(left.sum()), 1e-300)  # not by subtraction: what is left may be tiny
 
 
 def _closed(q: Float64[np.ndarray, " n"], drafted: list[int]) -> Float64[np.ndarray, " n"]:
