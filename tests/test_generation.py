@@ -169,7 +169,7 @@ def test_a_streamer_of_transformers_gets_every_token_once(pair):
         tokens, ended = (), False
 
         def put(self, value):
-            self.tokens += tuple(value.tolist())
+            self.tokens += tuple(value.flatten().tolist())
 
         def end(self):
             self.ended = True
@@ -177,8 +177,12 @@ def test_a_streamer_of_transformers_gets_every_token_once(pair):
     for method in ("sampling", sb.dsbd(3, 4, 3)):
         streamer = Collecting()
         one = sb.generate(pair, "abc", method, seed=3, max_new_tokens=9, streamer=streamer)[0]
-        assert list(streamer.tokens) == one.tokens
+        assert list(streamer.tokens) == one.prompt + one.tokens
         assert streamer.ended
+    failed = Collecting()
+    with pytest.raises(errors.BrokenLaw):
+        sb.generate(pair, "ba", "sampling", max_new_tokens=9, streamer=failed, logits_processor=[Bad(float("nan"))])
+    assert failed.ended
 
 
 def test_the_report_counts(pair):

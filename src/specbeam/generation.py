@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from specbeam.auto import Choice, fastest, tokens_per_second
 from specbeam.decode import decode
 from specbeam.dice import request_key
@@ -228,16 +230,26 @@ def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     if batch_size < 1:
         raise BadSetting(f"batch_size is {batch_size}; it must be at least 1")
     line = sorted(request.sessions, key=lambda session: -len(session.prompt))
-    told = 0
+    if streamer is not None:
+        return (yield from _streamed(request, line[0], streamer))
     for _ in decode(request.pair.target, _started(line), batch_size):
-        if streamer is not None:
-            told = _tell(streamer, settled_tokens(line[0]), told)
         for session in [one for one in line if one.over]:
             line.remove(session)
-            if streamer is not None and session.failure is None:
-                _tell(streamer, request.answers(session)[0].tokens, told)
-                streamer.end()
             yield session
+
+
+def _streamed(request: Request, session: Session, streamer: Any) -> Iterator[Session]:
+    """As transformers does it: the prompt comes first, and the end comes in any case, or a waiting reader would hang."""
+    told = 0
+    try:
+        streamer.put(torch.tensor([session.prompt]))
+        for _ in decode(request.pair.target, _started([session])):
+            told = _tell(streamer, settled_tokens(session), told)
+        if session.failure is None:
+            _tell(streamer, request.answers(session)[0].tokens, told)
+    finally:
+        streamer.end()
+    yield session
 
 
 def _started(line: list[Session]) -> Iterator[Session]:
@@ -248,8 +260,6 @@ def _started(line: list[Session]) -> Iterator[Session]:
 
 
 def _tell(streamer: Any, tokens: list[int], told: int) -> int:
-    import torch
-
     for token in tokens[told:]:
         streamer.put(torch.tensor([token]))
     return max(told, len(tokens))
