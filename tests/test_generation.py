@@ -1,18 +1,22 @@
 """Text in, text out: on tiny random models, through the caches and masks that users run."""
 
+import copy
+import gc
+import weakref
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import specbeam as sb
 from specbeam import errors, probs
 from specbeam.generation import settled_tokens, turns_of
 from specbeam.truncation import Truncation
 from tests.support import words
+from tests.support.checking import refused
 from tests.support.tiny_models import tiny
 
 PROMPTS = ["abc", "Hello world", "x", "The end.", "no yes no yes"]
@@ -410,3 +414,34 @@ def test_stop_strings_may_be_special_tokens(pair):
     assert ends in ([], [len(found.tokens) - 1])
     with pytest.raises(errors.BadSetting, match="stop_strings"):
         sb.generate(pair, "abc", stop_strings=[""])
+
+
+def test_a_model_is_freed_with_its_scorer(tmp_path):
+    model = tiny("llama")
+    sb.load(model)
+    copied = copy.deepcopy(model)
+    assert sb.load(copied).target is not sb.load(model).target
+    torch.save(model, tmp_path / "model.pt")
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_model_object_needs_no_tokenizer(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert sb.load(model).tokenizer is None
+    assert len(sb.generate(sb.load(model), [[5, 6]], "greedy", max_new_tokens=3)[0].tokens) <= 3
+
+
+def test_arrays_and_tensors_are_prompts_and_other_things_are_named(pair):
+    expected = sb.generate(pair, [5, 6, 7], "greedy", max_new_tokens=3)[0].tokens
+    for prompt in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]), [torch.tensor([5, 6, 7])], [np.array([5, 6, 7])]):
+        assert sb.generate(pair, prompt, "greedy", max_new_tokens=3)[0].tokens == expected
+    with pytest.raises(errors.BadSetting, match="prompts is 5"):
+        sb.generate(pair, 5, "greedy")
+    with pytest.raises(errors.BadPrompt, match="prompt 0 is None"):
+        sb.generate(pair, [None], "greedy")
+    with refused("an integer"):
+        sb.generate(pair, "abc", max_new_tokens=2.5)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ Prompt = str | Sequence[int]
 
 def generate(
     pair: Pair | str,
-    prompts: Prompt | Sequence[Prompt],
+    prompts: Any,
     method: Method | str = "dsbd",
     *,
     seed: int | None = None,
@@ -44,7 +44,7 @@ def generate(
 
     Args:
         pair: from `load`, or "bundled".
-        prompts: one or many; each a string or a list of token ids.
+        prompts: one or many; each a string, or a list, array or tensor of token ids.
         method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them.
         seed: the same seed gives the same answers, whatever else is in the batch. None: fresh chance.
         batch_size: prompts that are decoded side by side.
@@ -324,9 +324,13 @@ def _check(method: Method, settings: Settings) -> None:
         )
 
 
-def _many(prompts: Any) -> list[Prompt]:
+def _many(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
+    if hasattr(prompts, "tolist"):  # an array or a tensor of ids
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Iterable):
+        raise BadSetting(f"prompts is {prompts!r}; it must be a text, a list of token ids, or a list of these")
     prompts = list(prompts)
     if prompts and all(isinstance(one, int) for one in prompts):
         return [prompts]
@@ -343,7 +347,10 @@ def _token_ids(pair: Pair, prompt: Any, number: int) -> list[int]:
             raise BadPrompt(f"prompt {number} is empty; it must hold some text")
         ids = list(pair.tokenizer(prompt)["input_ids"])
     else:
-        ids = [int(token) for token in prompt]
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(prompt, (list, tuple, range)) or not all(isinstance(token, int) for token in prompt):
+            raise BadPrompt(f"prompt {number} is {prompt!r}; it must be a text or a list of token ids")
+        ids = list(prompt)
     if not ids:
         raise BadPrompt(f"prompt {number} is empty; it must hold at least one token")
     strange = [token for token in ids if not 0 <= token < pair.target.vocab]

@@ -1,6 +1,5 @@
 """From names, paths or model objects to a pair that decodes: tokenizer, devices, types, checks."""
 
-import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -81,19 +80,28 @@ def load(
 
 def language_model(model: "PreTrainedModel", check: bool = True) -> HuggingFaceLM:
     """The scorer of a model object; one per model, checked once, and made anew when the model has changed since."""
-    state, known = _state(model), _KNOWN.get(model)
-    if known is None or known[0] != state:
+    state, known = _state(model), vars(model).get("_specbeam")
+    if known is None or known.state != state:
         check_decoder_only(model)
         _use_a_backend_with_masks(model)
         model.eval()
         lm = HuggingFaceLM(model)
         if check:
             check_scores_forests(lm)
-        known = _KNOWN[model] = (state, lm)
-    return known[1]
+        known = _Kept(state, lm)
+        object.__setattr__(model, "_specbeam", known)
+    assert known.lm is not None
+    return known.lm
 
 
-_KNOWN: "weakref.WeakKeyDictionary[Any, tuple[Any, HuggingFaceLM]]" = weakref.WeakKeyDictionary()
+class _Kept:
+    """A model's scorer, kept on the model so that both are freed together. Copies of the model start without one."""
+
+    def __init__(self, state: Any = None, lm: HuggingFaceLM | None = None) -> None:
+        self.state, self.lm = state, lm
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Kept, ()
 
 
 def _state(model: "PreTrainedModel") -> Any:
@@ -186,7 +194,8 @@ def _tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
             raise MissingFile(f"could not load a tokenizer from {source}: {error}; give load(tokenizer=...)") from error
     if isinstance(source, torch.nn.Module):
         place = getattr(source, "name_or_path", "")
-        return _tokenizer(place) if place and Path(place).is_dir() else None
+        named = place and (Path(place) / "tokenizer_config.json").is_file()
+        return _tokenizer(place) if named else None
     return source
 
 

@@ -39,6 +39,9 @@ class Settings:
     logits_processor: "LogitsProcessorList | Sequence[Any] | None" = None
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "num_return_sequences", "no_repeat_ngram_size"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, int), name, value, "an integer")
         _require(self.max_new_tokens is None or self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, ">= 1")
         _require(self.min_new_tokens is None or self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, ">= 0")
         _require(self.temperature is None or self.temperature >= 0, "temperature", self.temperature, ">= 0")
