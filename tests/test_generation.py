@@ -92,7 +92,7 @@ def test_greedy_is_that_of_transformers(pair):
     ("family", "coupling", "replacement"),
     [
         ("llama", "noise", False),
-        ("gpt2", "rejection", False),
+        pytest.param("gpt2", "rejection", False, marks=pytest.mark.slow),
         pytest.param("llama", "rejection", True, marks=pytest.mark.slow),
         pytest.param("llama", "rejection", False, marks=pytest.mark.slow),
         pytest.param("gpt2", "noise", False, marks=pytest.mark.slow),

@@ -53,6 +53,7 @@ class Lying:
         return [Draws(Independent().draw(q, count, dice)[0].tokens, law / law.sum(), replacement=True)]
 
 
+@pytest.mark.slow
 def test_a_wrong_draft_law_is_seen():
     method = sb.Method(
         "", "", 1, lambda _, lm: Parts(TreeDrafter(lm, Branching((1,), Lying())), PathRule(), FixedShape(3, 1), "")
