@@ -6,13 +6,13 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
     {"errors"},
-    {"dice", "energy", "truncation", "forest"},
+    {"dice", "energy", "truncation", "forest", "constraint"},
     {"laws"},
     {"probs", "limits"},
     {"records"},
     {"session"},
     {"lm", "settings", "drawing"},
-    {"control"},
+    {"control", "grammar"},
     {"draft", "verify"},
     {"decode", "recipes"},
     {"pair"},

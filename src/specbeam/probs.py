@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 
-from specbeam.errors import BrokenLaw
+from specbeam.constraint import Constrained
+from specbeam.errors import BrokenLaw, SpecbeamError
 from specbeam.laws import JointLaw, log_norm
 from specbeam.truncation import NO_TRUNCATION, Truncation
 
@@ -31,12 +32,15 @@ class Warp:
 
     `search` is the order of transformers' beam modes: all processors, warpers too, see the log-probabilities of each beam's
     row, and what they leave is not normalised again.
+
+    `constraint` is the one of the processors that keeps states of paths: the session tells it which of them live on.
     """
 
     processors: "LogitsProcessorList | None" = None
     truncation: Truncation = NO_TRUNCATION
     greedy: bool = False
     search: bool = False
+    constraint: Constrained | None = None
 
 
 def joint_law(
@@ -58,7 +62,7 @@ def joint_law(
         logits = _processed(logits, warp.processors, paths())
     norm = log_norm(logits)
     if not (norm > -np.inf).any():
-        raise BrokenLaw("every token is banned: the logits processors and bad words left nothing to draw")
+        raise BrokenLaw("every token is banned: the logits processors, bad words and grammar left nothing to draw")
     if warp.greedy:
         counts = np.ones_like(counts)
     if warp.search:
@@ -102,6 +106,8 @@ def _processed(
 ) -> Float[torch.Tensor, "beams vocab"]:
     try:
         processed = processors(torch.from_numpy(paths), logits.clone())  # a user's processor may write in place
+    except SpecbeamError:
+        raise
     except Exception as error:  # whatever a user's code raises belongs to this prompt and to no other
         raise BrokenLaw(f"a logits processor raised {type(error).__name__}: {error}") from error
     if bool(processed.isnan().any()):

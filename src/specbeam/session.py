@@ -157,6 +157,9 @@ class Session:
         if verdict.audit is not None:
             self.audit += verdict.audit
         self._settle_common_prefix()
+        if self.warp.constraint is not None:
+            live = Forest.rooted(self.beams.tokens)
+            self.warp.constraint.keep(self.new_tokens(live, np.arange(len(live))))
 
     def _tails(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
         if len(nodes) == 0:

@@ -1,10 +1,12 @@
 """The options that transformers' users know, turned into a warp and limits."""
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from specbeam.constraint import Constrained, Constraint, Form
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.limits import Decode, Limits
 from specbeam.probs import Warp
@@ -19,7 +21,12 @@ DEFAULT_NEW_TOKENS = 256
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of `generate`, named and meant as in transformers; None means not set."""
+    """Options of `generate`, named and meant as in transformers; None means not set.
+
+    Those that transformers does not have:
+        json_schema, regex, grammar: what every text has to look like; at most one of them (docs/constrained.md).
+        grammar_backend: the library that keeps to it, "llguidance" or "xgrammar".
+    """
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
@@ -37,6 +44,10 @@ class Settings:
     bad_words_ids: Sequence[Sequence[int]] | None = None
     prefix_allowed_tokens_fn: "Callable[[int, Tensor], list[int]] | None" = None
     logits_processor: "LogitsProcessorList | Sequence[Any] | None" = None
+    json_schema: str | bool | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    grammar_backend: str = "llguidance"
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "num_return_sequences", "no_repeat_ngram_size"):
@@ -70,6 +81,18 @@ class Settings:
             self.early_stopping,
             "True, False or 'never'",
         )
+        forms = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(forms) > 1:
+            raise BadSetting(f"{' and '.join(forms)} are given; a text can keep to one of them")
+
+    @property
+    def form(self) -> Form | None:
+        """What texts have to look like; a JSON schema as its JSON."""
+        if self.json_schema is not None:
+            return Form("json_schema", _as_json(self.json_schema))
+        if self.regex is not None:
+            return Form("regex", self.regex)
+        return None if self.grammar is None else Form("grammar", self.grammar)
 
     def over(self, config: "GenerationConfig") -> "Settings":
         """These settings, completed by those of a generation config. What no method honours is refused by name."""
@@ -87,7 +110,13 @@ class Settings:
         return replace(blank, **(given | mine))
 
     def warp(
-        self, eos: tuple[int, ...], greedy: bool, prompt_length: int, prompt: int = 0, search: bool = False
+        self,
+        eos: tuple[int, ...],
+        greedy: bool,
+        prompt_length: int,
+        prompt: int = 0,
+        search: bool = False,
+        constraint: Constraint | None = None,
     ) -> Warp:
         """The law that these settings make of a model's logits.
 
@@ -97,14 +126,18 @@ class Settings:
             prompt: its number, for `prefix_allowed_tokens_fn`.
             search: as in transformers' beam modes, where warpers are processors of each row and keep as many tokens as let
                 a beam go on beside every way to end.
+            constraint: has the last word of all processors; only warpers come behind it.
         """
         greedy = greedy or self.temperature == 0
         processors = self._processors(eos, prompt_length, prompt)
+        bans = None if constraint is None else Constrained(constraint, eos, prompt_length)
+        if bans is not None:
+            processors = _joined(processors, [bans])
         truncation = NO_TRUNCATION if greedy else self._truncation()
         if search:
             truncation = replace(truncation, least=1 + len(eos) if eos else 1)
-            return Warp(_joined(processors, truncation.processors()), NO_TRUNCATION, greedy, search=True)
-        return Warp(processors, truncation, greedy)
+            return Warp(_joined(processors, truncation.processors()), NO_TRUNCATION, greedy, True, bans)
+        return Warp(processors, truncation, greedy, constraint=bans)
 
     def limits(self, eos: tuple[int, ...], room: int | None, decode: Decode | None, keep: int) -> Limits:
         """`room`: new tokens for which the models have positions."""
@@ -162,7 +195,14 @@ def allowed_after(allowed: "Callable[[int, Tensor], list[int]]", prompt: int) ->
     return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(prompt, tokens), 1)
 
 
-def _joined(*lists: "LogitsProcessorList | None") -> "LogitsProcessorList | None":
+def _as_json(schema: str | bool | Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(json.loads(schema) if isinstance(schema, str) else schema)
+    except (TypeError, ValueError) as error:
+        raise BadSetting(f"json_schema is no JSON: {error}") from error
+
+
+def _joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":
     from transformers import LogitsProcessorList
 
     return LogitsProcessorList([one for some in lists for one in some or []]) or None

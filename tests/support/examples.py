@@ -41,12 +41,15 @@ PAIRS = {
 }
 
 
-def one_turn(parts_of, target, draft, depth, width=0, eos=(), steps=20):
-    """A program: one turn from the empty path. The outcome is the emitted tokens and how many of them were drafted."""
+def one_turn(parts_of, target, draft, depth, width=0, eos=(), steps=20, warp=None):
+    """A program: one turn from the empty path. The outcome is the emitted tokens and how many of them were drafted.
+
+    `warp` makes the warp of a session.
+    """
 
     def program(dice):
         lm = TableLM(draft)
-        session = session_of(parts_of(lm), lm, dice, steps, eos)
+        session = session_of(parts_of(lm), lm, dice, steps, eos, warp=warp and warp())
         forest = session.parts.drafter.draft([session], [Shape(depth, width)])[0]
         scored = TableLM(target).extend([session], [forest])[0]
         verdict = session.parts.rule.verify(session, forest, scored)

@@ -48,11 +48,11 @@ def texts(session, replacement=False):
     return tuple(ended), tuple(sorted(live)) if replacement else tuple(live)
 
 
-def outcome_of(method, target, draft, steps, eos=(), replacement=False):
-    """A program for `exact_law`: decode `steps` tokens, return the texts."""
+def outcome_of(method, target, draft, steps, eos=(), replacement=False, warp=None):
+    """A program for `exact_law`: decode `steps` tokens, return the texts. `warp` makes the warp of a session."""
 
     def program(dice):
-        session = session_of(method, TableLM(draft), dice, steps, eos)
+        session = session_of(method, TableLM(draft), dice, steps, eos, warp=warp and warp())
         run(session, TableLM(target))
         ended, live = texts(session, replacement)
         return _by_step(ended) if replacement else ended, live
