@@ -90,7 +90,14 @@ def _fingerprint(pair: Pair, settings: Settings) -> str:
         None if model is None else [model.config.to_json_string(use_diff=False), str(model.dtype), str(model.device)]
         for model in (pair.target_model, pair.draft_model)
     ]
-    law = [settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.repetition_penalty]
+    law = [
+        settings.temperature,
+        settings.top_k,
+        settings.top_p,
+        settings.min_p,
+        settings.repetition_penalty,
+        settings.form,
+    ]
     machine = [platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__]
     text = json.dumps([models, law, machine, __version__])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -36,6 +36,10 @@ class MissingFile(SpecbeamError, FileNotFoundError):
     """A path does not lead to what was expected there."""
 
 
+class MissingPackage(SpecbeamError, ImportError):
+    """An optional package is needed that is not installed."""
+
+
 class BrokenLaw(SpecbeamError, ArithmeticError):
     """The model or a logits processor gave numbers that are no probabilities: NaN, infinity, or everything banned."""
 

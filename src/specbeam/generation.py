@@ -13,6 +13,7 @@ from specbeam.decode import decode
 from specbeam.dice import request_key
 from specbeam.energy import EnergyMeter
 from specbeam.errors import AuditWarning, BadPrompt, BadSetting, NotSupported, SomeFailed, SpecbeamError
+from specbeam.grammar.compiled import compiled
 from specbeam.limits import Ended
 from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
@@ -54,7 +55,8 @@ def generate(
         on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing.
         options: the fields of `Settings`: max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p,
             repetition_penalty, no_repeat_ngram_size, bad_words_ids, prefix_allowed_tokens_fn, num_return_sequences,
-            eos_token_id, stop_strings, length_penalty, early_stopping, logits_processor.
+            eos_token_id, stop_strings, length_penalty, early_stopping, logits_processor; and one of json_schema, regex
+            and grammar, which every text then keeps to, with grammar_backend.
 
     Returns:
         One `Generation` per prompt and return sequence, in the order of the prompts.
@@ -177,6 +179,10 @@ class Request:
         if default is None and pair.tokenizer is not None:
             default = pair.tokenizer.eos_token_id
         self.eos = settings.eos(default)
+        self.constraint = None
+        if (form := settings.form) is not None:
+            self.constraint = compiled(form, settings.grammar_backend, pair.tokenizer, pair.target.vocab, self.eos)
+            self.parts = replace(self.parts, law=f"{self.parts.law}; constrained by {form.kind}")
         self.sessions: list[Session] = []
         self.refused: dict[int, SpecbeamError] = {}
         self.prompt_of: list[int] = []  # prompt number of each session's place
@@ -196,7 +202,9 @@ class Request:
                 self.prompt_of.append(number)
 
     def _session(self, prompt: list[int], number: int, room: int | None, key: int | None) -> Session:
-        warp = self.settings.warp(self.eos, self.method.greedy, len(prompt), number, self.method.search)
+        warp = self.settings.warp(
+            self.eos, self.method.greedy, len(prompt), number, self.method.search, self.constraint
+        )
         decoder = None if self.pair.tokenizer is None else self.pair.tokenizer.decode  # with its special tokens
         limits = self.settings.limits(self.eos, room, decoder, self.method.beams)
         return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit)
@@ -213,7 +221,8 @@ class Request:
 
         found = sorted(session.hypotheses(), key=score, reverse=True)
         done = [one for one in found if one.finished]
-        if session.remaining > 0 and done:  # stopped early: live beams were given up, not finished
+        # Stopped early: live beams were given up, not finished. Constrained: what was cut off does not keep to the form.
+        if done and (session.remaining > 0 or self.constraint is not None):
             found = done + [one for one in found if not one.finished]
         beams = [Beam(one.tokens, score(one), self.decoded(one.tokens), one.finished) for one in found]
         wanted = self.settings.num_return_sequences if self.method.beams > 1 else 1

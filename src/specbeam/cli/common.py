@@ -3,9 +3,10 @@
 import dataclasses
 import inspect
 import json
+from pathlib import Path
 from typing import Any
 
-from specbeam.errors import BadSetting
+from specbeam.errors import BadSetting, MissingFile
 from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import RECIPES, resolve
 from specbeam.recipes.method import Method
@@ -53,6 +54,15 @@ def _read(key: str, value: str, default: Any) -> Any:
                 f"{key} is {value!r}; it must be {'an integer' if isinstance(default, int) else 'a number'}"
             ) from error
     return value
+
+
+def text_or_file(value: str | None, mark: str, name: str) -> str | None:
+    """The text itself, which has `mark` in it, or what its file holds."""
+    if value is None or mark in value:
+        return value
+    if not Path(value).is_file():
+        raise MissingFile(f"there is no file {value}, and a {name} would have {mark!r} in it")
+    return Path(value).read_text(encoding="utf-8")
 
 
 def as_json(number: int, prompt: str, one: Generation) -> str:

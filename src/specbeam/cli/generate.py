@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import as_json, method_from, quiet_load
+from specbeam.cli.common import as_json, method_from, quiet_load, text_or_file
 from specbeam.errors import BadPrompt, MissingFile, SpecbeamError
 from specbeam.generation import generate
 from specbeam.records import Audit, Generation
@@ -81,6 +81,8 @@ def run(
 ) -> int:
     """Exit code: 0, or 1 if a prompt failed."""
     method = method_from(method_name, settings)
+    for name, mark in (("json_schema", "{"), ("grammar", ":")):
+        options[name] = text_or_file(options[name], mark, name)
     asked, unreadable = gather(prompts, files)
     if not asked and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")

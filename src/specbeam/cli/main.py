@@ -57,6 +57,10 @@ def generate(
     num_return_sequences: Annotated[int, typer.Option(help="Answers per prompt.")] = 1,
     length_penalty: Annotated[float, typer.Option(help="Exponent of the length in a beam's score.")] = 1.0,
     stop: Annotated[list[str], typer.Option(help="Stop after this text.")] = [],  # noqa: B006
+    json_schema: Annotated[Optional[str], typer.Option(help="Answer in JSON like this: a schema or its file.")] = None,  # noqa: UP045
+    regex: Annotated[Optional[str], typer.Option(help="Answer by this regular expression.")] = None,  # noqa: UP045
+    grammar: Annotated[Optional[str], typer.Option(help="Answer by this grammar: Lark, or its file.")] = None,  # noqa: UP045
+    grammar_backend: Annotated[str, typer.Option(help="llguidance or xgrammar.")] = "llguidance",
     seed: Annotated[Optional[int], typer.Option(help="Same seed, same answers.")] = None,  # noqa: UP045
     batch_size: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 32,
     device: Annotated[Optional[str], typer.Option(help="cpu, cuda, ...")] = None,  # noqa: UP045
@@ -78,6 +82,10 @@ def generate(
         "num_return_sequences": num_return_sequences,
         "length_penalty": length_penalty,
         "stop_strings": stop or None,
+        "json_schema": json_schema,
+        "regex": regex,
+        "grammar": grammar,
+        "grammar_backend": grammar_backend,
     }
     raise typer.Exit(
         run(prompts or [], file, model, draft, device, method, setting, options, seed, batch_size, audit, json)
