@@ -6,13 +6,15 @@ from transformers import PreTrainedTokenizerFast
 import specbeam as sb
 from tests.support.tiny_models import tiny
 
+JSON = "{}[]\":_-+*=<>()'0123456789"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,!"
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Tokens 0 to 3 are special; every character is a token; 61 in all."""
+def tokenizer(more: str = "") -> PreTrainedTokenizerFast:
+    """Tokens 0 to 3 are special; every character is a token; 61 in all, and one for each of `more`."""
     vocab = {token: number for number, token in enumerate(["<s>", "</s>", "<pad>", "<unk>", *CHARACTERS])}
-    vocab["\n"] = len(vocab)
+    for character in "\n" + more:
+        vocab[character] = len(vocab)
     inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.decoder = decoders.Fuse()

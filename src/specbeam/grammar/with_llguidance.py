@@ -36,9 +36,9 @@ class LLGuidance:
             for complaint in complaints:  # the form itself asks to pass over something
                 warnings.warn(f"{form.kind}: {complaint}", stacklevel=2)
             self._root = LLMatcher(_words(tokenizer, eos), grammar, log_level=0)
-            complaints = [self._root.get_error()] if self._root.is_error() else []
+            complaints = [_said(self._root)] if self._root.is_error() else []
         if complaints:
-            raise BadSetting(f"{form.kind} cannot be kept to: {_one_line('; '.join(complaints))}")
+            raise BadSetting(f"{form.kind} cannot be kept to: {' '.join('; '.join(complaints).split())}")
 
     def root(self) -> Any:
         return self._root
@@ -46,14 +46,16 @@ class LLGuidance:
     def advance(self, state: Any, token: int) -> Any:
         after = state.deep_copy()
         if not after.consume_token(token):
-            raise BrokenLaw(f"llguidance lost its way: {_one_line(after.get_error())}")
+            raise BrokenLaw(f"llguidance lost its way: {_said(after)}")
         return after
 
     def allowed(self, states: Sequence[Any]) -> UInt8[np.ndarray, "states bytes"]:
         rows = [np.frombuffer(state.compute_bitmask(), dtype=np.uint8) for state in states]
         for state in states:
-            if state.is_error():  # it met one of its limits
-                raise BrokenLaw(f"llguidance gave up: {_one_line(state.get_error())}")
+            if (
+                state.is_error() and state.stop_reason() != "NoExtensionBias"
+            ):  # that is: no token spells what has to come
+                raise BrokenLaw(f"llguidance gave up: {_said(state)}")
         return fitted(np.stack(rows), self._text)
 
     def complete(self, states: Sequence[Any]) -> list[bool]:
@@ -68,8 +70,9 @@ def _read(form: Form) -> str:
     return LLMatcher.grammar_from_regex(form.text) if form.kind == "regex" else LLMatcher.grammar_from_lark(form.text)
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _said(matcher: Any) -> str:
+    """Its complaint, without the state and the grammar that it prints behind."""
+    return " ".join(matcher.get_error().split("<state>")[0].split())
 
 
 _WORDS: "weakref.WeakKeyDictionary[Any, dict[tuple[int, int], LLTokenizer]]" = weakref.WeakKeyDictionary()
@@ -100,6 +103,15 @@ class _Spelled:
         for token in {end, *self.special_token_ids}:
             self.tokens[token] = b"\xff" + tokenizer.convert_ids_to_tokens(token).encode()  # never text
 
+        texts = {piece: token for token, piece in enumerate(self.tokens) if piece and piece[0] != 0xFF}
+        self._tokens, self._longest = texts, max(map(len, texts))
+
     def __call__(self, text: bytes) -> list[int]:
-        """Asked for the usual tokens of a text that is certain: we have none to prefer."""
-        return []
+        """Asked for the usual tokens of a text that is certain: the longest at each place; an end where there is none."""
+        found: list[int] = []
+        while text:
+            sizes = range(min(self._longest, len(text)), 0, -1)
+            size = next((size for size in sizes if text[:size] in self._tokens), 0)
+            found.append(self._tokens.get(text[:size], self.eos_token_id))
+            text = text[size or 1 :]
+        return found
