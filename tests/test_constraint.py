@@ -180,3 +180,19 @@ def test_ends_are_allowed_where_the_text_may_end_and_only_there():
 def test_a_long_path_that_nobody_asked_for_before():
     bans = Constrained(LOOPING, (2,), 0)
     assert bans.allowed(np.zeros((1, 50), dtype=np.int64), 3).tolist() == [[True, True, True]]
+
+
+@pytest.mark.parametrize("name", [*TREES, *MATCHED, "dsbd", "rejection", "search"])
+def test_drafts_that_lead_nowhere_cost_nothing(name):
+    """Behind "0" nothing is allowed. The target never goes there, the draft does."""
+    trap = Automaton({0: {0: 1, 1: 2}, 1: {}, 2: {}}, {2}, 3)
+    target, draft = (lambda path: np.array([0.0, 0.6, 0.4])), (lambda path: np.array([0.9, 0.05, 0.05]))
+    beams = {
+        "dsbd": sb.dsbd(1, 1, 3, "fixed"),
+        "rejection": sb.dsbd(1, 2, 3, coupling="rejection"),
+        "search": sb.speculative_beam_search(1, 1, 3),
+    }
+    method = beams[name] if name in beams else parts_on({**TREES, **MATCHED}[name], target)(TableLM(draft))
+    for key in range(3):
+        session = decoded(method, target, draft, trap, key, END, search=name == "search", greedy=name == "search")
+        assert [one.tokens for one in session.hypotheses()] == [[1, 2]]

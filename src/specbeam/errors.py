@@ -44,6 +44,10 @@ class BrokenLaw(SpecbeamError, ArithmeticError):
     """The model or a logits processor gave numbers that are no probabilities: NaN, infinity, or everything banned."""
 
 
+class DeadEnd(BrokenLaw):
+    """Every token is banned: the path has no way on."""
+
+
 class AuditWarning(UserWarning):
     """An audited run does not look like the law that its method declares."""
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 
 from specbeam.constraint import Constrained
-from specbeam.errors import BrokenLaw, SpecbeamError
+from specbeam.errors import BrokenLaw, DeadEnd, SpecbeamError
 from specbeam.laws import JointLaw, log_norm
 from specbeam.truncation import NO_TRUNCATION, Truncation
 
@@ -53,7 +53,7 @@ def joint_law(
     """pi(b, v), the warped law of ``scores[b] + log p(v | b)``, for beams that occur `counts` times each.
 
     `paths()` gives prompt and tokens of each beam, int64[beams, length]; it is called only if a processor needs it.
-    Raises `BrokenLaw` if the logits are no logits or nothing is left to draw.
+    Raises `BrokenLaw` if the logits are no logits, `DeadEnd` if nothing is left to draw.
     """
     logits = _checked(logits)
     if warp.search:
@@ -62,7 +62,7 @@ def joint_law(
         logits = _processed(logits, warp.processors, paths())
     norm = log_norm(logits)
     if not (norm > -np.inf).any():
-        raise BrokenLaw("every token is banned: the logits processors, bad words and grammar left nothing to draw")
+        raise DeadEnd("every token is banned: the logits processors, bad words and grammar left nothing to draw")
     if warp.greedy:
         counts = np.ones_like(counts)
     if warp.search:

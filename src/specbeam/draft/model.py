@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 
 from specbeam.dice import child_keys
+from specbeam.errors import DeadEnd
 from specbeam.forest import Forest, Group
 from specbeam.laws import Coarse, JointLaw, candidates, running
 from specbeam.lm.base import LM
@@ -84,7 +85,10 @@ class BeamDrafter:
             for one, logits in zip(active, rows, strict=True):
                 one.session.count.draft_passes += 1
                 with one.session.failing_alone("draft model: "):
-                    self._grow(one, one.law(logits))
+                    try:
+                        self._grow(one, one.law(logits))
+                    except DeadEnd:  # of the drafts; the target need not go there
+                        one.front = one.front.pick(np.zeros(0, dtype=np.int64))
         return [one.forest for one in growing]
 
     def settle(self, session: Session, turn: Turn) -> None:

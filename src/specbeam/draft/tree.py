@@ -100,6 +100,10 @@ class TreeDrafter:
         return [self._finished(one) for one in sprouts]
 
     def _grow(self, one: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+        alive = (logq > -np.inf).any(1)  # a node behind which all is banned is a leaf
+        one.front, logq = one.front[alive], logq[alive]
+        if not alive.any():
+            return
         fathers, before = {node: row for row, node in enumerate(one.front.tolist())}, one.forest
         self.growth.grow(one, layer, logq)
         controller = one.session.parts.controller

@@ -21,7 +21,7 @@ class Standing:
     node: int  # forest node; -1 at an end token
     token: int
     odds: float  # of ending at this node or below, given everything that failed so far
-    law: Float64[np.ndarray, " vocab"] | None = None  # of the next token, given that; None at an end token
+    law: Float64[np.ndarray, " vocab"] | None = None  # of the next token, given that; None at a leaf
     drafts: list[tuple[Candidate, int]] = field(default_factory=list)  # children not tried yet, in order
 
 
@@ -51,7 +51,7 @@ class TraversalRule:
             return Standing(node, token, odds)
         nodes = [child for _, child in walk.candidates(node)]
         drafts = list(zip(walk.trials_under(node), nodes, strict=True))
-        return Standing(node, token, odds, walk.p(node), drafts)
+        return Standing(node, token, odds, walk.p(node) if drafts else None, drafts)
 
     def _descend(self, walk: Walk, path: list[Standing]) -> None:
         """Down to a leaf. A child's odds: what its parent can still give it."""
@@ -80,7 +80,8 @@ class TraversalRule:
         for standing in path[1:]:
             if not walk.emit(standing.token, standing.node):
                 return walk.verdict()
-        last = path[-1].law
-        if last is not None:
-            walk.emit(walk.session.dice.pick(last), -1)
+        last = path[-1]
+        if last.node >= 0:
+            law = walk.p(last.node) if last.law is None else last.law
+            walk.emit(walk.session.dice.pick(law), -1)
         return walk.verdict()
