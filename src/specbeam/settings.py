@@ -81,6 +81,12 @@ class Settings:
             self.early_stopping,
             "True, False or 'never'",
         )
+        _require(
+            self.grammar_backend in ("llguidance", "xgrammar"),
+            "grammar_backend",
+            self.grammar_backend,
+            "'llguidance' or 'xgrammar'",
+        )
         forms = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(forms) > 1:
             raise BadSetting(f"{' and '.join(forms)} are given; a text can keep to one of them")

@@ -306,7 +306,7 @@ def test_the_last_bits_of_a_session_are_few():
         ({"grammar": "start: nothing"}, "grammar cannot be kept to"),
         ({"grammar": "nothing"}, "grammar cannot be kept to"),
         ({"regex": "a", "grammar": 'start: "a"'}, "regex and grammar are given"),
-        ({"regex": "a", "grammar_backend": "hope"}, "must be one of llguidance, xgrammar"),
+        ({"regex": "a", "grammar_backend": "hope"}, "must be 'llguidance' or 'xgrammar'"),
         ({"regex": "ä+"}, "no token of this vocabulary can begin"),
         ({"regex": "a", "eos_token_id": []}, "there is no end token"),
     ],

@@ -29,8 +29,6 @@ def compiled(
         MissingPackage: the backend is not installed.
         NotSupported: there is no tokenizer, or one whose tokens do not spell text.
     """
-    if backend not in BACKENDS:
-        raise BadSetting(f"grammar_backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
     if tokenizer is None:
         raise NotSupported(f"{form.kind} is about text, and there is no tokenizer; give load(tokenizer=...)")
     if not eos:

@@ -23,8 +23,11 @@ class XGrammar:
     def __init__(self, form: Form, tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]) -> None:
         import xgrammar
 
+        words = _words(tokenizer, vocab, eos)
         self._text, self._vocab, self._library = text_tokens(tokenizer, vocab), vocab, xgrammar
-        compiler = xgrammar.GrammarCompiler(_words(tokenizer, vocab, eos), max_threads=1)
+        if form.kind == "json_schema":  # it lets control characters into strings of limited length; JSON does not
+            self._text &= _printable(words.decoded_vocab, vocab)
+        compiler = xgrammar.GrammarCompiler(words, max_threads=1)
         try:
             if form.kind == "json_schema":  # at most one white space where JSON allows it, or a run of it never ends
                 self._compiled = compiler.compile_json_schema(form.text, max_whitespace_cnt=1)
@@ -51,6 +54,13 @@ class XGrammar:
 
     def complete(self, states: Sequence[Any]) -> list[bool]:
         return [bool(state.is_completed()) for state in states]
+
+
+def _printable(pieces: Sequence[bytes], vocab: int) -> UInt8[np.ndarray, " bytes"]:
+    """One bit for every token without control characters."""
+    fine = np.zeros(vocab, dtype=bool)
+    fine[: len(pieces)] = [min(piece, default=32) >= 32 for piece in pieces[:vocab]]
+    return np.packbits(fine, bitorder="little")
 
 
 def _words(tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]) -> Any:
