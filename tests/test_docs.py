@@ -37,7 +37,7 @@ def test_write_a_method(capsys):
 
 
 @needs_pair
-@pytest.mark.parametrize("name", ["the_loop.md", *PAGES])
+@pytest.mark.parametrize("name", ["the_loop.md", "constrained.md", *PAGES])
 def test_snippets_run(name):
     for block in blocks(name):
         exec(compile(block, name, "exec"), {})
