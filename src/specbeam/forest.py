@@ -78,6 +78,9 @@ class Forest:
     tokens: Int64[np.ndarray, " nodes"]  # a root holds the last committed token of its beam
     parents: Int64[np.ndarray, " nodes"]  # index of the parent node, -1 at a root
     groups: tuple[Group, ...] = ()
+    logq: Float64[np.ndarray, " nodes"] | None = (
+        None  # of the path from the root, by the draft model; NaN, None: unknown
+    )
 
     @classmethod
     def rooted(cls, tokens: Int64[np.ndarray, " roots"] | list[int]) -> "Forest":
@@ -93,11 +96,20 @@ class Forest:
         return int(np.count_nonzero(self.parents < 0))
 
     def grown(
-        self, tokens: Int64[np.ndarray, " n"] | list[int], parents: Int64[np.ndarray, " n"] | list[int]
+        self,
+        tokens: Int64[np.ndarray, " n"] | list[int],
+        parents: Int64[np.ndarray, " n"] | list[int],
+        logq: Float64[np.ndarray, " n"] | None = None,
     ) -> "Forest":
         """The forest with more nodes behind the present ones."""
         tokens, parents = np.asarray(tokens, dtype=np.int64), np.asarray(parents, dtype=np.int64)
-        return replace(self, tokens=np.append(self.tokens, tokens), parents=np.append(self.parents, parents))
+        scores = self.logq
+        if logq is not None or scores is not None:
+            before = np.where(self.parents < 0, 0.0, np.nan) if scores is None else scores
+            scores = np.append(before, np.full(len(tokens), np.nan) if logq is None else logq)
+        return replace(
+            self, tokens=np.append(self.tokens, tokens), parents=np.append(self.parents, parents), logq=scores
+        )
 
     def with_group(self, group: Group) -> "Forest":
         return replace(self, groups=(*self.groups, group))
@@ -143,7 +155,8 @@ class Forest:
                     law=None if lost else group.law,
                 )
             )
-        return Forest(self.tokens[nodes], names[self.parents[nodes]], tuple(groups))
+        scores = None if self.logq is None else self.logq[nodes]
+        return Forest(self.tokens[nodes], names[self.parents[nodes]], tuple(groups), scores)
 
     def depths(self) -> Int64[np.ndarray, " nodes"]:
         """0 at roots."""

@@ -49,7 +49,7 @@ class BestFirst:
             for one in chosen:
                 waiting.remove(one)
                 value[len(sprout.forest)] = one[0]
-                sprout.forest = sprout.forest.grown([one[2]], [one[1]])
+                sprout.forest = sprout.forest.grown([one[2]], [one[1]], np.array([one[0]]))
         sprout.front = np.arange(start, len(sprout.forest))
 
     def _values(self, sprout: Sprout) -> list[float]:
@@ -83,7 +83,7 @@ class BestFirst:
         for _, _, _, leaf in ranked:
             if leaf is not None:
                 kept.add(len(sprout.forest))
-                sprout.forest = sprout.forest.grown([leaf[2]], [leaf[1]])
+                sprout.forest = sprout.forest.grown([leaf[2]], [leaf[1]], np.array([leaf[0]]))
         sprout.kept = np.array(sorted(kept), dtype=np.int64)
         _group_as_sure(sprout)
 

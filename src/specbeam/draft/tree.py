@@ -28,6 +28,7 @@ class Sprout:
     front: Int64[np.ndarray, " front"]  # nodes whose laws come next
     memory: dict[str, Any] = field(default_factory=dict)  # what a growth keeps from layer to layer
     kept: Int64[np.ndarray, " kept"] | None = None  # nodes that are handed on; None: all
+    logq: Float64[np.ndarray, "front vocab"] | None = None  # draft log-laws of the front, while it is grown
 
     @classmethod
     def start(cls, session: Session, shape: Shape) -> "Sprout":
@@ -45,7 +46,7 @@ class Sprout:
         fresh = [token for token in distinct(draws.tokens) if token not in known]
         going = [token for token in fresh if token not in self.session.limits.eos]
         start = len(self.forest)
-        self.forest = self.forest.grown(going, [parent] * len(going))
+        self.forest = self.forest.grown(going, [parent] * len(going), self._scores(parent, going))
         known |= {token: start + place for place, token in enumerate(going)}
         nodes = np.array([known.get(token, -1) for token in draws.tokens], dtype=np.int64)
         law = None if draws.law is None else Row(draws.law)
@@ -61,6 +62,13 @@ class Sprout:
             )
         )
         return nodes
+
+    def _scores(self, parent: int, tokens: list[int]) -> Float64[np.ndarray, " tokens"] | None:
+        """Draft log-likelihoods of the paths to new children, for rules that judge paths by them."""
+        if self.logq is None:
+            return None
+        above = 0.0 if self.forest.logq is None else float(self.forest.logq[parent])
+        return above + self.logq[int(np.flatnonzero(self.front == parent)[0]), tokens]
 
     def children_of(self, parent: int) -> dict[int, int]:
         """Node of each child token."""
@@ -105,7 +113,9 @@ class TreeDrafter:
         if not alive.any():
             return
         fathers, before = {node: row for row, node in enumerate(one.front.tolist())}, one.forest
+        one.logq = logq
         self.growth.grow(one, layer, logq)
+        one.logq = None
         controller = one.session.parts.controller
         if isinstance(controller, Stopping) and len(one.front):
             drawn = [
