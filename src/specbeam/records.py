@@ -1,5 +1,6 @@
 """The nouns that pass from room to room. Nobody changes one afterwards."""
 
+import math
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -125,6 +126,34 @@ class Audit:
         return cls(accept_surprise=accepted - odds, accept_variance=odds * (1 - odds), trials=1)
 
 
+@dataclass(frozen=True)
+class Certificate:
+    """What joint decoding can prove of the blocks that it accepted, whatever the law of its text; sums over blocks, in nats.
+
+    Each block has log p > `floor`: its threshold by the draft model plus log(threshold). And no block of its length has a
+    log p more than `gap` above its own: that is how far it can be from the most probable block.
+    """
+
+    blocks: int = 0
+    tokens: int = 0
+    logp: float = 0.0
+    floor: float = 0.0
+    gap: float = 0.0
+
+    def __add__(self, other: "Certificate") -> "Certificate":
+        return Certificate(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def perplexity(self) -> float:
+        """Of the accepted tokens, under the target as it was warped."""
+        return math.exp(-self.logp / self.tokens) if self.tokens else 1.0
+
+    @property
+    def most_perplexity(self) -> float:
+        """What `perplexity` is sure to stay below."""
+        return math.exp(-self.floor / self.tokens) if self.tokens else 1.0
+
+
 @dataclass(frozen=True, eq=False)
 class Verdict:
     """What a turn decided: one step per layer, the last one not passed or past the drafts."""
@@ -133,6 +162,7 @@ class Verdict:
     trials: tuple[Trial, ...] = ()
     audit: Audit | None = None  # only if the session is audited
     collapsed: int | None = None  # index of the only live beam that is kept, if the method collapses
+    certificate: Certificate | None = None  # only by rules of joint likelihood
 
     @property
     def accepted(self) -> int:
@@ -196,6 +226,7 @@ class Report:
     joules: float | None = None  # None where the machine has no counter
     peak_kv_tokens: int = 0  # most tokens stored at once in the target's KV trie
     audit: Audit | None = None
+    certificate: Certificate | None = None  # of joint decoding
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.forest import Forest
 from specbeam.limits import Ended, Limits
 from specbeam.probs import Warp
-from specbeam.records import Audit, Beams, Report, Shape, Step, Turn, Verdict
+from specbeam.records import Audit, Beams, Certificate, Report, Shape, Step, Turn, Verdict
 
 
 @runtime_checkable
@@ -100,6 +100,7 @@ class Session:
         self.failure: SpecbeamError | None = None
         self.state: dict[Hashable, Any] = {}
         self.audited, self.audit = audited, Audit()
+        self.certificate: Certificate | None = None
         self.count = Counters()
         self._noise: dict[int, np.ndarray] = {}
 
@@ -156,6 +157,8 @@ class Session:
         self._noise.clear()
         if verdict.audit is not None:
             self.audit += verdict.audit
+        if verdict.certificate is not None:
+            self.certificate = (self.certificate or Certificate()) + verdict.certificate
         self._settle_common_prefix()
         if self.warp.constraint is not None:
             live = Forest.rooted(self.beams.tokens)
@@ -203,4 +206,5 @@ class Session:
             seconds=seconds,
             peak_kv_tokens=self.count.peak_kv_tokens,
             audit=self.audit if self.audited else None,
+            certificate=self.certificate,
         )

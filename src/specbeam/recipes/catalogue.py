@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from specbeam.errors import BadSetting
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
+from specbeam.recipes.joint import mjsd, mmtad, mtad, mtjd
 from specbeam.recipes.method import Method, Recipe, described
 from specbeam.recipes.search import beam_search, speculative_beam_search
 from specbeam.recipes.sequences import (
@@ -30,6 +31,7 @@ RECIPES: tuple[Callable[..., Method], ...] = (
     greedy, sampling, beam_search, speculative_beam_search, beam_sampling, dsbd,
     speculative_sampling, block_verification, specinfer, rsd_c, rsd_s, sequoia, spechub, traversal, multi_draft,
     opt_tree, dyspec, gsd, propd, prompt_lookup, suffix_match, token_recycling, auto,
+    mtjd, mtad, mjsd, mmtad,
 )  # fmt: skip
 
 

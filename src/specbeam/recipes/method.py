@@ -24,6 +24,11 @@ class Method:
     greedy: bool = False
     search: bool = False  # scores and processors as in transformers' beam modes
 
+    @property
+    def exact(self) -> bool:
+        """Whether the output has the law that is named, and not one near it."""
+        return self.law.startswith("exact")
+
     def parts(self, draft: LM | None, target: LM | None = None) -> Parts:
         if self.needs_draft and draft is None:
             raise NotSupported(
@@ -43,6 +48,7 @@ class Recipe:
     needs: str
     defaults: dict[str, Any]
     make: Callable[..., Method]
+    exact: bool  # with the defaults
 
 
 def described(make: Callable[..., Method]) -> Recipe:
@@ -52,8 +58,9 @@ def described(make: Callable[..., Method]) -> Recipe:
         line.split(":", 1)[0]: line.split(":", 1)[1].strip() for line in lines if line.startswith(("Law:", "Paper:"))
     }
     defaults = {name: parameter.default for name, parameter in inspect.signature(make).parameters.items()}
-    needs = "a draft model" if make().needs_draft else "the target alone"
-    return Recipe(make.__name__, said["Law"], said["Paper"], needs, defaults, make)
+    made = make()
+    needs = "a draft model" if made.needs_draft else "the target alone"
+    return Recipe(make.__name__, said["Law"], said["Paper"], needs, defaults, make, made.exact)
 
 
 def at_least_one(**values: int) -> None:

@@ -31,16 +31,7 @@ class MatchRule:
         walk = Walk(session, forest, scored)
         going = True
         while going and walk.node >= 0:
-            token = self._drawn(walk)
+            token = walk.drawn(walk.node, self.coupling)
             child = forest.find(walk.here.nodes, np.array([token]))
             going = walk.emit(token, int(child[0]))
         return walk.verdict()
-
-    def _drawn(self, walk: Walk) -> int:
-        law, session = walk.law(walk.node), walk.session
-        if session.warp.greedy:
-            return int(law.best(1)[0])
-        if self.coupling == "dice":
-            return session.dice.pick(law.p[0])
-        keys = walk.here.keys
-        return int(law.best(1, keys, lambda: session.coarse_noise(keys, law.vocab))[0])

@@ -52,6 +52,18 @@ class Walk:
         p[law.best(1)[0]] = 1.0
         return p
 
+    def drawn(self, node: int, coupling: str) -> int:
+        """The target's own choice after a node: the best token at temperature 0; else a draw by the noise of the place
+        ("noise"; for where the walk stands) or by the session's dice ("dice").
+        """
+        law, session = self.law(node), self.session
+        if session.warp.greedy:
+            return int(law.best(1)[0])
+        if coupling == "dice":
+            return session.dice.pick(law.p[0])
+        keys = self.here.keys
+        return int(law.best(1, keys, lambda: session.coarse_noise(keys, law.vocab))[0])
+
     def candidates(self, node: int) -> list[tuple[int, int]]:
         """(token, node) of the drafts under a node, in the order of their trials; -1 for a draft that needs no node."""
         groups = self.forest.groups_under(node)

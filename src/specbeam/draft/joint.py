@@ -1,0 +1,177 @@
+"""DRAFT: beams ranked by their joint likelihood under the draft model, for rules that judge whole paths.
+
+Unlike the layers of `draft/model.py`, which share the law of beam sampling with the target, these rank a path by the sum
+of its warped conditionals alone, keep a beam that ended in the race, and may hand on only the best of them.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from specbeam.dice import Dice
+from specbeam.draft.tree import Sprout
+from specbeam.errors import BadSetting
+from specbeam.forest import Forest, Group
+from specbeam.probs import best
+from specbeam.records import Shape, Turn
+from specbeam.session import Session
+
+
+@dataclass(frozen=True, eq=False)
+class Slots:
+    """The beams of one draft after a layer, best first.
+
+    Equal ones stand by parent slot and then token where they were searched; where they were drawn, in draw order, which
+    favours no token.
+    """
+
+    nodes: Int64[np.ndarray, " slots"]  # forest nodes; ended beams have one too, so that they can be judged
+    logq: Float64[np.ndarray, " slots"]  # log-likelihood of the path
+    ended: Bool[np.ndarray, " slots"]
+    counts: Int64[np.ndarray, " slots"]  # how often each was drawn, with replacement
+
+    @classmethod
+    def start(cls) -> "Slots":
+        return cls(np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=bool), np.ones(1, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class JointBeams:
+    """Beam decoding with the draft model, `shape.width` beams, `shape.depth` tokens deep (arXiv 2407.09722, sec. 3).
+
+    A layer's candidates are all prolongations of live beams, and ended beams as they are; their scores are the true joint
+    log-likelihoods. Candidates of no odds are never taken, so a small support keeps fewer beams.
+
+    Args:
+        mode: "search" keeps the best candidates; "sample" draws them from their normalised joint odds. At temperature 0
+            there is only "search".
+        replacement: independent draws (mode "sample" only); a beam drawn twice weighs twice in the next layer.
+        chains: how many of the final beams are handed on, best first; None: the whole forest.
+        lost_ends: hand on, of a whole forest, ended beams that later lost their place to likelier ones too.
+    """
+
+    mode: Literal["search", "sample"] = "sample"
+    replacement: bool = False
+    chains: int | None = None
+    lost_ends: bool = False
+
+    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+        slots: Slots = sprout.memory.get("slots") or Slots.start()
+        vocab, live = logq.shape[1], np.flatnonzero(~slots.ended)
+        rows = logq[~np.isin(sprout.front, slots.nodes[slots.ended])]  # an ended beam in the front is not prolonged
+        scores = np.append((slots.logq[live][:, None] + rows).ravel(), slots.logq[slots.ended])
+        counts = np.append(np.repeat(slots.counts[live], vocab), slots.counts[slots.ended])
+        drawn = self.mode == "sample" and not sprout.session.warp.greedy
+        if drawn:
+            chosen, counts = taken(scores, counts, sprout.shape.width, self.replacement, sprout.session.dice)
+        else:
+            chosen = best(scores, sprout.shape.width)
+            counts = np.ones_like(chosen)
+        new = chosen < len(live) * vocab
+        parents, tokens = np.divmod(chosen[new], vocab)
+        nodes = np.empty_like(chosen)
+        nodes[new] = len(sprout.forest) + np.arange(np.count_nonzero(new))
+        nodes[~new] = slots.nodes[slots.ended][chosen[~new] - len(live) * vocab]
+        above = slots.nodes[live][parents]
+        sprout.forest = _hung(sprout.forest, above, tokens, nodes[new], scores[chosen][new], sure=not drawn)
+        ended = ~new
+        ended[new] = np.isin(tokens, sprout.session.limits.eos)
+        sprout.memory["slots"] = Slots(nodes, scores[chosen], ended, counts)
+        sprout.front = nodes[new] if not ended.all() else nodes[:0]
+
+    def finish(self, sprout: Sprout) -> None:
+        """Hand on the paths of the best beams; of a whole forest all but the ended beams that lost the race."""
+        slots: Slots | None = sprout.memory.get("slots")
+        if slots is None or (self.chains is None and self.lost_ends):
+            return
+        forest = sprout.forest
+        if self.chains is None:
+            ends = np.isin(forest.tokens, sprout.session.limits.eos) & (forest.parents >= 0)
+            lost = ends & ~np.isin(np.arange(len(forest)), slots.nodes)
+            kept = np.flatnonzero(~lost)
+        else:
+            inner = {0}
+            for node in slots.nodes[: self.chains].tolist():
+                while node:
+                    inner.add(node)
+                    node = int(forest.parents[node])
+            kept = np.array(sorted(inner), dtype=np.int64)
+        if len(kept) < len(forest):
+            sprout.kept = kept
+
+
+def taken(
+    scores: Float64[np.ndarray, " n"], counts: Int64[np.ndarray, " n"], width: int, replacement: bool, dice: Dice
+) -> tuple[Int64[np.ndarray, " k"], Int64[np.ndarray, " k"]]:
+    """At most `width` draws with odds counts * exp(scores): the distinct ones, best first, and how often each was drawn."""
+    top = scores.max(initial=-np.inf)
+    odds = counts * np.exp(scores - (top if np.isfinite(top) else 0.0))
+    drawn: list[int] = []
+    for _ in range(width):
+        if not odds.any():
+            break
+        drawn.append(dice.pick(odds))
+        if not replacement:
+            odds[drawn[-1]] = 0.0
+    times = Counter(drawn)  # in the order of their first draw, which decides between equals
+    chosen, counts = np.array([*times], dtype=np.int64), np.array([*times.values()], dtype=np.int64)
+    order = np.argsort(-scores[chosen], kind="stable")
+    return chosen[order], counts[order]
+
+
+def _hung(
+    forest: Forest,
+    parents: Int64[np.ndarray, " n"],
+    tokens: Int64[np.ndarray, " n"],
+    nodes: Int64[np.ndarray, " n"],
+    logq: Float64[np.ndarray, " n"],
+    sure: bool,
+) -> Forest:
+    """The forest with a layer hung below it, a group per parent: chosen ones are sure, of drawn ones the law is lost."""
+    forest = forest.grown(tokens, parents, logq)
+    for parent in dict.fromkeys(parents.tolist()):
+        mine = parents == parent
+        zeros = np.zeros(np.count_nonzero(mine), dtype=np.int64)
+        forest = forest.with_group(Group(np.array([parent]), zeros, tokens[mine], nodes[mine], None, sure=sure))
+    return forest
+
+
+@dataclass(frozen=True)
+class EveryBlock:
+    """All paths of `shape.depth` tokens, without a draft model: for tables and small vocabularies.
+
+    Args:
+        vocab: tokens of the target.
+        most: refuse trees of more nodes.
+    """
+
+    vocab: int
+    most: int = 4096
+
+    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        """Trees whose layers are in lexicographic order; an end token has no node, for nothing comes after it."""
+        return [self._tree(session, shape.depth) for session, shape in zip(sessions, shapes, strict=True)]
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        """Nothing to remember."""
+
+    def close(self, session: Session) -> None:
+        """Nothing to forget."""
+
+    def _tree(self, session: Session, depth: int) -> Forest:
+        forest = Forest.rooted(session.beams.tokens)
+        going = np.setdiff1d(np.arange(self.vocab), session.limits.eos)
+        front = np.zeros(1, dtype=np.int64)
+        for _ in range(depth):
+            start, count = len(forest), len(front) * len(going)
+            if start - 1 + count > self.most:
+                raise BadSetting(
+                    f"exact joint decoding of {depth + 1} tokens at once over {self.vocab} tokens needs more than "
+                    f"{self.most} nodes per pass; take a smaller depth, or the target's own beams: mode='beam_search'"
+                )
+            forest = forest.grown(np.tile(going, len(front)), np.repeat(front, len(going)))
+            front = np.arange(start, start + count)
+        return forest

@@ -1,0 +1,95 @@
+"""VERIFY: whole blocks of tokens out of the complete joint law, for tables and small vocabularies."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+
+from specbeam.errors import NotSupported
+from specbeam.forest import Forest
+from specbeam.probs import row_logp
+from specbeam.records import Verdict
+from specbeam.session import Session
+from specbeam.verify.joint import refuse_audit
+from specbeam.verify.single import Walk
+
+BlockMode = Literal["argmax", "ancestral", "joint_temperature", "joint_topk"]
+TIE = 1e-12  # log-likelihoods closer than this are equal up to rounding
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """Take one block out of the law of all blocks: paths one token longer than the tree is deep, or ended before.
+
+    The tree must hold every path (`draft.joint.EveryBlock`). p of a block is the product of its warped conditionals.
+
+    Args:
+        mode: "argmax": the block of largest p, of equal ones the first in lexicographic order. "ancestral": one draw from p.
+            "joint_temperature": one draw from p^(1/temperature), normalised. "joint_topk": one draw from p among the `top`
+            most probable blocks.
+        temperature: of blocks; that of tokens is a setting of the generation.
+        top: number of blocks.
+
+    Law: by mode; "ancestral" is plain sampling, for p is the product of its conditionals.
+    Source: multi-token joint decoding, arXiv 2407.09722, sec. 2.
+    """
+
+    mode: BlockMode = "argmax"
+    temperature: float = 1.0
+    top: int = 1
+
+    def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
+        if self.mode != "ancestral":
+            refuse_audit(session)
+            if session.warp.greedy and self.mode != "argmax":
+                raise NotSupported(f"{self.mode} draws blocks; for temperature 0 take mode='argmax'")
+        if session.warp.greedy and self.mode == "ancestral":
+            raise NotSupported("ancestral draws token by token, at temperature 0 that is greedy: take method 'greedy'")
+        walk = Walk(session, forest, scored)
+        logp = block_logp(session, forest, scored)
+        last, token = divmod(self._chosen(session, forest, logp), logp.shape[1])
+        nodes: list[int] = []
+        while last > 0:
+            nodes.insert(0, last)
+            last = int(forest.parents[last])
+        for node in nodes:
+            if not walk.emit(int(forest.tokens[node]), node):
+                return walk.verdict()
+        walk.emit(token, -1)
+        return walk.verdict()
+
+    def _chosen(self, session: Session, forest: Forest, logp: Float64[np.ndarray, "nodes vocab"]) -> int:
+        """Index into the flat table."""
+        flat, vocab = logp.ravel(), logp.shape[1]
+        if self.mode == "argmax":
+            equal = np.flatnonzero(flat >= flat.max() - TIE).tolist()
+            return min(equal, key=lambda block: [*forest.path(block // vocab), block % vocab])
+        if self.mode == "joint_topk" and self.top < len(flat):
+            flat = np.where(flat >= np.partition(flat, -self.top)[-self.top] - TIE, flat, -np.inf)
+        return session.dice.pick(np.exp((flat - flat.max()) / self.temperature))
+
+
+def block_logp(
+    session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]
+) -> Float64[np.ndarray, "nodes vocab"]:
+    """Log-likelihood of each block by its last node and its last token; -inf where a longer one goes on."""
+    depths, eos = forest.depths(), np.array(session.limits.eos, dtype=np.int64)
+    logp = np.full(tuple(scored.shape), -np.inf)
+    above = np.zeros(len(forest))
+    for depth in range(int(depths.max()) + 1):
+        nodes = np.flatnonzero(depths == depth)
+        rows = row_logp(
+            scored[torch.from_numpy(nodes).to(scored.device)],
+            session.warp,
+            lambda nodes=nodes: session.paths(forest, nodes),  # type: ignore[misc]
+        )
+        rows += above[nodes][:, None]
+        if depth == depths.max():
+            logp[nodes] = rows
+        else:
+            logp[np.ix_(nodes, eos)] = rows[:, eos]
+            below = np.flatnonzero(depths == depth + 1)
+            above[below] = rows[np.searchsorted(nodes, forest.parents[below]), forest.tokens[below]]
+    return logp

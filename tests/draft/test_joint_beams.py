@@ -1,0 +1,202 @@
+"""Draft beams ranked by joint likelihood: the beams of worked examples, their order, their ends, known mistakes."""
+
+import math
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam.dice import Dice
+from specbeam.draft.joint import EveryBlock, JointBeams, taken
+from specbeam.draft.tree import TreeDrafter
+from specbeam.errors import BadSetting
+from specbeam.limits import Limits
+from specbeam.lm.table import TableLM
+from specbeam.probs import Warp
+from specbeam.records import Shape
+from specbeam.truncation import Truncation
+from tests.support.exact import exact_law, successive
+from tests.support.joint import P, Q, drafted, first_order, letters, odds_of
+from tests.support.programs import random_table, session_of
+
+
+def layer(forest, depth):
+    return [letters(forest.path(node)) for node in np.flatnonzero(forest.depths() == depth)]
+
+
+@pytest.mark.parametrize(
+    ("width", "beams"), [(1, ["baa"]), (2, ["baa", "bab"]), (3, ["baa", "bab", "bac"])]
+)  # equal ones by parent slot, then token
+def test_beam_search_of_the_worked_draft(width, beams):
+    forest, _ = drafted(JointBeams("search"), Q, 3, width)
+    assert layer(forest, 3) == beams
+    odds = [odds_of(Q, ["abc".index(letter) for letter in beam]) for beam in beams]
+    assert np.exp(forest.logq[-width:]) == pytest.approx(odds)
+    assert odds == pytest.approx([0.126, 0.0945, 0.0945][:width])
+
+
+def test_only_the_best_chains_are_handed_on():
+    for chains, nodes in ((1, {"b", "ba", "baa"}), (2, {"b", "ba", "baa", "bab"})):
+        forest, _ = drafted(JointBeams("search", chains=chains), Q, 3, 3)
+        assert {letters(forest.path(node)) for node in range(1, len(forest))} == nodes
+
+
+def test_history_counts():
+    """Two beams with history .5 and .05 and last steps .5 and .9: .25 beats .045. Weights that are log-softmax of odds
+    instead of log of normalised odds flatten (.5882, .3529, .0588) to (.4071, .3333, .2596) and choose the wrong one.
+    """
+    steep = first_order((0.5, 0.45, 0.05), (0.5, 0.25, 0.25), (0.34, 0.33, 0.33), (0.05, 0.05, 0.9))
+    forest, _ = drafted(JointBeams("search", chains=1), steep, 2, 3)
+    assert layer(forest, 2) == ["aa"]
+    assert math.exp(forest.logq[-1]) == pytest.approx(0.25)
+    scores = np.log([0.5, 0.3, 0.05])
+    shares = exact_law(lambda dice: int(taken(scores, np.ones(3, dtype=np.int64), 1, False, dice)[0][0]))
+    assert [shares[beam] for beam in range(3)] == pytest.approx([0.5882, 0.3529, 0.0588], abs=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["search", "sample"])
+@pytest.mark.parametrize("replacement", [False, True])
+def test_scores_are_those_of_the_paths(mode, replacement):
+    """The score of a node is the teacher-forced sum over its path, through every change of slots."""
+    for key in range(20):
+        draft = random_table(key, 4)
+        forest, _ = drafted(JointBeams(mode, replacement and mode == "sample"), draft, 4, 3, key=key)
+        for node in range(1, len(forest)):
+            assert forest.logq[node] == pytest.approx(math.log(odds_of(draft, forest.path(node))))
+
+
+def test_drawn_layers_follow_the_normalised_joint_odds():
+    """Both layers by enumeration: the first from q, the second from the odds of all pairs of a beam and a token."""
+    draft = random_table(3, 3)
+
+    def program(dice):
+        forest, _ = drafted(JointBeams("sample"), draft, 2, 2, dice)
+        return tuple(sorted(layer(forest, 1))), tuple(sorted(layer(forest, 2)))
+
+    found = exact_law(program)
+    expected = {}
+    for first, odds in _sets(draft(()), 2).items():
+        pairs = [(token, other) for token in first for other in range(3)]
+        joint = np.array([odds_of(draft, pair) for pair in pairs])
+        for second, chance in _sets(joint / joint.sum(), 2).items():
+            key = tuple(sorted(letters([token]) for token in first)), tuple(sorted(letters(pairs[n]) for n in second))
+            expected[key] = expected.get(key, 0.0) + odds * chance
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def _sets(p, want):
+    law = {}
+    for drawn, odds in successive(p, want, False).items():
+        law[tuple(sorted(drawn))] = law.get(tuple(sorted(drawn)), 0.0) + odds
+    return law
+
+
+def test_a_constant_added_to_the_scores_changes_nothing():
+    rng = np.random.default_rng(0)
+    for key in range(50):
+        scores = rng.normal(-20, 5, 30)
+        counts = np.ones(30, dtype=np.int64)
+        plain, shifted = (taken(s, counts, 4, False, Dice(key)) for s in (scores, scores - 700.0))
+        assert plain[0].tolist() == shifted[0].tolist()
+
+
+@pytest.mark.parametrize("mode", ["search", "sample"])
+def test_no_path_twice_and_none_of_no_odds(mode):
+    """A support smaller than the width keeps fewer beams: no fill-up with tokens that the draft never says."""
+    for key in range(30):
+        draft = random_table(key, 4, zeros=True)
+        for warp in (Warp(), Warp(truncation=Truncation(top_p=0.5))):
+            forest, _ = drafted(JointBeams(mode), draft, 3, 6, key=key, warp=warp)
+            paths = [tuple(forest.path(node)) for node in range(len(forest))]
+            assert len(set(paths)) == len(paths)
+            assert np.isfinite(forest.logq).all()
+    forest, _ = drafted(JointBeams(mode), lambda path: np.array([0.0, 1.0, 0.0]), 3, 4)
+    assert forest.tokens.tolist() == [0, 1, 1, 1]
+    assert forest.logq.tolist() == [0, 0, 0, 0]
+
+
+def test_scores_are_of_the_warped_law_each_row_by_itself():
+    warp = Warp(truncation=Truncation(temperature=0.5, top_k=2))
+    forest, _ = drafted(JointBeams("search"), Q, 2, 2, warp=warp)
+    row = np.array([0.35, 0.45, 0.0]) ** 2
+    assert layer(forest, 1) == ["b", "a"]
+    assert np.exp(forest.logq[1:3]) == pytest.approx([row[1] / row.sum(), row[0] / row.sum()])
+    below = np.array([0.7, 0.2]) ** 2  # after b: a and b are left
+    assert layer(forest, 2)[0] == "ba"
+    assert math.exp(forest.logq[3]) == pytest.approx(row[1] / row.sum() * below[0] / below.sum())
+
+
+def test_repeated_draws_are_one_beam_that_weighs_twice():
+    draft = random_table(5, 3)
+    counts = set()
+    for key in range(60):
+        forest, _ = drafted(JointBeams("sample", replacement=True), draft, 2, 3, key=key)
+        paths = [tuple(forest.path(node)) for node in range(len(forest))]
+        assert len(set(paths)) == len(paths)
+        counts.add(len(layer(forest, 1)))
+    assert counts == {1, 2, 3}
+    shares = exact_law(lambda dice: int(taken(np.log([0.3, 0.3]), np.array([2, 1]), 1, True, dice)[0][0]))
+    assert shares == pytest.approx({0: 2 / 3, 1: 1 / 3})
+
+
+def ending(draft, mode="search", chains=None, width=3, depth=3, key=0):
+    return drafted(JointBeams(mode, chains=chains), draft, depth, width, eos=(2,), key=key)[0]
+
+
+def test_an_ended_beam_stays_in_the_race_and_is_not_prolonged():
+    """c ends. As the draft's best path it is handed on at its own length; nothing hangs below it."""
+    sure = first_order((0.1, 0.2, 0.7), (0.4, 0.4, 0.2), (0.4, 0.4, 0.2), (1 / 3, 1 / 3, 1 / 3))
+    forest = ending(sure, chains=1)
+    assert [letters(forest.path(node)) for node in range(1, len(forest))] == ["c"]
+    whole = ending(sure)
+    assert "c" in layer(whole, 1)
+    assert all("c" not in path[:-1] for depth in (1, 2, 3) for path in layer(whole, depth))
+    assert len(layer(whole, 3)) == 2  # the ended beam holds the third slot
+
+
+def test_an_ended_beam_that_lost_the_race_is_not_handed_on():
+    """c ends with .2; two layers on, three live beams are likelier."""
+    steep = first_order((0.5, 0.3, 0.2), (0.9, 0.05, 0.05), (0.9, 0.05, 0.05), (1 / 3, 1 / 3, 1 / 3))
+    slow = lambda path: np.array([0.55, 0.43, 0.02]) if len(path) < 2 else np.array([0.5, 0.48, 0.02])  # noqa: E731
+    assert "c" in layer(ending(steep), 1)
+    forest = ending(slow, width=3)
+    assert "c" not in layer(forest, 1)
+
+
+def test_drafting_stops_when_all_beams_ended():
+    draft = TableLM([0.0, 0.0, 1.0])
+    session = session_of(sb.mtad(4, 5), draft, eos=(2,))
+    forest = TreeDrafter(draft, JointBeams("search")).draft([session], [Shape(5, 4)])[0]
+    assert forest.tokens.tolist() == [0, 2]
+    assert draft.passes == 1
+
+
+def test_at_temperature_zero_nothing_is_drawn():
+    searched, _ = drafted(JointBeams("search"), Q, 3, 3)
+    for key in range(3):
+        forest, _ = drafted(JointBeams("sample"), Q, 3, 3, key=key, warp=Warp(greedy=True))
+        assert forest.tokens.tolist() == searched.tokens.tolist()
+        assert forest.lawful
+
+
+def test_every_block_is_every_path():
+    session = session_of(sb.sampling(), None, steps=9, eos=(1,))
+    forest = EveryBlock(3).draft([session], [Shape(2, 0)])[0]
+    assert [letters(forest.path(node)) for node in range(1, len(forest))] == ["a", "c", "aa", "ac", "ca", "cc"]
+    with pytest.raises(BadSetting, match="mode='beam_search'"):
+        EveryBlock(100).draft([session], [Shape(2, 0)])
+
+
+@pytest.mark.slow
+def test_more_candidates_than_a_multinomial_takes():
+    """torch.multinomial ends at 2^24 categories."""
+    scores = np.full(2**24 + 8, -30.0)
+    scores[-1] = 0.0
+    assert taken(scores, np.ones(len(scores), dtype=np.int64), 1, False, Dice(0))[0].tolist() == [2**24 + 7]
+
+
+def test_limits_and_draft_agree_on_what_is_left():
+    session, limits = session_of(sb.mtad(2, 4), TableLM(P), steps=3), Limits(3)
+    assert session.parts.controller.plan(session) == Shape(limits.max_new_tokens - 1, 2)
+    free = session_of(sb.mtad(2, 4, bonus="none"), TableLM(P), steps=3)
+    assert free.parts.controller.plan(free) == Shape(3, 2)

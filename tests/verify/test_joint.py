@@ -1,0 +1,350 @@
+"""The rule of joint likelihood on tables: worked examples, properties, known mistakes. No model, no cache."""
+
+import math
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam.dice import Dice
+from specbeam.draft.children import Distinct, Independent
+from specbeam.draft.tree import Branching
+from specbeam.errors import BadSetting, LostLaw, NotSupported
+from specbeam.forest import Forest
+from specbeam.lm.table import TableLM
+from specbeam.verify.joint import Paths, deepest_in_chains, deepest_in_tree, judged, passing
+from tests.support.joint import SLOT_P, SLOT_Q, P, Q, chain, drafted, first_turn, letters, random_paths, seated
+from tests.support.programs import random_table, run
+
+TAUS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+def length(paths, threshold, prefix="longest"):
+    return int(paths.depths[deepest_in_chains(paths, threshold, 1, prefix)])
+
+
+# (target conditionals, draft conditionals, lengths by threshold, and by the test that stops at the first failure)
+VECTORS = {
+    "recovers": ((0.30, 0.80, 0.90), (0.60, 0.40, 0.75), [3, 3, 3, 3, 3], [3, 3, 0, 0, 0]),
+    "dips": ((0.6, 0.1, 0.9, 0.8), (0.5, 0.5, 0.3, 0.8), [4, 4, 4, 4, 1], [4, 1, 1, 1, 1]),
+    "zero": ((0.5, 0.0, 0.9), (0.5, 0.4, 0.3), [1, 1, 1, 1, 1], [1, 1, 1, 1, 1]),
+    "better": ((0.9, 0.9, 0.9), (0.3, 0.3, 0.3), [3, 3, 3, 3, 3], [3, 3, 3, 3, 3]),
+    "falls": ((0.6, 0.6, 0.6), (1.0, 1.0, 1.0), [3, 2, 1, 0, 0], [3, 2, 1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_worked_vectors(name):
+    p, q, longest, first_failure = VECTORS[name]
+    assert [length(chain(p, q), tau) for tau in TAUS] == longest
+    assert [length(chain(p, q), tau, "first_failure") for tau in TAUS] == first_failure
+
+
+def test_ratios_of_the_worked_vectors():
+    for (p, q), ratios in (
+        (VECTORS["recovers"][:2], (0.5, 1.0, 1.2)),
+        (VECTORS["dips"][:2], (1.2, 0.24, 0.72, 0.72)),
+        (VECTORS["zero"][:2], (1, 0, 0)),
+        (VECTORS["better"][:2], (3, 9, 27)),
+        (VECTORS["falls"][:2], (0.6, 0.36, 0.216)),
+    ):
+        paths = chain(p, q)
+        assert np.exp(paths.logp - paths.logq)[1:] == pytest.approx(ratios)
+
+
+def test_the_joint_test_is_not_the_token_test():
+    """Every token passes 0.5 by itself; the path does not."""
+    p, q = VECTORS["falls"][:2]
+    assert all(one / other > 0.5 for one, other in zip(p, q, strict=True))
+    assert length(chain(p, q), 0.5) == 1
+
+
+def test_the_test_is_strict_and_capped():
+    """r_1 is exactly .5; a ratio above 1 does not pass a threshold of 1, for nothing does."""
+    assert not passing(chain((0.25,), (0.5,)), np.log([1, 0.5]), 0.5)[1]
+    assert length(chain((0.9, 0.9), (0.3, 0.3)), 1.0) == 0
+
+
+def test_threshold_zero_takes_all_that_the_target_can_say():
+    assert length(chain((1e-9, 0.5, 1e-12), (0.9, 0.9, 0.9)), 0.0) == 3
+    assert length(chain((0.5, 0.0, 0.9), (0.1, 0.1, 0.1)), 0.0) == 1
+
+
+@pytest.mark.parametrize("threshold", [-0.1, 1.1])
+def test_thresholds_outside_of_zero_to_one_are_refused(threshold):
+    for make in (sb.mtad, sb.mmtad, sb.mjsd):
+        with pytest.raises(BadSetting, match=r"threshold is .* in \[0, 1\]"):
+            make(threshold=threshold)
+
+
+def test_longest_is_not_below_first_failure_and_falls_with_the_threshold():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        paths = chain(*rng.random((2, 5)))
+        lengths = [length(paths, tau) for tau in np.linspace(0, 1, 21)]
+        assert lengths == sorted(lengths, reverse=True)
+        for tau in TAUS:
+            assert length(paths, tau) >= length(paths, tau, "first_failure")
+
+
+def test_equal_models_pass_as_a_whole_below_one():
+    rng = np.random.default_rng(1)
+    for width in (1, 2, 4):
+        paths = random_paths(rng, 4, width)
+        same = Paths(paths.parents, paths.logq, paths.logq, paths.final)
+        for tau in (0.0, 0.5, 0.999):
+            assert same.depths[deepest_in_chains(same, tau)] == 4
+            for theta in ("chain", "max", "own"):
+                assert same.depths[deepest_in_tree(same, tau, theta)] == 4
+            assert deepest_in_tree(same, tau, "chain") == same.chains[0]
+
+
+def test_a_zero_of_the_target_caps_the_length():
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        p, q = rng.random((2, 6))
+        zero = int(rng.integers(6))
+        p[zero] = 0.0
+        q *= 0.1  # what lies behind could make up for anything but a zero
+        assert length(chain(p, q), float(rng.random())) <= zero
+
+
+def forest_of(target, draft, growth, depth, width):
+    forest, session = drafted(growth, draft, depth, width)
+    return judged(session, forest, TableLM(target).extend([session], [forest])[0]), forest
+
+
+def test_the_worked_tree():
+    """Three beams of the draft, three tokens deep; all thresholds pick its best beam."""
+    from specbeam.draft.joint import JointBeams
+
+    paths, forest = forest_of(P, Q, JointBeams("search"), 3, 3)
+    assert [letters(forest.path(node)) for node in range(1, 10)] == [
+        "b",
+        "a",
+        "c",
+        "ba",
+        "aa",
+        "ab",
+        "baa",
+        "bab",
+        "bac",
+    ]
+    assert np.exp(paths.logq[1:]) == pytest.approx([0.45, 0.35, 0.2, 0.315, 0.14, 0.105, 0.126, 0.0945, 0.0945])
+    assert np.exp(paths.logp[1:]) == pytest.approx([0.4, 0.5, 0.1, 0.36, 0.17, 0.165, 0.1224, 0.1188, 0.1188])
+    assert forest.parents.tolist() == [-1, 0, 0, 0, 1, 2, 2, 4, 4, 4]
+    for theta in ("chain", "max"):
+        expected = np.array([0.45, 0.315, 0.126])[paths.depths[1:] - 1]
+        assert np.exp(paths.theta(theta)[1:]) == pytest.approx(expected)
+    for tau in TAUS:
+        for theta in ("chain", "max"):
+            assert letters(forest.path(deepest_in_tree(paths, tau, theta))) == "baa"
+
+
+def test_the_threshold_of_a_depth_is_that_of_the_ancestor_not_of_the_slot():
+    """The best final beam (ba) sits in slot 0 of layer 2, its parent (b) in slot 1 of layer 1: taking slot 0 of layer 1
+    compares b with a, and loses a node that passes.
+    """
+    from specbeam.draft.joint import JointBeams
+
+    paths, forest = forest_of(SLOT_P, SLOT_Q, JointBeams("search"), 2, 2)
+    assert [letters(forest.path(node)) for node in range(1, 5)] == ["a", "b", "ba", "aa"]
+    assert np.exp(paths.logq[1:]) == pytest.approx([0.6, 0.4, 0.36, 0.204])
+    assert np.exp(paths.logp[1:]) == pytest.approx([0.15, 0.25, 0.025, 0.03])
+    assert np.exp(paths.theta("chain")[1:]) == pytest.approx([0.4, 0.4, 0.36, 0.36])
+    assert np.exp(paths.theta("max")[1:]) == pytest.approx([0.6, 0.6, 0.36, 0.36])
+
+    def found(theta, tau):
+        return letters(forest.path(deepest_in_tree(paths, tau, theta)))
+
+    assert [found(theta, 0.5) for theta in ("chain", "own", "max")] == ["b", "b", ""]
+    assert [found(theta, 0.1) for theta in ("chain", "own", "max")] == ["b", "aa", "b"]
+    assert [found(theta, 0.3) for theta in ("chain", "own", "max")] == ["b", "b", "b"]
+    assert {found(theta, tau) for theta in ("chain", "own", "max") for tau in (0.7, 0.9)} == {""}
+
+
+def test_the_tree_accepts_at_least_what_its_chain_does():
+    rng = np.random.default_rng(3)
+    more = 0
+    for _ in range(400):
+        paths = random_paths(rng, 3, 3, zeros=True)
+        assert (paths.theta("max") >= paths.theta("chain")).all()
+        for tau in (0.05, 0.3, 0.6, 0.9):
+            alone, tree = deepest_in_chains(paths, tau), deepest_in_tree(paths, tau, "chain")
+            assert paths.depths[tree] >= paths.depths[alone]
+            if paths.depths[tree] == paths.depths[alone]:
+                assert paths.logp[tree] >= paths.logp[alone]
+            more += paths.depths[tree] > paths.depths[alone]
+            best = paths.path(paths.chains[0])
+            assert paths.theta("chain")[best] == pytest.approx(paths.logq[best])
+    assert more > 50
+    lone = random_paths(rng, 4, 1)
+    assert all(deepest_in_chains(lone, tau) == deepest_in_tree(lone, tau, "chain") for tau in TAUS)
+
+
+def test_several_chains_take_the_first_of_the_longest():
+    #       0 -> 1 -> 2   the best chain: passes up to node 1
+    #       0 -> 3 -> 4   the second: passes as a whole; a third would too, and is not looked at
+    parents, q = np.array([-1, 0, 1, 0, 3, 3]), np.array([1, 0.5, 0.4, 0.3, 0.25, 0.2])
+    p = np.array([1, 0.5, 0.01, 0.3, 0.25, 0.3])
+    paths = Paths(parents, np.log(p), np.log(q), np.array([0, 0, 1, 0, 1, 1], dtype=bool))
+    assert [deepest_in_chains(paths, 0.5, count) for count in (1, 2, 3)] == [1, 4, 4]
+    p[4] = 0.01
+    paths = Paths(parents, np.log(p), np.log(q), np.array([0, 0, 1, 0, 1, 0], dtype=bool))
+    assert deepest_in_chains(paths, 0.5, 2) == 1  # node 3 is no longer than node 1
+
+
+def test_an_ended_beam_keeps_its_place_in_the_race():
+    """Its end is at depth 1; the other beam is longer but less likely. The threshold behind the end is that of the end."""
+    parents, q, p = np.array([-1, 0, 0, 2]), np.array([1, 0.5, 0.4, 0.3]), np.array([1, 0.6, 0.3, 0.3])
+    paths = Paths(parents, np.log(p), np.log(q), np.array([0, 1, 0, 1], dtype=bool))
+    assert np.exp(paths.theta("chain"))[1:] == pytest.approx([0.5, 0.5, 0.5])
+    assert np.exp(paths.theta("max"))[1:] == pytest.approx([0.5, 0.5, 0.5])
+    assert deepest_in_tree(paths, 0.5) == 1
+    assert deepest_in_chains(paths, 0.5) == 1
+
+
+# What is promised of accepted blocks.
+
+
+def test_accepted_blocks_keep_their_certificate():
+    """log p > floor for every block, on chains and trees; no block of its length beats it by more than the gap."""
+    rng = np.random.default_rng(4)
+    blocks = 0
+    for case in range(60):
+        target, draft = random_table(case, 3), random_table(case + 500, 3)
+        tau = float(rng.choice([0.2, 0.5, 0.9]))
+        method = [sb.mtad, sb.mjsd, sb.mmtad][case % 3](beams=3, depth=3, threshold=tau)
+        session, lm = seated(method, target, draft, steps=4, key=case)
+        verdict, _ = first_turn(session, lm)
+        accepted = [int(step.beams.tokens[0]) for step in verdict.steps[: verdict.accepted]]
+        seen = verdict.certificate
+        assert (seen is None) == (not accepted)
+        if seen is not None:
+            blocks += 1
+            logp = sum(math.log(target(tuple(accepted[:place]))[token]) for place, token in enumerate(accepted))
+            assert (seen.blocks, seen.tokens, seen.logp) == (1, len(accepted), pytest.approx(logp))
+            assert seen.logp > seen.floor
+            assert seen.perplexity < seen.most_perplexity
+            assert best_block(target, len(accepted)) - logp <= seen.gap + 1e-9
+    assert blocks > 30
+
+
+def best_block(target, size):
+    """Log-likelihood of the most probable block."""
+    found = {(): 0.0}
+    for _ in range(size):
+        found = {(*path, t): lp + math.log(x) for path, lp in found.items() for t, x in enumerate(target(path)) if x}
+    return max(found.values())
+
+
+def test_the_certificate_bounds_the_perplexity_of_a_chain():
+    """Per token: at most the draft perplexity times tau^(-1/L)."""
+    session, lm = seated(sb.mtad(3, 3, 0.5, draft="search"), P, Q)
+    verdict, _ = first_turn(session, lm)
+    seen = verdict.certificate
+    assert seen.perplexity == pytest.approx(0.1224 ** (-1 / 3))
+    assert seen.most_perplexity == pytest.approx(0.126 ** (-1 / 3) * 0.5 ** (-1 / 3))
+
+
+def test_nothing_is_certified_at_threshold_zero():
+    session, lm = seated(sb.mtad(3, 3, 0.0), P, Q)
+    assert first_turn(session, lm)[0].certificate is None
+
+
+def bound(p_best, q_best, tau):
+    """Right-hand side of the bound on how far an accepted block is from the target's best one."""
+    return math.log(1 / tau) + math.log(p_best / q_best)
+
+
+def test_the_worked_bound():
+    """x = baa is accepted; the target's best block is aba."""
+    gap = math.log(0.1485 / 0.1224)
+    assert gap == pytest.approx(0.19329, abs=1e-5)
+    assert [bound(0.1485, 0.0735, tau) for tau in (0.1, 0.5, 0.9)] == pytest.approx(
+        [3.00588, 1.39645, 0.80866], abs=1e-5
+    )
+    assert all(gap < bound(0.1485, 0.0735, tau) for tau in (0.1, 0.5, 0.9))
+
+
+def test_the_bound_on_ten_thousand_random_tables():
+    """Blocks of an exact draft argmax: for every y, log p(y) - log p(x) < log 1/tau + log p(y)/q(y), also of a prefix."""
+    rng = np.random.default_rng(5)
+    depth, vocab, accepted = 2, 3, 0
+    for _ in range(10_000):
+        p1, q1 = rng.dirichlet(np.ones(vocab), 2)
+        p2, q2 = rng.dirichlet(np.ones(vocab), (2, vocab))
+        p, q = p1[:, None] * p2, q1[:, None] * q2
+        a, b = np.unravel_index(q.argmax(), q.shape)
+        paths, tau = chain((p1[a], p2[a, b]), (q1[a], q2[a, b])), float(rng.uniform(0.02, 0.98))
+        found = length(paths, tau)
+        if found:
+            accepted += found == depth
+            gaps = np.log(p) - paths.logp[found]
+            assert (gaps < math.log(1 / tau) + np.log(p) - np.log(q)).all()
+    assert accepted > 2500
+
+
+# Any drafter whose forest knows the likelihood of its paths.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Branching((1, 1, 1), Independent()),
+        lambda: Branching((2, 2), Distinct()),
+        lambda: Branching((2, 1), Independent()),
+        lambda: sb.rsd_s(3, 3).build(None, TableLM(Q)).drafter.growth,
+        lambda: sb.dyspec(6, 3, 0.01).build(None, TableLM(Q)).drafter.growth,
+        lambda: sb.opt_tree(6, 3, 3).build(None, TableLM(Q)).drafter.growth,
+    ],
+    ids=["chain", "distinct", "independent", "rsd_s", "dyspec", "opt_tree"],
+)
+def test_every_growth_knows_the_likelihood_of_its_paths(make):
+    """The score of a node is the teacher-forced sum over its path."""
+    for key in range(5):
+        forest, _ = drafted(make(), Q, 3, 6, key=key)
+        for node in range(1, len(forest)):
+            path = forest.path(node)
+            expected = sum(math.log(Q(tuple(path[:place]))[token]) for place, token in enumerate(path))
+            assert forest.logq[node] == pytest.approx(expected)
+    session, lm = seated(sb.mmtad(6, 3, 0.1, draft=make()), P, Q, steps=12)
+    run(session, lm)
+    assert session.length == 12
+    assert session.count.accepted > 0
+
+
+def test_drafts_without_likelihoods_are_refused():
+    session, lm = seated(sb.mtad(), P, Q)
+    retrieved = Forest.rooted([0]).grown([1, 0], [0, 1])
+    with pytest.raises(LostLaw, match="MatchRule"):
+        session.parts.rule.verify(session, retrieved, lm.extend([session], [retrieved])[0])
+
+
+def test_exact_rules_may_take_searched_beams_and_refuse_drawn_ones():
+    """Chosen and not drawn: sure guesses. Drawn over several beams at once: a law that PathRule cannot try."""
+    searched, _ = drafted("search", Q, 3, 3)
+    sampled, _ = drafted("sample", Q, 3, 3)
+    assert searched.lawful
+    assert not sampled.lawful
+
+
+def test_verification_draws_nothing():
+    """Only the bonus is drawn: with bonus 'none' and an accepted draft the dice stay where they were."""
+
+    class NoDice(Dice):
+        def flip(self, odds):
+            raise AssertionError
+
+        pick = uniform = flip
+
+    session, lm = seated(sb.mtad(3, 3, 0.5, draft="search", bonus="none"), P, Q, NoDice(1))
+    verdict, _ = first_turn(session, lm)
+    assert [int(step.beams.tokens[0]) for step in verdict.steps] == [1, 0, 0]
+
+
+def test_audits_are_refused():
+    session, lm = seated(sb.mtad(), P, Q)
+    session.audited = True
+    with pytest.raises(NotSupported, match="joint decoding changes it on purpose"):
+        first_turn(session, lm)
