@@ -1,0 +1,147 @@
+"""How likely the target finds outputs, whoever made them: one pass over prompt and output, raw probabilities.
+
+Raw means: temperature 1, no truncation, no logits processor, so that outputs of all methods are scored alike. Low perplexity
+alone proves little: a text that repeats itself has it too. So length, repetition and, where there are references, a task
+metric stand beside it.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specbeam.errors import BadPrompt
+from specbeam.evaluate.intervals import ratio_interval
+from specbeam.pair import Pair
+
+LOGITS_PER_PASS = 2**26  # keeps a pass below some hundred megabytes
+REPEAT = 4  # tokens that make a repetition
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Scores of many outputs. Intervals are 95 %, by bootstrap over outputs."""
+
+    outputs: int
+    tokens: int
+    perplexity: float  # exp of minus the mean over outputs of the mean log p of a token: every output counts the same
+    low: float
+    high: float
+    by_token: float  # the same with every token counting the same
+    mean_of_outputs: float  # mean over outputs of their own perplexities
+    tokens_per_output: float
+    distinct_1: float  # distinct tokens among all tokens
+    distinct_2: float  # distinct pairs of neighbours among all
+    repeated: float  # share of 4-grams that stood before in the same output
+
+
+def perplexity(pair: Pair, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> Perplexity:
+    """Score outputs under the target of a pair.
+
+    Args:
+        prompts: token ids; at least one each.
+        outputs: new token ids of each prompt, end token included if it was generated. Empty ones are refused.
+
+    Source: arXiv 2407.09722 (the authors' measure is `perplexity`).
+    """
+    return summary(log_likelihoods(pair, prompts, outputs), outputs)
+
+
+def summary(logp: Sequence[float], outputs: Sequence[Tokens]) -> Perplexity:
+    """From the log-likelihood of each output, in nats."""
+    lengths = [len(one) for one in outputs]
+    means = [total / length for total, length in zip(logp, lengths, strict=True)]
+    count, tokens = len(outputs), sum(lengths)
+    low, high = ratio_interval(means, [1.0] * count)
+    singles = [token for one in outputs for token in one]
+    pairs = [gram for one in outputs for gram in _grams(one, 2)]
+    repeats = [again for one in outputs for again in _repeats(one)]
+    return Perplexity(
+        outputs=count,
+        tokens=tokens,
+        perplexity=math.exp(-sum(means) / count),
+        low=math.exp(-high),
+        high=math.exp(-low),
+        by_token=math.exp(-sum(logp) / tokens),
+        mean_of_outputs=sum(math.exp(-mean) for mean in means) / count,
+        tokens_per_output=tokens / count,
+        distinct_1=len(set(singles)) / len(singles),
+        distinct_2=len(set(pairs)) / max(len(pairs), 1),
+        repeated=sum(repeats) / max(len(repeats), 1),
+    )
+
+
+def _grams(tokens: Tokens, size: int) -> list[tuple[int, ...]]:
+    return [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
+
+
+def _repeats(tokens: Tokens) -> list[bool]:
+    """For each 4-gram whether it stood before."""
+    seen: set[tuple[int, ...]] = set()
+    found = []
+    for gram in _grams(tokens, REPEAT):
+        found.append(gram in seen)
+        seen.add(gram)
+    return found
+
+
+def log_likelihoods(pair: Pair, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[float]:
+    """log p of each output after its prompt, in nats, summed in float64. Outputs of similar length share a pass."""
+    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        _check(pair, prompt, output, number)
+    found = [0.0] * len(outputs)
+    texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
+    for batch in _batches([len(text) for text in texts], LOGITS_PER_PASS // pair.target.vocab):
+        logp = _logp_of([texts[one] for one in batch], pair)
+        for one, row in zip(batch, logp, strict=True):
+            start, length = len(prompts[one]) - 1, len(outputs[one])
+            found[one] = float(row[start : start + length].sum())
+    return found
+
+
+def _check(pair: Pair, prompt: Tokens, output: Tokens, number: int) -> None:
+    if not prompt or not output:
+        what = "prompt" if not prompt else "output"
+        raise BadPrompt(f"{what} {number} is empty; there must be at least one token to score, and one before it")
+    most = pair.target.max_positions
+    if most is not None and len(prompt) + len(output) > most:
+        raise BadPrompt(
+            f"output {number} ends at token {len(prompt) + len(output)}, but the model has {most} positions"
+        )
+    strange = [token for token in (*prompt, *output) if not 0 <= token < pair.target.vocab]
+    if strange:
+        raise BadPrompt(
+            f"output {number} holds token id {strange[0]}; the model knows 0 to {pair.target.vocab - 1}: was it made with "
+            "another tokenizer?"
+        )
+
+
+def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Numbers of texts that go together: at most `most` tokens, padding included, but at least one text."""
+    batch: list[int] = []
+    for one in sorted(range(len(lengths)), key=lambda number: lengths[number]):
+        if batch and lengths[one] * (len(batch) + 1) > most:
+            yield batch
+            batch = []
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+@torch.inference_mode()
+def _logp_of(texts: list[Tokens], pair: Pair) -> list[torch.Tensor]:
+    """log p of each token but the first. Padding stands behind, where nothing that is scored looks."""
+    longest = max(len(text) for text in texts)
+    tokens, mask = (
+        torch.zeros(len(texts), longest, dtype=torch.long),
+        torch.zeros(len(texts), longest, dtype=torch.long),
+    )
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), 1
+    tokens, mask = tokens.to(pair.target.device), mask.to(pair.target.device)
+    logits = pair.target_model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+    logp = logits.gather(2, tokens[:, 1:, None])[..., 0].double() - logits.logsumexp(2).double()
+    return list(logp.cpu())

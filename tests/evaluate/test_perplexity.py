@@ -1,0 +1,95 @@
+"""Output perplexity: the averages told apart, and the scores those of plain forwards."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import specbeam as sb
+from specbeam.errors import BadPrompt
+from specbeam.evaluate.intervals import ratio_interval
+from specbeam.evaluate.perplexity import log_likelihoods, perplexity, summary
+from tests.support import words
+from tests.support.tiny_models import FAMILIES, tiny
+
+
+def test_three_averages():
+    """Outputs of 10 and 30 tokens with mean log-likelihood -.5 and -1.5."""
+    found = summary([-5.0, -45.0], [[1] * 10, [2] * 30])
+    assert found.perplexity == pytest.approx(2.7183, abs=1e-4)
+    assert found.by_token == pytest.approx(3.4903, abs=1e-4)
+    assert found.mean_of_outputs == pytest.approx(3.0652, abs=1e-4)
+    assert (found.outputs, found.tokens, found.tokens_per_output) == (2, 40, 20)
+    assert found.low <= found.perplexity <= found.high
+
+
+def test_repetition_is_told():
+    plain = summary([-1.0], [[1, 2, 3, 4, 5, 6, 7, 8]])
+    assert (plain.distinct_1, plain.distinct_2, plain.repeated) == (1, 1, 0)
+    loop = summary([-1.0], [[1, 2, 1, 2, 1, 2, 1, 2]])
+    assert (loop.distinct_1, loop.distinct_2) == (2 / 8, 2 / 7)
+    assert loop.repeated == 3 / 5  # of the five 4-grams, two are new
+    assert summary([-1.0], [[5]]).repeated == 0
+
+
+def by_hand(model, prompt, output):
+    with torch.inference_mode():
+        logp = model(torch.tensor([prompt + output])).logits[0].double().log_softmax(-1)
+    return sum(float(logp[len(prompt) - 1 + place, token]) for place, token in enumerate(output))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_a_plain_forward(family):
+    """Outputs of all lengths in shared passes, whatever stands behind the shorter ones."""
+    pair = sb.load(tiny(family), check=False)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 61, size).tolist() for size in (1, 7, 3, 12)]
+    outputs = [rng.integers(0, 61, size).tolist() for size in (9, 1, 20, 4)]
+    expected = [by_hand(pair.target_model, *one) for one in zip(prompts, outputs, strict=True)]
+    assert log_likelihoods(pair, prompts, outputs) == pytest.approx(expected, abs=1e-3)
+    found = perplexity(pair, prompts, outputs)
+    macro = sum(logp / len(output) for logp, output in zip(expected, outputs, strict=True)) / 4
+    assert found.perplexity == pytest.approx(math.exp(-macro), rel=1e-4)
+
+
+def test_scores_are_raw_whatever_the_output_was_made_with():
+    """The score of a beam at temperature 1 is the score here; colder sampling is scored by the same raw law."""
+    pair = words.pair()
+    for options in ({}, {"temperature": 0.3, "top_k": 5}):
+        done = sb.generate(pair, ["abc", "Hello"], "sampling", seed=1, max_new_tokens=12, **options)
+        found = log_likelihoods(pair, [one.prompt for one in done], [one.tokens for one in done])
+        assert found == pytest.approx([one.beams[0].score * len(one.tokens) for one in done], abs=1e-3)
+
+
+def test_many_passes_give_what_one_gives(monkeypatch):
+    pair = words.pair()
+    prompts, outputs = [[5, 6]] * 5, [[7] * size for size in (1, 9, 4, 2, 30)]
+    together = log_likelihoods(pair, prompts, outputs)
+    monkeypatch.setattr("specbeam.evaluate.perplexity.LOGITS_PER_PASS", 61 * 12)
+    assert log_likelihoods(pair, prompts, outputs) == pytest.approx(together, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "message"),
+    [
+        ([], [1], "prompt 0 is empty"),
+        ([1], [], "output 0 is empty"),
+        ([1], [99], "token id 99; the model knows 0 to 60"),
+        ([1], [2] * 300, "has 256 positions"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(prompt, output, message):
+    with pytest.raises(BadPrompt, match=message):
+        log_likelihoods(words.pair(), [prompt], [output])
+
+
+def test_intervals_cover():
+    """95 % intervals of a ratio of sums hold the true ratio in nearly 95 % of trials."""
+    rng, inside = np.random.default_rng(1), 0
+    for _ in range(100):
+        below = rng.integers(5, 15, 60).astype(float)
+        low, high = ratio_interval(below * 2.0 + rng.normal(0, 5, 60), below)
+        inside += low < 2.0 < high
+    assert 87 <= inside <= 100
+    assert ratio_interval([3.0], [2.0]) == (1.5, 1.5)
