@@ -18,7 +18,8 @@ FLOORS = [
     {"pair"},
     {"auto"},
     {"generation"},
-    {"hf", "evaluate", "bench"},
+    {"hf", "evaluate"},
+    {"bench"},
     {"hf_repository"},
     {"cli"},
 ]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -169,3 +170,50 @@ def test_diff_compares_with_transformers(models):
     )
     assert code == 0, err
     assert out == "2 of 2 prompts: the same 2 beams; 0 differ by rounding, 0 otherwise\n"
+
+
+def test_methods_that_change_the_law_say_so(models):
+    code, out, err = specbeam("generate", "abc", *models, "--method", "mtad", "--json", "--max-new-tokens", "8")
+    assert code == 0
+    assert "note: mtad is approximate: changes the output law on purpose" in err
+    report = json.loads(out)["report"]
+    assert report["law"].startswith("approximate: changes the output law")
+    assert "certificate" in report
+    code, out, _ = specbeam("methods", "--json")
+    listed = {record["name"]: record for record in map(json.loads, out.splitlines())}
+    assert [listed[name]["exact"] for name in ("dsbd", "mtad", "mjsd", "mmtad")] == [True, False, False, False]
+    assert "changes the output law on purpose" in listed["mtad"]["law"]
+    code, _, err = specbeam("generate", "abc", *models, "--method", "mtad", "--audit")
+    assert code == 1
+    assert "leave audit out" in err
+
+
+def test_outputs_are_scored(models, tmp_path):
+    files = [str(tmp_path / name) for name in ("one.jsonl", "two.jsonl")]
+    for file, text in zip(files, ("some text", "ababababab"), strict=True):
+        record = {"prompt": "abc", "text": text, "reference": "some text"}
+        Path(file).write_text("\n".join([json.dumps(record)] * 2))
+    code, out, err = specbeam("evaluate", "perplexity", *files, *models[:2], "--json")
+    assert code == 0, err
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [one["file"] for one in found] == files
+    assert all(one["outputs"] == 2 and one["low"] <= one["perplexity"] <= one["high"] for one in found)
+    assert [one["exact_match"] for one in found] == [1, 0]
+    assert found[1]["repeated"] > found[0]["repeated"] == 0
+    code, out, _ = specbeam("evaluate", "perplexity", *files, *models[:2])
+    assert code == 0
+    assert "Low perplexity alone proves little" in out
+
+
+def test_methods_are_compared(models, tmp_path):
+    (tmp_path / "letters.tsv").write_text("abc\tx\nHello\ty\n")
+    code, out, err = specbeam(
+        "bench", "methods", str(tmp_path / "letters.tsv"), *models, "--metric", "exact match", "--seeds", "1", "--beams", "2",
+        "--depth", "2", "--max-new-tokens", "4", "--plot", str(tmp_path / "plot.png"),
+    )  # fmt: skip
+    assert code == 0, err
+    assert out.startswith("| letters | output perplexity |")
+    assert "| MTAD * |" in out
+    assert "changes the law of the output" in out
+    assert "commit: " in out
+    assert (tmp_path / "plot.png").is_file()

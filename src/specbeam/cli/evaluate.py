@@ -7,7 +7,10 @@ from pathlib import Path
 from specbeam.cli.common import method_from, quiet_load
 from specbeam.cli.generate import gather
 from specbeam.errors import BadPrompt
+from specbeam.evaluate.outputs import read_outputs
+from specbeam.evaluate.perplexity import perplexity as score
 from specbeam.evaluate.same_beams import differences
+from specbeam.evaluate.task import bleu, exact_match
 
 
 def same_beams(
@@ -33,3 +36,31 @@ def same_beams(
     if not json:
         print(f"{len(asked) - len(found)} of {len(asked)} prompts: the same {method.beams} beams")
     return int(any(not one.is_rounding for one in found))
+
+
+def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    pair = quiet_load(model, None)
+    table = Table("outputs", box=None, pad_edge=False)
+    heads = ("number", "perplexity", "95 %", "by token", "tokens each", "distinct-2", "repeated", "BLEU", "exact match")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for file in files:
+        outputs = read_outputs(file, pair, ended)
+        found = score(pair, outputs.prompts, outputs.tokens)
+        task = (bleu, exact_match) if outputs.references else ()
+        quality = [metric(outputs.texts, outputs.references) for metric in task]
+        if json:
+            named = dict(zip(("bleu", "exact_match"), quality, strict=False))
+            print(json_format.dumps({"file": str(file), **dataclasses.asdict(found), **named}))
+        table.add_row(
+            str(file), str(found.outputs), f"{found.perplexity:.3f}", f"{found.low:.3f} to {found.high:.3f}",
+            f"{found.by_token:.3f}", f"{found.tokens_per_output:.1f}", f"{found.distinct_2:.3f}", f"{found.repeated:.1%}",
+            *([f"{quality[0]:.1f}", f"{quality[1]:.1%}"] if quality else ["no references", ""]),
+        )  # fmt: skip
+    if not json:
+        Console(width=140).print(table)
+        print("Low perplexity alone proves little: look at length, repetition and the task beside it.")
+    return 0

@@ -83,6 +83,8 @@ def run(
     method = method_from(method_name, settings)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         options[name] = text_or_file(options[name], mark, name)
+    if not method.exact:
+        complain(f"note: {method.name} is {method.law}")
     asked, unreadable = gather(prompts, files)
     if not asked and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")

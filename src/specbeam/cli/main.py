@@ -164,6 +164,21 @@ def diff(
     raise typer.Exit(run(model, draft, prompt, prompts, beams, setting, rows, batch_size, max_new_tokens, dtype, json))
 
 
+@evaluate.command()
+def perplexity(
+    files: Annotated[
+        list[Path], typer.Argument(help="Outputs as JSON lines: 'prompt', 'tokens' or 'text', 'reference'.")
+    ],
+    model: Model = "bundled",
+    ended: Annotated[bool, typer.Option("--ended", help="Texts without tokens are complete: score their end.")] = False,
+    json: Json = False,
+) -> None:
+    """Score outputs of any decoder by the target's raw probabilities: what `generate --json` wrote, file beside file."""
+    from specbeam.cli.evaluate import perplexity as run
+
+    raise typer.Exit(run(files, model, ended, json))
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure methods side by side.")
 app.add_typer(bench, name="bench")
 
@@ -207,6 +222,32 @@ def acceptance(
     from specbeam.cli.bench import ranks
 
     raise typer.Exit(ranks(prompts or [], file, model, draft, children, temperature, rows, max_new_tokens, seed, json))
+
+
+@bench.command("methods")
+def compare(
+    pairs: Annotated[
+        list[Path],
+        typer.Argument(help="TSV files: a prompt and its one right answer per line. None: the bundled tasks."),
+    ] = [],  # noqa: B006
+    model: Model = "bundled",
+    draft: Draft = None,
+    metric: Annotated[str, typer.Option(help="Of the files: BLEU or 'exact match'.")] = "BLEU",
+    beams: Annotated[int, typer.Option(help="Beams of all methods that have some.")] = 4,
+    depth: Annotated[int, typer.Option(help="Draft tokens per pass of all methods that draft.")] = 4,
+    threshold: Annotated[float, typer.Option(help="Of MTAD and MMTAD.")] = 0.5,
+    rows: Annotated[int, typer.Option(help="Most prompts of a task.")] = 400,
+    seeds: Annotated[int, typer.Option(help="How often each prompt is answered.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 64,
+    plot: Annotated[Optional[Path], typer.Option(help="Write a picture here.")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """Perplexity and quality of the text against seconds, joules and target passes per token, method beside method."""
+    from specbeam.cli.bench_methods import run
+
+    raise typer.Exit(
+        run(pairs, model, draft, metric, (beams, depth, threshold), rows, seeds, max_new_tokens, plot, json)
+    )
 
 
 @app.command()

@@ -22,7 +22,14 @@ def run(name: str | None, json: bool) -> int:
 
 
 def _record(one: Recipe) -> dict[str, object]:
-    return {"name": one.name, "law": one.law, "paper": one.paper, "needs": one.needs, "defaults": one.defaults}
+    return {
+        "name": one.name,
+        "law": one.law,
+        "exact": one.exact,
+        "paper": one.paper,
+        "needs": one.needs,
+        "defaults": one.defaults,
+    }
 
 
 def _explain(one: Recipe) -> None:

@@ -81,7 +81,7 @@ def mtad(
     """Multi-token assisted decoding: the best of the draft's beams, cut to the longest prefix whose joint likelihood ratio
     passes the threshold, then one token of the target's own.
 
-    Law: approximate: changes the output law on purpose; more likely text, without a bound on how far from the target's law
+    Law: approximate: changes the output law on purpose, for more likely text
     Paper: arXiv 2407.09722 (Qin et al.), ICLR 2025
 
     What is promised instead, for every accepted block, is in `report.certificate`: its log-likelihood under the target is
@@ -119,7 +119,7 @@ def mjsd(
     """Multi-token joint speculative decoding, the first form of `mtad`: several of the draft's beams are scored, and the
     first of those with the longest accepted prefix is kept.
 
-    Law: approximate: changes the output law on purpose; more likely text, without a bound on how far from the target's law
+    Law: approximate: changes the output law on purpose, for more likely text
     Paper: arXiv 2407.09722, first version (July 2024)
 
     Its thresholds cannot be compared with those of the published program, whose draft odds were not those of its paths.
@@ -148,7 +148,7 @@ def mmtad(
 ) -> Method:
     """Multi-candidate `mtad`: all draft beams are scored in one pass, and the deepest node that passes is kept.
 
-    Law: approximate: changes the output law on purpose; more likely text, without a bound on how far from the target's law
+    Law: approximate: changes the output law on purpose, for more likely text
     Paper: arXiv 2407.09722 (Qin et al.), ICLR 2025, the multi-candidate variant
 
     Accepts at least as much as `mtad` on the same draft, for more scored nodes: up to beams * depth.

@@ -1,0 +1,99 @@
+"""The comparison of methods as a table and as a plot."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specbeam.bench.methods import Figure, Line
+
+HEADS = (
+    "output perplexity", "against sampling", None, "ms per token", "J per token", "tokens per target pass",
+    "against speculative", "tokens", "repeated",
+)  # fmt: skip
+
+
+def as_markdown(lines: Sequence[Line]) -> str:
+    """A table per task; values with 95 % intervals. A star marks methods that change the law of the output."""
+    tables = []
+    for task in dict.fromkeys(line.task for line in lines):
+        rows = [line for line in lines if line.task == task]
+        heads = [task, *(head or rows[0].metric for head in HEADS)]
+        tables.append("\n".join(["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|", *map(_row, rows)]))
+    return "\n\n".join(tables)
+
+
+def _row(line: Line) -> str:
+    cells = (
+        line.method + ("" if line.exact else " *"),
+        _shown(line.perplexity, 2),
+        _change(line.perplexity_ratio),
+        _shown(line.quality, 1, 100 if line.metric == "exact match" else 1),
+        _shown(line.seconds_per_token, 1, 1000),
+        "no counter" if line.joules_per_token is None else _shown(line.joules_per_token, 2),
+        _shown(line.tokens_per_pass, 2),
+        _change(line.tokens_per_pass_ratio),
+        f"{line.tokens_per_output:.1f}",
+        f"{line.repeated:.1%}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def _shown(figure: Figure, digits: int, scale: float = 1) -> str:
+    value, low, high = (scale * x for x in (figure.value, figure.low, figure.high))
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def _change(ratio: Figure | None) -> str:
+    """In percent."""
+    return (
+        ""
+        if ratio is None
+        else "{:+.0%} ({:+.0%} to {:+.0%})".format(*(x - 1 for x in (ratio.value, ratio.low, ratio.high)))
+    )
+
+
+def plot(lines: Sequence[Line], path: Path) -> None:
+    """Perplexity and quality of each task, against time and, where it was read, energy. Open marks: the law is changed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    tasks = list(dict.fromkeys(line.task for line in lines))
+    costs = [("ms per token", "seconds_per_token", 1000)]
+    if all(line.joules_per_token is not None for line in lines):
+        costs.append(("joules per token", "joules_per_token", 1))
+    names = list(dict.fromkeys(line.method for line in lines))
+    colours = {name: pyplot.get_cmap("tab10")(place % 10) for place, name in enumerate(names)}
+    panels = [(task, cost) for task in tasks for cost in costs]
+    figure, every = pyplot.subplots(len(panels), 2, figsize=(10, 3.6 * len(panels) + 1), squeeze=False)
+    for (task, (label, cost, scale)), pair in zip(panels, every, strict=True):
+        rows = [line for line in lines if line.task == task]
+        for axes, value, name in zip(
+            pair, ("perplexity", "quality"), ("output perplexity", rows[0].metric), strict=True
+        ):
+            _points(axes, rows, cost, scale, value, colours)
+            axes.set(xlabel=label, ylabel=name)
+            axes.set_title(task, fontsize=10)
+    handles, labels = every[0][0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, title="open marks, *: changes the law of the output", loc="lower center", ncol=4, fontsize=9,
+        frameon=False,
+    )  # fmt: skip
+    figure.tight_layout(rect=(0, 1.1 / figure.get_figheight(), 1, 1))
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _points(axes: Any, rows: Sequence[Line], cost: str, scale: float, value: str, colours: dict[str, Any]) -> None:
+    for line in rows:
+        x, y = getattr(line, cost), getattr(line, value)
+        axes.errorbar(
+            scale * x.value, y.value,
+            xerr=[[max(scale * (x.value - x.low), 0)], [max(scale * (x.high - x.value), 0)]],
+            yerr=[[max(y.value - y.low, 0)], [max(y.high - y.value, 0)]],
+            marker="o", capsize=2, lw=1, color=colours[line.method], label=line.method + ("" if line.exact else " *"),
+            markerfacecolor=colours[line.method] if line.exact else "white",
+        )  # fmt: skip
+    axes.grid(alpha=0.3)
+    axes.set_xlim(left=0)

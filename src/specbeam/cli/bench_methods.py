@@ -1,0 +1,75 @@
+"""`specbeam bench methods`: which method for what."""
+
+import dataclasses
+import json as json_format
+from functools import partial
+from pathlib import Path
+
+from specbeam.bench.methods import QUALITY, Task, contenders, measure
+from specbeam.bench.methods_shown import as_markdown, plot
+from specbeam.bench.provenance import provenance
+from specbeam.cli.common import quiet_load
+from specbeam.errors import BadPrompt, BadSetting, MissingFile
+from specbeam.pair import BUNDLED
+
+
+def run(
+    pairs: list[Path], model: str, draft: str | None, metric: str, shape: tuple[int, int, float], rows: int, seeds: int,
+    max_new_tokens: int, picture: Path | None, json: bool,
+) -> int:  # fmt: skip
+    from rich.console import Console
+    from rich.progress import Progress
+
+    if metric not in QUALITY:
+        raise BadSetting(f"--metric is {metric!r}; it must be one of {', '.join(QUALITY)}")
+    if rows < 1 or seeds < 1:
+        raise BadSetting(f"--rows is {rows}, --seeds is {seeds}; both must be at least 1")
+    tasks = [task_of(file, metric) for file in pairs] or bundled_tasks()
+    methods, loaded = contenders(*shape), quiet_load(model, draft)
+    console = Console(stderr=True, highlight=False)
+    lines = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for task in tasks:
+            task = dataclasses.replace(task, rows=task.rows[:rows])
+            bar = progress.add_task(task.name, total=seeds * len(task.rows))
+            lines += measure(loaded, task, methods, seeds, max_new_tokens, partial(progress.advance, bar))
+    origin = provenance()
+    if picture is not None:
+        plot(lines, picture)
+    if json:
+        for line in lines:
+            print(json_format.dumps({**dataclasses.asdict(line), "provenance": origin}))
+    else:
+        print(as_markdown(lines))
+        print("\n\\* changes the law of the output. 95 % intervals, bootstrap over prompts. One prompt at a time.\n")
+        print("; ".join(f"{name}: {value}" for name, value in origin.items()))
+    return 0
+
+
+def bundled_tasks() -> list[Task]:
+    """The demo's own input."""
+    words = [(f"<sounds> {' '.join(word)}", sounds) for word, sounds in _rows(BUNDLED / "words.tsv")]
+    return [
+        Task("German sentences", "BLEU", _rows(BUNDLED / "sentences.tsv")),
+        Task("letters to sounds", "exact match", words),
+    ]
+
+
+def task_of(file: Path, metric: str) -> Task:
+    if not file.is_file():
+        raise MissingFile(f"there is no file {file}; give a TSV with a prompt and its answer per line")
+    return Task(file.stem, metric, _rows(file))
+
+
+def _rows(file: Path) -> list[tuple[str, str]]:
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        fields = line.split("\t")
+        if len(fields) < 2 or not fields[0].strip():
+            raise BadPrompt(
+                f"{file}, line {number}: found {len(fields)} columns; expected a prompt, a tab and its answer"
+            )
+        rows.append((fields[0], fields[1]))
+    if not rows:
+        raise BadPrompt(f"{file} is empty; expected a prompt, a tab and its answer per line")
+    return rows
