@@ -60,7 +60,9 @@ def test_prompts_come_from_arguments_files_and_standard_input(models, tmp_path):
 
 def test_an_unreadable_line_is_named_and_the_rest_done(models, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "one"}\n{"prompt": \n{"text": "no"}\n{"prompt": "two"}\n')
-    code, out, err = specbeam("generate", "-f", str(tmp_path / "bad.jsonl"), *models, "--max-new-tokens", "3")
+    code, out, err = specbeam(
+        "generate", "-f", str(tmp_path / "bad.jsonl"), *models, "--max-new-tokens", "3", "--seed", "1"
+    )
     assert code == 1
     assert len(out.splitlines()) == 2
     assert "line 2: not JSON" in err
@@ -69,7 +71,9 @@ def test_an_unreadable_line_is_named_and_the_rest_done(models, tmp_path):
 
 def test_a_bad_prompt_costs_itself_only(models, tmp_path):
     (tmp_path / "long.txt").write_text("good\n" + "x" * 400 + "\nfine\n")
-    code, out, err = specbeam("generate", "-f", str(tmp_path / "long.txt"), *models, "--max-new-tokens", "3")
+    code, out, err = specbeam(
+        "generate", "-f", str(tmp_path / "long.txt"), *models, "--max-new-tokens", "3", "--seed", "1"
+    )
     assert code == 1
     assert len(out.splitlines()) == 2
     assert "line 2" in err
