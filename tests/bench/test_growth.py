@@ -1,0 +1,60 @@
+"""A grown model has more weights and the same function."""
+
+import pytest
+import torch
+
+import specbeam as sb
+from specbeam.bench.growth import Size, grown, size_for
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.pair import BUNDLED
+from tests.support.tiny_models import tiny
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen2-window", "qwen3")
+
+
+def logits(model, ids):
+    with torch.inference_mode():
+        return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "change", [{"layers": 2}, {"inner": 3}, {"heads": 2, "kv_heads": 2}, {"hidden": 2}, {"hidden": 3}]
+)
+def test_the_function_stays(family, change):
+    model = tiny(family)
+    own = Size.of(model.config)
+    size = Size(**{name: getattr(own, name) * change.get(name, 1) for name in vars(own)})
+    large = grown(model, size)
+    assert large.num_parameters() > model.num_parameters()
+    assert Size.of(large.config) == size
+    ids = torch.randint(0, model.config.vocab_size, (3, 20), generator=torch.manual_seed(0))
+    torch.testing.assert_close(logits(large, ids), logits(model, ids), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="needs the bundled pair")
+def test_a_number_of_parameters_becomes_a_usual_shape():
+    bundled = sb.load("bundled")
+    size = size_for(bundled.target_model.config, 100_000_000)
+    model = grown(bundled.target_model, size)
+    assert abs(model.num_parameters() - 100e6) < 10e6
+    assert 512 <= size.hidden <= 1280
+    assert 10 <= size.layers <= 24
+    ids = bundled.tokenizer("Ein Hund läuft über die Straße.", return_tensors="pt").input_ids
+    torch.testing.assert_close(logits(model, ids), logits(bundled.target_model, ids), atol=1e-3, rtol=1e-4)
+
+
+def test_a_model_does_not_shrink():
+    model = tiny("llama")
+    own = Size.of(model.config)
+    with pytest.raises(BadSetting, match="does not shrink"):
+        grown(model, Size(own.hidden, own.layers - 1, own.inner, own.heads, own.kv_heads))
+    with pytest.raises(BadSetting, match="already"):
+        grown(model, 10)
+    with pytest.raises(BadSetting, match="key-value heads"):
+        grown(model, Size(own.hidden, own.layers, own.inner, own.heads * 2, own.kv_heads))
+
+
+def test_other_families_are_refused():
+    with pytest.raises(NotSupported, match="gpt2"):
+        grown(tiny("gpt2"), 10**7)
