@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import specbeam as sb
 from specbeam import errors, probs
+from specbeam.control.fixed import FixedShape
+from specbeam.errors import SomeFailed
 from specbeam.generation import settled_tokens, turns_of
 from specbeam.truncation import Truncation
 from tests.support import words
@@ -57,7 +59,8 @@ def test_same_seed_same_beams_with_and_without_a_draft(pair, beams, options):
 
 def test_different_methods_share_a_pass(pair):
     from specbeam.decode import decode
-    from specbeam.generation import Request, _settings
+    from specbeam.request import Request
+    from specbeam.settings import Settings
 
     recipes = [
         sb.greedy(),
@@ -66,7 +69,9 @@ def test_different_methods_share_a_pass(pair):
         sb.dsbd(3, 4, 2),
         sb.dsbd(2, 3, 3, coupling="rejection"),
     ]
-    requests = [Request(pair, "mixed batch", method, _settings({"max_new_tokens": 9}, None), 3) for method in recipes]
+    requests = [
+        Request(pair, "mixed batch", method, Settings.given({"max_new_tokens": 9}, None), 3) for method in recipes
+    ]
     sessions = [request.sessions[0] for request in requests]
     before = pair.target.passes
     passes = sum(1 for _ in decode(pair.target, sessions))
@@ -209,14 +214,44 @@ def test_wide_beams_store_little_more_than_one_sequence(pair):
 
 def test_settled_tokens_are_the_beginning_of_the_answer(pair):
     from specbeam.decode import decode
-    from specbeam.generation import Request, _settings
+    from specbeam.request import Request
+    from specbeam.settings import Settings
 
-    request = Request(pair, "abc", sb.dsbd(3, 4, 3), _settings({"max_new_tokens": 15}, None), 8)
+    request = Request(pair, "abc", sb.dsbd(3, 4, 3), Settings.given({"max_new_tokens": 15}, None), 8)
     seen = []
     for _ in decode(pair.target, request.sessions):
         seen.append(settled_tokens(request.sessions[0]))
     final = request.answers(request.sessions[0])[0].tokens
     assert all(final[: len(tokens)] == tokens for tokens in seen)
+
+
+def test_the_models_own_generation_config_completes_the_options():
+    pair = words.pair()
+    plain = sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=12)[0].tokens
+    cold = sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=12, temperature=0.5, top_k=5)[0].tokens
+    greedy = sb.generate(pair, "abc", "greedy", max_new_tokens=12)[0].tokens
+    assert plain != cold
+    config = pair.target_model.generation_config
+    config.temperature, config.top_k = 0.5, 5
+    assert sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=12)[0].tokens == cold
+    assert sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=12, temperature=1, top_k=0)[0].tokens == plain
+    assert sb.generate(pair, "abc", "greedy", max_new_tokens=12)[0].tokens == greedy  # draws nothing, warps nothing
+    config.epsilon_cutoff = 0.1
+    with pytest.warns(UserWarning, match="epsilon_cutoff, which specbeam does not honour"):
+        sb.generate(pair, "abc", "sampling", seed=1, max_new_tokens=2)
+
+
+def test_a_part_that_breaks_costs_its_own_prompt_only(pair):
+    class Breaking(FixedShape):
+        def plan(self, session):
+            if len(session.prompt) == 3 and session.length > 0:
+                raise ZeroDivisionError("mine")
+            return super().plan(session)
+
+    method = sb.speculative_sampling(controller=Breaking(2, 1))
+    with pytest.raises(SomeFailed, match="1 prompt failed: prompt 1, step [1-3]: ZeroDivisionError: mine") as caught:
+        sb.generate(pair, ["abcd", "abc", "abcde"], method, seed=1, max_new_tokens=8)
+    assert [one is None for one in caught.value.generations] == [False, True, False]
 
 
 def test_a_generation_config_is_honoured_or_refused(pair):

@@ -16,7 +16,7 @@ FLOORS = [
     {"draft", "verify"},
     {"decode", "recipes"},
     {"pair"},
-    {"auto"},
+    {"auto", "request"},
     {"generation"},
     {"hf", "evaluate"},
     {"bench"},

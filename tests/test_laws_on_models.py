@@ -9,7 +9,7 @@ from scipy import stats
 
 import specbeam as sb
 from specbeam.decode import decode
-from specbeam.generation import Request
+from specbeam.request import Request
 from specbeam.settings import Settings
 from tests.support.tiny_models import tiny
 

@@ -18,7 +18,7 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32) -> Iterato
     line, live = iter(waiting), list[Session]()
     try:
         while live := live + list(islice(line, at_once - len(live))):
-            shapes = [session.parts.controller.plan(session) for session in live]  # how deep, how wide
+            shapes = [_planned(session) for session in live]  # how deep, how wide
             forests = _draft(live, shapes)  # guesses hung under the live beams
             scored = target.extend(live, forests)  # one pass over every node
             turns = []
@@ -40,6 +40,12 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32) -> Iterato
             _close(target, over)
     finally:
         _close(target, live)
+
+
+def _planned(session: Session) -> Shape:
+    with session.failing_alone():
+        return session.parts.controller.plan(session)
+    return Shape(0, 0)  # it has failed, and is over after this pass
 
 
 def _draft(sessions: list[Session], shapes: list[Shape]) -> list[Forest]:

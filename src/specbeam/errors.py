@@ -48,6 +48,10 @@ class DeadEnd(BrokenLaw):
     """Every token is banned: the path has no way on."""
 
 
+class BrokenPart(SpecbeamError, RuntimeError):
+    """A controller or rule raised an error of its own, which is the cause of this one; the other prompts went on."""
+
+
 class AuditWarning(UserWarning):
     """An audited run does not look like the law that its method declares."""
 
@@ -61,4 +65,5 @@ class SomeFailed(SpecbeamError):
         done = sum(one is not None for one in self.generations)
         text = "; ".join(str(failure) for failure in self.failures[:3])
         more = "" if len(self.failures) <= 3 else f"; and {len(self.failures) - 3} more"
-        super().__init__(f"{len(self.failures)} prompts failed: {text}{more} ({done} results are in .generations)")
+        prompts = f"{len(self.failures)} prompt{'' if len(self.failures) == 1 else 's'}"
+        super().__init__(f"{prompts} failed: {text}{more} ({done} results are in .generations)")

@@ -1,8 +1,7 @@
 """Text in, text out."""
 
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +9,13 @@ import torch
 
 from specbeam.auto import Choice, fastest, tokens_per_second
 from specbeam.decode import decode
-from specbeam.dice import request_key
 from specbeam.energy import EnergyMeter
-from specbeam.errors import AuditWarning, BadPrompt, BadSetting, NotSupported, SomeFailed, SpecbeamError
-from specbeam.grammar.compiled import compiled
-from specbeam.limits import Ended
+from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError
 from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
-from specbeam.records import Audit, Beam, Generation, Report, Turn
+from specbeam.records import Audit, Generation, Report, Turn
+from specbeam.request import Request, many
 from specbeam.session import Session
 from specbeam.settings import Settings
 
@@ -68,7 +65,7 @@ def generate(
     """
     if isinstance(pair, str):
         pair = load(pair)
-    settings = _settings(options, generation_config)
+    settings = Settings.given(options, generation_config)
     request = Request(pair, prompts, _resolved(pair, prompts, method, settings), settings, seed, audit)
     if streamer is not None and len(request.prompt_of) != 1:
         raise NotSupported(
@@ -127,9 +124,9 @@ def turns_of(pair: Pair, prompt: Prompt, method: Method | str = "dsbd", **option
         raise session.failure
 
 
-def _single(pair: Pair, prompt: Prompt, method: Method | str, options: dict[str, Any]) -> "Request":
+def _single(pair: Pair, prompt: Prompt, method: Method | str, options: dict[str, Any]) -> Request:
     seed, config = options.pop("seed", None), options.pop("generation_config", None)
-    settings = _settings(options, config)
+    settings = Settings.given(options, config)
     request = Request(pair, prompt, _resolved(pair, prompt, method, settings), settings, seed)
     if len(request.prompt_of) != 1:
         raise NotSupported("this follows one prompt with one return sequence; call generate() for more")
@@ -145,7 +142,7 @@ def _resolved(pair: Pair, prompts: Any, method: Method | str, settings: Settings
 
 def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 32) -> tuple[Method, Choice]:
     """The fastest exact method, measured on the first prompts where it is not known yet."""
-    sample = _many(prompts)[:2]
+    sample = many(prompts)[:2]
     short = replace(settings, max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
 
     def measure(method: Method) -> float:
@@ -155,83 +152,6 @@ def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 
         )
 
     return fastest(pair, settings, measure)
-
-
-def settled_tokens(session: Session) -> list[int]:
-    """New tokens that every possible answer begins with."""
-    common = [*session.settled]
-    for one in session.ended:
-        common = common[: _agreement(common, one.tokens)]
-    return common
-
-
-class Request:
-    """The checked input of one call: one session per prompt, or per return sequence where these are independent."""
-
-    def __init__(
-        self, pair: Pair, prompts: Any, method: Method, settings: Settings, seed: int | None, audit: bool = False
-    ) -> None:
-        self.audit = audit
-        self.pair, self.method, self.settings = pair, method, settings
-        _check(method, settings)
-        self.parts = method.parts(pair.draft, pair.target)
-        default = getattr(pair.target_model.generation_config, "eos_token_id", None)
-        if default is None and pair.tokenizer is not None:
-            default = pair.tokenizer.eos_token_id
-        self.eos = settings.eos(default)
-        self.constraint = None
-        if (form := settings.form) is not None:
-            self.constraint = compiled(form, settings.grammar_backend, pair.tokenizer, pair.target.vocab, self.eos)
-            self.parts = replace(self.parts, law=f"{self.parts.law}; constrained by {form.kind}")
-        self.sessions: list[Session] = []
-        self.refused: dict[int, SpecbeamError] = {}
-        self.prompt_of: list[int] = []  # prompt number of each session's place
-        seen: Counter[tuple[int, ...]] = Counter()
-        for number, prompt in enumerate(_many(prompts)):
-            try:
-                ids = _token_ids(pair, prompt, number)
-                room = _room(pair, method, ids, settings, number)
-            except BadPrompt as error:
-                self.refused[len(self.prompt_of)] = error
-                self.prompt_of.append(number)
-                continue
-            for _ in range(settings.num_return_sequences if method.beams == 1 else 1):
-                key = None if seed is None else request_key(seed, ids, seen[tuple(ids)])
-                seen[tuple(ids)] += 1
-                self.sessions.append(self._session(ids, number, room, key))
-                self.prompt_of.append(number)
-
-    def _session(self, prompt: list[int], number: int, room: int | None, key: int | None) -> Session:
-        warp = self.settings.warp(
-            self.eos, self.method.greedy, len(prompt), number, self.method.search, self.constraint
-        )
-        decoder = None if self.pair.tokenizer is None else self.pair.tokenizer.decode  # with its special tokens
-        limits = self.settings.limits(self.eos, room, decoder, self.method.beams)
-        return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit)
-
-    def decoded(self, tokens: list[int]) -> str:
-        return self.pair.tokenizer.decode(tokens, skip_special_tokens=True) if self.pair.tokenizer else ""
-
-    def answers(self, session: Session) -> list[Generation]:
-        """The best hypotheses, as many as were asked for."""
-        limits = session.limits
-
-        def score(one: Ended) -> float:
-            return limits.normalised(one.loglik, len(one.tokens))
-
-        found = sorted(session.hypotheses(), key=score, reverse=True)
-        done = [one for one in found if one.finished]
-        # Stopped early: live beams were given up, not finished. Constrained: what was cut off does not keep to the form.
-        if done and (session.remaining > 0 or self.constraint is not None):
-            found = done + [one for one in found if not one.finished]
-        beams = [Beam(one.tokens, score(one), self.decoded(one.tokens), one.finished) for one in found]
-        wanted = self.settings.num_return_sequences if self.method.beams > 1 else 1
-        return [self._generation(session, beams, best) for best in range(min(wanted, len(beams)))]
-
-    def _generation(self, session: Session, beams: list[Beam], best: int) -> Generation:
-        chosen = beams[best]
-        report = session.report(len(chosen.tokens))
-        return Generation(chosen.text, chosen.tokens, beams, report, session.prompt)
 
 
 def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
@@ -311,75 +231,12 @@ def _with_energy(one: Generation, joules: float | None, total_tokens: int) -> Ge
     return replace(one, report=share)
 
 
-def _settings(options: dict[str, Any], config: "GenerationConfig | None") -> Settings:
-    known = Settings.__dataclass_fields__
-    strange = sorted(set(options) - set(known))
-    if strange:
-        raise BadSetting(f"generate() has no option {', '.join(strange)}; it has {', '.join(known)}")
-    settings = Settings(**options)
-    return settings if config is None else settings.over(config)
-
-
-def _check(method: Method, settings: Settings) -> None:
-    if method.greedy:
-        warping = [name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(settings, name) is not None]
-        if warping and settings.temperature != 0:
-            raise NotSupported(f"{method.name} does not draw, so {', '.join(warping)} would be ignored; leave it out")
-        if settings.num_return_sequences > 1 and method.beams == 1:
-            raise NotSupported(f"{method.name} has one answer; num_return_sequences is {settings.num_return_sequences}")
-    if method.beams > 1 and settings.num_return_sequences > method.beams:
-        raise BadSetting(
-            f"num_return_sequences is {settings.num_return_sequences}, but {method.name} keeps {method.beams} beams"
-        )
-
-
-def _many(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if hasattr(prompts, "tolist"):  # an array or a tensor of ids
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Iterable):
-        raise BadSetting(f"prompts is {prompts!r}; it must be a text, a list of token ids, or a list of these")
-    prompts = list(prompts)
-    if prompts and all(isinstance(one, int) for one in prompts):
-        return [prompts]
-    return prompts
-
-
-def _token_ids(pair: Pair, prompt: Any, number: int) -> list[int]:
-    if isinstance(prompt, str):
-        if pair.tokenizer is None:
-            raise BadPrompt(
-                f"prompt {number} is text, but there is no tokenizer; give load(tokenizer=...) or token ids"
-            )
-        if not prompt.strip():
-            raise BadPrompt(f"prompt {number} is empty; it must hold some text")
-        ids = list(pair.tokenizer(prompt)["input_ids"])
-    else:
-        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        if not isinstance(prompt, (list, tuple, range)) or not all(isinstance(token, int) for token in prompt):
-            raise BadPrompt(f"prompt {number} is {prompt!r}; it must be a text or a list of token ids")
-        ids = list(prompt)
-    if not ids:
-        raise BadPrompt(f"prompt {number} is empty; it must hold at least one token")
-    strange = [token for token in ids if not 0 <= token < pair.target.vocab]
-    if strange:
-        raise BadPrompt(
-            f"prompt {number} holds token id {strange[0]}; the model knows 0 to {pair.target.vocab - 1}: "
-            "was it made with another tokenizer?"
-        )
-    return ids
-
-
-def _room(pair: Pair, method: Method, prompt: list[int], settings: Settings, number: int) -> int | None:
-    models = pair if method.needs_draft else Pair(pair.target_model, None, None, pair.target, None)
-    room = models.room(len(prompt))
-    if room is not None and room < (settings.max_new_tokens or 1):
-        raise BadPrompt(
-            f"prompt {number} has {len(prompt)} tokens and may get {settings.max_new_tokens or 1} new ones, but the model "
-            f"has {room + len(prompt)} positions; shorten the prompt or lower max_new_tokens"
-        )
-    return room
+def settled_tokens(session: Session) -> list[int]:
+    """New tokens that every possible answer begins with."""
+    common = [*session.settled]
+    for one in session.ended:
+        common = common[: _agreement(common, one.tokens)]
+    return common
 
 
 def _agreement(first: list[int], second: list[int]) -> int:

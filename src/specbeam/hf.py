@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from specbeam.errors import NotSupported, SpecbeamError
-from specbeam.generation import Request, run
+from specbeam.generation import run
 from specbeam.pair import load
 from specbeam.probs import Warp
 from specbeam.recipes.beams import beam_sampling as beam_sampling_recipe
@@ -24,6 +24,7 @@ from specbeam.recipes.search import DrafterName
 from specbeam.recipes.search import beam_search as beam_search_recipe
 from specbeam.recipes.search import speculative_beam_search as speculative_beam_search_recipe
 from specbeam.records import Generation
+from specbeam.request import Request
 from specbeam.settings import Settings, allowed_after
 from specbeam.truncation import NO_TRUNCATION, Truncation
 

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, UInt64
 
-from specbeam.errors import SpecbeamError
 from specbeam.forest import Forest
 
 
@@ -238,10 +237,3 @@ class Generation:
     beams: list[Beam]  # best first
     report: Report
     prompt: list[int]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a session ended without an answer."""
-
-    error: SpecbeamError

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64, UInt32, UInt64
 
 from specbeam import dice
-from specbeam.errors import SpecbeamError
+from specbeam.errors import BrokenPart, SpecbeamError
 from specbeam.forest import Forest
 from specbeam.limits import Ended, Limits
 from specbeam.probs import Warp
@@ -121,11 +121,14 @@ class Session:
 
     @contextmanager
     def failing_alone(self, who: str = "") -> Iterator[None]:
-        """Errors that belong to this prompt end this session and no other."""
+        """What goes wrong for this prompt ends this session and no other."""
         try:
             yield
         except SpecbeamError as error:
             self.failure = type(error)(f"prompt {self.place}, step {self.length}: {who}{error}")
+            self.failure.__cause__ = error
+        except Exception as error:  # a part of somebody's own, or a mistake of ours
+            self.failure = BrokenPart(f"prompt {self.place}, step {self.length}: {who}{type(error).__name__}: {error}")
             self.failure.__cause__ = error
 
     def new_tokens(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:

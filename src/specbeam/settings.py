@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,8 @@ class Settings:
     num_return_sequences: int = 1
     eos_token_id: int | Sequence[int] | None = None
     stop_strings: str | Sequence[str] | None = None
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     no_repeat_ngram_size: int | None = None
     bad_words_ids: Sequence[Sequence[int]] | None = None
     prefix_allowed_tokens_fn: "Callable[[int, Tensor], list[int]] | None" = None
@@ -76,7 +77,7 @@ class Settings:
         _require(ngram is None or ngram >= 0, "no_repeat_ngram_size", ngram, ">= 0 (0: off)")
         _require(self.num_return_sequences >= 1, "num_return_sequences", self.num_return_sequences, ">= 1")
         _require(
-            self.early_stopping in (True, False, "never"),
+            self.early_stopping in (None, True, False, "never"),
             "early_stopping",
             self.early_stopping,
             "True, False or 'never'",
@@ -100,20 +101,37 @@ class Settings:
             return Form("regex", self.regex)
         return None if self.grammar is None else Form("grammar", self.grammar)
 
-    def over(self, config: "GenerationConfig") -> "Settings":
-        """These settings, completed by those of a generation config. What no method honours is refused by name."""
-        given = config.to_diff_dict()
-        for name in _HARMLESS:
-            given.pop(name, None)
-        known = {field.name for field in fields(self)}
-        strange = sorted(name for name in given if name not in known and not name.startswith("_"))
+    @classmethod
+    def given(cls, options: dict[str, Any], config: "GenerationConfig | None" = None) -> "Settings":
+        """From keyword arguments, completed by a generation config. What no method honours is refused by name."""
+        names = [field.name for field in fields(cls)]
+        strange = sorted(set(options) - set(names))
+        if strange:
+            raise BadSetting(f"generate() has no option {', '.join(strange)}; it has {', '.join(names)}")
+        if config is None:
+            return cls(**options)
+        known, strange = _read(config)
         if strange:
             raise NotSupported(
                 f"generation_config sets {', '.join(strange)}, which specbeam does not honour; unset them"
             )
-        blank = Settings()
-        mine = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != getattr(blank, f.name)}
-        return replace(blank, **(given | mine))
+        return cls(**(known | options))
+
+    def completed(self, config: "GenerationConfig | None", draws: bool) -> "Settings":
+        """These settings, completed by the model's own generation config, as transformers does it.
+
+        What draws nothing takes no warpers from it. What no method honours is named in a warning.
+        """
+        if config is None:
+            return self
+        known, strange = _read(config)
+        if strange:
+            warnings.warn(
+                f"the model's generation_config sets {', '.join(strange)}, which specbeam does not honour",
+                stacklevel=2,
+            )
+        wanted = (*_OF_MODELS, *(_WARPERS if draws else ()))
+        return replace(self, **{name: known[name] for name in wanted if name in known and getattr(self, name) is None})
 
     def warp(
         self,
@@ -153,7 +171,8 @@ class Settings:
         stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings or ())
         if stops and decode is None:
             raise BadSetting("stop_strings need a tokenizer; give load() one, or stop by eos_token_id")
-        return Limits(most, eos, stops, decode, keep, self.early_stopping, self.length_penalty)
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        return Limits(most, eos, stops, decode, keep, self.early_stopping or False, penalty)
 
     def eos(self, model_default: int | Sequence[int] | None) -> tuple[int, ...]:
         chosen = self.eos_token_id if self.eos_token_id is not None else model_default
@@ -214,6 +233,26 @@ def _joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":
     return LogitsProcessorList([one for some in lists for one in some or []]) or None
 
 
+def _read(config: "GenerationConfig") -> tuple[dict[str, Any], list[str]]:
+    """What a generation config sets: the settings among it, and the names of what is none and would change the text."""
+    given = {name: value for name, value in config.to_diff_dict().items() if value is not None}
+    names = {field.name for field in fields(Settings)}
+    others = [name for name in given if name not in names and name not in _HARMLESS and not name.startswith("_")]
+    return {name: value for name, value in given.items() if name in names}, sorted(others)
+
+
+_WARPERS = ("temperature", "top_k", "top_p", "min_p")
+# What a model's own config says about its texts; how many texts are wanted is the caller's business.
+_OF_MODELS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "stop_strings",
+    "length_penalty",
+    "early_stopping",
+)
 # Fields of a generation config that say nothing about the text, or that the recipe answers.
 _HARMLESS = (
     "bos_token_id",
@@ -225,6 +264,13 @@ _HARMLESS = (
     "max_length",
     "return_dict_in_generate",
     "output_scores",
+    "cache_implementation",
+    "cache_config",
+    "output_attentions",
+    "output_hidden_states",
+    "output_logits",
+    "disable_compile",
+    "decoder_start_token_id",
 )
 
 

@@ -14,9 +14,10 @@ import specbeam as sb
 from specbeam import errors
 from specbeam.cli.main import main
 from specbeam.constraint import Constrained, Form
-from specbeam.generation import Request, _settings
 from specbeam.grammar.compiled import BACKENDS, compiled
 from specbeam.pair import BUNDLED
+from specbeam.request import Request
+from specbeam.settings import Settings
 from tests.support import words
 from tests.support.tiny_models import tiny
 from tests.test_beam_search import METHODS, by_transformers
@@ -290,7 +291,9 @@ def test_an_end_token_that_is_text_ends_a_text_only_where_it_may():
 
 def test_the_last_bits_of_a_session_are_few():
     pair = characters()
-    request = Request(pair, "abc", sb.dsbd(3, 5, 3), _settings({"max_new_tokens": 60, "json_schema": PERSON}, None), 1)
+    request = Request(
+        pair, "abc", sb.dsbd(3, 5, 3), Settings.given({"max_new_tokens": 60, "json_schema": PERSON}, None), 1
+    )
     from specbeam.decode import decode
 
     held = [len(request.sessions[0].warp.constraint) for _ in decode(pair.target, request.sessions)]

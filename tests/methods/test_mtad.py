@@ -14,10 +14,11 @@ from specbeam.decode import decode
 from specbeam.draft.joint import JointBeams
 from specbeam.draft.tree import TreeDrafter
 from specbeam.evaluate.perplexity import log_likelihoods
-from specbeam.generation import Request, turns_of
+from specbeam.generation import turns_of
 from specbeam.lm.table import TableLM
 from specbeam.pair import BUNDLED
 from specbeam.probs import Warp
+from specbeam.request import Request
 from specbeam.session import Parts
 from specbeam.settings import Settings
 from specbeam.verify.joint import JointRule

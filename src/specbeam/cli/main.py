@@ -55,7 +55,7 @@ def generate(
     min_p: Annotated[Optional[float], typer.Option(help="Draw from those at least p times the likeliest.")] = None,  # noqa: UP045
     repetition_penalty: Annotated[Optional[float], typer.Option(help="Above 1: shun what was said.")] = None,  # noqa: UP045
     num_return_sequences: Annotated[int, typer.Option(help="Answers per prompt.")] = 1,
-    length_penalty: Annotated[float, typer.Option(help="Exponent of the length in a beam's score.")] = 1.0,
+    length_penalty: Annotated[float | None, typer.Option(help="Exponent of the length in a beam's score; 1.")] = None,
     stop: Annotated[list[str], typer.Option(help="Stop after this text.")] = [],  # noqa: B006
     json_schema: Annotated[Optional[str], typer.Option(help="Answer in JSON like this: a schema or its file.")] = None,  # noqa: UP045
     regex: Annotated[Optional[str], typer.Option(help="Answer by this regular expression.")] = None,  # noqa: UP045

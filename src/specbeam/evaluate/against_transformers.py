@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from specbeam.decode import decode
-from specbeam.generation import Prompt, Request, generate
+from specbeam.generation import Prompt, generate
 from specbeam.laws import JointLaw, Pairs, candidates
 from specbeam.pair import Pair
 from specbeam.recipes.method import Method
 from specbeam.recipes.search import beam_search
 from specbeam.records import Beams
+from specbeam.request import Request
 from specbeam.session import Session
 from specbeam.settings import Settings
 from specbeam.verify.search import SearchRule

@@ -13,12 +13,13 @@ import torch
 
 from specbeam.decode import decode
 from specbeam.dice import child_keys, gumbel
-from specbeam.generation import Prompt, Request, generate
+from specbeam.generation import Prompt, generate
 from specbeam.pair import Pair
 from specbeam.probs import joint_law
 from specbeam.recipes.beams import beam_sampling
 from specbeam.recipes.method import Method
 from specbeam.records import Beam
+from specbeam.request import Request
 from specbeam.session import Session
 from specbeam.settings import Settings
 

@@ -9,22 +9,28 @@ from specbeam.lm.kv_trie import WASTE, Feed, KVTrie
 Mask = torch.Tensor | dict[str, torch.Tensor]
 
 
-def seen_by(
-    feeds: list[Feed], tries: list[KVTrie], width: int, extent: int
-) -> tuple[Bool[np.ndarray, "batch width extent"], Int32[np.ndarray, "batch width extent"]]:
-    """What each row of a pass may look at, and how many tokens back that is. Rows are aligned to the right.
+def seen_by(feeds: list[Feed], width: int, extent: int) -> Bool[np.ndarray, "batch width extent"]:
+    """What each row of a pass may look at. Rows are aligned to the right.
 
     A padding row looks at the waste slot alone: a row that sees nothing turns into NaN in some backends.
     """
     seen = np.zeros((len(feeds), width, extent), dtype=bool)
-    back = np.zeros((len(feeds), width, extent), dtype=np.int32)
     seen[:, :, WASTE] = True
-    for one, (feed, trie) in enumerate(zip(feeds, tries, strict=True)):
+    for one, feed in zip(seen, feeds, strict=True):
+        if len(feed):
+            known = min(extent, feed.seen.shape[1])
+            one[-len(feed) :, :known] = feed.seen[:, :known]
+    return seen
+
+
+def back_of(feeds: list[Feed], tries: list[KVTrie], width: int, extent: int) -> Int32[np.ndarray, "batch width extent"]:
+    """How many tokens before each row a slot stands."""
+    back = np.zeros((len(feeds), width, extent), dtype=np.int32)
+    for one, feed, trie in zip(back, feeds, tries, strict=True):
         if len(feed):
             known = min(extent, trie.capacity)
-            seen[one, -len(feed) :, :known] = feed.seen[:, :known]
-            back[one, -len(feed) :, :known] = feed.positions[:, None] - trie.slot_position[None, :known]
-    return seen, back
+            one[-len(feed) :, :known] = feed.positions[:, None] - trie.slot_position[None, :known]
+    return back
 
 
 class Masks:
@@ -46,10 +52,6 @@ class Masks:
         if kinds == ["full_attention"]:
             self.window = None
 
-    @property
-    def shortest(self) -> int | None:
-        return self.window
-
     def build(
         self,
         feeds: list[Feed],
@@ -60,8 +62,10 @@ class Masks:
         additive: bool = False,
     ) -> Mask:
         """`additive`: in the form that eager takes, whatever the model's own."""
-        seen, back = seen_by(feeds, tries, width, extent)
+        seen = seen_by(feeds, width, extent)
         additive |= self.implementation == "eager"
+        windowed = any(self.windows.values()) if self.by_layer else self.window is not None
+        back = back_of(feeds, tries, width, extent) if windowed else None
         if self.by_layer:
             kinds = self.windows.items()
             return {kind: self._native(_cut(seen, back, window), device, additive) for kind, window in kinds}
@@ -76,6 +80,6 @@ class Masks:
         return torch.zeros(mask.shape, dtype=self.dtype, device=device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
 
-def _cut(seen: np.ndarray, back: np.ndarray, window: int | None) -> np.ndarray:
+def _cut(seen: np.ndarray, back: np.ndarray | None, window: int | None) -> np.ndarray:
     """A sliding window of n tokens lets a token see itself and the n - 1 before it."""
-    return seen if window is None else seen & (back < window)
+    return seen if window is None or back is None else seen & (back < window)

@@ -1,0 +1,149 @@
+"""The checked input of one call: prompts as token ids, options completed, one session for each text that is drawn."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from specbeam.dice import request_key
+from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError
+from specbeam.grammar.compiled import compiled
+from specbeam.limits import Ended
+from specbeam.pair import Pair
+from specbeam.recipes.method import Method
+from specbeam.records import Beam, Generation
+from specbeam.session import Session
+from specbeam.settings import Settings
+
+
+class Request:
+    """One session per prompt, or per return sequence where these are independent."""
+
+    def __init__(
+        self, pair: Pair, prompts: Any, method: Method, settings: Settings, seed: int | None, audit: bool = False
+    ) -> None:
+        self.audit = audit
+        _check(method, settings)
+        own = getattr(pair.target_model, "generation_config", None)
+        settings = settings.completed(own, draws=not method.greedy)
+        self.pair, self.method, self.settings = pair, method, settings
+        self.parts = method.parts(pair.draft, pair.target)
+        default = getattr(own, "eos_token_id", None)
+        if default is None and pair.tokenizer is not None:
+            default = pair.tokenizer.eos_token_id
+        self.eos = settings.eos(default)
+        self.constraint = None
+        if (form := settings.form) is not None:
+            self.constraint = compiled(form, settings.grammar_backend, pair.tokenizer, pair.target.vocab, self.eos)
+            self.parts = replace(self.parts, law=f"{self.parts.law}; constrained by {form.kind}")
+        self.sessions: list[Session] = []
+        self.refused: dict[int, SpecbeamError] = {}
+        self.prompt_of: list[int] = []  # prompt number of each session's place
+        seen: Counter[tuple[int, ...]] = Counter()
+        for number, prompt in enumerate(many(prompts)):
+            try:
+                ids = _token_ids(pair, prompt, number)
+                room = _room(pair, method, ids, settings, number)
+            except BadPrompt as error:
+                self.refused[len(self.prompt_of)] = error
+                self.prompt_of.append(number)
+                continue
+            for _ in range(settings.num_return_sequences if method.beams == 1 else 1):
+                key = None if seed is None else request_key(seed, ids, seen[tuple(ids)])
+                seen[tuple(ids)] += 1
+                self.sessions.append(self._session(ids, number, room, key))
+                self.prompt_of.append(number)
+
+    def _session(self, prompt: list[int], number: int, room: int | None, key: int | None) -> Session:
+        warp = self.settings.warp(
+            self.eos, self.method.greedy, len(prompt), number, self.method.search, self.constraint
+        )
+        decoder = None if self.pair.tokenizer is None else self.pair.tokenizer.decode  # with its special tokens
+        limits = self.settings.limits(self.eos, room, decoder, self.method.beams)
+        return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit)
+
+    def decoded(self, tokens: list[int]) -> str:
+        return self.pair.tokenizer.decode(tokens, skip_special_tokens=True) if self.pair.tokenizer else ""
+
+    def answers(self, session: Session) -> list[Generation]:
+        """The best hypotheses, as many as were asked for."""
+        limits = session.limits
+
+        def score(one: Ended) -> float:
+            return limits.normalised(one.loglik, len(one.tokens))
+
+        found = sorted(session.hypotheses(), key=score, reverse=True)
+        done = [one for one in found if one.finished]
+        # Stopped early: live beams were given up, not finished. Constrained: what was cut off does not keep to the form.
+        if done and (session.remaining > 0 or self.constraint is not None):
+            found = done + [one for one in found if not one.finished]
+        beams = [Beam(one.tokens, score(one), self.decoded(one.tokens), one.finished) for one in found]
+        wanted = self.settings.num_return_sequences if self.method.beams > 1 else 1
+        return [self._generation(session, beams, best) for best in range(min(wanted, len(beams)))]
+
+    def _generation(self, session: Session, beams: list[Beam], best: int) -> Generation:
+        chosen = beams[best]
+        report = session.report(len(chosen.tokens))
+        return Generation(chosen.text, chosen.tokens, beams, report, session.prompt)
+
+
+def _check(method: Method, settings: Settings) -> None:
+    if method.greedy:
+        warping = [name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(settings, name) is not None]
+        if warping and settings.temperature != 0:
+            raise NotSupported(f"{method.name} does not draw, so {', '.join(warping)} would be ignored; leave it out")
+        if settings.num_return_sequences > 1 and method.beams == 1:
+            raise NotSupported(f"{method.name} has one answer; num_return_sequences is {settings.num_return_sequences}")
+    if method.beams > 1 and settings.num_return_sequences > method.beams:
+        raise BadSetting(
+            f"num_return_sequences is {settings.num_return_sequences}, but {method.name} keeps {method.beams} beams"
+        )
+
+
+def many(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if hasattr(prompts, "tolist"):  # an array or a tensor of ids
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Iterable):
+        raise BadSetting(f"prompts is {prompts!r}; it must be a text, a list of token ids, or a list of these")
+    prompts = list(prompts)
+    if prompts and all(isinstance(one, int) for one in prompts):
+        return [prompts]
+    return prompts
+
+
+def _token_ids(pair: Pair, prompt: Any, number: int) -> list[int]:
+    if isinstance(prompt, str):
+        if pair.tokenizer is None:
+            raise BadPrompt(
+                f"prompt {number} is text, but there is no tokenizer; give load(tokenizer=...) or token ids"
+            )
+        if not prompt.strip():
+            raise BadPrompt(f"prompt {number} is empty; it must hold some text")
+        ids = list(pair.tokenizer(prompt)["input_ids"])
+    else:
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(prompt, (list, tuple, range)) or not all(isinstance(token, int) for token in prompt):
+            raise BadPrompt(f"prompt {number} is {prompt!r}; it must be a text or a list of token ids")
+        ids = list(prompt)
+    if not ids:
+        raise BadPrompt(f"prompt {number} is empty; it must hold at least one token")
+    strange = [token for token in ids if not 0 <= token < pair.target.vocab]
+    if strange:
+        raise BadPrompt(
+            f"prompt {number} holds token id {strange[0]}; the model knows 0 to {pair.target.vocab - 1}: "
+            "was it made with another tokenizer?"
+        )
+    return ids
+
+
+def _room(pair: Pair, method: Method, prompt: list[int], settings: Settings, number: int) -> int | None:
+    models = pair if method.needs_draft else Pair(pair.target_model, None, None, pair.target, None)
+    room = models.room(len(prompt))
+    if room is not None and room < (settings.max_new_tokens or 1):
+        raise BadPrompt(
+            f"prompt {number} has {len(prompt)} tokens and may get {settings.max_new_tokens or 1} new ones, but the model "
+            f"has {room + len(prompt)} positions; shorten the prompt or lower max_new_tokens"
+        )
+    return room
