@@ -24,12 +24,12 @@ $(VENV)/made:
 $(VENV)/demo: $(VENV)/made pyproject.toml constraints.txt
 	@echo "Installing specbeam (torch is large; this happens once) ..."
 	@$(BIN)/pip install -q -c constraints.txt "torch==2.13.0"
-	@$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
+	@$(BIN)/pip install -q -c constraints.txt -e ".[bench,fast]"
 	@touch $@
 
 $(VENV)/dev: $(VENV)/demo
 	@echo "Installing the development tools ..."
-	@$(BIN)/pip install -q -c constraints.txt -e ".[bench,dev]"
+	@$(BIN)/pip install -q -c constraints.txt -e ".[bench,fast,dev]"
 	@touch $@
 
 demo: $(VENV)/demo

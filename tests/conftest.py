@@ -3,9 +3,13 @@ tests draw millions of tokens and are about speed of drawing."""
 
 import os
 
+import hypothesis
 from jaxtyping import install_import_hook
 
 import tests.support.checking  # noqa: F401 - the hook looks it up by name
 
 if os.environ.get("SPECBEAM_TYPES") != "off":
     install_import_hook("specbeam", "tests.support.checking.checked")
+
+hypothesis.settings.register_profile("patient", deadline=None)  # the first call of a kernel compiles it
+hypothesis.settings.load_profile("patient")

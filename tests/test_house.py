@@ -5,8 +5,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
-    {"errors"},
-    {"dice", "energy", "truncation", "forest", "constraint"},
+    {"errors", "kernels"},
+    {"dice", "energy", "clock", "truncation", "forest", "constraint"},
     {"laws"},
     {"probs", "limits"},
     {"records"},

@@ -1,5 +1,7 @@
 """The quick ways through a law against the plain ones: truncation, noise, best pairs."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from transformers import TypicalLogitsWarper
 
+from specbeam import kernels
 from specbeam.dice import coarse, gumbel, gumbel_at
 from specbeam.errors import NotSupported
 from specbeam.laws import JointLaw, log_norm
@@ -22,6 +25,7 @@ TRUNCATIONS = st.builds(
     min_p=st.sampled_from([0.0, 0.02, 0.5]),
     least=st.sampled_from([1, 2]),
 )
+COMPILED = st.booleans() if kernels.AVAILABLE else st.just(False)
 NO_PATHS = lambda: np.zeros((1, 1), dtype=np.int64)  # noqa: E731
 
 
@@ -108,9 +112,11 @@ def test_the_coarse_bits_bound_the_noise():
     count=st.integers(1, 12),
     banned=st.sampled_from([0.0, 0.5, 0.99]),
     noisy=st.booleans(),
+    compiled=COMPILED,
 )
-def test_best_pairs_are_those_of_the_dense_law(truncation, seed, dtype, beams, vocab, count, banned, noisy):
+def test_best_pairs_are_those_of_the_dense_law(truncation, seed, dtype, beams, vocab, count, banned, noisy, compiled):
     law = random_law(seed, beams, vocab, truncation, dtype, banned if vocab > 10 else 0.0, repeats=True)
+    law = replace(law, compiled=compiled)
     keys = np.random.default_rng(seed).integers(0, 2**63, beams, dtype=np.uint64)
     noise = gumbel(keys, vocab) if noisy else 0.0
     expected = best((law.logp + noise).ravel(), count)
@@ -122,9 +128,14 @@ def test_best_pairs_are_those_of_the_dense_law(truncation, seed, dtype, beams, v
 
 
 @settings(max_examples=100)
-@given(truncation=TRUNCATIONS, seed=st.integers(0, 10**6), dtype=st.sampled_from([torch.float32, torch.float64]))
-def test_odds_of_pairs_are_those_of_transformers_on_the_flattened_joint(truncation, seed, dtype):
-    law = random_law(seed, 3, 90, truncation, dtype, repeats=True)
+@given(
+    truncation=TRUNCATIONS,
+    seed=st.integers(0, 10**6),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    compiled=COMPILED,
+)
+def test_odds_of_pairs_are_those_of_transformers_on_the_flattened_joint(truncation, seed, dtype, compiled):
+    law = replace(random_law(seed, 3, 90, truncation, dtype, repeats=True), compiled=compiled)
     row = torch.from_numpy(law.logj.reshape(1, -1).copy())
     processors = truncation.processors()
     warped = processors(torch.zeros(1, 0, dtype=torch.long), row) if processors else row
@@ -139,6 +150,46 @@ def test_odds_of_pairs_are_those_of_transformers_on_the_flattened_joint(truncati
     pairs, odds = law.head()
     assert odds.sum() > 0.99
     assert odds == pytest.approx(law.p.ravel()[pairs], abs=close)
+
+
+needs_numba = pytest.mark.skipif(not kernels.AVAILABLE, reason="numba is not installed")
+
+
+@needs_numba
+def test_compiled_noise_is_the_noise_of_every_machine():
+    keys = np.random.default_rng(3).integers(0, 2**63, 50, dtype=np.uint64)
+    for key in (np.uint64(0), np.uint64(2**64 - 1), *keys):
+        mine = [kernels._gumbel(key, token) for token in range(100)]
+        assert mine == pytest.approx(gumbel(np.array([key]), 100)[0], rel=1e-14)
+        bound = np.empty(100, dtype=np.float32)
+        kernels._noise_bounds(key, bound)
+        assert (bound >= np.array(mine) - 1e-4).all()
+        assert (bound <= np.array(mine) + 40).all()
+
+
+@needs_numba
+@given(seed=st.integers(0, 10**6), spread=st.sampled_from([0.01, 3.0, 300.0]), banned=st.sampled_from([0.0, 0.9]))
+def test_compiled_norms_are_those_of_a_float64_sum(seed, spread, banned):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, spread, (3, 1000)).astype(np.float32)
+    logits[:, 1:][rng.random((3, 999)) < banned] = -np.inf
+    logits[2] = -np.inf
+    expected = np.logaddexp.reduce(logits[:2].astype(np.float64), axis=1)
+    found = kernels.log_norm(logits)
+    assert found[:2] == pytest.approx(expected, abs=1e-6, rel=1e-6)
+    assert found[2] == -np.inf
+
+
+@needs_numba
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 9), values=st.sampled_from([2, 5, 1000]))
+def test_the_largest_come_with_all_that_equal_the_last(seed, count, values):
+    x = np.random.default_rng(seed).integers(0, values, (2, 20)).astype(np.float32)
+    x[0, :15] = -np.inf
+    found = kernels.largest(x, np.zeros(2, dtype=np.float32), count)
+    order = np.lexsort((np.arange(40), -x.ravel()))
+    edge = x.ravel()[order[count - 1]]
+    expected = [pair for pair in order.tolist() if x.ravel()[pair] >= edge and x.ravel()[pair] > -np.inf]
+    assert found.tolist() == expected
 
 
 def test_dead_rows_have_no_odds():

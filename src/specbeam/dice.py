@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float64, Int64, UInt32, UInt64
 
+from specbeam import kernels
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 FACTOR_1, FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 S27, S30, S31 = (np.uint64(n) for n in (27, 30, 31))
@@ -35,6 +37,8 @@ def request_key(seed: int, prompt: Sequence[int], occurrence: int) -> int:
 
 def child_keys(keys: UInt64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
     """The keys of the paths that `keys` stand for, each prolonged by one token."""
+    if kernels.AVAILABLE:
+        return kernels.child_keys(keys, tokens)
     return scramble(scramble(keys ^ GOLDEN) + tokens.astype(np.uint64))
 
 

@@ -107,8 +107,8 @@ class Forest:
         if logq is not None or scores is not None:
             before = np.where(self.parents < 0, 0.0, np.nan) if scores is None else scores
             scores = np.append(before, np.full(len(tokens), np.nan) if logq is None else logq)
-        return replace(
-            self, tokens=np.append(self.tokens, tokens), parents=np.append(self.parents, parents), logq=scores
+        return Forest(
+            np.concatenate([self.tokens, tokens]), np.concatenate([self.parents, parents]), self.groups, scores
         )
 
     def with_group(self, group: Group) -> "Forest":
@@ -193,6 +193,9 @@ class Forest:
     def find(self, parents: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """The nodes that are the children `tokens` of `parents`; -1 where there is none."""
         known = self.parents * 2**32 + self.tokens
+        if len(known) * len(parents) <= 4096:  # then looking at every pair is quicker than sorting
+            same = known == (parents * 2**32 + tokens)[:, None]
+            return np.where(same.any(1), same.argmax(1), -1)
         order = np.argsort(known, kind="stable")
         wanted = parents * 2**32 + tokens
         place = np.minimum(np.searchsorted(known[order], wanted), len(known) - 1)

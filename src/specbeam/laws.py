@@ -6,19 +6,21 @@ which pairs can matter.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, UInt32, UInt64
 
+from specbeam import kernels
 from specbeam.dice import gumbel_at
-from specbeam.truncation import Truncation
+from specbeam.truncation import NO_TRUNCATION, Truncation
 
 Pairs = Int64[np.ndarray, " _"]
 Coarse = Callable[[], UInt32[np.ndarray, "beams vocab"]]
 SLACK = 16  # candidates looked at beyond those that are wanted
+FEW, MANY = 64, 512  # of a ranking that is made by insertion
 HEAD = 14.0  # pairs whose odds are below exp(-14) of the best one's do not move a width
 
 
@@ -33,6 +35,7 @@ class JointLaw:
         counts: how often each beam occurs.
         normalised: whether the odds of each beam's tokens sum to 1; a score of transformers is not normalised again after
             the processors.
+        compiled: search by the loops of `kernels`; otherwise by array code, their oracle.
     """
 
     logits: Float[torch.Tensor, "beams vocab"]
@@ -41,6 +44,7 @@ class JointLaw:
     counts: Int64[np.ndarray, " beams"]
     truncation: Truncation
     normalised: bool = True
+    compiled: bool = kernels.AVAILABLE
 
     @property
     def beams(self) -> int:
@@ -50,10 +54,14 @@ class JointLaw:
     def vocab(self) -> int:
         return self.logits.shape[1]
 
+    @property
+    def uncut(self) -> "JointLaw":
+        """The same law before top-k, top-p and min-p."""
+        return replace(self, truncation=replace(NO_TRUNCATION, temperature=self.truncation.temperature))
+
     def logj_at(self, pairs: Pairs) -> Float64[np.ndarray, " pairs"]:
         """Log-likelihood of the prolonged beams: what they carry on."""
-        raw = self.logits.reshape(-1)[torch.from_numpy(pairs)].double().numpy()
-        return raw + self._shift[pairs // self.vocab]
+        return self._rows.reshape(-1)[pairs] + self._shift[pairs // self.vocab]
 
     def logp_at(self, pairs: Pairs) -> Float64[np.ndarray, " pairs"]:
         """Log of the warped law; meant for pairs inside the support."""
@@ -73,6 +81,8 @@ class JointLaw:
         """The pairs that a truncation left, ascending; None if nothing was cut. It ranks beams, not their repeats."""
         if not self.truncation.cuts:
             return None
+        if self.compiled and (found := self._first_ones()) is not None:
+            return np.sort(found)
         flat = self._x.reshape(-1)
         total = float(flat.double().logsumexp(0))
         return np.sort(self.truncation.support(flat, total).numpy())
@@ -125,10 +135,12 @@ class JointLaw:
         With `keys` their Gumbel noise is added, so these are draws without replacement. The noise of a pair is evaluated
         only where its upper bound (see `dice.coarse`) reaches the last one wanted. `among` restricts the beams.
         """
-        if self.support is not None:
-            pairs = self.support
-            if among is not None:
-                pairs = pairs[among[pairs // self.vocab]]
+        pairs = self.support
+        if pairs is not None and among is not None:
+            pairs = pairs[among[pairs // self.vocab]]
+        if self.compiled:
+            return self._best_compiled(count, keys, among, pairs)
+        if pairs is not None:
             return _ranked(pairs, self._value(pairs, keys), count)
         bound = self._bound(coarse if keys is not None else None, among)
         most, pairs = (found.numpy() for found in torch.topk(bound, min(count + SLACK, len(bound))))
@@ -141,6 +153,36 @@ class JointLaw:
                 pairs = np.flatnonzero((bound >= edge).numpy())
                 return _ranked(pairs, self._value(pairs, keys), count)
         return _ranked(pairs[fine], value, count)
+
+    def _best_compiled(
+        self,
+        count: int,
+        keys: UInt64[np.ndarray, " beams"] | None,
+        among: Bool[np.ndarray, " beams"] | None,
+        pairs: Pairs | None,
+    ) -> Pairs:
+        law = (self._rows, self._shift, self.truncation.temperature, np.log(self.counts))
+        keys = _NO_NOISE if keys is None else keys
+        if pairs is not None:
+            return kernels.ranked(pairs, *law, keys, count)
+        every = np.ones(self.beams, dtype=bool) if among is None else among
+        return kernels.best(*law, keys, every, min(count, self.beams * self.vocab))
+
+    def _first_ones(self) -> Pairs | None:
+        """The support as a head of the ranking, where a short ranking will do."""
+        cut, least = self.truncation, self.truncation.least
+        if cut.others or not (cut.top_k or cut.top_p < 1):
+            return None
+        looked = max(cut.top_k, least) if cut.top_k else FEW
+        if looked > MANY:
+            return None
+        offset = float(np.max(self.scores))
+        shift = (self._shift - offset).astype(self._rows.dtype)
+        pairs = kernels.largest(self._rows, shift, looked)
+        values = (self.logj_at(pairs) - offset) / cut.temperature
+        total = np.nan if cut.top_k else self._total(np.zeros(self.beams)) - offset / cut.temperature
+        kept = kernels.head(values, total, cut.top_p, cut.min_p, least)
+        return pairs[:kept] if kept >= 0 else None
 
     def _value(self, pairs: Pairs, keys: UInt64[np.ndarray, " beams"] | None) -> Float64[np.ndarray, " pairs"]:
         """Unnormalised log-odds plus noise."""
@@ -190,9 +232,17 @@ class JointLaw:
         """logsumexp of the warped log-odds over the support."""
         if self.support is not None:
             return _logsumexp(self._warped(self.logj_at(self.support), self.support))
+        return self._total(np.log(self.counts))
+
+    def _total(self, log_counts: Float64[np.ndarray, " beams"]) -> float:
+        """logsumexp of the warped log-odds over all pairs."""
         if self.truncation.temperature == 1 and self.normalised:  # each row has the odds of its beam
-            return _logsumexp(np.where(np.isfinite(self.log_norm), self.scores + np.log(self.counts), -np.inf))
-        return _logsumexp(log_norm(self._x.double()) + np.log(self.counts)) + self._offset
+            return _logsumexp(np.where(np.isfinite(self.log_norm), self.scores + log_counts, -np.inf))
+        return _logsumexp(log_norm(self._x.double()) + log_counts) + self._offset
+
+    @cached_property
+    def _rows(self) -> Float[np.ndarray, "beams vocab"]:
+        return np.ascontiguousarray(self.logits.numpy())
 
 
 def candidates(beams: int, ends: int) -> int:
@@ -209,6 +259,8 @@ def running(law: JointLaw, pairs: Pairs, ended: Bool[np.ndarray, " _"], beams: i
 
 def log_norm(logits: Float[torch.Tensor, "rows vocab"]) -> Float64[np.ndarray, " rows"]:
     """logsumexp of each row, summed in float64; -inf where all of it is -inf."""
+    if kernels.AVAILABLE and logits.dtype == torch.float32:
+        return kernels.log_norm(np.ascontiguousarray(logits.numpy()))
     top = logits.amax(1, keepdim=True)
     top = torch.where(top.isfinite(), top, 0.0)
     total = (logits - top).exp_().sum(1, dtype=torch.float64)
@@ -218,6 +270,9 @@ def log_norm(logits: Float[torch.Tensor, "rows vocab"]) -> Float64[np.ndarray, "
 def _ranked(pairs: Pairs, value: Float64[np.ndarray, " pairs"], count: int) -> Pairs:
     order = np.lexsort((pairs, -value))[:count]
     return pairs[order]
+
+
+_NO_NOISE = np.zeros(0, dtype=np.uint64)
 
 
 def _logsumexp(values: Float64[np.ndarray, " n"]) -> float:

@@ -37,11 +37,18 @@ class Limits:
 
     def ended(self, tokens: Int64[np.ndarray, " beams"], paths: Paths) -> Bool[np.ndarray, " beams"]:
         """Which beams end with their newest token; `paths()` gives all their new tokens and is called only if needed."""
-        ended = np.isin(tokens, self.eos)
+        ended = self.ends(tokens)
         if self.stop_strings and self.decode is not None:
             for beam, path in enumerate(paths()):
                 ended[beam] |= self.stopped_by(path.tolist()) is not None
         return ended
+
+    def ends(self, tokens: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+        """Which are end tokens."""
+        found = np.zeros(len(tokens), dtype=bool)
+        for end in self.eos:
+            found |= tokens == end
+        return found
 
     def stopped_by(self, tokens: list[int]) -> str | None:
         """The stop string that the newest token completed. A stop string is never longer than its bytes in tokens."""

@@ -55,12 +55,16 @@ def joint_law(
     `paths()` gives prompt and tokens of each beam, int64[beams, length]; it is called only if a processor needs it.
     Raises `BrokenLaw` if the logits are no logits, `DeadEnd` if nothing is left to draw.
     """
-    logits = _checked(logits)
+    logits = _on_host(logits)
+    if warp.search or warp.processors:
+        _check(logits)
     if warp.search:
         logits = torch.log_softmax(logits, -1)
     if warp.processors:
         logits = _processed(logits, warp.processors, paths())
     norm = log_norm(logits)
+    if not (norm < np.inf).all():
+        _check(logits)
     if not (norm > -np.inf).any():
         raise DeadEnd("every token is banned: the logits processors, bad words and grammar left nothing to draw")
     if warp.greedy:
@@ -71,14 +75,16 @@ def joint_law(
     return JointLaw(logits, scores, norm, counts, truncation, normalised=not warp.search)
 
 
-def _checked(logits: Float[torch.Tensor, "rows vocab"]) -> Float[torch.Tensor, "rows vocab"]:
-    """On the host, float32 or float64."""
+def _on_host(logits: Float[torch.Tensor, "rows vocab"]) -> Float[torch.Tensor, "rows vocab"]:
+    """As float32 or float64."""
     logits = logits.detach().cpu()
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _check(logits: Float[torch.Tensor, "rows vocab"]) -> None:
     if not bool((logits.amax(1) < torch.inf).all()):  # also false for NaN
         what = "NaN" if bool(logits.isnan().any()) else "+inf"
         raise BrokenLaw(f"the model returned {what} logits; try float32, or look for overflow in the weights")
-    return logits
 
 
 def row_logp(logits: Float[torch.Tensor, "rows vocab"], warp: Warp, paths: Paths) -> Float64[np.ndarray, "rows vocab"]:
@@ -86,7 +92,8 @@ def row_logp(logits: Float[torch.Tensor, "rows vocab"], warp: Warp, paths: Paths
 
     At temperature 0 the unwarped log-law: only its order matters there.
     """
-    logits = _checked(logits)
+    logits = _on_host(logits)
+    _check(logits)
     if warp.processors:
         logits = _processed(logits, warp.processors, paths())
     if warp.greedy or warp.truncation == NO_TRUNCATION:

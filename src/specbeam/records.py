@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -60,7 +61,7 @@ class Step:
     width: int  # draws that were asked for
     passed: bool  # every live draw was a draft node, so that the next layer can be judged
 
-    @property
+    @cached_property
     def live(self) -> Beams:
         return self.beams.pick(~self.ended)
 
@@ -168,12 +169,12 @@ class Verdict:
         """Layers that were emitted from drafts; a turn emits one more layer than passed, unless it ended there."""
         return sum(step.passed for step in self.steps)
 
-    @property
+    @cached_property
     def beams(self) -> Beams:
         live = self.steps[-1].live
         return live if self.collapsed is None else live.pick(np.array([self.collapsed]))
 
-    @property
+    @cached_property
     def parents(self) -> Int64[np.ndarray, " beams"]:
         """Forest nodes under which the surviving beams hang."""
         last = self.steps[-1]

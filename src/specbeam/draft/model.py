@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 
 from specbeam.dice import child_keys
 from specbeam.errors import DeadEnd
 from specbeam.forest import Forest, Group
-from specbeam.laws import Coarse, JointLaw, candidates, running
+from specbeam.laws import Coarse, JointLaw, Pairs, candidates, running
 from specbeam.lm.base import LM
 from specbeam.probs import joint_law
 from specbeam.records import Beams, Shape, Turn
@@ -62,7 +62,7 @@ class BeamDrafter:
     Args:
         lm: the draft model.
         beams: how many beams the target keeps. With shared noise, that many draft pairs per layer are what the draft
-            model would keep by itself (core); the rest of the layer are the next best (halo).
+            model would keep by itself (core); the rest of the layer are the next best (halo), whatever its truncation cut.
         coupling: "noise" drafts by the noise that the target will use; "rejection" draws and states its law.
         replacement: independent draws instead of draws without replacement (coupling "rejection" only).
         search: draft for transformers' beam modes, in which a beam that ends makes room for the next one: ends are not
@@ -98,29 +98,23 @@ class BeamDrafter:
         self.lm.close(session)
 
     def _grow(self, one: Growing, law: JointLaw) -> None:
-        vocab = law.vocab
-        if self.coupling == "noise" or one.session.warp.greedy:
-            pairs, core = self._by_noise(one, law)
+        front, greedy = one.front, one.session.warp.greedy
+        if self.coupling == "noise" or greedy:
+            drawn, core = self._by_noise(one, law)
         else:
-            pairs = _drawn(one, law, self.replacement)
-            core = np.ones(len(pairs), dtype=bool)
-        parents, tokens = np.divmod(pairs, vocab)
-        _, first, which, counts = np.unique(pairs, return_index=True, return_inverse=True, return_counts=True)
-        order = np.argsort(first)
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        first, counts = first[order], counts[order]
-        going = ~np.isin(tokens[first], one.session.limits.eos)
-        nodes = np.full(len(first), -1)
-        nodes[going] = len(one.forest) + np.arange(np.count_nonzero(going))
-        front = one.front
-        grown = one.forest.grown(tokens[first][going], front.nodes[parents[first]][going])
-        known = None if one.session.warp.greedy else law
-        group = Group(front.nodes, parents, tokens, nodes[place[which]], known, self.replacement)
-        one.forest = grown.with_group(group)
-        keys = child_keys(front.keys[parents[first]], tokens[first])
-        layer = Beams(nodes, tokens[first], law.logj_at(pairs[first]), counts, keys)
-        one.front, one.core = layer.pick(going), core[first][going]
+            drawn = _drawn(one, law, self.replacement)
+            core = np.ones(len(drawn), dtype=bool)
+        pairs, which, counts = _merged(drawn) if self.replacement else (drawn, None, np.ones_like(drawn))
+        parents, tokens = np.divmod(pairs, law.vocab)
+        going = ~one.session.limits.ends(tokens)
+        nodes = np.where(going, len(one.forest) - 1 + np.cumsum(going), -1)
+        above = front.nodes[parents]
+        draws = slice(None) if which is None else which
+        known = None if greedy else law
+        group = Group(front.nodes, parents[draws], tokens[draws], nodes[draws], known, self.replacement)
+        one.forest = one.forest.grown(tokens[going], above[going]).with_group(group)
+        layer = Beams(nodes, tokens, law.logj_at(pairs), counts, child_keys(front.keys[parents], tokens))
+        one.front, one.core = layer.pick(going), core[: len(pairs)][going]
 
     def _by_noise(self, one: Growing, law: JointLaw) -> tuple[np.ndarray, np.ndarray]:
         """Core first, then halo. Any choice is lawful: the target's own choice does not look at it."""
@@ -129,12 +123,10 @@ class BeamDrafter:
         width, beams = one.shape.width, min(self.beams, one.shape.width)
         if self.search:
             return self._by_search(one, law, keys, coarse)
-        every = law.best(width, keys, coarse)
-        core = every[one.core[every // law.vocab]][:beams]
-        if len(core) < beams:
-            core = law.best(beams, keys, coarse, among=one.core)
-        halo = every[~np.isin(every, core)][: width - len(core)]
-        return np.append(core, halo), np.arange(len(core) + len(halo)) < len(core)
+        core = law.best(beams, keys, coarse, among=one.core)
+        if law.truncation.cuts:  # the target may keep what the draft model cuts away, and takes most of what it keeps
+            return _with_halo(core, law.uncut.best(width), width)
+        return _with_halo(core, law.best(width, keys, coarse), width)
 
     def _by_search(
         self, one: Growing, law: JointLaw, keys: np.ndarray | None, coarse: Coarse
@@ -142,11 +134,26 @@ class BeamDrafter:
         ends, width = one.session.limits.eos, one.shape.width
         looked = candidates(self.beams, len(ends))
         pairs = law.best(looked, keys, coarse, among=one.core)
-        core = pairs[running(law, pairs, np.isin(pairs % law.vocab, ends), min(self.beams, width))]
+        ended = one.session.limits.ends(pairs % law.vocab)
+        core = pairs[running(law, pairs, ended, min(self.beams, width))]
         every = law.best(width + len(ends) * law.beams, keys, coarse)
-        every = every[~np.isin(every % law.vocab, ends)]
-        halo = every[~np.isin(every, core)][: width - len(core)]
-        return np.append(core, halo), np.arange(len(core) + len(halo)) < len(core)
+        return _with_halo(core, every[~one.session.limits.ends(every % law.vocab)], width)
+
+
+def _with_halo(core: Pairs, every: Pairs, width: int) -> tuple[Pairs, Bool[np.ndarray, " n"]]:
+    """The core and the best of the others, and which of them are core."""
+    mine = set(core.tolist())
+    halo = [pair for pair in every.tolist() if pair not in mine][: width - len(core)]
+    return np.array([*core.tolist(), *halo], dtype=np.int64), np.arange(len(core) + len(halo)) < len(core)
+
+
+def _merged(drawn: Pairs) -> tuple[Pairs, Int64[np.ndarray, " draws"], Int64[np.ndarray, " _"]]:
+    """Distinct pairs in the order of their first draw; which of them each draw is; how often each was drawn."""
+    pairs, first, which, counts = np.unique(drawn, return_index=True, return_inverse=True, return_counts=True)
+    order = np.argsort(first)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return pairs[order], place[which], counts[order]
 
 
 def _drawn(one: Growing, law: JointLaw, replacement: bool) -> np.ndarray:

@@ -6,6 +6,7 @@ from jaxtyping import Bool, Int32
 
 from specbeam.lm.kv_trie import WASTE, Feed, KVTrie
 
+_LOWEST = np.finfo(np.float32).min
 Mask = torch.Tensor | dict[str, torch.Tensor]
 
 
@@ -74,9 +75,11 @@ class Masks:
     def _native(
         self, seen: Bool[np.ndarray, "batch width extent"], device: torch.device, additive: bool
     ) -> torch.Tensor:
-        mask = torch.from_numpy(seen)[:, None].to(device)
         if not additive:
-            return mask
+            return torch.from_numpy(seen)[:, None].to(device)
+        if self.dtype == torch.float32:
+            return torch.from_numpy(np.where(seen, np.float32(0), _LOWEST))[:, None].to(device)
+        mask = torch.from_numpy(seen)[:, None].to(device)
         return torch.zeros(mask.shape, dtype=self.dtype, device=device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
 

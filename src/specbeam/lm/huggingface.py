@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from specbeam.clock import lap
 from specbeam.errors import UnsupportedModel
 from specbeam.forest import Forest
 from specbeam.lm.attention import Masks
@@ -37,7 +38,7 @@ class Lane:
         """Take in new nodes; give the first local node whose logits a pass has to compute."""
         self.trie.enter(forest)
         wanted = self.trie.local[self.answered :]
-        return int(min(wanted[wanted >= self.trie.stored], default=len(self.trie.tokens)))
+        return int(wanted[wanted >= self.trie.stored].min(initial=len(self.trie.tokens)))
 
     def learn(self, first: int, rows: Float[torch.Tensor, "n vocab"]) -> None:
         self._blocks.append((first, rows))
@@ -46,11 +47,18 @@ class Lane:
         """Logits of the forest nodes not handed out yet."""
         wanted = self.trie.local[self.answered :]
         self.answered = len(self.trie.local)
-        if self._blocks and len(wanted):
-            first, rows = self._blocks[-1]
-            if wanted[0] >= first and wanted[-1] - wanted[0] == len(wanted) - 1:
-                return rows[wanted[0] - first : wanted[-1] - first + 1]
-        return torch.stack([self._row(int(node)) for node in wanted])
+        if not self._blocks:
+            return torch.stack([self._row(int(node)) for node in wanted])
+        first, rows = self._blocks[-1]
+        inside = wanted >= first
+        if inside.all() and (wanted[1:] == wanted[:-1] + 1).all():
+            return rows[int(wanted[0]) - first : int(wanted[-1]) - first + 1]
+        answer = rows.new_empty(len(wanted), rows.shape[1])
+        goal, source = (torch.from_numpy(x).to(rows.device) for x in (np.flatnonzero(inside), wanted[inside] - first))
+        answer.index_copy_(0, goal, rows.index_select(0, source))
+        for place in np.flatnonzero(~inside).tolist():
+            answer[place] = self._row(int(wanted[place]))
+        return answer
 
     def settle(self, turn: Turn) -> None:
         before = self.trie.settle(turn)
@@ -166,28 +174,27 @@ class HuggingFaceLM:
         width = max(len(feed) for feed in feeds)
         extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
         self.store.reserve(len(self.lanes), extent)
-        tokens, positions, slots = (np.zeros((len(feeds), width), dtype=np.int64) for _ in range(3))
-        slots[:] = WASTE
+        inputs = np.zeros((3, len(feeds), width), dtype=np.int64)
+        inputs[2] = WASTE
         for one, feed in enumerate(feeds):
             if len(feed):
-                tokens[one, -len(feed) :] = feed.tokens
-                positions[one, -len(feed) :] = feed.positions
-                slots[one, -len(feed) :] = feed.slots
-        self.store.place = Place(slice(rows.start, rows.stop), torch.from_numpy(slots).to(self.device), extent)
+                inputs[:, one, -len(feed) :] = feed.tokens, feed.positions, feed.slots
+        ids, places, slots = torch.from_numpy(inputs).to(self.device)
+        self.store.place = Place(slice(rows.start, rows.stop), slots, extent)
         self.passes += 1
-        ids, places = torch.from_numpy(tokens).to(self.device), torch.from_numpy(positions).to(self.device)
         masks = self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
-        if self.lean is not None:
-            return self.lean.forward(ids, places, masks, self.store, wanted)
-        output = self.model(
-            input_ids=ids,
-            attention_mask=masks,
-            position_ids=places,
-            past_key_values=self.store,
-            use_cache=True,
-            **({"logits_to_keep": wanted} if self._keeps_rows else {}),
-        )
-        return output.logits[:, -wanted:]
+        with lap("model"):
+            if self.lean is not None:
+                return self.lean.forward(ids, places, masks, self.store, wanted)
+            output = self.model(
+                input_ids=ids,
+                attention_mask=masks,
+                position_ids=places,
+                past_key_values=self.store,
+                use_cache=True,
+                **({"logits_to_keep": wanted} if self._keeps_rows else {}),
+            )
+            return output.logits[:, -wanted:]
 
 
 _NOTHING = Feed(

@@ -45,19 +45,23 @@ class KVTrie:
     def __init__(self, prompt: list[int]) -> None:
         self.capacity = BLOCK
         self.slot_position = np.zeros(self.capacity, dtype=np.int64)
+        self.used = np.zeros(self.capacity, dtype=bool)  # slots that somebody sees
         self.peak = 0
         # Local node 0 is the empty path before the prompt: stored, sees nothing. Pending nodes stand behind stored ones.
         self.tokens = np.array([-1, *prompt], dtype=np.int64)
         self.parents = np.arange(-1, len(prompt), dtype=np.int64)
         self.positions = self.parents.copy()
-        self.seen = np.zeros((1, self.capacity), dtype=bool)  # of the stored nodes, itself included
+        self.stored = 1  # local nodes that are stored; they are the first ones
+        self._seen = np.zeros(
+            (BLOCK, self.capacity), dtype=bool
+        )  # by local node, itself included; more rows than stored
         self.root_at = np.array([len(prompt)], dtype=np.int64)
         self.local = self.root_at  # local node of each forest node known in this turn
 
     @property
-    def stored(self) -> int:
-        """Local nodes that are stored; they are the first ones."""
-        return len(self.seen)
+    def seen(self) -> Bool[np.ndarray, "stored capacity"]:
+        """The slots on the path to each stored node."""
+        return self._seen[: self.stored]
 
     @property
     def waiting(self) -> int:
@@ -67,48 +71,53 @@ class KVTrie:
     @property
     def held(self) -> int:
         """Tokens stored."""
-        return int(self.seen.any(0).sum())
+        return int(np.count_nonzero(self.used))
 
     @property
     def extent(self) -> int:
         """One past the last slot in use: what attention has to look at."""
-        return int(np.flatnonzero(self.seen.any(0)).max(initial=WASTE)) + 1
+        slots = np.flatnonzero(self.used)
+        return int(slots[-1]) + 1 if len(slots) else WASTE + 1
 
     def enter(self, forest: Forest) -> None:
         """Take in the nodes of the forest that are new."""
         known = len(self.local)
         start, fresh = len(self.tokens), len(forest) - known
         if fresh > 0:
-            self.local = np.append(self.local, np.arange(start, start + fresh))
+            self.local = np.concatenate([self.local, np.arange(start, start + fresh)])
             self._append(forest.tokens[known:], self.local[forest.parents[known:]])
 
     def _append(self, tokens: Int64[np.ndarray, " n"], parents: Int64[np.ndarray, " n"]) -> None:
         start = len(self.tokens)
-        self.tokens = np.append(self.tokens, tokens)
-        self.parents = np.append(self.parents, parents)
-        self.positions = np.append(self.positions, np.zeros(len(tokens), dtype=np.int64))
+        self.tokens = np.concatenate([self.tokens, tokens])
+        self.parents = np.concatenate([self.parents, parents])
+        self.positions = np.concatenate([self.positions, parents])
         for layer in _layers(parents, start):
-            self.positions[start:][layer] = self.positions[parents[layer]] + 1
+            self.positions[start + layer.start : start + layer.stop] = self.positions[parents[layer]] + 1
 
     def feed(self, most: int) -> Feed:
         """Give slots to the first `most` pending nodes; from here on they count as stored."""
-        start = self.stored
-        nodes = slice(start, min(start + most, len(self.tokens)))
-        parents = self.parents[nodes]
-        slots = self._free(len(parents))
-        self.seen = np.concatenate([self.seen, np.zeros((len(parents), self.capacity), dtype=bool)])
-        fresh = self.seen[start:]
-        for layer in _layers(parents, start):
-            fresh[layer] = self.seen[parents[layer]]
-            fresh[np.arange(layer.start, layer.stop), slots[layer]] = True
-        self.slot_position[slots] = self.positions[nodes]
+        start, stop = self.stored, min(self.stored + most, len(self.tokens))
+        parents, positions = self.parents[start:stop], self.positions[start:stop]
+        slots = self._free(stop - start)
+        if stop > len(self._seen):
+            self._seen = np.pad(self._seen, ((0, max(stop, 2 * len(self._seen)) - len(self._seen)), (0, 0)))
+        fresh = self._seen[start:stop]
+        if _is_chain(parents, start):  # a prompt
+            fresh[:] = self._seen[parents[0]]
+            fresh[:, slots] |= np.tri(len(slots), dtype=bool)
+        else:
+            for layer in _layers(parents, start):
+                fresh[layer] = self._seen[parents[layer]]
+                fresh[np.arange(layer.start, layer.stop), slots[layer]] = True
+        self.stored = stop
+        self.used[slots] = True
+        self.slot_position[slots] = positions
         self.peak = max(self.peak, self.held)
-        return Feed(self.tokens[nodes], self.positions[nodes], slots, fresh)
+        return Feed(self.tokens[start:stop], positions, slots, fresh)
 
     def _free(self, count: int) -> Int64[np.ndarray, " n"]:
-        used = np.asarray(self.seen.any(0))
-        used[WASTE] = True
-        free = np.flatnonzero(~used)
+        free = np.flatnonzero(~self.used)[1:]  # all but the waste slot, which nobody uses
         if len(free) >= count:
             return free[:count]
         self._grow(self.capacity + count - len(free))
@@ -118,8 +127,8 @@ class KVTrie:
         """At least double, so that growing costs little in the long run."""
         capacity = -(-max(2 * self.capacity, least) // BLOCK) * BLOCK
         more = capacity - self.capacity
-        self.seen = np.pad(self.seen, ((0, 0), (0, more)))
-        self.slot_position = np.pad(self.slot_position, (0, more))
+        self._seen = np.pad(self._seen, ((0, 0), (0, more)))
+        self.slot_position, self.used = np.pad(self.slot_position, (0, more)), np.pad(self.used, (0, more))
         self.capacity = capacity
 
     def forget_inner(self) -> None:
@@ -149,23 +158,34 @@ class KVTrie:
         renamed = np.cumsum(kept) - 1
         pending = names >= self.stored
         self.parents = np.where(pending, renamed[self.parents[names]], -1)
-        self.tokens, self.positions, self.seen = self.tokens[names], self.positions[names], self.seen[names[~pending]]
+        self.tokens, self.positions = self.tokens[names], self.positions[names]
+        stored = names[~pending]
+        self.stored = len(stored)
+        self._seen[: self.stored] = self._seen[stored]
+        self.used = np.asarray(self.seen.any(0))
         self.root_at = self.local = renamed[leaves]
 
     def compact(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Close the holes: (from, to) slots that the store has to move. Slots before the first hole stay."""
-        used = np.flatnonzero(self.seen.any(0))
+        used = np.flatnonzero(self.used)
         goal = np.arange(1, len(used) + 1)
         kept = self.seen[:, used]
-        self.seen[:] = False
-        self.seen[:, goal] = kept
+        self.seen[:], self.used[:] = False, False
+        self.seen[:, goal], self.used[goal] = kept, True
         self.slot_position[goal] = self.slot_position[used]
         moved = used != goal
         return used[moved], goal[moved]
 
 
+def _is_chain(parents: Int64[np.ndarray, " n"], start: int) -> bool:
+    """Whether nodes start, start + 1, ... hang one below the other."""
+    return len(parents) > 1 and bool((parents[1:] == np.arange(start, start + len(parents) - 1)).all())
+
+
 def _layers(parents: Int64[np.ndarray, " n"], start: int) -> list[slice]:
     """Cut nodes start, start + 1, ... into runs in which no node is the parent of another."""
+    if len(parents) and parents.max() < start:
+        return [slice(0, len(parents))]
     layers, first = [], 0
     while first < len(parents):
         inside = np.flatnonzero(parents[first:] >= start + first)

@@ -1,0 +1,276 @@
+"""The passes over the vocabulary as compiled loops, where numba is installed: the fast twins of what stands in `laws` and
+`dice`, which stay as their oracles. Each takes one pass where array code takes ten.
+
+Pairs are beam * vocabulary + token, as in `laws`.
+"""
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+try:
+    import numba
+except ImportError:  # pip install 'specbeam[fast]'
+    numba = None
+
+AVAILABLE = numba is not None and os.environ.get("SPECBEAM_KERNELS") != "off"
+Array = Any  # numba finds the types by itself
+
+
+def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compiled at the first call and kept on disk. `unwrap`: tests wrap functions into type checks."""
+    if not AVAILABLE:
+        return function
+    return numba.njit(cache=True, error_model="numpy", boundscheck=False, **options)(inspect.unwrap(function))
+
+
+def _compiled_loosely(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Sums may be reordered, so that they become vector instructions; NaN must not come in."""
+    return _compiled(function, fastmath={"reassoc", "nsz", "contract", "nnan"})
+
+
+_ODD, _ROUND_1, _ROUND_2, _ROUND_3 = (np.uint32(n) for n in (0x9E3779B1, 0x21F0AAAD, 0xD35A2D97, 0x85EBCA6B))
+_S15, _S16, _ONE = np.uint32(15), np.uint32(16), np.uint32(1)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FACTOR_1, _FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_L1, _L27, _L30, _L31, _L32 = (np.uint64(n) for n in (1, 27, 30, 31, 32))
+_LN2 = np.float32(0.6931472)
+_PER_OCTAVE = np.float32(_LN2 / 2**23)  # the bits of a float32, read as a number, grow by 2^23 per doubling
+_TOP = np.float32((31 + 127) * _LN2 + 1e-5)
+
+
+@_compiled
+def _mixed(key: Array, token: Array) -> Array:
+    """`dice._mixed` of one place."""
+    u32 = np.uint32  # numba widens every sum and product to 64 bits
+    x = u32(u32(key) + u32(u32(u32(token) + _ONE) * _ODD))
+    x = u32(u32(x ^ u32(x >> _S16)) * _ROUND_1)
+    x = u32(u32(x ^ u32(x >> _S15)) + u32(key >> _L32))
+    x = u32(x * _ROUND_2)
+    x = u32(u32(x ^ u32(x >> _S15)) * _ROUND_3)
+    return u32(x ^ u32(x >> _S16))
+
+
+@_compiled
+def _gumbel(key: Array, token: Array) -> Array:
+    """`dice.gumbel_at` of one place."""
+    x = key + (np.uint64(token) + _L1) * _GOLDEN
+    x = (x ^ (x >> _L30)) * _FACTOR_1
+    x = (x ^ (x >> _L27)) * _FACTOR_2
+    trailing = (x ^ (x >> _L31)) >> _L32
+    uniform = (np.float64(_mixed(key, token)) + (np.float64(trailing) + 0.5) * 2.0**-32) * 2.0**-32
+    return -np.log(-np.log1p(-min(uniform, 1 - 2.0**-53)))
+
+
+@_compiled
+def child_keys(keys: Array, tokens: Array) -> Array:
+    """`dice.child_keys`."""
+    out = np.empty_like(keys)
+    for place in range(len(keys)):
+        x = keys[place] ^ _GOLDEN
+        x = (x ^ (x >> _L30)) * _FACTOR_1
+        x = (x ^ (x >> _L27)) * _FACTOR_2
+        x = (x ^ (x >> _L31)) + np.uint64(tokens[place])
+        x = (x ^ (x >> _L30)) * _FACTOR_1
+        x = (x ^ (x >> _L27)) * _FACTOR_2
+        out[place] = x ^ (x >> _L31)
+    return out
+
+
+@_compiled
+def _put(values: Array, pairs: Array, held: int, value: float, pair: int) -> int:
+    """Into a list that is sorted by value, descending, then pair; gives how many it holds."""
+    place = held
+    if held == len(values):
+        place -= 1
+        if value < values[place] or (value == values[place] and pair > pairs[place]):
+            return held
+    else:
+        held += 1
+    while place > 0 and (values[place - 1] < value or (values[place - 1] == value and pairs[place - 1] > pair)):
+        values[place], pairs[place] = values[place - 1], pairs[place - 1]
+        place -= 1
+    values[place], pairs[place] = value, pair
+    return held
+
+
+@_compiled
+def _noise_bounds(key: Array, bound: Array) -> None:
+    """Not below the noise of each token: noise <= -log(u) where u begins with the bits of `_mixed`, and log2 of a float32
+    is at least its bits, read as a number.
+    """
+    u32, bits = np.uint32, bound.view(np.int32)
+    low, high = u32(key), u32(key >> _L32)
+    for token in range(len(bound)):  # `_mixed`, written out: loops over plain arithmetic become vector instructions
+        x = u32(low + u32(u32(u32(token) + _ONE) * _ODD))
+        x = u32(u32(x ^ u32(x >> _S16)) * _ROUND_1)
+        x = u32(u32(x ^ u32(x >> _S15)) + high)
+        x = u32(x * _ROUND_2)
+        x = u32(u32(x ^ u32(x >> _S15)) * _ROUND_3)
+        x = u32(x ^ u32(x >> _S16))
+        bound[token] = np.float32(np.int32(x >> _ONE))
+    for token in range(len(bound)):
+        bound[token] = _TOP - np.float32(bits[token]) * _PER_OCTAVE
+
+
+@_compiled
+def best(
+    logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int
+) -> Array:
+    """`JointLaw.best` without truncation: the pairs of largest (logit + shift) / temperature + log count + noise.
+
+    Args:
+        keys: of the beams' noise; empty for none.
+        among: beams that count.
+    """
+    beams, vocab = logits.shape
+    values, pairs = np.full(count, -np.inf), np.full(count, -1, dtype=np.int64)
+    bound = np.zeros(vocab, dtype=np.float32)
+    offset = shift.max() / temperature  # so that bounds are small numbers, which float32 holds finely
+    noisy, held = len(keys) > 0, 0
+    edge = np.float32(-np.inf)
+    for beam in range(beams):
+        if not among[beam]:
+            continue
+        row, base, extra = logits[beam], shift[beam], log_counts[beam]
+        key = keys[beam] if noisy else np.uint64(0)
+        if noisy:
+            _noise_bounds(key, bound)
+        slack = 1e-3 + 4e-7 * (abs(base / temperature) + abs(offset))
+        scale, add = np.float32(1 / temperature), np.float32(base / temperature + extra - offset + slack)
+        for token in range(vocab):
+            if np.float32(row[token]) * scale + bound[token] + add >= edge and row[token] > -np.inf:
+                value = (row[token] + base) / temperature + extra
+                if noisy:
+                    value += _gumbel(key, token)
+                held = _put(values, pairs, held, value, beam * vocab + token)
+                if held == count:
+                    edge = np.float32(values[count - 1] - offset)
+    return pairs[:held]
+
+
+@_compiled
+def ranked(
+    pairs: Array, logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, count: int
+) -> Array:
+    """`best` among the given pairs."""
+    vocab = logits.shape[1]
+    values, chosen = np.full(count, -np.inf), np.full(count, -1, dtype=np.int64)
+    held = 0
+    for pair in pairs:
+        beam, token = pair // vocab, pair % vocab
+        value = (logits[beam, token] + shift[beam]) / temperature + log_counts[beam]
+        if len(keys):
+            value += _gumbel(keys[beam], token)
+        held = _put(values, chosen, held, value, pair)
+    return chosen[:held]
+
+
+@_compiled
+def largest(x: Array, shift: Array, count: int) -> Array:
+    """The pairs of the `count` largest x + shift, best first, without those of -inf; and all that equal the last."""
+    beams, vocab = x.shape
+    values, pairs = np.full(count, -np.inf), np.full(count, -1, dtype=np.int64)
+    held, edge = 0, x.dtype.type(-np.inf)
+    for beam in range(beams):
+        row, base = x[beam], shift[beam]
+        for token in range(vocab):
+            value = row[token] + base
+            if value > edge:
+                held = _put(values, pairs, held, value, beam * vocab + token)
+                if held == count:
+                    edge = x.dtype.type(values[count - 1])
+    if held < count:
+        return pairs[:held]
+    equals = 0
+    for beam in range(beams):
+        for token in range(vocab):
+            equals += x[beam, token] + shift[beam] == edge
+    better = np.searchsorted(-values, -edge)
+    every = np.empty(better + equals, dtype=np.int64)
+    every[:better] = pairs[:better]
+    if better + equals == count:
+        every[better:] = pairs[better:]
+        return every
+    place = better
+    for beam in range(beams):
+        for token in range(vocab):
+            if x[beam, token] + shift[beam] == edge:
+                every[place] = beam * vocab + token
+                place += 1
+    return every
+
+
+@_compiled
+def head(values: Array, log_total: float, top_p: float, min_p: float, least: int) -> int:
+    """How many of `values`, log-odds that descend, top-p and min-p keep (see `Truncation`); -1 if more have to be known.
+
+    `log_total`: their logsumexp with those that follow; NaN if none do.
+    """
+    kept = len(values)
+    if top_p < 1 and kept:
+        whole = log_total
+        if np.isnan(whole):
+            whole = values[0] + np.log(np.exp(values - values[0]).sum())
+        mass, needed = 0.0, 0
+        while needed < kept and mass < top_p:
+            mass += np.exp(values[needed] - whole)
+            needed += 1
+        if mass < top_p and not np.isnan(log_total):
+            return -1
+        kept = min(max(needed, least), kept)
+    if min_p > 0 and kept:
+        edge = min(values[0] + np.log(min_p), values[min(least, kept) - 1])
+        while values[kept - 1] < edge:
+            kept -= 1
+    return kept
+
+
+_LOG2E, _LN2_HIGH = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+_C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
+_MINUS_INF = np.float32(-np.inf).view(np.int32)
+_F1, _HALF, _LEAST = np.float32(1), np.float32(0.5), np.float32(-126)
+
+
+@_compiled_loosely
+def log_norm(logits: Array) -> Array:
+    """`laws.log_norm` of float32 rows, with an exponential of its own that becomes vector instructions.
+
+    NaN for rows that hold NaN or +inf.
+    """
+    rows, vocab = logits.shape
+    out = np.empty(rows)
+    part = np.empty(vocab, dtype=np.float32)
+    powers = np.empty(vocab, dtype=np.int32)
+    for number in range(rows):
+        row = logits[number]
+        bits, strange = row.view(np.int32), 0
+        for token in range(vocab):  # by its bits, for NaN must not come into arithmetic
+            strange |= (bits[token] & 0x7FFFFFFF >= 0x7F800000) & (bits[token] != _MINUS_INF)
+        if strange:
+            out[number] = np.nan
+            continue
+        top = np.float32(-np.inf)
+        for token in range(vocab):
+            top = max(top, row[token])
+        if top == -np.inf:
+            out[number] = top
+            continue
+        for token in range(vocab):
+            y = max((row[token] - top) * _LOG2E, _LEAST)
+            whole = np.floor(y + _HALF)
+            f = (y - whole) * _LN2_HIGH
+            part[token] = _F1 + f * (_F1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
+            powers[token] = (np.int32(whole) + 127) << 23
+        scale = powers.view(np.float32)
+        total = 0.0
+        for start in range(0, vocab, 64):
+            some: Any = np.float32(0)
+            for token in range(start, min(start + 64, vocab)):
+                some += part[token] * scale[token]
+            total += some
+        out[number] = top + np.log(total)
+    return out
