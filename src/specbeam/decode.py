@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from specbeam.clock import lap
 from specbeam.forest import Forest
 from specbeam.lm.base import LM
 from specbeam.records import Shape, Turn
@@ -18,21 +19,26 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32) -> Iterato
     line, live = iter(waiting), list[Session]()
     try:
         while live := live + list(islice(line, at_once - len(live))):
-            shapes = [_planned(session) for session in live]  # how deep, how wide
-            forests = _draft(live, shapes)  # guesses hung under the live beams
-            scored = target.extend(live, forests)  # one pass over every node
+            with lap("plan"):
+                shapes = [_planned(session) for session in live]  # how deep, how wide
+            with lap("draft"):
+                forests = _draft(live, shapes)  # guesses hung under the live beams
+            with lap("score"):
+                scored = target.extend(live, forests)  # one pass over every node
             turns = []
             for session, shape, forest, logits in zip(live, shapes, forests, scored, strict=True):
                 session.count.target_passes += 1
                 if session.failure is not None:
                     continue
                 with session.failing_alone():
-                    verdict = session.parts.rule.verify(session, forest, logits)  # what lives on
+                    with lap("verify"):
+                        verdict = session.parts.rule.verify(session, forest, logits)  # what lives on
                     turn = Turn(shape, forest, logits, verdict)
-                    for part in (target, session.parts.drafter, session.parts.controller):
-                        part.settle(session, turn)  # caches and statistics catch up
-                    session.count.peak_kv_tokens = target.peak(session)
-                    session.advance(turn)
+                    with lap("settle"):
+                        for part in (target, session.parts.drafter, session.parts.controller):
+                            part.settle(session, turn)  # caches and statistics catch up
+                        session.count.peak_kv_tokens = target.peak(session)
+                        session.advance(turn)
                     turns.append((session, turn))
             yield turns
             over = [session for session in live if session.over]

@@ -1,0 +1,53 @@
+"""Where the time goes: laps inside laps, each with the time that was not spent in laps inside it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Clock:
+    """Seconds by lap. A lap inside another is named after both: "draft/model"."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _name: str = ""
+    _since: float = 0.0
+
+    @contextmanager
+    def lap(self, name: str) -> Iterator[None]:
+        outer = self._switch(f"{self._name}/{name}" if self._name else name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def _switch(self, name: str) -> str:
+        """Book the time since the last switch; give the name that it is booked on."""
+        now, before = time.perf_counter(), self._name
+        if before:
+            self.seconds[before] = self.seconds.get(before, 0.0) + now - self._since
+        self._name, self._since = name, now
+        return before
+
+
+_RUNNING: ContextVar[Clock | None] = ContextVar("clock", default=None)
+_NOBODY_ASKS = nullcontext()
+
+
+@contextmanager
+def timed() -> Iterator[Clock]:
+    """Inside, laps are booked on this clock. On a GPU a lap is what the host waits for."""
+    clock = Clock()
+    token = _RUNNING.set(clock)
+    try:
+        yield clock
+    finally:
+        _RUNNING.reset(token)
+
+
+def lap(name: str) -> AbstractContextManager[None]:
+    """Book the time inside on the running clock, if there is one."""
+    clock = _RUNNING.get()
+    return _NOBODY_ASKS if clock is None else clock.lap(name)
