@@ -5,7 +5,7 @@ that fit the budget, and the best of them is shown.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from specbeam.recipes.method import Method
 
 BUDGETS = (5, 10, 21, 30)
 BRANCHING = {5: [(2, 1), (5,), (1, 2, 1)], 10: [(2, 2, 1), (2, 1, 1, 1, 1), (5, 1)],
-             21: [(3, 2, 2), (3, 2, 1, 1), (7, 2)], 30: [(2, 2, 2, 2), (3, 3, 2), (3, 3, 1, 1)]}  # fmt: skip
+             21: [(3, 2, 2), (3, 2, 1, 1), (3, *[1] * 6)], 30: [(2, 2, 2, 2), (3, 3, 1, 1), (3, *[1] * 9)]}  # fmt: skip
 BEAMS = {5: [(1, 5), (2, 2)], 10: [(2, 5), (3, 3)], 21: [(3, 7), (4, 5), (7, 3)], 30: [(3, 10), (5, 6), (6, 5)]}
 
 
@@ -51,7 +51,7 @@ def contenders(budget: int) -> dict[str, dict[str, Callable[[], Method]]]:
         "spechub": {f"depth {depth}": partial(recipes.spechub, depth)} if budget > 5 else {},
         "traversal": {f"{c}": partial(recipes.traversal, c) for c in counts},
         "traversal, best and one": {f"{c}": partial(recipes.traversal, c, "best_and_one") for c in counts},
-        "multi_draft": {"2 x (1, 1)": partial(recipes.multi_draft, [], (1, 1))},
+        "multi_draft": {f"2 x {n}": partial(recipes.multi_draft, [], (1,) * n) for n in [min(budget // 2, 8)]},
         "opt_tree": {f"{budget} nodes": partial(recipes.opt_tree, budget, 8)},
         "dyspec": {f"{budget} nodes": partial(recipes.dyspec, budget, 8)},
         "gsd": {f"{budget} nodes": partial(recipes.gsd, 5, 3, 0, budget)},
@@ -70,15 +70,16 @@ def efficiency(
     told: Callable[[Cell], None] | None = None,
     **options: Any,
 ) -> list[Cell]:
-    """A cell per recipe and budget; `told` hears of each as it is measured."""
-    cells = []
-    for budget in budgets:
+    """A cell per recipe and budget; `told` hears of each as it is measured. What fits a small budget fits a large one."""
+    cells, known = list[Cell](), dict[tuple[str, str], Cell]()
+    for budget in sorted(budgets):
         for recipe, shapes in contenders(budget).items():
-            found = [
-                _cell(pair, prompts, recipe, budget, shape, make(), seed, options) for shape, make in shapes.items()
-            ]
+            for shape, make in shapes.items():
+                if (recipe, shape) not in known:
+                    known[recipe, shape] = _cell(pair, prompts, recipe, budget, shape, make(), seed, options)
+            found = [cell for (name, _), cell in known.items() if name == recipe]
             if found:
-                cells.append(max(found, key=lambda cell: cell.efficiency))
+                cells.append(replace(max(found, key=lambda cell: cell.efficiency), budget=budget))
                 if told is not None:
                     told(cells[-1])
     return cells
