@@ -250,6 +250,43 @@ def compare(
     )
 
 
+@bench.command()
+def speed(
+    contenders: Annotated[
+        list[str],
+        typer.Argument(
+            help="'dsbd beams=4 depth=2', 'transformers/beam_sampling beams=4', 'ctranslate2/beam_search "
+            "compute_type=int8', ...; ratios are to the first. None: the usual ones."
+        ),
+    ] = [],  # noqa: B006
+    prompts: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A file (.txt, .tsv, .jsonl, packed or not), or gsm8k, humaneval, mt_bench, squad, spider."),
+    ] = None,
+    columns: Annotated[tuple[int, int], typer.Option(help="Of a .tsv: prompt and answer.")] = (1, 2),
+    model: Model = "bundled",
+    draft: Draft = None,
+    grow: Annotated[Optional[str], typer.Option(help="Enlarge the target, as it is, to 100M, 1B, ... weights.")] = None,  # noqa: UP045
+    rows: Annotated[int, typer.Option(help="Most prompts.")] = 30,
+    batch_size: Annotated[list[int], typer.Option(help="Prompts at once.")] = [1],  # noqa: B006
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 7,
+    threads: Annotated[Optional[int], typer.Option(help="Of the arithmetic.")] = None,  # noqa: UP045
+    temperature: Annotated[Optional[float], typer.Option(help="Sampling temperature.")] = None,  # noqa: UP045
+    top_k: Annotated[Optional[int], typer.Option(help="Draw from the k likeliest only.")] = None,  # noqa: UP045
+    top_p: Annotated[Optional[float], typer.Option(help="Draw from the likeliest that hold p of the mass.")] = None,  # noqa: UP045
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 64,
+    plot: Annotated[Optional[Path], typer.Option(help="Write a picture here.")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """Tokens per second of methods, transformers and CTranslate2, interleaved, with quality and memory beside them."""
+    from specbeam.cli.bench_speed import run
+
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
+    raise typer.Exit(
+        run(contenders, prompts, columns, model, draft, grow, rows, batch_size, repeats, threads, options, plot, json)
+    )
+
+
 @app.command()
 def demo(
     beams: Annotated[int, typer.Option(help="Beams of beam sampling and DSBD.")] = 4,

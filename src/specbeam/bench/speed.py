@@ -1,0 +1,184 @@
+"""Tokens per second, side by side: every batch of prompts meets all contenders in turn, so that a busy moment of the machine
+meets all of them; rounds are repeated, the first is warm-up, and ratios are taken within a round.
+"""
+
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from specbeam.bench.outcome import Contender, Outcome
+from specbeam.bench.prompts import Row
+from specbeam.energy import EnergyMeter
+from specbeam.evaluate.perplexity import log_likelihoods
+from specbeam.evaluate.task import bleu, exact_match
+from specbeam.pair import Pair
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contender."""
+
+    name: str
+    batch_size: int
+    tokens_per_second: Spread
+    ratio: Spread  # to the first contender, round by round
+    ms_per_token: float
+    joules_per_token: float | None  # None where the machine has no counter
+    passes_per_token: float | None  # of the target; None where the contender does not tell
+    mean_width: float | None
+    logp_per_token: float  # of the answers, under the target's raw law
+    quality: dict[str, float]  # BLEU and exact match, where there are references
+    peak_kv_tokens: int | None
+    memory_mb: float | None  # resident memory above what was there before, at its peak; None where it cannot be read
+    tokens: int  # of one round
+
+
+@dataclass
+class Books:
+    """What one contender did."""
+
+    seconds: list[float] = field(default_factory=list)  # by round
+    counts: list[int] = field(default_factory=list)
+    joules: list[float | None] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)  # number of the prompt of each answer
+    memory_mb: float | None = None
+
+    def begin(self) -> None:
+        """A new round."""
+        self.seconds.append(0.0)
+        self.counts.append(0)
+        self.joules.append(0.0)
+
+    def book(self, outcome: Outcome, prompts: list[int], seconds: float, joules: float | None) -> None:
+        self.seconds[-1] += seconds
+        self.counts[-1] += sum(map(len, outcome.tokens))
+        self.joules[-1] = None if joules is None or self.joules[-1] is None else self.joules[-1] + joules
+        self.outcomes.append(outcome)
+        self.prompts += prompts
+
+
+def speed(
+    pair: Pair,
+    contenders: Sequence[Contender],
+    rows: Sequence[Row],
+    batch_size: int = 1,
+    repeats: int = 7,
+    told: Callable[[], None] | None = None,
+) -> list[Line]:
+    """A line per contender.
+
+    Args:
+        pair: whose target scores the answers, and whose tokenizer reads them.
+        contenders: ratios are to the first.
+        rows: prompts of every round.
+        batch_size: prompts that are given at once.
+        repeats: rounds that count; one more goes ahead, in which memory is read.
+        told: hears of every batch that all contenders have met.
+    """
+    batches = [list(range(len(rows)))[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    books = [Books() for _ in contenders]
+    for contender, book in zip(contenders, books, strict=True):
+        book.memory_mb = _memory_of(lambda one=contender: [_asked(one, rows, some, 0) for some in batches[:4]])  # type: ignore[misc]
+    for number in range(repeats):
+        for book in books:
+            book.begin()
+        for place, some in enumerate(batches):
+            turn = (place + number) % len(contenders)  # nobody is always the first
+            for who in [*range(turn, len(contenders)), *range(turn)]:
+                with EnergyMeter() as meter:
+                    began = time.perf_counter()
+                    outcome = _asked(contenders[who], rows, some, number)
+                    seconds = time.perf_counter() - began
+                books[who].book(outcome, some, seconds, meter.joules)
+            if told is not None:
+                told()
+    first = books[0]
+    return [_line(pair, one, book, first, rows, batch_size) for one, book in zip(contenders, books, strict=True)]
+
+
+def _asked(contender: Contender, rows: Sequence[Row], some: list[int], seed: int) -> Outcome:
+    return contender.run([rows[place].prompt for place in some], seed)
+
+
+def _line(pair: Pair, one: Contender, book: Books, first: Books, rows: Sequence[Row], batch_size: int) -> Line:
+    rates = np.array(book.counts) / np.array(book.seconds)
+    others = np.array(first.counts) / np.array(first.seconds)
+    answers = [tokens for outcome in book.outcomes for tokens in outcome.tokens]
+    total = sum(map(len, answers))
+    passes = [outcome.passes for outcome in book.outcomes]
+    widths = [width for outcome in book.outcomes for width in outcome.widths]
+    kept = [outcome.peak_kv_tokens for outcome in book.outcomes if outcome.peak_kv_tokens is not None]
+    joules = [value for value in book.joules if value is not None]
+    words = pair.tokenizer
+    prompts = [list(words(rows[place].prompt)["input_ids"]) for place in book.prompts] if words is not None else []
+    return Line(
+        name=one.name,
+        batch_size=batch_size,
+        tokens_per_second=Spread.of(rates.tolist()),
+        ratio=Spread.of((rates / others).tolist()),
+        ms_per_token=1e3 * sum(book.seconds) / total,
+        joules_per_token=sum(joules) / total if len(joules) == len(book.joules) else None,
+        passes_per_token=None if None in passes else sum(value for value in passes if value is not None) / total,
+        mean_width=statistics.fmean(widths) if widths else None,
+        logp_per_token=sum(log_likelihoods(pair, prompts, answers)) / total,
+        quality=_quality(pair, answers, [rows[place].answer for place in book.prompts]),
+        peak_kv_tokens=max(kept, default=None),
+        memory_mb=book.memory_mb,
+        tokens=book.counts[0],
+    )
+
+
+def _quality(pair: Pair, answers: list[list[int]], references: list[str | None]) -> dict[str, float]:
+    known = [text for text in references if text is not None]
+    if len(known) < len(references) or pair.tokenizer is None:
+        return {}
+    texts = [pair.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
+    return {"BLEU": bleu(texts, known), "exact match": exact_match(texts, known)}
+
+
+def _memory_of(work: Callable[[], object]) -> float | None:
+    """Largest resident memory while it works, above that before, in MB; None where the system does not tell."""
+    before = _resident_mb()
+    if before is None:
+        work()
+        return None
+    seen, over = [before], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.005):
+            seen.append(_resident_mb() or 0.0)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    work()
+    over.set()
+    watcher.join()
+    return max(seen) - before
+
+
+def _resident_mb() -> float | None:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -1,0 +1,127 @@
+"""`specbeam bench speed`: methods and baselines on the same prompts in one interleaved run."""
+
+import dataclasses
+import importlib.util
+import json as json_format
+import re
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specbeam.bench.baselines import MAKERS
+from specbeam.bench.growth import grown
+from specbeam.bench.outcome import Contender, specbeam
+from specbeam.bench.prompts import Row, read
+from specbeam.bench.provenance import provenance
+from specbeam.bench.speed import speed
+from specbeam.bench.speed_shown import as_markdown, plot
+from specbeam.cli.common import method_from, quiet_load
+from specbeam.errors import BadSetting, MissingFile, MissingPackage
+from specbeam.pair import BUNDLED, Pair, load
+
+DEFAULT = [
+    "transformers/sampling",
+    "transformers/beam_sampling",
+    "transformers/beam_search",
+    "sampling",
+    "speculative_sampling",
+    "beam_sampling",
+    "dsbd width=fixed",
+    "dsbd",
+    "beam_search",
+    "speculative_beam_search",
+]
+
+
+def run(
+    contenders: list[str], source: str | None, columns: tuple[int, int], model: str, draft: str | None, grow: str | None,
+    rows: int, batch_sizes: list[int], repeats: int, threads: int | None, options: dict[str, Any], picture: Path | None,
+    json: bool,
+) -> int:  # fmt: skip
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    _check(rows, batch_sizes, repeats, picture)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    asked = demo_rows() if source is None else read(source, None, columns)
+    asked = asked[:rows]
+    pair = _pair(model, draft, grow)
+    running = [_contender(pair, text, options) for text in contenders or DEFAULT]
+    console = Console(stderr=True, highlight=False)
+    lines = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for size in batch_sizes:
+            bar = progress.add_task(f"{size} at once", total=repeats * -(-len(asked) // size))
+            lines.append(speed(pair, running, asked, size, repeats, partial(progress.advance, bar)))
+    origin = provenance()
+    for some in lines:
+        if json:
+            for line in some:
+                print(json_format.dumps({**dataclasses.asdict(line), "provenance": origin}))
+        else:
+            print(as_markdown(some) + "\n")
+    if not json:
+        print(
+            f"Ratios are to {lines[0][0].name}, round by round; median of {repeats} rounds, smallest to largest. ",
+            end="",
+        )
+        print("; ".join(f"{name}: {value}" for name, value in origin.items()))
+    if picture is not None:
+        plot([line for some in lines for line in some], picture)
+    return 0
+
+
+def _check(rows: int, batch_sizes: list[int], repeats: int, picture: Path | None) -> None:
+    for name, value in (("--rows", rows), ("--repeats", repeats), *(("--batch-size", size) for size in batch_sizes)):
+        if value < 1:
+            raise BadSetting(f"{name} is {value}; it must be at least 1")
+    if picture is not None:
+        if not picture.absolute().parent.is_dir():
+            raise MissingFile(f"there is no folder {picture.absolute().parent} to write the plot to")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise MissingPackage("a plot needs matplotlib: pip install 'specbeam[bench]'")
+
+
+def _pair(model: str, draft: str | None, grow: str | None) -> Pair:
+    pair = quiet_load(model, draft)
+    if grow is None:
+        return pair
+    return load(grown(pair.target_model, parameters(grow)), pair.draft_model, tokenizer=pair.tokenizer)
+
+
+def parameters(text: str) -> int:
+    """From "100M" or "1.5B" or plain digits."""
+    found = re.fullmatch(r"([0-9.]+)([MB]?)", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise BadSetting(f"--grow is {text!r}; it must be a number of parameters like 100M or 1.5B")
+    return round(float(found[1]) * {"": 1, "M": 1e6, "B": 1e9}[found[2].upper()])
+
+
+def _contender(pair: Pair, text: str, options: dict[str, Any]) -> Contender:
+    name, *settings = shlex.split(text)
+    engine, _, mode = name.partition("/")
+    if not mode:
+        return specbeam(pair, text, method_from(name, settings), **_for(name, options))
+    if engine not in MAKERS:
+        raise BadSetting(f"{engine} is no baseline; there are {', '.join(MAKERS)}")
+    return MAKERS[engine](
+        pair, mode, **{key: _read(value) for key, _, value in (one.partition("=") for one in settings)}, **options
+    )
+
+
+def _for(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What draws nothing takes no warpers."""
+    warpers = ("temperature", "top_k", "top_p") if name in ("greedy", "beam_search", "speculative_beam_search") else ()
+    return {key: value for key, value in options.items() if value is not None and key not in warpers}
+
+
+def _read(value: str) -> int | str:
+    return int(value) if value.isdigit() else value
+
+
+def demo_rows() -> list[Row]:
+    lines = (BUNDLED / "sentences.tsv").read_text(encoding="utf-8").splitlines()
+    return [Row(*line.split("\t")[:2]) for line in lines]
