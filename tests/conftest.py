@@ -2,6 +2,7 @@
 tests draw millions of tokens and are about speed of drawing."""
 
 import os
+import tempfile
 
 import hypothesis
 from jaxtyping import install_import_hook
@@ -13,3 +14,5 @@ if os.environ.get("SPECBEAM_TYPES") != "off":
 
 hypothesis.settings.register_profile("patient", deadline=None)  # the first call of a kernel compiles it
 hypothesis.settings.load_profile("patient")
+
+os.environ["SPECBEAM_CACHE"] = tempfile.mkdtemp(prefix="specbeam-tests-")  # nothing measured here is kept, or used

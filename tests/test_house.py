@@ -5,7 +5,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
-    {"errors", "kernels"},
+    {"errors", "kernels", "measured"},
     {"dice", "energy", "clock", "truncation", "forest", "constraint"},
     {"laws"},
     {"probs", "limits"},
@@ -13,7 +13,7 @@ FLOORS = [
     {"session"},
     {"lm", "settings", "drawing"},
     {"control", "grammar"},
-    {"draft", "verify"},
+    {"draft", "verify", "tune"},
     {"decode", "recipes"},
     {"pair"},
     {"auto", "request"},

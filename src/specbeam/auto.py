@@ -1,18 +1,12 @@
 """The fastest exact method for this pair, these settings and this machine: by measurement, once, kept on disk."""
 
-import hashlib
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-import torch
-
-from specbeam import __version__
+from specbeam import measured
 from specbeam.pair import Pair
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.method import Method
@@ -60,8 +54,8 @@ def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
 def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) -> tuple[Method, Choice]:
     """The candidate of most tokens per second; `measure` runs one. Rounds are interleaved and the first is warm-up."""
     made = candidates(pair.draft is not None)
-    place = _cache() / f"auto-{_fingerprint(pair, settings)}.json"
-    known = _read(place)
+    key = _key(pair, settings)
+    known = measured.load("auto", key)
     if known is not None and known["name"] in made:
         return made[known["name"]](), Choice(known["name"], known["tokens_per_second"], measured_now=False)
     methods = {name: make() for name, make in made.items()}
@@ -73,7 +67,7 @@ def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) 
                 rounds[name].append(speed)
     speeds = {name: round(statistics.median(values), 2) for name, values in rounds.items()}
     best = max(speeds, key=lambda name: speeds[name])
-    _write(place, {"name": best, "tokens_per_second": speeds})
+    measured.keep("auto", key, {"name": best, "tokens_per_second": speeds})
     return methods[best], Choice(best, speeds, measured_now=True)
 
 
@@ -84,13 +78,11 @@ def tokens_per_second(run: Callable[[], Sequence[object]]) -> float:
     return len(tokens) / (time.perf_counter() - began)
 
 
-def _fingerprint(pair: Pair, settings: Settings) -> str:
-    """Names everything that the choice depends on."""
-    models = [
-        None if model is None else [model.config.to_json_string(use_diff=False), str(model.dtype), str(model.device)]
-        for model in (pair.target_model, pair.draft_model)
-    ]
-    law = [
+def _key(pair: Pair, settings: Settings) -> list[Any]:
+    """Names everything that the choice depends on, machine and version aside."""
+    models = [measured.model_key(model) for model in (pair.target_model, pair.draft_model)]
+    return [
+        models,
         settings.temperature,
         settings.top_k,
         settings.top_p,
@@ -98,26 +90,3 @@ def _fingerprint(pair: Pair, settings: Settings) -> str:
         settings.repetition_penalty,
         settings.form,
     ]
-    machine = [platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__]
-    text = json.dumps([models, law, machine, __version__])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _cache() -> Path:
-    root = os.environ.get("SPECBEAM_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "specbeam"
-
-
-def _read(place: Path) -> dict | None:
-    try:
-        return json.loads(place.read_text())
-    except (OSError, ValueError):  # nothing measured yet, or a file cut short: measure again
-        return None
-
-
-def _write(place: Path, record: dict) -> None:
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(json.dumps(record))
-    except OSError:  # a read-only home costs a measurement, not the answer
-        return

@@ -53,7 +53,7 @@ def _read(key: str, value: str, default: Any) -> Any:
             raise BadSetting(
                 f"{key} is {value!r}; it must be {'an integer' if isinstance(default, int) else 'a number'}"
             ) from error
-    return value
+    return int(value) if value.isdigit() else value  # "auto" or a number
 
 
 def text_or_file(value: str | None, mark: str, name: str) -> str | None:

@@ -288,6 +288,23 @@ def speed(
 
 
 @app.command()
+def tune(
+    model: Model = "bundled",
+    draft: Draft = None,
+    context: Annotated[list[int], typer.Option(help="Tokens in the cache.")] = [64],  # noqa: B006
+    beams: Annotated[int, typer.Option(help="For --explain.")] = 4,
+    draft_beams: Annotated[int, typer.Option(help="For --explain.")] = 6,
+    odds: Annotated[float, typer.Option(help="For --explain: how often a draft layer passes.")] = 0.6,
+    explain: Annotated[bool, typer.Option("--explain", help="Show what depth='auto' weighs.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure what a pass of each model costs on this machine, and keep it for depth='auto'."""
+    from specbeam.cli.tune import run
+
+    raise typer.Exit(run(model, draft, context, beams, draft_beams, odds, explain, json))
+
+
+@app.command()
 def demo(
     beams: Annotated[int, typer.Option(help="Beams of beam sampling and DSBD.")] = 4,
     seed: Annotated[int, typer.Option(help="Same seed, same texts.")] = 0,

@@ -15,7 +15,11 @@ class CostCurve:
     draft_layer_s: float = 0.0
 
     def pass_s(self, nodes: float) -> float:
-        return float(np.interp(nodes, self.nodes, self.seconds))
+        """Seconds of a pass over so many nodes; beyond the last one measured the last slope goes on."""
+        if nodes <= self.nodes[-1] or len(self.nodes) == 1:
+            return float(np.interp(nodes, self.nodes, self.seconds))
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.nodes[-1] - self.nodes[-2])
+        return float(self.seconds[-1] + slope * (nodes - self.nodes[-1]))
 
 
 @dataclass

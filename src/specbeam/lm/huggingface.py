@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -99,6 +99,7 @@ class HuggingFaceLM:
         self.store = KVStore(config.num_hidden_layers)
         self.lanes: list[Lane] = []
         self.passes = 0
+        self.curves: dict[int, Any] = {}  # what a pass costs, by context; see `tune`
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def extend(self, sessions: Sequence[Seat], forests: Sequence[Forest]) -> list[Float[torch.Tensor, "nodes vocab"]]:
@@ -110,11 +111,10 @@ class HuggingFaceLM:
         return [lane.answer() for lane in lanes]
 
     def settle(self, session: Seat, turn: Turn) -> None:
-        lane = session.state.get(self)
-        if lane is not None:
-            lane.settle(turn)
-            if lane.trie.extent > 2 * lane.trie.held + BLOCK:
-                self.compact(session)
+        lane = self._lane(session)  # new, if nothing was drafted so far: what is pending waits for the first draft
+        lane.settle(turn)
+        if lane.trie.extent > 2 * lane.trie.held + BLOCK:
+            self.compact(session)
 
     def peak(self, session: Seat) -> int:
         return session.state[self].trie.peak

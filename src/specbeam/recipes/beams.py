@@ -7,6 +7,7 @@ from specbeam.control.width import FixedWidth, SureWidth, Width
 from specbeam.draft.model import BeamDrafter, NoDraft
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
+from specbeam.recipes.depth import Depth, check_depth, depth_control
 from specbeam.recipes.method import Build, Method, at_least_one
 from specbeam.recipes.search import speculative
 from specbeam.session import Parts
@@ -75,7 +76,7 @@ def beam_sampling(beams: int = 4, replacement: bool = False, semantics: Semantic
 def dsbd(
     beams: int = 4,
     draft_beams: int = 6,
-    depth: int = 4,
+    depth: Depth = "auto",
     width: Literal["dynamic", "fixed"] = "dynamic",
     threshold: float = 0.7,
     min_beams: int = 1,
@@ -97,7 +98,8 @@ def dsbd(
     Args:
         beams: the most beams that live after a step.
         draft_beams: draft beams per layer, at least `beams`; a few more make layers pass.
-        depth: draft layers per pass of the target.
+        depth: draft layers per pass of the target; "auto": as many as pay for themselves on this machine, by what a pass
+            costs (`specbeam tune`) and how often layers pass.
         width: "dynamic" draws as many beams as will be accepted with `threshold` odds; "fixed" always draws `beams`.
         threshold: odds asked of a dynamic width.
         min_beams: least dynamic width.
@@ -108,7 +110,8 @@ def dsbd(
         trace: record every trial, for `inspect`.
         semantics: "paper"; or "hf", the law of transformers' own beam sampling (width="fixed", coupling="noise").
     """
-    at_least_one(beams=beams, depth=depth, draft_beams=draft_beams, min_beams=min_beams)
+    at_least_one(beams=beams, draft_beams=draft_beams, min_beams=min_beams)
+    check_depth(depth)
     if draft_beams < beams:
         raise BadSetting(
             f"draft_beams is {draft_beams}, beams is {beams}; a layer can pass only if draft_beams >= beams"
@@ -140,6 +143,6 @@ def dsbd(
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
         drafter = BeamDrafter(draft, beams, coupling, replacement)
-        return Parts(drafter, rule, FixedShape(depth, draft_beams), law)
+        return Parts(drafter, rule, depth_control(depth, beams, draft_beams, target, draft), law)
 
     return Method("dsbd", law, beams, build, needs_draft=True)

@@ -8,6 +8,7 @@ from specbeam.draft.model import BeamDrafter, NoDraft
 from specbeam.draft.recycle import Successors, TokenRecycling, likeliest
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
+from specbeam.recipes.depth import Depth, check_depth, depth_control
 from specbeam.recipes.method import Build, Method, at_least_one
 from specbeam.session import Drafter, Parts
 from specbeam.verify.search import SearchRule
@@ -33,7 +34,7 @@ def beam_search(beams: int = 4) -> Method:
 
 
 def speculative_beam_search(
-    beams: int = 4, draft_beams: int = 6, depth: int = 4, drafter: "DrafterName | Drafter" = "model"
+    beams: int = 4, draft_beams: int = 6, depth: Depth = "auto", drafter: "DrafterName | Drafter" = "model"
 ) -> Method:
     """Beam search with drafts: the same tokens, beams and scores as `beam_search`, in fewer passes of the target.
 
@@ -46,11 +47,13 @@ def speculative_beam_search(
     Args:
         beams: live beams per step.
         draft_beams: draft nodes per layer, at least `beams`; a few more make layers pass.
-        depth: draft layers per pass of the target.
+        depth: draft layers per pass of the target; "auto": as many as pay for themselves on this machine, by what a pass
+            costs and how often layers pass (without a draft model: 4).
         drafter: "model" drafts beams with the draft model; "prompt_lookup", "suffix_match" and "token_recycling" need
             none and draft a chain or a tree under each beam; or a part.
     """
-    at_least_one(beams=beams, draft_beams=draft_beams, depth=depth)
+    at_least_one(beams=beams, draft_beams=draft_beams)
+    check_depth(depth)
     if drafter == "model" and draft_beams < beams:
         raise BadSetting(
             f"draft_beams is {draft_beams}, beams is {beams}; a layer can pass only if draft_beams >= beams"
@@ -61,7 +64,7 @@ def speculative_beam_search(
     )
 
 
-def speculative(beams: int, draft_beams: int, depth: int, drafter: "DrafterName | Drafter", law: str) -> Build:
+def speculative(beams: int, draft_beams: int, depth: Depth, drafter: "DrafterName | Drafter", law: str) -> Build:
     """The parts of a speculative search, also of one that draws."""
     known: dict[str, Drafter | None] = {
         "model": None, "prompt_lookup": PromptLookup(), "suffix_match": SuffixMatch(), "token_recycling": None,
@@ -78,8 +81,8 @@ def speculative(beams: int, draft_beams: int, depth: int, drafter: "DrafterName 
         elif drafter == "token_recycling":
             assert target is not None
             table = memory.setdefault(target.vocab, Successors.empty(target.vocab))
-            part = TokenRecycling(table, likeliest(max(draft_beams // beams, 1) * depth))
+            part = TokenRecycling(table, likeliest(max(draft_beams // beams, 1) * (4 if depth == "auto" else depth)))
         assert part is not None
-        return Parts(part, SearchRule(beams), FixedShape(depth, draft_beams), law)
+        return Parts(part, SearchRule(beams), depth_control(depth, beams, draft_beams, target, draft), law)
 
     return build

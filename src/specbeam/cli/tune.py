@@ -1,0 +1,68 @@
+"""`specbeam tune`: what passes cost here, and what follows from it."""
+
+import dataclasses
+import json as json_format
+from typing import TYPE_CHECKING
+
+from specbeam.cli.common import quiet_load
+from specbeam.control.cost import CostCurve
+from specbeam.control.worth import DepthByCost, PassOdds
+from specbeam.errors import BadSetting
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.tune import NODES, measure
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def run(
+    model: str, draft: str | None, contexts: list[int], beams: int, width: int, odds: float, explain: bool, json: bool
+) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not 0 < odds < 1:
+        raise BadSetting(f"--odds is {odds}; it is a probability, in (0, 1)")
+    pair = quiet_load(model, draft)
+    models = {"target": pair.target} | ({"draft": pair.draft} if pair.draft is not None else {})
+    console = Console(highlight=False)
+    measured = {name: {context: _measured(lm, context) for context in contexts} for name, lm in models.items()}
+    if json:
+        curves = {name: {c: dataclasses.asdict(one) for c, one in some.items()} for name, some in measured.items()}
+        print(json_format.dumps(curves))
+        return 0
+    table = Table(title="milliseconds of a pass, by nodes")
+    table.add_column("nodes", justify="right")
+    columns = [(name, context) for name in measured for context in contexts]
+    for name, context in columns:
+        table.add_column(f"{name}, {context} tokens before", justify="right")
+    for place, nodes in enumerate(NODES):
+        table.add_row(str(nodes), *(f"{1e3 * measured[name][context].seconds[place]:.2f}" for name, context in columns))
+    console.print(table)
+    if explain and "draft" in measured:
+        _explain(console, measured["target"][contexts[0]], measured["draft"][contexts[0]], beams, width, odds)
+    return 0
+
+
+def _measured(lm: HuggingFaceLM, context: int) -> CostCurve:
+    most = lm.max_positions
+    if most is not None and context + len(NODES) > most:
+        raise BadSetting(f"--context is {context}, but the model has {most} positions")
+    return measure(lm, NODES, context)
+
+
+def _explain(console: "Console", target: CostCurve, draft: CostCurve, beams: int, width: int, odds: float) -> None:
+    """The options that `depth="auto"` weighs, if layers pass with these odds."""
+    from rich.table import Table
+
+    seen = PassOdds(8)
+    seen.passed[:], seen.reached[:] = odds, 1.0
+    options = DepthByCost(target, draft, beams, width).options(seen, beams)
+    best = max(options, key=lambda option: option.rate)
+    table = Table(title=f"{beams} beams, {width} draft nodes per layer, a layer passes with odds {odds:g}")
+    for head in ("draft layers", "scored nodes", "layers per turn", "ms per turn", "layers per second"):
+        table.add_column(head, justify="right")
+    for one in options:
+        cells = (str(one.depth), str(one.nodes), f"{one.layers:.2f}", f"{1e3 * one.seconds:.1f}", f"{one.rate:.1f}")
+        table.add_row(*cells, style="bold green" if one is best else "")
+    console.print(table)

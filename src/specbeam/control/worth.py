@@ -1,0 +1,103 @@
+"""PLAN: as many draft layers as pay for themselves, by what passes cost on this machine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float64
+
+from specbeam.control.cost import CostCurve
+from specbeam.records import Shape, Turn
+from specbeam.session import Session
+
+GUESS, WEIGHT = 0.6, 3.0  # odds that a layer passes, before any was seen, and how many layers the guess is worth
+
+
+@dataclass(frozen=True)
+class Option:
+    """A shape and what is expected of it."""
+
+    depth: int
+    width: int
+    nodes: int  # scored by the target, roots included
+    layers: float  # emitted per turn
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.layers / self.seconds
+
+
+class PassOdds:
+    """How often the k-th draft layer of a turn passed, when it was reached."""
+
+    def __init__(self, most: int) -> None:
+        self.passed = np.full(most, GUESS * WEIGHT)
+        self.reached = np.full(most, WEIGHT)
+
+    def learn(self, passed: Sequence[bool]) -> None:
+        for layer, fine in enumerate(passed):
+            self.passed[layer] += fine
+            self.reached[layer] += 1
+
+    def layers(self) -> Float64[np.ndarray, " depths"]:
+        """Layers that a turn emits, by the depth of its draft: 0, 1, 2, ..."""
+        survive = np.cumprod(self.passed / self.reached)
+        return 1 + np.concatenate([[0.0], np.cumsum(survive)])
+
+
+@dataclass(frozen=True)
+class DepthByCost:
+    """The depth of most expected layers per second: argmax E(d) / T(d).
+
+    E(d) = 1 + the sum over layers of the odds that all layers down to it pass, as this session has seen them; T(d) adds the
+    target's pass over the roots and d layers and d passes of the draft model. It reads past turns alone, and each session
+    learns by itself, so neither the law nor the other prompts of a batch are touched.
+
+    Args:
+        target, draft: seconds of a pass by scored nodes; see `specbeam tune`.
+        beams: roots of a turn, at most.
+        width: draft nodes per layer.
+        most: deepest draft.
+        turn_s: seconds of a turn outside the models.
+        explore: every so many turns that drafted nothing, draft one layer, or nothing could be learnt.
+    """
+
+    target: CostCurve
+    draft: CostCurve
+    beams: int
+    width: int
+    most: int = 8
+    turn_s: float = 0.0
+    explore: int = 8
+
+    def plan(self, session: Session) -> Shape:
+        options = self.options(self._seen(session), len(session.beams))
+        best = max(options, key=lambda option: option.rate).depth
+        if best == 0 and session.count.target_passes % self.explore == self.explore - 1:
+            best = 1
+        return Shape(min(best, session.remaining - 1), self.width)
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        drafted = turn.forest.layers
+        self._seen(session).learn([step.passed for step in turn.verdict.steps[:drafted]])
+
+    def options(self, seen: PassOdds, roots: int) -> list[Option]:
+        """What is expected of each depth."""
+        roots = max(roots, 1)
+        step_s = self.draft.pass_s(self.width)
+        return [
+            Option(
+                depth,
+                self.width,
+                nodes := roots + depth * self.width,
+                float(layers),
+                self.target.pass_s(nodes)
+                + (self.draft.pass_s(roots) + (depth - 1) * step_s if depth else 0.0)
+                + self.turn_s,
+            )
+            for depth, layers in enumerate(seen.layers())
+        ]
+
+    def _seen(self, session: Session) -> PassOdds:
+        return session.state.setdefault(self, PassOdds(self.most))

@@ -1,0 +1,34 @@
+"""How deep a draft of beams is: a number, or what pays for itself."""
+
+from typing import Literal
+
+from specbeam.control.cost import CostCurve
+from specbeam.control.fixed import FixedShape
+from specbeam.control.worth import DepthByCost
+from specbeam.errors import BadSetting
+from specbeam.lm.base import LM
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.session import Controller
+from specbeam.tune import curve_of
+
+Depth = int | Literal["auto"]
+UNMEASURED = {"target": 1.0, "draft": 0.1}  # seconds of a pass of any size, for models whose cost means nothing
+
+
+def check_depth(depth: Depth) -> None:
+    """Raises `BadSetting` unless it is "auto" or at least 1."""
+    if depth != "auto" and (isinstance(depth, str) or depth < 1):
+        raise BadSetting(f"depth is {depth!r}; it must be at least 1, or 'auto'")
+
+
+def depth_control(depth: Depth, beams: int, width: int, target: LM | None, draft: LM | None) -> Controller:
+    """The controller of a draft of `width` nodes per layer."""
+    if depth != "auto":
+        return FixedShape(depth, width)
+    if draft is None:
+        return FixedShape(4, width)
+    return DepthByCost(_curve(target, "target"), _curve(draft, "draft"), beams, width)
+
+
+def _curve(lm: LM | None, role: str) -> CostCurve:
+    return curve_of(lm) if isinstance(lm, HuggingFaceLM) else CostCurve((1,), (UNMEASURED[role],))

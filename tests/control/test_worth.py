@@ -1,0 +1,103 @@
+"""Depth by cost: what is worth drafting, and that turns without a draft do no harm."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+import specbeam as sb
+from specbeam.control.cost import CostCurve
+from specbeam.control.worth import DepthByCost, PassOdds
+from specbeam.errors import BadSetting
+from specbeam.recipes.depth import depth_control
+from specbeam.records import Shape
+from specbeam.tune import curve_of, known_curve, measure
+from tests.support import words
+
+FLAT, STEEP = CostCurve((1, 100), (1.0, 1.0)), CostCurve((1, 100), (1.0, 100.0))
+CHEAP, DEAR = CostCurve((1,), (0.01,)), CostCurve((1,), (5.0,))
+
+
+def best(control, seen):
+    return max(control.options(seen, control.beams), key=lambda option: option.rate).depth
+
+
+def seen(*passed, times=20):
+    odds = PassOdds(8)
+    for _ in range(times):
+        odds.learn(passed)
+    return odds
+
+
+def test_what_costs_nothing_is_drafted_and_what_costs_too_much_is_not():
+    always, never = seen(*[True] * 8), seen(False)
+    assert best(DepthByCost(FLAT, CHEAP, 4, 6), always) == 8
+    assert best(DepthByCost(FLAT, DEAR, 4, 6), always) == 0
+    assert best(DepthByCost(STEEP, CHEAP, 4, 6), always) == 0
+    assert best(DepthByCost(FLAT, CostCurve((1,), (0.3,)), 4, 6), never) == 0
+
+
+def test_expected_layers_follow_the_odds():
+    odds = seen(True, True, False, times=1000)
+    assert odds.layers()[:4] == pytest.approx([1, 2, 3, 3], abs=0.01)
+    option = DepthByCost(CostCurve((4, 16), (1.0, 2.0)), CHEAP, 4, 6).options(odds, 4)[2]
+    assert (option.nodes, option.layers) == (16, pytest.approx(3, abs=0.01))
+    assert option.seconds == pytest.approx(2.02)
+
+
+def test_a_curve_goes_on_with_its_last_slope():
+    curve = CostCurve((1, 4, 8), (1.0, 1.0, 3.0))
+    assert [curve.pass_s(n) for n in (1, 6, 8, 10)] == [1, 2, 3, 4]
+
+
+@dataclass(frozen=True)
+class NowAndThen:
+    """Drafts in some turns only, not in the first."""
+
+    depths: tuple[int, ...]
+
+    def plan(self, session):
+        return Shape(min(self.depths[session.count.target_passes % len(self.depths)], session.remaining - 1), 5)
+
+    def settle(self, session, turn):
+        pass
+
+
+@pytest.mark.parametrize("depths", [(0, 2), (0, 0, 0, 3), (2, 0)])
+def test_turns_without_a_draft_change_no_beam(depths):
+    pair = words.pair()
+    method = sb.dsbd(3, 5, depth=2, width="fixed")
+    now_and_then = sb.Method(
+        "dsbd", method.law, 3, lambda *lms: replace(method.build(*lms), controller=NowAndThen(depths)), needs_draft=True
+    )
+    plain = sb.generate(pair, ["abc", "Hello world"], sb.beam_sampling(3), seed=4, max_new_tokens=14)
+    drafted = sb.generate(pair, ["abc", "Hello world"], now_and_then, seed=4, max_new_tokens=14)
+    assert [one.tokens for one in plain] == [one.tokens for one in drafted]
+
+
+def test_depth_auto_has_the_beams_of_beam_sampling():
+    pair = words.pair()
+    for seed in range(3):
+        plain = sb.generate(pair, ["abc", "Hello"], sb.beam_sampling(3), seed=seed, max_new_tokens=20)
+        tuned = sb.generate(pair, ["abc", "Hello"], sb.dsbd(3, 5, width="fixed"), seed=seed, max_new_tokens=20)
+        assert [one.tokens for one in plain] == [one.tokens for one in tuned]
+
+
+def test_curves_are_measured_once_and_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
+    lm = words.pair().target
+    assert known_curve(lm) is None
+    curve = measure(lm, (1, 2, 8), repeats=3)
+    lm.curves.clear()
+    assert curve.nodes == (1, 2, 8)
+    assert 0 < curve.seconds[0] <= curve.seconds[1] <= curve.seconds[2]
+    assert curve_of(lm) == known_curve(lm) == curve
+    assert not lm.lanes  # nothing is left behind
+
+
+def test_wrong_depths_are_refused():
+    for depth in (0, -1):
+        with pytest.raises(BadSetting, match="at least 1, or 'auto'"):
+            sb.dsbd(depth=depth)
+        with pytest.raises(BadSetting, match="at least 1, or 'auto'"):
+            sb.speculative_beam_search(depth=depth)
+    assert depth_control(3, 4, 6, None, None).depth == 3
