@@ -185,7 +185,8 @@ class HuggingFaceLM:
         masks = self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
         with lap("model"):
             if self.lean is not None:
-                return self.lean.forward(ids, places, masks, self.store, wanted)
+                real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
+                return self.lean.forward(ids, places, masks, self.store, wanted, real)
             output = self.model(
                 input_ids=ids,
                 attention_mask=masks,

@@ -62,6 +62,25 @@ class LeanLayer:
     kind: str
 
 
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Rows of a pass: laid out as a batch with padding for attention, packed without it for everything else."""
+
+    batch: int
+    rows: int
+    real: Tensor | None  # int64[n]: flat places that hold a token; None: all do
+
+    def packed(self, x: Tensor) -> Tensor:
+        """[batch * rows, ...] -> [n, ...]"""
+        return x if self.real is None else x[self.real]
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        """[n, width] -> [batch, rows, width], zeros where there is padding."""
+        if self.real is not None:
+            x = x.new_zeros(self.batch * self.rows, x.shape[1]).index_copy_(0, self.real, x)
+        return x.view(self.batch, self.rows, -1)
+
+
 class LeanDecoder:
     """The forward of one model. Made by `lean`, which knows whom it fits."""
 
@@ -96,19 +115,28 @@ class LeanDecoder:
         return reordered(weight), None if bias is None else reordered(bias)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, masks: Tensor | dict[str, Tensor], store: KVStore, wanted: int
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        masks: Tensor | dict[str, Tensor],
+        store: KVStore,
+        wanted: int,
+        real: Tensor | None = None,
     ) -> Tensor:
-        """Logits float[batch, wanted, vocab] of the last rows. int64[batch, rows]; masks are added to the scores."""
-        batch, rows = tokens.shape
-        x = self.embedding[tokens.reshape(-1)]
-        turns = self.turns[positions.reshape(-1)][:, None]
+        """Logits float[batch, wanted, vocab] of the last rows. int64[batch, rows]; masks are added to the scores.
+
+        `real`: which of the batch * rows are no padding; only they pass through the matrices. None: all.
+        """
+        grid = Grid(*tokens.shape, real)
+        x = self.embedding[grid.packed(tokens.reshape(-1))]
+        turns = self.turns[grid.packed(positions.reshape(-1))][:, None]
         for number, layer in enumerate(self.layers):
             mask = masks[layer.kind] if isinstance(masks, dict) else masks
-            x = self._attended(x, layer, turns, mask, store, number, batch, rows)
+            x = self._attended(x, layer, turns, mask, store, number, grid)
             gate, up = layer.gate_up(self._normed(x)).chunk(2, -1)
             x = layer.down.added(x, functional.silu(gate).mul_(up))
-        last = x.view(batch, rows, -1)[:, -wanted:].reshape(batch * wanted, -1)
-        return self.head(self._normed(last)).view(batch, wanted, -1)
+        last = grid.laid_out(x)[:, -wanted:].reshape(grid.batch * wanted, -1)
+        return self.head(self._normed(last)).view(grid.batch, wanted, -1)
 
     def _attended(
         self,
@@ -118,19 +146,20 @@ class LeanDecoder:
         mask: Tensor,
         store: KVStore,
         number: int,
-        batch: int,
-        rows: int,
+        grid: "Grid",
     ) -> Tensor:
         qkv = layer.qkv(self._normed(x))
         rotated = (self.heads + self.kv_heads) * self.size
-        pairs = torch.view_as_complex(qkv[:, :rotated].reshape(batch * rows, -1, self.size // 2, 2)) * turns
-        qk = torch.view_as_real(pairs).view(batch, rows, -1, self.size).transpose(1, 2)
-        v = qkv[:, rotated:].view(batch, rows, self.kv_heads, self.size).transpose(1, 2)
+        pairs = torch.view_as_complex(qkv[:, :rotated].reshape(len(qkv), -1, self.size // 2, 2)) * turns
+        qk = grid.laid_out(torch.view_as_real(pairs).view(len(qkv), rotated))
+        qk = qk.view(grid.batch, grid.rows, -1, self.size).transpose(1, 2)
+        v = grid.laid_out(qkv[:, rotated:]).view(grid.batch, grid.rows, self.kv_heads, self.size).transpose(1, 2)
         keys, values = store.layers[number].update(qk[:, self.heads :], v)
         attended = functional.scaled_dot_product_attention(
             qk[:, : self.heads], keys, values, attn_mask=mask, enable_gqa=self.heads != self.kv_heads
         )
-        return layer.out.added(x, attended.transpose(1, 2).reshape(batch * rows, -1))
+        flat = attended.transpose(1, 2).reshape(grid.batch * grid.rows, -1)
+        return layer.out.added(x, grid.packed(flat))
 
     def _normed(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
