@@ -127,7 +127,7 @@ class LeanDecoder:
 
         `real`: which of the batch * rows are no padding; only they pass through the matrices. None: all.
         """
-        grid = Grid(*tokens.shape, real)
+        grid = Grid(tokens.shape[0], tokens.shape[1], real)
         x = self.embedding[grid.packed(tokens.reshape(-1))]
         turns = self.turns[grid.packed(positions.reshape(-1))][:, None]
         for number, layer in enumerate(self.layers):
