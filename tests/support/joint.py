@@ -9,7 +9,7 @@ from specbeam.lm.table import TableLM
 from specbeam.probs import Warp
 from specbeam.records import Shape
 from specbeam.session import Session
-from specbeam.verify.joint import Paths
+from specbeam.verify.paths import Paths
 from tests.support.examples import table
 
 

@@ -12,7 +12,8 @@ from specbeam.draft.tree import Branching
 from specbeam.errors import BadSetting, LostLaw, NotSupported
 from specbeam.forest import Forest
 from specbeam.lm.table import TableLM
-from specbeam.verify.joint import Paths, deepest_in_chains, deepest_in_tree, judged, passing
+from specbeam.verify.joint import judged
+from specbeam.verify.paths import Paths, deepest_in_chains, deepest_in_tree, passing
 from tests.support.joint import SLOT_P, SLOT_Q, P, Q, chain, drafted, first_turn, letters, random_paths, seated
 from tests.support.programs import random_table, run
 

@@ -11,7 +11,8 @@ from specbeam.lm.own import TargetAsDraft
 from specbeam.recipes.method import Method, at_least_one
 from specbeam.session import Controller, Parts
 from specbeam.verify.blocks import BlockRule
-from specbeam.verify.joint import Bonus, JointRule, OnOwnRows, Prefix, Theta
+from specbeam.verify.joint import Bonus, JointRule, OnOwnRows
+from specbeam.verify.paths import Prefix, Theta
 
 Draft = Literal["sample", "search"]
 JointMode = Literal["argmax", "ancestral", "joint_temperature", "joint_topk", "beam_search", "beam_sample"]

@@ -9,14 +9,13 @@ from jaxtyping import Float, Float64
 
 from specbeam.errors import NotSupported
 from specbeam.forest import Forest
-from specbeam.probs import row_logp
 from specbeam.records import Verdict
 from specbeam.session import Session
 from specbeam.verify.joint import refuse_audit
+from specbeam.verify.layers import TIE, layers
 from specbeam.verify.single import Walk
 
 BlockMode = Literal["argmax", "ancestral", "joint_temperature", "joint_topk"]
-TIE = 1e-12  # log-likelihoods closer than this are equal up to rounding
 
 
 @dataclass(frozen=True)
@@ -75,21 +74,9 @@ def block_logp(
     session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]
 ) -> Float64[np.ndarray, "nodes vocab"]:
     """Log-likelihood of each block by its last node and its last token; -inf where a longer one goes on."""
-    depths, eos = forest.depths(), np.array(session.limits.eos, dtype=np.int64)
+    deepest, eos = int(forest.depths().max()), np.array(session.limits.eos, dtype=np.int64)
     logp = np.full(tuple(scored.shape), -np.inf)
-    above = np.zeros(len(forest))
-    for depth in range(int(depths.max()) + 1):
-        nodes = np.flatnonzero(depths == depth)
-        rows = row_logp(
-            scored[torch.from_numpy(nodes).to(scored.device)],
-            session.warp,
-            lambda nodes=nodes: session.paths(forest, nodes),  # type: ignore[misc]
-        )
-        rows += above[nodes][:, None]
-        if depth == depths.max():
-            logp[nodes] = rows
-        else:
-            logp[np.ix_(nodes, eos)] = rows[:, eos]
-            below = np.flatnonzero(depths == depth + 1)
-            above[below] = rows[np.searchsorted(nodes, forest.parents[below]), forest.tokens[below]]
+    for depth, (nodes, known, _, _) in enumerate(layers(session, forest, scored, deepest + 1)):
+        shown = eos if depth < deepest else np.arange(scored.shape[1])
+        logp[np.ix_(nodes, shown)] = known[:, shown]
     return logp

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from specbeam.forest import Forest
 from specbeam.records import Verdict
 from specbeam.session import Session
-from specbeam.verify.single import Walk
+from specbeam.verify.single import Coupling, Walk
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class MatchRule:
     Law: exact: the target's.
     """
 
-    coupling: str = "noise"
+    coupling: Coupling = "noise"
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         walk = Walk(session, forest, scored)
         going = True
         while going and walk.node >= 0:
-            token = walk.drawn(walk.node, self.coupling)
+            token = walk.drawn(self.coupling)
             child = forest.find(walk.here.nodes, np.array([token]))
             going = walk.emit(token, int(child[0]))
         return walk.verdict()

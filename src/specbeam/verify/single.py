@@ -1,6 +1,7 @@
 """VERIFY: what the rules for one sequence share. One beam walks down its tree; each step emits one token."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from specbeam.probs import joint_law
 from specbeam.records import Audit, Step, Verdict
 from specbeam.session import Session
 from specbeam.verify.draws import Candidate, drawn, sure
+
+Coupling = Literal["noise", "dice"]
 
 
 class Walk:
@@ -52,11 +55,11 @@ class Walk:
         p[law.best(1)[0]] = 1.0
         return p
 
-    def drawn(self, node: int, coupling: str) -> int:
-        """The target's own choice after a node: the best token at temperature 0; else a draw by the noise of the place
-        ("noise"; for where the walk stands) or by the session's dice ("dice").
+    def drawn(self, coupling: Coupling) -> int:
+        """The target's own choice where the walk stands: the best token at temperature 0; else a draw by the noise of the
+        place ("noise") or by the session's dice ("dice").
         """
-        law, session = self.law(node), self.session
+        law, session = self.law(self.node), self.session
         if session.warp.greedy:
             return int(law.best(1)[0])
         if coupling == "dice":
