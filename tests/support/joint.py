@@ -80,23 +80,26 @@ def chain(p, q):
     return Paths(np.arange(-1, len(p)), logp, logq, final)
 
 
-def random_paths(rng, depth=3, width=3, zeros=False):
-    """Paths of a random tree drafted by beam search on random rows, and the rows: (node, token) -> (p, q)."""
+def random_paths(rng, depth=3, width=3, zeros=False, ends=0.0):
+    """Paths of a random tree drafted by beam search on random rows. A new beam ends with odds `ends`, and stays."""
     vocab = width + 1
-    parents, logp, logq, layer = [-1], [0.0], [0.0], [0]
+    parents, logp, logq, live, ended = [-1], [0.0], [0.0], [0], []
     for _ in range(depth):
-        pairs = []
-        for node in layer:
+        pairs = [(logq[node], None, node) for node in ended]
+        for node in live:
             p, q = rng.dirichlet(np.ones(vocab)), rng.dirichlet(np.ones(vocab))
             if zeros and rng.random() < 0.3:
                 p[rng.integers(vocab)] = 0.0
             with np.errstate(divide="ignore"):
                 pairs += [(logq[node] + math.log(q[t]), logp[node] + np.log(p[t]), node) for t in range(vocab)]
-        layer = []
+        live, ended = [], []
         for score, target, node in sorted(pairs, key=lambda pair: -pair[0])[:width]:
-            layer.append(len(parents))
+            if target is None:
+                ended.append(node)
+                continue
+            (ended if rng.random() < ends else live).append(len(parents))
             parents.append(node)
             logq.append(score)
             logp.append(float(target))
-    final = np.isin(np.arange(len(parents)), layer)
+    final = np.isin(np.arange(len(parents)), [*live, *ended])
     return Paths(np.array(parents), np.array(logp), np.array(logq), final)

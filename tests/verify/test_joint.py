@@ -164,11 +164,12 @@ def test_the_threshold_of_a_depth_is_that_of_the_ancestor_not_of_the_slot():
     assert {found(theta, tau) for theta in ("chain", "own", "max") for tau in (0.7, 0.9)} == {""}
 
 
-def test_the_tree_accepts_at_least_what_its_chain_does():
+@pytest.mark.parametrize("ends", [0.0, 0.3])
+def test_the_tree_accepts_at_least_what_its_chain_does(ends):
     rng = np.random.default_rng(3)
     more = 0
     for _ in range(400):
-        paths = random_paths(rng, 3, 3, zeros=True)
+        paths = random_paths(rng, 3, 3, zeros=True, ends=ends)
         assert (paths.theta("max") >= paths.theta("chain")).all()
         for tau in (0.05, 0.3, 0.6, 0.9):
             alone, tree = deepest_in_chains(paths, tau), deepest_in_tree(paths, tau, "chain")
@@ -195,14 +196,38 @@ def test_several_chains_take_the_first_of_the_longest():
     assert deepest_in_chains(paths, 0.5, 2) == 1  # node 3 is no longer than node 1
 
 
-def test_an_ended_beam_keeps_its_place_in_the_race():
-    """Its end is at depth 1; the other beam is longer but less likely. The threshold behind the end is that of the end."""
+def test_an_ended_beam_is_verified_at_its_own_length():
+    """Its end is at depth 1; the other beam is longer but less likely. The threshold behind the end is that of the end, and
+    of two paths that pass the deeper one is taken.
+    """
     parents, q, p = np.array([-1, 0, 0, 2]), np.array([1, 0.5, 0.4, 0.3]), np.array([1, 0.6, 0.3, 0.3])
     paths = Paths(parents, np.log(p), np.log(q), np.array([0, 1, 0, 1], dtype=bool))
     assert np.exp(paths.theta("chain"))[1:] == pytest.approx([0.5, 0.5, 0.5])
     assert np.exp(paths.theta("max"))[1:] == pytest.approx([0.5, 0.5, 0.5])
-    assert deepest_in_tree(paths, 0.5) == 1
     assert deepest_in_chains(paths, 0.5) == 1
+    assert deepest_in_tree(paths, 0.5) == 3
+    assert deepest_in_tree(paths, 0.7) == 1
+
+
+def test_a_short_ended_chain_does_not_end_the_search():
+    #       0 -> 1 -> 2 -> 3   the best chain: passes up to node 2
+    #       0 -> 4             the second has ended, and passes as a whole
+    #       0 -> 5 -> 6 -> 7   the third passes as a whole, and is the longest
+    parents = np.array([-1, 0, 1, 2, 0, 0, 5, 6])
+    q = np.array([1, 0.5, 0.45, 0.4, 0.35, 0.3, 0.3, 0.3])
+    p = np.array([1, 0.5, 0.45, 0.01, 0.35, 0.3, 0.3, 0.3])
+    paths = Paths(parents, np.log(p), np.log(q), np.array([0, 0, 0, 1, 1, 0, 0, 1], dtype=bool))
+    assert [deepest_in_chains(paths, 0.5, count) for count in (1, 2, 3)] == [2, 2, 7]
+
+
+@pytest.mark.parametrize("theta", ["own", "chain", "max"])
+def test_paths_of_no_draft_odds_never_pass(theta):
+    """A draft of log q = -inf has an infinite ratio, and proves nothing."""
+    parents, p = np.array([-1, 0, 1]), np.array([1, 0.5, 0.25])
+    paths = Paths(parents, np.log(p), np.array([0, -np.inf, -np.inf]), np.array([0, 0, 1], dtype=bool))
+    for threshold in (0.0, 0.5):
+        assert deepest_in_tree(paths, threshold, theta) == 0
+        assert deepest_in_chains(paths, threshold) == 0
 
 
 # What is promised of accepted blocks.
@@ -318,8 +343,26 @@ def test_every_growth_knows_the_likelihood_of_its_paths(make):
 def test_drafts_without_likelihoods_are_refused():
     session, lm = seated(sb.mtad(), P, Q)
     retrieved = Forest.rooted([0]).grown([1, 0], [0, 1])
-    with pytest.raises(LostLaw, match="MatchRule"):
-        session.parts.rule.verify(session, retrieved, lm.extend([session], [retrieved])[0])
+    impossible = Forest.rooted([0]).grown([1, 0], [0, 1], np.array([-1.0, -np.inf]))
+    for forest in (retrieved, impossible):
+        session.state.clear()
+        with pytest.raises(LostLaw, match="MatchRule"):
+            session.parts.rule.verify(session, forest, lm.extend([session], [forest])[0])
+
+
+def test_more_is_accepted_from_all_beams_than_from_the_best_one():
+    """On drafts with ends, by search: the same draft for both methods."""
+    deeper = 0
+    for key in range(60):
+        for tau in (0.05, 0.3, 0.7):
+            lengths = []
+            for make in (sb.mtad, sb.mmtad):
+                session, lm = seated(make(3, 3, tau, draft="search"), random_table(key, 4), random_table(key + 5000, 4),
+                                     eos=(3,))  # fmt: skip
+                lengths.append(first_turn(session, lm)[0].accepted)
+            assert lengths[1] >= lengths[0], (key, tau)
+            deeper += lengths[1] > lengths[0]
+    assert deeper > 5
 
 
 def test_exact_rules_may_take_searched_beams_and_refuse_drawn_ones():

@@ -100,10 +100,10 @@ class OnOwnRows:
 
 def judged(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Paths:
     """The draft paths of a forest with their likelihoods under both models, each conditional warped by itself."""
-    if forest.logq is None or np.isnan(forest.logq).any():
+    if forest.logq is None or not np.isfinite(forest.logq).all():
         raise LostLaw(
-            "JointRule compares paths by their joint draft likelihood, but these drafts have none (retrieved, merged or "
-            "pruned); draft with a model, or verify them with MatchRule"
+            "JointRule compares paths by their joint draft likelihood, but these drafts have none (retrieved, merged, "
+            "pruned, or of no odds); draft with a model, or verify them with MatchRule"
         )
     depths, logp, escape = forest.depths(), np.zeros(len(forest)), np.full(len(forest), -np.inf)
     for nodes, known, children, rows in layers(session, forest, scored, int(depths.max())):

@@ -34,11 +34,6 @@ class Paths:
         return depths
 
     @cached_property
-    def reach(self) -> Int64[np.ndarray, " nodes"]:
-        """Depth up to which a node stands for its path: an ended beam stays in the race to the last layer, as it is."""
-        return np.where(self.final, self.depths.max(), self.depths)
-
-    @cached_property
     def chains(self) -> list[int]:
         """Last nodes of the final beams, best first by the draft model, the earlier one of equals first."""
         final = np.flatnonzero(self.final)
@@ -60,8 +55,9 @@ class Paths:
             return self.logq
         by_depth = np.full(int(self.depths.max()) + 1, -np.inf)
         by_depth[0] = 0.0
+        reach = np.where(self.final, self.depths.max(), self.depths)
         for node in range(1, len(self.parents)) if kind == "max" else self.path(self.chains[0]):
-            span = slice(int(self.depths[node]), int(self.reach[node]) + 1)
+            span = slice(int(self.depths[node]), int(reach[node]) + 1)
             by_depth[span] = np.maximum(by_depth[span], self.logq[node])
         return by_depth[self.depths]
 
@@ -80,7 +76,9 @@ class Paths:
 def passing(paths: Paths, theta: PerNode, threshold: float, prefix: Prefix = "longest") -> Bool[np.ndarray, " nodes"]:
     """Where min(1, p / exp(theta)) > threshold, strictly; "first_failure" asks it of all nodes above too."""
     edge = math.log(threshold) if threshold > 0 else -math.inf
-    fine = (np.minimum(paths.logp - theta, 0.0) > edge + TIE) & (paths.logp > -np.inf)
+    possible = (paths.logp > -np.inf) & (theta > -np.inf)
+    ratio = np.where(possible, paths.logp, -np.inf) - np.where(possible, theta, 0.0)
+    fine = possible & (np.minimum(ratio, 0.0) > edge + TIE)
     fine[0] = True
     if prefix == "first_failure":
         for node in range(1, len(fine)):
@@ -89,18 +87,18 @@ def passing(paths: Paths, theta: PerNode, threshold: float, prefix: Prefix = "lo
 
 
 def deepest_in_tree(paths: Paths, threshold: float, theta: Theta = "chain", prefix: Prefix = "longest") -> int:
-    """The passing node that reaches deepest; of several the one of largest likelihood (theta "own": of largest ratio)."""
+    """The deepest passing node; of several the one of largest likelihood (theta "own": of largest ratio)."""
     fine = np.flatnonzero(passing(paths, paths.theta(theta), threshold, prefix)[1:]) + 1
     if len(fine) == 0:
         return 0
-    fine = fine[paths.reach[fine] == paths.reach[fine].max()]
+    fine = fine[paths.depths[fine] == paths.depths[fine].max()]
     value = paths.logp - paths.logq if theta == "own" else paths.logp
     return int(fine[np.argmax(value[fine])])
 
 
 def deepest_in_chains(paths: Paths, threshold: float, count: int = 1, prefix: Prefix = "longest") -> int:
     """The longest passing prefix of the `count` best final beams, each by its own odds; the first of equally long ones.
-    A beam that passes as a whole ends the search.
+    A beam that passes as a whole ends the search, unless an earlier one got as far: a beam that ended may be short.
     """
     fine = passing(paths, paths.logq, threshold, prefix)
     found, length = 0, 0
@@ -109,6 +107,6 @@ def deepest_in_chains(paths: Paths, threshold: float, count: int = 1, prefix: Pr
         passed = max((number for number, node in enumerate(nodes, 1) if fine[node]), default=0)
         if passed > length:
             found, length = nodes[passed - 1], passed
-        if passed == len(nodes):
-            break
+            if passed == len(nodes):
+                break
     return found
