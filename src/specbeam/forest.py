@@ -81,6 +81,7 @@ class Forest:
     logq: Float64[np.ndarray, " nodes"] | None = (
         None  # of the path from the root, by the draft model; NaN, None: unknown
     )
+    beams: Int64[np.ndarray, " beams"] | None = None  # last nodes of the beams that the drafter ended with, best first
 
     @classmethod
     def rooted(cls, tokens: Int64[np.ndarray, " roots"] | list[int]) -> "Forest":
@@ -156,7 +157,8 @@ class Forest:
                 )
             )
         scores = None if self.logq is None else self.logq[nodes]
-        return Forest(self.tokens[nodes], names[self.parents[nodes]], tuple(groups), scores)
+        beams = None if self.beams is None else names[self.beams][names[self.beams] >= 0]
+        return Forest(self.tokens[nodes], names[self.parents[nodes]], tuple(groups), scores, beams)
 
     def depths(self) -> Int64[np.ndarray, " nodes"]:
         """0 at roots."""

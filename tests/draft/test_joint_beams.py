@@ -15,6 +15,7 @@ from specbeam.lm.table import TableLM
 from specbeam.probs import Warp
 from specbeam.records import Shape
 from specbeam.truncation import Truncation
+from tests.support import words
 from tests.support.exact import exact_law, successive
 from tests.support.joint import P, Q, drafted, first_order, letters, odds_of
 from tests.support.programs import random_table, session_of
@@ -161,6 +162,83 @@ def test_an_ended_beam_that_lost_the_race_is_not_handed_on():
     assert "c" in layer(ending(steep), 1)
     forest = ending(slow, width=3)
     assert "c" not in layer(forest, 1)
+
+
+def test_the_beams_that_were_left_are_handed_on():
+    """With replacement all draws may take the ended beam: the live one is dead, although it is as deep as any."""
+    draft = first_order((0.6, 0.0, 0.4), *[(0.6, 0.0, 0.4)] * 3)
+    dead = 0
+    for key in range(200):
+        forest, _ = drafted(JointBeams("sample", replacement=True), draft, 2, 2, eos=(2,), key=key)
+        ends = [letters(forest.path(node)) for node in forest.beams]
+        assert len(set(ends)) == len(ends)
+        assert all(len(one) == 2 or one.endswith("c") for one in ends)
+        assert [odds_of(draft, ["abc".index(x) for x in one]) for one in ends] == pytest.approx(
+            np.exp(forest.logq[forest.beams])
+        )
+        assert (np.diff(forest.logq[forest.beams]) <= 0).all()
+        dead += ends == ["c"] and len(forest) > 2
+        chained, _ = drafted(JointBeams("sample", True, chains=1), draft, 2, 2, eos=(2,), key=key)
+        assert [letters(chained.path(node)) for node in chained.beams] == ends[:1]
+    assert dead > 5
+
+
+def test_equal_beams_stand_by_parent_slot_and_token():
+    """A beam that ended stands where it stood. Drawn ones stand as they were drawn, so that no token is favoured."""
+    even = first_order((0.3, 0.3, 0.4), *[(0.5, 0.5, 0.0)] * 3)
+    firsts = set()
+    for key in range(10):
+        for mode in ("search", "sample"):
+            forest, _ = drafted(JointBeams(mode), even, 2, 9, key=key)
+            assert [letters(forest.path(node)) for node in forest.beams] == layer(forest, 2)
+            if mode == "search":
+                assert layer(forest, 2) == ["ca", "cb", "aa", "ab", "ba", "bb"]
+            else:
+                assert sorted(layer(forest, 2)[:2]) == ["ca", "cb"]
+                firsts.add(layer(forest, 2)[0])
+    assert firsts == {"ca", "cb"}
+    halves = first_order((0.5, 0.0, 0.5), (1.0, 0.0, 0.0), (1.0, 0.0, 0.0), (1.0, 0.0, 0.0))
+    forest, _ = drafted(JointBeams("search"), halves, 2, 2, eos=(2,))
+    assert [letters(forest.path(node)) for node in forest.beams] == ["aa", "c"]
+    forest, _ = drafted(JointBeams("search"), first_order((0.0, 0.5, 0.5), *[(0.0, 1.0, 0.0)] * 3), 2, 2, eos=(1,))
+    assert [letters(forest.path(node)) for node in forest.beams] == ["b", "cb"]
+
+
+def test_no_candidate_is_too_unlikely_to_be_taken():
+    """Odds are relative to the best that is left: nothing underflows but what is impossible."""
+    scores = np.array([0.0, -800.0, -900.0, -1000.0, -np.inf])
+    ones = np.ones(5, dtype=np.int64)
+    assert taken(scores, ones, 4, False, Dice(0))[0].tolist() == [0, 1, 2, 3]
+    assert taken(scores, ones, 9, False, Dice(0))[0].tolist() == [0, 1, 2, 3]
+    assert taken(scores - 1e5, ones, 4, True, Dice(0))[0].tolist() == [0]
+
+
+def test_a_beam_that_cannot_go_on_leaves_the_race():
+    """After a the draft says nothing, so of two beams one is left."""
+
+    def stuck(path):
+        return np.array([0.0, 0.0, 0.0]) if path[-1:] == (0,) else np.array([0.6, 0.4, 0.0])
+
+    for mode in ("search", "sample"):
+        forest, _ = drafted(JointBeams(mode), stuck, 2, 2)
+        assert layer(forest, 1) == ["a", "b"]
+        assert [letters(forest.path(node)) for node in forest.beams] == ["ba", "bb"]
+
+
+@pytest.mark.parametrize("name", ["mtad", "mjsd", "mmtad"])
+def test_logits_processors_are_not_asked_what_follows_an_end(name):
+    """A grammar that raises behind its end costs no prompt."""
+
+    def allowed(number, tokens):
+        if 1 in tokens[5:]:
+            raise ValueError("there is nothing after the end")
+        return [*range(3, 9), 1]
+
+    pair = words.pair()
+    for seed in range(12):
+        (one,) = sb.generate(pair, [[4, 5, 6, 7, 8]], getattr(sb, name)(depth=4), seed=seed, max_new_tokens=12,
+                             eos_token_id=1, prefix_allowed_tokens_fn=allowed)  # fmt: skip
+        assert set(one.tokens) <= {1, *range(3, 9)}
 
 
 def test_drafting_stops_when_all_beams_ended():

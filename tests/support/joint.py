@@ -76,8 +76,7 @@ def chain(p, q):
     """Paths of one draft chain, from the conditionals of its tokens."""
     with np.errstate(divide="ignore"):
         logp, logq = (np.append(0.0, np.cumsum(np.log(np.array(row, dtype=float)))) for row in (p, q))
-    final = np.arange(len(logp)) == len(p)
-    return Paths(np.arange(-1, len(p)), logp, logq, final)
+    return Paths(np.arange(-1, len(p)), logp, logq, np.array([len(p)]))
 
 
 def random_paths(rng, depth=3, width=3, zeros=False, ends=0.0):
@@ -101,5 +100,5 @@ def random_paths(rng, depth=3, width=3, zeros=False, ends=0.0):
             parents.append(node)
             logq.append(score)
             logp.append(float(target))
-    final = np.isin(np.arange(len(parents)), [*live, *ended])
-    return Paths(np.array(parents), np.array(logp), np.array(logq), final)
+    chains = np.array(sorted([*live, *ended], key=lambda node: -logq[node]))
+    return Paths(np.array(parents), np.array(logp), np.array(logq), chains)

@@ -18,6 +18,7 @@ from tests.support.joint import SLOT_P, SLOT_Q, P, Q, chain, drafted, first_turn
 from tests.support.programs import random_table, run
 
 TAUS = (0.1, 0.3, 0.5, 0.7, 0.9)
+SEARCH, DRAWN = {"draft": "search"}, {"draft": "sample", "replacement": True}
 
 
 def length(paths, threshold, prefix="longest"):
@@ -92,7 +93,7 @@ def test_equal_models_pass_as_a_whole_below_one():
     rng = np.random.default_rng(1)
     for width in (1, 2, 4):
         paths = random_paths(rng, 4, width)
-        same = Paths(paths.parents, paths.logq, paths.logq, paths.final)
+        same = Paths(paths.parents, paths.logq, paths.logq, paths.chains)
         for tau in (0.0, 0.5, 0.999):
             assert same.depths[deepest_in_chains(same, tau)] == 4
             for theta in ("chain", "max", "own"):
@@ -189,10 +190,10 @@ def test_several_chains_take_the_first_of_the_longest():
     #       0 -> 3 -> 4   the second: passes as a whole; a third would too, and is not looked at
     parents, q = np.array([-1, 0, 1, 0, 3, 3]), np.array([1, 0.5, 0.4, 0.3, 0.25, 0.2])
     p = np.array([1, 0.5, 0.01, 0.3, 0.25, 0.3])
-    paths = Paths(parents, np.log(p), np.log(q), np.array([0, 0, 1, 0, 1, 1], dtype=bool))
+    paths = Paths(parents, np.log(p), np.log(q), np.array([2, 4, 5]))
     assert [deepest_in_chains(paths, 0.5, count) for count in (1, 2, 3)] == [1, 4, 4]
     p[4] = 0.01
-    paths = Paths(parents, np.log(p), np.log(q), np.array([0, 0, 1, 0, 1, 0], dtype=bool))
+    paths = Paths(parents, np.log(p), np.log(q), np.array([2, 4]))
     assert deepest_in_chains(paths, 0.5, 2) == 1  # node 3 is no longer than node 1
 
 
@@ -201,7 +202,7 @@ def test_an_ended_beam_is_verified_at_its_own_length():
     of two paths that pass the deeper one is taken.
     """
     parents, q, p = np.array([-1, 0, 0, 2]), np.array([1, 0.5, 0.4, 0.3]), np.array([1, 0.6, 0.3, 0.3])
-    paths = Paths(parents, np.log(p), np.log(q), np.array([0, 1, 0, 1], dtype=bool))
+    paths = Paths(parents, np.log(p), np.log(q), np.array([1, 3]))
     assert np.exp(paths.theta("chain"))[1:] == pytest.approx([0.5, 0.5, 0.5])
     assert np.exp(paths.theta("max"))[1:] == pytest.approx([0.5, 0.5, 0.5])
     assert deepest_in_chains(paths, 0.5) == 1
@@ -216,7 +217,7 @@ def test_a_short_ended_chain_does_not_end_the_search():
     parents = np.array([-1, 0, 1, 2, 0, 0, 5, 6])
     q = np.array([1, 0.5, 0.45, 0.4, 0.35, 0.3, 0.3, 0.3])
     p = np.array([1, 0.5, 0.45, 0.01, 0.35, 0.3, 0.3, 0.3])
-    paths = Paths(parents, np.log(p), np.log(q), np.array([0, 0, 0, 1, 1, 0, 0, 1], dtype=bool))
+    paths = Paths(parents, np.log(p), np.log(q), np.array([3, 4, 7]))
     assert [deepest_in_chains(paths, 0.5, count) for count in (1, 2, 3)] == [2, 2, 7]
 
 
@@ -224,7 +225,7 @@ def test_a_short_ended_chain_does_not_end_the_search():
 def test_paths_of_no_draft_odds_never_pass(theta):
     """A draft of log q = -inf has an infinite ratio, and proves nothing."""
     parents, p = np.array([-1, 0, 1]), np.array([1, 0.5, 0.25])
-    paths = Paths(parents, np.log(p), np.array([0, -np.inf, -np.inf]), np.array([0, 0, 1], dtype=bool))
+    paths = Paths(parents, np.log(p), np.array([0, -np.inf, -np.inf]), np.array([2]))
     for threshold in (0.0, 0.5):
         assert deepest_in_tree(paths, threshold, theta) == 0
         assert deepest_in_chains(paths, threshold) == 0
@@ -351,14 +352,14 @@ def test_drafts_without_likelihoods_are_refused():
 
 
 def test_more_is_accepted_from_all_beams_than_from_the_best_one():
-    """On drafts with ends, by search: the same draft for both methods."""
+    """On drafts with ends, searched, or drawn with replacement by the same dice: the same draft for both methods."""
     deeper = 0
     for key in range(60):
-        for tau in (0.05, 0.3, 0.7):
+        for tau, options in ((0.05, SEARCH), (0.3, SEARCH), (0.7, SEARCH), (0.2, DRAWN), (0.5, DRAWN)):
             lengths = []
             for make in (sb.mtad, sb.mmtad):
-                session, lm = seated(make(3, 3, tau, draft="search"), random_table(key, 4), random_table(key + 5000, 4),
-                                     eos=(3,))  # fmt: skip
+                session, lm = seated(make(3, 3, tau, **options), random_table(key, 4), random_table(key + 5000, 4),
+                                     eos=(3,), key=key)  # fmt: skip
                 lengths.append(first_turn(session, lm)[0].accepted)
             assert lengths[1] >= lengths[0], (key, tau)
             deeper += lengths[1] > lengths[0]

@@ -5,7 +5,7 @@ of its warped conditionals alone, keep a beam that ended in the race, and may ha
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -37,6 +37,19 @@ class Slots:
     def start(cls) -> "Slots":
         return cls(np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=bool), np.ones(1, dtype=np.int64))
 
+    def prolonged(
+        self, front: Int64[np.ndarray, " front"], logq: Float64[np.ndarray, "front vocab"]
+    ) -> Float64[np.ndarray, "slots vocab"]:
+        """Log-likelihood of each beam with each next token; that of an ended beam stands in the first column, as it is.
+
+        `front` names the beams with a row in `logq`, in the order of their slots; the others cannot go on.
+        """
+        scores = np.full((len(self.nodes), logq.shape[1]), -np.inf)
+        live = np.isin(self.nodes, front)
+        scores[live] = self.logq[live][:, None] + logq
+        scores[self.ended, 0] = self.logq[self.ended]
+        return scores
+
 
 @dataclass(frozen=True)
 class JointBeams:
@@ -60,62 +73,60 @@ class JointBeams:
 
     def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
         slots: Slots = sprout.memory.get("slots") or Slots.start()
-        vocab, live = logq.shape[1], np.flatnonzero(~slots.ended)
-        rows = logq[~np.isin(sprout.front, slots.nodes[slots.ended])]  # an ended beam in the front is not prolonged
-        scores = np.append((slots.logq[live][:, None] + rows).ravel(), slots.logq[slots.ended])
-        counts = np.append(np.repeat(slots.counts[live], vocab), slots.counts[slots.ended])
+        scores = slots.prolonged(sprout.front, logq)
         drawn = self.mode == "sample" and not sprout.session.warp.greedy
         if drawn:
-            chosen, counts = taken(scores, counts, sprout.shape.width, self.replacement, sprout.session.dice)
+            odds = np.repeat(slots.counts, logq.shape[1])
+            chosen, counts = taken(scores.ravel(), odds, sprout.shape.width, self.replacement, sprout.session.dice)
         else:
-            chosen = best(scores, sprout.shape.width)
+            chosen = best(scores.ravel(), sprout.shape.width)
             counts = np.ones_like(chosen)
-        new = chosen < len(live) * vocab
-        parents, tokens = np.divmod(chosen[new], vocab)
-        nodes = np.empty_like(chosen)
-        nodes[new] = len(sprout.forest) + np.arange(np.count_nonzero(new))
-        nodes[~new] = slots.nodes[slots.ended][chosen[~new] - len(live) * vocab]
-        above = slots.nodes[live][parents]
-        sprout.forest = _hung(sprout.forest, above, tokens, nodes[new], scores[chosen][new], sure=not drawn)
-        ended = ~new
-        ended[new] = np.isin(tokens, sprout.session.limits.eos)
-        sprout.memory["slots"] = Slots(nodes, scores[chosen], ended, counts)
-        sprout.front = nodes[new] if not ended.all() else nodes[:0]
+        parents, tokens = np.divmod(chosen, logq.shape[1])
+        values, stays, nodes = scores.ravel()[chosen], slots.ended[parents], slots.nodes[parents]
+        above, new = nodes[~stays], len(sprout.forest) + np.arange(np.count_nonzero(~stays))
+        nodes[~stays] = new
+        sprout.forest = _hung(sprout.forest, above, tokens[~stays], new, values[~stays], sure=not drawn)
+        ended = stays | np.isin(tokens, sprout.session.limits.eos)
+        sprout.memory["slots"] = Slots(nodes, values, ended, counts)
+        sprout.front = new if not ended.all() else new[:0]
 
     def finish(self, sprout: Sprout) -> None:
         """Hand on the paths of the best beams; of a whole forest all but the ended beams that lost the race."""
         slots: Slots | None = sprout.memory.get("slots")
-        if slots is None or (self.chains is None and self.lost_ends):
+        if slots is None:
             return
-        forest = sprout.forest
-        if self.chains is None:
+        sprout.forest = forest = replace(sprout.forest, beams=slots.nodes[: self.chains])
+        if self.chains is not None:
+            sprout.kept = _ancestry(forest, slots.nodes[: self.chains])
+        elif not self.lost_ends:
             ends = np.isin(forest.tokens, sprout.session.limits.eos) & (forest.parents >= 0)
-            lost = ends & ~np.isin(np.arange(len(forest)), slots.nodes)
-            kept = np.flatnonzero(~lost)
-        else:
-            inner = {0}
-            for node in slots.nodes[: self.chains].tolist():
-                while node:
-                    inner.add(node)
-                    node = int(forest.parents[node])
-            kept = np.array(sorted(inner), dtype=np.int64)
-        if len(kept) < len(forest):
-            sprout.kept = kept
+            sprout.kept = np.flatnonzero(~ends | np.isin(np.arange(len(forest)), slots.nodes))
+        if sprout.kept is not None and len(sprout.kept) == len(forest):
+            sprout.kept = None
+
+
+def _ancestry(forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " kept"]:
+    """The root, these nodes and all between."""
+    found = {0}
+    for node in nodes.tolist():
+        while node:
+            found.add(node)
+            node = int(forest.parents[node])
+    return np.array(sorted(found), dtype=np.int64)
 
 
 def taken(
     scores: Float64[np.ndarray, " n"], counts: Int64[np.ndarray, " n"], width: int, replacement: bool, dice: Dice
 ) -> tuple[Int64[np.ndarray, " k"], Int64[np.ndarray, " k"]]:
-    """At most `width` draws with odds counts * exp(scores): the distinct ones, best first, and how often each was drawn."""
-    top = scores.max(initial=-np.inf)
-    odds = counts * np.exp(scores - (top if np.isfinite(top) else 0.0))
-    drawn: list[int] = []
-    for _ in range(width):
-        if not odds.any():
-            break
-        drawn.append(dice.pick(odds))
+    """At most `width` draws with odds counts * exp(scores): the distinct ones, best first, and how often each was drawn.
+
+    Odds are relative to the best candidate that is left, so that none is lost for being far below the first.
+    """
+    left, drawn = scores.copy(), list[int]()
+    while len(drawn) < width and (top := left.max(initial=-np.inf)) > -np.inf:
+        drawn.append(dice.pick(counts * np.exp(left - top)))
         if not replacement:
-            odds[drawn[-1]] = 0.0
+            left[drawn[-1]] = -np.inf
     times = Counter(drawn)  # in the order of their first draw, which decides between equals
     chosen, counts = np.array([*times], dtype=np.int64), np.array([*times.values()], dtype=np.int64)
     order = np.argsort(-scores[chosen], kind="stable")

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float64, Int64
+import torch
+from jaxtyping import Float, Float64, Int64
 
 from specbeam.control.best_tree import Topology
 from specbeam.control.confidence import Stopping
@@ -36,9 +37,15 @@ class Sprout:
             raise NotSupported("a token tree grows under one beam; draft layers of beams with BeamDrafter")
         return cls(session, shape, Forest.rooted(session.beams.tokens), np.zeros(1, dtype=np.int64))
 
-    def paths(self) -> Int64[np.ndarray, "front length"]:
-        """Prompt and tokens up to each node of the front."""
-        return self.session.paths(self.forest, self.front)
+    def laws(self, logits: Float[torch.Tensor, "front vocab"]) -> Float64[np.ndarray, "going vocab"]:
+        """Draft log-laws of the nodes that may go on, which are the front from now on.
+
+        Behind an end token there is no law to ask for: logits processors need not know one.
+        """
+        going = ~np.isin(self.forest.tokens[self.front], self.session.limits.eos) | (self.front == 0)
+        self.front = self.front[going]
+        logits = logits[torch.from_numpy(going).to(logits.device)]
+        return row_logp(logits, self.session.warp, lambda: self.session.paths(self.forest, self.front))
 
     def bear(self, parent: int, draws: Draws) -> Int64[np.ndarray, " draws"]:
         """Hang siblings under a node: one child per token, shared by draws of the same token; -1 for end tokens."""
@@ -104,7 +111,7 @@ class TreeDrafter:
             for one, logits in zip(active, rows, strict=True):
                 one.session.count.draft_passes += 1
                 with one.session.failing_alone("draft model: "):
-                    self._grow(one, layer, row_logp(logits, one.session.warp, one.paths))
+                    self._grow(one, layer, one.laws(logits))
         return [self._finished(one) for one in sprouts]
 
     def _grow(self, one: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:

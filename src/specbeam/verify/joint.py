@@ -99,7 +99,10 @@ class OnOwnRows:
 
 
 def judged(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Paths:
-    """The draft paths of a forest with their likelihoods under both models, each conditional warped by itself."""
+    """The draft paths of a forest with their likelihoods under both models, each conditional warped by itself.
+
+    Where the drafter does not say which beams it ended with, they are the leaves that are deepest or have ended.
+    """
     if forest.logq is None or not np.isfinite(forest.logq).all():
         raise LostLaw(
             "JointRule compares paths by their joint draft likelihood, but these drafts have none (retrieved, merged, "
@@ -110,10 +113,12 @@ def judged(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes 
         logp[children] = known[rows, forest.tokens[children]]
         known[rows, forest.tokens[children]] = -np.inf
         escape[nodes] = known.max(1)
-    inner = np.isin(np.arange(len(forest)), forest.parents)
     ended = np.isin(forest.tokens, session.limits.eos) & (depths > 0)
-    final = ~inner & (ended | (depths == depths.max()))
-    return Paths(forest.parents, logp, forest.logq, final, ended, escape)
+    if forest.beams is not None:
+        return Paths(forest.parents, logp, forest.logq, forest.beams, ended, escape)
+    leaves = ~np.isin(np.arange(len(forest)), forest.parents) & (ended | (depths == depths.max()))
+    chains = np.flatnonzero(leaves)[np.argsort(-forest.logq[leaves], kind="stable")]
+    return Paths(forest.parents, logp, forest.logq, chains, ended, escape)
 
 
 def refuse_audit(session: Session) -> None:

@@ -1,4 +1,4 @@
-"""VERIFY: draft paths and their joint likelihoods, as plain numbers. Which of them pass, and which of those is the longest."""
+"""VERIFY: draft paths and their joint likelihoods, as plain numbers: which pass, and which of those is the longest."""
 
 import math
 from dataclasses import dataclass
@@ -22,7 +22,9 @@ class Paths:
     parents: Int64[np.ndarray, " nodes"]
     logp: PerNode  # by the target; -inf below a token that it cannot say
     logq: PerNode  # by the draft model
-    final: Bool[np.ndarray, " nodes"]  # last nodes of the beams that were left when the draft was complete
+    chains: Int64[
+        np.ndarray, " beams"
+    ]  # last nodes of the beams that were left when the draft was complete, best first
     ended: Bool[np.ndarray, " nodes"] | None = None  # nodes of end tokens; only for `best_possible`
     escape: PerNode | None = None  # largest log-likelihood of a path that leaves the tree after this node; likewise
 
@@ -33,18 +35,12 @@ class Paths:
             depths[node] = depths[self.parents[node]] + 1
         return depths
 
-    @cached_property
-    def chains(self) -> list[int]:
-        """Last nodes of the final beams, best first by the draft model, the earlier one of equals first."""
-        final = np.flatnonzero(self.final)
-        return final[np.argsort(-self.logq[final], kind="stable")].tolist()
-
-    def path(self, node: int) -> list[int]:
+    def path(self, node: int | np.integer) -> list[int]:
         """The nodes from below the root down to `node`."""
         nodes: list[int] = []
         while node > 0:
-            nodes.append(node)
-            node = int(self.parents[node])
+            nodes.append(int(node))
+            node = self.parents[node]
         return nodes[::-1]
 
     def theta(self, kind: Theta) -> PerNode:
@@ -55,9 +51,10 @@ class Paths:
             return self.logq
         by_depth = np.full(int(self.depths.max()) + 1, -np.inf)
         by_depth[0] = 0.0
-        reach = np.where(self.final, self.depths.max(), self.depths)
+        last = set(self.chains.tolist())
         for node in range(1, len(self.parents)) if kind == "max" else self.path(self.chains[0]):
-            span = slice(int(self.depths[node]), int(reach[node]) + 1)
+            depth = int(self.depths[node])
+            span = slice(depth, None if node in last else depth + 1)
             by_depth[span] = np.maximum(by_depth[span], self.logq[node])
         return by_depth[self.depths]
 
