@@ -106,6 +106,17 @@ def test_joint_topk_draws_from_the_best_blocks():
     assert distance(every, completed(P, (), 2)) < 1e-12
 
 
+def test_joint_topk_keeps_no_more_blocks_than_it_says():
+    """Of equal blocks the first in lexicographic order; blocks that end are blocks too."""
+    uniform = lambda path: np.full(3, 1 / 3)  # noqa: E731
+    for top in (1, 2, 5, 9, 20):
+        found = law_of(sb.mtjd("joint_topk", 2, top=top), uniform, 2)
+        expected = list(itertools.product(range(3), repeat=2))[:top]
+        assert found == pytest.approx(dict.fromkeys(expected, 1 / min(top, 9)))
+    ends = law_of(sb.mtjd("joint_topk", 2, top=2), uniform, 2, eos=(1,))
+    assert ends == pytest.approx({(1,): 3 / 4, (0, 0): 1 / 4})
+
+
 def test_warpers_shape_the_conditionals():
     """top_k=1 leaves the greedy text alone, whatever the blocks."""
     warp = Warp(truncation=Truncation(top_k=1))

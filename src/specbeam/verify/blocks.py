@@ -27,7 +27,7 @@ class BlockRule:
     Args:
         mode: "argmax": the block of largest p, of equal ones the first in lexicographic order. "ancestral": one draw from p.
             "joint_temperature": one draw from p^(1/temperature), normalised. "joint_topk": one draw from p among the `top`
-            most probable blocks.
+            most probable blocks, of equal ones the first.
         temperature: of blocks; that of tokens is a setting of the generation.
         top: number of blocks.
 
@@ -61,13 +61,27 @@ class BlockRule:
 
     def _chosen(self, session: Session, forest: Forest, logp: Float64[np.ndarray, "nodes vocab"]) -> int:
         """Index into the flat table."""
-        flat, vocab = logp.ravel(), logp.shape[1]
+        flat = logp.ravel()
         if self.mode == "argmax":
-            equal = np.flatnonzero(flat >= flat.max() - TIE).tolist()
-            return min(equal, key=lambda block: [*forest.path(block // vocab), block % vocab])
-        if self.mode == "joint_topk" and self.top < len(flat):
-            flat = np.where(flat >= np.partition(flat, -self.top)[-self.top] - TIE, flat, -np.inf)
+            return most_probable(forest, logp, 1)[0]
+        if self.mode == "joint_topk":
+            flat = np.full_like(flat, -np.inf)
+            kept = most_probable(forest, logp, self.top)
+            flat[kept] = logp.ravel()[kept]
         return session.dice.pick(np.exp((flat - flat.max()) / self.temperature))
+
+
+def most_probable(forest: Forest, logp: Float64[np.ndarray, "nodes vocab"], count: int) -> list[int]:
+    """Indices into the flat table of the `count` most probable blocks, fewer if there are fewer; of equal ones the first in
+    lexicographic order.
+    """
+    flat, vocab = logp.ravel(), logp.shape[1]
+    count = min(count, int(np.count_nonzero(flat > -np.inf)))
+    edge = np.partition(flat, -count)[-count]
+    above = np.flatnonzero(flat > edge + TIE).tolist()
+    equal = np.flatnonzero((flat >= edge - TIE) & (flat <= edge + TIE)).tolist()
+    equal.sort(key=lambda block: [*forest.path(block // vocab), block % vocab])
+    return above + equal[: count - len(above)]
 
 
 def block_logp(
