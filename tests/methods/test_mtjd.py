@@ -168,6 +168,7 @@ def test_own_beams_cost_a_pass_per_token_and_no_draft_pass():
     (one,) = sb.generate(pair, "Hello", sb.mtjd("beam_search", 3, beams=3), max_new_tokens=9, eos_token_id=99)
     assert one.report.target_passes == pair.target.passes - before == 10
     assert one.report.draft_passes == 0
+    assert one.report.accepted == 0  # they are its own
     assert len(one.tokens) == 9
 
 

@@ -95,10 +95,15 @@ class Growth(Protocol):
 
 @dataclass(frozen=True)
 class TreeDrafter:
-    """Grow a tree by a draft model: as many layers as the shape is deep, one pass of the model each."""
+    """Grow a tree by a draft model: as many layers as the shape is deep, one pass of the model each.
+
+    Args:
+        books: count these passes as the draft's; False where the model counts them itself.
+    """
 
     lm: LM
     growth: Growth
+    books: bool = True
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """One tree per session; see `Growth`. A controller that is `Stopping` may end a draft between layers."""
@@ -109,7 +114,7 @@ class TreeDrafter:
                 break
             rows = self.lm.extend([one.session for one in active], [one.forest for one in active])
             for one, logits in zip(active, rows, strict=True):
-                one.session.count.draft_passes += 1
+                one.session.count.draft_passes += self.books
                 with one.session.failing_alone("draft model: "):
                     self._grow(one, layer, one.laws(logits))
         return [self._finished(one) for one in sprouts]

@@ -28,7 +28,6 @@ class TargetAsDraft:
         found = self.lm.extend(sessions, forests)
         for session, rows in zip(sessions, found, strict=True):
             before = session.state.setdefault(self, [])
-            session.count.draft_passes -= 1  # the drafter books one
             session.count.target_passes += bool(before) or session.length == 0  # the root's row is known from last turn
             before.append(rows)
         return found

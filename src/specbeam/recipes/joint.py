@@ -62,7 +62,7 @@ def mtjd(
             own = TargetAsDraft(target)
             growth = JointBeams("search" if mode == "beam_search" else "sample", lost_ends=True)
             rule = OnOwnRows(JointRule(0.5, chains=1, bonus="none"), own)  # every path passes against itself
-            return Parts(TreeDrafter(own, growth), rule, FixedShape(depth, beams, beyond=0), law)
+            return Parts(TreeDrafter(own, growth, books=False), rule, FixedShape(depth, beams, beyond=0), law)
         block_rule = BlockRule(mode, block_temperature if mode == "joint_temperature" else 1.0, top)
         return Parts(EveryBlock(target.vocab), block_rule, FixedShape(depth - 1, 0), law)
 

@@ -89,13 +89,16 @@ class JointRule:
 
 @dataclass(frozen=True)
 class OnOwnRows:
-    """A rule for drafts of the target itself, whose rows were scored while the draft grew."""
+    """A rule for drafts of the target itself, whose rows were scored while the draft grew. They spare no pass, so what it
+    takes of them is not counted as accepted.
+    """
 
     rule: Rule
     lm: TargetAsDraft
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "new vocab"]) -> Verdict:
-        return self.rule.verify(session, forest, self.lm.all_rows(session, scored))
+        verdict = self.rule.verify(session, forest, self.lm.all_rows(session, scored))
+        return replace(verdict, steps=tuple(replace(step, passed=False) for step in verdict.steps))
 
 
 def judged(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Paths:
