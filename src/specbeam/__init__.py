@@ -43,7 +43,8 @@ _HOMES = {
         ),
         "recipes.sequences",
     ),
-    **dict.fromkeys(("mtjd", "mtad", "mjsd", "mmtad"), "recipes.joint"),
+    "mtjd": "recipes.blocks",
+    **dict.fromkeys(("mtad", "mjsd", "mmtad"), "recipes.joint"),
     "Beam": "records",
     "Generation": "records",
     "Report": "records",
@@ -63,11 +64,11 @@ if TYPE_CHECKING:
     from specbeam.recipes.beams import dsbd as dsbd
     from specbeam.recipes.beams import greedy as greedy
     from specbeam.recipes.beams import sampling as sampling
+    from specbeam.recipes.blocks import mtjd as mtjd
     from specbeam.recipes.catalogue import methods as methods
     from specbeam.recipes.joint import mjsd as mjsd
     from specbeam.recipes.joint import mmtad as mmtad
     from specbeam.recipes.joint import mtad as mtad
-    from specbeam.recipes.joint import mtjd as mtjd
     from specbeam.recipes.method import Method as Method
     from specbeam.recipes.search import beam_search as beam_search
     from specbeam.recipes.search import speculative_beam_search as speculative_beam_search

@@ -1,6 +1,6 @@
 """Every error that specbeam raises on purpose. Each says what was found, what was expected and what to do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -67,3 +67,9 @@ class SomeFailed(SpecbeamError):
         more = "" if len(self.failures) <= 3 else f"; and {len(self.failures) - 3} more"
         prompts = f"{len(self.failures)} prompt{'' if len(self.failures) == 1 else 's'}"
         super().__init__(f"{prompts} failed: {text}{more} ({done} results are in .generations)")
+
+
+def one_of(name: str, value: str, known: Iterable[str]) -> None:
+    """Refuse a word that is none of those known."""
+    if value not in known:
+        raise BadSetting(f"{name} is {value!r}; it must be one of {', '.join(known)}")

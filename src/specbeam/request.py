@@ -10,7 +10,7 @@ from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError
 from specbeam.grammar.compiled import compiled
 from specbeam.limits import Ended
 from specbeam.pair import Pair
-from specbeam.recipes.method import Method
+from specbeam.recipes.method import Asked, Method
 from specbeam.records import Beam, Generation
 from specbeam.session import Session
 from specbeam.settings import Settings
@@ -32,6 +32,7 @@ class Request:
         if default is None and pair.tokenizer is not None:
             default = pair.tokenizer.eos_token_id
         self.eos = settings.eos(default)
+        method.check(Asked(pair.target.vocab, self.eos, settings, audit))
         self.constraint = None
         if (form := settings.form) is not None:
             self.constraint = compiled(form, settings.grammar_backend, pair.tokenizer, pair.target.vocab, self.eos)

@@ -157,6 +157,15 @@ def test_settings_that_are_lists(models):
     assert "counts is 'x'; it must be an integer" in err
 
 
+def test_settings_without_a_default_are_read_as_their_type(models):
+    more = ("--method", "mtad", "--seed", "1", "--max-new-tokens", "3")
+    code, _, err = specbeam("generate", "abc", *models, *more, "--set", "beams=2", "--set", "controller=confidence")
+    assert code == 0, err
+    code, _, err = specbeam("generate", "abc", *models, *more, "--set", "beams=two")
+    assert code == 2
+    assert "beams is 'two'; it must be an integer" in err
+
+
 def test_diff_compares_with_transformers(models):
     code, out, err = specbeam(
         "diff",
@@ -186,10 +195,14 @@ def test_methods_that_change_the_law_say_so(models):
     code, out, _ = specbeam("methods", "--json")
     listed = {record["name"]: record for record in map(json.loads, out.splitlines())}
     assert [listed[name]["exact"] for name in ("dsbd", "mtad", "mjsd", "mmtad")] == [True, False, False, False]
+    assert [listed[name]["lossless"] for name in ("dsbd", "mtjd", "mmtad")] == [True, False, False]
     assert "changes the output law on purpose" in listed["mtad"]["law"]
     code, _, err = specbeam("generate", "abc", *models, "--method", "mtad", "--audit")
-    assert code == 1
+    assert code == 2
     assert "leave audit out" in err
+    code, _, err = specbeam("generate", "abc", *models, "--method", "mtjd", "--max-new-tokens", "2")
+    assert code == 0
+    assert "not the law of sampling" in err
 
 
 def test_outputs_are_scored(models, tmp_path):

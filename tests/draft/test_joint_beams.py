@@ -261,8 +261,11 @@ def test_every_block_is_every_path():
     session = session_of(sb.sampling(), None, steps=9, eos=(1,))
     forest = EveryBlock(3).draft([session], [Shape(2, 0)])[0]
     assert [letters(forest.path(node)) for node in range(1, len(forest))] == ["a", "c", "aa", "ac", "ca", "cc"]
-    with pytest.raises(BadSetting, match="mode='beam_search'"):
-        EveryBlock(100).draft([session], [Shape(2, 0)])
+    other = session_of(sb.sampling(), None, steps=9)
+    every = EveryBlock(7, most=50).draft([other, session], [Shape(2, 0)] * 2)
+    assert isinstance(other.failure, BadSetting)  # 7 + 49 nodes; without an end token 6 + 36
+    assert session.failure is None
+    assert [len(forest) for forest in every] == [1, 43]
 
 
 @pytest.mark.slow

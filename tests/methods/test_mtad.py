@@ -11,8 +11,10 @@ from specbeam.auto import candidates
 from specbeam.control.confidence import SureDraft
 from specbeam.control.fixed import FixedShape
 from specbeam.decode import decode
+from specbeam.draft.children import Distinct, Independent
 from specbeam.draft.joint import JointBeams
-from specbeam.draft.tree import TreeDrafter
+from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
+from specbeam.errors import BadSetting
 from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.generation import turns_of
 from specbeam.lm.table import TableLM
@@ -23,6 +25,7 @@ from specbeam.session import Parts
 from specbeam.settings import Settings
 from specbeam.verify.joint import JointRule
 from tests.support import words
+from tests.support.checking import refused
 from tests.support.exact import exact_law
 from tests.support.joint import P, Q, first_order, first_turn, letters, odds_of, seated, text_of
 from tests.support.ngrams import ngram_tables
@@ -308,18 +311,96 @@ def test_mjsd_scores_no_more_than_its_chains():
 def test_auto_never_chooses_a_method_that_changes_the_law():
     for has_draft in (True, False):
         for name, make in candidates(has_draft).items():
-            assert make().exact, name
-            assert make().name not in FAMILY
+            assert make().lossless, name
+            assert make().name not in (*FAMILY, "mtjd")
 
 
 def test_the_catalogue_says_that_the_law_is_changed():
     listed = {one.name: one for one in sb.methods()}
+    assert {name for name, one in listed.items() if not one.lossless} == {*FAMILY, "mtjd"}
     for name in FAMILY:
         assert not listed[name].exact
         assert listed[name].law.startswith("approximate: changes the output law")
         assert FAMILY[name]().law.startswith("approximate: changes the output law")
     assert listed["dsbd"].exact
     assert listed["speculative_sampling"].exact
+    assert not sb.dsbd(collapse=True).lossless
+
+
+def test_the_law_says_what_is_promised_and_no_more():
+    promise = "approximate: changes the output law on purpose; accepted blocks have log p > "
+    assert sb.mtad().law == sb.mjsd().law == promise + "log q + log 0.5"
+    assert sb.mmtad(theta="own", threshold=0.3).law == promise + "log q + log 0.3"
+    assert sb.mmtad().law == promise + "log q of the best draft beam at their length + log 0.5"
+    assert sb.mmtad(theta="max").law == promise + "the largest log q of that length in the draft + log 0.5"
+    for make in FAMILY.values():
+        assert "nothing is promised" in make(threshold=0.0).law
+        assert make(threshold=1.0).law == "approximate: at threshold 1 no draft passes, it is the target alone"
+
+
+# Settings: none is ignored, none is without effect.
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sb.mtad(controller=SureDraft(), beams=2), "controller of one's own does not look at beams=2"),
+        (lambda: sb.mmtad(controller=SureDraft(), depth=2), "controller of one's own does not look at depth=2"),
+        (lambda: sb.mmtad(draft=Branching((2, 2), Distinct()), beams=3), "growth Branching does not look at beams=3"),
+        (
+            lambda: sb.mmtad(draft=StochasticBeam(), replacement=True),
+            "StochasticBeam does not look at replacement=True",
+        ),
+        (lambda: sb.mtad(draft="search", replacement=True), "replacement=True needs draft='sample'"),
+        (lambda: sb.mtad(draft=Branching((2, 1), Distinct())), "mtad looks at one chain, and the growth Branching may"),
+        (lambda: sb.mtad(draft=FixedTree(((), ()), Distinct())), "mtad looks at one chain"),
+        (lambda: sb.mtad(draft=JointBeams("search")), "mtad looks at one chain"),
+        (lambda: sb.mjsd(chains=9), "chains is 9, beams is 8"),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(make, message):
+    with pytest.raises(BadSetting, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("controller", "fats"), ("draft", "best"), ("prefix", "any"), ("bonus", "two"), ("theta", "min")],
+)
+def test_unknown_words_are_refused(name, value):
+    with refused(f"{name} is '{value}'; it must be one of "):
+        sb.mmtad(**{name: value})
+    with refused("coupling is 'coin'; it must be one of noise, dice"):
+        JointRule(0.5, coupling="coin")
+
+
+def test_growths_of_one_chain_serve_mtad():
+    for growth in (Branching((1,), Independent()), FixedTree((((),),), Distinct()), JointBeams("search", chains=1)):
+        session, lm = seated(sb.mtad(draft=growth, threshold=0.1), P, Q, steps=9)
+        assert all((np.diff(turn.forest.parents) == 1).all() for turn in run(session, lm))
+
+
+def test_controllers_have_names():
+    for name in ("fixed", "confidence", "tracked", "thompson", "calibrated", "survival"):
+        session, lm = seated(sb.mtad(2, 3, 0.1, controller=name), P, Q, steps=20)
+        assert max(turn.forest.depths().max() for turn in run(session, lm)) <= 3
+        assert session.length == 20
+
+
+def test_no_setting_is_without_effect():
+    """The published program takes a list of widths and looks at its length alone."""
+    plain, first = text(sb.mtad(4, 4), P, Q, 24, warp=Warp()), text(sb.sampling(), P, None, 24, warp=Warp())
+    others = ({"beams": 1}, {"depth": 2}, {"threshold": 1.0}, {"draft": "search"}, {"replacement": True}, {"bonus": "argmax"},
+              {"bonus": "none"})  # fmt: skip
+    for change in others:
+        assert text(sb.mtad(**{"beams": 4, "depth": 4, **change}), P, Q, 24, warp=Warp()) != plain, change
+    assert first == text(sb.mtad(threshold=1.0), P, Q, 24, warp=Warp())
+    for depth in (1, 2, 3, 5):
+        session, lm = seated(sb.mtad(3, depth), P, Q, steps=20)
+        assert max(turn.forest.depths().max() for turn in run(session, lm)) == depth
+    for beams in (1, 2, 5):
+        session, lm = seated(sb.mmtad(beams, 2, draft="search"), P, Q, steps=20)
+        assert max(np.bincount(turn.forest.depths())[-1] for turn in run(session, lm)) == beams
 
 
 # What it is for.

@@ -11,6 +11,7 @@ from specbeam.errors import BadSetting, NotSupported
 from specbeam.probs import Warp
 from specbeam.truncation import Truncation
 from tests.support import words
+from tests.support.checking import refused
 from tests.support.exact import distance, exact_law
 from tests.support.examples import completed
 from tests.support.joint import WORSE, P, letters, mean_perplexity, odds_of, seated, text_of
@@ -181,17 +182,65 @@ def test_on_a_transformer_the_modes_agree_where_they_must():
 
 
 def test_what_it_cannot_do_is_refused():
-    with pytest.raises(BadSetting, match="block_temperature is 0"):
-        sb.mtjd("joint_temperature", block_temperature=0)
+    for temperature in (0, -1.0, math.inf, math.nan):
+        with pytest.raises(BadSetting, match=f"block_temperature is {temperature}"):
+            sb.mtjd("joint_temperature", block_temperature=temperature)
     with pytest.raises(NotSupported, match="mode='argmax'"):
         decoded(sb.mtjd("joint_topk", 2), P, 2, warp=Warp(greedy=True))
     with pytest.raises(NotSupported, match="'greedy'"):
         decoded(sb.mtjd("ancestral", 2), P, 2, warp=Warp(greedy=True))
-    with pytest.raises(BadSetting, match="mode='beam_search'"):
-        sb.generate(words.pair(), "Hello", sb.mtjd("argmax", 4))
+    with refused("mode is 'best'; it must be one of argmax, "):
+        sb.mtjd("best")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ignored"),
+    [
+        ({"beams": 9}, "beams=9"),
+        ({"block_temperature": 0.3}, "block_temperature=0.3"),
+        ({"top": 1}, "top=1"),
+        ({"mode": "beam_search", "top": 3}, "top=3"),
+        ({"mode": "joint_topk", "block_temperature": 2.0}, "block_temperature=2.0"),
+    ],
+)
+def test_settings_of_other_modes_are_refused(settings, ignored):
+    with pytest.raises(BadSetting, match=f"does not look at {ignored}; leave it out"):
+        sb.mtjd(**settings)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        (sb.mtjd("argmax", 4), {}, "mode='beam_search'"),
+        (sb.mtjd("joint_topk"), {"temperature": 0}, "mode='argmax'"),
+        (sb.mtjd("ancestral"), {"temperature": 0}, "'greedy'"),
+        (sb.mtjd("argmax"), {"audit": True}, "leave audit out"),
+        (sb.mtjd("beam_sample"), {"audit": True}, "leave audit out"),
+        (sb.mtjd("argmax"), {"num_return_sequences": 3}, "has one answer; num_return_sequences is 3"),
+        (sb.mtjd("beam_search"), {"num_return_sequences": 3}, "has one answer; num_return_sequences is 3"),
+        (sb.mtad(), {"audit": True}, "leave audit out"),
+        (sb.mmtad(), {"audit": True}, "leave audit out"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_the_first_pass(method, options, message):
+    """Of several prompts too, of which some might do: nothing is decoded that is lost afterwards."""
+    pair = words.pair()
+    before = pair.target.passes, pair.draft.passes
+    with pytest.raises(sb.SpecbeamError, match=message) as caught:
+        sb.generate(pair, [[5] * 255, [5] * 10], method, batch_size=1, **options)
+    assert isinstance(caught.value, (BadSetting, NotSupported))
+    assert (pair.target.passes, pair.draft.passes) == before
+
+
+def test_a_short_text_needs_no_large_tree():
+    """Of four tokens at once only two are wanted."""
+    (one,) = sb.generate(words.pair(), "Hello", sb.mtjd("argmax", 4), max_new_tokens=2)
+    assert len(one.tokens) <= 2
 
 
 def test_laws_are_stated():
     assert sb.mtjd("ancestral").law == "exact: plain sampling"
     assert sb.mtjd("argmax").law.endswith("not the law of sampling")
     assert sb.mtjd("beam_search").law.startswith("approximate: changes the output law")
+    lossless = {mode: sb.mtjd(mode).lossless for mode in ("ancestral", "argmax", "joint_temperature", "beam_sample")}
+    assert lossless == {"ancestral": True, "argmax": False, "joint_temperature": False, "beam_sample": False}

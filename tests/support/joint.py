@@ -60,7 +60,7 @@ def drafted(growth, draft, depth, width, dice=None, eos=(), key=0, warp=None):
     """The forest that a growth makes, and its session."""
     import specbeam as sb
 
-    session, _ = seated(sb.mtad(width, depth, draft=growth), None, draft, dice, 99, eos, key, warp)
+    session, _ = seated(sb.mmtad(draft=growth), None, draft, dice, 99, eos, key, warp)
     return session.parts.drafter.draft([session], [Shape(depth, width)])[0], session
 
 

@@ -335,7 +335,7 @@ def test_every_growth_knows_the_likelihood_of_its_paths(make):
             path = forest.path(node)
             expected = sum(math.log(Q(tuple(path[:place]))[token]) for place, token in enumerate(path))
             assert forest.logq[node] == pytest.approx(expected)
-    session, lm = seated(sb.mmtad(6, 3, 0.1, draft=make()), P, Q, steps=12)
+    session, lm = seated(sb.mmtad(depth=3, threshold=0.1, draft=make()), P, Q, steps=12)
     run(session, lm)
     assert session.length == 12
     assert session.count.accepted > 0

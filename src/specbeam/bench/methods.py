@@ -60,7 +60,7 @@ class Line:
 
     task: str
     method: str
-    exact: bool
+    lossless: bool
     law: str
     metric: str
     perplexity: Figure  # of the output under the target's raw law; macro
@@ -160,7 +160,7 @@ def _line(task: Task, name: str, method: Method, run: Run, runs: dict[str, Run])
     return Line(
         task=task.name,
         method=name,
-        exact=method.exact,
+        lossless=method.lossless,
         law=method.law,
         metric=task.metric,
         perplexity=Figure(*(float(np.exp(-x)) for x in (likelihood.value, likelihood.high, likelihood.low))),

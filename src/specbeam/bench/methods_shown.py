@@ -24,7 +24,7 @@ def as_markdown(lines: Sequence[Line]) -> str:
 
 def _row(line: Line) -> str:
     cells = (
-        line.method + ("" if line.exact else " *"),
+        line.method + ("" if line.lossless else " *"),
         _shown(line.perplexity, 2),
         _change(line.perplexity_ratio),
         _shown(line.quality, 1, 100 if line.metric == "exact match" else 1),
@@ -92,8 +92,8 @@ def _points(axes: Any, rows: Sequence[Line], cost: str, scale: float, value: str
             scale * x.value, y.value,
             xerr=[[max(scale * (x.value - x.low), 0)], [max(scale * (x.high - x.value), 0)]],
             yerr=[[max(y.value - y.low, 0)], [max(y.high - y.value, 0)]],
-            marker="o", capsize=2, lw=1, color=colours[line.method], label=line.method + ("" if line.exact else " *"),
-            markerfacecolor=colours[line.method] if line.exact else "white",
+            marker="o", capsize=2, lw=1, color=colours[line.method], label=line.method + ("" if line.lossless else " *"),
+            markerfacecolor=colours[line.method] if line.lossless else "white",
         )  # fmt: skip
     axes.grid(alpha=0.3)
     axes.set_xlim(left=0)

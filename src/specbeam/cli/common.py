@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from specbeam.errors import BadSetting, MissingFile
 from specbeam.pair import Pair, load
@@ -23,7 +23,7 @@ def quiet_load(model: str, draft: str | None, device: str | None = None, dtype: 
 
 
 def method_from(name: str, settings: list[str]) -> Method:
-    """A method from its name and NAME=VALUE texts, each read as the type of the setting's default."""
+    """A method from its name and NAME=VALUE texts, each read as the type of the setting."""
     make = {make.__name__: make for make in RECIPES}.get(name)
     if make is None:
         return resolve(name)
@@ -35,8 +35,15 @@ def method_from(name: str, settings: list[str]) -> Method:
             raise BadSetting(f"--set {setting!r} has no value; write NAME=VALUE")
         if key not in known:
             raise BadSetting(f"{name} has no setting {key!r}; it has {', '.join(known) or 'none'}")
-        chosen[key] = _read(key, value, known[key].default)
+        chosen[key] = _read(key, value, _example(known[key]))
     return make(**chosen)
+
+
+def _example(parameter: inspect.Parameter) -> Any:
+    """The default, which shows the type; where that is None, any number if a number may stand there."""
+    if parameter.default is not None:
+        return parameter.default
+    return next((kind() for kind in get_args(parameter.annotation) if kind in (int, float)), None)
 
 
 def _read(key: str, value: str, default: Any) -> Any:

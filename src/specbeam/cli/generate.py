@@ -83,7 +83,7 @@ def run(
     method = method_from(method_name, settings)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         options[name] = text_or_file(options[name], mark, name)
-    if not method.exact:
+    if not method.lossless:
         complain(f"note: {method.name} is {method.law}")
     asked, unreadable = gather(prompts, files)
     if not asked and not unreadable:

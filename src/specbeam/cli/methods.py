@@ -26,6 +26,7 @@ def _record(one: Recipe) -> dict[str, object]:
         "name": one.name,
         "law": one.law,
         "exact": one.exact,
+        "lossless": one.lossless,
         "paper": one.paper,
         "needs": one.needs,
         "defaults": one.defaults,

@@ -172,17 +172,23 @@ class EveryBlock:
     def close(self, session: Session) -> None:
         """Nothing to forget."""
 
+    def check(self, depth: int, eos: tuple[int, ...]) -> None:
+        """Refuse a tree of too many nodes."""
+        going = self.vocab - len(set(eos) & set(range(self.vocab)))
+        if sum(going**layer for layer in range(1, depth + 1)) > self.most:
+            raise BadSetting(
+                f"exact joint decoding of {depth + 1} tokens at once over {self.vocab} tokens needs more than "
+                f"{self.most} nodes per pass; take a smaller depth, or the target's own beams: mode='beam_search'"
+            )
+
     def _tree(self, session: Session, depth: int) -> Forest:
         forest = Forest.rooted(session.beams.tokens)
-        going = np.setdiff1d(np.arange(self.vocab), session.limits.eos)
-        front = np.zeros(1, dtype=np.int64)
-        for _ in range(depth):
-            start, count = len(forest), len(front) * len(going)
-            if start - 1 + count > self.most:
-                raise BadSetting(
-                    f"exact joint decoding of {depth + 1} tokens at once over {self.vocab} tokens needs more than "
-                    f"{self.most} nodes per pass; take a smaller depth, or the target's own beams: mode='beam_search'"
-                )
-            forest = forest.grown(np.tile(going, len(front)), np.repeat(front, len(going)))
-            front = np.arange(start, start + count)
+        with session.failing_alone():
+            self.check(depth, session.limits.eos)
+            going = np.setdiff1d(np.arange(self.vocab), session.limits.eos)
+            front = np.zeros(1, dtype=np.int64)
+            for _ in range(depth):
+                start, count = len(forest), len(front) * len(going)
+                forest = forest.grown(np.tile(going, len(front)), np.repeat(front, len(going)))
+                front = np.arange(start, start + count)
         return forest

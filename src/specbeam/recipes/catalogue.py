@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from specbeam.errors import BadSetting
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
-from specbeam.recipes.joint import mjsd, mmtad, mtad, mtjd
+from specbeam.recipes.blocks import mtjd
+from specbeam.recipes.joint import mjsd, mmtad, mtad
 from specbeam.recipes.method import Method, Recipe, described
 from specbeam.recipes.search import beam_search, speculative_beam_search
 from specbeam.recipes.sequences import (

@@ -1,15 +1,29 @@
 """What a recipe gives: a method, and its line in the catalogue."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import LM
 from specbeam.session import Parts
+from specbeam.settings import Settings
 
+
+@dataclass(frozen=True)
+class Asked:
+    """What is known of a request before its first pass."""
+
+    vocab: int
+    eos: tuple[int, ...]
+    settings: Settings
+    audited: bool
+
+
+CHANGED = "approximate: changes the output law on purpose; "
 Build = Callable[[LM | None, LM | None], Parts]  # from the target and the draft model
+Check = Callable[[Asked], None]  # raises what the method would stumble over on its way
 
 
 @dataclass(frozen=True)
@@ -23,11 +37,20 @@ class Method:
     needs_draft: bool = False
     greedy: bool = False
     search: bool = False  # scores and processors as in transformers' beam modes
+    plain: bool = (
+        True  # the law that is named belongs to a plain method: sampling, beam sampling, greedy or beam search
+    )
+    check: Check = lambda asked: None
 
     @property
     def exact(self) -> bool:
         """Whether the output has the law that is named, and not one near it."""
         return self.law.startswith("exact")
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output has the law of a plain method, so that nothing but speed is changed."""
+        return self.exact and self.plain
 
     def parts(self, draft: LM | None, target: LM | None = None) -> Parts:
         if self.needs_draft and draft is None:
@@ -48,7 +71,8 @@ class Recipe:
     needs: str
     defaults: dict[str, Any]
     make: Callable[..., Method]
-    exact: bool  # with the defaults
+    exact: bool  # this and the next with the defaults
+    lossless: bool
 
 
 def described(make: Callable[..., Method]) -> Recipe:
@@ -60,7 +84,7 @@ def described(make: Callable[..., Method]) -> Recipe:
     defaults = {name: parameter.default for name, parameter in inspect.signature(make).parameters.items()}
     made = make()
     needs = "a draft model" if made.needs_draft else "the target alone"
-    return Recipe(make.__name__, said["Law"], said["Paper"], needs, defaults, make, made.exact)
+    return Recipe(make.__name__, said["Law"], said["Paper"], needs, defaults, make, made.exact, made.lossless)
 
 
 def at_least_one(**values: int) -> None:
@@ -69,6 +93,8 @@ def at_least_one(**values: int) -> None:
             raise BadSetting(f"{name} is {value}; it must be at least 1")
 
 
-def one_of(name: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise BadSetting(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+def ignored_unless(looked_at: bool, who: str, **values: object) -> None:
+    """Refuse settings that would be ignored; those that are None were not given."""
+    given = [f"{name}={value!r}" for name, value in values.items() if value is not None]
+    if given and not looked_at:
+        raise BadSetting(f"{who} does not look at {', '.join(given)}; leave it out")

@@ -4,30 +4,27 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from specbeam.control.best_tree import Topology, fastest_tree, sequoia_tree
-from specbeam.control.confidence import SureDraft, TrackedThreshold
 from specbeam.control.cost import CostCurve
 from specbeam.control.fixed import FixedShape
 from specbeam.control.size import SizeByLatency
-from specbeam.control.survival import Survival
-from specbeam.control.thompson import Thompson
 from specbeam.draft.best_first import BestFirst, BestFirstDraws
 from specbeam.draft.children import BestAndOne, Children, Distinct, Independent
 from specbeam.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.draft.merged import Graph, ManyDrafters, Pruned
 from specbeam.draft.recycle import Successors, TokenRecycling, likeliest
 from specbeam.draft.tree import Branching, FixedTree, Growth, StochasticBeam, TreeDrafter, depth_of
-from specbeam.errors import BadSetting, LostLaw, NotSupported
+from specbeam.errors import BadSetting, LostLaw, NotSupported, one_of
 from specbeam.lm.base import LM
 from specbeam.lm.early_layers import early_layers
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.recipes.method import Method, at_least_one, one_of
+from specbeam.recipes.controllers import ControllerName, controller_of
+from specbeam.recipes.method import Method, at_least_one
 from specbeam.session import Controller, Drafter, Parts, Rule
 from specbeam.verify.match import MatchRule
 from specbeam.verify.path import PathRule
 from specbeam.verify.traversal import TraversalRule
 
 RuleName = Literal["path", "traversal", "match"]
-ControllerName = Literal["fixed", "confidence", "tracked", "thompson", "calibrated", "survival"]
 EXACT = "exact: plain sampling"
 
 
@@ -411,7 +408,7 @@ def _grown(
     needs_draft: bool,
     width: int = 1,
 ) -> Method:
-    chosen, judge = _controller(controller, depth, width), _rule(rule)
+    chosen, judge = controller_of(controller, depth, width), _rule(rule)
     if isinstance(growth, Graph) and not isinstance(judge, MatchRule):
         raise LostLaw(f"{name} merges its drafts, so their law is lost; they can only be matched: rule='match'")
 
@@ -432,22 +429,6 @@ def _rule(name: RuleName) -> Rule:
     if name not in known:
         raise BadSetting(f"rule is {name!r}; it must be one of {', '.join(known)}")
     return known[name]
-
-
-def _controller(chosen: "ControllerName | Controller", depth: int, width: int) -> Controller:
-    if not isinstance(chosen, str):
-        return chosen
-    known: dict[str, Controller] = {
-        "fixed": FixedShape(depth, width),
-        "confidence": SureDraft(most=depth, width=width),
-        "tracked": TrackedThreshold(most=depth, width=width),
-        "thompson": Thompson(most=depth, width=width),
-        "calibrated": Thompson(calibrated=True, mode="round", most=depth, width=width),
-        "survival": Survival(most=depth, width=width),
-    }
-    if chosen not in known:
-        raise BadSetting(f"controller is {chosen!r}; it must be one of {', '.join(known)}, or a part")
-    return known[chosen]
 
 
 def _check_counts(counts: Sequence[int]) -> None:

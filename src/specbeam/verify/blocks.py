@@ -40,12 +40,7 @@ class BlockRule:
     top: int = 1
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
-        if self.mode != "ancestral":
-            refuse_audit(session)
-            if session.warp.greedy and self.mode != "argmax":
-                raise NotSupported(f"{self.mode} draws blocks; for temperature 0 take mode='argmax'")
-        if session.warp.greedy and self.mode == "ancestral":
-            raise NotSupported("ancestral draws token by token, at temperature 0 that is greedy: take method 'greedy'")
+        self.check(session.warp.greedy, session.audited)
         walk = Walk(session, forest, scored)
         logp = block_logp(session, forest, scored)
         last, token = divmod(self._chosen(session, forest, logp), logp.shape[1])
@@ -58,6 +53,15 @@ class BlockRule:
                 return walk.verdict()
         walk.emit(token, -1)
         return walk.verdict()
+
+    def check(self, greedy: bool, audited: bool) -> None:
+        """Refuse what the mode cannot do."""
+        if self.mode != "ancestral":
+            refuse_audit(audited)
+        if greedy and self.mode == "ancestral":
+            raise NotSupported("ancestral draws token by token, at temperature 0 that is greedy: take method 'greedy'")
+        if greedy and self.mode != "argmax":
+            raise NotSupported(f"{self.mode} draws blocks; for temperature 0 take mode='argmax'")
 
     def _chosen(self, session: Session, forest: Forest, logp: Float64[np.ndarray, "nodes vocab"]) -> int:
         """Index into the flat table."""

@@ -5,13 +5,13 @@ This trades the law of the text for likelihood and length, and says so: nothing 
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
-from specbeam.errors import LostLaw, NotSupported
+from specbeam.errors import BadSetting, LostLaw, NotSupported, one_of
 from specbeam.forest import Forest
 from specbeam.lm.own import TargetAsDraft
 from specbeam.records import Certificate, Verdict
@@ -50,8 +50,16 @@ class JointRule:
     bonus: Bonus = "sample"
     coupling: Coupling = "noise"
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise BadSetting(
+                f"threshold is {self.threshold}; it is a likelihood ratio, in [0, 1] (1: the target alone)"
+            )
+        for name, words in (("theta", Theta), ("prefix", Prefix), ("bonus", Bonus), ("coupling", Coupling)):
+            one_of(name, getattr(self, name), get_args(words))
+
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
-        refuse_audit(session)
+        refuse_audit(session.audited)
         walk, going = Walk(session, forest, scored), True
         node, certificate = 0, None
         if len(forest) > 1:
@@ -124,8 +132,8 @@ def judged(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes 
     return Paths(forest.parents, logp, forest.logq, chains, ended, escape)
 
 
-def refuse_audit(session: Session) -> None:
-    if session.audited:
+def refuse_audit(audited: bool) -> None:
+    if audited:
         raise NotSupported(
             "an audit tests that the text follows the target's law, and joint decoding changes it on purpose; "
             "leave audit out, and see the certificate in the report"
