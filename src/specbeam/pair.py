@@ -28,6 +28,16 @@ class Pair:
     target: HuggingFaceLM = field(repr=False)
     draft: HuggingFaceLM | None = field(repr=False)
 
+    @property
+    def eos(self) -> tuple[int, ...]:
+        """End tokens: those of the target's generation config, else the tokenizer's."""
+        found = getattr(getattr(self.target_model, "generation_config", None), "eos_token_id", None)
+        if found is None and self.tokenizer is not None:
+            found = self.tokenizer.eos_token_id
+        if found is None:
+            return ()
+        return (found,) if isinstance(found, int) else tuple(found)
+
     def word(self, token: int) -> str:
         """The text of one token; its number where there is no tokenizer."""
         return self.tokenizer.decode([token]) if self.tokenizer is not None else str(token)

@@ -28,10 +28,7 @@ class Request:
         settings = settings.completed(own, draws=not method.greedy)
         self.pair, self.method, self.settings = pair, method, settings
         self.parts = method.parts(pair.draft, pair.target)
-        default = getattr(own, "eos_token_id", None)
-        if default is None and pair.tokenizer is not None:
-            default = pair.tokenizer.eos_token_id
-        self.eos = settings.eos(default)
+        self.eos = settings.eos(pair.eos)
         method.check(Asked(pair.target.vocab, self.eos, settings, audit))
         self.constraint = None
         if (form := settings.form) is not None:

@@ -8,7 +8,7 @@ import torch
 
 import specbeam as sb
 from specbeam.errors import BadPrompt
-from specbeam.evaluate.intervals import ratio_interval
+from specbeam.evaluate.intervals import ratio_interval, share_interval
 from specbeam.evaluate.perplexity import log_likelihoods, perplexity, summary
 from tests.support import words
 from tests.support.tiny_models import FAMILIES, tiny
@@ -22,6 +22,30 @@ def test_three_averages():
     assert found.mean_of_outputs == pytest.approx(3.0652, abs=1e-4)
     assert (found.outputs, found.tokens, found.tokens_per_output) == (2, 40, 20)
     assert found.low <= found.perplexity <= found.high
+
+
+def test_outputs_of_one_prompt_are_resampled_together():
+    """Ten prompts, ten equal outputs each: no more is known than from one output each."""
+    rng = np.random.default_rng(0)
+    logp, prompts = rng.normal(-20, 5, 10), [[one] for one in range(10)]
+    once = summary(logp.tolist(), [[1] * 10] * 10, prompts)
+    often = summary(np.repeat(logp, 10).tolist(), [[1] * 10] * 100, [one for one in prompts for _ in range(10)])
+    assert (often.low, often.high) == pytest.approx((once.low, once.high))
+    apart = summary(np.repeat(logp, 10).tolist(), [[1] * 10] * 100)
+    assert math.log(apart.high / apart.low) < 0.5 * math.log(often.high / often.low)
+    assert summary(logp.tolist(), [[1] * 10] * 10) == once
+
+
+def test_the_most_unlikely_texts_have_a_perplexity_too():
+    found = summary([-8000.0, -5.0], [[1] * 10] * 2)
+    assert found.mean_of_outputs == math.inf
+    assert found.perplexity == pytest.approx(math.exp(400.25))
+    assert summary([-8000.0], [[1] * 10]).perplexity == math.inf
+
+
+def test_no_outputs_are_refused():
+    with pytest.raises(BadPrompt, match="there are no outputs"):
+        perplexity(words.pair(), [], [])
 
 
 def test_repetition_is_told():
@@ -93,3 +117,10 @@ def test_intervals_cover():
         inside += low < 2.0 < high
     assert 87 <= inside <= 100
     assert ratio_interval([3.0], [2.0]) == (1.5, 1.5)
+
+
+def test_shares_at_the_edge_have_an_interval():
+    """Wilson's: ten of ten prompts right leave room down to 72 %."""
+    assert share_interval([1.0] * 10, [1.0] * 10) == pytest.approx((0.7225, 1), abs=1e-4)
+    assert share_interval([0.0] * 10, [3.0] * 10) == pytest.approx((0, 0.2775), abs=1e-4)
+    assert share_interval([1.0, 0.0] * 20, [1.0] * 40) == ratio_interval([1.0, 0.0] * 20, [1.0] * 40)

@@ -49,7 +49,7 @@ def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
         table.add_column(head, justify="right")
     for file in files:
         outputs = read_outputs(file, pair, ended)
-        found = score(pair, outputs.prompts, outputs.tokens)
+        found = score(pair, outputs.prompts, outputs.tokens, outputs.places)
         task = (bleu, exact_match) if outputs.references else ()
         quality = [metric(outputs.texts, outputs.references) for metric in task]
         if json:

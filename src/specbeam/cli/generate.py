@@ -9,6 +9,7 @@ from typing import Any
 
 from specbeam.cli.common import as_json, method_from, quiet_load, text_or_file
 from specbeam.errors import BadPrompt, MissingFile, SpecbeamError
+from specbeam.evaluate.lines import lines_of
 from specbeam.generation import generate
 from specbeam.records import Audit, Generation
 
@@ -126,11 +127,13 @@ def gather(prompts: list[str], files: list[Path]) -> tuple[list[Asked], int]:
     asked = [Asked(text, f"argument {number}") for number, text in enumerate(prompts, 1)]
     unreadable = 0
     if not prompts and not files and not sys.stdin.isatty():
-        asked += [Asked(line, f"standard input, line {number}") for number, line in _lines(sys.stdin.read())]
+        asked += [
+            Asked(line, f"standard input, line {number}") for number, line in _filled(sys.stdin.read().split("\n"))
+        ]
     for file in files:
         if not file.is_file():
             raise MissingFile(f"there is no file {file}")
-        for number, line in _lines(file.read_text(encoding="utf-8")):
+        for number, line in _filled(lines_of(file)):
             place = f"{file}, line {number}"
             try:
                 asked.append(Asked(_prompt_of(line) if file.suffix == ".jsonl" else line, place))
@@ -140,8 +143,8 @@ def gather(prompts: list[str], files: list[Path]) -> tuple[list[Asked], int]:
     return asked, unreadable
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    return ((number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
+def _filled(lines: list[str]) -> Iterator[tuple[int, str]]:
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def _prompt_of(line: str) -> str:

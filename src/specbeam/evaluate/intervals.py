@@ -6,10 +6,11 @@ import numpy as np
 from jaxtyping import Float64
 
 RESAMPLES = 2000
-Values = Sequence[float] | Float64[np.ndarray, " n"]
+Z = 1.959963984540054  # 97.5 % of a normal law lie below
+Column = Sequence[float] | Float64[np.ndarray, " n"]
 
 
-def interval(columns: Sequence[Values], statistic: Callable[..., Float64[np.ndarray, " n"]]) -> tuple[float, float]:
+def interval(columns: Sequence[Column], statistic: Callable[..., Float64[np.ndarray, " n"]]) -> tuple[float, float]:
     """95 % interval of a statistic of column sums, where the n units stand in the same order in all columns.
 
     `statistic` takes an array of sums per column, one entry per resample. With one unit the interval is a point.
@@ -21,6 +22,15 @@ def interval(columns: Sequence[Values], statistic: Callable[..., Float64[np.ndar
     return float(low), float(high)
 
 
-def ratio_interval(above: Values, below: Values) -> tuple[float, float]:
+def ratio_interval(above: Column, below: Column) -> tuple[float, float]:
     """95 % interval of sum(above) / sum(below)."""
     return interval((above, below), lambda a, b: a / b)
+
+
+def share_interval(hits: Column, tries: Column) -> tuple[float, float]:
+    """95 % interval of a share, sum(hits) / sum(tries): Wilson's where all or none hit, for resamples know only these."""
+    units, share = len(tries), sum(hits) / sum(tries)
+    beyond = Z**2 / (units + Z**2)
+    if share == 0:
+        return 0.0, beyond
+    return (1 - beyond, 1.0) if share == 1 else ratio_interval(hits, tries)

@@ -6,7 +6,8 @@ metric stand beside it.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +18,14 @@ from specbeam.pair import Pair
 
 LOGITS_PER_PASS = 2**26  # keeps a pass below some hundred megabytes
 REPEAT = 4  # tokens that make a repetition
+MOST_NATS = math.log(sys.float_info.max)
 
 Tokens = list[int]
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Scores of many outputs. Intervals are 95 %, by bootstrap over outputs."""
+    """Scores of many outputs. Intervals are 95 %, by bootstrap over prompts."""
 
     outputs: int
     tokens: int
@@ -38,40 +40,59 @@ class Perplexity:
     repeated: float  # share of 4-grams that stood before in the same output
 
 
-def perplexity(pair: Pair, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> Perplexity:
+def perplexity(
+    pair: Pair, prompts: Sequence[Tokens], outputs: Sequence[Tokens], places: Sequence[str] = ()
+) -> Perplexity:
     """Score outputs under the target of a pair.
 
     Args:
-        prompts: token ids; at least one each.
+        prompts: token ids; at least one each. Outputs of equal prompts are resampled together.
         outputs: new token ids of each prompt, end token included if it was generated. Empty ones are refused.
+        places: where each output stands, for errors.
 
     Source: arXiv 2407.09722 (the authors' measure is `perplexity`).
     """
-    return summary(log_likelihoods(pair, prompts, outputs), outputs)
+    return summary(log_likelihoods(pair, prompts, outputs, places), outputs, prompts)
 
 
-def summary(logp: Sequence[float], outputs: Sequence[Tokens]) -> Perplexity:
-    """From the log-likelihood of each output, in nats."""
+def summary(logp: Sequence[float], outputs: Sequence[Tokens], prompts: Sequence[Tokens] | None = None) -> Perplexity:
+    """From the log-likelihood of each output, in nats. Without `prompts` every output has a prompt of its own."""
+    if not outputs:
+        raise BadPrompt("there are no outputs; there must be at least one to score")
     lengths = [len(one) for one in outputs]
     means = [total / length for total, length in zip(logp, lengths, strict=True)]
     count, tokens = len(outputs), sum(lengths)
-    low, high = ratio_interval(means, [1.0] * count)
+    low, high = ratio_interval(*_by_prompt(means, prompts))
     singles = [token for one in outputs for token in one]
     pairs = [gram for one in outputs for gram in _grams(one, 2)]
     repeats = [again for one in outputs for again in _repeats(one)]
     return Perplexity(
         outputs=count,
         tokens=tokens,
-        perplexity=math.exp(-sum(means) / count),
-        low=math.exp(-high),
-        high=math.exp(-low),
-        by_token=math.exp(-sum(logp) / tokens),
-        mean_of_outputs=sum(math.exp(-mean) for mean in means) / count,
+        perplexity=exp(-sum(means) / count),
+        low=exp(-high),
+        high=exp(-low),
+        by_token=exp(-sum(logp) / tokens),
+        mean_of_outputs=sum(exp(-mean) for mean in means) / count,
         tokens_per_output=tokens / count,
         distinct_1=len(set(singles)) / len(singles),
         distinct_2=len(set(pairs)) / max(len(pairs), 1),
         repeated=sum(repeats) / max(len(repeats), 1),
     )
+
+
+def exp(nats: float) -> float:
+    """inf where a float does not reach."""
+    return math.exp(nats) if nats < MOST_NATS else math.inf
+
+
+def _by_prompt(means: list[float], prompts: Sequence[Tokens] | None) -> tuple[list[float], list[float]]:
+    """Sum of `means` and number of outputs of each prompt."""
+    named = range(len(means)) if prompts is None else map(tuple, prompts)
+    sums: dict[Hashable, list[float]] = {}
+    for name, mean in zip(named, means, strict=True):
+        sums.setdefault(name, []).append(mean)
+    return [sum(some) for some in sums.values()], [float(len(some)) for some in sums.values()]
 
 
 def _grams(tokens: Tokens, size: int) -> list[tuple[int, ...]]:
@@ -88,10 +109,12 @@ def _repeats(tokens: Tokens) -> list[bool]:
     return found
 
 
-def log_likelihoods(pair: Pair, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[float]:
+def log_likelihoods(
+    pair: Pair, prompts: Sequence[Tokens], outputs: Sequence[Tokens], places: Sequence[str] = ()
+) -> list[float]:
     """log p of each output after its prompt, in nats, summed in float64. Outputs of similar length share a pass."""
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        _check(pair, prompt, output, number)
+        _check(pair, prompt, output, number, f"{places[number]}: " if places else "")
     found = [0.0] * len(outputs)
     texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
     for batch in _batches([len(text) for text in texts], LOGITS_PER_PASS // pair.target.vocab):
@@ -102,20 +125,22 @@ def log_likelihoods(pair: Pair, prompts: Sequence[Tokens], outputs: Sequence[Tok
     return found
 
 
-def _check(pair: Pair, prompt: Tokens, output: Tokens, number: int) -> None:
+def _check(pair: Pair, prompt: Tokens, output: Tokens, number: int, place: str) -> None:
     if not prompt or not output:
         what = "prompt" if not prompt else "output"
-        raise BadPrompt(f"{what} {number} is empty; there must be at least one token to score, and one before it")
+        raise BadPrompt(
+            f"{place}{what} {number} is empty; there must be at least one token to score, and one before it"
+        )
     most = pair.target.max_positions
     if most is not None and len(prompt) + len(output) > most:
         raise BadPrompt(
-            f"output {number} ends at token {len(prompt) + len(output)}, but the model has {most} positions"
+            f"{place}output {number} ends at token {len(prompt) + len(output)}, but the model has {most} positions"
         )
     strange = [token for token in (*prompt, *output) if not 0 <= token < pair.target.vocab]
     if strange:
         raise BadPrompt(
-            f"output {number} holds token id {strange[0]}; the model knows 0 to {pair.target.vocab - 1}: was it made with "
-            "another tokenizer?"
+            f"{place}output {number} holds token id {strange[0]}; the model knows 0 to {pair.target.vocab - 1}: was it "
+            "made with another tokenizer?"
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from specbeam.errors import MissingFile
+from specbeam.errors import MissingPackage
 
 
 def exact_match(texts: Sequence[str], references: Sequence[str]) -> float:
@@ -15,5 +15,5 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
     try:
         import sacrebleu
     except ImportError as error:
-        raise MissingFile("BLEU is computed by sacrebleu: pip install 'specbeam[bench]'") from error
+        raise MissingPackage("BLEU is computed by sacrebleu: pip install 'specbeam[bench]'") from error
     return float(sacrebleu.corpus_bleu(list(texts), [list(references)]).score)
