@@ -2,17 +2,23 @@
 
 import dataclasses
 import math
+import subprocess
+import time
+from collections import Counter
 
 import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.bench.methods import Contender, Figure, Task, contenders, measure
+from specbeam.bench import methods as timed
+from specbeam.bench.method_figures import Figure, Run, Task, _quality
+from specbeam.bench.methods import Contender, contenders, measure
 from specbeam.bench.methods_shown import as_markdown, plot
-from specbeam.bench.provenance import provenance
-from specbeam.cli.bench_methods import bundled_tasks, task_of
-from specbeam.errors import BadPrompt, MissingFile
+from specbeam.bench.provenance import _commit, provenance
+from specbeam.cli.bench_methods import bundled_tasks, run, tasks_of
+from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
 from specbeam.evaluate.perplexity import perplexity
+from specbeam.evaluate.task import bleu, bleu_counts, bleu_of
 from tests.support import words
 
 TASK = Task("letters", "exact match", [("abc", "x"), ("Hello", "y"), ("no", "z")])
@@ -87,15 +93,166 @@ def test_provenance_names_what_matters():
     assert np.all([bool(value) for value in found.values()])
 
 
+def test_provenance_can_be_repeated(monkeypatch):
+    """The command goes into a shell as it is; a machine without a load average has none."""
+    monkeypatch.setattr("sys.argv", ["specbeam", "bench", "methods", "my task.tsv", "--metric", "exact match"])
+    monkeypatch.delattr("os.getloadavg")
+    assert provenance()["command"] == "specbeam bench methods 'my task.tsv' --metric 'exact match'"
+    assert provenance()["load"] == "unknown"
+
+
+def test_the_commit_is_that_of_specbeam(tmp_path):
+    """Installed in an environment inside of somebody's repository it has none."""
+    inside = tmp_path / ".venv" / "lib" / "site-packages" / "specbeam" / "bench" / "provenance.py"
+    inside.parent.mkdir(parents=True)
+    inside.touch()
+    (tmp_path / "pyproject.toml").touch()
+    for command in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "theirs"],
+    ):
+        subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+    assert _commit(inside) == "none"
+    own = tmp_path / "src" / "specbeam" / "bench" / "provenance.py"
+    own.parent.mkdir(parents=True)
+    assert _commit(own) != "none"
+    assert _commit(tmp_path.parent / "nowhere" / "x.py") == "none"
+
+
 def test_task_files_are_checked(tmp_path):
-    (tmp_path / "good.tsv").write_text("a b\tanswer\nc\td\n")
-    assert task_of(tmp_path / "good.tsv", "BLEU") == Task("good", "BLEU", [("a b", "answer"), ("c", "d")])
+    (tmp_path / "good.tsv").write_text("a b\tanswer\u2028two\nc\td\n", encoding="utf-8")
+    assert tasks_of([tmp_path / "good.tsv"], "BLEU") == [Task("good", "BLEU", [("a b", "answer\u2028two"), ("c", "d")])]
     (tmp_path / "bad.tsv").write_text("a\tb\nno tab\n")
-    with pytest.raises(BadPrompt, match="line 2: found 1 columns"):
-        task_of(tmp_path / "bad.tsv", "BLEU")
     (tmp_path / "empty.tsv").write_text("")
-    with pytest.raises(BadPrompt, match="is empty"):
-        task_of(tmp_path / "empty.tsv", "BLEU")
+    (tmp_path / "latin.tsv").write_bytes(b"a\tb\nc\t\xfc\n")
+    for name, message in (
+        ("bad", "line 2: found 1 columns"),
+        ("empty", "is empty"),
+        ("latin", "line 2: byte 0xfc is no UTF-8"),
+    ):
+        with pytest.raises(BadPrompt, match=message):
+            tasks_of([tmp_path / f"{name}.tsv"], "BLEU")
     with pytest.raises(MissingFile, match="there is no file"):
-        task_of(tmp_path / "none.tsv", "BLEU")
+        tasks_of([tmp_path / "none.tsv"], "BLEU")
     assert [task.metric for task in bundled_tasks()] == ["BLEU", "exact match"]
+
+
+def test_tasks_of_one_name_stay_apart(tmp_path):
+    files = [tmp_path / folder / f"{name}.tsv" for folder, name in (("a", "test"), ("b", "test"), ("b", "other"))]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("x\ty\n")
+    assert [task.name for task in tasks_of(files, "BLEU")] == [str(files[0]), str(files[1]), "other"]
+    with pytest.raises(BadSetting, match="given twice"):
+        tasks_of([files[0], files[0]], "BLEU")
+
+
+# What the published programs got wrong: rows dropped, scoring timed as decoding, processor time for time.
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that decoding moves by a second and scoring by a thousand."""
+
+    class Clock:
+        now, prompts = 0.0, []
+        perf_counter = lambda self: self.now  # noqa: E731
+
+    clock, real_generate, real_score = Clock(), timed.generate, timed.log_likelihoods
+
+    def slow_generate(pair, prompt, *rest, **options):
+        clock.now += 1
+        clock.prompts.append(prompt)
+        return real_generate(pair, prompt, *rest, **options)
+
+    def slow_score(*arguments):
+        clock.now += 1000
+        return real_score(*arguments)
+
+    monkeypatch.setattr(timed, "time", clock)
+    monkeypatch.setattr(timed, "generate", slow_generate)
+    monkeypatch.setattr(timed, "log_likelihoods", slow_score)
+    return clock
+
+
+def test_time_is_that_of_decoding_and_every_row_is_answered(clock):
+    rows = [("a" * number, "x") for number in range(1, 13)]
+    methods = {"greedy": Contender(sb.greedy(), {}), "sampling": Contender(sb.sampling(), {})}
+    for line in measure(words.pair(), Task("many", "exact match", rows), methods, seeds=2, max_new_tokens=3):
+        assert line.seconds_per_token.value * line.tokens_per_output == pytest.approx(1.0)
+    asked = Counter(clock.prompts)
+    assert asked.pop("a") == 2 * 2 + 2  # and one round of warm-up
+    assert asked == dict.fromkeys([prompt for prompt, _ in rows[1:]], 2 * 2)
+
+
+def test_time_is_wall_time(monkeypatch):
+    """Waiting costs as much as computing."""
+    real = timed.generate
+    monkeypatch.setattr(timed, "generate", lambda *given, **options: (time.sleep(0.1), real(*given, **options))[1])
+    (line,) = measure(words.pair(), TASK, {"greedy": Contender(sb.greedy(), {})}, seeds=1, max_new_tokens=2)
+    assert line.seconds_per_token.value * line.tokens_per_output >= 0.1
+
+
+# Quality.
+
+
+def answered(*texts):
+    done = [sb.Generation(text, [1], [], sb.Report("", tokens=1), [0]) for text in texts]
+    return Run(done, [1.0] * len(texts), list(range(len(texts))), [-1.0] * len(texts))
+
+
+def test_answers_that_are_all_right_prove_no_certainty():
+    rows = [("a", "x")] * 10
+    right, wrong = (_quality(Task("t", "exact match", rows), answered(*[text] * 10)) for text in "xy")
+    assert (right.value, right.low, right.high) == (1, pytest.approx(0.7225, abs=1e-4), 1)
+    assert (wrong.value, wrong.low, wrong.high) == (0, 0, pytest.approx(0.2775, abs=1e-4))
+    half = _quality(Task("t", "exact match", rows), answered(*"xyxyxyxyxy"))
+    assert (half.low, half.value, half.high) == (pytest.approx(0.2, abs=0.1), 0.5, pytest.approx(0.8, abs=0.1))
+
+
+def test_bleu_is_added_up_from_its_counts():
+    texts = ["the old man feeds the birds", "a cat", "", "no one knows what it is like"]
+    answers = ["the old woman feeds birds", "a cat", "something", "no one knows what it was like to be"]
+    assert bleu_of(np.sum(bleu_counts(texts, answers), 0).tolist()) == pytest.approx(bleu(texts, answers))
+    assert bleu_of(np.sum(bleu_counts(texts[1:3], answers[1:3]), 0).tolist()) == pytest.approx(
+        bleu(texts[1:3], answers[1:3])
+    )
+
+
+# Nothing is lost that was measured.
+
+
+def compared(files, picture, metric=None):
+    return run(files, "nowhere", None, metric, (2, 2, 0.5), 9, 1, 4, picture, False)
+
+
+def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path, monkeypatch):
+    (tmp_path / "t.tsv").write_text("a\tb\n")
+    for picture in (tmp_path / "none" / "plot.png", tmp_path):
+        with pytest.raises(MissingFile, match="a plot cannot be written to"):
+            compared([tmp_path / "t.tsv"], picture)
+    with pytest.raises(BadSetting, match="--metric is of files"):
+        compared([], None, "BLEU")
+    with pytest.raises(BadSetting, match="--metric is 'WER'; it must be one of BLEU, exact match"):
+        compared([tmp_path / "t.tsv"], None, "WER")
+    monkeypatch.setattr("specbeam.bench.pictures.find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match="matplotlib"):
+        compared([tmp_path / "t.tsv"], tmp_path / "plot.png")
+    monkeypatch.setattr("specbeam.evaluate.task.find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match="sacrebleu"):
+        compared([tmp_path / "t.tsv"], None)
+
+
+def test_figures_are_printed_before_they_are_drawn(tmp_path, monkeypatch, capsys, lines):
+    monkeypatch.setattr("specbeam.cli.bench_methods.quiet_load", lambda *given: words.pair())
+    monkeypatch.setattr("specbeam.cli.bench_methods.measure", lambda *given: lines)
+
+    def broken(lines, path):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("specbeam.cli.bench_methods.plot", broken)
+    (tmp_path / "t.tsv").write_text("a\tb\n")
+    with pytest.raises(OSError, match="full"):
+        compared([tmp_path / "t.tsv"], tmp_path / "plot.png")
+    assert "| MTAD * |" in capsys.readouterr().out

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specbeam.bench.methods import Figure, Line
+from specbeam.bench.method_figures import Figure, Line
 
 HEADS = (
     "output perplexity", "against sampling", None, "ms per token", "J per token", "tokens per target pass",

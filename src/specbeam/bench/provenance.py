@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from specbeam import __version__
 def provenance() -> dict[str, str]:
     """What somebody else needs to measure the same again."""
     return {
-        "command": " ".join(["specbeam", *sys.argv[1:]]),
+        "command": shlex.join(["specbeam", *sys.argv[1:]]),
         "specbeam": __version__,
         "commit": _commit(),
         "torch": torch.__version__,
@@ -23,17 +24,23 @@ def provenance() -> dict[str, str]:
         "python": platform.python_version(),
         "machine": _machine(),
         "threads": str(torch.get_num_threads()),
-        "load": f"{os.getloadavg()[0]:.1f}",
+        "load": f"{os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "unknown",  # Windows has none
     }
 
 
-def _commit() -> str:
-    """Of the checkout this runs from, if it is one."""
+def _commit(source: Path = Path(__file__)) -> str:
+    """Of the checkout that `source` lies in, if that is ours: an environment may stand in anybody's repository."""
+    folder = source.resolve().parent
     try:
-        asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        top = Path(_git(folder, "rev-parse", "--show-toplevel"))
+        ours = top / "src" / "specbeam" in folder.parents and (top / "pyproject.toml").is_file()
+        return _git(folder, "describe", "--always", "--dirty") if ours else "none"
     except (OSError, subprocess.CalledProcessError):
         return "none"
+
+
+def _git(folder: Path, *asked: str) -> str:
+    return subprocess.run(["git", "-C", str(folder), *asked], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _machine() -> str:

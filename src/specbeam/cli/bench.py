@@ -6,6 +6,7 @@ from pathlib import Path
 
 from specbeam.bench.acceptance import acceptance
 from specbeam.bench.efficiency import Cell, as_markdown, efficiency, plot
+from specbeam.bench.pictures import check_picture
 from specbeam.cli.common import quiet_load
 from specbeam.cli.generate import gather
 from specbeam.pair import BUNDLED
@@ -42,6 +43,8 @@ def block_efficiency(
 ) -> int:  # fmt: skip
     from rich.console import Console
 
+    if picture is not None:
+        check_picture(picture)
     asked = _asked(prompts, files)
     pair = quiet_load(model, draft)
     console = Console(stderr=True, highlight=False)
@@ -50,11 +53,11 @@ def block_efficiency(
         console.print(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
 
     cells = efficiency(pair, asked[:rows], budgets, seed, told, temperature=temperature, max_new_tokens=max_new_tokens)
-    if picture is not None:
-        plot(cells, str(picture))
     if json:
         for cell in cells:
             print(json_format.dumps(dataclasses.asdict(cell)))
     else:
         print(as_markdown(cells))
+    if picture is not None:
+        plot(cells, str(picture))
     return 0

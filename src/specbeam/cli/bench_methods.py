@@ -2,29 +2,40 @@
 
 import dataclasses
 import json as json_format
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from specbeam.bench.methods import QUALITY, Task, contenders, measure
+from specbeam.bench.method_figures import METRICS, Task
+from specbeam.bench.methods import contenders, measure
 from specbeam.bench.methods_shown import as_markdown, plot
+from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
 from specbeam.cli.common import quiet_load
-from specbeam.errors import BadPrompt, BadSetting, MissingFile
+from specbeam.errors import BadPrompt, BadSetting, MissingFile, one_of
+from specbeam.evaluate.lines import lines_of
+from specbeam.evaluate.task import check_bleu
 from specbeam.pair import BUNDLED
 
 
 def run(
-    pairs: list[Path], model: str, draft: str | None, metric: str, shape: tuple[int, int, float], rows: int, seeds: int,
-    max_new_tokens: int, picture: Path | None, json: bool,
+    pairs: list[Path], model: str, draft: str | None, metric: str | None, shape: tuple[int, int, float], rows: int,
+    seeds: int, max_new_tokens: int, picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     from rich.console import Console
     from rich.progress import Progress
 
-    if metric not in QUALITY:
-        raise BadSetting(f"--metric is {metric!r}; it must be one of {', '.join(QUALITY)}")
+    if metric is not None:
+        one_of("--metric", metric, METRICS)
+        if not pairs:
+            raise BadSetting("--metric is of files, and the bundled tasks have their own; give files or leave it out")
+    if picture is not None:
+        check_picture(picture)
     if rows < 1 or seeds < 1:
         raise BadSetting(f"--rows is {rows}, --seeds is {seeds}; both must be at least 1")
-    tasks = [task_of(file, metric) for file in pairs] or bundled_tasks()
+    tasks = tasks_of(pairs, metric or "BLEU") or bundled_tasks()
+    if any(task.metric == "BLEU" for task in tasks):
+        check_bleu()
     methods, loaded = contenders(*shape), quiet_load(model, draft)
     console = Console(stderr=True, highlight=False)
     lines = []
@@ -34,15 +45,18 @@ def run(
             bar = progress.add_task(task.name, total=seeds * len(task.rows))
             lines += measure(loaded, task, methods, seeds, max_new_tokens, partial(progress.advance, bar))
     origin = provenance()
-    if picture is not None:
-        plot(lines, picture)
     if json:
         for line in lines:
             print(json_format.dumps({**dataclasses.asdict(line), "provenance": origin}))
     else:
         print(as_markdown(lines))
-        print("\n\\* changes the law of the output. 95 % intervals, bootstrap over prompts. One prompt at a time.\n")
+        print(
+            "\n\\* changes the law of the output. 95 % intervals: bootstrap over prompts, Wilson's for 0 % and 100 %."
+        )
+        print("One prompt at a time.\n")
         print("; ".join(f"{name}: {value}" for name, value in origin.items()))
+    if picture is not None:
+        plot(lines, picture)
     return 0
 
 
@@ -55,15 +69,19 @@ def bundled_tasks() -> list[Task]:
     ]
 
 
-def task_of(file: Path, metric: str) -> Task:
-    if not file.is_file():
-        raise MissingFile(f"there is no file {file}; give a TSV with a prompt and its answer per line")
-    return Task(file.stem, metric, _rows(file))
+def tasks_of(files: list[Path], metric: str) -> list[Task]:
+    """A task per file, named after it, and by its path where several have one name."""
+    if len({file.resolve() for file in files}) < len(files):
+        raise BadSetting("a file is given twice; give each task once")
+    stems = Counter(file.stem for file in files)
+    return [Task(file.stem if stems[file.stem] == 1 else str(file), metric, _rows(file)) for file in files]
 
 
 def _rows(file: Path) -> list[tuple[str, str]]:
+    if not file.is_file():
+        raise MissingFile(f"there is no file {file}; give a TSV with a prompt and its answer per line")
     rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines_of(file), 1):
         fields = line.split("\t")
         if len(fields) < 2 or not fields[0].strip():
             raise BadPrompt(

@@ -10,7 +10,7 @@ from specbeam.errors import BadPrompt
 from specbeam.evaluate.outputs import read_outputs
 from specbeam.evaluate.perplexity import perplexity as score
 from specbeam.evaluate.same_beams import differences
-from specbeam.evaluate.task import bleu, exact_match
+from specbeam.evaluate.task import bleu, check_bleu, exact_match
 
 
 def same_beams(
@@ -47,8 +47,10 @@ def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
     heads = ("number", "perplexity", "95 %", "by token", "tokens each", "distinct-2", "repeated", "BLEU", "exact match")
     for head in heads:
         table.add_column(head, justify="right")
-    for file in files:
-        outputs = read_outputs(file, pair, ended)
+    read = {file: read_outputs(file, pair, ended) for file in files}
+    if any(outputs.references for outputs in read.values()):
+        check_bleu()
+    for file, outputs in read.items():
         found = score(pair, outputs.prompts, outputs.tokens, outputs.places)
         task = (bleu, exact_match) if outputs.references else ()
         quality = [metric(outputs.texts, outputs.references) for metric in task]

@@ -232,7 +232,7 @@ def compare(
     ] = [],  # noqa: B006
     model: Model = "bundled",
     draft: Draft = None,
-    metric: Annotated[str, typer.Option(help="Of the files: BLEU or 'exact match'.")] = "BLEU",
+    metric: Annotated[Optional[str], typer.Option(help="Of the files: BLEU (if not said) or 'exact match'.")] = None,  # noqa: UP045
     beams: Annotated[int, typer.Option(help="Beams of all methods that have some.")] = 4,
     depth: Annotated[int, typer.Option(help="Draft tokens per pass of all methods that draft.")] = 4,
     threshold: Annotated[float, typer.Option(help="Of MTAD and MMTAD.")] = 0.5,
