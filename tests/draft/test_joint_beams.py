@@ -42,12 +42,25 @@ def test_only_the_best_chains_are_handed_on():
         assert {letters(forest.path(node)) for node in range(1, len(forest))} == nodes
 
 
+STEEP = first_order((0.5, 0.45, 0.05), (0.5, 0.25, 0.25), (0.34, 0.33, 0.33), (0.05, 0.05, 0.9))
+
+
+@pytest.mark.parametrize("mode", ["search", "sample"])
+def test_history_counts_at_temperature_zero(mode):
+    """Layers are ranked by the whole path there too, by raw odds: not by a softmax over the best of each layer."""
+    forest, _ = drafted(JointBeams(mode, chains=1), STEEP, 2, 3, warp=Warp(greedy=True))
+    assert layer(forest, 2) == ["aa"]
+    assert np.exp(forest.logq) == pytest.approx([1, 0.5, 0.25])
+    whole, _ = drafted(JointBeams(mode), STEEP, 2, 3, warp=Warp(greedy=True))
+    assert layer(whole, 2) == ["aa", "ba", "bb"]
+    assert np.exp(whole.logq[-3:]) == pytest.approx([0.25, 0.45 * 0.34, 0.45 * 0.33])
+
+
 def test_history_counts():
     """Two beams with history .5 and .05 and last steps .5 and .9: .25 beats .045. Weights that are log-softmax of odds
     instead of log of normalised odds flatten (.5882, .3529, .0588) to (.4071, .3333, .2596) and choose the wrong one.
     """
-    steep = first_order((0.5, 0.45, 0.05), (0.5, 0.25, 0.25), (0.34, 0.33, 0.33), (0.05, 0.05, 0.9))
-    forest, _ = drafted(JointBeams("search", chains=1), steep, 2, 3)
+    forest, _ = drafted(JointBeams("search", chains=1), STEEP, 2, 3)
     assert layer(forest, 2) == ["aa"]
     assert math.exp(forest.logq[-1]) == pytest.approx(0.25)
     scores = np.log([0.5, 0.3, 0.05])
@@ -268,7 +281,6 @@ def test_every_block_is_every_path():
     assert [len(forest) for forest in every] == [1, 43]
 
 
-@pytest.mark.slow
 def test_more_candidates_than_a_multinomial_takes():
     """torch.multinomial ends at 2^24 categories."""
     scores = np.full(2**24 + 8, -30.0)

@@ -14,7 +14,7 @@ from specbeam.decode import decode
 from specbeam.draft.children import Distinct, Independent
 from specbeam.draft.joint import JointBeams
 from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
-from specbeam.errors import BadSetting
+from specbeam.errors import BadSetting, SomeFailed
 from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.generation import turns_of
 from specbeam.lm.table import TableLM
@@ -27,7 +27,7 @@ from specbeam.verify.joint import JointRule
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.exact import exact_law
-from tests.support.joint import P, Q, first_order, first_turn, letters, odds_of, seated, text_of
+from tests.support.joint import P, Q, drafted, first_order, first_turn, letters, odds_of, seated, text_of
 from tests.support.ngrams import ngram_tables
 from tests.support.programs import random_table, run
 from tests.support.tiny_models import tiny
@@ -56,24 +56,42 @@ def one_iteration(threshold, dice=None, key=0):
     return verdict.accepted, len(tokens), math.log(odds_of(P, tokens))
 
 
-WORKED = [
-    (0.5, 1.9238, 2.1950),
-    (0.9, 1.8168, 2.1900),
-    pytest.param(0.1, 2.0, 2.2939, marks=pytest.mark.slow),
-    pytest.param(0.7, 1.9238, 2.1950, marks=pytest.mark.slow),
-]
+@pytest.fixture(scope="module")
+def drafts():
+    """Every draft of that iteration with its odds."""
+    forests = {}
+
+    def program(dice):
+        forest, _ = drafted(JointBeams("sample", chains=1), Q, 2, 2, dice)
+        forests[tuple(forest.tokens.tolist())] = forest
+        return tuple(forest.tokens.tolist())
+
+    return [(forests[tokens], odds) for tokens, odds in exact_law(program).items()]
+
+
+def verified(forest, threshold, dice):
+    """Accepted tokens, emitted tokens, and their log-likelihood, for one draft."""
+    session, target = seated(by_dice(2, 2, threshold), P, Q, dice, steps=9)
+    verdict = session.parts.rule.verify(session, forest, target.extend([session], [forest])[0])
+    tokens = tuple(int(step.beams.tokens[0]) for step in verdict.steps)
+    return verdict.accepted, len(tokens), math.log(odds_of(P, tokens))
+
+
+WORKED = [(0.1, 2.0, 2.2939), (0.5, 1.9238, 2.1950), (0.7, 1.9238, 2.1950), (0.9, 1.8168, 2.1900)]
 
 
 @pytest.mark.parametrize(("threshold", "accepted", "perplexity"), WORKED)
-def test_one_worked_iteration_by_enumeration(threshold, accepted, perplexity):
+def test_one_worked_iteration_by_enumeration(drafts, threshold, accepted, perplexity):
     """The reference, two tokens of plain sampling, is 2.3934."""
-    law = exact_law(lambda dice: one_iteration(threshold, dice))
-    means = [sum(odds * outcome[place] for outcome, odds in law.items()) for place in range(3)]
+    means = np.zeros(3)
+    for forest, odds in drafts:
+        for outcome, chance in exact_law(lambda dice, forest=forest: verified(forest, threshold, dice)).items():
+            means += odds * chance * np.array(outcome)
     assert means[0] == pytest.approx(accepted, abs=1e-4)
     assert math.exp(-means[2] / means[1]) == pytest.approx(perplexity, abs=1e-4)
 
 
-@pytest.mark.parametrize(("threshold", "accepted", "perplexity"), WORKED[:1])
+@pytest.mark.parametrize(("threshold", "accepted", "perplexity"), WORKED[1:2])
 def test_one_worked_iteration_by_simulation(threshold, accepted, perplexity):
     table = np.array([one_iteration(threshold, key=key * 7919 + 1) for key in range(400)])
     spread = table[:, 0].std() / math.sqrt(len(table))
@@ -282,6 +300,26 @@ def test_a_batch_gives_what_its_prompts_give_alone(name):
         together = sb.generate(pair, PROMPTS, method, seed=4, max_new_tokens=14, **options)
         alone = [sb.generate(pair, one, method, seed=4, max_new_tokens=14, **options)[0] for one in PROMPTS]
         assert [one.tokens for one in together] == [one.tokens for one in alone]
+
+
+@pytest.mark.parametrize("sound", [0, 2, 6])
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_prompt_that_fails_takes_nothing_from_the_others(name, sound):
+    """A processor that breaks for one prompt of three, after some new tokens: in the draft or in the verification."""
+
+    def allowed(number, tokens):
+        if number == 1 and len(tokens) > len(PROMPTS[1]) + sound:
+            raise ValueError("no more of this")
+        return list(range(3, 61))
+
+    pair, method = words.pair(), FAMILY[name](depth=3, threshold=0.05)
+    options = {"seed": 4, "max_new_tokens": 12, "prefix_allowed_tokens_fn": allowed}
+    with pytest.raises(SomeFailed, match="no more of this") as caught:
+        sb.generate(pair, PROMPTS[:3], method, **options)
+    done = caught.value.generations
+    assert done[1] is None
+    for place in (0, 2):
+        assert done[place].tokens == sb.generate(pair, PROMPTS[place], method, **options)[0].tokens
 
 
 def test_scores_and_certificates_are_those_of_the_model():

@@ -8,13 +8,28 @@ import pytest
 import specbeam as sb
 from specbeam.dice import Dice
 from specbeam.draft.children import Distinct, Independent
+from specbeam.draft.joint import JointBeams
 from specbeam.draft.tree import Branching
 from specbeam.errors import BadSetting, LostLaw, NotSupported
 from specbeam.forest import Forest
 from specbeam.lm.table import TableLM
-from specbeam.verify.joint import judged
+from specbeam.verify.joint import JointRule, judged
 from specbeam.verify.paths import Paths, deepest_in_chains, deepest_in_tree, passing
-from tests.support.joint import SLOT_P, SLOT_Q, P, Q, chain, drafted, first_turn, letters, random_paths, seated
+from tests.support.exact import exact_law
+from tests.support.joint import (
+    SLOT_P,
+    SLOT_Q,
+    P,
+    Q,
+    chain,
+    drafted,
+    first_turn,
+    letters,
+    odds_of,
+    random_paths,
+    seated,
+    text_of,
+)
 from tests.support.programs import random_table, run
 
 TAUS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -118,8 +133,6 @@ def forest_of(target, draft, growth, depth, width):
 
 def test_the_worked_tree():
     """Three beams of the draft, three tokens deep; all thresholds pick its best beam."""
-    from specbeam.draft.joint import JointBeams
-
     paths, forest = forest_of(P, Q, JointBeams("search"), 3, 3)
     assert [letters(forest.path(node)) for node in range(1, 10)] == [
         "b",
@@ -147,8 +160,6 @@ def test_the_threshold_of_a_depth_is_that_of_the_ancestor_not_of_the_slot():
     """The best final beam (ba) sits in slot 0 of layer 2, its parent (b) in slot 1 of layer 1: taking slot 0 of layer 1
     compares b with a, and loses a node that passes.
     """
-    from specbeam.draft.joint import JointBeams
-
     paths, forest = forest_of(SLOT_P, SLOT_Q, JointBeams("search"), 2, 2)
     assert [letters(forest.path(node)) for node in range(1, 5)] == ["a", "b", "ba", "aa"]
     assert np.exp(paths.logq[1:]) == pytest.approx([0.6, 0.4, 0.36, 0.204])
@@ -279,19 +290,73 @@ def test_nothing_is_certified_at_threshold_zero():
     assert first_turn(session, lm)[0].certificate is None
 
 
-def bound(p_best, q_best, tau):
-    """Right-hand side of the bound on how far an accepted block is from the target's best one."""
-    return math.log(1 / tau) + math.log(p_best / q_best)
-
-
-def test_the_worked_bound():
-    """x = baa is accepted; the target's best block is aba."""
-    gap = math.log(0.1485 / 0.1224)
+@pytest.mark.parametrize(("tau", "bound"), [(0.1, 3.00588), (0.5, 1.39645), (0.9, 0.80866)])
+def test_the_worked_bound(tau, bound):
+    """x = baa is accepted; the target's best block is aba: log p(aba) - log p(x) < log(1/tau) + log p(aba)/q(aba)."""
+    session, lm = seated(sb.mtad(3, 3, tau, draft="search"), P, Q)
+    verdict, _ = first_turn(session, lm)
+    assert letters(int(step.beams.tokens[0]) for step in verdict.steps[:3]) == "baa"
+    best, other = seated(sb.mtjd("argmax", 3), P, steps=3)
+    run(best, other)
+    assert letters(text_of(best)) == "aba"
+    whole, forest = forest_of(P, Q, JointBeams("search"), 3, 27)
+    (node,) = [node for node in range(len(forest)) if letters(forest.path(node)) == "aba"]
+    gap = whole.logp[node] - verdict.certificate.logp
     assert gap == pytest.approx(0.19329, abs=1e-5)
-    assert [bound(0.1485, 0.0735, tau) for tau in (0.1, 0.5, 0.9)] == pytest.approx(
-        [3.00588, 1.39645, 0.80866], abs=1e-5
-    )
-    assert all(gap < bound(0.1485, 0.0735, tau) for tau in (0.1, 0.5, 0.9))
+    assert gap < verdict.certificate.gap
+    assert whole.logp[node] - (whole.logq[node] + math.log(tau)) == pytest.approx(bound, abs=1e-5)
+    assert gap < bound
+
+
+@pytest.mark.parametrize(("prefix", "lengths"), [("longest", [3, 3, 3, 3, 3]), ("first_failure", [3, 3, 3, 3, 0])])
+def test_the_worked_chain_by_both_rules(prefix, lengths):
+    """r = (.8889, 1.1429, .9714)."""
+    for tau, expected in zip(TAUS, lengths, strict=True):
+        session, lm = seated(sb.mtad(3, 3, tau, draft="search", prefix=prefix), P, Q)
+        verdict, _ = first_turn(session, lm)
+        assert verdict.accepted == expected
+        assert (verdict.certificate is None) == (expected == 0)
+
+
+@pytest.mark.parametrize(("tau", "accepted", "row"), [(0.5, (1, 0, 0), (0.34, 0.33, 0.33)), (1.0, (), (0.5, 0.4, 0.1))])
+def test_the_bonus_has_the_targets_law_after_what_was_accepted(tau, accepted, row):
+    """No residual of p and q, whether all was accepted or nothing."""
+
+    def program(dice):
+        forest, session = drafted(JointBeams("search", chains=1), Q, 3, 3, dice)
+        verdict = JointRule(tau, 1, coupling="dice").verify(session, forest, TableLM(P).extend([session], [forest])[0])
+        return tuple(int(step.beams.tokens[0]) for step in verdict.steps)
+
+    assert exact_law(program) == pytest.approx({(*accepted, token): odds for token, odds in enumerate(row)})
+
+
+@pytest.mark.parametrize("theta", ["own", "chain", "max"])
+def test_every_theta_certifies_what_it_compared(theta):
+    """The floor is the threshold that the block has passed; it was the node's own only for "own"."""
+    blocks, floors = 0, set()
+    for key in range(40):
+        target, draft = random_table(key, 3), random_table(key + 500, 3)
+        session, lm = seated(sb.mmtad(3, 3, 0.5, draft="search", theta=theta), target, draft, steps=9, key=key)
+        verdict, forest = first_turn(session, lm)
+        seen = verdict.certificate
+        if seen is None:
+            continue
+        tokens = [int(step.beams.tokens[0]) for step in verdict.steps[: verdict.accepted]]
+        deep = [node for node in range(len(forest)) if len(forest.path(node)) == len(tokens)]
+        chain = forest.path(forest.beams[0])[: len(tokens)]
+        compared = {
+            "own": math.log(odds_of(draft, tokens)),
+            "chain": math.log(odds_of(draft, chain)),
+            "max": max(forest.logq[deep]),
+        }
+        assert seen.floor == pytest.approx(compared[theta] + math.log(0.5))
+        assert seen.logp == pytest.approx(math.log(odds_of(target, tokens)))
+        assert seen.logp > seen.floor
+        assert best_block(target, len(tokens)) - seen.logp <= seen.gap + 1e-9
+        blocks += 1
+        floors.add(tuple(name for name, value in compared.items() if abs(value - compared[theta]) > 1e-9))
+    assert blocks > 15
+    assert len(floors) > 1
 
 
 def test_the_bound_on_ten_thousand_random_tables():
@@ -354,7 +419,7 @@ def test_drafts_without_likelihoods_are_refused():
 def test_more_is_accepted_from_all_beams_than_from_the_best_one():
     """On drafts with ends, searched, or drawn with replacement by the same dice: the same draft for both methods."""
     deeper = 0
-    for key in range(60):
+    for key in range(24):
         for tau, options in ((0.05, SEARCH), (0.3, SEARCH), (0.7, SEARCH), (0.2, DRAWN), (0.5, DRAWN)):
             lengths = []
             for make in (sb.mtad, sb.mmtad):
