@@ -7,7 +7,8 @@ import pytest
 
 import specbeam as sb
 from specbeam.dice import Dice
-from specbeam.draft.joint import EveryBlock, JointBeams, taken
+from specbeam.draft.every_block import EveryBlock
+from specbeam.draft.joint import JointBeams, taken
 from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting
 from specbeam.limits import Limits

@@ -13,11 +13,10 @@ from jaxtyping import Bool, Float64, Int64
 
 from specbeam.dice import Dice
 from specbeam.draft.tree import Sprout
-from specbeam.errors import BadSetting
 from specbeam.forest import Forest, Group
 from specbeam.probs import best
-from specbeam.records import Shape, Turn
-from specbeam.session import Session
+
+FAINT = 1e-100  # odds from which on precision is worth another look
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,21 +72,21 @@ class JointBeams:
 
     def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
         slots: Slots = sprout.memory.get("slots") or Slots.start()
-        scores = slots.prolonged(sprout.front, logq)
+        scores = slots.prolonged(sprout.front, logq).ravel()
         drawn = self.mode == "sample" and not sprout.session.warp.greedy
         if drawn:
             odds = np.repeat(slots.counts, logq.shape[1])
-            chosen, counts = taken(scores.ravel(), odds, sprout.shape.width, self.replacement, sprout.session.dice)
+            chosen, counts = taken(scores, odds, sprout.shape.width, self.replacement, sprout.session.dice)
         else:
-            chosen = best(scores.ravel(), sprout.shape.width)
+            chosen = best(scores, sprout.shape.width)
             counts = np.ones_like(chosen)
         parents, tokens = np.divmod(chosen, logq.shape[1])
-        values, stays, nodes = scores.ravel()[chosen], slots.ended[parents], slots.nodes[parents]
-        above, new = nodes[~stays], len(sprout.forest) + np.arange(np.count_nonzero(~stays))
+        stays = slots.ended[parents]
+        new = _hang(sprout, slots.nodes[parents][~stays], tokens[~stays], scores[chosen][~stays], sure=not drawn)
+        nodes = slots.nodes[parents]
         nodes[~stays] = new
-        sprout.forest = _hung(sprout.forest, above, tokens[~stays], new, values[~stays], sure=not drawn)
         ended = stays | np.isin(tokens, sprout.session.limits.eos)
-        sprout.memory["slots"] = Slots(nodes, values, ended, counts)
+        sprout.memory["slots"] = Slots(nodes, scores[chosen], ended, counts)
         sprout.front = new if not ended.all() else new[:0]
 
     def finish(self, sprout: Sprout) -> None:
@@ -122,73 +121,36 @@ def taken(
 
     Odds are relative to the best candidate that is left, so that none is lost for being far below the first.
     """
-    left, drawn = scores.copy(), list[int]()
-    while len(drawn) < width and (top := left.max(initial=-np.inf)) > -np.inf:
-        drawn.append(dice.pick(counts * np.exp(left - top)))
+    odds, drawn = np.zeros(len(scores)), list[int]()
+    while len(drawn) < width:
+        if odds.max(initial=0.0) < FAINT:
+            left = scores.copy()
+            left[drawn] = -np.inf
+            if (top := left.max(initial=-np.inf)) == -np.inf:
+                break
+            odds = counts * np.exp(left - top)
+        drawn.append(dice.pick(odds))
         if not replacement:
-            left[drawn[-1]] = -np.inf
+            odds[drawn[-1]] = 0.0
     times = Counter(drawn)  # in the order of their first draw, which decides between equals
     chosen, counts = np.array([*times], dtype=np.int64), np.array([*times.values()], dtype=np.int64)
     order = np.argsort(-scores[chosen], kind="stable")
     return chosen[order], counts[order]
 
 
-def _hung(
-    forest: Forest,
+def _hang(
+    sprout: Sprout,
     parents: Int64[np.ndarray, " n"],
     tokens: Int64[np.ndarray, " n"],
-    nodes: Int64[np.ndarray, " n"],
     logq: Float64[np.ndarray, " n"],
     sure: bool,
-) -> Forest:
-    """The forest with a layer hung below it, a group per parent: chosen ones are sure, of drawn ones the law is lost."""
-    forest = forest.grown(tokens, parents, logq)
+) -> Int64[np.ndarray, " n"]:
+    """The nodes of a new layer, a group per parent: chosen ones are sure, of drawn ones the law is lost."""
+    nodes = len(sprout.forest) + np.arange(len(tokens))
+    forest = sprout.forest.grown(tokens, parents, logq)
     for parent in dict.fromkeys(parents.tolist()):
         mine = parents == parent
         zeros = np.zeros(np.count_nonzero(mine), dtype=np.int64)
         forest = forest.with_group(Group(np.array([parent]), zeros, tokens[mine], nodes[mine], None, sure=sure))
-    return forest
-
-
-@dataclass(frozen=True)
-class EveryBlock:
-    """All paths of `shape.depth` tokens, without a draft model: for tables and small vocabularies.
-
-    Args:
-        vocab: tokens of the target.
-        most: refuse trees of more nodes.
-    """
-
-    vocab: int
-    most: int = 4096
-
-    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Trees whose layers are in lexicographic order; an end token has no node, for nothing comes after it."""
-        return [self._tree(session, shape.depth) for session, shape in zip(sessions, shapes, strict=True)]
-
-    def settle(self, session: Session, turn: Turn) -> None:
-        """Nothing to remember."""
-
-    def close(self, session: Session) -> None:
-        """Nothing to forget."""
-
-    def check(self, depth: int, eos: tuple[int, ...]) -> None:
-        """Refuse a tree of too many nodes."""
-        going = self.vocab - len(set(eos) & set(range(self.vocab)))
-        if sum(going**layer for layer in range(1, depth + 1)) > self.most:
-            raise BadSetting(
-                f"exact joint decoding of {depth + 1} tokens at once over {self.vocab} tokens needs more than "
-                f"{self.most} nodes per pass; take a smaller depth, or the target's own beams: mode='beam_search'"
-            )
-
-    def _tree(self, session: Session, depth: int) -> Forest:
-        forest = Forest.rooted(session.beams.tokens)
-        with session.failing_alone():
-            self.check(depth, session.limits.eos)
-            going = np.setdiff1d(np.arange(self.vocab), session.limits.eos)
-            front = np.zeros(1, dtype=np.int64)
-            for _ in range(depth):
-                start, count = len(forest), len(front) * len(going)
-                forest = forest.grown(np.tile(going, len(front)), np.repeat(front, len(going)))
-                front = np.arange(start, start + count)
-        return forest
+    sprout.forest = forest
+    return nodes

@@ -4,7 +4,8 @@ import math
 from typing import Literal, get_args
 
 from specbeam.control.fixed import FixedShape
-from specbeam.draft.joint import EveryBlock, JointBeams
+from specbeam.draft.every_block import EveryBlock
+from specbeam.draft.joint import JointBeams
 from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting, NotSupported, one_of
 from specbeam.lm.base import LM

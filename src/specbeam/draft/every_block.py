@@ -1,0 +1,54 @@
+"""DRAFT: every path there is, for rules that judge whole blocks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from specbeam.errors import BadSetting
+from specbeam.forest import Forest
+from specbeam.records import Shape, Turn
+from specbeam.session import Session
+
+
+@dataclass(frozen=True)
+class EveryBlock:
+    """All paths of `shape.depth` tokens, without a draft model: for tables and small vocabularies.
+
+    Args:
+        vocab: tokens of the target.
+        most: refuse trees of more nodes.
+    """
+
+    vocab: int
+    most: int = 4096
+
+    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        """Trees whose layers are in lexicographic order; an end token has no node, for nothing comes after it."""
+        return [self._tree(session, shape.depth) for session, shape in zip(sessions, shapes, strict=True)]
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        """Nothing to remember."""
+
+    def close(self, session: Session) -> None:
+        """Nothing to forget."""
+
+    def check(self, depth: int, eos: tuple[int, ...]) -> None:
+        """Refuse a tree of too many nodes."""
+        going = self.vocab - len(set(eos) & set(range(self.vocab)))
+        if sum(going**layer for layer in range(1, depth + 1)) > self.most:
+            raise BadSetting(
+                f"exact joint decoding of {depth + 1} tokens at once over {self.vocab} tokens needs more than "
+                f"{self.most} nodes per pass; take a smaller depth, or the target's own beams: mode='beam_search'"
+            )
+
+    def _tree(self, session: Session, depth: int) -> Forest:
+        forest = Forest.rooted(session.beams.tokens)
+        with session.failing_alone():
+            self.check(depth, session.limits.eos)
+            going = np.setdiff1d(np.arange(self.vocab), session.limits.eos)
+            front = np.zeros(1, dtype=np.int64)
+            for _ in range(depth):
+                start, count = len(forest), len(front) * len(going)
+                forest = forest.grown(np.tile(going, len(front)), np.repeat(front, len(going)))
+                front = np.arange(start, start + count)
+        return forest
