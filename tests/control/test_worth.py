@@ -62,15 +62,16 @@ class NowAndThen:
         pass
 
 
-@pytest.mark.parametrize("depths", [(0, 2), (0, 0, 0, 3), (2, 0)])
+@pytest.mark.parametrize("depths", [(0, 2), (0, 0, 0, 3), (2, 0), (0,)])
 def test_turns_without_a_draft_change_no_beam(depths):
     pair = words.pair()
     method = sb.dsbd(3, 5, depth=2, width="fixed")
     now_and_then = sb.Method(
         "dsbd", method.law, 3, lambda *lms: replace(method.build(*lms), controller=NowAndThen(depths)), needs_draft=True
     )
-    plain = sb.generate(pair, ["abc", "Hello world"], sb.beam_sampling(3), seed=4, max_new_tokens=14)
-    drafted = sb.generate(pair, ["abc", "Hello world"], now_and_then, seed=4, max_new_tokens=14)
+    prompts = ["abc", "Hello world", "x", "no yes"]
+    plain = sb.generate(pair, prompts, sb.beam_sampling(3), seed=4, max_new_tokens=14)
+    drafted = sb.generate(pair, prompts, now_and_then, seed=4, max_new_tokens=14)
     assert [one.tokens for one in plain] == [one.tokens for one in drafted]
 
 

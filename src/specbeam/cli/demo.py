@@ -61,7 +61,7 @@ def run(beams: int, seed: int, json: bool) -> int:
             print(json_format.dumps(dataclasses.asdict(line)))
         return 0
     _show(console, sentences, texts, lines)
-    _draw(console, pair, sentences[0][0], dsbd(beams, beams + 2, width="fixed", trace=True), seed)
+    _draw(console, pair, sentences[0][0], dsbd(beams, beams + 2, 4, width="fixed", trace=True), seed)
     console.print("\nNext: [bold]specbeam generate 'Wo ist mein Hut?'[/], or give it your own pair: "
                   "[bold]specbeam generate -m TARGET -d DRAFT 'Once upon'[/]")  # fmt: skip
     return 0

@@ -14,7 +14,9 @@ def run(
     prompt: str, model: str, draft: str | None, settings: list[str], turn: int, seed: int, svg: Path | None, json: bool
 ) -> int:
     pair = quiet_load(model, draft)
-    method = method_from("dsbd", ["trace=true", *settings])
+    method = method_from(
+        "dsbd", ["trace=true", "depth=4", *settings]
+    )  # a depth by cost would draw another forest elsewhere
     turns = list(turns_of(pair, prompt, method, seed=seed))
     if not 1 <= turn <= len(turns):
         raise BadSetting(f"--turn is {turn}, but the generation has turns 1 to {len(turns)}")

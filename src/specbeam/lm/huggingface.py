@@ -126,7 +126,8 @@ class HuggingFaceLM:
             return
         last = self.lanes.pop()
         if last is not lane:
-            self.store.move_lane(last.row, lane.row)
+            if last.row < self.store.lanes:  # otherwise it has stored nothing so far
+                self.store.move_lane(last.row, lane.row)
             last.row = lane.row
             self.lanes[lane.row] = last
 
