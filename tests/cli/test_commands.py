@@ -139,6 +139,14 @@ def test_inspect_draws_a_forest(models, tmp_path):
     assert {"root"} < {node["fate"] for node in nodes} <= {"root", "accepted", "rejected", "resampled", "unused"}
 
 
+def test_a_profile_says_where_the_time_goes(models):
+    code, out, err = specbeam("generate", "hello", *models, "--profile", "--seed", "1", "--max-new-tokens", "6")
+    assert code == 0, err
+    assert len(out.splitlines()) >= 1
+    for part in ("plan", "draft/model", "score/model", "verify", "settle", "outside models"):
+        assert part in err
+
+
 def test_an_audited_run_says_how_it_went(models):
     code, _, err = specbeam(
         "generate", "hello", *models, "--audit", "--method", "speculative_sampling", "--max-new-tokens", "20"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.cli.common import as_json, method_from, quiet_load, text_or_file
+from specbeam.cli.profile import profiled
 from specbeam.errors import BadPrompt, MissingFile, SpecbeamError
 from specbeam.evaluate.lines import lines_of
 from specbeam.generation import generate
@@ -78,6 +79,7 @@ def run(
     seed: int | None,
     batch_size: int,
     audit: bool,
+    profile: bool,
     json: bool,
 ) -> int:
     """Exit code: 0, or 1 if a prompt failed."""
@@ -100,7 +102,12 @@ def run(
 
             try:
                 texts = [one.text for one in asked]
-                generate(pair, texts, method, seed=seed, batch_size=batch_size, audit=audit, on_result=take, **options)
+                if profile:  # kernels are loaded and caches made before the clock runs
+                    generate(pair, texts[0], method, seed=seed, **options | {"max_new_tokens": 8})
+                with profiled(profile) as answers:
+                    answers += generate(
+                        pair, texts, method, seed=seed, batch_size=batch_size, audit=audit, on_result=take, **options
+                    )
             except KeyboardInterrupt:
                 complain("interrupted; what was finished is written")
                 return 130

@@ -67,6 +67,7 @@ def generate(
     audit: Annotated[
         bool, typer.Option("--audit", help="Test while decoding that the law is the declared one.")
     ] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Show where the time goes.")] = False,
     json: Json = False,
 ) -> None:
     """Answer prompts given as arguments, in files, or on standard input."""
@@ -88,7 +89,7 @@ def generate(
         "grammar_backend": grammar_backend,
     }
     raise typer.Exit(
-        run(prompts or [], file, model, draft, device, method, setting, options, seed, batch_size, audit, json)
+        run(prompts or [], file, model, draft, device, method, setting, options, seed, batch_size, audit, profile, json)
     )
 
 
