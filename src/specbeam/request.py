@@ -30,6 +30,8 @@ class Request:
         self.parts = method.parts(pair.draft, pair.target)
         self.eos = settings.eos(pair.eos)
         method.check(Asked(pair.target.vocab, self.eos, settings, audit))
+        if pair.target.engine == "int8":
+            self.parts = replace(self.parts, law=f"{self.parts.law}; of the target in int8")
         self.constraint = None
         if (form := settings.form) is not None:
             self.constraint = compiled(form, settings.grammar_backend, pair.tokenizer, pair.target.vocab, self.eos)

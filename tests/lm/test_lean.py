@@ -1,13 +1,19 @@
 """The lean forward against the model's own, on forests of several sessions."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import specbeam as sb
+from specbeam.errors import NotSupported
+from specbeam.forest import Forest
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.lean import lean
 from specbeam.pair import language_model
 from tests.lm.test_huggingface import check_random_turns
+from tests.support import words
+from tests.support.checking import refused
 from tests.support.tiny_models import tiny
 
 MODELS = {
@@ -72,3 +78,47 @@ def test_new_weights_are_noticed():
     expected = model.generate(torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=8)[0, 3:].tolist()
     assert language_model(model) is not first
     assert after == expected != before
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
+def test_int8_is_near_the_model_and_the_same_in_every_batch(family):
+    model = tiny(family, hidden_size=64, intermediate_size=96)
+    lm = language_model(model, quantize="int8")
+    assert language_model(model, quantize="int8") is lm
+    prompt, tokens = [3, 4, 5, 6], [7, 8, 9]
+    forest = Forest.rooted([6]).grown(tokens, [0, 0, 1])
+    rows = scored(lm, prompt, forest)
+    for node in range(len(forest)):
+        path = prompt + forest.path(node)
+        alone = scored(lm, path, Forest.rooted([path[-1]]))[0]
+        torch.testing.assert_close(rows[node], alone, atol=1e-4, rtol=1e-4)
+        plain = model(torch.tensor([path])).logits[0, -1]
+        assert (rows[node] - plain).std() < 0.3 * plain.std()
+    exact = language_model(model)
+    assert exact is not lm
+    assert exact.engine == "auto"
+
+
+def scored(lm, prompt, forest):
+    seat = SimpleNamespace(prompt=prompt, state={})
+    try:
+        return lm.extend([seat], [forest])[0].clone()
+    finally:
+        lm.close(seat)
+
+
+def test_int8_keeps_the_promises_of_its_own_law():
+    model, draft = tiny("llama"), tiny("llama", seed=1, num_hidden_layers=1)
+    pair = sb.load(model, draft, tokenizer=words.tokenizer(), quantize="int8", quantize_draft="int8")
+    for seed in range(3):
+        plain = sb.generate(pair, ["abc", "Hello you"], sb.beam_sampling(3), seed=seed, max_new_tokens=12)
+        drafted = sb.generate(pair, "abc", sb.dsbd(3, 5, width="fixed"), seed=seed, max_new_tokens=12)
+        assert plain[0].tokens == drafted[0].tokens
+        assert plain[0].report.law.endswith("of the target in int8")
+
+
+def test_int8_is_refused_where_it_cannot_be():
+    with pytest.raises(NotSupported, match="Llama, Mistral and Qwen2"):
+        language_model(tiny("gpt2"), quantize="int8")
+    with refused("'int8' or None"):
+        sb.load(tiny("llama"), quantize="int4")

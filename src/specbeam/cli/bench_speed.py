@@ -36,8 +36,8 @@ DEFAULT = [
 
 def run(
     contenders: list[str], source: str | None, columns: tuple[int, int], model: str, draft: str | None, grow: str | None,
-    rows: int, batch_sizes: list[int], repeats: int, threads: int | None, options: dict[str, Any], picture: Path | None,
-    json: bool,
+    quantize: str | None, rows: int, batch_sizes: list[int], repeats: int, threads: int | None, options: dict[str, Any],
+    picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     import torch
     from rich.console import Console
@@ -48,7 +48,7 @@ def run(
         torch.set_num_threads(threads)
     asked = demo_rows() if source is None else read(source, None, columns)
     asked = asked[:rows]
-    pair = _pair(model, draft, grow)
+    pair = _pair(model, draft, grow, quantize)
     running = [_contender(pair, text, options) for text in contenders or DEFAULT]
     console = Console(stderr=True, highlight=False)
     lines = []
@@ -85,11 +85,12 @@ def _check(rows: int, batch_sizes: list[int], repeats: int, picture: Path | None
             raise MissingPackage("a plot needs matplotlib: pip install 'specbeam[bench]'")
 
 
-def _pair(model: str, draft: str | None, grow: str | None) -> Pair:
+def _pair(model: str, draft: str | None, grow: str | None, quantize: str | None) -> Pair:
     pair = quiet_load(model, draft)
-    if grow is None:
+    if grow is None and quantize is None:
         return pair
-    return load(grown(pair.target_model, parameters(grow)), pair.draft_model, tokenizer=pair.tokenizer)
+    target = pair.target_model if grow is None else grown(pair.target_model, parameters(grow))
+    return load(target, pair.draft_model, pair.tokenizer, quantize=quantize)  # type: ignore[arg-type]
 
 
 def parameters(text: str) -> int:

@@ -268,6 +268,7 @@ def speed(
     model: Model = "bundled",
     draft: Draft = None,
     grow: Annotated[Optional[str], typer.Option(help="Enlarge the target, as it is, to 100M, 1B, ... weights.")] = None,  # noqa: UP045
+    quantize: Annotated[Optional[str], typer.Option(help="int8: the target's weights, for specbeam's methods.")] = None,  # noqa: UP045
     rows: Annotated[int, typer.Option(help="Most prompts.")] = 30,
     batch_size: Annotated[list[int], typer.Option(help="Prompts at once.")] = [1],  # noqa: B006
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 7,
@@ -284,7 +285,22 @@ def speed(
 
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
     raise typer.Exit(
-        run(contenders, prompts, columns, model, draft, grow, rows, batch_size, repeats, threads, options, plot, json)
+        run(
+            contenders,
+            prompts,
+            columns,
+            model,
+            draft,
+            grow,
+            quantize,
+            rows,
+            batch_size,
+            repeats,
+            threads,
+            options,
+            plot,
+            json,
+        )
     )
 
 

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 
 from specbeam.clock import lap
-from specbeam.errors import UnsupportedModel
+from specbeam.errors import NotSupported, UnsupportedModel
 from specbeam.forest import Forest
 from specbeam.lm.attention import Masks
 from specbeam.lm.kv_store import KVStore, Place
 from specbeam.lm.kv_trie import BLOCK, WASTE, Feed, KVTrie
-from specbeam.lm.lean import lean
+from specbeam.lm.lean import int8_is_available, lean
 from specbeam.records import Turn
 from specbeam.session import Seat
 
@@ -84,12 +84,19 @@ class HuggingFaceLM:
 
     Args:
         chunk: prompt tokens per pass.
-        engine: "plain" calls the model; "auto" takes the lean forward where there is one (see lm/lean.py).
+        engine: "plain" calls the model; "auto" takes the lean forward where there is one (see lm/lean.py); "int8" takes it
+            with rounded weights, which is another model. Raises `NotSupported` where it cannot.
     """
 
     def __init__(self, model: "PreTrainedModel", chunk: int = CHUNK, engine: str = "auto") -> None:
         self.model = model
-        self.lean = lean(model) if engine == "auto" else None
+        self.engine = engine
+        self.lean = None if engine == "plain" else lean(model, int8=engine == "int8")
+        if engine == "int8" and (self.lean is None or not int8_is_available()):
+            raise NotSupported(
+                f"quantize='int8' is for Llama, Mistral and Qwen2 models in float32 on a CPU; this is "
+                f"{type(model).__name__} in {model.dtype} on {model.device}"
+            )
         self.chunk = chunk
         config = model.config.get_text_config()
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
