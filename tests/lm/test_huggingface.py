@@ -1,10 +1,13 @@
 """Logits of a node equal those of a plain forward on its path, whatever happened before."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from specbeam.errors import UnsupportedModel
+from specbeam.forest import Forest
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import check_scores_forests, language_model
 from tests.support.seats import moved, random_forest, random_turn, seat
@@ -144,3 +147,21 @@ def test_a_prompt_of_8192_tokens_is_prefilled_in_chunks():
     assert widest <= lm.chunk + 3
     assert lm.held(one) == 8192 + 3
     torch.testing.assert_close(found, plain_logits(model, node_paths([prompt], forest)), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["plain", "auto"])
+def test_a_few_lanes_of_many_are_scored_without_the_others(engine):
+    model = tiny("llama")
+    lm = HuggingFaceLM(model, engine=engine)
+    seats = [SimpleNamespace(prompt=[3, 4, 5 + place], state={}) for place in range(9)]
+    roots = [Forest.rooted([seat.prompt[-1]]) for seat in seats]
+    lm.extend(seats, roots)
+    chosen = [0, 7]
+    forests = [roots[place].grown([6, 7], [0, 1]) for place in chosen]
+    for place, forest, rows in zip(
+        chosen, forests, lm.extend([seats[place] for place in chosen], forests), strict=True
+    ):
+        for node, row in zip((1, 2), rows, strict=True):
+            plain = model(torch.tensor([seats[place].prompt + forest.path(node)])).logits[0, -1]
+            torch.testing.assert_close(row, plain, atol=1e-4, rtol=1e-4)
+    assert not isinstance(lm.store.place.lanes, slice)

@@ -170,14 +170,20 @@ class HuggingFaceLM:
             return
         feeds = {lane.row: lane.trie.feed(lane.trie.waiting) for lane in lanes}
         needed = {lane.row: lane.trie.stored - first[lane.row] for lane in lanes}
-        logits = self._forward(feeds, wanted=max(*needed.values(), 1))
+        rows, logits = self._forward(feeds, wanted=max(*needed.values(), 1))
         for lane in lanes:
-            lane.learn(first[lane.row], logits[lane.row - min(feeds), logits.shape[1] - needed[lane.row] :])
+            lane.learn(first[lane.row], logits[rows.index(lane.row), logits.shape[1] - needed[lane.row] :])
 
     @torch.inference_mode()
-    def _forward(self, by_row: dict[int, Feed], wanted: int) -> Float[torch.Tensor, "batch wanted vocab"]:
-        """One pass over all lanes from the first to the last that has a feed; its rows are aligned to the right."""
-        rows = range(min(by_row), max(by_row) + 1)
+    def _forward(
+        self, by_row: dict[int, Feed], wanted: int
+    ) -> tuple[Sequence[int], Float[torch.Tensor, "batch wanted vocab"]]:
+        """One pass over the lanes that have a feed, and over those between them where these are few; which lanes it was, and
+        their logits, aligned to the right.
+        """
+        rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
+        if sparse := len(rows) > 2 * len(by_row):
+            rows = sorted(by_row)
         feeds, tries = [by_row.get(row, _NOTHING) for row in rows], [self.lanes[row].trie for row in rows]
         width = max(len(feed) for feed in feeds)
         extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
@@ -188,13 +194,14 @@ class HuggingFaceLM:
             if len(feed):
                 inputs[:, one, -len(feed) :] = feed.tokens, feed.positions, feed.slots
         ids, places, slots = torch.from_numpy(inputs).to(self.device)
-        self.store.place = Place(slice(rows.start, rows.stop), slots, extent)
+        which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
+        self.store.place = Place(which, slots, extent)
         self.passes += 1
         masks = self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
         with lap("model"):
             if self.lean is not None:
                 real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
-                return self.lean.forward(ids, places, masks, self.store, wanted, real)
+                return rows, self.lean.forward(ids, places, masks, self.store, wanted, real)
             output = self.model(
                 input_ids=ids,
                 attention_mask=masks,
@@ -203,7 +210,7 @@ class HuggingFaceLM:
                 use_cache=True,
                 **({"logits_to_keep": wanted} if self._keeps_rows else {}),
             )
-            return output.logits[:, -wanted:]
+            return rows, output.logits[:, -wanted:]
 
 
 _NOTHING = Feed(

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class Place:
     """Where a pass writes and what it reads."""
 
-    lanes: slice
+    lanes: slice | Int64[Tensor, " batch"]  # a slice is read in place, single lanes are copied together
     slots: Int64[Tensor, "batch query"]
     extent: int
 
@@ -43,6 +43,8 @@ class StoreLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         place = self.store.place
+        if isinstance(place.lanes, Tensor):
+            return self._update_single(key_states, value_states, place.lanes, place)
         keys, values = self.keys[place.lanes], self.values[place.lanes]
         if key_states.shape[0] == 1:
             keys.index_copy_(2, place.slots[0], key_states)
@@ -52,6 +54,13 @@ class StoreLayer(CacheLayerMixin):
             keys[batch, :, place.slots] = key_states.transpose(1, 2)
             values[batch, :, place.slots] = value_states.transpose(1, 2)
         return keys[:, :, : place.extent], values[:, :, : place.extent]
+
+    def _update_single(
+        self, key_states: Tensor, value_states: Tensor, lanes: Int64[Tensor, " batch"], place: Place
+    ) -> tuple[Tensor, Tensor]:
+        self.keys[lanes[:, None], :, place.slots] = key_states.transpose(1, 2)
+        self.values[lanes[:, None], :, place.slots] = value_states.transpose(1, 2)
+        return self.keys[lanes, :, : place.extent], self.values[lanes, :, : place.extent]
 
     def grow(self, lanes: int, slots: int) -> None:
         if self.is_initialized:
