@@ -111,6 +111,8 @@ def row_logp(logits: Float[torch.Tensor, "rows vocab"], warp: Warp, paths: Paths
 def _processed(
     logits: Float[torch.Tensor, "beams vocab"], processors: "LogitsProcessorList", paths: np.ndarray
 ) -> Float[torch.Tensor, "beams vocab"]:
+    if all(isinstance(one, Constrained) for one in processors):
+        return processors(torch.from_numpy(paths), logits)
     try:
         processed = processors(torch.from_numpy(paths), logits.clone())  # a user's processor may write in place
     except SpecbeamError:
