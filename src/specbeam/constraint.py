@@ -91,10 +91,13 @@ class Constrained:
     Args:
         eos: the end tokens; at least one.
         prompt_length: tokens at the head of each path that are not looked at.
+        name: what to call it in messages.
     """
 
-    def __init__(self, constraint: Constraint, eos: tuple[int, ...], prompt_length: int) -> None:
-        self.constraint, self.eos, self.prompt_length = constraint, eos, prompt_length
+    def __init__(
+        self, constraint: Constraint, eos: tuple[int, ...], prompt_length: int, name: str = "the constraint"
+    ) -> None:
+        self.constraint, self.eos, self.prompt_length, self.name = constraint, eos, prompt_length, name
         # Paths have names: the bytes of their tokens, without those that all live beams share.
         self._shared, self._size = 0, 0  # tokens left out; bytes of the name of a live beam
         self._trails = {b"": Trail(constraint.start())}  # of each live beam

@@ -194,7 +194,8 @@ class Session:
         """Move on to where the verdict leads: ended beams are put aside, the others live on."""
         for step in turn.verdict.steps:
             self.ended += self.retired(turn.forest, step)
-            self.count.widths.append(int(step.beams.counts.sum()))
+            if len(step.beams):
+                self.count.widths.append(int(step.beams.counts.sum()))
         verdict = turn.verdict
         survivors = np.column_stack([self._tails(turn.forest, verdict.parents), verdict.beams.tokens])
         self.beams, self.tails = verdict.beams.rooted(), survivors
