@@ -9,14 +9,15 @@ from specbeam.constraint import Constrained, Constraint, Form
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
 from specbeam.grammar.with_llguidance import LLGuidance
 from specbeam.grammar.with_xgrammar import XGrammar
+from specbeam.settings import GRAMMAR_BACKENDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BACKENDS: dict[str, tuple[Callable[..., Constraint], str]] = {
-    "llguidance": (LLGuidance, "specbeam[grammar]"),
-    "xgrammar": (XGrammar, "specbeam[xgrammar]"),
-}
+# In the order of their names in settings.py.
+BACKENDS: dict[str, tuple[Callable[..., Constraint], str]] = dict(
+    zip(GRAMMAR_BACKENDS, [(LLGuidance, "specbeam[grammar]"), (XGrammar, "specbeam[xgrammar]")], strict=True)
+)
 
 
 def compiled(
