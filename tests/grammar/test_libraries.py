@@ -100,3 +100,14 @@ def test_a_walker_comes_back_from_a_dead_end(backend):
     walker.back(2)
     walker.take(a)
     assert np.flatnonzero(np.unpackbits(constraint.allowed([walker])[0], bitorder="little")).tolist() == [b]
+
+
+def test_masks_of_many_walkers_are_those_of_each(backend):
+    tokenizer = words.tokenizer(words.JSON)
+    constraint = compiled(Form("json_schema", json.dumps(PERSON)), backend, tokenizer, len(tokenizer), (1,))
+    walkers = [constraint.start() for _ in range(40)]
+    for place, walker in enumerate(walkers):
+        for token in tokenizer.convert_tokens_to_ids(list('{"name":"abcde')[: 1 + place % 13]):
+            walker.take(token)
+    alone = np.concatenate([constraint.allowed([walker.copy()]) for walker in walkers])
+    assert (constraint.allowed(walkers) == alone).all()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MANY = 32  # walkers whose masks are worth several threads
 Made = TypeVar("Made")
 
 

@@ -9,7 +9,7 @@ from jaxtyping import UInt8
 
 from specbeam.constraint import Form
 from specbeam.errors import BadSetting, BrokenLaw
-from specbeam.grammar.spelling import fitted, made_once, pieces, special_tokens, text_tokens
+from specbeam.grammar.spelling import MANY, fitted, made_once, pieces, special_tokens, text_tokens
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -48,8 +48,12 @@ class LLGuidance:
     def allowed(self, walkers: Sequence["Matcher"]) -> UInt8[np.ndarray, "walkers bytes"]:
         words = -(-self._words.vocab_size // 32)
         bits = np.zeros((len(walkers), words), dtype=np.int32)
-        places = [(walker.inner, row) for row, walker in enumerate(walkers)]
-        self._executor.unsafe_compute_mask_ptr(places, bits.ctypes.data, 4 * words, len(walkers))
+        if len(walkers) < MANY:
+            for row, walker in zip(bits, walkers, strict=True):
+                walker.inner.unsafe_compute_mask_ptr(row.ctypes.data, 4 * words)
+        else:
+            places = [(walker.inner, row) for row, walker in enumerate(walkers)]
+            self._executor.unsafe_compute_mask_ptr(places, bits.ctypes.data, 4 * words, len(walkers))
         for walker in walkers:
             if walker.inner.is_error() and walker.inner.stop_reason() != NO_WAY_ON:
                 raise BrokenLaw(f"llguidance gave up: {_said(walker.inner)}")

@@ -10,7 +10,7 @@ from jaxtyping import UInt8
 
 from specbeam.constraint import Form
 from specbeam.errors import BadSetting, BrokenLaw
-from specbeam.grammar.spelling import fitted, made_once, pieces, text_tokens
+from specbeam.grammar.spelling import MANY, fitted, made_once, pieces, text_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +46,11 @@ class XGrammar:
 
     def allowed(self, walkers: Sequence["Matcher"]) -> UInt8[np.ndarray, "walkers bytes"]:
         bits = self._library.allocate_token_bitmask(len(walkers), self._vocab)
-        self._batch.batch_fill_next_token_bitmask([walker.inner for walker in walkers], bits)
+        if len(walkers) < MANY:
+            for row, walker in enumerate(walkers):
+                walker.inner.fill_next_token_bitmask(bits, row)
+        else:
+            self._batch.batch_fill_next_token_bitmask([walker.inner for walker in walkers], bits)
         return fitted(bits.numpy().view(np.uint8), self._text)
 
     def complete(self, walkers: Sequence["Matcher"]) -> list[bool]:
