@@ -171,6 +171,7 @@ class BeamRule:
                 layer = self._layer(session, forest, live, scored, len(steps))
             except DeadEnd as error:
                 steps += dead_end(error, steps, ended)
+                live = steps[-1].live
                 break
             step, judged, seen = self._step(layer)
             steps.append(step)
