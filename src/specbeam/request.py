@@ -113,7 +113,7 @@ def _check(method: Method, settings: Settings) -> None:
 def _check_ends(settings: Settings, vocab: int) -> None:
     strange = [token for token in settings.eos(None) if not 0 <= token < vocab]
     if strange:
-        raise BadSetting(f"eos_token_id is {strange[0]}; the model knows 0 to {vocab - 1}")
+        raise BadSetting(f"eos_token_id is {strange[0]}; the model knows 0 to {vocab - 1} ([] for no end token)")
 
 
 def many(prompts: Any) -> list[Any]:
