@@ -7,7 +7,6 @@ import torch
 import specbeam as sb
 from specbeam.constraint import Constrained
 from specbeam.decode import decode
-from specbeam.forest import Forest
 from specbeam.lm.table import TableLM
 from tests.methods.test_sequences import DRAWN, MATCHED, parts_on
 from tests.support.constraints import Automaton, renormalised, warp_of
@@ -151,19 +150,25 @@ def test_beam_search_adds_up_log_probabilities_that_are_not_renormalised(make):
 @pytest.mark.parametrize(
     "make", [lambda: sb.dsbd(3, 5, 3, "fixed"), lambda: sb.beam_sampling(3), lambda: sb.sampling()]
 )
-def test_a_state_is_made_once_and_forgotten_when_its_path_is_dead(make):
+def test_a_path_is_looked_at_once_and_forgotten_when_it_is_dead(make):
     automaton = random_automaton(3, 5, (4,), states=7)
     automaton.ends.clear()  # texts go on to the limit
     session = session_of(make(), TableLM(random_table(4, 5)), steps=20, eos=(4,), key=2, warp=warp_of(automaton, (4,)))
-    held = []
+    bans, held = session.warp.constraint, []
     for _ in decode(TableLM(random_table(3, 5)), [session]):
-        held.append(len(session.warp.constraint))
-        live = session.new_tokens(Forest.rooted(session.beams.tokens), np.arange(len(session.beams)))
-        assert {path[: 8 * live.shape[1]] for path in session.warp.constraint._places} == {
-            one.tobytes() for one in live
-        }
-    assert max(automaton.advanced.values()) == 1
-    assert max(held) <= 3 + 3 * 5
+        assert sorted(bans._trails) == sorted({one.tobytes() for one in session.tails} if not session.over else ())
+        held.append(len(bans._allowed))
+    assert max(automaton.looked.values()) == 1
+    assert max(held) <= 3 * 5
+    assert len(bans) == 0  # a session that is over holds nothing
+
+
+def test_one_beam_needs_one_walker():
+    automaton = random_automaton(3, 5, (4,), states=7)
+    automaton.ends.clear()
+    for recipe in (sb.rsd_c((3, 2)), sb.opt_tree(8, 3)):
+        decoded(recipe, random_table(3, 5), random_table(4, 5), automaton, 2, (4,), 20)
+    assert automaton.copies == 0
 
 
 def test_ends_are_allowed_where_the_text_may_end_and_only_there():
@@ -179,7 +184,29 @@ def test_ends_are_allowed_where_the_text_may_end_and_only_there():
 
 def test_a_long_path_that_nobody_asked_for_before():
     bans = Constrained(LOOPING, (2,), 0)
-    assert bans.allowed(np.zeros((1, 50), dtype=np.int64), 3).tolist() == [[True, True, True]]
+    assert bans.allowed(np.zeros((1, 3000), dtype=np.int64), 3).tolist() == [[True, True, True]]
+
+
+def test_walkers_that_move_about_tell_what_fresh_ones_tell():
+    rng = np.random.default_rng(0)
+    for case in range(20):
+        automaton = random_automaton(case, 5, (4,), states=7)
+        bans, live = Constrained(automaton, (4,), 0), np.zeros((1, 0), dtype=np.int64)
+        for _ in range(6):
+            below = rng.integers(0, 5, (12, rng.integers(0, 4)))
+            paths = np.concatenate([live[rng.integers(0, len(live), 12)], below], 1)
+            found = bans.allowed(paths, 5)
+            fresh = [Constrained(automaton, (4,), 0).allowed(path[None], 5)[0] for path in paths]
+            assert (found == np.array(fresh)).all()
+            wanted = [path for path in paths if 4 not in path and _is_allowed(automaton, path.tolist())]
+            if wanted:
+                live = np.array(wanted[:3])
+                bans.keep(live)
+                assert len(bans) == len({tuple(path) for path in live.tolist()})
+
+
+def _is_allowed(automaton, path):
+    return all(token in automaton.after(path[:place])[0] for place, token in enumerate(path))
 
 
 @pytest.mark.parametrize("name", [*TREES, *MATCHED, "dsbd", "rejection", "search"])

@@ -18,10 +18,10 @@ def questions(folder: Path) -> list[tuple[str, str]]:
 
 
 def schemas(folder: Path) -> dict[str, Schema]:
-    return {entry["db_id"]: _schema(entry) for entry in json.loads(_read(folder, "tables.json"))}
+    return {entry["db_id"]: schema_of(entry) for entry in json.loads(_read(folder, "tables.json"))}
 
 
-def _schema(entry: dict[str, Any]) -> Schema:
+def schema_of(entry: dict[str, Any]) -> Schema:
     tables, columns = entry["table_names_original"], entry["column_names_original"]
     by_table = {name: [column for table, column in columns if table == number] for number, name in enumerate(tables)}
     links = [
@@ -29,7 +29,7 @@ def _schema(entry: dict[str, Any]) -> Schema:
         for one, other in entry["foreign_keys"]
     ]
     own = {name: some for name, some in by_table.items() if some and not name.startswith("sqlite_")}
-    return Schema(own, links)
+    return Schema(own, [link for link in links if link[0] in own and link[2] in own])
 
 
 def _read(folder: Path, name: str) -> str:

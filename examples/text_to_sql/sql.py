@@ -1,9 +1,11 @@
-"""A grammar of SQL for one database: whatever it generates, SQLite can run on that database."""
+"""A grammar of SQL for one database: every text that it generates to its end, SQLite can run on that database."""
 
 import functools
+import json
 import re
 import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 
@@ -13,6 +15,13 @@ class Schema:
 
     columns: dict[str, list[str]]  # of each table
     links: Sequence[tuple[str, str, str, str]] = ()  # (table, column, table referred to, its column)
+
+    def __post_init__(self) -> None:
+        if not self.columns or not all(self.columns.values()):
+            raise ValueError(f"{self.columns} cannot be asked anything; give tables, each with its columns")
+        for table, column, other, key in self.links:
+            if column not in self.columns.get(table, ()) or key not in self.columns.get(other, ()):
+                raise ValueError(f"{table}.{column} refers to {other}.{key}; one of the two is not in the schema")
 
 
 SHARED = """
@@ -85,32 +94,39 @@ def _either(texts) -> str:
 
 
 def _literal(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """As Lark writes it, which is as JSON does."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 @functools.cache
 def _quoted(name: str) -> str:
-    """In brackets, if SQLite would take the bare name for something else."""
+    """In quotes, if SQLite would take the bare name for something else."""
     if re.fullmatch("[A-Za-z_][A-Za-z_0-9]*", name):
-        try:
-            with sqlite3.connect(":memory:") as database:
+        with closing(sqlite3.connect(":memory:")) as database:
+            try:
                 database.execute(f"CREATE TABLE {name} ({name})")
                 database.execute(f"SELECT {name}, max(T1.{name}) FROM {name} AS T1 WHERE {name} = 1 GROUP BY {name}")
-        except sqlite3.Error:
-            return f"[{name}]"
+            except sqlite3.Error:
+                return _in_quotes(name)
         return name
-    return f"[{name}]"
+    return _in_quotes(name)
+
+
+def _in_quotes(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
 
 
 def empty_database(schema: Schema) -> sqlite3.Connection:
     database = sqlite3.connect(":memory:")
     for table, columns in schema.columns.items():
-        database.execute(f"CREATE TABLE [{table}] ({', '.join(f'[{column}]' for column in columns)})")
+        database.execute(f"CREATE TABLE {_in_quotes(table)} ({', '.join(map(_in_quotes, columns))})")
     return database
 
 
 def runs(database: sqlite3.Connection, text: str) -> bool:
-    """Whether SQLite compiles the text to a program: it parses, and every table and column is there."""
+    """Whether the text asks something that SQLite compiles to a program: it parses, every table and column is there."""
+    if not re.match(r"\s*SELECT\b", text, re.IGNORECASE):  # BEGIN and the like compile too
+        return False
     try:
         database.execute("EXPLAIN " + text)
     except (sqlite3.Error, sqlite3.Warning, ValueError):

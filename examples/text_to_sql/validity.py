@@ -15,7 +15,6 @@ from spider import questions, schemas
 from sql import Schema, empty_database, grammar_of, runs
 
 import specbeam as sb
-from specbeam.cli.common import method_from
 
 
 @dataclass
@@ -48,14 +47,13 @@ def main(
     folder: Annotated[Path, typer.Argument(help="holds dev.jsonl and tables.json, packed or not")],
     count: Annotated[int, typer.Option("--questions", help="spread evenly over the development set")] = 200,
     method: str = "dsbd",
-    setting: Annotated[list[str], typer.Option("--set", "-s", metavar="NAME=VALUE")] = [],  # noqa: B006
-    max_new_tokens: int = 256,
+    max_new_tokens: int = 600,
     backend: str = "llguidance",
     seed: int = 0,
     show: Annotated[int, typer.Option(help="print this many answers")] = 0,
 ) -> None:
-    pair, recipe, chosen = sb.load("bundled"), method_from(method, setting), by_schema(folder, count)
-    options = {"method": recipe, "seed": seed, "max_new_tokens": max_new_tokens}
+    pair, chosen = sb.load("bundled"), by_schema(folder, count)
+    options = {"method": method, "seed": seed, "max_new_tokens": max_new_tokens}
     print("| | runs | ended | tokens | steps per pass |\n| --- | --- | --- | --- | --- |")
     print(tallied(pair, chosen, options, None, 0).line("without"), flush=True)
     print(tallied(pair, chosen, options, backend, show).line("with the grammar"))

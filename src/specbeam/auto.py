@@ -88,5 +88,6 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
         settings.top_p,
         settings.min_p,
         settings.repetition_penalty,
-        settings.form,
+        settings.form_kind
+        and [settings.form_kind, settings.grammar_backend],  # not its text: each would be measured anew
     ]

@@ -4,7 +4,9 @@ A ban depends on the path and on nothing else, and draft and target are banned a
 law, renormalised at every step over the tokens that are allowed (docs/constrained.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 
 TOKEN = 8  # bytes of a token in the name of a path
+Bits = UInt8[np.ndarray, " bytes"]
 
 
 class Form(NamedTuple):
@@ -22,42 +25,65 @@ class Form(NamedTuple):
 
 
 @runtime_checkable
+class Walker(Protocol):
+    """Stands behind a text and moves on and back."""
+
+    def take(self, token: int) -> None:
+        """One token on, which is allowed here. Raises `BrokenLaw` if the constraint gets lost in it."""
+        ...
+
+    def back(self, tokens: int) -> None:
+        """Undo the last tokens."""
+        ...
+
+    def copy(self) -> "Walker":
+        """Another one in the same place. Its cost may grow with the text."""
+        ...
+
+
+@runtime_checkable
 class Constraint(Protocol):
-    """What a text has to look like. It serves many sessions, so a state is never changed: `advance` gives a new one."""
+    """What a text has to look like. It serves many sessions."""
 
-    def root(self) -> Any:
-        """The state before the first new token."""
+    def start(self) -> Walker:
+        """A walker before the first new token."""
         ...
 
-    def advance(self, state: Any, token: int) -> Any:
-        """The state after a token that `state` allows. Raises `BrokenLaw` if the constraint gets lost in it."""
-        ...
-
-    def allowed(self, states: Sequence[Any]) -> UInt8[np.ndarray, "states bytes"]:
+    def allowed(self, walkers: Sequence[Any]) -> UInt8[np.ndarray, "walkers bytes"]:
         """One bit per token, token 0 in the lowest bit of the first byte. End tokens are not its business."""
         ...
 
-    def complete(self, states: Sequence[Any]) -> list[bool]:
+    def complete(self, walkers: Sequence[Any]) -> list[bool]:
         """Whether the text may end here."""
         ...
 
 
-class Place(NamedTuple):
-    """A path, as a constraint sees it."""
+@dataclass(eq=False)
+class Trail:
+    """A walker, and how far it has gone behind the live path that it belongs to."""
 
-    state: Any
-    allowed: UInt8[np.ndarray, " bytes"]
-    complete: bool
+    walker: Any
+    behind: list[int] = field(default_factory=list)
 
-    def allows(self, token: int) -> bool:
-        return token >> 3 < len(self.allowed) and bool(self.allowed[token >> 3] >> (token & 7) & 1)
+    def go(self, tokens: list[int]) -> None:
+        """To the place that many tokens behind the live path, by the shortest way."""
+        shared = _agreement(self.behind, tokens)
+        if shared < len(self.behind):
+            self.walker.back(len(self.behind) - shared)
+            del self.behind[shared:]
+        for token in tokens[shared:]:
+            self.walker.take(token)
+            self.behind.append(token)
+
+    def copy(self) -> "Trail":
+        return Trail(self.walker.copy(), list(self.behind))
 
 
 class Constrained:
     """The constraint of one session, in the form of a logits processor of transformers.
 
-    A state is made once per path, from the state one token before, so beams share those of their common past and the target
-    finds those that the draft made. `keep` drops the states of dead paths.
+    One walker per live beam goes through what is drafted under it, depth first. Of each path that it was at, the allowed
+    tokens are kept until the session moves on (`keep`), so the target finds what the draft asked for.
 
     An end token is allowed exactly where the text may end. Behind a banned token nothing is banned: such a path is never
     emitted, but who has drafted it may ask for its law.
@@ -65,65 +91,138 @@ class Constrained:
     Args:
         eos: the end tokens; at least one.
         prompt_length: tokens at the head of each path that are not looked at.
+        name: what to call it in messages.
     """
 
-    def __init__(self, constraint: Constraint, eos: tuple[int, ...], prompt_length: int) -> None:
-        self.constraint, self.eos, self.prompt_length = constraint, eos, prompt_length
-        self._places: dict[bytes, Place | None] = {}  # by path; None behind a banned token
+    def __init__(
+        self, constraint: Constraint, eos: tuple[int, ...], prompt_length: int, name: str = "the constraint"
+    ) -> None:
+        self.constraint, self.eos, self.prompt_length, self.name = constraint, eos, prompt_length, name
+        # Paths have names: the bytes of their tokens, without those that all live beams share.
+        self._shared, self._size = 0, 0  # tokens left out; bytes of the name of a live beam
+        self._trails = {b"": Trail(constraint.start())}  # of each live beam
+        self._allowed: dict[bytes, Bits | None] = {}  # ends included; None behind a banned token
 
     def __call__(
         self, input_ids: Int64[torch.Tensor, "paths length"], scores: Float[torch.Tensor, "paths vocab"]
     ) -> Float[torch.Tensor, "paths vocab"]:
         paths = input_ids[:, self.prompt_length :].cpu().numpy()
-        allowed = self.allowed(paths, scores.shape[1])
-        return scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -torch.inf)
+        banned = np.unpackbits(~self._bits(paths, scores.shape[1]), axis=1, count=scores.shape[1], bitorder="little")
+        return scores.masked_fill(torch.from_numpy(banned.view(bool)).to(scores.device), -torch.inf)
 
     def allowed(self, paths: Int64[np.ndarray, "paths length"], vocab: int) -> Bool[np.ndarray, "paths vocab"]:
-        """The tokens that may follow each path, which are new tokens only."""
-        allowed = np.ones((len(paths), vocab), dtype=bool)
-        ends = [token for token in self.eos if token < vocab]
-        for row, place in zip(allowed, self._found(_names(paths)), strict=True):
-            if place is not None:
-                bits = np.unpackbits(place.allowed, bitorder="little")[:vocab]
-                row[: len(bits)], row[len(bits) :] = bits, False
-                row[ends] = place.complete
-        return allowed
+        """The tokens that may follow each path of new tokens, each of which begins with a live beam."""
+        return np.unpackbits(self._bits(paths, vocab), axis=1, count=vocab, bitorder="little").view(bool)
+
+    def permits(
+        self, paths: Int64[np.ndarray, "paths length"], tokens: Int64[np.ndarray, " paths"]
+    ) -> Bool[np.ndarray, " paths"]:
+        """Whether each token may follow its path, which has the prompt at its head."""
+        found = self._found(self._names(paths[:, self.prompt_length :]))
+        return np.array(
+            [bits is None or _has(bits, token) for bits, token in zip(found, tokens.tolist(), strict=True)], dtype=bool
+        )
 
     def keep(self, paths: Int64[np.ndarray, "beams length"]) -> None:
         """Forget all paths but the live beams and what was drafted under them."""
-        live, size = set(_names(paths)), TOKEN * paths.shape[1]
-        self._found(list(live))  # their states come from paths that are forgotten now
-        self._places = {path: place for path, place in self._places.items() if path[:size] in live}
+        live = list(dict.fromkeys(self._names(paths)))
+        self._trails = self._inherited(live)
+        fresh = paths[:, self._shared :]
+        differs = (fresh != fresh[:1]).any(0)
+        shared = int(np.argmax(differs)) if differs.any() else fresh.shape[1]
+        size, cut = TOKEN * fresh.shape[1], TOKEN * shared
+        kept = {path[cut:]: bits for path, bits in self._allowed.items() if path[:size] in self._trails}
+        self._allowed, self._trails = kept, {path[cut:]: trail for path, trail in self._trails.items()}
+        self._shared, self._size = self._shared + shared, size - cut
 
     def __len__(self) -> int:
-        """States that are held."""
-        return len(self._places)
+        """Walkers that are held."""
+        return len(self._trails)
 
-    def _found(self, paths: list[bytes]) -> list[Place | None]:
-        missing = [path for path in dict.fromkeys(paths) if path not in self._places]
+    def _names(self, paths: Int64[np.ndarray, "paths length"]) -> list[bytes]:
+        return [path.tobytes() for path in np.ascontiguousarray(paths[:, self._shared :])]
+
+    def _inherited(self, live: list[bytes]) -> dict[bytes, Trail]:
+        """The first heir of a beam gets its walker, the others copies."""
+        heirs: dict[bytes, list[bytes]] = {}
+        for path in live:
+            heirs.setdefault(path[: self._size], []).append(path)
+        trails = {}
+        for beam, paths in heirs.items():
+            trail = self._trails[beam]
+            for path, one in zip(paths, [trail, *(trail.copy() for _ in paths[1:])], strict=True):
+                one.go(_tokens(path[self._size :]))
+                trails[path] = Trail(one.walker)
+        return trails
+
+    def _bits(self, paths: Int64[np.ndarray, "paths length"], vocab: int) -> UInt8[np.ndarray, "paths bytes"]:
+        rows = np.zeros((len(paths), -(-vocab // 8)), dtype=np.uint8)
+        for row, bits in zip(rows, self._found(self._names(paths)), strict=True):
+            if bits is None:
+                row[:] = 255
+            else:
+                row[: len(bits)] = bits[: len(row)]
+        return rows
+
+    def _found(self, paths: list[bytes]) -> list[Bits | None]:
+        missing: dict[bytes, None] = {}
+        for path in paths:
+            while path not in self._allowed and path not in missing:
+                missing[path] = None
+                if len(path) == self._size:  # a live beam: the way to it was allowed
+                    break
+                path = path[:-TOKEN]
         if missing:
-            parents = self._found([path[:-TOKEN] for path in missing if path])
-            states = dict(zip([path for path in missing if path], parents, strict=True))
-            self._look({path: self._state(path, states.get(path)) for path in missing})
-        return [self._places[path] for path in paths]
+            self._explore(missing)
+        return [self._allowed[path] for path in paths]
 
-    def _state(self, path: bytes, parent: Place | None) -> Any:
-        """None behind a banned token."""
-        if not path:
-            return self.constraint.root()
-        token = int(np.frombuffer(path[-TOKEN:], dtype=np.int64)[0])
-        if parent is None or token in self.eos or not parent.allows(token):
-            return None
-        return self.constraint.advance(parent.state, token)
+    def _explore(self, missing: Iterable[bytes]) -> None:
+        """Depth first under each live beam, which is the order of the names, and side by side for all of them."""
+        under: dict[bytes, list[bytes]] = {}
+        for path in sorted(missing):
+            under.setdefault(path[: self._size], []).append(path)
+        for paths in zip_longest(*under.values()):
+            self._look([path for path in paths if path is not None])
 
-    def _look(self, states: dict[bytes, Any]) -> None:
-        lawful = {path: state for path, state in states.items() if state is not None}
-        self._places.update(dict.fromkeys(states))
+    def _look(self, paths: list[bytes]) -> None:
+        """At places under different live beams whose parents are known."""
+        lawful = [path for path in paths if self._lawful(path)]
+        for path in lawful:
+            self._trails[path[: self._size]].go(_tokens(path[self._size :]))
         if lawful:
-            seen = list(lawful.values())
-            places = map(Place, seen, self.constraint.allowed(seen), self.constraint.complete(seen))
-            self._places.update(zip(lawful, places, strict=True))
+            walkers = [self._trails[path[: self._size]].walker for path in lawful]
+            rows, complete = self.constraint.allowed(walkers), self.constraint.complete(walkers)
+            for path, bits, ends in zip(lawful, rows, complete, strict=True):
+                self._allowed[path] = _with_ends(bits, self.eos, ends)
+        self._allowed.update((path, None) for path in paths if path not in self._allowed)
+
+    def _lawful(self, path: bytes) -> bool:
+        if len(path) == self._size:
+            return True
+        above, token = self._allowed[path[:-TOKEN]], _tokens(path[-TOKEN:])[0]
+        return above is not None and token not in self.eos and _has(above, token)
 
 
-def _names(paths: Int64[np.ndarray, "paths length"]) -> list[bytes]:
-    return [path.tobytes() for path in np.ascontiguousarray(paths)]
+def _tokens(name: bytes) -> list[int]:
+    return np.frombuffer(name, dtype=np.int64).tolist()
+
+
+def _has(bits: Bits, token: int) -> bool:
+    return token >> 3 < len(bits) and bool(bits[token >> 3] >> (token & 7) & 1)
+
+
+def _with_ends(bits: Bits, eos: tuple[int, ...], complete: bool) -> Bits:
+    """A copy in which the end tokens are allowed or banned."""
+    size = max(len(bits), *(token // 8 + 1 for token in eos))
+    made = np.zeros(size, dtype=np.uint8)
+    made[: len(bits)] = bits
+    for token in eos:
+        bit = np.uint8(1 << (token & 7))
+        made[token >> 3] = made[token >> 3] | bit if complete else made[token >> 3] & ~bit
+    return made
+
+
+def _agreement(first: list[int], second: list[int]) -> int:
+    """Length of the common beginning."""
+    shared = zip(first, second, strict=False)
+    return next((place for place, (one, other) in enumerate(shared) if one != other), min(len(first), len(second)))

@@ -168,7 +168,7 @@ def _generate(
     )
     request = Request(pair, prompts, method, settings, seed)
     for session in request.sessions:
-        session.padding = paddings[request.prompt_of[session.place]]
+        session.pad(paddings[request.prompt_of[session.place]])
         session.warp = _warp(logits_processor, not config.do_sample, request.prompt_of[session.place], method.search)
     found: dict[int, list[Generation] | SpecbeamError] = dict(request.refused)
     for session in run(request, len(request.sessions) or 1, stream_to):

@@ -66,13 +66,29 @@ def joint_law(
     if not (norm < np.inf).all():
         _check(logits)
     if not (norm > -np.inf).any():
-        raise DeadEnd("every token is banned: the logits processors, bad words and grammar left nothing to draw")
+        raise DeadEnd(f"every token is banned: {_banning(warp)} left nothing to draw")
     if warp.greedy:
         counts = np.ones_like(counts)
     if warp.search:
         norm = np.where(norm > -np.inf, 0.0, -np.inf)
     truncation = NO_TRUNCATION if warp.greedy else warp.truncation
     return JointLaw(logits, scores, norm, counts, truncation, normalised=not warp.search)
+
+
+_OPTIONS = {
+    "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size",
+    "NoBadWordsLogitsProcessor": "bad_words_ids",
+    "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
+    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+}
+
+
+def _banning(warp: Warp) -> str:
+    """The options that can have done it."""
+    kinds = [type(one).__name__ for one in warp.processors or [] if not isinstance(one, Constrained)]
+    kinds = [kind for kind in kinds if not kind.endswith("Warper") and kind != "RepetitionPenaltyLogitsProcessor"]
+    names = [_OPTIONS.get(kind, kind) for kind in kinds] + ([] if warp.constraint is None else [warp.constraint.name])
+    return " and ".join(names) or "the model"
 
 
 def _on_host(logits: Float[torch.Tensor, "rows vocab"]) -> Float[torch.Tensor, "rows vocab"]:
@@ -102,6 +118,8 @@ def row_logp(logits: Float[torch.Tensor, "rows vocab"], warp: Warp, paths: Paths
     if warp.truncation.cuts:
         kept = torch.full_like(logits, -torch.inf)
         for row, total, goal in zip(logits, log_norm(logits).tolist(), kept, strict=True):
+            if total == -np.inf:  # everything is banned
+                continue
             support = warp.truncation.support(row, total)
             goal[support] = row[support]
         logits = kept
@@ -111,6 +129,8 @@ def row_logp(logits: Float[torch.Tensor, "rows vocab"], warp: Warp, paths: Paths
 def _processed(
     logits: Float[torch.Tensor, "beams vocab"], processors: "LogitsProcessorList", paths: np.ndarray
 ) -> Float[torch.Tensor, "beams vocab"]:
+    if all(isinstance(one, Constrained) for one in processors):
+        return processors(torch.from_numpy(paths), logits)
     try:
         processed = processors(torch.from_numpy(paths), logits.clone())  # a user's processor may write in place
     except SpecbeamError:

@@ -61,6 +61,12 @@ class Step:
     width: int  # draws that were asked for
     passed: bool  # every live draw was a draft node, so that the next layer can be judged
 
+    @classmethod
+    def dead_end(cls) -> "Step":
+        """No live beam has a way on: nothing was drawn."""
+        none = np.zeros(0, dtype=np.int64)
+        return cls(none, Beams.start(0, 0).pick(none), none.astype(bool), 0, False)
+
     @cached_property
     def live(self) -> Beams:
         return self.beams.pick(~self.ended)

@@ -8,6 +8,7 @@ from typing import Any
 from specbeam.dice import request_key
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError
 from specbeam.grammar.compiled import compiled
+from specbeam.grammar.spelling import spelled
 from specbeam.limits import Ended
 from specbeam.pair import Pair
 from specbeam.recipes.method import Asked, Method
@@ -29,6 +30,7 @@ class Request:
         self.pair, self.method, self.settings = pair, method, settings
         self.parts = method.parts(pair.draft, pair.target)
         self.eos = settings.eos(pair.eos)
+        _check_ends(settings, pair.target.vocab)
         method.check(Asked(pair.target.vocab, self.eos, settings, audit))
         if pair.target.engine == "int8":
             self.parts = replace(self.parts, law=f"{self.parts.law}; of the target in int8")
@@ -63,7 +65,15 @@ class Request:
         return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit)
 
     def decoded(self, tokens: list[int]) -> str:
-        return self.pair.tokenizer.decode(tokens, skip_special_tokens=True) if self.pair.tokenizer else ""
+        if self.pair.tokenizer is None:
+            return ""
+        if self.constraint is None:
+            return self.pair.tokenizer.decode(tokens, skip_special_tokens=True)
+        return spelled(self.pair.tokenizer, tokens[:-1] if self._complete(tokens) else tokens)
+
+    def _complete(self, tokens: list[int]) -> bool:
+        """Whether a text has its end token, which under a constraint says that it keeps to the form."""
+        return bool(tokens) and tokens[-1] in self.eos
 
     def answers(self, session: Session) -> list[Generation]:
         """The best hypotheses, as many as were asked for."""
@@ -73,10 +83,10 @@ class Request:
             return limits.normalised(one.loglik, len(one.tokens))
 
         found = sorted(session.hypotheses(), key=score, reverse=True)
-        done = [one for one in found if one.finished]
-        # Stopped early: live beams were given up, not finished. Constrained: what was cut off does not keep to the form.
-        if done and (session.remaining > 0 or self.constraint is not None):
-            found = done + [one for one in found if not one.finished]
+        if session.remaining > 0 and any(one.finished for one in found):  # live beams were given up, not finished
+            found.sort(key=lambda one: not one.finished)
+        if self.constraint is not None and not self.method.search:  # what was cut off does not keep to the form
+            found.sort(key=lambda one: not self._complete(one.tokens))
         beams = [Beam(one.tokens, score(one), self.decoded(one.tokens), one.finished) for one in found]
         wanted = self.settings.num_return_sequences if self.method.beams > 1 else 1
         return [self._generation(session, beams, best) for best in range(min(wanted, len(beams)))]
@@ -98,6 +108,12 @@ def _check(method: Method, settings: Settings) -> None:
         raise BadSetting(
             f"num_return_sequences is {settings.num_return_sequences}, but {method.name} keeps {method.beams} beams"
         )
+
+
+def _check_ends(settings: Settings, vocab: int) -> None:
+    strange = [token for token in settings.eos(None) if not 0 <= token < vocab]
+    if strange:
+        raise BadSetting(f"eos_token_id is {strange[0]}; the model knows 0 to {vocab - 1} ([] for no end token)")
 
 
 def many(prompts: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, UInt32, UInt64
+from jaxtyping import Bool, Float, Int64, UInt32, UInt64
 
 from specbeam import dice
 from specbeam.errors import BrokenPart, SpecbeamError
@@ -77,6 +77,25 @@ class Counters:
         self.began = time.perf_counter()
 
 
+class Tape:
+    """Tokens in a buffer that grows."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._room, self._size = np.array(tokens, dtype=np.int64), len(tokens)
+
+    @property
+    def tokens(self) -> Int64[np.ndarray, " length"]:
+        """A view, valid until the next `append`."""
+        return self._room[: self._size]
+
+    def append(self, tokens: Int64[np.ndarray, " more"]) -> None:
+        size = self._size + len(tokens)
+        if size > len(self._room):
+            self._room = np.append(self.tokens, np.zeros(size, dtype=np.int64))
+        self._room[self._size : size] = tokens
+        self._size = size
+
+
 class Session:
     """One generation. Rooms read it; only `advance` and each part's own entry in `state` change."""
 
@@ -91,10 +110,9 @@ class Session:
         audited: bool = False,
     ) -> None:
         self.prompt, self.parts, self.warp, self.limits, self.place = prompt, parts, warp, limits, place
-        self.padding: list[int] = []  # what stands before the prompt in a padded batch; processors may count it
         self.dice = dice.Dice(key)
         self.beams = Beams.start(prompt[-1], self.dice.key)
-        self.settled: list[int] = []  # tokens that all live beams share
+        self.pad([])
         self.tails = np.zeros((1, 0), dtype=np.int64)  # what each live beam has behind them
         self.ended: list[Ended] = []
         self.failure: SpecbeamError | None = None
@@ -104,10 +122,22 @@ class Session:
         self.count = Counters()
         self._noise: dict[int, np.ndarray] = {}
 
+    def pad(self, padding: list[int]) -> None:
+        """What stands before the prompt in a padded batch: logits processors see it. For sessions that have not begun."""
+        self._head = len(padding) + len(self.prompt)
+        self._text = Tape([*padding, *self.prompt])
+        if self.warp.constraint is not None:
+            self.warp.constraint.prompt_length = self._head
+
+    @property
+    def settled(self) -> list[int]:
+        """New tokens that all live beams share."""
+        return self._text.tokens[self._head :].tolist()
+
     @property
     def length(self) -> int:
         """Tokens generated so far."""
-        return len(self.settled) + self.tails.shape[1]
+        return len(self._text.tokens) - self._head + self.tails.shape[1]
 
     @property
     def remaining(self) -> int:
@@ -133,13 +163,25 @@ class Session:
 
     def new_tokens(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
         """Generated tokens up to and with each node; the nodes must be equally deep."""
-        settled = np.tile(np.array(self.settled, dtype=np.int64), (len(nodes), 1))
-        return np.concatenate([settled, self.tails[forest.root_of(nodes)], forest.below(nodes)], 1)
+        return self.paths(forest, nodes)[:, self._head :]
 
     def paths(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
         """Padding, prompt and generated tokens up to and with each node: what logits processors look at."""
-        prompt = np.tile(np.array([*self.padding, *self.prompt], dtype=np.int64), (len(nodes), 1))
-        return np.concatenate([prompt, self.new_tokens(forest, nodes)], 1)
+        shared, below = self._text.tokens, forest.below(nodes)
+        known = len(shared) + self.tails.shape[1]
+        paths = np.empty((len(nodes), known + below.shape[1]), dtype=np.int64)
+        paths[:, : len(shared)] = shared
+        paths[:, len(shared) : known] = self.tails[forest.root_of(nodes)]
+        paths[:, known:] = below
+        return paths
+
+    def permits(
+        self, forest: Forest, nodes: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]
+    ) -> Bool[np.ndarray, " n"]:
+        """Whether the constraint lets each token follow its node; the nodes must be equally deep."""
+        if self.warp.constraint is None:
+            return np.ones(len(nodes), dtype=bool)
+        return self.warp.constraint.permits(self.paths(forest, nodes), tokens)
 
     def coarse_noise(self, keys: UInt64[np.ndarray, " n"], vocab: int) -> UInt32[np.ndarray, "n vocab"]:
         """`dice.coarse` of the next token after each path; draft and target ask for the same rows within a turn."""
@@ -152,7 +194,8 @@ class Session:
         """Move on to where the verdict leads: ended beams are put aside, the others live on."""
         for step in turn.verdict.steps:
             self.ended += self.retired(turn.forest, step)
-            self.count.widths.append(int(step.beams.counts.sum()))
+            if len(step.beams):
+                self.count.widths.append(int(step.beams.counts.sum()))
         verdict = turn.verdict
         survivors = np.column_stack([self._tails(turn.forest, verdict.parents), verdict.beams.tokens])
         self.beams, self.tails = verdict.beams.rooted(), survivors
@@ -164,7 +207,7 @@ class Session:
             self.certificate = (self.certificate or Certificate()) + verdict.certificate
         self._settle_common_prefix()
         if self.warp.constraint is not None:
-            live = Forest.rooted(self.beams.tokens)
+            live = Forest.rooted(self.beams.tokens[:0] if self.over else self.beams.tokens)
             self.warp.constraint.keep(self.new_tokens(live, np.arange(len(live))))
 
     def _tails(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
@@ -188,14 +231,15 @@ class Session:
             return
         differs = (self.tails != self.tails[:1]).any(0)
         common = int(np.argmax(differs)) if differs.any() else self.tails.shape[1]
-        self.settled += self.tails[0, :common].tolist()
+        self._text.append(self.tails[0, :common])
         self.tails = self.tails[:, common:]
 
     def hypotheses(self) -> Iterator[Ended]:
         """Everything the session can answer with: ended beams, then live ones that were cut off."""
         yield from self.ended
+        settled = self.settled
         for tail, score, count in zip(self.tails, self.beams.scores, self.beams.counts, strict=True):
-            yield from [Ended([*self.settled, *tail.tolist()], float(score), finished=False)] * int(count)
+            yield from [Ended([*settled, *tail.tolist()], float(score), finished=False)] * int(count)
 
     def report(self, tokens: int) -> Report:
         seconds = time.perf_counter() - self.count.began

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from specbeam.constraint import Constrained, Constraint, Form
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
 
 DEFAULT_NEW_TOKENS = 256
+FORMS = ("json_schema", "regex", "grammar")
+GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
 
 
 @dataclass(frozen=True)
@@ -83,23 +86,36 @@ class Settings:
             "True, False or 'never'",
         )
         _require(
-            self.grammar_backend in ("llguidance", "xgrammar"),
+            self.grammar_backend in GRAMMAR_BACKENDS,
             "grammar_backend",
             self.grammar_backend,
-            "'llguidance' or 'xgrammar'",
+            " or ".join(map(repr, GRAMMAR_BACKENDS)),
         )
-        forms = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        self._check_forms()
+
+    def _check_forms(self) -> None:
+        forms = [name for name in FORMS if getattr(self, name) is not None]
         if len(forms) > 1:
             raise BadSetting(f"{' and '.join(forms)} are given; a text can keep to one of them")
+        for name in forms:
+            value = getattr(self, name)
+            if isinstance(value, PurePath):
+                raise BadSetting(f"{name} is the path {value}; give what stands there: {name}=path.read_text()")
+            if name != "json_schema":
+                _require(isinstance(value, str), name, value, "a text; one form serves all prompts")
+                _require(_is_proper(value), name, value, "proper text; this holds half a character")
 
     @property
     def form(self) -> Form | None:
         """What texts have to look like; a JSON schema as its JSON."""
-        if self.json_schema is not None:
-            return Form("json_schema", _as_json(self.json_schema))
-        if self.regex is not None:
-            return Form("regex", self.regex)
-        return None if self.grammar is None else Form("grammar", self.grammar)
+        kind = self.form_kind
+        if kind is None:
+            return None
+        return Form(kind, _as_json(self.json_schema) if kind == "json_schema" else getattr(self, kind))
+
+    @property
+    def form_kind(self) -> str | None:
+        return next((name for name in FORMS if getattr(self, name) is not None), None)
 
     @classmethod
     def given(cls, options: dict[str, Any], config: "GenerationConfig | None" = None) -> "Settings":
@@ -154,7 +170,9 @@ class Settings:
         """
         greedy = greedy or self.temperature == 0
         processors = self._processors(eos, prompt_length, prompt)
-        bans = None if constraint is None else Constrained(constraint, eos, prompt_length)
+        bans = (
+            None if constraint is None else Constrained(constraint, eos, prompt_length, self.form_kind or "constraint")
+        )
         if bans is not None:
             processors = _joined(processors, [bans])
         truncation = NO_TRUNCATION if greedy else self._truncation()
@@ -220,11 +238,23 @@ def allowed_after(allowed: "Callable[[int, Tensor], list[int]]", prompt: int) ->
     return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(prompt, tokens), 1)
 
 
-def _as_json(schema: str | bool | Mapping[str, Any]) -> str:
+def _is_proper(text: str) -> bool:
     try:
-        return json.dumps(json.loads(schema) if isinstance(schema, str) else schema)
-    except (TypeError, ValueError) as error:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _as_json(schema: Any) -> str:
+    try:
+        known = json.loads(schema) if isinstance(schema, str) else schema
+        known = {} if known is True else dict(known) if isinstance(known, Mapping) else known
+        text = json.dumps(known, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadSetting(f"json_schema is no JSON: {error}") from error
+    _require(isinstance(known, dict), "json_schema", known, "an object, or True for any JSON; one serves all prompts")
+    return text
 
 
 def _joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":

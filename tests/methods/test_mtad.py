@@ -204,10 +204,10 @@ def test_nothing_stands_behind_an_end_or_the_limit(name, bonus):
 
 def test_stop_strings_end_inside_a_block():
     pair = words.pair()
-    (free,) = sb.generate(pair, "Hello", sb.mmtad(threshold=0.0), seed=3, max_new_tokens=30, eos_token_id=99)
+    (free,) = sb.generate(pair, "Hello", sb.mmtad(threshold=0.0), seed=3, max_new_tokens=30, eos_token_id=[])
     stop = free.text[1:3]
     (cut,) = sb.generate(
-        pair, "Hello", sb.mmtad(threshold=0.0), seed=3, max_new_tokens=30, eos_token_id=99, stop_strings=stop
+        pair, "Hello", sb.mmtad(threshold=0.0), seed=3, max_new_tokens=30, eos_token_id=[], stop_strings=stop
     )
     assert free.text.startswith(cut.text)
     assert cut.text.endswith(stop)
@@ -276,7 +276,7 @@ def test_tree_attention_gives_what_recomputation_gives(family, name):
     lengths = set()
     for threshold in (0.0, 0.05, 1.0):
         method = FAMILY[name](3, 3, threshold)
-        settings = Settings(max_new_tokens=14, temperature=0, eos_token_id=99)
+        settings = Settings(max_new_tokens=14, temperature=0, eos_token_id=[])
         sessions = [Request(pair, [[5, 6, 7]], method, settings, 1).sessions[0] for _ in range(2)]
         sessions[1].parts = method.parts(plain[1], plain[0])
         runs = [list(decode(lm, [one])) for lm, one in zip((pair.target, plain[0]), sessions, strict=True)]

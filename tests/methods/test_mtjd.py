@@ -166,7 +166,7 @@ def test_own_beams_cost_a_pass_per_token_and_no_draft_pass():
     """The first pass also reads the prompt; after that a block of `depth` tokens costs `depth` passes."""
     pair = words.pair()
     before = pair.target.passes
-    (one,) = sb.generate(pair, "Hello", sb.mtjd("beam_search", 3, beams=3), max_new_tokens=9, eos_token_id=99)
+    (one,) = sb.generate(pair, "Hello", sb.mtjd("beam_search", 3, beams=3), max_new_tokens=9, eos_token_id=[])
     assert one.report.target_passes == pair.target.passes - before == 10
     assert one.report.draft_passes == 0
     assert one.report.accepted == 0  # they are its own

@@ -17,25 +17,21 @@ class Automaton:
     edges: dict[int, dict[int, int]]
     ends: set[int]
     vocab: int
-    advanced: Counter = field(default_factory=Counter)
+    looked: Counter = field(default_factory=Counter)  # by path
+    copies: int = 0
 
-    def root(self):
-        return 0, ()
+    def start(self):
+        return Walker(self, [0])
 
-    def advance(self, state, token):
-        name, path = state
-        assert token in self.edges[name], "asked to go where it does not allow to"
-        self.advanced[*path, token] += 1
-        return self.edges[name][token], (*path, token)
-
-    def allowed(self, states):
-        rows = np.zeros((len(states), self.vocab), dtype=bool)
-        for row, (name, _) in zip(rows, states, strict=True):
-            row[list(self.edges[name])] = True
+    def allowed(self, walkers):
+        rows = np.zeros((len(walkers), self.vocab), dtype=bool)
+        for row, walker in zip(rows, walkers, strict=True):
+            self.looked[walker.path] += 1
+            row[list(self.edges[walker.states[-1]])] = True
         return np.packbits(rows, axis=1, bitorder="little")
 
-    def complete(self, states):
-        return [name in self.ends for name, _ in states]
+    def complete(self, walkers):
+        return [walker.states[-1] in self.ends for walker in walkers]
 
     def after(self, path):
         """Tokens that may follow a path, and whether it may end."""
@@ -43,6 +39,26 @@ class Automaton:
         for token in path:
             state = self.edges[state][token]
         return list(self.edges[state]), state in self.ends
+
+
+@dataclass
+class Walker:
+    automaton: Automaton
+    states: list[int]
+    path: tuple[int, ...] = ()
+
+    def take(self, token):
+        assert token in self.automaton.edges[self.states[-1]], "asked to go where it does not allow to"
+        self.states.append(self.automaton.edges[self.states[-1]][token])
+        self.path = (*self.path, token)
+
+    def back(self, tokens):
+        assert 0 < tokens <= len(self.path)
+        self.states, self.path = self.states[:-tokens], self.path[:-tokens]
+
+    def copy(self):
+        self.automaton.copies += 1
+        return Walker(self.automaton, list(self.states), self.path)
 
 
 def warp_of(constraint, eos, prompt_length=1, **more):

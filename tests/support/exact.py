@@ -78,11 +78,17 @@ def successive(p, want: int, replacement: bool) -> dict[tuple[int, ...], float]:
 
 
 def beam_sampling_law(
-    table: Callable[[tuple[int, ...]], np.ndarray], beams: int, steps: int, replacement: bool, eos: tuple[int, ...] = ()
+    table: Callable[[tuple[int, ...]], np.ndarray],
+    beams: int,
+    steps: int,
+    replacement: bool,
+    eos: tuple[int, ...] = (),
+    warped: Callable[[np.ndarray], np.ndarray] = lambda joint: joint,
 ) -> dict[Hashable, float]:
     """Law of (ended texts, live texts) of plain beam sampling, straight from its definition.
 
-    Ended texts in the order of their ending; without replacement the live ones in draw order, with it sorted.
+    Ended texts in the order of their ending; without replacement the live ones in draw order, with it sorted. `warped` is
+    what temperature and truncation make of the joint law of each step.
     """
     law: dict[Hashable, float] = {((), ((),)): 1.0}
     for _ in range(steps):
@@ -93,7 +99,7 @@ def beam_sampling_law(
                 continue
             pairs = [(beam, token) for beam in live for token in range(len(table(())))]
             joint = np.array([_likelihood(table, (*beam, token)) for beam, token in pairs])
-            for drawn, chance in successive(joint / joint.sum(), beams, replacement).items():
+            for drawn, chance in successive(warped(joint / joint.sum()), beams, replacement).items():
                 texts = [(*pairs[which][0], pairs[which][1]) for which in drawn]
                 gone = tuple(text for text in texts if text[-1] in eos)
                 going = [text for text in texts if text[-1] not in eos]

@@ -64,12 +64,27 @@ def _read(key: str, value: str, default: Any) -> Any:
 
 
 def text_or_file(value: str | None, mark: str, name: str) -> str | None:
-    """The text itself, which has `mark` in it, or what its file holds."""
-    if value is None or mark in value:
-        return value
-    if not Path(value).is_file():
-        raise MissingFile(f"there is no file {value}, and a {name} would have {mark!r} in it")
-    return Path(value).read_text(encoding="utf-8")
+    """What the file of that name holds; if there is none, the text itself, which has `mark` in it."""
+    if value is None:
+        return None
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BadSetting(f"{value} is not UTF-8: {error.reason} at byte {error.start}") from error
+    except (OSError, ValueError) as error:  # no file, or no name of one
+        if mark in value or (name == "json_schema" and value in ("true", "false")):
+            return value
+        if _is_there(value):
+            raise MissingFile(f"{value} cannot be read: {error}") from error
+        short = value if len(value) <= 60 else value[:60] + "..."
+        raise MissingFile(f"there is no file {short}, and a {name} would have {mark!r} in it") from error
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except (OSError, ValueError):
+        return False
 
 
 def as_json(number: int, prompt: str, one: Generation) -> str:

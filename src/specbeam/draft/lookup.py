@@ -15,17 +15,27 @@ from specbeam.session import Session
 
 
 def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
-    """A chain of guesses under each beam, cut before an end token."""
+    """A chain of guesses under each beam, cut before an end token and before what the constraint bans."""
     forest = Forest.rooted(session.beams.tokens)
     for root, chain in enumerate(guesses):
         parent = root
         for token in chain:
-            if token in session.limits.eos:
+            if token in session.limits.eos or not permitted(session, forest, parent, [token]):
                 break
             node = len(forest)
             forest = forest.grown([token], [parent]).with_group(retrieved([token], parent, [node]))
             parent = node
     return forest
+
+
+def permitted(session: Session, forest: Forest, parent: int, tokens: list[int]) -> list[int]:
+    """Those that the constraint allows under a node. Any choice is lawful, for retrieved drafts are matched."""
+    if session.warp.constraint is None:
+        return tokens
+    with session.failing_alone("draft: "):
+        fine = session.permits(forest, np.full(len(tokens), parent), np.array(tokens, dtype=np.int64))
+        return [token for token, may in zip(tokens, fine, strict=True) if may]
+    return []
 
 
 def retrieved(tokens: list[int], parent: int, nodes: list[int]) -> Group:

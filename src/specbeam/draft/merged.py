@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64, Int64
+import torch
+from jaxtyping import Float, Float64, Int64
 
 from specbeam.draft.lookup import retrieved
 from specbeam.draft.tree import Complete, Sprout, TreeDrafter
@@ -98,15 +99,20 @@ class Pruned:
         forests = self.drafter.draft(sessions, shapes)
         kept_forests = []
         for session, forest, rows in zip(sessions, forests, self.early.extend(sessions, forests), strict=True):
-            likely = rows.topk(min(self.top, rows.shape[1]), dim=-1).indices.cpu().numpy()
-            kept = np.ones(len(forest), dtype=bool)
-            for node in range(1, len(forest)):
-                parent = forest.parents[node]
-                kept[node] = kept[parent] and forest.tokens[node] in likely[parent]
-            names = np.flatnonzero(kept)
+            names = np.zeros(1, dtype=np.int64)
+            with session.failing_alone("draft: "):
+                names = self._hopeful(forest, _constrained(session, forest, rows))
             session.state[self] = (forest, names)
             kept_forests.append(forest.selected(names))
         return kept_forests
+
+    def _hopeful(self, forest: Forest, rows: Float[torch.Tensor, "nodes vocab"]) -> Int64[np.ndarray, " kept"]:
+        likely = rows.topk(min(self.top, rows.shape[1]), dim=-1).indices.cpu().numpy()
+        kept = np.ones(len(forest), dtype=bool)
+        for node in range(1, len(forest)):
+            parent = forest.parents[node]
+            kept[node] = kept[parent] and forest.tokens[node] in likely[parent]
+        return np.flatnonzero(kept)
 
     def settle(self, session: Session, turn: Turn) -> None:
         whole = turn.on(*session.state.pop(self))
@@ -117,6 +123,21 @@ class Pruned:
         session.state.pop(self, None)
         self.drafter.close(session)
         self.early.close(session)
+
+
+def _constrained(
+    session: Session, forest: Forest, rows: Float[torch.Tensor, "nodes vocab"]
+) -> Float[torch.Tensor, "nodes vocab"]:
+    """The rows of a forest's nodes without what the constraint bans."""
+    bans = session.warp.constraint
+    if bans is None:
+        return rows
+    rows, depths = rows.clone(), forest.depths()
+    for depth in range(int(depths.max()) + 1):
+        nodes = np.flatnonzero(depths == depth)
+        here = torch.from_numpy(nodes).to(rows.device)
+        rows[here] = bans(torch.from_numpy(session.paths(forest, nodes)), rows[here])
+    return rows
 
 
 @dataclass(frozen=True)

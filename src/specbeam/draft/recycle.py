@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from specbeam.draft.lookup import retrieved
+from specbeam.draft.lookup import permitted, retrieved
 from specbeam.errors import BadSetting, MissingFile
 from specbeam.forest import Forest
 from specbeam.records import Shape, Turn
@@ -95,11 +95,16 @@ class TokenRecycling:
 
     def _grown(self, forest: Forest, root: int, session: Session, shape: Shape) -> Forest:
         node_of: dict[Ranks, int] = {(): root}
+        after: dict[int, list[int]] = {}  # successors of a node, those that the constraint allows
         for path in self.ranks:
-            if len(path) > shape.depth or path[:-1] not in node_of or path[-1] >= self.memory.table.shape[1]:
+            if len(path) > shape.depth or path[:-1] not in node_of:
                 continue
             parent = node_of[path[:-1]]
-            token = int(self.memory.table[forest.tokens[parent], path[-1]])
+            if parent not in after:
+                after[parent] = permitted(session, forest, parent, self.memory.table[forest.tokens[parent]].tolist())
+            if path[-1] >= len(after[parent]):
+                continue
+            token = after[parent][path[-1]]
             known = forest.find(np.array([parent]), np.array([token]))[0]
             if token in session.limits.eos or known >= 0:  # an end needs no node, a sibling no twin
                 continue

@@ -10,7 +10,7 @@ from jaxtyping import Float, Float64, Int64
 
 from specbeam.control.best_tree import Topology
 from specbeam.control.confidence import Stopping
-from specbeam.draft.children import Best, Children, Draws, distinct
+from specbeam.draft.children import Best, Children, Distinct, Draws, distinct
 from specbeam.errors import NotSupported
 from specbeam.forest import Forest, Group, Row
 from specbeam.lm.base import LM
@@ -192,6 +192,8 @@ class FixedTree(Complete):
     def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
         subtree_of = sprout.memory.setdefault("subtree_of", {0: self.topology})
         children = Best() if sprout.session.warp.greedy else self.children
+        if sprout.session.warp.constraint is not None and isinstance(children, Distinct):
+            children = Distinct()  # no fallback: beyond q's support nearly all is banned
         front: list[int] = []
         for node, row in zip(sprout.front.tolist(), np.exp(logq), strict=True):
             subtrees = subtree_of[node]

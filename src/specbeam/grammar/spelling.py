@@ -1,6 +1,9 @@
 """How tokens spell text: what a grammar library has to know of a tokenizer."""
 
-from typing import TYPE_CHECKING
+import functools
+import weakref
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from jaxtyping import UInt8
@@ -11,6 +14,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MANY = 32  # walkers whose masks are worth several threads
+Made = TypeVar("Made")
+
+
+def made_once(make: Callable[..., Made]) -> Callable[..., Made]:
+    """Keep what is made of a tokenizer as long as there is the tokenizer: for a large vocabulary it takes a second."""
+    known: weakref.WeakKeyDictionary[Any, dict[Hashable, Made]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(make)
+    def found(tokenizer: "PreTrainedTokenizerBase", *how: Hashable) -> Made:
+        own, key = known.setdefault(tokenizer, {}), (len(tokenizer), *how)
+        if key not in own:
+            own[key] = make(tokenizer, *how)
+        return own[key]
+
+    return found
+
+
+@made_once
 def text_tokens(tokenizer: "PreTrainedTokenizerBase", vocab: int) -> UInt8[np.ndarray, " bytes"]:
     """One bit for every token of the model that stands for text, in the layout of `Constraint.allowed`.
 
@@ -37,19 +59,40 @@ def fitted(bits: UInt8[np.ndarray, "rows some"], text: UInt8[np.ndarray, " bytes
     return allowed
 
 
+@made_once
 def pieces(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
-    """The text of each token, empty for numbers that are no token: for tokenizers that no library knows how to read.
+    """The text of each token, for tokenizers that no library knows how to read. Empty, which is never allowed, for numbers
+    that are no token and for tokens that are no text by themselves, like one byte of a character.
 
     Raises `NotSupported` unless a text is the text of its tokens one after the other.
     """
     known = set(tokenizer.get_vocab().values())
-    texts = [tokenizer.decode([token]) if token in known else "" for token in range(max(known) + 1)]
-    spelling = np.array(sorted(known - special_tokens(tokenizer)), dtype=np.int64)
+    texts = [_decoded(tokenizer, [token]) if token in known else "" for token in range(max(known) + 1)]
+    texts = ["" if UNKNOWN in text else text for text in texts]
+    spelling = np.array([token for token in sorted(known - special_tokens(tokenizer)) if texts[token]], dtype=np.int64)
     rng = np.random.default_rng(0)
-    for sample in rng.choice(spelling, size=(64, 8)).tolist():
-        if tokenizer.decode(sample) != "".join(texts[token] for token in sample):
+    for sample in rng.choice(spelling, size=(64, 8)).tolist() if len(spelling) else [[]]:
+        if not sample or _decoded(tokenizer, sample) != "".join(texts[token] for token in sample):
             raise NotSupported(
                 f"cannot tell which text the tokens of {type(tokenizer).__name__} stand for: its decoder changes them by "
                 "their neighbours; take a byte-level or byte-fallback tokenizer"
             )
     return [text.encode() for text in texts]
+
+
+def spelled(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
+    """The text that tokens stand for, character by character.
+
+    A decoder may tidy up around punctuation or drop the space at the beginning of a text; neither belongs to the tokens, so
+    they are decoded behind a letter.
+    """
+    letter = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    head, whole = _decoded(tokenizer, letter), _decoded(tokenizer, [*letter, *tokens])
+    return whole[len(head) :] if whole.startswith(head) else _decoded(tokenizer, tokens)
+
+
+UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are no character
+
+
+def _decoded(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -1,7 +1,6 @@
-"""Grammars by llguidance: a state is one of its matchers, and a copy of one costs about a microsecond."""
+"""Grammars by llguidance: a walker is one of its matchers."""
 
 import warnings
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +9,15 @@ from jaxtyping import UInt8
 
 from specbeam.constraint import Form
 from specbeam.errors import BadSetting, BrokenLaw
-from specbeam.grammar.spelling import fitted, pieces, special_tokens, text_tokens
+from specbeam.grammar.spelling import MANY, fitted, made_once, pieces, special_tokens, text_tokens
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
 # At most one space wherever JSON allows white space, for an endless run of it would be valid too.
 JSON = {"whitespace_pattern": "[ ]?"}
+NO_WAY_ON = "NoExtensionBias"  # its word for: no token spells what has to come
 
 
 class LLGuidance:
@@ -27,39 +27,70 @@ class LLGuidance:
     """
 
     def __init__(self, form: Form, tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]) -> None:
-        from llguidance import LLMatcher
+        from llguidance import LLExecutor, LLMatcher
 
-        self._text = text_tokens(tokenizer, vocab)
+        self._text, self._executor = text_tokens(tokenizer, vocab), LLExecutor()
         grammar = _read(form)
         broken, complaints = LLMatcher.validate_grammar_with_warnings(grammar)
-        if not broken:
-            for complaint in complaints:  # the form itself asks to pass over something
-                warnings.warn(f"{form.kind}: {complaint}", stacklevel=2)
-            self._root = LLMatcher(_words(tokenizer, eos), grammar, log_level=0)
-            complaints = [_said(self._root)] if self._root.is_error() else []
-        if complaints:
-            raise BadSetting(f"{form.kind} cannot be kept to: {' '.join('; '.join(complaints).split())}")
+        if broken:
+            raise _refused(form, complaints)
+        for complaint in complaints:  # the form itself asks to pass over something
+            warnings.warn(f"{form.kind}: {complaint}", stacklevel=2)
+        end = eos[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        self._words = _words(tokenizer, end)
+        self._root = LLMatcher(self._words, grammar, log_level=0)
+        if self._root.is_error():
+            raise _refused(form, [_said(self._root)])
 
-    def root(self) -> Any:
-        return self._root
+    def start(self) -> "Matcher":
+        return Matcher(self._root.deep_copy(), self._root, [])
 
-    def advance(self, state: Any, token: int) -> Any:
-        after = state.deep_copy()
-        if not after.consume_token(token):
-            raise BrokenLaw(f"llguidance lost its way: {_said(after)}")
-        return after
+    def allowed(self, walkers: Sequence["Matcher"]) -> UInt8[np.ndarray, "walkers bytes"]:
+        words = -(-self._words.vocab_size // 32)
+        bits = np.zeros((len(walkers), words), dtype=np.int32)
+        if len(walkers) < MANY:
+            for row, walker in zip(bits, walkers, strict=True):
+                walker.inner.unsafe_compute_mask_ptr(row.ctypes.data, 4 * words)
+        else:
+            places = [(walker.inner, row) for row, walker in enumerate(walkers)]
+            self._executor.unsafe_compute_mask_ptr(places, bits.ctypes.data, 4 * words, len(walkers))
+        for walker in walkers:
+            if walker.inner.is_error() and walker.inner.stop_reason() != NO_WAY_ON:
+                raise BrokenLaw(f"llguidance gave up: {_said(walker.inner)}")
+        return fitted(bits.view(np.uint8), self._text)
 
-    def allowed(self, states: Sequence[Any]) -> UInt8[np.ndarray, "states bytes"]:
-        rows = [np.frombuffer(state.compute_bitmask(), dtype=np.uint8) for state in states]
-        for state in states:
-            if (
-                state.is_error() and state.stop_reason() != "NoExtensionBias"
-            ):  # that is: no token spells what has to come
-                raise BrokenLaw(f"llguidance gave up: {_said(state)}")
-        return fitted(np.stack(rows), self._text)
+    def complete(self, walkers: Sequence["Matcher"]) -> list[bool]:
+        return [bool(walker.inner.is_accepting()) for walker in walkers]
 
-    def complete(self, states: Sequence[Any]) -> list[bool]:
-        return [bool(state.is_accepting()) for state in states]
+
+class Matcher:
+    """See `Walker`. A step back costs one more mask, whatever the length of the text; the cost of a copy grows with it."""
+
+    def __init__(self, inner: "LLMatcher", root: "LLMatcher", tokens: list[int]) -> None:
+        self.inner, self._root, self._tokens = inner, root, tokens
+
+    def take(self, token: int) -> None:
+        if not self.inner.consume_token(token):
+            raise BrokenLaw(f"llguidance lost its way: {_said(self.inner)}")
+        self._tokens.append(token)
+
+    def back(self, tokens: int) -> None:
+        del self._tokens[len(self._tokens) - tokens :]
+        if not self.inner.is_error() and self.inner.rollback(tokens):
+            # It remembers its last mask by the number of rows that it has parsed, also when these are taken back (1.9.1):
+            # without a mask from here it would give the old one for other tokens of the same length.
+            self.inner.compute_bitmask()
+        else:  # it never comes back from a dead end
+            self.inner = self._root.deep_copy()
+            if not self.inner.consume_tokens(self._tokens):
+                raise BrokenLaw(f"llguidance lost its way: {_said(self.inner)}")
+
+    def copy(self) -> "Matcher":
+        return Matcher(self.inner.deep_copy(), self._root, list(self._tokens))
+
+
+def _refused(form: Form, complaints: Sequence[str]) -> BadSetting:
+    return BadSetting(f"{form.kind} cannot be kept to: {' '.join('; '.join(complaints).split())}")
 
 
 def _read(form: Form) -> str:
@@ -75,22 +106,16 @@ def _said(matcher: Any) -> str:
     return " ".join(matcher.get_error().split("<state>")[0].split())
 
 
-_WORDS: "weakref.WeakKeyDictionary[Any, dict[tuple[int, int], LLTokenizer]]" = weakref.WeakKeyDictionary()
-
-
-def _words(tokenizer: "PreTrainedTokenizerBase", eos: tuple[int, ...]) -> "LLTokenizer":
-    """Its view of a tokenizer, made once: for a large vocabulary that takes a second."""
+@made_once
+def _words(tokenizer: "PreTrainedTokenizerBase", end: int) -> "LLTokenizer":
+    """Its view of a tokenizer."""
     from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
 
-    end = eos[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    known, key = _WORDS.setdefault(tokenizer, {}), (end, len(tokenizer))
-    if key not in known:
-        try:
-            known[key] = from_tokenizer(tokenizer, eos_token=end)
-        except ValueError:  # a decoder that it does not know
-            known[key] = LLTokenizer(TokenizerWrapper(_Spelled(tokenizer, end)), eos_token=end)
-    return known[key]
+    try:
+        return from_tokenizer(tokenizer, eos_token=end)
+    except ValueError:  # a decoder that it does not know
+        return LLTokenizer(TokenizerWrapper(_Spelled(tokenizer, end)), eos_token=end)
 
 
 class _Spelled:
@@ -99,7 +124,7 @@ class _Spelled:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", end: int) -> None:
         self.eos_token_id, self.bos_token_id = end, tokenizer.bos_token_id
         self.special_token_ids = sorted(special_tokens(tokenizer))
-        self.tokens = pieces(tokenizer)
+        self.tokens = list(pieces(tokenizer))
         for token in {end, *self.special_token_ids}:
             self.tokens[token] = b"\xff" + tokenizer.convert_ids_to_tokens(token).encode()  # never text
 

@@ -3,7 +3,7 @@
 Both couplings judge a layer by the same joint law and keep the same books; they differ in how they draw.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -13,8 +13,10 @@ from jaxtyping import Float, Float64, Int64
 
 from specbeam.control.width import Width
 from specbeam.dice import child_keys
+from specbeam.errors import DeadEnd
 from specbeam.forest import Forest, Group
 from specbeam.laws import JointLaw, Pairs
+from specbeam.limits import Ended
 from specbeam.probs import joint_law
 from specbeam.records import Audit, Beams, Step, Trial, Verdict
 from specbeam.session import Session
@@ -165,7 +167,12 @@ class BeamRule:
         trials: list[Trial] = []
         audit = Audit() if session.audited else None
         while not steps or steps[-1].passed:
-            layer = self._layer(session, forest, live, scored, len(steps))
+            try:
+                layer = self._layer(session, forest, live, scored, len(steps))
+            except DeadEnd as error:
+                steps += dead_end(error, steps, ended)
+                live = steps[-1].live
+                break
             step, judged, seen = self._step(layer)
             steps.append(step)
             if audit is not None:
@@ -218,6 +225,19 @@ class BeamRule:
 
     def _kept(self, live: Beams) -> int | None:
         return int(np.argmax(live.scores)) if self.collapse and len(live) else None
+
+
+def dead_end(error: DeadEnd, steps: Sequence[Step], ended: Sequence[Ended]) -> list[Step]:
+    """What to add to the steps of a turn when no live beam has a way on.
+
+    Layers that were made stand, and the next turn meets the dead end again. If there are none, the beams that ended before
+    are the answer; only if there are none of these either has the prompt failed.
+    """
+    if steps:
+        return []
+    if ended:
+        return [Step.dead_end()]
+    raise error
 
 
 def _places(pairs: Pairs, wanted: list[int]) -> list[int]:

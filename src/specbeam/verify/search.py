@@ -7,11 +7,13 @@ import torch
 from jaxtyping import Float
 
 from specbeam.dice import child_keys
+from specbeam.errors import DeadEnd
 from specbeam.forest import Forest
 from specbeam.laws import JointLaw, Pairs, candidates, running
 from specbeam.probs import joint_law
 from specbeam.records import Beams, Step, Verdict
 from specbeam.session import Session
+from specbeam.verify.beam import dead_end
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,11 @@ class SearchRule:
         live, ended = session.beams, list(session.ended)
         steps: list[Step] = []
         while not steps or steps[-1].passed:
-            steps.append(self._step(session, forest, live, scored, len(steps) + 1))
+            try:
+                steps.append(self._step(session, forest, live, scored, len(steps) + 1))
+            except DeadEnd as error:
+                steps += dead_end(error, steps, ended)
+                break
             live = steps[-1].live
             ended += session.retired(forest, steps[-1])
             if session.limits.enough(ended, live.scores, session.length + len(steps)):
