@@ -139,6 +139,15 @@ def test_inspect_draws_a_forest(models, tmp_path):
     assert {"root"} < {node["fate"] for node in nodes} <= {"root", "accepted", "rejected", "resampled", "unused"}
 
 
+def test_int8_weights_are_asked_for_by_name(models):
+    code, out, err = specbeam("generate", "hello", *models, "--quantize", "int8", "--json", "--max-new-tokens", "4")
+    assert code == 0, err
+    assert json.loads(out)["report"]["law"].endswith("of the target in int8")
+    code, _, err = specbeam("generate", "hello", *models, "--quantize", "int3")
+    assert code == 2
+    assert "'int8' or None" in err
+
+
 def test_a_profile_says_where_the_time_goes(models):
     code, out, err = specbeam("generate", "hello", *models, "--profile", "--seed", "1", "--max-new-tokens", "6")
     assert code == 0, err

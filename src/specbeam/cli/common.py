@@ -13,13 +13,15 @@ from specbeam.recipes.method import Method
 from specbeam.records import Generation
 
 
-def quiet_load(model: str, draft: str | None, device: str | None = None, dtype: str = "auto") -> Pair:
+def quiet_load(
+    model: str, draft: str | None, device: str | None = None, dtype: str = "auto", quantize: Any = None
+) -> Pair:
     """Load without the progress bars of the model library."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return load(model, draft, device=device, dtype=dtype)
+    return load(model, draft, device=device, dtype=dtype, quantize=quantize)
 
 
 def method_from(name: str, settings: list[str]) -> Method:

@@ -73,6 +73,7 @@ def run(
     model: str,
     draft: str | None,
     device: str | None,
+    quantize: str | None,
     method_name: str,
     settings: list[str],
     options: dict[str, Any],
@@ -91,7 +92,7 @@ def run(
     asked, unreadable = gather(prompts, files)
     if not asked and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
-    pair = quiet_load(model, draft, device)
+    pair = quiet_load(model, draft, device, quantize=quantize)
     writer = Writer(asked, json, options["num_return_sequences"])
     if asked:
         with _progress(len(asked)) as advance:

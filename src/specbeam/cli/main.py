@@ -64,6 +64,7 @@ def generate(
     seed: Annotated[Optional[int], typer.Option(help="Same seed, same answers.")] = None,  # noqa: UP045
     batch_size: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 32,
     device: Annotated[Optional[str], typer.Option(help="cpu, cuda, ...")] = None,  # noqa: UP045
+    quantize: Annotated[Optional[str], typer.Option(help="int8: the target's weights; another, faster model.")] = None,  # noqa: UP045
     audit: Annotated[
         bool, typer.Option("--audit", help="Test while decoding that the law is the declared one.")
     ] = False,
@@ -89,7 +90,22 @@ def generate(
         "grammar_backend": grammar_backend,
     }
     raise typer.Exit(
-        run(prompts or [], file, model, draft, device, method, setting, options, seed, batch_size, audit, profile, json)
+        run(
+            prompts or [],
+            file,
+            model,
+            draft,
+            device,
+            quantize,
+            method,
+            setting,
+            options,
+            seed,
+            batch_size,
+            audit,
+            profile,
+            json,
+        )
     )
 
 
