@@ -75,20 +75,11 @@ def generate(
     from specbeam.cli.generate import run
 
     options = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "num_return_sequences": num_return_sequences,
-        "length_penalty": length_penalty,
-        "stop_strings": stop or None,
-        "json_schema": json_schema,
-        "regex": regex,
-        "grammar": grammar,
-        "grammar_backend": grammar_backend,
-    }
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "num_return_sequences": num_return_sequences,
+        "length_penalty": length_penalty, "stop_strings": stop or None, "json_schema": json_schema, "regex": regex,
+        "grammar": grammar, "grammar_backend": grammar_backend,
+    }  # fmt: skip
     raise typer.Exit(
         run(
             prompts or [],

@@ -76,7 +76,7 @@ def beam_sampling(beams: int = 4, replacement: bool = False, semantics: Semantic
 def dsbd(
     beams: int = 4,
     draft_beams: int = 6,
-    depth: Depth = "auto",
+    depth: Depth | None = None,
     width: Literal["dynamic", "fixed"] = "dynamic",
     threshold: float = 0.7,
     min_beams: int = 1,
@@ -99,7 +99,8 @@ def dsbd(
         beams: the most beams that live after a step.
         draft_beams: draft beams per layer, at least `beams`; a few more make layers pass.
         depth: draft layers per pass of the target; "auto": as many as pay for themselves on this machine, by what a pass
-            costs (`specbeam tune`) and how often layers pass.
+            costs (`specbeam tune`) and how often layers pass. None: "auto" where no beam depends on it (fixed width, shared
+            noise), else 4, so that a seed gives the same text everywhere.
         width: "dynamic" draws as many beams as will be accepted with `threshold` odds; "fixed" always draws `beams`.
         threshold: odds asked of a dynamic width.
         min_beams: least dynamic width.
@@ -111,6 +112,8 @@ def dsbd(
         semantics: "paper"; or "hf", the law of transformers' own beam sampling (width="fixed", coupling="noise").
     """
     at_least_one(beams=beams, draft_beams=draft_beams, min_beams=min_beams)
+    if depth is None:
+        depth = "auto" if width == "fixed" and coupling == "noise" else 4
     check_depth(depth)
     if draft_beams < beams:
         raise BadSetting(
