@@ -8,7 +8,7 @@ import pytest
 
 from specbeam.bench.baselines import transformers
 from specbeam.bench.outcome import specbeam
-from specbeam.bench.prompts import Row, of_record, read
+from specbeam.bench.prompts import Row, of_record, read, spread
 from specbeam.bench.speed import speed
 from specbeam.bench.speed_shown import as_markdown, plot
 from specbeam.cli.bench_speed import parameters
@@ -49,6 +49,11 @@ def test_files_are_read_packed_and_plain(tmp_path):
         read(str(tmp_path / "bad.jsonl"))
     with pytest.raises(MissingFile, match="there is no file"):
         read("nowhere.txt")
+
+
+def test_some_of_many_prompts_are_taken_from_all_over():
+    assert spread(range(100), 4) == [12, 37, 62, 87]
+    assert spread("abc", 3) == spread("abc", 9) == ["a", "b", "c"]
 
 
 def test_every_batch_meets_every_contender():

@@ -4,7 +4,7 @@ import gzip
 import io
 import json
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,25 +31,28 @@ class Row:
 
 
 def read(source: str, rows: int | None = None, columns: tuple[int, int] = (1, 2)) -> list[Row]:
-    """The first prompts of a source.
+    """Prompts of a source.
 
     Args:
         source: a file, plain or packed (.gz, .xz): text with a prompt per line, .tsv, or JSON lines of Spec-Bench, MT-Bench
             ("turns"), GSM8K, HumanEval, SQuAD, Spider, or with a "prompt". Or one of those names, for `datasets` to fetch.
-        rows: at most so many.
+        rows: at most so many, see `spread`.
         columns: of a .tsv: prompt and answer, from 1.
 
     Raises:
         MissingFile, MissingPackage, BadPrompt: with file and line.
     """
-    found = []
-    for number, row in enumerate(_rows(source, columns)):
-        if rows is not None and number >= rows:
-            break
-        found.append(row)
+    found = list(_rows(source, columns))
     if not found:
         raise BadPrompt(f"{source} holds no prompts")
-    return found
+    return found if rows is None else spread(found, rows)
+
+
+def spread(rows: Sequence[Any], count: int) -> list[Any]:
+    """At most `count` of them, evenly over the whole: published files are often sorted, by length for example."""
+    if count >= len(rows):
+        return list(rows)
+    return [rows[(2 * place + 1) * len(rows) // (2 * count)] for place in range(count)]
 
 
 def _rows(source: str, columns: tuple[int, int]) -> Iterator[Row]:

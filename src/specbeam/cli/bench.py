@@ -7,6 +7,7 @@ from pathlib import Path
 from specbeam.bench.acceptance import acceptance
 from specbeam.bench.efficiency import Cell, as_markdown, efficiency, plot
 from specbeam.bench.pictures import check_picture
+from specbeam.bench.prompts import spread
 from specbeam.cli.common import quiet_load
 from specbeam.cli.generate import gather
 from specbeam.pair import BUNDLED
@@ -23,7 +24,7 @@ def ranks(
 ) -> int:  # fmt: skip
     pair = quiet_load(model, draft)
     options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    found = acceptance(pair, _asked(prompts, files)[:rows], children, seed, **options)
+    found = acceptance(pair, spread(_asked(prompts, files), rows), children, seed, **options)
     if json:
         print(json_format.dumps(dataclasses.asdict(found)))
         return 0
@@ -52,7 +53,7 @@ def block_efficiency(
     def told(cell: Cell) -> None:
         console.print(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
 
-    cells = efficiency(pair, asked[:rows], budgets, seed, told, temperature=temperature, max_new_tokens=max_new_tokens)
+    cells = efficiency(pair, spread(asked, rows), budgets, seed, told, temperature=temperature, max_new_tokens=max_new_tokens)
     if json:
         for cell in cells:
             print(json_format.dumps(dataclasses.asdict(cell)))

@@ -12,7 +12,7 @@ from typing import Any
 from specbeam.bench.baselines import MAKERS
 from specbeam.bench.growth import grown
 from specbeam.bench.outcome import Contender, specbeam
-from specbeam.bench.prompts import Row, read
+from specbeam.bench.prompts import Row, read, spread
 from specbeam.bench.provenance import provenance
 from specbeam.bench.speed import speed
 from specbeam.bench.speed_shown import as_markdown, plot
@@ -46,8 +46,7 @@ def run(
     _check(rows, batch_sizes, repeats, picture)
     if threads is not None:
         torch.set_num_threads(threads)
-    asked = demo_rows() if source is None else read(source, None, columns)
-    asked = asked[:rows]
+    asked = spread(demo_rows() if source is None else read(source, None, columns), rows)
     pair = _pair(model, draft, grow, quantize)
     running = [_contender(pair, text, options) for text in contenders or DEFAULT]
     console = Console(stderr=True, highlight=False)

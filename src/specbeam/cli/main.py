@@ -199,7 +199,7 @@ def block_efficiency(
     file: Annotated[list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl.")] = [],  # noqa: B006
     budget: Annotated[list[int], typer.Option(help="Scored nodes per pass: 5, 10, 21 or 30.")] = [5, 10, 21, 30],  # noqa: B006
     temperature: Annotated[Optional[float], typer.Option(help="Sampling temperature.")] = None,  # noqa: UP045
-    rows: Annotated[int, typer.Option(help="Most prompts.")] = 60,
+    rows: Annotated[int, typer.Option(help="Most prompts, evenly over all.")] = 60,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 48,
     seed: int = 0,
     plot: Annotated[Optional[Path], typer.Option(help="Write a picture here.")] = None,  # noqa: UP045
@@ -221,7 +221,7 @@ def acceptance(
     file: Annotated[list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl.")] = [],  # noqa: B006
     children: Annotated[int, typer.Option(help="Draft tokens tried per step.")] = 8,
     temperature: Annotated[Optional[float], typer.Option(help="Sampling temperature.")] = None,  # noqa: UP045
-    rows: Annotated[int, typer.Option(help="Most prompts.")] = 60,
+    rows: Annotated[int, typer.Option(help="Most prompts, evenly over all.")] = 60,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 48,
     seed: int = 0,
     json: Json = False,
@@ -276,7 +276,7 @@ def speed(
     draft: Draft = None,
     grow: Annotated[Optional[str], typer.Option(help="Enlarge the target, as it is, to 100M, 1B, ... weights.")] = None,  # noqa: UP045
     quantize: Annotated[Optional[str], typer.Option(help="int8: the target's weights, for specbeam's methods.")] = None,  # noqa: UP045
-    rows: Annotated[int, typer.Option(help="Most prompts.")] = 30,
+    rows: Annotated[int, typer.Option(help="Most prompts, evenly over all.")] = 30,
     batch_size: Annotated[list[int], typer.Option(help="Prompts at once.")] = [1],  # noqa: B006
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 7,
     threads: Annotated[Optional[int], typer.Option(help="Of the arithmetic.")] = None,  # noqa: UP045
