@@ -299,7 +299,8 @@ def test_broken_logits_of_the_model_name_prompt_and_step(value):
         return output
 
     pair.target_model.forward = broken
-    pair.target._keeps_rows, pair.target.lean = True, None  # call the patched forward
+    pair.target.__init__(pair.target_model, engine="plain")  # what calls the patched forward
+    pair.target._keeps_rows = True
     with pytest.raises(errors.SomeFailed, match=r"prompt 1, step 0: the model returned") as caught:
         sb.generate(pair, ["ab", "a long prompt", "cd"], "sampling", max_new_tokens=3)
     assert [one is not None for one in caught.value.generations] == [True, False, True]

@@ -32,6 +32,19 @@ def _compiled_loosely(function: Callable[..., Any]) -> Callable[..., Any]:
     return _compiled(function, fastmath={"reassoc", "nsz", "contract", "nnan"})
 
 
+def start_threads() -> int:
+    """Most threads that compiled loops may use. To be called before any loop that may be spread: what spreads it is looked
+    up when the loop is read from disk.
+    """
+    numba.get_num_threads()
+    return int(numba.config.NUMBA_NUM_THREADS)
+
+
+def use_threads(count: int) -> None:
+    """At most `start_threads()`, for loops that are compiled for several."""
+    numba.set_num_threads(count)
+
+
 _ODD, _ROUND_1, _ROUND_2, _ROUND_3 = (np.uint32(n) for n in (0x9E3779B1, 0x21F0AAAD, 0xD35A2D97, 0x85EBCA6B))
 _S15, _S16, _ONE = np.uint32(15), np.uint32(16), np.uint32(1)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

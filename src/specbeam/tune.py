@@ -85,4 +85,4 @@ def _wait(lm: HuggingFaceLM) -> None:
 
 
 def _key(lm: HuggingFaceLM, context: int) -> list[Any]:
-    return [measured.model_key(lm.model), lm.engine, lm.lean is not None, context]
+    return [measured.model_key(lm.model), lm.engine, context]

@@ -149,7 +149,7 @@ def test_a_prompt_of_8192_tokens_is_prefilled_in_chunks():
     torch.testing.assert_close(found, plain_logits(model, node_paths([prompt], forest)), atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("engine", ["plain", "auto"])
+@pytest.mark.parametrize("engine", ["plain", "lean"])
 def test_a_few_lanes_of_many_are_scored_without_the_others(engine):
     model = tiny("llama")
     lm = HuggingFaceLM(model, engine=engine)

@@ -1,4 +1,4 @@
-"""The lean forward against the model's own, on forests of several sessions."""
+"""The lean and the compiled forward against the model's own, on forests of several sessions."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import specbeam as sb
+from specbeam import kernels
 from specbeam.errors import NotSupported
 from specbeam.forest import Forest
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.lean import lean
 from specbeam.pair import language_model
 from tests.lm.test_huggingface import check_random_turns
 from tests.support import words
@@ -33,8 +33,12 @@ MODELS = {
 }  # fmt: skip
 
 
+ENGINES = ["lean", "compiled"] if kernels.AVAILABLE else ["lean"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_model(name):
+def test_logits_are_those_of_the_model(name, engine):
     family = name.split(",")[0].split("3")[0]
     changes = MODELS[name]
     if changes.get("attention_bias"):
@@ -44,8 +48,8 @@ def test_logits_are_those_of_the_model(name):
                 layer.self_attn.o_proj.bias = None
     else:
         model = tiny(family, **changes)
-    lm = HuggingFaceLM(model, chunk=5)
-    assert lm.lean is not None
+    lm = HuggingFaceLM(model, chunk=5, engine=engine)
+    assert lm.engine == engine
     check_random_turns(lm, model)
 
 
@@ -53,17 +57,21 @@ def test_logits_are_those_of_the_model(name):
     ("family", "changes"),
     [("gpt2", {}), ("qwen3", {}), ("gemma", {}), ("llama", {"hidden_act": "gelu"}), ("llama", {"mlp_bias": True})],
 )
-def test_models_that_it_does_not_fit_are_called_as_they_are(family, changes):
-    assert lean(tiny(family, **changes)) is None
+def test_models_that_they_do_not_fit_are_called_as_they_are(family, changes):
+    model = tiny(family, **changes)
+    assert HuggingFaceLM(model).engine == "plain"
+    for engine in ("lean", "compiled"):
+        with pytest.raises(NotSupported, match=f"the {engine} forward"):
+            HuggingFaceLM(model, engine=engine)
 
 
 def test_models_with_hooks_or_other_types_are_called_as_they_are():
     model = tiny("llama")
-    assert lean(model) is not None
+    assert HuggingFaceLM(model).engine == ENGINES[-1]
     handle = model.model.layers[0].register_forward_hook(lambda *_: None)
-    assert lean(model) is None
+    assert HuggingFaceLM(model).engine == "plain"
     handle.remove()
-    assert lean(tiny("llama").to(torch.bfloat16)) is None
+    assert HuggingFaceLM(tiny("llama").to(torch.bfloat16)).engine == "plain"
 
 
 def test_new_weights_are_noticed():
@@ -96,7 +104,7 @@ def test_int8_is_near_the_model_and_the_same_in_every_batch(family):
         assert (rows[node] - plain).std() < 0.3 * plain.std()
     exact = language_model(model)
     assert exact is not lm
-    assert exact.engine == "auto"
+    assert exact.engine == ENGINES[-1]
 
 
 def scored(lm, prompt, forest):

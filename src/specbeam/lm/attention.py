@@ -65,12 +65,29 @@ class Masks:
         """`additive`: in the form that eager takes, whatever the model's own."""
         seen = seen_by(feeds, width, extent)
         additive |= self.implementation == "eager"
-        windowed = any(self.windows.values()) if self.by_layer else self.window is not None
-        back = back_of(feeds, tries, width, extent) if windowed else None
+        back = back_of(feeds, tries, width, extent) if self._windowed else None
         if self.by_layer:
             kinds = self.windows.items()
             return {kind: self._native(_cut(seen, back, window), device, additive) for kind, window in kinds}
         return self._native(_cut(seen, back, self.window), device, additive)
+
+    def flat(self, feeds: list[Feed], tries: list[KVTrie], extent: int) -> dict[str, Bool[np.ndarray, "rows extent"]]:
+        """What each row may look at by kind of layer, without padding: rows of all feeds one after the other."""
+        seen = np.zeros((sum(len(feed) for feed in feeds), extent), dtype=bool)
+        back = np.zeros(seen.shape, dtype=np.int32) if self._windowed else None
+        start = 0
+        for feed, trie in zip(feeds, tries, strict=True):
+            rows, known = slice(start, start + len(feed)), min(extent, feed.seen.shape[1])
+            seen[rows, :known] = feed.seen[:, :known]
+            if back is not None:
+                back[rows, :known] = feed.positions[:, None] - trie.slot_position[None, :known]
+            start += len(feed)
+        kinds = self.windows if self.by_layer else dict.fromkeys(self.windows or ["full_attention"], self.window)
+        return {kind: _cut(seen, back, window) for kind, window in kinds.items()}
+
+    @property
+    def _windowed(self) -> bool:
+        return any(self.windows.values()) if self.by_layer else self.window is not None
 
     def _native(
         self, seen: Bool[np.ndarray, "batch width extent"], device: torch.device, additive: bool

@@ -12,9 +12,11 @@ from specbeam.clock import lap
 from specbeam.errors import NotSupported, UnsupportedModel
 from specbeam.forest import Forest
 from specbeam.lm.attention import Masks
+from specbeam.lm.compiled import CompiledDecoder, Rows, compiled_decoder
 from specbeam.lm.kv_store import KVStore, Place
 from specbeam.lm.kv_trie import BLOCK, WASTE, Feed, KVTrie
-from specbeam.lm.lean import int8_is_available, lean
+from specbeam.lm.lean import LARGEST, LeanDecoder, int8_is_available, lean
+from specbeam.lm.panels import WIDTH
 from specbeam.records import Turn
 from specbeam.session import Seat
 
@@ -84,26 +86,22 @@ class HuggingFaceLM:
 
     Args:
         chunk: prompt tokens per pass.
-        engine: "plain" calls the model; "auto" takes the lean forward where there is one (see lm/lean.py); "int8" takes it
-            with rounded weights, which is another model. Raises `NotSupported` where it cannot.
+        engine: "plain" calls the model; "lean" and "compiled" run its layers themselves (see lm/lean.py, lm/compiled.py);
+            "auto" takes the fastest of these that fits; "int8" runs it with rounded weights, which is another model. Raises
+            `NotSupported` where it cannot.
     """
 
     def __init__(self, model: "PreTrainedModel", chunk: int = CHUNK, engine: str = "auto") -> None:
         self.model = model
-        self.engine = engine
-        self.lean = None if engine == "plain" else lean(model, int8=engine == "int8")
-        if engine == "int8" and (self.lean is None or not int8_is_available()):
-            raise NotSupported(
-                f"quantize='int8' is for Llama, Mistral and Qwen2 models in float32 on a CPU; this is "
-                f"{type(model).__name__} in {model.dtype} on {model.device}"
-            )
+        self.engine, self.compiled, self.lean = _engine(model, engine)
         self.chunk = chunk
         config = model.config.get_text_config()
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions: int | None = _max_positions(config)
         self.device = model.get_input_embeddings().weight.device
         self.masks = Masks(config, config._attn_implementation or "eager", model.dtype)
-        self.store = KVStore(config.num_hidden_layers)
+        panels = None if self.compiled is None else (self.compiled.kv_heads, self.compiled.size, WIDTH)
+        self.store = KVStore(config.num_hidden_layers, panels)
         self.lanes: list[Lane] = []
         self.passes = 0
         self.curves: dict[int, Any] = {}  # what a pass costs, by context; see `tune`
@@ -160,7 +158,8 @@ class HuggingFaceLM:
     def _prefill(self, lanes: list[Lane]) -> None:
         """Long prompts go ahead in chunks, so that a pass stays small whatever the prompt."""
         while long := [lane for lane in lanes if lane.answered == 0 and lane.trie.waiting > self.chunk]:
-            self._forward({lane.row: lane.trie.feed(self.chunk) for lane in long}, wanted=1)
+            feeds = {lane.row: lane.trie.feed(self.chunk) for lane in long}
+            self._forward(feeds, dict.fromkeys(feeds, 1))
             for lane in long:
                 lane.trie.forget_inner()
 
@@ -170,17 +169,44 @@ class HuggingFaceLM:
             return
         feeds = {lane.row: lane.trie.feed(lane.trie.waiting) for lane in lanes}
         needed = {lane.row: lane.trie.stored - first[lane.row] for lane in lanes}
-        rows, logits = self._forward(feeds, wanted=max(*needed.values(), 1))
+        found = self._forward(feeds, needed)
         for lane in lanes:
-            lane.learn(first[lane.row], logits[rows.index(lane.row), logits.shape[1] - needed[lane.row] :])
+            lane.learn(first[lane.row], found[lane.row])
 
     @torch.inference_mode()
     def _forward(
-        self, by_row: dict[int, Feed], wanted: int
-    ) -> tuple[Sequence[int], Float[torch.Tensor, "batch wanted vocab"]]:
-        """One pass over the lanes that have a feed, and over those between them where these are few; which lanes it was, and
-        their logits, aligned to the right.
-        """
+        self, feeds: dict[int, Feed], wanted: dict[int, int]
+    ) -> dict[int, Float[torch.Tensor, "wanted vocab"]]:
+        """One pass over the lanes that have a feed; the logits of the last `wanted` rows of each."""
+        self.passes += 1
+        if self.compiled is not None:
+            return self._forward_compiled(self.compiled, feeds, wanted)
+        return self._forward_padded(feeds, wanted)
+
+    def _forward_compiled(
+        self, decoder: CompiledDecoder, feeds: dict[int, Feed], wanted: dict[int, int]
+    ) -> dict[int, Float[torch.Tensor, "wanted vocab"]]:
+        tries = [self.lanes[row].trie for row in feeds]
+        extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
+        self.store.reserve(len(self.lanes), extent)
+        ends = np.cumsum([len(feed) for feed in feeds.values()])
+        sizes, needed = np.diff(ends, prepend=0), np.array([wanted[row] for row in feeds])
+        rows = Rows(
+            np.concatenate([feed.tokens for feed in feeds.values()]),
+            np.concatenate([feed.positions for feed in feeds.values()]),
+            np.concatenate([feed.slots for feed in feeds.values()]),
+            np.stack([np.array([*feeds]), ends - sizes, ends], axis=1),
+            self.masks.flat([*feeds.values()], tries, extent),
+        )
+        which = np.concatenate([np.arange(end - some, end) for end, some in zip(ends, needed, strict=True)])
+        with lap("model"):
+            logits = decoder.forward(rows, self.store.layers, which)
+        return dict(zip(feeds, logits.split(needed.tolist()), strict=True))
+
+    def _forward_padded(
+        self, by_row: dict[int, Feed], needed: dict[int, int]
+    ) -> dict[int, Float[torch.Tensor, "wanted vocab"]]:
+        """Over these lanes, and those between them where these are few: lanes side by side are read in place."""
         rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
         if sparse := len(rows) > 2 * len(by_row):
             rows = sorted(by_row)
@@ -193,29 +219,55 @@ class HuggingFaceLM:
         for one, feed in enumerate(feeds):
             if len(feed):
                 inputs[:, one, -len(feed) :] = feed.tokens, feed.positions, feed.slots
-        ids, places, slots = torch.from_numpy(inputs).to(self.device)
+        slots = torch.from_numpy(inputs[2]).to(self.device)
         which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
         self.store.place = Place(which, slots, extent)
-        self.passes += 1
         masks = self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
         with lap("model"):
-            if self.lean is not None:
-                real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
-                return rows, self.lean.forward(ids, places, masks, self.store, wanted, real)
-            output = self.model(
-                input_ids=ids,
-                attention_mask=masks,
-                position_ids=places,
-                past_key_values=self.store,
-                use_cache=True,
-                **({"logits_to_keep": wanted} if self._keeps_rows else {}),
-            )
-            return rows, output.logits[:, -wanted:]
+            logits = self._logits(inputs, masks, max(*needed.values(), 1))
+        return {row: logits[rows.index(row), logits.shape[1] - some :] for row, some in needed.items()}
+
+    def _logits(self, inputs: np.ndarray, masks: Any, wanted: int) -> Float[torch.Tensor, "batch wanted vocab"]:
+        ids, places, _ = torch.from_numpy(inputs).to(self.device)
+        if self.lean is not None:
+            real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
+            return self.lean.forward(ids, places, masks, self.store, wanted, real)
+        output = self.model(
+            input_ids=ids,
+            attention_mask=masks,
+            position_ids=places,
+            past_key_values=self.store,
+            use_cache=True,
+            **({"logits_to_keep": wanted} if self._keeps_rows else {}),
+        )
+        return output.logits[:, -wanted:]
 
 
 _NOTHING = Feed(
     np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=bool)
 )
+
+
+def _engine(model: "PreTrainedModel", wanted: str) -> tuple[str, CompiledDecoder | None, LeanDecoder | None]:
+    """What runs the model's layers, by name; both None: the model itself."""
+    small = model.num_parameters() <= LARGEST
+    if wanted == "compiled" or (wanted == "auto" and small):
+        compiled = compiled_decoder(model)
+        if compiled is not None:
+            return "compiled", compiled, None
+    if wanted in ("lean", "int8") or (wanted == "auto" and small):
+        decoder = lean(model, int8=wanted == "int8")
+        if decoder is not None and (wanted != "int8" or int8_is_available()):
+            return "lean" if wanted == "auto" else wanted, None, decoder
+    if wanted not in ("auto", "plain"):
+        raise NotSupported(
+            f"{_NAMES[wanted]} is for Llama, Mistral and Qwen2 models in float32 on a CPU; this is "
+            f"{type(model).__name__} in {model.dtype} on {model.device}"
+        )
+    return "plain", None, None
+
+
+_NAMES = {"int8": "quantize='int8'", "lean": "the lean forward", "compiled": "the compiled forward, which needs numba,"}
 
 
 def _max_positions(config: object) -> int | None:

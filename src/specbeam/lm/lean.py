@@ -17,7 +17,7 @@ from specbeam.lm.kv_store import KVStore
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LARGEST = 300_000_000  # parameters; above, arithmetic dominates and a second copy of the weights is dear
+LARGEST = 300_000_000  # parameters; above, a second copy of the weights is dear
 PACKED_FROM = 1_000_000  # weights of a matrix; packing costs small ones more than it saves
 _FAMILIES = ("llama", "mistral", "qwen2")
 _ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
@@ -125,7 +125,7 @@ class LeanDecoder:
         config, inner = model.config, model.model
         self.matrix: type[Matrix | Int8Matrix] = Int8Matrix if int8 else Matrix
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.size = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.size = head_size(config)
         self.eps = config.rms_norm_eps
         self.embedding = inner.embed_tokens.weight
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -217,16 +217,19 @@ def _turns(rotary: nn.Module, positions: int, size: int) -> Tensor:
 
 @torch.inference_mode()
 def lean(model: "PreTrainedModel", int8: bool = False) -> LeanDecoder | None:
-    """The lean forward of a model, or None if it would not be faster or not be the same model.
+    """The lean forward of a model, or None if it would not be the same model.
 
     `int8`: with weights rounded to 8 bits, which is another model, and faster at any size.
     """
-    if not _fits(model) or (model.num_parameters() > LARGEST and not int8):
-        return None
-    return LeanDecoder(model, int8)
+    return LeanDecoder(model, int8) if is_plain_llama(model) else None
 
 
-def _fits(model: "PreTrainedModel") -> bool:
+def head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def is_plain_llama(model: "PreTrainedModel") -> bool:
+    """Whether a model does what a Llama, Mistral or Qwen2 does, in float32 on a CPU, and nothing is hooked into it."""
     config = model.config
     if (
         config.model_type not in _FAMILIES

@@ -1,0 +1,342 @@
+"""The forward of Llama-like models as compiled loops over panels: rows of all sessions without padding, each against the
+lane of its own session. Twin of the model's own forward, up to rounding; `load` compares both on a token tree.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Float32, Int64
+from torch import Tensor
+
+from specbeam import kernels
+from specbeam.kernels import _compiled as compiled
+from specbeam.lm.lean import head_size, is_plain_llama
+from specbeam.lm.panels import MOST, STEP, WIDTH, fits_bfloat16, in_panels, multiply, parts, stood_up, sums
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specbeam.lm.kv_store import PanelLayer
+
+Array = Any  # numba finds the types by itself
+_F0, _F1, _LOG2E = np.float32(0), np.float32(1), np.float32(1.4426950408889634)
+_LN2_HEAD, _LN2_REST = (
+    np.float32(0.693359375),
+    np.float32(-2.12194440e-4),
+)  # the head has few bits: its multiples are exact
+_C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
+_HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
+
+
+def _loosely(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Sums may be reordered, so that they become vector instructions; NaN stays NaN, for a broken model must be noticed."""
+    return compiled(function, fastmath={"reassoc", "nsz", "contract"})
+
+
+@_loosely
+def exponential(x: Array, powers: Array) -> None:
+    """x becomes exp(x), float32, to 2e-7 of it, between -87 and 87; outside, that of these.
+
+    `powers`: scratch, int32 of the same length.
+    """
+    for place in range(len(x)):
+        y = _LEAST if x[place] < _LEAST else x[place]
+        y = _MOST if y > _MOST else y
+        whole = np.floor(y * _LOG2E + _HALF)
+        f = (y - whole * _LN2_HEAD) - whole * _LN2_REST
+        x[place] = _F1 + f * (_F1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
+        powers[place] = (np.int32(whole) + 127) << 23
+    scale = powers.view(np.float32)
+    for place in range(len(x)):
+        x[place] *= scale[place]
+
+
+@_loosely
+def normed(x: Array, weight: Array, eps: float, out: Array) -> None:
+    """RMSNorm of rows."""
+    for row in range(len(x)):
+        square = _F0
+        for place in range(x.shape[1]):
+            square += x[row, place] * x[row, place]
+        factor = np.float32(1 / np.sqrt(square / x.shape[1] + eps))
+        for place in range(x.shape[1]):
+            out[row, place] = x[row, place] * factor * weight[place]
+
+
+@compiled
+def turned(x: Array, first: int, heads: int, size: int, angles: Array, positions: Array) -> None:
+    """Rotary positions, in place, of `heads` heads from column `first` on. angles: float32[2, positions, size / 2]."""
+    half = size // 2
+    for row in range(len(x)):
+        cos, sin = angles[0, positions[row]], angles[1, positions[row]]
+        for head in range(heads):
+            start = first + head * size
+            one, other = x[row, start : start + half], x[row, start + half : start + size]
+            for place in range(half):
+                a, b = one[place], other[place]
+                one[place] = a * cos[place] - b * sin[place]
+                other[place] = b * cos[place] + a * sin[place]
+
+
+@_loosely
+def softmax(scores: Array, seen: Array, powers: Array) -> None:
+    """In place, over what is seen."""
+    top = _UNSEEN
+    for slot in range(len(scores)):
+        scores[slot] = scores[slot] if seen[slot] else _UNSEEN
+        top = scores[slot] if scores[slot] > top else top
+    for slot in range(len(scores)):
+        scores[slot] = scores[slot] - top
+    exponential(scores, powers)
+    total = _F0
+    for slot in range(len(scores)):
+        scores[slot] = scores[slot] if seen[slot] else _F0
+        total += scores[slot]
+    share = _F1 / total
+    for slot in range(len(scores)):
+        scores[slot] *= share
+
+
+@compiled
+def attend(
+    q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int, scale: float, out: Array
+) -> None:
+    """Attention of all rows to their lanes.
+
+    Args:
+        q: float32[rows, ...]; head h stands at columns h * size.
+        keys: float32[lanes, kv heads, size, slots]; values: float32[lanes, kv heads, slots, width], both contiguous.
+        rows: int64[sessions, 3]: lane, first row, last row + 1.
+        seen: bool[rows, slots]; reach: int64[rows], one past the last slot seen.
+        group: query heads per kv head.
+        out: float32[rows, heads * size]
+    """
+    kv_heads, size, stride = keys.shape[1], keys.shape[2], keys.shape[3]
+    height, width = values.shape[2], values.shape[3]
+    flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
+    most = -(-(reach.max()) // WIDTH) * WIDTH
+    scores = np.empty((MOST, most), dtype=np.float32)
+    flat_scores = scores.reshape(-1)
+    tall = np.empty(MOST * max(size, most), dtype=np.float32)
+    mixed = np.empty((MOST, width), dtype=np.float32)
+    powers = np.empty(most, dtype=np.int32)
+    for session in range(len(rows)):
+        lane, first, last = rows[session]
+        queries = (last - first) * group
+        for kv in range(kv_heads):
+            head_at = lane * kv_heads + kv
+            for part in range(parts(queries)):
+                start = part * queries // parts(queries)
+                count = (part + 1) * queries // parts(queries) - start
+                extent = 0
+                for one in range(count):
+                    row, head = first + (start + one) // group, kv * group + (start + one) % group
+                    extent = max(extent, reach[row])
+                    for place in range(size):
+                        tall[place * count + one] = q[row, head * size + place] * scale
+                extent = -(-extent // WIDTH) * WIDTH
+                for panel in range(extent // WIDTH):
+                    sums(
+                        count, flat_keys, head_at * size * stride + panel * WIDTH, stride, tall, 0, flat_scores,
+                        panel * WIDTH, most, size,
+                    )  # fmt: skip
+                for one in range(count):
+                    softmax(scores[one, :extent], seen[first + (start + one) // group], powers[:extent])
+                stood_up(scores[:, :extent], 0, count, tall)
+                for panel in range(width // WIDTH):
+                    sums(
+                        count, flat_values, head_at * height * width + panel * WIDTH, width, tall, 0, mixed.reshape(-1),
+                        panel * WIDTH, width, extent,
+                    )  # fmt: skip
+                for one in range(count):
+                    row, head = first + (start + one) // group, kv * group + (start + one) % group
+                    out[row, head * size : (head + 1) * size] = mixed[one, :size]
+
+
+@_loosely
+def gated(both: Array, inner: int, out: Array) -> None:
+    """SiLU of the first `inner` columns times the next ones."""
+    powers = np.empty(inner, dtype=np.int32)
+    falling = np.empty(inner, dtype=np.float32)
+    for row in range(len(both)):
+        for place in range(inner):
+            falling[place] = -both[row, place]
+        exponential(falling, powers)
+        for place in range(inner):
+            out[row, place] = both[row, place] / (_F1 + falling[place]) * both[row, inner + place]
+
+
+@compiled
+def kept(qkv: Array, heads: int, rows: Array, slots: Array, keys: Array, values: Array) -> None:
+    """Store keys and values of all rows at their slots."""
+    kv_heads, size = keys.shape[1], keys.shape[2]
+    for session in range(len(rows)):
+        lane, first, last = rows[session]
+        for row in range(first, last):
+            for kv in range(kv_heads):
+                k, v = (heads + kv) * size, (heads + kv_heads + kv) * size
+                keys[lane, kv, :, slots[row]] = qkv[row, k : k + size]
+                values[lane, kv, slots[row], :size] = qkv[row, v : v + size]
+
+
+@compiled
+def layer(
+    x: Array, weights: Any, angles: Array, eps: float, heads: int, positions: Array, rows: Array, slots: Array, seen: Array,
+    reach: Array, keys: Array, values: Array, threads: int,
+) -> None:  # fmt: skip
+    """One layer, on x: float32[rows, hidden], in place."""
+    count, hidden = x.shape
+    kv_heads, size = keys.shape[1], keys.shape[2]
+    h = np.empty((count, hidden), dtype=np.float32)
+    normed(x, weights.before_attention, eps, h)
+    qkv = np.empty((count, len(weights.qkv) * WIDTH), dtype=np.float32)
+    multiply(h, weights.qkv, qkv, threads)
+    for place in range(len(weights.bias)):
+        for row in range(count):
+            qkv[row, place] += weights.bias[place]
+    turned(qkv, 0, heads + kv_heads, size, angles, positions)
+    kept(qkv, heads, rows, slots, keys, values)
+    mixed = np.empty((count, heads * size), dtype=np.float32)
+    attend(qkv, keys, values, rows, seen, reach, heads // kv_heads, np.float32(1 / np.sqrt(size)), mixed)
+    _add(x, mixed, weights.out, threads)
+    normed(x, weights.before_inner, eps, h)
+    both = np.empty((count, len(weights.gate_up) * WIDTH), dtype=np.float32)
+    multiply(h, weights.gate_up, both, threads)
+    wide = np.empty((count, weights.inner), dtype=np.float32)
+    gated(both, weights.inner, wide)
+    _add(x, wide, weights.down, threads)
+
+
+@compiled
+def _add(x: Array, y: Array, panels: Array, threads: int) -> None:
+    """x += y @ matrix"""
+    out = np.empty((len(x), len(panels) * WIDTH), dtype=np.float32)
+    multiply(y, panels, out, threads)
+    for row in range(len(x)):
+        for place in range(x.shape[1]):
+            x[row, place] += out[row, place]
+
+
+class LayerWeights(NamedTuple):
+    """Matrices in panels; those that read the same rows stand side by side in one."""
+
+    before_attention: Array  # float32[hidden]: weights of norms
+    before_inner: Array
+    bias: Array  # float32[columns] of qkv; empty where there is none
+    qkv: Array
+    out: Array
+    gate_up: Array
+    down: Array
+    inner: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What a pass reads: a row per token, sessions one after the other."""
+
+    tokens: Int64[np.ndarray, " n"]
+    positions: Int64[np.ndarray, " n"]
+    slots: Int64[np.ndarray, " n"]
+    sessions: Int64[np.ndarray, "sessions 3"]  # lane, first row, last row + 1
+    seen: dict[str, Bool[np.ndarray, "n slots"]]  # by kind of layer
+
+
+class CompiledDecoder:
+    """The forward of one model; see `compiled_decoder`."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        config, inner = model.config, model.model
+        self.threads = kernels.start_threads()
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.size = head_size(config)
+        self.eps = float(config.rms_norm_eps)
+        self.vocab = model.lm_head.weight.shape[0]
+        self.embedding = _numbers(inner.embed_tokens.weight)
+        self.angles = _angles(inner.rotary_emb, config.max_position_embeddings, self.size)
+        matrices = [[*_matrices(one)] for one in inner.layers]
+        head = _numbers(model.lm_head.weight)
+        exact = all(fits_bfloat16(matrix) for matrix in [head, *(matrix for layer in matrices for matrix in layer)])
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self.layers = [
+            (kind, _weights(one, [in_panels(matrix, exact) for matrix in four]))
+            for kind, one, four in zip(kinds, inner.layers, matrices, strict=True)
+        ]
+        self.last_norm, self.head = _numbers(inner.norm.weight), in_panels(head, exact)
+
+    def forward(
+        self, rows: Rows, layers: Sequence["PanelLayer"], wanted: Int64[np.ndarray, " m"]
+    ) -> Float[Tensor, "m vocab"]:
+        """Logits of the `wanted` rows; keys and values of all are stored."""
+        x = self.embedding[rows.tokens]
+        reach = {kind: seen.shape[1] - seen[:, ::-1].argmax(1) for kind, seen in rows.seen.items()}
+        with _on_threads(self.threads) as threads:
+            for (kind, weights), kv in zip(self.layers, layers, strict=True):
+                layer(
+                    x, weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots,
+                    rows.seen[kind], reach[kind], kv.keys_by_slot, kv.values_by_slot, threads,
+                )  # fmt: skip
+            return torch.from_numpy(self._scored(x[wanted], threads))
+
+    def _scored(self, x: Float32[np.ndarray, "m hidden"], threads: int) -> Float32[np.ndarray, "m vocab"]:
+        h, logits = np.empty_like(x), np.empty((len(x), len(self.head) * WIDTH), dtype=np.float32)
+        normed(x, self.last_norm, self.eps, h)
+        multiply(h, self.head, logits, threads)
+        return logits[:, : self.vocab]
+
+
+_ONE_AT_A_TIME = threading.Lock()  # numba's threads serve one caller
+
+
+@contextmanager
+def _on_threads(most: int) -> Iterator[int]:
+    """As many as torch takes; how many that is."""
+    threads = min(torch.get_num_threads(), most)
+    if threads == 1:
+        yield 1
+        return
+    with _ONE_AT_A_TIME:
+        kernels.use_threads(threads)
+        yield threads
+
+
+def _matrices(one: Any) -> Iterator[Float32[np.ndarray, "columns depth"]]:
+    attention, inner = one.self_attn, one.mlp
+    for parts_of in (
+        (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,), (inner.gate_proj, inner.up_proj),
+        (inner.down_proj,),
+    ):  # fmt: skip
+        yield np.concatenate([_numbers(linear.weight) for linear in parts_of])
+
+
+def _weights(one: Any, panels: list[np.ndarray]) -> LayerWeights:
+    attention = one.self_attn
+    biases = [linear.bias for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    bias = np.zeros(0, dtype=np.float32) if biases[0] is None else np.concatenate([_numbers(one) for one in biases])
+    qkv, out, gate_up, down = panels
+    before, between = _numbers(one.input_layernorm.weight), _numbers(one.post_attention_layernorm.weight)
+    return LayerWeights(before, between, bias, qkv, out, gate_up, down, one.mlp.gate_proj.weight.shape[0])
+
+
+def _numbers(weight: Tensor) -> Float32[np.ndarray, "..."]:
+    return weight.detach().contiguous().numpy()
+
+
+def _angles(rotary: Any, positions: int, size: int) -> Float32[np.ndarray, "2 positions half"]:
+    """Cosines and sines of each pair at each position."""
+    cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None])
+    return np.ascontiguousarray(torch.stack([cos[0, :, : size // 2], sin[0, :, : size // 2]]).numpy())
+
+
+@torch.inference_mode()
+def compiled_decoder(model: "PreTrainedModel") -> CompiledDecoder | None:
+    """The compiled forward of a model; None where numba is missing or it would not be the same model."""
+    sizes = model.config.hidden_size, getattr(model.config, "intermediate_size", 1), head_size(model.config)
+    if not kernels.AVAILABLE or not is_plain_llama(model) or any(size % STEP for size in sizes):
+        return None
+    return CompiledDecoder(model)

@@ -1,0 +1,93 @@
+"""Products from panels against those of numpy, and what the compiled forward makes of them."""
+
+import numpy as np
+import pytest
+import torch
+
+from specbeam import kernels
+
+if not kernels.AVAILABLE:
+    pytest.skip("needs numba", allow_module_level=True)
+
+from specbeam.forest import Forest
+from specbeam.lm import compiled
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.panels import WIDTH, fits_bfloat16, in_panels, multiply
+from tests.lm.test_lean import scored
+from tests.support.tiny_models import tiny
+
+
+@pytest.fixture(autouse=True, scope="module")
+def threads():
+    return kernels.start_threads()
+
+
+def product(x, panels, threads=1):
+    out = np.full((len(x), len(panels) * WIDTH), np.nan, dtype=np.float32)
+    multiply(x, panels, out, threads)
+    return out
+
+
+@pytest.mark.parametrize("as_bfloat16", [False, True])
+@pytest.mark.parametrize(("columns", "depth"), [(1, 4), (33, 8), (96, 60), (200, 256)])
+@pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 30, 250])
+def test_products_are_those_of_numpy(rows, columns, depth, as_bfloat16):
+    rng = np.random.default_rng(rows)
+    matrix = in_bfloat16(rng.standard_normal((columns, depth)))
+    assert fits_bfloat16(matrix)
+    x = rng.standard_normal((rows, depth)).astype(np.float32)
+    found = product(x, in_panels(matrix, as_bfloat16))
+    np.testing.assert_allclose(found[:, :columns], x.astype(float) @ matrix.T.astype(float), atol=2e-5 * depth**0.5)
+    assert not found[:, columns:].any()
+
+
+def in_bfloat16(x):
+    return torch.from_numpy(x).to(torch.bfloat16).float().numpy()
+
+
+def test_threads_change_nothing(threads):
+    rng = np.random.default_rng(0)
+    matrix, x = rng.standard_normal((1200, 512)).astype(np.float32), rng.standard_normal((7, 512)).astype(np.float32)
+    assert not fits_bfloat16(matrix)
+    panels = in_panels(matrix)
+    kernels.use_threads(threads)
+    assert (product(x, panels, threads=2) == product(x, panels)).all()
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    rng = np.random.default_rng(0)
+    panels = in_panels(rng.standard_normal((64, 128)).astype(np.float32))
+    x = rng.standard_normal((40, 128)).astype(np.float32)
+    together = product(x, panels)
+    for row in range(len(x)):
+        assert (product(x[row : row + 1], panels) == together[row]).all()
+
+
+def test_odd_depths_are_refused():
+    with pytest.raises(ValueError, match="multiple of 4, found 6"):
+        in_panels(np.zeros((3, 6), dtype=np.float32))
+
+
+def test_what_is_broken_stays_broken():
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
+    lm = HuggingFaceLM(model, engine="compiled")
+    assert scored(lm, [3, 4], Forest.rooted([4])).isnan().all()
+
+
+def test_exponentials_are_those_of_numpy():
+    x = np.concatenate([np.linspace(-100, 80, 5001), [0.0, -1e30]]).astype(np.float32)
+    found = x.copy()
+    compiled.exponential(found, np.zeros(len(x), dtype=np.int32))
+    np.testing.assert_allclose(found, np.exp(x.astype(float)), rtol=6e-7, atol=2e-38)
+
+
+def test_weights_of_bfloat16_checkpoints_are_kept_in_it():
+    model = tiny("llama").to(torch.bfloat16).float()
+    lm, exact = HuggingFaceLM(model, engine="compiled"), HuggingFaceLM(tiny("llama"), engine="compiled")
+    assert lm.compiled.head.dtype == np.uint32
+    assert exact.compiled.head.dtype == np.float32
+    path = [3, 4, 5]
+    expected = model(torch.tensor([path])).logits[0, -1]
+    torch.testing.assert_close(scored(lm, path, Forest.rooted([5]))[0], expected, atol=2e-4, rtol=2e-4)
