@@ -181,6 +181,19 @@ def test_compiled_norms_are_those_of_a_float64_sum(seed, spread, banned):
 
 
 @needs_numba
+@given(seed=st.integers(0, 10**6), vocab=st.sampled_from([1, 2, 63, 64, 65, 200]), where=st.integers(0, 10**6))
+def test_compiled_sums_see_what_is_no_logit(seed, vocab, where):
+    logits = np.random.default_rng(seed).normal(0, 3, (6, vocab)).astype(np.float32)
+    expected = np.logaddexp.reduce(logits.astype(np.float64), axis=1)
+    logits[1:4, where % vocab] = np.nan, -np.float32(np.nan), np.inf
+    logits[4] = -np.inf
+    found = kernels.log_norm(logits)
+    assert np.isnan(found[1:4]).all()
+    assert found[4] == -np.inf
+    assert found[[0, 5]] == pytest.approx(expected[[0, 5]], abs=1e-6, rel=1e-6)
+
+
+@needs_numba
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 9), values=st.sampled_from([2, 5, 1000]))
 def test_the_largest_come_with_all_that_equal_the_last(seed, count, values):
     x = np.random.default_rng(seed).integers(0, values, (2, 20)).astype(np.float32)

@@ -116,6 +116,24 @@ def _noise_bounds(key: Array, bound: Array) -> None:
         bound[token] = _TOP - np.float32(bits[token]) * _PER_OCTAVE
 
 
+_BLOCK = 64  # values that are looked at together
+
+
+@_compiled
+def _in_blocks(size: int) -> Array:
+    """Room for float32[size], of whole blocks; -inf behind what is used."""
+    return np.full((size + _BLOCK - 1) // _BLOCK * _BLOCK, np.float32(-np.inf))
+
+
+@_compiled
+def _reached(block: Array, edge: float) -> bool:
+    """Whether a value of the block is at least `edge`; looking at all of them becomes vector instructions."""
+    some = np.uint8(0)
+    for place in range(_BLOCK):
+        some |= np.uint8(block[place] >= edge)
+    return some > 0
+
+
 @_compiled
 def best(
     logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int
@@ -128,7 +146,7 @@ def best(
     """
     beams, vocab = logits.shape
     values, pairs = np.full(count, -np.inf), np.full(count, -1, dtype=np.int64)
-    bound = np.zeros(vocab, dtype=np.float32)
+    bound, upper = np.zeros(vocab, dtype=np.float32), _in_blocks(vocab)
     offset = shift.max() / temperature  # so that bounds are small numbers, which float32 holds finely
     noisy, held = len(keys) > 0, 0
     edge = np.float32(-np.inf)
@@ -142,13 +160,18 @@ def best(
         slack = 1e-3 + 4e-7 * (abs(base / temperature) + abs(offset))
         scale, add = np.float32(1 / temperature), np.float32(base / temperature + extra - offset + slack)
         for token in range(vocab):
-            if np.float32(row[token]) * scale + bound[token] + add >= edge and row[token] > -np.inf:
-                value = (row[token] + base) / temperature + extra
-                if noisy:
-                    value += _gumbel(key, token)
-                held = _put(values, pairs, held, value, beam * vocab + token)
-                if held == count:
-                    edge = np.float32(values[count - 1] - offset)
+            upper[token] = np.float32(row[token]) * scale + bound[token] + add
+        for start in range(0, len(upper), _BLOCK):
+            if not _reached(upper[start : start + _BLOCK], edge):
+                continue
+            for token in range(start, min(start + _BLOCK, vocab)):
+                if upper[token] >= edge and row[token] > -np.inf:
+                    value = (row[token] + base) / temperature + extra
+                    if noisy:
+                        value += _gumbel(key, token)
+                    held = _put(values, pairs, held, value, beam * vocab + token)
+                    if held == count:
+                        edge = np.float32(values[count - 1] - offset)
     return pairs[:held]
 
 
@@ -231,8 +254,36 @@ def head(values: Array, log_total: float, top_p: float, min_p: float, least: int
 
 _LOG2E, _LN2_HIGH = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
-_MINUS_INF = np.float32(-np.inf).view(np.int32)
 _F1, _HALF, _LEAST = np.float32(1), np.float32(0.5), np.float32(-126)
+_SIGN, _MAGNITUDE, _BIAS, _FRACTION = np.int32(31), np.int32(0x7FFFFFFF), np.int32(127), np.int32(23)
+_INF_RANK = int(np.float32(np.inf).view(np.int32))
+_MINUS_INF_RANK = -_INF_RANK - 1
+
+
+@_compiled_loosely
+def _rank(bits: Array) -> Array:
+    """Integers in the order of the float32 numbers with these bits, and its own inverse. NaN is outside -inf and +inf."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> _SIGN) & _MAGNITUDE))
+
+
+@_compiled_loosely
+def _exponentials(row: Array, top: float, part: Array, powers: Array) -> None:
+    """exp(row - top) as part * 2^powers, the latter as the bits of a float32."""
+    for token in range(len(row)):
+        y = max((row[token] - top) * _LOG2E, _LEAST)
+        whole = np.floor(y + _HALF)
+        f = (y - whole) * _LN2_HIGH
+        part[token] = _F1 + f * (_F1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
+        powers[token] = (np.int32(whole) + _BIAS) << _FRACTION
+
+
+@_compiled_loosely
+def _product(block: Array, other: Array) -> Array:
+    """The inner product of two blocks."""
+    some: Any = np.float32(0)
+    for place in range(_BLOCK):
+        some += block[place] * other[place]
+    return some
 
 
 @_compiled_loosely
@@ -243,34 +294,25 @@ def log_norm(logits: Array) -> Array:
     """
     rows, vocab = logits.shape
     out = np.empty(rows)
-    part = np.empty(vocab, dtype=np.float32)
-    powers = np.empty(vocab, dtype=np.int32)
+    part = np.zeros((vocab + _BLOCK - 1) // _BLOCK * _BLOCK, dtype=np.float32)  # whole blocks, zeros at the end
+    powers = np.zeros(len(part), dtype=np.int32)
+    scale = powers.view(np.float32)
     for number in range(rows):
-        row = logits[number]
-        bits, strange = row.view(np.int32), 0
+        bits = logits[number].view(np.int32)
+        low = high = _rank(bits[0])
         for token in range(vocab):  # by its bits, for NaN must not come into arithmetic
-            strange |= (bits[token] & 0x7FFFFFFF >= 0x7F800000) & (bits[token] != _MINUS_INF)
-        if strange:
+            low, high = min(low, _rank(bits[token])), max(high, _rank(bits[token]))
+        if low < _MINUS_INF_RANK or high >= _INF_RANK:
             out[number] = np.nan
             continue
-        top = np.float32(-np.inf)
-        for token in range(vocab):
-            top = max(top, row[token])
-        if top == -np.inf:
-            out[number] = top
+        if high == _MINUS_INF_RANK:
+            out[number] = -np.inf
             continue
-        for token in range(vocab):
-            y = max((row[token] - top) * _LOG2E, _LEAST)
-            whole = np.floor(y + _HALF)
-            f = (y - whole) * _LN2_HIGH
-            part[token] = _F1 + f * (_F1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
-            powers[token] = (np.int32(whole) + 127) << 23
-        scale = powers.view(np.float32)
+        powers[0] = _rank(high)
+        top = scale[0]
+        _exponentials(logits[number], top, part, powers)
         total = 0.0
-        for start in range(0, vocab, 64):
-            some: Any = np.float32(0)
-            for token in range(start, min(start + 64, vocab)):
-                some += part[token] * scale[token]
-            total += some
+        for start in range(0, len(part), _BLOCK):
+            total += _product(part[start : start + _BLOCK], scale[start : start + _BLOCK])
         out[number] = top + np.log(total)
     return out
