@@ -99,4 +99,4 @@ class Dice:
         """An index with odds `law`, which need not be normalised."""
         edges = np.cumsum(law)
         place = int(np.searchsorted(edges, self._stream.random() * edges[-1], side="right"))
-        return min(place, int(np.flatnonzero(law)[-1]))
+        return place if place < len(law) else int(np.flatnonzero(law)[-1])  # the product was rounded up

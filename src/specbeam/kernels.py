@@ -126,7 +126,7 @@ def _in_blocks(size: int) -> Array:
 
 
 @_compiled
-def _reached(block: Array, edge: float) -> bool:
+def _reached(block: Array, edge: float) -> Any:
     """Whether a value of the block is at least `edge`; looking at all of them becomes vector instructions."""
     some = np.uint8(0)
     for place in range(_BLOCK):
@@ -252,6 +252,60 @@ def head(values: Array, log_total: float, top_p: float, min_p: float, least: int
     return kept
 
 
+@_compiled
+def kept(row: Array, temperature: float, top_k: int, top_p: float, min_p: float, least: int, most: int) -> Array:
+    """`truncation.Truncation.support` of a row of float32 logits: its tokens, best first; [-1] if the `most` best ones do
+    not tell. There is a `top_k` or a `top_p`.
+    """
+    rows, nothing = row.reshape(1, len(row)), np.zeros(1, dtype=np.float32)
+    looked, total = max(top_k, least), np.nan
+    if top_k == 0:
+        looked, total = max(_BLOCK, least), log_norm(rows / np.float32(temperature))[0]
+    while looked <= most:
+        tokens = largest(rows, nothing, looked)
+        values = np.empty(len(tokens))
+        for place in range(len(tokens)):
+            values[place] = row[tokens[place]] / temperature
+        found = head(values, np.nan if looked >= len(row) else total, top_p, min_p, least)
+        if found >= 0:
+            return tokens[:found]
+        looked *= 4
+    return np.full(1, -1, dtype=np.int64)
+
+
+@_compiled
+def truncated(
+    logits: Array, temperature: float, top_k: int, top_p: float, min_p: float, least: int, most: int
+) -> tuple[Array, Array, Array]:
+    """The laws that `kept` leaves of float32 rows: their tokens, ascending, and log-odds, one row behind the other; and how
+    many each row has: 0 where all is banned, -1 where `kept` does not tell, -2 where there is NaN or +inf.
+    """
+    rows = len(logits)
+    tokens, logp = np.empty(rows * most, dtype=np.int64), np.empty(rows * most)
+    counts, start = np.empty(rows, dtype=np.int64), 0
+    for number in range(rows):
+        low, high = _extremes(logits[number].view(np.int32))
+        if low < _MINUS_INF_RANK or high >= _INF_RANK:
+            counts[number] = -2
+            continue
+        found = kept(logits[number], temperature, top_k, top_p, min_p, least, most)
+        if len(found) > most or (len(found) == 1 and found[0] < 0):
+            counts[number] = -1
+            continue
+        found.sort()
+        counts[number], top, total = len(found), -np.inf, 0.0
+        for place in range(len(found)):
+            logp[start + place] = logits[number, found[place]] / temperature
+            top = max(top, logp[start + place])
+        for place in range(len(found)):
+            total += np.exp(logp[start + place] - top)
+        for place in range(len(found)):
+            tokens[start + place] = found[place]
+            logp[start + place] -= top + np.log(total)
+        start += len(found)
+    return tokens[:start], logp[:start], counts
+
+
 _LOG2E, _LN2_HIGH = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
 _F1, _HALF, _LEAST = np.float32(1), np.float32(0.5), np.float32(-126)
@@ -264,6 +318,15 @@ _MINUS_INF_RANK = -_INF_RANK - 1
 def _rank(bits: Array) -> Array:
     """Integers in the order of the float32 numbers with these bits, and its own inverse. NaN is outside -inf and +inf."""
     return np.int32(bits ^ np.int32(np.int32(bits >> _SIGN) & _MAGNITUDE))
+
+
+@_compiled_loosely
+def _extremes(bits: Array) -> tuple[Array, Array]:
+    """The least and the largest `_rank`: by their bits, for NaN must not come into arithmetic."""
+    low = high = _rank(bits[0])
+    for place in range(len(bits)):
+        low, high = min(low, _rank(bits[place])), max(high, _rank(bits[place]))
+    return low, high
 
 
 @_compiled_loosely
@@ -299,9 +362,7 @@ def log_norm(logits: Array) -> Array:
     scale = powers.view(np.float32)
     for number in range(rows):
         bits = logits[number].view(np.int32)
-        low = high = _rank(bits[0])
-        for token in range(vocab):  # by its bits, for NaN must not come into arithmetic
-            low, high = min(low, _rank(bits[token])), max(high, _rank(bits[token]))
+        low, high = _extremes(bits)
         if low < _MINUS_INF_RANK or high >= _INF_RANK:
             out[number] = np.nan
             continue

@@ -95,7 +95,8 @@ def sure(tokens: Sequence[int], size: int) -> Iterator[Candidate]:
     """Candidates that were not drawn but chosen: each has all the mass of its law."""
     for token in tokens:
         law = np.zeros(size)
-        law[token] = 1.0
+        if token >= 0:
+            law[token] = 1.0
         yield Candidate(token, law)
 
 
