@@ -97,6 +97,6 @@ class Dice:
 
     def pick(self, law: Float64[np.ndarray, " n"]) -> int:
         """An index with odds `law`, which need not be normalised."""
-        edges = np.cumsum(law)
-        place = int(np.searchsorted(edges, self._stream.random() * edges[-1], side="right"))
+        edges = law.cumsum()
+        place = int(edges.searchsorted(self._stream.random() * edges[-1], side="right"))
         return place if place < len(law) else int(np.flatnonzero(law)[-1])  # the product was rounded up

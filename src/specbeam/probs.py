@@ -65,9 +65,10 @@ def joint_law(
     if warp.processors:
         logits = _processed(logits, warp.processors, paths())
     norm = log_norm(logits)
-    if not (norm < np.inf).all():
+    largest = norm.max()
+    if not largest < np.inf:
         _check(logits)
-    if not (norm > -np.inf).any():
+    if largest == -np.inf:
         raise DeadEnd(f"every token is banned: {_banning(warp)} left nothing to draw")
     if warp.greedy:
         counts = np.ones_like(counts)
@@ -95,6 +96,8 @@ def _banning(warp: Warp) -> str:
 
 def _on_host(logits: Float[torch.Tensor, "rows vocab"]) -> Float[torch.Tensor, "rows vocab"]:
     """As float32 or float64."""
+    if logits.dtype == torch.float32 and logits.device.type == "cpu" and not logits.requires_grad:
+        return logits
     logits = logits.detach().cpu()
     return logits if logits.dtype == torch.float64 else logits.float()
 

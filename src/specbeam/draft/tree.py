@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -154,10 +154,10 @@ class TreeDrafter:
             return
         before, parents = one.forest, one.front.tolist()
         self.growth.grow(one, layer, rows)
-        controller: Any = one.session.parts.controller
+        controller = one.session.parts.controller
         if _stops(type(controller)) and len(one.front):
             sure = _confidence(one.forest, before, dict(zip(parents, rows, strict=True)))
-            if not controller.more(one.session, layer + 1, sure):
+            if not cast(Stopping, controller).more(one.session, layer + 1, sure):
                 one.front = one.front[:0]
 
     def _finished(self, one: Sprout) -> Forest:
