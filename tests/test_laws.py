@@ -238,6 +238,20 @@ def test_a_law_on_few_tokens_is_the_law_on_all():
     assert Row(np.zeros(0), 8, np.zeros(0, dtype=np.int64)).at(every).tolist() == [0.0] * 8
 
 
+@needs_numba
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
+def test_a_long_law_is_picked_from_by_its_cumulated_sums(size):
+    rng = np.random.default_rng(size)
+    for number in range(100):
+        law = rng.dirichlet(np.full(size, 0.3)) * rng.choice([1.0, 0.1])
+        law[rng.random(size) < 0.5] = 0.0
+        law[rng.integers(size)] += 1e-3
+        edges, uniform = np.cumsum(law), rng.random()
+        assert kernels.pick(law, uniform) == np.searchsorted(edges, uniform * edges[-1], side="right"), number
+        assert law[kernels.pick(law, 0.0)] > 0
+        assert kernels.pick(law, 1.0) == np.flatnonzero(law)[-1]
+
+
 @pytest.mark.parametrize("size", [3, 70, 2000])
 def test_the_first_in_a_race_are_those_of_largest_noisy_odds(size):
     rng = np.random.default_rng(size)

@@ -134,6 +134,42 @@ def _reached(block: Array, edge: float) -> Any:
     return some > 0
 
 
+@_compiled_loosely
+def _sum(block: Array) -> Array:
+    """The sum of a block."""
+    some = 0.0
+    for place in range(_BLOCK):
+        some += block[place]
+    return some
+
+
+@_compiled
+def pick(law: Array, uniform: float) -> int:
+    """`Dice.pick` of a long law: blocks are summed, and tokens only in the one that is hit."""
+    blocks = (len(law) + _BLOCK - 1) // _BLOCK
+    sums = np.zeros(blocks)
+    for number in range(len(law) // _BLOCK):
+        sums[number] = _sum(law[number * _BLOCK : (number + 1) * _BLOCK])
+    for place in range(len(law) // _BLOCK * _BLOCK, len(law)):
+        sums[blocks - 1] += law[place]
+    left, number = uniform * sums.sum(), 0
+    while number < blocks - 1 and left >= sums[number]:
+        left -= sums[number]
+        number += 1
+    last = -1
+    for place in range(number * _BLOCK, min((number + 1) * _BLOCK, len(law))):
+        if law[place] > 0:
+            last = place
+            left -= law[place]
+            if left < 0:
+                break
+    place = len(law)
+    while last < 0:  # the product was rounded up, and the last block holds nothing
+        place -= 1
+        last = place if law[place] > 0 else -1
+    return last
+
+
 @_compiled
 def best(
     logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int

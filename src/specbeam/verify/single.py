@@ -14,6 +14,7 @@ from specbeam.laws import JointLaw
 from specbeam.probs import cut, joint_law
 from specbeam.records import Audit, Step, Verdict
 from specbeam.session import Session
+from specbeam.truncation import NO_TRUNCATION
 from specbeam.verify.draws import Candidate, drawn, sure
 
 Coupling = Literal["noise", "dice"]
@@ -50,9 +51,15 @@ class Walk:
     def row(self, node: int) -> Row:
         """The same law on the tokens that it keeps; what is tried is a place in it. At temperature 0: the best token."""
         if node not in self._rows:
-            law, warp = self.law(node), self.session.warp
-            self._rows[node] = Row(np.zeros(1), law.vocab, law.best(1)) if warp.greedy else cut(law.logits, warp)[0]
+            self._rows[node] = self._row(self.law(node))
         return self._rows[node]
+
+    def _row(self, law: JointLaw) -> Row:
+        if self.session.warp.greedy:
+            return Row(np.zeros(1), law.vocab, law.best(1))
+        if law.truncation == NO_TRUNCATION:  # its sum is known
+            return Row(law.logits[0].double().numpy() - law.log_norm[0], law.vocab)
+        return cut(law.logits, self.session.warp)[0]
 
     def drawn(self, coupling: Coupling) -> int:
         """The target's own choice where the walk stands: the best token at temperature 0; else a draw by the noise of the
