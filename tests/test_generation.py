@@ -190,7 +190,10 @@ def test_a_streamer_of_transformers_gets_every_token_once(pair):
         assert streamer.ended
     failed = Collecting()
     with pytest.raises(errors.BrokenLaw):
-        sb.generate(pair, "ba", "sampling", max_new_tokens=9, streamer=failed, logits_processor=[Bad(float("nan"))])
+        sb.generate(
+            pair, "ba", "sampling", seed=1, max_new_tokens=9, eos_token_id=60, streamer=failed,
+            logits_processor=[Bad(float("nan"))],
+        )  # fmt: skip
     assert failed.ended
 
 

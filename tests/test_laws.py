@@ -12,9 +12,11 @@ from transformers import TypicalLogitsWarper
 
 from specbeam import kernels
 from specbeam.dice import coarse, gumbel, gumbel_at
-from specbeam.errors import NotSupported
+from specbeam.draft.tree import first_in_race
+from specbeam.errors import BrokenLaw, NotSupported
+from specbeam.forest import Row
 from specbeam.laws import JointLaw, log_norm
-from specbeam.probs import Warp, best, joint_law, row_logp
+from specbeam.probs import Warp, best, cut, joint_law, row_logp
 from specbeam.truncation import Truncation
 
 TRUNCATIONS = st.builds(
@@ -178,6 +180,90 @@ def test_compiled_norms_are_those_of_a_float64_sum(seed, spread, banned):
     found = kernels.log_norm(logits)
     assert found[:2] == pytest.approx(expected, abs=1e-6, rel=1e-6)
     assert found[2] == -np.inf
+
+
+@needs_numba
+@given(seed=st.integers(0, 10**6), vocab=st.sampled_from([1, 2, 63, 64, 65, 200]), where=st.integers(0, 10**6))
+def test_compiled_sums_see_what_is_no_logit(seed, vocab, where):
+    logits = np.random.default_rng(seed).normal(0, 3, (6, vocab)).astype(np.float32)
+    expected = np.logaddexp.reduce(logits.astype(np.float64), axis=1)
+    logits[1:4, where % vocab] = np.nan, -np.float32(np.nan), np.inf
+    logits[4] = -np.inf
+    found = kernels.log_norm(logits)
+    assert np.isnan(found[1:4]).all()
+    assert found[4] == -np.inf
+    assert found[[0, 5]] == pytest.approx(expected[[0, 5]], abs=1e-6, rel=1e-6)
+
+
+@needs_numba
+@settings(max_examples=300, deadline=None)
+@given(
+    truncation=TRUNCATIONS,
+    seed=st.integers(0, 10**6),
+    vocab=st.sampled_from([1, 20, 64, 3000]),
+    banned=st.sampled_from([0.0, 0.3, 1.0]),
+    tied=st.booleans(),
+)
+def test_a_truncated_row_is_what_array_code_leaves_of_it(truncation, seed, vocab, banned, tied):
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.normal(0, 3, (3, vocab))).float()
+    if tied:  # equal odds must not add up to the mass that is asked for: rounding would decide
+        logits, truncation = logits.round(), replace(truncation, top_p=min(1.0, truncation.top_p * 1.0137))
+    logits[torch.from_numpy(rng.random((3, vocab)) < banned)] = -torch.inf
+    warp = Warp(truncation=truncation)
+    for fast, plain in zip(cut(logits, warp, True), cut(logits, warp, False), strict=True):
+        assert np.sort(fast.logp) == pytest.approx(np.sort(plain.logp), abs=1e-5)
+        if truncation.cuts:
+            assert (np.diff(fast.tokens) > 0).all()
+        if truncation.cuts and not tied:
+            assert fast.tokens.tolist() == plain.tokens.tolist()
+
+
+@pytest.mark.parametrize("cuts", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_row_that_is_no_law_is_refused(cuts, wrong):
+    logits = torch.zeros(2, 200)
+    logits[1, 77] = wrong
+    with pytest.raises(BrokenLaw):
+        cut(logits, Warp(truncation=Truncation(**cuts)))
+
+
+def test_a_law_on_few_tokens_is_the_law_on_all():
+    row = Row(np.log([0.25, 0.5, 0.25]), 8, np.array([1, 4, 6]))
+    every, none = np.arange(8), np.zeros(8, dtype=np.int64)
+    assert row.at(every) == pytest.approx(row.spread().at(every))
+    assert row.spread().at(every) == pytest.approx([0, 0.25, 0, 0, 0.5, 0, 0.25, 0])
+    assert row.odds(none - 1, every).tolist() == [0.0] * 8
+    assert [row.place(token) for token in range(8)] == [-1, 0, -1, -1, 1, -1, 2, -1]
+    assert row.named([2, 0]) == [6, 1]
+    assert Row(np.zeros(0), 8, np.zeros(0, dtype=np.int64)).at(every).tolist() == [0.0] * 8
+
+
+@needs_numba
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
+def test_a_long_law_is_picked_from_by_its_cumulated_sums(size):
+    rng = np.random.default_rng(size)
+    for number in range(100):
+        law = rng.dirichlet(np.full(size, 0.3)) * rng.choice([1.0, 0.1])
+        law[rng.random(size) < 0.5] = 0.0
+        law[rng.integers(size)] += 1e-3
+        edges, uniform = np.cumsum(law), rng.random()
+        assert kernels.pick(law, uniform) == np.searchsorted(edges, uniform * edges[-1], side="right"), number
+        assert law[kernels.pick(law, 0.0)] > 0
+        assert kernels.pick(law, 1.0) == np.flatnonzero(law)[-1]
+
+
+@pytest.mark.parametrize("size", [3, 70, 2000])
+def test_the_first_in_a_race_are_those_of_largest_noisy_odds(size):
+    rng = np.random.default_rng(size)
+    for number in range(50):
+        logp = np.log(rng.dirichlet(np.full(size, 0.1)) + 1e-300)
+        logp[rng.random(size) < 0.2] = -np.inf
+        u = rng.random(size)
+        places, noise = first_in_race(Row(logp, size), u, 3)
+        value = logp - np.log(-np.log(u))
+        assert places.tolist() == sorted(best(value, 3).tolist()), number
+        assert noise == pytest.approx(value[places] - logp[places])
 
 
 @needs_numba

@@ -19,6 +19,7 @@ FACTOR_1, FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB
 S27, S30, S31 = (np.uint64(n) for n in (27, 30, 31))
 ODD, ROUND_1, ROUND_2, ROUND_3 = (np.uint32(n) for n in (0x9E3779B1, 0x21F0AAAD, 0xD35A2D97, 0x85EBCA6B))
 S15, S16 = np.uint32(15), np.uint32(16)
+LONG = 512  # laws from here on are worth a call of a kernel
 
 
 def scramble(x: UInt64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:
@@ -96,7 +97,9 @@ class Dice:
         return np.maximum(self._stream.random(shape), 2.0**-53)
 
     def pick(self, law: Float64[np.ndarray, " n"]) -> int:
-        """An index with odds `law`, which need not be normalised."""
-        edges = np.cumsum(law)
-        place = int(np.searchsorted(edges, self._stream.random() * edges[-1], side="right"))
-        return min(place, int(np.flatnonzero(law)[-1]))
+        """An index with odds `law`, which need not be normalised and holds something."""
+        if kernels.AVAILABLE and len(law) > LONG:
+            return int(kernels.pick(law, self._stream.random()))
+        edges = law.cumsum()
+        place = int(edges.searchsorted(self._stream.random() * edges[-1], side="right"))
+        return place if place < len(law) else int(np.flatnonzero(law)[-1])  # the product was rounded up

@@ -1,6 +1,8 @@
 """The token trees of one turn, flat."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -22,15 +24,75 @@ class Law(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """The law of the token after one node."""
+    """The law of the token after one node, on the tokens that it keeps: a truncation keeps few of many thousands.
 
-    law: Float64[np.ndarray, " vocab"]
+    >>> row = Row(np.log([0.25, 0.75]), vocab=10, tokens=np.array([3, 7]))
+    >>> row.token(1), row.place(7), row.place(4), row.at(np.array([4, 7])).tolist()
+    (7, 1, -1, [0.0, 0.75])
+    """
+
+    logp: Float64[np.ndarray, " n"]
+    vocab: int
+    tokens: Int64[np.ndarray, " n"] | None = None  # what `logp` is of, ascending; None: the whole vocabulary
+
+    @cached_property
+    def p(self) -> Float64[np.ndarray, " n"]:
+        return np.exp(self.logp)
+
+    def __len__(self) -> int:
+        return len(self.logp)
+
+    @property
+    def possible(self) -> bool:
+        """Whether any token has odds; without a truncation some may be banned and all stand here."""
+        return len(self.logp) > 0 and (self.tokens is not None or bool(self.logp.max() > -np.inf))
+
+    def token(self, place: int) -> int:
+        """The token that `p[place]` is of."""
+        return place if self.tokens is None else int(self.tokens[place])
+
+    def named(self, places: list[int]) -> list[int]:
+        return places if self.tokens is None else self.tokens[places].tolist()
+
+    def place(self, token: int) -> int:
+        """Where a token stands; -1 if it has no odds."""
+        if self.tokens is None:
+            return token
+        place = int(self.tokens.searchsorted(token))
+        return place if place < len(self.tokens) and self.tokens[place] == token else -1
+
+    def at(self, tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+        """The odds of tokens."""
+        if self.tokens is None:
+            return self.p[tokens]
+        if len(self.tokens) == 0:
+            return np.zeros(len(tokens))
+        places = np.minimum(self.tokens.searchsorted(tokens), len(self.tokens) - 1)
+        return np.where(self.tokens[places] == tokens, self.p[places], 0.0)
 
     def odds(self, rows: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-        return np.where(rows >= 0, self.law[tokens], 0.0)
+        return np.where(rows >= 0, self.at(tokens), 0.0)
 
     def row(self, row: int) -> Float64[np.ndarray, " vocab"]:
-        return self.law
+        return self.spread().p
+
+    def spread(self) -> "Row":
+        """The same law on the whole vocabulary."""
+        if self.tokens is None:
+            return self
+        logp = np.full(self.vocab, -np.inf)
+        logp[self.tokens] = self.logp
+        return Row(logp, self.vocab)
+
+    def restated(self, p: Float64[np.ndarray, " n"]) -> "Row":
+        """Another law on the same tokens."""
+        with np.errstate(divide="ignore"):
+            return Row(np.log(p), self.vocab, self.tokens)
+
+
+def spread(rows: Sequence[Row]) -> Float64[np.ndarray, "rows vocab"]:
+    """Log-laws on the whole vocabulary."""
+    return np.stack([row.spread().logp for row in rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,15 +163,21 @@ class Forest:
         tokens: Int64[np.ndarray, " n"] | list[int],
         parents: Int64[np.ndarray, " n"] | list[int],
         logq: Float64[np.ndarray, " n"] | None = None,
+        groups: Sequence[Group] = (),
     ) -> "Forest":
-        """The forest with more nodes behind the present ones."""
+        """The forest with more nodes behind the present ones, and more groups."""
+        if len(tokens) == 0:
+            return replace(self, groups=(*self.groups, *groups))
         tokens, parents = np.asarray(tokens, dtype=np.int64), np.asarray(parents, dtype=np.int64)
         scores = self.logq
         if logq is not None or scores is not None:
             before = np.where(self.parents < 0, 0.0, np.nan) if scores is None else scores
             scores = np.append(before, np.full(len(tokens), np.nan) if logq is None else logq)
         return Forest(
-            np.concatenate([self.tokens, tokens]), np.concatenate([self.parents, parents]), self.groups, scores
+            np.concatenate([self.tokens, tokens]),
+            np.concatenate([self.parents, parents]),
+            (*self.groups, *groups),
+            scores,
         )
 
     def with_group(self, group: Group) -> "Forest":
@@ -130,7 +198,15 @@ class Forest:
 
     def groups_under(self, node: int) -> list[Group]:
         """The sibling groups of one parent, in the order in which they are tried."""
-        return [group for group in self.groups if len(group.parents) == 1 and group.parents[0] == node]
+        return self._groups_of.get(node, [])
+
+    @cached_property
+    def _groups_of(self) -> dict[int, list[Group]]:
+        found: dict[int, list[Group]] = {}
+        for group in self.groups:
+            if len(group.parents) == 1:
+                found.setdefault(int(group.parents[0]), []).append(group)
+        return found
 
     def selected(self, nodes: Int64[np.ndarray, " kept"]) -> "Forest":
         """The forest of these nodes alone: ascending, roots and all parents among them.

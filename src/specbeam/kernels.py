@@ -20,7 +20,7 @@ AVAILABLE = numba is not None and os.environ.get("SPECBEAM_KERNELS") != "off"
 Array = Any  # numba finds the types by itself
 
 
-def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Compiled at the first call and kept on disk. `unwrap`: tests wrap functions into type checks."""
     if not AVAILABLE:
         return function
@@ -29,7 +29,7 @@ def _compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any
 
 def _compiled_loosely(function: Callable[..., Any]) -> Callable[..., Any]:
     """Sums may be reordered, so that they become vector instructions; NaN must not come in."""
-    return _compiled(function, fastmath={"reassoc", "nsz", "contract", "nnan"})
+    return compiled(function, fastmath={"reassoc", "nsz", "contract", "nnan"})
 
 
 def start_threads() -> int:
@@ -55,7 +55,7 @@ _PER_OCTAVE = np.float32(_LN2 / 2**23)  # the bits of a float32, read as a numbe
 _TOP = np.float32((31 + 127) * _LN2 + 1e-5)
 
 
-@_compiled
+@compiled
 def _mixed(key: Array, token: Array) -> Array:
     """`dice._mixed` of one place."""
     u32 = np.uint32  # numba widens every sum and product to 64 bits
@@ -67,7 +67,7 @@ def _mixed(key: Array, token: Array) -> Array:
     return u32(x ^ u32(x >> _S16))
 
 
-@_compiled
+@compiled
 def _gumbel(key: Array, token: Array) -> Array:
     """`dice.gumbel_at` of one place."""
     x = key + (np.uint64(token) + _L1) * _GOLDEN
@@ -78,7 +78,7 @@ def _gumbel(key: Array, token: Array) -> Array:
     return -np.log(-np.log1p(-min(uniform, 1 - 2.0**-53)))
 
 
-@_compiled
+@compiled
 def child_keys(keys: Array, tokens: Array) -> Array:
     """`dice.child_keys`."""
     out = np.empty_like(keys)
@@ -93,7 +93,7 @@ def child_keys(keys: Array, tokens: Array) -> Array:
     return out
 
 
-@_compiled
+@compiled
 def _put(values: Array, pairs: Array, held: int, value: float, pair: int) -> int:
     """Into a list that is sorted by value, descending, then pair; gives how many it holds."""
     place = held
@@ -110,7 +110,7 @@ def _put(values: Array, pairs: Array, held: int, value: float, pair: int) -> int
     return held
 
 
-@_compiled
+@compiled
 def _noise_bounds(key: Array, bound: Array) -> None:
     """Not below the noise of each token: noise <= -log(u) where u begins with the bits of `_mixed`, and log2 of a float32
     is at least its bits, read as a number.
@@ -129,7 +129,61 @@ def _noise_bounds(key: Array, bound: Array) -> None:
         bound[token] = _TOP - np.float32(bits[token]) * _PER_OCTAVE
 
 
-@_compiled
+_BLOCK = 64  # values that are looked at together
+
+
+@compiled
+def _in_blocks(size: int) -> Array:
+    """Room for float32[size], of whole blocks; -inf behind what is used."""
+    return np.full((size + _BLOCK - 1) // _BLOCK * _BLOCK, np.float32(-np.inf))
+
+
+@compiled
+def _reached(block: Array, edge: float) -> Any:
+    """Whether a value of the block is at least `edge`; looking at all of them becomes vector instructions."""
+    some = np.uint8(0)
+    for place in range(_BLOCK):
+        some |= np.uint8(block[place] >= edge)
+    return some > 0
+
+
+@_compiled_loosely
+def _sum(block: Array) -> Array:
+    """The sum of a block."""
+    some = 0.0
+    for place in range(_BLOCK):
+        some += block[place]
+    return some
+
+
+@compiled
+def pick(law: Array, uniform: float) -> int:
+    """`Dice.pick` of a long law: blocks are summed, and tokens only in the one that is hit."""
+    blocks = (len(law) + _BLOCK - 1) // _BLOCK
+    sums = np.zeros(blocks)
+    for number in range(len(law) // _BLOCK):
+        sums[number] = _sum(law[number * _BLOCK : (number + 1) * _BLOCK])
+    for place in range(len(law) // _BLOCK * _BLOCK, len(law)):
+        sums[blocks - 1] += law[place]
+    left, number = uniform * sums.sum(), 0
+    while number < blocks - 1 and left >= sums[number]:
+        left -= sums[number]
+        number += 1
+    last = -1
+    for place in range(number * _BLOCK, min((number + 1) * _BLOCK, len(law))):
+        if law[place] > 0:
+            last = place
+            left -= law[place]
+            if left < 0:
+                break
+    place = len(law)
+    while last < 0:  # the product was rounded up, and the last block holds nothing
+        place -= 1
+        last = place if law[place] > 0 else -1
+    return last
+
+
+@compiled
 def best(
     logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int
 ) -> Array:
@@ -141,7 +195,7 @@ def best(
     """
     beams, vocab = logits.shape
     values, pairs = np.full(count, -np.inf), np.full(count, -1, dtype=np.int64)
-    bound = np.zeros(vocab, dtype=np.float32)
+    bound, upper = np.zeros(vocab, dtype=np.float32), _in_blocks(vocab)
     offset = shift.max() / temperature  # so that bounds are small numbers, which float32 holds finely
     noisy, held = len(keys) > 0, 0
     edge = np.float32(-np.inf)
@@ -155,17 +209,22 @@ def best(
         slack = 1e-3 + 4e-7 * (abs(base / temperature) + abs(offset))
         scale, add = np.float32(1 / temperature), np.float32(base / temperature + extra - offset + slack)
         for token in range(vocab):
-            if np.float32(row[token]) * scale + bound[token] + add >= edge and row[token] > -np.inf:
-                value = (row[token] + base) / temperature + extra
-                if noisy:
-                    value += _gumbel(key, token)
-                held = _put(values, pairs, held, value, beam * vocab + token)
-                if held == count:
-                    edge = np.float32(values[count - 1] - offset)
+            upper[token] = np.float32(row[token]) * scale + bound[token] + add
+        for start in range(0, len(upper), _BLOCK):
+            if not _reached(upper[start : start + _BLOCK], edge):
+                continue
+            for token in range(start, min(start + _BLOCK, vocab)):
+                if upper[token] >= edge and row[token] > -np.inf:
+                    value = (row[token] + base) / temperature + extra
+                    if noisy:
+                        value += _gumbel(key, token)
+                    held = _put(values, pairs, held, value, beam * vocab + token)
+                    if held == count:
+                        edge = np.float32(values[count - 1] - offset)
     return pairs[:held]
 
 
-@_compiled
+@compiled
 def ranked(
     pairs: Array, logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, count: int
 ) -> Array:
@@ -182,11 +241,13 @@ def ranked(
     return chosen[:held]
 
 
-@_compiled
+@compiled
 def largest(x: Array, shift: Array, count: int) -> Array:
     """The pairs of the `count` largest x + shift, best first, without those of -inf; and all that equal the last."""
     beams, vocab = x.shape
     values, pairs = np.full(count, -np.inf), np.full(count, -1, dtype=np.int64)
+    if count == 0:
+        return pairs
     held, edge = 0, x.dtype.type(-np.inf)
     for beam in range(beams):
         row, base = x[beam], shift[beam]
@@ -217,7 +278,7 @@ def largest(x: Array, shift: Array, count: int) -> Array:
     return every
 
 
-@_compiled
+@compiled
 def head(values: Array, log_total: float, top_p: float, min_p: float, least: int) -> int:
     """How many of `values`, log-odds that descend, top-p and min-p keep (see `Truncation`); -1 if more have to be known.
 
@@ -242,10 +303,101 @@ def head(values: Array, log_total: float, top_p: float, min_p: float, least: int
     return kept
 
 
+@compiled
+def kept(row: Array, temperature: float, top_k: int, top_p: float, min_p: float, least: int, most: int) -> Array:
+    """`truncation.Truncation.support` of a row of float32 logits: its tokens, best first; [-1] if the `most` best ones do
+    not tell. There is a `top_k` or a `top_p`.
+    """
+    rows, nothing = row.reshape(1, len(row)), np.zeros(1, dtype=np.float32)
+    looked, total = max(top_k, least), np.nan
+    if top_k == 0:
+        looked, total = max(_BLOCK, least), log_norm(rows / np.float32(temperature))[0]
+    while looked <= most:
+        tokens = largest(rows, nothing, looked)
+        values = np.empty(len(tokens))
+        for place in range(len(tokens)):
+            values[place] = row[tokens[place]] / temperature
+        found = head(values, np.nan if looked >= len(row) else total, top_p, min_p, least)
+        if found >= 0:
+            return tokens[:found]
+        looked *= 4
+    return np.full(1, -1, dtype=np.int64)
+
+
+@compiled
+def truncated(
+    logits: Array, temperature: float, top_k: int, top_p: float, min_p: float, least: int, most: int
+) -> tuple[Array, Array, Array]:
+    """The laws that `kept` leaves of float32 rows: their tokens, ascending, and log-odds, one row behind the other; and how
+    many each row has: 0 where all is banned, -1 where `kept` does not tell, -2 where there is NaN or +inf.
+    """
+    rows = len(logits)
+    tokens, logp = np.empty(rows * most, dtype=np.int64), np.empty(rows * most)
+    counts, start = np.empty(rows, dtype=np.int64), 0
+    for number in range(rows):
+        low, high = _extremes(logits[number].view(np.int32))
+        if low < _MINUS_INF_RANK or high >= _INF_RANK:
+            counts[number] = -2
+            continue
+        found = kept(logits[number], temperature, top_k, top_p, min_p, least, most)
+        if len(found) > most or (len(found) == 1 and found[0] < 0):
+            counts[number] = -1
+            continue
+        found.sort()
+        counts[number], top, total = len(found), -np.inf, 0.0
+        for place in range(len(found)):
+            logp[start + place] = logits[number, found[place]] / temperature
+            top = max(top, logp[start + place])
+        for place in range(len(found)):
+            total += np.exp(logp[start + place] - top)
+        for place in range(len(found)):
+            tokens[start + place] = found[place]
+            logp[start + place] -= top + np.log(total)
+        start += len(found)
+    return tokens[:start], logp[:start], counts
+
+
 _LOG2E, _LN2_HIGH = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
-_MINUS_INF = np.float32(-np.inf).view(np.int32)
 _F1, _HALF, _LEAST = np.float32(1), np.float32(0.5), np.float32(-126)
+_SIGN, _MAGNITUDE, _BIAS, _FRACTION = np.int32(31), np.int32(0x7FFFFFFF), np.int32(127), np.int32(23)
+_INF_RANK = int(np.float32(np.inf).view(np.int32))
+_MINUS_INF_RANK = -_INF_RANK - 1
+
+
+@_compiled_loosely
+def _rank(bits: Array) -> Array:
+    """Integers in the order of the float32 numbers with these bits, and its own inverse. NaN is outside -inf and +inf."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> _SIGN) & _MAGNITUDE))
+
+
+@_compiled_loosely
+def _extremes(bits: Array) -> tuple[Array, Array]:
+    """The least and the largest `_rank`: by their bits, for NaN must not come into arithmetic."""
+    low = high = _rank(bits[0])
+    for place in range(len(bits)):
+        low, high = min(low, _rank(bits[place])), max(high, _rank(bits[place]))
+    return low, high
+
+
+@_compiled_loosely
+def _exponentials(row: Array, top: float, part: Array, powers: Array) -> None:
+    """exp(row - top) as part * 2^powers, the latter as the bits of a float32."""
+    for token in range(len(row)):
+        y = max((row[token] - top) * _LOG2E, _LEAST)
+        whole = np.floor(y + _HALF)
+        f = (y - whole) * _LN2_HIGH
+        part[token] = _F1 + f * (_F1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
+        powers[token] = (np.int32(whole) + _BIAS) << _FRACTION
+
+
+@_compiled_loosely
+def _product(block: Array, other: Array) -> Array:
+    """The inner product of two blocks."""
+    some: Any = np.float32(0)
+    for place in range(_BLOCK):
+        some += block[place] * other[place]
+    return some
 
 
 @_compiled_loosely
@@ -256,34 +408,23 @@ def log_norm(logits: Array) -> Array:
     """
     rows, vocab = logits.shape
     out = np.empty(rows)
-    part = np.empty(vocab, dtype=np.float32)
-    powers = np.empty(vocab, dtype=np.int32)
+    part = np.zeros((vocab + _BLOCK - 1) // _BLOCK * _BLOCK, dtype=np.float32)  # whole blocks, zeros at the end
+    powers = np.zeros(len(part), dtype=np.int32)
+    scale = powers.view(np.float32)
     for number in range(rows):
-        row = logits[number]
-        bits, strange = row.view(np.int32), 0
-        for token in range(vocab):  # by its bits, for NaN must not come into arithmetic
-            strange |= (bits[token] & 0x7FFFFFFF >= 0x7F800000) & (bits[token] != _MINUS_INF)
-        if strange:
+        bits = logits[number].view(np.int32)
+        low, high = _extremes(bits)
+        if low < _MINUS_INF_RANK or high >= _INF_RANK:
             out[number] = np.nan
             continue
-        top = np.float32(-np.inf)
-        for token in range(vocab):
-            top = max(top, row[token])
-        if top == -np.inf:
-            out[number] = top
+        if high == _MINUS_INF_RANK:
+            out[number] = -np.inf
             continue
-        for token in range(vocab):
-            y = max((row[token] - top) * _LOG2E, _LEAST)
-            whole = np.floor(y + _HALF)
-            f = (y - whole) * _LN2_HIGH
-            part[token] = _F1 + f * (_F1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
-            powers[token] = (np.int32(whole) + 127) << 23
-        scale = powers.view(np.float32)
+        powers[0] = _rank(high)
+        top = scale[0]
+        _exponentials(logits[number], top, part, powers)
         total = 0.0
-        for start in range(0, vocab, 64):
-            some: Any = np.float32(0)
-            for token in range(start, min(start + 64, vocab)):
-                some += part[token] * scale[token]
-            total += some
+        for start in range(0, len(part), _BLOCK):
+            total += _product(part[start : start + _BLOCK], scale[start : start + _BLOCK])
         out[number] = top + np.log(total)
     return out

@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 
+from specbeam import kernels
 from specbeam.constraint import Constrained
 from specbeam.errors import BrokenLaw, DeadEnd, SpecbeamError
+from specbeam.forest import Row
 from specbeam.laws import JointLaw, log_norm
 from specbeam.truncation import NO_TRUNCATION, Truncation
 
@@ -63,9 +65,10 @@ def joint_law(
     if warp.processors:
         logits = _processed(logits, warp.processors, paths())
     norm = log_norm(logits)
-    if not (norm < np.inf).all():
+    largest = norm.max()
+    if not largest < np.inf:
         _check(logits)
-    if not (norm > -np.inf).any():
+    if largest == -np.inf:
         raise DeadEnd(f"every token is banned: {_banning(warp)} left nothing to draw")
     if warp.greedy:
         counts = np.ones_like(counts)
@@ -93,6 +96,8 @@ def _banning(warp: Warp) -> str:
 
 def _on_host(logits: Float[torch.Tensor, "rows vocab"]) -> Float[torch.Tensor, "rows vocab"]:
     """As float32 or float64."""
+    if logits.dtype == torch.float32 and logits.device.type == "cpu" and not logits.requires_grad:
+        return logits
     logits = logits.detach().cpu()
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -103,17 +108,58 @@ def _check(logits: Float[torch.Tensor, "rows vocab"]) -> None:
         raise BrokenLaw(f"the model returned {what} logits; try float32, or look for overflow in the weights")
 
 
+def row_laws(logits: Float[torch.Tensor, "rows vocab"], warp: Warp, paths: Paths) -> list[Row]:
+    """`row_logp`, each row on the tokens that the truncation left it: none, where everything is banned."""
+    logits = _on_host(logits)
+    if warp.processors:
+        _check(logits)
+        logits = _processed(logits, warp.processors, paths())
+    return cut(logits, warp)
+
+
+MOST = 512  # tokens of a row that are ranked one by one
+
+
+def cut(logits: Float[torch.Tensor, "rows vocab"], warp: Warp, compiled: bool = kernels.AVAILABLE) -> list[Row]:
+    """The laws of processed rows, warped; `compiled`: by the loops of `kernels`, otherwise by array code, their oracle."""
+    vocab, cuts = logits.shape[1], warp.truncation
+    if warp.greedy or not cuts.cuts:
+        return [Row(logp, vocab) for logp in _warped(logits, warp)]
+    if not (compiled and (cuts.top_k or cuts.top_p < 1) and not cuts.others and logits.dtype == torch.float32):
+        return [_compact(logp) for logp in _warped(logits, warp)]
+    by = (cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.least)
+    tokens, logp, counts = kernels.truncated(np.ascontiguousarray(logits.numpy()), *by, max(MOST, cuts.least))
+    laws, start = list[Row](), 0
+    for row, count in enumerate(counts.tolist()):
+        if count >= 0:
+            laws.append(Row(logp[start : start + count], vocab, tokens[start : start + count]))
+            start += count
+        else:
+            laws.append(_compact(_warped(logits[row : row + 1], warp)[0]))
+    return laws
+
+
+def _compact(logp: Float64[np.ndarray, " vocab"]) -> Row:
+    tokens = np.flatnonzero(logp > -np.inf)
+    return Row(logp[tokens], len(logp), tokens)
+
+
 def row_logp(logits: Float[torch.Tensor, "rows vocab"], warp: Warp, paths: Paths) -> Float64[np.ndarray, "rows vocab"]:
     """Log-law of the next token, warped, for each row by itself: what a token tree is drafted from.
 
     At temperature 0 the unwarped log-law: only its order matters there.
     """
     logits = _on_host(logits)
-    _check(logits)
     if warp.processors:
+        _check(logits)
         logits = _processed(logits, warp.processors, paths())
+    return _warped(logits, warp)
+
+
+def _warped(logits: Float[torch.Tensor, "rows vocab"], warp: Warp) -> Float64[np.ndarray, "rows vocab"]:
     if warp.greedy or warp.truncation == NO_TRUNCATION:
         return log_softmax(logits)
+    _check(logits)
     logits = logits / warp.truncation.temperature
     if warp.truncation.cuts:
         kept = torch.full_like(logits, -torch.inf)
@@ -145,6 +191,8 @@ def _processed(
 def log_softmax(logits: Float[torch.Tensor, "rows n"]) -> Float64[np.ndarray, "rows n"]:
     """In float64, along the last axis. A row of -inf stays -inf: a beam from which everything is banned has no odds."""
     norm = log_norm(logits)
+    if not (norm < np.inf).all():
+        _check(logits)
     return logits.double().numpy() - np.where(np.isfinite(norm), norm, 0.0)[:, None]
 
 
@@ -163,6 +211,8 @@ NOTHING = 1e-12  # missing mass below this is rounding
 
 def best(values: Float64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, " k"]:
     """Indices of the `count` largest values above -inf, best first; equal values keep their order."""
+    if kernels.AVAILABLE and count > 0:
+        return kernels.largest(values[None], np.zeros(1), count)[:count]
     count = min(count, int(np.count_nonzero(values > -np.inf)))
     if count == 0:
         return np.zeros(0, dtype=np.int64)

@@ -48,7 +48,7 @@ class Beams:
 
     def rooted(self) -> "Beams":
         """The same beams at the start of the next turn, where beam k is root k."""
-        return replace(self, nodes=np.arange(len(self)))
+        return Beams(np.arange(len(self)), self.tokens, self.scores, self.counts, self.keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class Step:
 
     @cached_property
     def live(self) -> Beams:
-        return self.beams.pick(~self.ended)
+        return self.beams.pick(~self.ended) if self.ended.any() else self.beams
 
 
 @dataclass(frozen=True, eq=False)

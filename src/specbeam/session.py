@@ -197,7 +197,7 @@ class Session:
             if len(step.beams):
                 self.count.widths.append(int(step.beams.counts.sum()))
         verdict = turn.verdict
-        survivors = np.column_stack([self._tails(turn.forest, verdict.parents), verdict.beams.tokens])
+        survivors = np.concatenate([self._tails(turn.forest, verdict.parents), verdict.beams.tokens[:, None]], 1)
         self.beams, self.tails = verdict.beams.rooted(), survivors
         self.count.accepted += verdict.accepted
         self._noise.clear()
@@ -217,9 +217,9 @@ class Session:
 
     def retired(self, forest: Forest, step: Step) -> list[Ended]:
         """The beams of a step that ended with it."""
-        which = np.flatnonzero(step.ended)
-        gone = []
-        if len(which):
+        gone: list[Ended] = []
+        if step.ended.any():
+            which = np.flatnonzero(step.ended)
             before = self.new_tokens(forest, step.parents[which])
             for path, beam in zip(before, which, strict=True):
                 tokens = [*path.tolist(), int(step.beams.tokens[beam])]
@@ -229,8 +229,9 @@ class Session:
     def _settle_common_prefix(self) -> None:
         if len(self.tails) == 0:
             return
-        differs = (self.tails != self.tails[:1]).any(0)
-        common = int(np.argmax(differs)) if differs.any() else self.tails.shape[1]
+        common = self.tails.shape[1]
+        if len(self.tails) > 1 and (differs := (self.tails != self.tails[:1]).any(0)).any():
+            common = int(np.argmax(differs))
         self._text.append(self.tails[0, :common])
         self.tails = self.tails[:, common:]
 

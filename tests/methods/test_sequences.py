@@ -198,6 +198,7 @@ def test_gsd_on_its_worked_example():
     """Two candidates, two layers: four drafted nodes instead of six, two merge edges, eight nodes unrolled, three deep."""
     from specbeam.draft.merged import Graph
     from specbeam.draft.tree import Sprout
+    from specbeam.forest import Row
     from specbeam.records import Shape
 
     draft = PAIRS["EX3M"][1]
@@ -205,7 +206,7 @@ def test_gsd_on_its_worked_example():
     sprout, growth = Sprout.start(session, Shape(2, 0)), Graph(2, 0, 0.0, 0.0, 100)
     for layer in range(2):
         paths = [tuple(sprout.forest.path(node)) for node in sprout.front]
-        growth.grow(sprout, layer, np.log(np.array([draft(path) for path in paths])))
+        growth.grow(sprout, layer, [Row(np.log(draft(path)), 3) for path in paths])
     edges = sprout.memory["edges"]
     assert len(sprout.forest) == 5
     assert sum(map(len, edges.values())) - 4 == 2

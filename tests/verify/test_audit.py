@@ -67,7 +67,7 @@ class Careless(PathRule):
     def verify(self, session, forest, scored):
         walk, going = single.Walk(session, forest, scored), True
         while going and walk.node >= 0:
-            drafts, p = walk.candidates(walk.node), walk.p(walk.node)
+            drafts, p = walk.candidates(walk.node), walk.row(walk.node).p
             (taken,) = draws(walk.trials_under(walk.node), p, 1, session.dice)
             token = taken.token if taken.draft >= 0 else session.dice.pick(p)
             going = walk.emit(token, drafts[taken.draft][1] if taken.draft >= 0 else -1)

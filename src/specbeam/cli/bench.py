@@ -53,7 +53,9 @@ def block_efficiency(
     def told(cell: Cell) -> None:
         console.print(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
 
-    cells = efficiency(pair, spread(asked, rows), budgets, seed, told, temperature=temperature, max_new_tokens=max_new_tokens)
+    cells = efficiency(
+        pair, spread(asked, rows), budgets, seed, told, temperature=temperature, max_new_tokens=max_new_tokens
+    )
     if json:
         for cell in cells:
             print(json_format.dumps(dataclasses.asdict(cell)))

@@ -4,10 +4,10 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64
 
 from specbeam.draft.children import Draws
-from specbeam.draft.tree import Complete, Sprout
+from specbeam.draft.tree import Complete, Litter, Sprout
+from specbeam.forest import Row
 from specbeam.probs import best
 
 
@@ -27,15 +27,15 @@ class BestFirst:
     within_layer: bool = False
     least_gain: float = 0.0
 
-    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
         value: dict[int, float] = sprout.memory.setdefault("value", {0: 0.0})
         waiting: list[tuple[float, int, int]] = sprout.memory.setdefault("waiting", [])  # (log value, parent, token)
         ends = sprout.session.limits.eos
         fresh = [
-            (value[node] + float(row[token]), node, int(token))
-            for node, row in zip(sprout.front.tolist(), logq, strict=True)
-            for token in best(row, self.top)
-            if token not in ends
+            (value[node] + float(row.logp[place]), node, token)
+            for node, row in zip(sprout.front.tolist(), rows, strict=True)
+            for place in best(row.logp, self.top).tolist()
+            if (token := row.token(place)) not in ends
         ]
         before = self._expected(sprout)
         waiting += fresh
@@ -46,10 +46,11 @@ class BestFirst:
         last = layer + 1 >= sprout.shape.depth or gain <= self.least_gain
         start = len(sprout.forest)
         if not last:
-            for one in chosen:
+            for node, one in enumerate(chosen, start):
                 waiting.remove(one)
-                value[len(sprout.forest)] = one[0]
-                sprout.forest = sprout.forest.grown([one[2]], [one[1]], np.array([one[0]]))
+                value[node] = one[0]
+            scores, parents, tokens = map(list, zip(*chosen, strict=True)) if chosen else ([], [], [])
+            sprout.forest = sprout.forest.grown(tokens, parents, np.array(scores))
         sprout.front = np.arange(start, len(sprout.forest))
 
     def _values(self, sprout: Sprout) -> list[float]:
@@ -91,10 +92,12 @@ class BestFirst:
 def _group_as_sure(sprout: Sprout) -> None:
     """State for every parent that its children were chosen, not drawn."""
     assert sprout.kept is not None
+    kept, litters = set(sprout.kept.tolist()), list[Litter]()
     for parent in sprout.kept.tolist():
-        tokens = [token for token, node in sprout.children_of(parent).items() if node in set(sprout.kept.tolist())]
+        tokens = [token for token, node in sprout.children_of(parent).items() if node in kept]
         if tokens:
-            sprout.bear(parent, Draws(tokens, sure=True))
+            litters.append(Litter(parent, Draws(tokens, sure=True)))
+    sprout.bear(litters)
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,9 @@ class BestFirstDraws(Complete):
 
     least: float = 0.05
 
-    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
         worth: dict[int, float] = sprout.memory.setdefault("worth", {0: 1.0})
-        greedy, left = sprout.session.warp.greedy, np.exp(logq)
+        greedy, left = sprout.session.warp.greedy, [row.p.copy() for row in rows]
         nodes = sprout.front.tolist()
         tokens: list[list[int]] = [[] for _ in nodes]
         odds: list[list[float]] = [[] for _ in nodes]
@@ -123,19 +126,19 @@ class BestFirstDraws(Complete):
             if mass <= 0:
                 continue
             token = int(left[row].argmax()) if greedy else sprout.session.dice.pick(left[row])
-            share = float(left[row, token] / mass)
+            share = float(left[row][token] / mass)
             tokens[row].append(token)
             odds[row].append(-negative * share)
-            left[row, token] = 0.0
+            left[row][token] = 0.0
             heapq.heappush(heap, (negative * (1 - share), row))
             budget -= 1
-        front: list[int] = []
-        for node, row, drawn, values in zip(nodes, logq, tokens, odds, strict=True):
-            if not drawn:
-                continue
-            draws = Draws(drawn, sure=True) if greedy else Draws(drawn, np.exp(row))
-            for child, value in zip(sprout.bear(node, draws).tolist(), values, strict=True):
-                if child >= 0:
-                    worth[child] = value
-                    front.append(child)
-        sprout.front = np.array(front, dtype=np.int64)
+        litters = [
+            Litter(node, Draws(drawn, sure=True) if greedy else Draws(drawn, law.p), law)
+            for node, law, drawn in zip(nodes, rows, tokens, strict=True)
+            if drawn
+        ]
+        born = [child for children in sprout.bear(litters) for child in children]
+        values = [value for some in odds for value in some]
+        going = {child: value for child, value in zip(born, values, strict=True) if child >= 0}
+        worth |= going
+        sprout.front = np.array([*going], dtype=np.int64)

@@ -25,7 +25,10 @@ class Draws:
 
 @runtime_checkable
 class Children(Protocol):
-    """Draw `count` children of a node whose next token has the draft law `q`."""
+    """Draw `count` children of a node whose next token has the draft law `q`: odds of the tokens that its truncation left.
+
+    Tokens of the draws are places in `q`, and their laws are of its length.
+    """
 
     def draw(self, q: Law, count: int, dice: Dice) -> list[Draws]: ...
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float64, Int64
 
 from specbeam.dice import Dice
 from specbeam.draft.tree import Sprout
-from specbeam.forest import Forest, Group
+from specbeam.forest import Forest, Group, Row, spread
 from specbeam.probs import best
 
 FAINT = 1e-100  # odds from which on precision is worth another look
@@ -70,8 +70,9 @@ class JointBeams:
     chains: int | None = None
     lost_ends: bool = False
 
-    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
         slots: Slots = sprout.memory.get("slots") or Slots.start()
+        logq = spread(rows)
         scores = slots.prolonged(sprout.front, logq).ravel()
         drawn = self.mode == "sample" and not sprout.session.warp.greedy
         if drawn:

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Int64
 
 from specbeam.draft.lookup import retrieved
 from specbeam.draft.tree import Complete, Sprout, TreeDrafter
-from specbeam.forest import Forest, Group
+from specbeam.forest import Forest, Group, Row
 from specbeam.lm.base import LM
 from specbeam.probs import best
 from specbeam.records import Shape, Turn
@@ -162,15 +162,16 @@ class Graph(Complete):
     least_sibling: float = 0.2
     most_nodes: int = 64
 
-    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
         edges: dict[int, list[int]] = sprout.memory.setdefault("edges", {0: []})
         leaves: set[int] = sprout.memory.setdefault("leaves", set())
         front: list[int] = []
-        for node, row in zip(sprout.front.tolist(), np.exp(logq), strict=True):
+        for node, row in zip(sprout.front.tolist(), rows, strict=True):
             if node in leaves:
                 continue
-            for token in best(row, self.top).tolist():
-                if row[token] < self.least_sibling * row.max() or token in sprout.session.limits.eos:
+            for place in best(row.p, self.top).tolist():
+                odds, token = row.p[place], row.token(place)
+                if odds < self.least_sibling * row.p.max() or token in sprout.session.limits.eos:
                     continue
                 twin = self._twin(sprout, edges, node, token)
                 if twin is None:
@@ -178,7 +179,7 @@ class Graph(Complete):
                     sprout.forest = sprout.forest.grown([token], [node])
                     edges[twin] = []
                     front.append(twin)
-                    if row[token] < self.least:
+                    if odds < self.least:
                         leaves.add(twin)
                 edges[node].append(twin)
         sprout.front = np.array(front, dtype=np.int64)

@@ -123,10 +123,13 @@ class BeamDrafter:
         width, beams = one.shape.width, min(self.beams, one.shape.width)
         if self.search:
             return self._by_search(one, law, keys, coarse)
-        core = law.best(beams, keys, coarse, among=one.core)
         if law.truncation.cuts:  # the target may keep what the draft model cuts away, and takes most of what it keeps
-            return _with_halo(core, law.uncut.best(width), width)
-        return _with_halo(core, law.best(width, keys, coarse), width)
+            return _with_halo(law.best(beams, keys, coarse, among=one.core), law.uncut.best(width), width)
+        every = law.best(width, keys, coarse)
+        core = every[one.core[every // law.vocab]][:beams]
+        if len(core) < beams and not one.core.all():  # the others are further down
+            core = law.best(beams, keys, coarse, among=one.core)
+        return _with_halo(core, every, width)
 
     def _by_search(
         self, one: Growing, law: JointLaw, keys: np.ndarray | None, coarse: Coarse

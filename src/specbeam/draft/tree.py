@@ -1,8 +1,10 @@
 """DRAFT: token trees under one beam, grown layer by layer by a draft model. A growth decides the shape."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ from specbeam.draft.children import Best, Children, Distinct, Draws, distinct
 from specbeam.errors import NotSupported
 from specbeam.forest import Forest, Group, Row
 from specbeam.lm.base import LM
-from specbeam.probs import row_logp
+from specbeam.probs import best, row_laws
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -29,7 +31,6 @@ class Sprout:
     front: Int64[np.ndarray, " front"]  # nodes whose laws come next
     memory: dict[str, Any] = field(default_factory=dict)  # what a growth keeps from layer to layer
     kept: Int64[np.ndarray, " kept"] | None = None  # nodes that are handed on; None: all
-    logq: Float64[np.ndarray, "front vocab"] | None = None  # draft log-laws of the front, while it is grown
 
     @classmethod
     def start(cls, session: Session, shape: Shape) -> "Sprout":
@@ -37,45 +38,43 @@ class Sprout:
             raise NotSupported("a token tree grows under one beam; draft layers of beams with BeamDrafter")
         return cls(session, shape, Forest.rooted(session.beams.tokens), np.zeros(1, dtype=np.int64))
 
-    def laws(self, logits: Float[torch.Tensor, "front vocab"]) -> Float64[np.ndarray, "going vocab"]:
-        """Draft log-laws of the nodes that may go on, which are the front from now on.
+    def laws(self, logits: Float[torch.Tensor, "front vocab"]) -> list[Row]:
+        """Draft laws of the nodes that may go on, which are the front from now on: behind some no law is left.
 
         Behind an end token there is no law to ask for: logits processors need not know one.
         """
-        going = ~np.isin(self.forest.tokens[self.front], self.session.limits.eos) | (self.front == 0)
-        self.front = self.front[going]
-        logits = logits[torch.from_numpy(going).to(logits.device)]
-        return row_logp(logits, self.session.warp, lambda: self.session.paths(self.forest, self.front))
+        eos, tokens, front = self.session.limits.eos, self.forest.tokens, self.front.tolist()
+        going = [place for place, node in enumerate(front) if node == 0 or int(tokens[node]) not in eos]
+        if len(going) < len(front):
+            self.front, logits = self.front[going], logits[going]
+        rows = row_laws(logits, self.session.warp, lambda: self.session.paths(self.forest, self.front))
+        alive = [place for place, row in enumerate(rows) if row.possible]
+        if len(alive) < len(rows):  # a node behind which all is banned is a leaf
+            self.front, rows = self.front[alive], [rows[place] for place in alive]
+        return rows
 
-    def bear(self, parent: int, draws: Draws) -> Int64[np.ndarray, " draws"]:
-        """Hang siblings under a node: one child per token, shared by draws of the same token; -1 for end tokens."""
-        known = self.children_of(parent)
-        fresh = [token for token in distinct(draws.tokens) if token not in known]
-        going = [token for token in fresh if token not in self.session.limits.eos]
-        start = len(self.forest)
-        self.forest = self.forest.grown(going, [parent] * len(going), self._scores(parent, going))
-        known |= {token: start + place for place, token in enumerate(going)}
-        nodes = np.array([known.get(token, -1) for token in draws.tokens], dtype=np.int64)
-        law = None if draws.law is None else Row(draws.law)
-        self.forest = self.forest.with_group(
-            Group(
-                np.array([parent]),
-                np.zeros(len(draws.tokens), dtype=np.int64),
-                np.array(draws.tokens, dtype=np.int64),
-                nodes,
-                law,
-                draws.replacement,
-                draws.sure,
-            )
-        )
-        return nodes
-
-    def _scores(self, parent: int, tokens: list[int]) -> Float64[np.ndarray, " tokens"] | None:
-        """Draft log-likelihoods of the paths to new children, for rules that judge paths by them."""
-        if self.logq is None:
-            return None
-        above = 0.0 if self.forest.logq is None else float(self.forest.logq[parent])
-        return above + self.logq[int(np.flatnonzero(self.front == parent)[0]), tokens]
+    def bear(self, litters: Sequence["Litter"]) -> list[list[int]]:
+        """Hang siblings under nodes: one child per token, shared by draws of the same token. Gives the node of each draw,
+        -1 for end tokens.
+        """
+        tokens, parents, scores, groups = list[int](), list[int](), list[float](), list[Group]()
+        eos, size, above = self.session.limits.eos, len(self.forest), self.forest.logq
+        born: dict[int, dict[int, int]] = {}
+        for one in litters:
+            if one.parent not in born:
+                born[one.parent] = self.children_of(one.parent) if one.row is None else {}
+            known, drawn, nodes = born[one.parent], one.tokens, list[int]()
+            base = 0.0 if above is None else float(above[one.parent])
+            for place, token in zip(one.draws.tokens, drawn, strict=True):
+                if token not in known and token not in eos:
+                    known[token] = size + len(tokens)
+                    tokens.append(token)
+                    parents.append(one.parent)
+                    scores.append(np.nan if one.row is None else base + float(one.row.logp[place]))
+                nodes.append(known.get(token, -1))
+            groups.append(one.group(drawn, nodes))
+        self.forest = self.forest.grown(tokens, parents, np.array(scores), groups)
+        return [group.draw_nodes.tolist() for group in groups]
 
     def children_of(self, parent: int) -> dict[int, int]:
         """Node of each child token."""
@@ -83,11 +82,42 @@ class Sprout:
         return dict(zip(self.forest.tokens[nodes].tolist(), nodes.tolist(), strict=True))
 
 
+@dataclass(frozen=True, eq=False)
+class Litter:
+    """Siblings to be born: draws by their places in the law `row` of the parent; by their tokens where there is none."""
+
+    parent: int
+    draws: Draws
+    row: Row | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.draws.tokens if self.row is None else self.row.named(self.draws.tokens)
+
+    def group(self, tokens: list[int], nodes: list[int]) -> Group:
+        law, draws = None, self.draws
+        if draws.law is not None:
+            assert self.row is not None
+            law = self.row if draws.law is self.row.p else self.row.restated(draws.law)
+        return Group(
+            np.array([self.parent]),
+            np.zeros(len(tokens), dtype=np.int64),
+            np.array(tokens, dtype=np.int64),
+            np.array(nodes, dtype=np.int64),
+            law,
+            draws.replacement,
+            draws.sure,
+        )
+
+
+FEW = 64  # places that are not worth a search
+
+
 @runtime_checkable
 class Growth(Protocol):
-    """The shape of a tree. `grow` is called with the draft log-laws of the front and sets the next front."""
+    """The shape of a tree. `grow` is called with the draft laws of the front and sets the next front."""
 
-    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None: ...
+    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None: ...
 
     def finish(self, sprout: Sprout) -> None:
         """After the last layer: add leaves that the draft model need not score, choose what is handed on."""
@@ -119,25 +149,15 @@ class TreeDrafter:
                     self._grow(one, layer, one.laws(logits))
         return [self._finished(one) for one in sprouts]
 
-    def _grow(self, one: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
-        alive = (logq > -np.inf).any(1)  # a node behind which all is banned is a leaf
-        one.front, logq = one.front[alive], logq[alive]
-        if not alive.any():
+    def _grow(self, one: Sprout, layer: int, rows: list[Row]) -> None:
+        if not rows:
             return
-        fathers, before = {node: row for row, node in enumerate(one.front.tolist())}, one.forest
-        one.logq = logq
-        self.growth.grow(one, layer, logq)
-        one.logq = None
+        before, parents = one.forest, one.front.tolist()
+        self.growth.grow(one, layer, rows)
         controller = one.session.parts.controller
-        if isinstance(controller, Stopping) and len(one.front):
-            drawn = [
-                (int(g.parents[0]), token) for g in one.forest.groups[len(before.groups) :] for token in g.draw_tokens
-            ]
-            if not drawn:  # a growth that groups its nodes at the end
-                parents, tokens = one.forest.parents[len(before) :], one.forest.tokens[len(before) :]
-                drawn = list(zip(parents.tolist(), tokens.tolist(), strict=True))
-            odds = [logq[fathers[parent], token] for parent, token in drawn if parent in fathers]
-            if not controller.more(one.session, layer + 1, float(np.exp(max(odds, default=0.0)))):
+        if _stops(type(controller)) and len(one.front):
+            sure = _confidence(one.forest, before, dict(zip(parents, rows, strict=True)))
+            if not cast(Stopping, controller).more(one.session, layer + 1, sure):
                 one.front = one.front[:0]
 
     def _finished(self, one: Sprout) -> Forest:
@@ -158,6 +178,22 @@ class TreeDrafter:
         return layer < one.shape.depth and len(one.front) > 0 and one.session.failure is None
 
 
+@cache
+def _stops(kind: type) -> bool:
+    """Whether controllers of this kind are `Stopping`; to ask it of a protocol costs as much as a layer."""
+    return issubclass(kind, Stopping)
+
+
+def _confidence(forest: Forest, before: Forest, laws: dict[int, Row]) -> float:
+    """The largest draft odds of a token of the newest layer."""
+    drawn = [(int(g.parents[0]), token) for g in forest.groups[len(before.groups) :] for token in g.draw_tokens]
+    if not drawn:  # a growth that groups its nodes at the end
+        parents, tokens = forest.parents[len(before) :], forest.tokens[len(before) :]
+        drawn = list(zip(parents.tolist(), tokens.tolist(), strict=True))
+    odds = [laws[parent].at(np.array([token]))[0] for parent, token in drawn if parent in laws]
+    return float(max(odds, default=1.0))
+
+
 class Complete:
     """For growths that hand on all they grew."""
 
@@ -172,14 +208,16 @@ class Branching(Complete):
     counts: tuple[int, ...]
     children: Children
 
-    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
         count = self.counts[min(layer, len(self.counts) - 1)]
         children = Best() if sprout.session.warp.greedy else self.children
-        front: list[int] = []
-        for node, row in zip(sprout.front.tolist(), np.exp(logq), strict=True):
-            for draws in children.draw(row, count, sprout.session.dice):
-                front += sprout.bear(node, draws).tolist()
-        sprout.front = np.array(distinct([node for node in front if node >= 0]), dtype=np.int64)
+        litters = [
+            Litter(node, draws, row)
+            for node, row in zip(sprout.front.tolist(), rows, strict=True)
+            for draws in children.draw(row.p, count, sprout.session.dice)
+        ]
+        front = [node for nodes in sprout.bear(litters) for node in nodes if node >= 0]
+        sprout.front = np.array(distinct(front), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -189,20 +227,23 @@ class FixedTree(Complete):
     topology: Topology
     children: Children
 
-    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
+    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
         subtree_of = sprout.memory.setdefault("subtree_of", {0: self.topology})
         children = Best() if sprout.session.warp.greedy else self.children
         if sprout.session.warp.constraint is not None and isinstance(children, Distinct):
             children = Distinct()  # no fallback: beyond q's support nearly all is banned
+        nodes, litters = sprout.front.tolist(), list[Litter]()
+        for node, row in zip(nodes, rows, strict=True):
+            count = len(subtree_of[node])
+            if isinstance(children, Distinct) and children.fallback and count > len(row):
+                row = row.spread()  # a fallback draws what the law does not hold
+            litters += [Litter(node, draws, row) for draws in children.draw(row.p, count, sprout.session.dice)]
+        drawn: dict[int, list[int]] = {node: [] for node in nodes}
+        for litter, born in zip(litters, sprout.bear(litters), strict=True):
+            drawn[litter.parent] += born
         front: list[int] = []
-        for node, row in zip(sprout.front.tolist(), np.exp(logq), strict=True):
-            subtrees = subtree_of[node]
-            drawn = [
-                child
-                for draws in children.draw(row, len(subtrees), sprout.session.dice)
-                for child in sprout.bear(node, draws).tolist()
-            ]
-            for child, subtree in zip(drawn, subtrees, strict=False):
+        for node in nodes:
+            for child, subtree in zip(drawn[node], subtree_of[node], strict=False):
                 if child >= 0 and child not in subtree_of:
                     subtree_of[child] = subtree
                     front.append(child)
@@ -229,28 +270,54 @@ class StochasticBeam(Complete):
     without its earlier siblings.
     """
 
-    def grow(self, sprout: Sprout, layer: int, logq: Float64[np.ndarray, "front vocab"]) -> None:
-        nodes = sprout.front.tolist()
+    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
+        nodes, width, greedy = sprout.front.tolist(), sprout.shape.width, sprout.session.warp.greedy
         phi, top = sprout.memory.setdefault("phi", {0: 0.0}), sprout.memory.setdefault("top", {0: 0.0})
-        if sprout.session.warp.greedy:
-            noise = np.zeros_like(logq)
-        else:
-            noise = -np.log(-np.log(sprout.session.dice.uniform(logq.shape)))
-        phis = np.array([phi[node] for node in nodes])[:, None] + logq
-        tops = phis if sprout.session.warp.greedy else truncated(phis + noise, np.array([top[node] for node in nodes]))
-        order = np.argsort(-tops, axis=None, kind="stable")[: sprout.shape.width]
-        order = order[tops.ravel()[order] > -np.inf]
-        front: list[int] = []
-        for place, node in enumerate(nodes):
-            tokens = [int(pair % logq.shape[1]) for pair in order if pair // logq.shape[1] == place]
-            if not tokens:
-                continue
-            law = None if sprout.session.warp.greedy else np.exp(logq[place])
-            for token, child in zip(tokens, sprout.bear(node, Draws(tokens, law, sure=law is None)), strict=True):
-                if child >= 0:
-                    phi[int(child)], top[int(child)] = float(phis[place, token]), float(tops[place, token])
-                    front.append(int(child))
-        sprout.front = np.array(front, dtype=np.int64)
+        uniforms = None if greedy else sprout.session.dice.uniform((len(rows), rows[0].vocab))
+        found: list[tuple[float, int, int]] = []  # (minus the perturbed log-odds, row, place)
+        for number, (node, row) in enumerate(zip(nodes, rows, strict=True)):
+            if uniforms is None:
+                places = best(row.logp, width)
+                tops = phi[node] + row.logp[places]
+            else:
+                places, noise = first_in_race(row, uniforms[number], width)
+                tops = truncated((phi[node] + row.logp[places] + noise)[None], np.array([top[node]]))[0]
+            found += zip((-tops).tolist(), itertools.repeat(number), places.tolist(), strict=False)
+        chosen = sorted(found)[:width]
+        litters, values = list[Litter](), list[tuple[float, float]]()
+        for number, (node, row) in enumerate(zip(nodes, rows, strict=True)):
+            mine = [(value, place) for value, which, place in chosen if which == number]
+            if mine:
+                drawn = [place for _, place in mine]
+                draws = Draws(drawn, sure=True) if greedy else Draws(drawn, row.p)
+                litters.append(Litter(node, draws, row))
+                values += [(phi[node] + float(row.logp[place]), -value) for value, place in mine]
+        children = [child for born in sprout.bear(litters) for child in born]
+        for child, (path, perturbed) in zip(children, values, strict=True):
+            if child >= 0:
+                phi[child], top[child] = path, perturbed
+        sprout.front = np.array([child for child in children if child >= 0], dtype=np.int64)
+
+
+def first_in_race(
+    row: Row, uniforms: Float64[np.ndarray, " vocab"], count: int
+) -> tuple[Int64[np.ndarray, " k"], Float64[np.ndarray, " k"]]:
+    """The `count` places of largest log-odds plus Gumbel noise, ascending, and their noise -log(-log(u)).
+
+    The same as the smallest -log(u) / p. As -log(u) >= 1 - u, few logarithms are needed to know which these are.
+    """
+    u = uniforms if row.tokens is None else uniforms[row.tokens]
+    places = np.arange(len(u))
+    if len(u) > max(FEW, 2 * count):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            bound = (1 - u) / row.p  # NaN nowhere: u < 1
+            near = np.argpartition(bound, count + 1)[: count + 1]
+            edge = np.partition(-np.log(u[near]) / row.p[near], count - 1)[count - 1]
+        places = np.flatnonzero(bound <= edge * (1 + 1e-9))
+    noise = -np.log(-np.log(u[places]))
+    chosen = np.sort(np.argsort(-(row.logp[places] + noise), kind="stable")[:count])
+    chosen = chosen[row.logp[places[chosen]] > -np.inf]
+    return places[chosen], noise[chosen]
 
 
 def truncated(

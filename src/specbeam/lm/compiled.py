@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from specbeam import kernels
-from specbeam.kernels import _compiled as compiled
+from specbeam.kernels import compiled
 from specbeam.lm.lean import head_size, is_plain_llama
 from specbeam.lm.panels import MOST, STEP, WIDTH, fits_bfloat16, in_panels, multiply, parts, stood_up, sums
 

@@ -76,8 +76,8 @@ class KVTrie:
     @property
     def extent(self) -> int:
         """One past the last slot in use: what attention has to look at."""
-        slots = np.flatnonzero(self.used)
-        return int(slots[-1]) + 1 if len(slots) else WASTE + 1
+        behind = int(self.used[::-1].argmax())  # free slots at the end; 0 also if all are free
+        return self.capacity - behind if self.used[self.capacity - 1 - behind] else WASTE + 1
 
     def enter(self, forest: Forest) -> None:
         """Take in the nodes of the forest that are new."""
@@ -88,6 +88,8 @@ class KVTrie:
             self._append(forest.tokens[known:], self.local[forest.parents[known:]])
 
     def _append(self, tokens: Int64[np.ndarray, " n"], parents: Int64[np.ndarray, " n"]) -> None:
+        if len(tokens) == 0:
+            return
         start = len(self.tokens)
         self.tokens = np.concatenate([self.tokens, tokens])
         self.parents = np.concatenate([self.parents, parents])
@@ -143,27 +145,30 @@ class KVTrie:
         start = len(self.tokens)
         self._append(survivors.tokens[fresh], self.local[parents[fresh]])
         leaves = self.local[survivors.nodes]
-        leaves[fresh] = np.arange(start, start + len(fresh))
+        leaves[fresh] = np.arange(start, len(self.tokens))
         self._keep(leaves)
         return leaves
 
     def _keep(self, leaves: Int64[np.ndarray, " beams"]) -> None:
         """Rename the local nodes: stored leaves and stored parents of pending nodes first, then what is pending."""
-        kept = np.zeros(len(self.tokens), dtype=bool)
-        front = leaves
-        while len(front):
-            kept[front] = True
-            front = np.unique(self.parents[front[front >= self.stored]])
-        names = np.flatnonzero(kept)
-        renamed = np.cumsum(kept) - 1
-        pending = names >= self.stored
-        self.parents = np.where(pending, renamed[self.parents[names]], -1)
+        parents, front, kept = (
+            self.parents.tolist(),
+            set(leaves.tolist()),
+            set[int](),
+        )  # few nodes: arrays would cost more
+        while front:
+            kept.update(front)
+            front = {parents[node] for node in front if node >= self.stored}
+        names = sorted(kept)
+        renamed = {node: name for name, node in enumerate(names)}
+        stored = [node for node in names if node < self.stored]
+        above = [-1] * len(stored) + [renamed[parents[node]] for node in names[len(stored) :]]
+        self.parents = np.array(above, dtype=np.int64)
         self.tokens, self.positions = self.tokens[names], self.positions[names]
-        stored = names[~pending]
         self.stored = len(stored)
         self._seen[: self.stored] = self._seen[stored]
         self.used = np.asarray(self.seen.any(0))
-        self.root_at = self.local = renamed[leaves]
+        self.root_at = self.local = np.array([renamed[node] for node in leaves.tolist()], dtype=np.int64)
 
     def compact(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Close the holes: (from, to) slots that the store has to move. Slots before the first hole stay."""
@@ -184,12 +189,9 @@ def _is_chain(parents: Int64[np.ndarray, " n"], start: int) -> bool:
 
 def _layers(parents: Int64[np.ndarray, " n"], start: int) -> list[slice]:
     """Cut nodes start, start + 1, ... into runs in which no node is the parent of another."""
-    if len(parents) and parents.max() < start:
-        return [slice(0, len(parents))]
     layers, first = [], 0
-    while first < len(parents):
-        inside = np.flatnonzero(parents[first:] >= start + first)
-        last = first + int(inside[0]) if len(inside) else len(parents)
-        layers.append(slice(first, last))
-        first = last
-    return layers
+    for node, parent in enumerate(parents.tolist()):
+        if parent >= start + first:
+            layers.append(slice(first, node))
+            first = node
+    return [*layers, slice(first, len(parents))] if len(parents) else []

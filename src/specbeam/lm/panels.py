@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from specbeam import kernels
-from specbeam.kernels import _compiled as compiled
+from specbeam.kernels import compiled
 
 if kernels.AVAILABLE:
     from llvmlite import binding, ir

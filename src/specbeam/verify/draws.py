@@ -82,20 +82,27 @@ def drawn(tokens: Sequence[int], odds: Sequence[float], q: Law, replacement: boo
         odds: draft odds of each, had it been drawn first: needed for the dead ones, which `q` does not show.
         q: draft law on the target's indices, float64[n]; sums to 1 less the odds of dead pairs.
     """
-    law, mass = q.copy(), 1.0
+    law, mass = q, 1.0
     for token, first_odds in zip(tokens, odds, strict=True):
-        yield Candidate(token, law / mass)
+        yield Candidate(token, law if mass == 1.0 else law / mass)
         if not replacement:
             mass = max(mass - first_odds, 1e-300)
             if token >= 0:
-                law[token] = 0.0
+                law = _struck(law, token)
+
+
+def _struck(q: Law, token: int) -> Law:
+    left = q.copy()
+    left[token] = 0.0
+    return left
 
 
 def sure(tokens: Sequence[int], size: int) -> Iterator[Candidate]:
     """Candidates that were not drawn but chosen: each has all the mass of its law."""
     for token in tokens:
         law = np.zeros(size)
-        law[token] = 1.0
+        if token >= 0:
+            law[token] = 1.0
         yield Candidate(token, law)
 
 

@@ -27,7 +27,8 @@ class PathRule:
         walk = Walk(session, forest, scored)
         going = True
         while going and walk.node >= 0:
-            drafts = walk.candidates(walk.node)
-            (taken,) = draws(walk.trials_under(walk.node), walk.p(walk.node), 1, session.dice, watch=walk.watch)
-            going = walk.emit(taken.token, drafts[taken.draft][1] if taken.draft >= 0 else -1)
+            here, row = walk.node, walk.row(walk.node)
+            (taken,) = draws(walk.trials_under(here), row.p, 1, session.dice, watch=walk.watch)
+            node = walk.candidates(here)[taken.draft][1] if taken.draft >= 0 else -1
+            going = walk.emit(row.token(taken.token), node)
         return walk.verdict()

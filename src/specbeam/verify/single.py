@@ -9,11 +9,12 @@ from jaxtyping import Float, Float64
 
 from specbeam.dice import child_keys
 from specbeam.errors import LostLaw
-from specbeam.forest import Forest
+from specbeam.forest import Forest, Group, Row
 from specbeam.laws import JointLaw
-from specbeam.probs import joint_law
+from specbeam.probs import cut, joint_law
 from specbeam.records import Audit, Step, Verdict
 from specbeam.session import Session
+from specbeam.truncation import NO_TRUNCATION
 from specbeam.verify.draws import Candidate, drawn, sure
 
 Coupling = Literal["noise", "dice"]
@@ -28,6 +29,7 @@ class Walk:
         self.steps: list[Step] = []
         self.audit: Audit | None = Audit() if session.audited else None
         self._laws: dict[int, JointLaw] = {}
+        self._rows: dict[int, Row] = {}
 
     @property
     def node(self) -> int:
@@ -46,14 +48,18 @@ class Walk:
             )
         return self._laws[node]
 
-    def p(self, node: int) -> Float64[np.ndarray, " vocab"]:
-        """The law as odds; at temperature 0 all on the best token."""
-        law = self.law(node)
-        if not self.session.warp.greedy:
-            return law.p[0]
-        p = np.zeros(law.vocab)
-        p[law.best(1)[0]] = 1.0
-        return p
+    def row(self, node: int) -> Row:
+        """The same law on the tokens that it keeps; what is tried is a place in it. At temperature 0: the best token."""
+        if node not in self._rows:
+            self._rows[node] = self._row(self.law(node))
+        return self._rows[node]
+
+    def _row(self, law: JointLaw) -> Row:
+        if self.session.warp.greedy:
+            return Row(np.zeros(1), law.vocab, law.best(1))
+        if law.truncation == NO_TRUNCATION:  # its sum is known
+            return Row(law.logits[0].double().numpy() - law.log_norm[0], law.vocab)
+        return cut(law.logits, self.session.warp)[0]
 
     def drawn(self, coupling: Coupling) -> int:
         """The target's own choice where the walk stands: the best token at temperature 0; else a draw by the noise of the
@@ -63,7 +69,8 @@ class Walk:
         if session.warp.greedy:
             return int(law.best(1)[0])
         if coupling == "dice":
-            return session.dice.pick(law.p[0])
+            row = self.row(self.node)
+            return row.token(session.dice.pick(row.p))
         keys = self.here.keys
         return int(law.best(1, keys, lambda: session.coarse_noise(keys, law.vocab))[0])
 
@@ -73,14 +80,14 @@ class Walk:
         return [pair for g in groups for pair in zip(g.draw_tokens.tolist(), g.draw_nodes.tolist(), strict=True)]
 
     def trials_under(self, node: int) -> Iterator[Candidate]:
-        """The same drafts with the law of each, given the drafts before it."""
+        """The same drafts by their places in `row(node)`, with the law of each on it, given the drafts before it."""
+        row = self.row(node)
         for group in self.forest.groups_under(node):
-            tokens = group.draw_tokens.tolist()
+            places = [row.place(token) for token in group.draw_tokens.tolist()]
             if group.sure:
-                yield from sure(tokens, self.scored.shape[1])
+                yield from sure(places, len(row))
             else:
-                assert group.law is not None
-                yield from drawn(tokens, group.odds.tolist(), group.law.row(0), group.replacement)
+                yield from drawn(places, group.odds.tolist(), _on(row, group), group.replacement)
 
     def watch(self, r: Float64[np.ndarray, " vocab"], law: Float64[np.ndarray, " vocab"], accepted: bool) -> None:
         """Note a trial, if the session is audited."""
@@ -93,7 +100,7 @@ class Walk:
         tokens, nodes = np.array([token]), np.array([node])
         if self.audit is not None and not self.session.warp.greedy:
             self.audit += Audit.of_draw(self.law(self.node).logp[0], token)
-        scores = here.scores + self.law(self.node).logj_at(np.array([token]))[0]
+        scores = here.scores + self.law(self.node).logj_at(tokens)
         ended = self.session.limits.ended(
             tokens, lambda: np.column_stack([self.session.new_tokens(self.forest, parent), tokens])
         )
@@ -108,6 +115,12 @@ class Walk:
 
     def verdict(self) -> Verdict:
         return Verdict(tuple(self.steps), audit=self.audit)
+
+
+def _on(row: Row, group: Group) -> Float64[np.ndarray, " n"]:
+    """The draft law on the tokens that a target law keeps."""
+    assert group.law is not None
+    return group.law.row(0) if row.tokens is None else group.law.odds(np.zeros_like(row.tokens), row.tokens)
 
 
 def check_lawful(forest: Forest, rule: str) -> None:

@@ -21,8 +21,10 @@ class Standing:
     node: int  # forest node; -1 at an end token
     token: int
     odds: float  # of ending at this node or below, given everything that failed so far
-    law: Float64[np.ndarray, " vocab"] | None = None  # of the next token, given that; None at a leaf
-    drafts: list[tuple[Candidate, int]] = field(default_factory=list)  # children not tried yet, in order
+    law: Float64[np.ndarray, " n"] | None = None  # of the next token, given that, on `Walk.row`; None at a leaf
+    drafts: list[tuple[Candidate, tuple[int, int]]] = field(
+        default_factory=list
+    )  # children not tried yet, in order: on trial, and as token and node
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,20 @@ class TraversalRule:
     def _standing(self, walk: Walk, node: int, token: int, odds: float) -> Standing:
         if node < 0:
             return Standing(node, token, odds)
-        nodes = [child for _, child in walk.candidates(node)]
-        drafts = list(zip(walk.trials_under(node), nodes, strict=True))
-        return Standing(node, token, odds, walk.p(node) if drafts else None, drafts)
+        children = walk.candidates(node)
+        drafts = list(zip(walk.trials_under(node), children, strict=True)) if children else []
+        return Standing(node, token, odds, walk.row(node).p if drafts else None, drafts)
 
     def _descend(self, walk: Walk, path: list[Standing]) -> None:
         """Down to a leaf. A child's odds: what its parent can still give it."""
         while path[-1].drafts:
             above = path[-1]
-            (token, law), node = above.drafts[0]
+            (place, law), (token, node) = above.drafts[0]
             assert above.law is not None
-            share = above.odds * above.law[token]
-            odds = 1.0 if share >= law[token] else share / law[token]
+            odds = 0.0  # of a token that the target cannot say
+            if place >= 0:
+                share = above.odds * above.law[place]
+                odds = 1.0 if share >= law[place] else float(share / law[place])
             path.append(self._standing(walk, node, token, odds))
 
     def _give_up_leaf(self, path: list[Standing]) -> None:
@@ -82,6 +86,6 @@ class TraversalRule:
                 return walk.verdict()
         last = path[-1]
         if last.node >= 0:
-            law = walk.p(last.node) if last.law is None else last.law
-            walk.emit(walk.session.dice.pick(law), -1)
+            row = walk.row(last.node)
+            walk.emit(row.token(walk.session.dice.pick(row.p if last.law is None else last.law)), -1)
         return walk.verdict()
