@@ -54,6 +54,12 @@ def test_threads_change_nothing(threads):
     assert (product(x, panels, threads=2) == product(x, panels)).all()
 
 
+def test_loading_leaves_the_threads_of_torch_alone():
+    before = torch.get_num_threads()
+    HuggingFaceLM(tiny("llama"), engine="compiled")
+    assert torch.get_num_threads() == before
+
+
 def test_a_row_does_not_depend_on_the_rows_beside_it():
     rng = np.random.default_rng(0)
     panels = in_panels(rng.standard_normal((64, 128)).astype(np.float32))

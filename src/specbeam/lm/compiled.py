@@ -251,7 +251,7 @@ class CompiledDecoder:
 
     def __init__(self, model: "PreTrainedModel") -> None:
         config, inner = model.config, model.model
-        self.threads = kernels.start_threads()
+        self.threads = _started()
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.size = head_size(config)
@@ -291,6 +291,14 @@ class CompiledDecoder:
 
 
 _ONE_AT_A_TIME = threading.Lock()  # numba's threads serve one caller
+
+
+def _started() -> int:
+    """Most threads; numba and torch may share a pool, and starting it sets torch's number."""
+    before = torch.get_num_threads()
+    most = kernels.start_threads()
+    torch.set_num_threads(before)
+    return most
 
 
 @contextmanager
