@@ -3,7 +3,7 @@ lane of its own session. Twin of the model's own forward, up to rounding; `load`
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from specbeam import kernels
 from specbeam.kernels import compiled
+from specbeam.lm.kv_store import PanelStore
 from specbeam.lm.lean import head_size, is_plain_llama
 from specbeam.lm.panels import MOST, STEP, WIDTH, fits_bfloat16, in_panels, multiply, parts, stood_up, sums
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from specbeam.lm.kv_store import PanelLayer
 
 Array = Any  # numba finds the types by itself
 _F0, _F1, _LOG2E = np.float32(0), np.float32(1), np.float32(1.4426950408889634)
@@ -185,50 +184,61 @@ def kept(qkv: Array, heads: int, rows: Array, slots: Array, keys: Array, values:
 
 
 @compiled
-def layer(
+def all_layers(
     x: Array, weights: Any, angles: Array, eps: float, heads: int, positions: Array, rows: Array, slots: Array, seen: Array,
-    reach: Array, keys: Array, values: Array, threads: int,
+    reach: Array, kinds: Array, keys: Array, values: Array, threads: int,
 ) -> None:  # fmt: skip
-    """One layer, on x: float32[rows, hidden], in place."""
+    """The layers one after the other, on x: float32[rows, hidden], in place.
+
+    Args:
+        weights: `Weights`.
+        seen: bool[kinds, rows, slots]; reach: int64[kinds, rows]; kinds: int64[layers], which of them a layer goes by.
+        keys, values: of all layers; see `attend`.
+    """
     count, hidden = x.shape
-    kv_heads, size = keys.shape[1], keys.shape[2]
+    kv_heads, size = keys.shape[2], keys.shape[3]
     h = np.empty((count, hidden), dtype=np.float32)
-    normed(x, weights.before_attention, eps, h)
-    qkv = np.empty((count, len(weights.qkv) * WIDTH), dtype=np.float32)
-    multiply(h, weights.qkv, qkv, threads)
-    for place in range(len(weights.bias)):
-        for row in range(count):
-            qkv[row, place] += weights.bias[place]
-    turned(qkv, 0, heads + kv_heads, size, angles, positions)
-    kept(qkv, heads, rows, slots, keys, values)
+    qkv = np.empty((count, weights.qkv.shape[1] * WIDTH), dtype=np.float32)
     mixed = np.empty((count, heads * size), dtype=np.float32)
-    attend(qkv, keys, values, rows, seen, reach, heads // kv_heads, np.float32(1 / np.sqrt(size)), mixed)
-    _add(x, mixed, weights.out, threads)
-    normed(x, weights.before_inner, eps, h)
-    both = np.empty((count, len(weights.gate_up) * WIDTH), dtype=np.float32)
-    multiply(h, weights.gate_up, both, threads)
+    out = np.empty((count, weights.out.shape[1] * WIDTH), dtype=np.float32)
+    both = np.empty((count, weights.gate_up.shape[1] * WIDTH), dtype=np.float32)
     wide = np.empty((count, weights.inner), dtype=np.float32)
-    gated(both, weights.inner, wide)
-    _add(x, wide, weights.down, threads)
+    scale = np.float32(1 / np.sqrt(size))
+    for layer in range(len(kinds)):
+        normed(x, weights.before_attention[layer], eps, h)
+        multiply(h, weights.qkv[layer], qkv, threads)
+        for place in range(weights.bias.shape[1]):
+            for row in range(count):
+                qkv[row, place] += weights.bias[layer, place]
+        turned(qkv, 0, heads + kv_heads, size, angles, positions)
+        kept(qkv, heads, rows, slots, keys[layer], values[layer])
+        kind = kinds[layer]
+        attend(qkv, keys[layer], values[layer], rows, seen[kind], reach[kind], heads // kv_heads, scale, mixed)
+        multiply(mixed, weights.out[layer], out, threads)
+        _add(x, out)
+        normed(x, weights.before_inner[layer], eps, h)
+        multiply(h, weights.gate_up[layer], both, threads)
+        gated(both, weights.inner, wide)
+        multiply(wide, weights.down[layer], out, threads)
+        _add(x, out)
 
 
 @compiled
-def _add(x: Array, y: Array, panels: Array, threads: int) -> None:
-    """x += y @ matrix"""
-    out = np.empty((len(x), len(panels) * WIDTH), dtype=np.float32)
-    multiply(y, panels, out, threads)
+def _add(x: Array, more: Array) -> None:
+    """x += more, of which there may be more columns."""
     for row in range(len(x)):
-        for place in range(x.shape[1]):
-            x[row, place] += out[row, place]
+        here, there = x[row], more[row]
+        for place in range(len(here)):
+            here[place] += there[place]
 
 
-class LayerWeights(NamedTuple):
-    """Matrices in panels; those that read the same rows stand side by side in one."""
+class Weights(NamedTuple):
+    """Of all layers, one behind the other; matrices in panels, those that read the same rows side by side in one."""
 
-    before_attention: Array  # float32[hidden]: weights of norms
+    before_attention: Array  # float32[layers, hidden]: weights of norms
     before_inner: Array
-    bias: Array  # float32[columns] of qkv; empty where there is none
-    qkv: Array
+    bias: Array  # float32[layers, columns] of qkv; no columns where there is none
+    qkv: Array  # float32 or uint32[layers, panels, words]
     out: Array
     gate_up: Array
     down: Array
@@ -259,28 +269,29 @@ class CompiledDecoder:
         self.vocab = model.lm_head.weight.shape[0]
         self.embedding = _numbers(inner.embed_tokens.weight)
         self.angles = _angles(inner.rotary_emb, config.max_position_embeddings, self.size)
-        matrices = [[*_matrices(one)] for one in inner.layers]
         head = _numbers(model.lm_head.weight)
-        exact = all(fits_bfloat16(matrix) for matrix in [head, *(matrix for layer in matrices for matrix in layer)])
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        self.layers = [
-            (kind, _weights(one, [in_panels(matrix, exact) for matrix in four]))
-            for kind, one, four in zip(kinds, inner.layers, matrices, strict=True)
-        ]
+        exact = fits_bfloat16(head) and all(
+            fits_bfloat16(_numbers(one.weight)) for one in inner.layers.modules() if isinstance(one, nn.Linear)
+        )
+        self.weights = _weights(list(inner.layers), exact)
         self.last_norm, self.head = _numbers(inner.norm.weight), in_panels(head, exact)
+        named = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self.names = list(dict.fromkeys(named))
+        self.kinds = np.array([self.names.index(name) for name in named])
 
-    def forward(
-        self, rows: Rows, layers: Sequence["PanelLayer"], wanted: Int64[np.ndarray, " m"]
-    ) -> Float[Tensor, "m vocab"]:
+    def store(self) -> PanelStore:
+        return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH)
+
+    def forward(self, rows: Rows, store: PanelStore, wanted: Int64[np.ndarray, " m"]) -> Float[Tensor, "m vocab"]:
         """Logits of the `wanted` rows; keys and values of all are stored."""
         x = self.embedding[rows.tokens]
-        reach = {kind: seen.shape[1] - seen[:, ::-1].argmax(1) for kind, seen in rows.seen.items()}
+        seen = np.stack([rows.seen[name] for name in self.names])
+        reach = seen.shape[2] - seen[:, :, ::-1].argmax(2)
         with _on_threads(self.threads) as threads:
-            for (kind, weights), kv in zip(self.layers, layers, strict=True):
-                layer(
-                    x, weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots,
-                    rows.seen[kind], reach[kind], kv.keys_by_slot, kv.values_by_slot, threads,
-                )  # fmt: skip
+            all_layers(
+                x, self.weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen, reach,
+                self.kinds, store.keys_by_slot, store.values_by_slot, threads,
+            )  # fmt: skip
             return torch.from_numpy(self._scored(x[wanted], threads))
 
     def _scored(self, x: Float32[np.ndarray, "m hidden"], threads: int) -> Float32[np.ndarray, "m vocab"]:
@@ -313,22 +324,24 @@ def _on_threads(most: int) -> Iterator[int]:
         yield threads
 
 
-def _matrices(one: Any) -> Iterator[Float32[np.ndarray, "columns depth"]]:
-    attention, inner = one.self_attn, one.mlp
-    for parts_of in (
-        (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,), (inner.gate_proj, inner.up_proj),
-        (inner.down_proj,),
-    ):  # fmt: skip
-        yield np.concatenate([_numbers(linear.weight) for linear in parts_of])
+def _weights(layers: list[Any], exact: bool) -> Weights:
+    def panels(linears: Callable[[Any], list[nn.Linear]]) -> np.ndarray:
+        return np.stack(
+            [in_panels(np.concatenate([_numbers(one.weight) for one in linears(layer)]), exact) for layer in layers]
+        )
 
-
-def _weights(one: Any, panels: list[np.ndarray]) -> LayerWeights:
-    attention = one.self_attn
-    biases = [linear.bias for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
-    bias = np.zeros(0, dtype=np.float32) if biases[0] is None else np.concatenate([_numbers(one) for one in biases])
-    qkv, out, gate_up, down = panels
-    before, between = _numbers(one.input_layernorm.weight), _numbers(one.post_attention_layernorm.weight)
-    return LayerWeights(before, between, bias, qkv, out, gate_up, down, one.mlp.gate_proj.weight.shape[0])
+    qkv = lambda layer: [getattr(layer.self_attn, f"{name}_proj") for name in "qkv"]  # noqa: E731
+    biases = [[_numbers(one.bias) for one in qkv(layer) if one.bias is not None] for layer in layers]
+    return Weights(
+        before_attention=np.stack([_numbers(layer.input_layernorm.weight) for layer in layers]),
+        before_inner=np.stack([_numbers(layer.post_attention_layernorm.weight) for layer in layers]),
+        bias=np.stack([np.concatenate([np.zeros(0, dtype=np.float32), *one]) for one in biases]),
+        qkv=panels(qkv),
+        out=panels(lambda layer: [layer.self_attn.o_proj]),
+        gate_up=panels(lambda layer: [layer.mlp.gate_proj, layer.mlp.up_proj]),
+        down=panels(lambda layer: [layer.mlp.down_proj]),
+        inner=layers[0].mlp.gate_proj.weight.shape[0],
+    )
 
 
 def _numbers(weight: Tensor) -> Float32[np.ndarray, "..."]:

@@ -2,11 +2,12 @@
 
 import inspect
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 
 from specbeam.clock import lap
 from specbeam.errors import NotSupported, UnsupportedModel
@@ -16,7 +17,6 @@ from specbeam.lm.compiled import CompiledDecoder, Rows, compiled_decoder
 from specbeam.lm.kv_store import KVStore, Place
 from specbeam.lm.kv_trie import BLOCK, WASTE, Feed, KVTrie
 from specbeam.lm.lean import LARGEST, LeanDecoder, int8_is_available, lean
-from specbeam.lm.panels import WIDTH
 from specbeam.records import Turn
 from specbeam.session import Seat
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHUNK = 512  # prompt tokens per pass
+Nodes = Int64[np.ndarray, " nodes"]
 
 
 class Lane:
@@ -34,48 +35,40 @@ class Lane:
         self.trie = KVTrie(prompt)
         self.answered = 0  # forest nodes whose logits were handed out in this turn
         self._kept: dict[int, Float[torch.Tensor, " vocab"]] = {}  # of roots stored in an earlier turn
-        self._blocks: list[tuple[int, Float[torch.Tensor, "n vocab"]]] = []  # of this turn, by first local node
+        self._blocks: list[tuple[Nodes, Float[torch.Tensor, "n vocab"]]] = []  # of this turn, by local nodes
 
-    def enter(self, forest: Forest) -> int:
-        """Take in new nodes; give the first local node whose logits a pass has to compute."""
+    def enter(self, forest: Forest) -> Nodes:
+        """Take in new nodes; give the local nodes whose logits a pass has to compute."""
         self.trie.enter(forest)
         wanted = self.trie.local[self.answered :]
-        return int(wanted[wanted >= self.trie.stored].min(initial=len(self.trie.tokens)))
+        return wanted[wanted >= self.trie.stored]
 
-    def learn(self, first: int, rows: Float[torch.Tensor, "n vocab"]) -> None:
-        self._blocks.append((first, rows))
+    def learn(self, nodes: Nodes, rows: Float[torch.Tensor, "n vocab"]) -> None:
+        self._blocks.append((nodes, rows))
 
     def answer(self) -> Float[torch.Tensor, "nodes vocab"]:
         """Logits of the forest nodes not handed out yet."""
         wanted = self.trie.local[self.answered :]
         self.answered = len(self.trie.local)
-        if not self._blocks:
-            return torch.stack([self._row(int(node)) for node in wanted])
-        first, rows = self._blocks[-1]
-        inside = wanted >= first
-        if inside.all() and (wanted[1:] == wanted[:-1] + 1).all():
-            return rows[int(wanted[0]) - first : int(wanted[-1]) - first + 1]
-        answer = rows.new_empty(len(wanted), rows.shape[1])
-        goal, source = (torch.from_numpy(x).to(rows.device) for x in (np.flatnonzero(inside), wanted[inside] - first))
-        answer.index_copy_(0, goal, rows.index_select(0, source))
-        for place in np.flatnonzero(~inside).tolist():
-            answer[place] = self._row(int(wanted[place]))
-        return answer
+        if self._blocks and len(self._blocks[-1][0]) == len(wanted):
+            return self._blocks[-1][1]
+        return torch.stack([self._row(node) for node in wanted.tolist()])
 
     def settle(self, turn: Turn) -> None:
         before = self.trie.settle(turn)
         self._kept = {
-            int(now): self._row(int(old))
-            for old, now in zip(before, self.trie.root_at, strict=True)
+            now: self._row(old)
+            for old, now in zip(before.tolist(), self.trie.root_at.tolist(), strict=True)
             if now < self.trie.stored
         }
         self._blocks.clear()
         self.answered = 0
 
     def _row(self, node: int) -> Float[torch.Tensor, " vocab"]:
-        for first, rows in self._blocks:
-            if first <= node < first + len(rows):
-                return rows[node - first]
+        for nodes, rows in self._blocks:
+            place = int(np.searchsorted(nodes, node))
+            if place < len(nodes) and nodes[place] == node:
+                return rows[place]
         return self._kept[node]
 
 
@@ -100,8 +93,7 @@ class HuggingFaceLM:
         self.max_positions: int | None = _max_positions(config)
         self.device = model.get_input_embeddings().weight.device
         self.masks = Masks(config, config._attn_implementation or "eager", model.dtype)
-        panels = None if self.compiled is None else (self.compiled.kv_heads, self.compiled.size, WIDTH)
-        self.store = KVStore(config.num_hidden_layers, panels)
+        self.store = KVStore(config.num_hidden_layers) if self.compiled is None else self.compiled.store()
         self.lanes: list[Lane] = []
         self.passes = 0
         self.curves: dict[int, Any] = {}  # what a pass costs, by context; see `tune`
@@ -111,8 +103,8 @@ class HuggingFaceLM:
         """See `LM.extend`."""
         lanes = [self._lane(session) for session in sessions]
         self._prefill(lanes)
-        first = {lane.row: lane.enter(forest) for lane, forest in zip(lanes, forests, strict=True)}
-        self._pass([lane for lane in lanes if lane.trie.waiting], first)
+        nodes = {lane.row: lane.enter(forest) for lane, forest in zip(lanes, forests, strict=True)}
+        self._pass([lane for lane in lanes if lane.trie.waiting], nodes)
         return [lane.answer() for lane in lanes]
 
     def settle(self, session: Seat, turn: Turn) -> None:
@@ -159,53 +151,52 @@ class HuggingFaceLM:
         """Long prompts go ahead in chunks, so that a pass stays small whatever the prompt."""
         while long := [lane for lane in lanes if lane.answered == 0 and lane.trie.waiting > self.chunk]:
             feeds = {lane.row: lane.trie.feed(self.chunk) for lane in long}
-            self._forward(feeds, dict.fromkeys(feeds, 1))
+            self._forward(feeds, dict.fromkeys(feeds, np.zeros(0, dtype=np.int64)))
             for lane in long:
                 lane.trie.forget_inner()
 
-    def _pass(self, lanes: list[Lane], first: dict[int, int]) -> None:
-        """Store all pending nodes; learn the logits of those that stand at or behind `first` in their trie."""
+    def _pass(self, lanes: list[Lane], nodes: dict[int, Nodes]) -> None:
+        """Store all pending nodes; learn the logits of these local nodes among them."""
         if not lanes:
             return
+        wanted = {lane.row: nodes[lane.row] - lane.trie.stored for lane in lanes}
         feeds = {lane.row: lane.trie.feed(lane.trie.waiting) for lane in lanes}
-        needed = {lane.row: lane.trie.stored - first[lane.row] for lane in lanes}
-        found = self._forward(feeds, needed)
+        found = self._forward(feeds, wanted)
         for lane in lanes:
-            lane.learn(first[lane.row], found[lane.row])
+            lane.learn(nodes[lane.row], found[lane.row])
 
     @torch.inference_mode()
-    def _forward(
-        self, feeds: dict[int, Feed], wanted: dict[int, int]
-    ) -> dict[int, Float[torch.Tensor, "wanted vocab"]]:
-        """One pass over the lanes that have a feed; the logits of the last `wanted` rows of each."""
+    def _forward(self, feeds: dict[int, Feed], wanted: dict[int, Nodes]) -> dict[int, Float[torch.Tensor, "n vocab"]]:
+        """One pass over the lanes that have a feed; the logits of the `wanted` places of each feed, which ascend."""
         self.passes += 1
         if self.compiled is not None:
             return self._forward_compiled(self.compiled, feeds, wanted)
         return self._forward_padded(feeds, wanted)
 
     def _forward_compiled(
-        self, decoder: CompiledDecoder, feeds: dict[int, Feed], wanted: dict[int, int]
-    ) -> dict[int, Float[torch.Tensor, "wanted vocab"]]:
-        tries = [self.lanes[row].trie for row in feeds]
+        self, decoder: CompiledDecoder, feeds: dict[int, Feed], wanted: dict[int, Nodes]
+    ) -> dict[int, Float[torch.Tensor, "n vocab"]]:
+        tries, fed = [self.lanes[row].trie for row in feeds], list(feeds.values())
         extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
         self.store.reserve(len(self.lanes), extent)
-        ends = np.cumsum([len(feed) for feed in feeds.values()])
-        sizes, needed = np.diff(ends, prepend=0), np.array([wanted[row] for row in feeds])
+        starts = list(accumulate((len(feed) for feed in fed), initial=0))
+        sessions = np.array([*zip(feeds, starts, starts[1:], strict=False)], dtype=np.int64)
         rows = Rows(
-            np.concatenate([feed.tokens for feed in feeds.values()]),
-            np.concatenate([feed.positions for feed in feeds.values()]),
-            np.concatenate([feed.slots for feed in feeds.values()]),
-            np.stack([np.array([*feeds]), ends - sizes, ends], axis=1),
-            self.masks.flat([*feeds.values()], tries, extent),
+            _joined([feed.tokens for feed in fed]),
+            _joined([feed.positions for feed in fed]),
+            _joined([feed.slots for feed in fed]),
+            sessions,
+            self.masks.flat(fed, tries, extent),
         )
-        which = np.concatenate([np.arange(end - some, end) for end, some in zip(ends, needed, strict=True)])
+        which = _joined([wanted[row] + start for row, start in zip(feeds, starts, strict=False)])
         with lap("model"):
-            logits = decoder.forward(rows, self.store.layers, which)
-        return dict(zip(feeds, logits.split(needed.tolist()), strict=True))
+            logits = decoder.forward(rows, self.store, which)
+        ends = [*accumulate(len(wanted[row]) for row in feeds)]
+        return {row: logits[end - len(wanted[row]) : end] for row, end in zip(feeds, ends, strict=True)}
 
     def _forward_padded(
-        self, by_row: dict[int, Feed], needed: dict[int, int]
-    ) -> dict[int, Float[torch.Tensor, "wanted vocab"]]:
+        self, by_row: dict[int, Feed], wanted: dict[int, Nodes]
+    ) -> dict[int, Float[torch.Tensor, "n vocab"]]:
         """Over these lanes, and those between them where these are few: lanes side by side are read in place."""
         rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
         if sparse := len(rows) > 2 * len(by_row):
@@ -223,9 +214,10 @@ class HuggingFaceLM:
         which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
         self.store.place = Place(which, slots, extent)
         masks = self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
+        last = max(len(feed) - int(wanted[row].min(initial=len(feed) - 1)) for row, feed in by_row.items())
         with lap("model"):
-            logits = self._logits(inputs, masks, max(*needed.values(), 1))
-        return {row: logits[rows.index(row), logits.shape[1] - some :] for row, some in needed.items()}
+            logits = self._logits(inputs, masks, last)
+        return {row: _picked(logits[rows.index(row)], wanted[row] + last - len(feed)) for row, feed in by_row.items()}
 
     def _logits(self, inputs: np.ndarray, masks: Any, wanted: int) -> Float[torch.Tensor, "batch wanted vocab"]:
         ids, places, _ = torch.from_numpy(inputs).to(self.device)
@@ -241,6 +233,17 @@ class HuggingFaceLM:
             **({"logits_to_keep": wanted} if self._keeps_rows else {}),
         )
         return output.logits[:, -wanted:]
+
+
+def _joined(parts: list[Int64[np.ndarray, " _"]]) -> Int64[np.ndarray, " n"]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _picked(rows: Float[torch.Tensor, "n vocab"], places: Nodes) -> Float[torch.Tensor, "m vocab"]:
+    """Rows at ascending places; without a copy where these are neighbours."""
+    if len(places) and int(places[-1]) - int(places[0]) == len(places) - 1:
+        return rows[int(places[0]) : int(places[-1]) + 1]
+    return rows[torch.from_numpy(places).to(rows.device)]
 
 
 _NOTHING = Feed(

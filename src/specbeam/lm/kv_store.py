@@ -88,48 +88,13 @@ class StoreLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # the name before transformers 5.16
 
 
-class PanelLayer(StoreLayer):
-    """One layer's buffers as panels of 32 bit numbers, for the compiled forward: keys stand by slot, so that the scores of
-    neighbouring slots are made side by side. It writes them itself.
-
-    Args:
-        size: of a head.
-        width: what the columns of values are padded to a multiple of, with zeros.
-    """
-
-    def __init__(self, store: "KVStore", heads: int, size: int, width: int) -> None:
-        super().__init__(store)
-        self.heads, self.size, self.width = heads, size, -(-size // width) * width
-        self.is_initialized = True
-        self._allocate(store.lanes, store.slots)
-
-    def _allocate(self, lanes: int, slots: int) -> None:
-        # A power of two between neighbouring rows of keys would map them all to the same lines of the CPU's cache.
-        keys = torch.zeros(lanes, self.heads, self.size, slots + 16)
-        values = torch.zeros(lanes, self.heads, slots, self.width)
-        self.keys_by_slot, self.values_by_slot = keys.numpy(), values.numpy()
-        self.keys, self.values = keys[..., :slots].transpose(2, 3), values[..., : self.size]
-
-    def grow(self, lanes: int, slots: int) -> None:
-        keys, values = self.keys, self.values
-        self._allocate(lanes, slots)
-        self.keys[: keys.shape[0], :, : keys.shape[2]] = keys
-        self.values[: values.shape[0], :, : values.shape[2]] = values
-
-
 class KVStore(Cache):
-    """The buffers of all layers; `place` says where the present pass writes.
+    """The buffers of all layers; `place` says where the present pass writes."""
 
-    Args:
-        panels: heads, head size and width of `PanelLayer`s; None: layers in the order of transformers.
-    """
-
-    def __init__(self, layers: int, panels: tuple[int, int, int] | None = None) -> None:
+    def __init__(self, layers: int) -> None:
         self.lanes, self.slots = 1, 64
         self.place = Place(slice(0, 1), torch.zeros(1, 0, dtype=torch.long), 0)
-        super().__init__(
-            layers=[StoreLayer(self) if panels is None else PanelLayer(self, *panels) for _ in range(layers)]
-        )
+        super().__init__(layers=[StoreLayer(self) for _ in range(layers)])
 
     @torch.inference_mode()
     def reserve(self, lanes: int, slots: int) -> None:
@@ -139,6 +104,9 @@ class KVStore(Cache):
         if (lanes, slots) == (self.lanes, self.slots):
             return
         self.lanes, self.slots = lanes, slots
+        self.grow(lanes, slots)
+
+    def grow(self, lanes: int, slots: int) -> None:
         for layer in self.layers:
             layer.grow(lanes, slots)
 
@@ -151,6 +119,37 @@ class KVStore(Cache):
     def move_slots(self, lane: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
         for layer in self.layers:
             layer.move_slots(lane, source, goal)
+
+
+class PanelStore(KVStore):
+    """Buffers for the compiled forward, which writes them itself: all layers in one, and keys by slot, so that the scores of
+    neighbouring slots are made side by side.
+
+    Args:
+        size: of a head.
+        width: what the columns of values are padded to a multiple of, with zeros.
+    """
+
+    def __init__(self, layers: int, heads: int, size: int, width: int) -> None:
+        super().__init__(layers)
+        self.heads, self.size, self.width = heads, size, -(-size // width) * width
+        self._allocate(self.lanes, self.slots)
+
+    def _allocate(self, lanes: int, slots: int) -> None:
+        # A power of two between neighbouring rows of keys would map them all to the same lines of the CPU's cache.
+        keys = torch.zeros(len(self.layers), lanes, self.heads, self.size, slots + 16)
+        values = torch.zeros(len(self.layers), lanes, self.heads, slots, self.width)
+        self.keys_by_slot, self.values_by_slot = keys.numpy(), values.numpy()
+        for number, layer in enumerate(self.layers):
+            layer.keys, layer.values = keys[number, ..., :slots].transpose(2, 3), values[number, ..., : self.size]
+            layer.is_initialized = True
+
+    def grow(self, lanes: int, slots: int) -> None:
+        before = [(layer.keys, layer.values) for layer in self.layers]
+        self._allocate(lanes, slots)
+        for layer, (keys, values) in zip(self.layers, before, strict=True):
+            layer.keys[: keys.shape[0], :, : keys.shape[2]] = keys
+            layer.values[: values.shape[0], :, : values.shape[2]] = values
 
 
 def _larger(buffer: Float[Tensor, "lanes heads slots size"], lanes: int, slots: int) -> Tensor:
