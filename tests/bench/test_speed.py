@@ -43,7 +43,7 @@ def test_files_are_read_packed_and_plain(tmp_path):
         file.write("A hat.\tEin Hut.\nA dog.\tEin Hund.\n")
     for name in ("x.jsonl", "x.jsonl.gz"):
         assert read(str(tmp_path / name)) == [Row("a b"), Row("c\u2028d")]
-    assert read(str(tmp_path / "x.tsv.xz"), 1, columns=(2, 1)) == [Row("Ein Hut.", "A hat.")]
+    assert read(str(tmp_path / "x.tsv.xz"), 1, columns=(2, 1)) == [Row("Ein Hund.", "A dog.")]
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"nothing": 1}\n')
     with pytest.raises(BadPrompt, match=r"bad.jsonl, line 2: KeyError.*none of turns"):
         read(str(tmp_path / "bad.jsonl"))

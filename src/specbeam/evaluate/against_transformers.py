@@ -119,13 +119,15 @@ def _explained(
 @torch.inference_mode()
 def _noise(pair: Pair, session: Session, tokens: list[int]) -> float:
     """How far apart two ways to compute the score of a text may be: the largest difference of a likely token's
-    log-probability between one forward over the text and forwards token by token, times its tokens.
+    log-probability between one forward over the text and forwards token by token, and at least the last place of a logit
+    in the model's type, times its tokens.
     """
     if not tokens:
         return 0.0
     ids = torch.tensor([[*session.prompt, *tokens]], device=pair.target.device)
     start = len(session.prompt)
-    whole = pair.target_model(ids).logits[0, start - 1 : -1].float().log_softmax(-1)
+    logits = pair.target_model(ids).logits[0, start - 1 : -1]
+    whole = logits.float().log_softmax(-1)
     out = pair.target_model(ids[:, :start], use_cache=True)
     rows = [out.logits[0, -1]]
     for place in range(start, ids.shape[1] - 1):
@@ -133,4 +135,5 @@ def _noise(pair: Pair, session: Session, tokens: list[int]) -> float:
         rows.append(out.logits[0, -1])
     stepwise = torch.stack(rows).float().log_softmax(-1)
     likely = whole > whole.amax(-1, keepdim=True) - 10
-    return len(tokens) * float((whole - stepwise).abs()[likely].max())
+    last_place = torch.finfo(logits.dtype).eps * float(logits.abs()[likely].max())
+    return len(tokens) * max(float((whole - stepwise).abs()[likely].max()), last_place)
