@@ -1,5 +1,7 @@
 """The lean and the compiled forward against the model's own, on forests of several sessions."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -130,3 +132,17 @@ def test_int8_is_refused_where_it_cannot_be():
         language_model(tiny("gpt2"), quantize="int8")
     with refused("'int8' or None"):
         sb.load(tiny("llama"), quantize="int4")
+
+
+def test_everything_runs_without_numba():
+    program = """
+import sys
+sys.modules["numba"] = sys.modules["llvmlite"] = None
+import specbeam as sb
+pair = sb.load("bundled")
+assert pair.target.engine == "lean"
+print(sb.generate(pair, "Guten Morgen!", "dsbd", seed=0, max_new_tokens=8)[0].text)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

@@ -26,6 +26,7 @@ if kernels.AVAILABLE:
     MOST = 6 if LANES == 8 else 12  # rows at a time: so many sums fit the registers
 else:
     prange, LANES, MOST = range, 16, 12
+    sums: Any = None  # nothing here is called
 
 _ACROSS = 2  # registers across a panel
 WIDTH = _ACROSS * LANES  # columns of a panel
