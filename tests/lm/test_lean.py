@@ -134,6 +134,14 @@ def test_int8_is_refused_where_it_cannot_be():
         sb.load(tiny("llama"), quantize="int4")
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_positions_that_the_model_has_not_are_refused(engine):
+    model = tiny("llama", max_position_embeddings=16)
+    lm = HuggingFaceLM(model, engine=engine)
+    with pytest.raises(IndexError):
+        scored(lm, [3] * 17, Forest.rooted([3]))
+
+
 def test_everything_runs_without_numba():
     program = """
 import sys

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor, nn
 
 from specbeam import kernels
-from specbeam.kernels import compiled
+from specbeam.kernels import compiled, compiled_in_any_order, exp_near_0
 from specbeam.lm.kv_store import PanelStore
 from specbeam.lm.lean import head_size, is_plain_llama
 from specbeam.lm.panels import MOST, STEP, WIDTH, fits_bfloat16, in_panels, multiply, parts, stood_up, sums
@@ -24,20 +24,12 @@ if TYPE_CHECKING:
 
 Array = Any  # numba finds the types by itself
 _F0, _F1, _LOG2E = np.float32(0), np.float32(1), np.float32(1.4426950408889634)
-_LN2_HEAD, _LN2_REST = (
-    np.float32(0.693359375),
-    np.float32(-2.12194440e-4),
-)  # the head has few bits: its multiples are exact
-_C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
+_LN2_HEAD = np.float32(0.693359375)  # of few bits: its multiples are exact
+_LN2_REST = np.float32(-2.12194440e-4)
 _HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
 
 
-def _loosely(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Sums may be reordered, so that they become vector instructions; NaN stays NaN, for a broken model must be noticed."""
-    return compiled(function, fastmath={"reassoc", "nsz", "contract"})
-
-
-@_loosely
+@compiled_in_any_order
 def exponential(x: Array, powers: Array) -> None:
     """x becomes exp(x), float32, to 2e-7 of it, between -87 and 87; outside, that of these.
 
@@ -48,14 +40,14 @@ def exponential(x: Array, powers: Array) -> None:
         y = _MOST if y > _MOST else y
         whole = np.floor(y * _LOG2E + _HALF)
         f = (y - whole * _LN2_HEAD) - whole * _LN2_REST
-        x[place] = _F1 + f * (_F1 + f * (_C2 + f * (_C3 + f * (_C4 + f * (_C5 + f * _C6)))))
+        x[place] = exp_near_0(f)
         powers[place] = (np.int32(whole) + 127) << 23
     scale = powers.view(np.float32)
     for place in range(len(x)):
         x[place] *= scale[place]
 
 
-@_loosely
+@compiled_in_any_order
 def normed(x: Array, weight: Array, eps: float, out: Array) -> None:
     """RMSNorm of rows."""
     for row in range(len(x)):
@@ -82,7 +74,7 @@ def turned(x: Array, first: int, heads: int, size: int, angles: Array, positions
                 other[place] = b * cos[place] + a * sin[place]
 
 
-@_loosely
+@compiled_in_any_order
 def softmax(scores: Array, seen: Array, powers: Array) -> None:
     """In place, over what is seen."""
     top = _UNSEEN
@@ -157,7 +149,7 @@ def attend(
                     out[row, head * size : (head + 1) * size] = mixed[one, :size]
 
 
-@_loosely
+@compiled_in_any_order
 def gated(both: Array, inner: int, out: Array) -> None:
     """SiLU of the first `inner` columns times the next ones."""
     powers = np.empty(inner, dtype=np.int32)
@@ -283,7 +275,12 @@ class CompiledDecoder:
         return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH)
 
     def forward(self, rows: Rows, store: PanelStore, wanted: Int64[np.ndarray, " m"]) -> Float[Tensor, "m vocab"]:
-        """Logits of the `wanted` rows; keys and values of all are stored."""
+        """Logits of the `wanted` rows; keys and values of all are stored.
+
+        Raises `IndexError` for tokens and positions that the model does not have: loops would read beyond its arrays.
+        """
+        if rows.positions.max() >= self.angles.shape[1]:
+            raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[1]}")
         x = self.embedding[rows.tokens]
         seen = np.stack([rows.seen[name] for name in self.names])
         reach = seen.shape[2] - seen[:, :, ::-1].argmax(2)
@@ -330,7 +327,9 @@ def _weights(layers: list[Any], exact: bool) -> Weights:
             [in_panels(np.concatenate([_numbers(one.weight) for one in linears(layer)]), exact) for layer in layers]
         )
 
-    qkv = lambda layer: [getattr(layer.self_attn, f"{name}_proj") for name in "qkv"]  # noqa: E731
+    def qkv(layer: Any) -> list[nn.Linear]:
+        return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
+
     biases = [[_numbers(one.bias) for one in qkv(layer) if one.bias is not None] for layer in layers]
     return Weights(
         before_attention=np.stack([_numbers(layer.input_layernorm.weight) for layer in layers]),
