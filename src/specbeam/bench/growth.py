@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from specbeam.errors import BadSetting, NotSupported
+from specbeam.lm.lean import head_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,10 +71,6 @@ def size_for(config: Any, parameters: int) -> Size:
         if odd < least:
             best, least = Size(hidden, layers, wide.inner, heads, wide.kv_heads), odd
     return best
-
-
-def head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 @torch.no_grad()

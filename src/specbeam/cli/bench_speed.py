@@ -1,7 +1,6 @@
 """`specbeam bench speed`: methods and baselines on the same prompts in one interleaved run."""
 
 import dataclasses
-import importlib.util
 import json as json_format
 import re
 import shlex
@@ -12,12 +11,13 @@ from typing import Any
 from specbeam.bench.baselines import MAKERS
 from specbeam.bench.growth import grown
 from specbeam.bench.outcome import Contender, specbeam
+from specbeam.bench.pictures import check_picture
 from specbeam.bench.prompts import Row, read, spread
 from specbeam.bench.provenance import provenance
 from specbeam.bench.speed import speed
 from specbeam.bench.speed_shown import as_markdown, plot
 from specbeam.cli.common import method_from, quiet_load
-from specbeam.errors import BadSetting, MissingFile, MissingPackage
+from specbeam.errors import BadSetting
 from specbeam.pair import BUNDLED, Pair, load
 
 DEFAULT = [
@@ -78,10 +78,7 @@ def _check(rows: int, batch_sizes: list[int], repeats: int, picture: Path | None
         if value < 1:
             raise BadSetting(f"{name} is {value}; it must be at least 1")
     if picture is not None:
-        if not picture.absolute().parent.is_dir():
-            raise MissingFile(f"there is no folder {picture.absolute().parent} to write the plot to")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise MissingPackage("a plot needs matplotlib: pip install 'specbeam[bench]'")
+        check_picture(picture)
 
 
 def _pair(model: str, draft: str | None, grow: str | None, quantize: str | None) -> Pair:
