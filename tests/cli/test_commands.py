@@ -1,15 +1,18 @@
 """The command line, as a shell sees it."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from specbeam.cli.main import main
 from tests.support import words
 
 
@@ -19,7 +22,8 @@ def models(tmp_path_factory):
     return ["-m", target, "-d", draft]
 
 
-def specbeam(*arguments, stdin=None):
+def shell(*arguments, stdin=None):
+    """A process of its own, as users have it."""
     done = subprocess.run(
         [sys.executable, "-c", "from specbeam.cli.main import main; main()", *arguments],
         capture_output=True, text=True, input=stdin, timeout=120, check=False,
@@ -27,11 +31,24 @@ def specbeam(*arguments, stdin=None):
     return done.returncode, done.stdout, done.stderr
 
 
+def specbeam(*arguments):
+    """The same in this process: a new one needs seconds to import torch and transformers."""
+    code, out, err = 0, io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", ["specbeam", *arguments])
+        patch.setattr(os, "environ", os.environ.copy())
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code or 0
+    return code, out.getvalue(), err.getvalue()
+
+
 def test_help_is_instant():
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
-        code, out, _ = specbeam("--help")
+        code, out, _ = shell("--help")
         seconds.append(time.perf_counter() - began)
         assert code == 0
         assert "generate" in out
@@ -46,7 +63,7 @@ def test_help_is_instant():
 def test_prompts_come_from_arguments_files_and_standard_input(models, tmp_path):
     (tmp_path / "some.txt").write_text("first\n\nsecond\n")
     (tmp_path / "some.jsonl").write_text('{"prompt": "third", "id": 1}\n"fourth"\n')
-    code, out, err = specbeam(
+    code, out, err = shell(
         "generate", "zeroth", "-f", str(tmp_path / "some.txt"), "-f", str(tmp_path / "some.jsonl"), *models, "--json",
         "--seed", "1", "--max-new-tokens", "4",
     )  # fmt: skip
@@ -54,7 +71,7 @@ def test_prompts_come_from_arguments_files_and_standard_input(models, tmp_path):
     records = sorted(map(json.loads, out.splitlines()), key=lambda record: record["index"])
     assert [record["prompt"] for record in records] == ["zeroth", "first", "second", "third", "fourth"]
     assert all(record["report"]["law"].startswith("exact") for record in records)
-    code, out, _ = specbeam("generate", *models, "--seed", "1", "--max-new-tokens", "4", stdin="first\nsecond\n")
+    code, out, _ = shell("generate", *models, "--seed", "1", "--max-new-tokens", "4", stdin="first\nsecond\n")
     assert out.splitlines() == [records[1]["text"], records[2]["text"]]
 
 
@@ -143,7 +160,7 @@ def test_int8_weights_are_asked_for_by_name(models):
     code, out, err = specbeam("generate", "hello", *models, "--quantize", "int8", "--json", "--max-new-tokens", "4")
     assert code == 0, err
     assert json.loads(out)["report"]["law"].endswith("of the target in int8")
-    code, _, err = specbeam("generate", "hello", *models, "--quantize", "int3")
+    code, _, err = shell("generate", "hello", *models, "--quantize", "int3")
     assert code == 2
     assert "'int8' or None" in err
 
@@ -183,23 +200,19 @@ def test_settings_without_a_default_are_read_as_their_type(models):
     assert "beams is 'two'; it must be an integer" in err
 
 
+@pytest.mark.filterwarnings("ignore:Unfeasible length")
 def test_diff_compares_with_transformers(models):
-    code, out, err = specbeam(
-        "diff",
-        models[1],
-        "--draft",
-        models[3],
-        "--prompt",
-        "abc",
-        "--prompt",
-        "no",
-        "--beams",
-        "2",
-        "--max-new-tokens",
-        "6",
-    )
+    prompts = ("--prompt", "abc", "--prompt", "no", "--beams", "2", "--max-new-tokens", "6")
+    code, out, err = specbeam("diff", models[1], "--draft", models[3], *prompts)
     assert code == 0, err
-    assert out == "2 of 2 prompts: the same 2 beams; 0 differ by rounding, 0 otherwise\n"
+    for line, method in zip(out.splitlines(), ("beam_search", "speculative_beam_search"), strict=True):
+        assert line.startswith(f"{method}: 2 of 2 prompts give the same 2 beams, scores within ")
+        assert line.endswith("; 0 differ by rounding, 0 otherwise")
+    code, out, err = specbeam("diff", models[1], *prompts, "--every-option", "--json")
+    assert code == 0, err
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [one["difference"] for one in records] == [None, None]
+    assert all(len(one["options"]) > 3 for one in records)
 
 
 def test_methods_that_change_the_law_say_so(models):
