@@ -2,17 +2,22 @@
 
 import dataclasses
 import json as json_format
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from specbeam.cli.common import method_from, quiet_load
 from specbeam.cli.generate import gather
 from specbeam.errors import BadPrompt
-from specbeam.evaluate.against_transformers import differences
+from specbeam.evaluate.against_transformers import Comparison, Difference, comparisons
+from specbeam.evaluate.beam_options import Covered, with_every_option
+from specbeam.pair import Pair
+from specbeam.recipes.method import Method
 
 
 def run(
     model: str, draft: str | None, prompts: list[str], files: list[Path], beams: int, settings: list[str], rows: int,
-    batch_size: int, max_new_tokens: int, dtype: str, json: bool,
+    every_option: bool, batch_size: int, max_new_tokens: int, dtype: str, json: bool,
 ) -> int:  # fmt: skip
     """Exit code 1 if beams differ and rounding does not explain it."""
     from rich.console import Console
@@ -22,30 +27,76 @@ def run(
     if not asked:
         raise BadPrompt("there is no prompt; give one as an argument, with --prompts, or on standard input")
     pair = quiet_load(model, draft, dtype=dtype)
-    name = "beam_search" if pair.draft is None else "speculative_beam_search"
-    more = (
-        []
-        if pair.draft is None or any(one.startswith("draft_beams=") for one in settings)
-        else [f"draft_beams={beams + 2}"]
-    )
-    method = method_from(name, [f"beams={beams}", *more, *settings])
-    texts = [one.text for one in asked[:rows]]
-    bad = same = 0
-    found = differences(pair, texts, method, batch_size, max_new_tokens=max_new_tokens)
-    for number, one in enumerate(track(found, "comparing", len(texts), console=Console(stderr=True), transient=True)):
-        if one is None:
-            same += 1
-            continue
-        bad += not one.is_rounding
+    methods = _methods(pair, beams, settings)
+    asked = asked[:rows]
+    found = _found(pair, [one.text for one in asked], methods, every_option, batch_size, max_new_tokens)
+    places, seen = [one.place for one in asked], []
+    bar = track(found, "comparing", len(asked) * len(methods), console=Console(stderr=True), transient=True)
+    for one in bar:
+        seen.append(one.comparison)
         if json:
-            print(json_format.dumps(dataclasses.asdict(one) | {"is_rounding": one.is_rounding}))
-            continue
-        why = "rounding" if one.is_rounding else "NOT rounding"
-        print(f"{asked[number].place}: beam {one.beam + 1}, token {one.step + 1} differs: closest decision {one.gap:.2g}, "
-              f"noise of scores {one.noise:.2g} ({why})")  # fmt: skip
-        for who, tokens in (("transformers", one.theirs), ("specbeam", one.ours)):
-            print(f"  {who:12} {pair.tokenizer.decode(tokens) if pair.tokenizer else tokens}")
+            print(_as_json(one))
+        elif one.comparison.difference is not None:
+            _show(pair, places[one.comparison.prompt], one, one.comparison.difference)
+    bad = sum(not one.is_rounding for one in _differences(seen))
     if not json:
-        other = len(texts) - same - bad
-        print(f"{same} of {len(texts)} prompts: the same {beams} beams; {other} differ by rounding, {bad} otherwise")
+        print(_summary(seen, len(asked), beams, bad))
     return int(bad > 0)
+
+
+def _methods(pair: Pair, beams: int, settings: list[str]) -> list[Method]:
+    methods = [method_from("beam_search", [f"beams={beams}"])]
+    if pair.draft is not None or settings:
+        given = any(one.startswith("draft_beams=") for one in settings)
+        more = [] if given else [f"draft_beams={beams + 2}"]
+        methods.append(method_from("speculative_beam_search", [f"beams={beams}", *more, *settings]))
+    return methods
+
+
+def _found(
+    pair: Pair, texts: Sequence[str], methods: list[Method], every_option: bool, batch_size: int, max_new_tokens: int
+) -> Iterator[Covered]:
+    if every_option:
+        return with_every_option(pair, texts, methods, batch_size, max_new_tokens)
+    options = {"max_new_tokens": max_new_tokens}
+    return (Covered(options, one) for one in comparisons(pair, texts, methods, batch_size, **options))
+
+
+def _differences(seen: list[Comparison]) -> list[Difference]:
+    return [one.difference for one in seen if one.difference is not None]
+
+
+def _shown(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if _is_plain(value) else "(one of ours)" for name, value in options.items()}
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (int, float, str)) or (isinstance(value, list) and all(map(_is_plain, value)))
+
+
+def _as_json(one: Covered) -> str:
+    record = dataclasses.asdict(one.comparison) | {"options": _shown(one.options)}
+    if one.comparison.difference is not None:
+        record["difference"]["is_rounding"] = one.comparison.difference.is_rounding
+    return json_format.dumps(record)
+
+
+def _show(pair: Pair, place: str, one: Covered, difference: Difference) -> None:
+    why = "rounding" if difference.is_rounding else "NOT rounding"
+    where = "the score" if difference.step is None else f"token {difference.step + 1}"
+    print(f"{place}, {one.comparison.method}: {where} of beam {difference.beam + 1} differs: closest decision "
+          f"{difference.gap:.2g}, noise of scores {difference.noise:.2g} ({why}); {_shown(one.options)}")  # fmt: skip
+    for who, tokens in (("transformers", difference.theirs), ("specbeam", difference.ours)):
+        print(f"  {who:12} {pair.tokenizer.decode(tokens) if pair.tokenizer else tokens}")
+
+
+def _summary(seen: list[Comparison], prompts: int, beams: int, bad: int) -> str:
+    lines = []
+    for name in dict.fromkeys(one.method for one in seen):
+        mine = [one for one in seen if one.method == name]
+        same = [one for one in mine if one.difference is None]
+        wrong = sum(not one.is_rounding for one in _differences(mine))
+        off = max((one.off for one in same), default=0.0)
+        lines.append(f"{name}: {len(same)} of {prompts} prompts give the same {beams} beams, scores within {off:.2g}; "
+                     f"{prompts - len(same) - wrong} differ by rounding, {wrong} otherwise")  # fmt: skip
+    return "\n".join(lines)

@@ -161,6 +161,9 @@ def diff(
     beams: Annotated[int, typer.Option(help="Beams of both.")] = 4,
     setting: Settings = [],  # noqa: B006
     rows: Annotated[int, typer.Option(help="Most prompts.")] = 1000,
+    every_option: Annotated[
+        bool, typer.Option("--every-option", help="Other options for each prompt; any two values meet on some prompt.")
+    ] = False,
     batch_size: Annotated[int, typer.Option(help="Prompts that specbeam decodes side by side.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 64,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
@@ -169,7 +172,9 @@ def diff(
     """Run transformers' beam search and specbeam's; report each difference, and whether it is rounding."""
     from specbeam.cli.diff import run
 
-    raise typer.Exit(run(model, draft, prompt, prompts, beams, setting, rows, batch_size, max_new_tokens, dtype, json))
+    raise typer.Exit(
+        run(model, draft, prompt, prompts, beams, setting, rows, every_option, batch_size, max_new_tokens, dtype, json)
+    )
 
 
 @evaluate.command()
