@@ -1,6 +1,8 @@
 """Joules from the machine's own counters; None where there is no counter, never a guess."""
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 RAPL = Path("/sys/class/powercap")
 
@@ -35,17 +37,26 @@ def _rapl() -> dict[str, float]:
 
 
 def _nvml() -> dict[str, float]:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # no library, no driver, no GPU: no counter
-        return {}
     counters = {}
-    for index in range(pynvml.nvmlDeviceGetCount()):
+    for index, handle in enumerate(_gpus()):
         try:
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            counters[f"gpu{index}"] = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) * 1e-3
-        except pynvml.NVMLError:  # cards before Volta have no counter
+            counters[f"gpu{index}"] = _library().nvmlDeviceGetTotalEnergyConsumption(handle) * 1e-3
+        except _library().NVMLError:  # cards before Volta have no counter
             continue
     return counters
+
+
+def _library() -> Any:
+    import pynvml
+
+    return pynvml
+
+
+@cache
+def _gpus() -> list[Any]:
+    """Looked up once: a machine without GPUs would be asked anew at every request."""
+    try:
+        _library().nvmlInit()
+        return [_library().nvmlDeviceGetHandleByIndex(index) for index in range(_library().nvmlDeviceGetCount())]
+    except Exception:  # no library, no driver, no GPU: no counter
+        return []

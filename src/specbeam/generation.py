@@ -161,9 +161,10 @@ def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     line = sorted(request.sessions, key=lambda session: -len(session.prompt))
     if streamer is not None:
         return (yield from _streamed(request, line[0], streamer))
-    for _ in decode(request.pair.target, _started(line), batch_size):
-        for session in [one for one in line if one.over]:
-            line.remove(session)
+    inside: list[Session] = []
+    for _ in decode(request.pair.target, _started(line, inside), batch_size):
+        for session in [one for one in inside if one.over]:
+            inside.remove(session)
             yield session
 
 
@@ -172,7 +173,7 @@ def _streamed(request: Request, session: Session, streamer: Any) -> Iterator[Ses
     told = 0
     try:
         streamer.put(torch.tensor([session.prompt]))
-        for _ in decode(request.pair.target, _started([session])):
+        for _ in decode(request.pair.target, _started([session], [])):
             told = _tell(streamer, settled_tokens(session), told)
         if session.failure is None:
             _tell(streamer, request.answers(session)[0].tokens, told)
@@ -181,10 +182,11 @@ def _streamed(request: Request, session: Session, streamer: Any) -> Iterator[Ses
     yield session
 
 
-def _started(line: list[Session]) -> Iterator[Session]:
-    """The clock of a session starts when it is let in."""
-    for session in list(line):
+def _started(line: list[Session], inside: list[Session]) -> Iterator[Session]:
+    """The clock of a session starts when it is let in; `inside` gets those that are."""
+    for session in line:
         session.count.restart()
+        inside.append(session)
         yield session
 
 

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -265,10 +266,17 @@ def _joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":
 
 def _read(config: "GenerationConfig") -> tuple[dict[str, Any], list[str]]:
     """What a generation config sets: the settings among it, and the names of what is none and would change the text."""
-    given = {name: value for name, value in config.to_diff_dict().items() if value is not None}
+    usual = _usual(type(config))
+    given = {name: value for name, value in vars(config).items() if value is not None and value != usual.get(name)}
     names = {field.name for field in fields(Settings)}
     others = [name for name in given if name not in names and name not in _HARMLESS and not name.startswith("_")]
     return {name: value for name, value in given.items() if name in names}, sorted(others)
+
+
+@cache
+def _usual(kind: "type[GenerationConfig]") -> dict[str, Any]:
+    """What a generation config holds that sets nothing. `to_diff_dict` would copy and compare 2 ms long."""
+    return vars(kind())
 
 
 _WARPERS = ("temperature", "top_k", "top_p", "min_p")
