@@ -94,6 +94,15 @@ def _banning(warp: Warp) -> str:
     return " and ".join(names) or "the model"
 
 
+def picked(rows: Float[torch.Tensor, "n vocab"], places: Int64[np.ndarray, " m"]) -> Float[torch.Tensor, "m vocab"]:
+    """Some of the rows; without a copy where these are neighbours."""
+    if len(places) and (places == np.arange(places[0], places[0] + len(places))).all():
+        return rows[int(places[0]) : int(places[0]) + len(places)]
+    if rows.device.type == "cpu" and rows.dtype != torch.bfloat16 and not rows.requires_grad:
+        return torch.from_numpy(rows.numpy()[places])  # half the price of an index of tensors
+    return rows[torch.from_numpy(places).to(rows.device)]
+
+
 def _on_host(logits: Float[torch.Tensor, "rows vocab"]) -> Float[torch.Tensor, "rows vocab"]:
     """As float32 or float64."""
     if logits.dtype == torch.float32 and logits.device.type == "cpu" and not logits.requires_grad:

@@ -73,6 +73,8 @@ class Masks:
 
     def flat(self, feeds: list[Feed], tries: list[KVTrie], extent: int) -> dict[str, Bool[np.ndarray, "rows extent"]]:
         """What each row may look at by kind of layer, without padding: rows of all feeds one after the other."""
+        if len(feeds) == 1 and not self._windowed and extent <= feeds[0].seen.shape[1]:
+            return dict.fromkeys(self.windows or ["full_attention"], feeds[0].seen[:, :extent])
         seen = np.zeros((sum(len(feed) for feed in feeds), extent), dtype=bool)
         back = np.zeros(seen.shape, dtype=np.int32) if self._windowed else None
         start = 0

@@ -282,7 +282,7 @@ class CompiledDecoder:
         if rows.positions.max() >= self.angles.shape[1]:
             raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[1]}")
         x = self.embedding[rows.tokens]
-        seen = np.stack([rows.seen[name] for name in self.names])
+        seen = np.array([rows.seen[name] for name in self.names])
         reach = seen.shape[2] - seen[:, :, ::-1].argmax(2)
         with _on_threads(self.threads) as threads:
             all_layers(

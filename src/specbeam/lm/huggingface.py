@@ -17,6 +17,7 @@ from specbeam.lm.compiled import CompiledDecoder, Rows, compiled_decoder
 from specbeam.lm.kv_store import KVStore, Place
 from specbeam.lm.kv_trie import BLOCK, WASTE, Feed, KVTrie
 from specbeam.lm.lean import LARGEST, LeanDecoder, int8_is_available, lean
+from specbeam.probs import picked
 from specbeam.records import Turn
 from specbeam.session import Seat
 
@@ -34,8 +35,8 @@ class Lane:
         self.row = row
         self.trie = KVTrie(prompt)
         self.answered = 0  # forest nodes whose logits were handed out in this turn
-        self._kept: dict[int, Float[torch.Tensor, " vocab"]] = {}  # of roots stored in an earlier turn
-        self._blocks: list[tuple[Nodes, Float[torch.Tensor, "n vocab"]]] = []  # of this turn, by local nodes
+        # By ascending local nodes: those of roots that were stored in an earlier turn, then those of this turn's passes.
+        self._blocks: list[tuple[Nodes, Float[torch.Tensor, "n vocab"]]] = []
 
     def enter(self, forest: Forest) -> Nodes:
         """Take in new nodes; give the local nodes whose logits a pass has to compute."""
@@ -50,26 +51,28 @@ class Lane:
         """Logits of the forest nodes not handed out yet."""
         wanted = self.trie.local[self.answered :]
         self.answered = len(self.trie.local)
-        if self._blocks and len(self._blocks[-1][0]) == len(wanted):
-            return self._blocks[-1][1]
-        return torch.stack([self._row(node) for node in wanted.tolist()])
+        nodes, rows = self._blocks[-1]
+        return rows if np.array_equal(nodes, wanted) else self._rows(wanted)
 
     def settle(self, turn: Turn) -> None:
-        before = self.trie.settle(turn)
-        self._kept = {
-            now: self._row(old)
-            for old, now in zip(before.tolist(), self.trie.root_at.tolist(), strict=True)
-            if now < self.trie.stored
-        }
-        self._blocks.clear()
+        before, now = self.trie.settle(turn), self.trie.root_at
+        kept = np.flatnonzero(now < self.trie.stored)
+        kept = kept[now[kept].argsort()]
+        self._blocks = [(now[kept], self._rows(before[kept]))] if len(kept) else []
         self.answered = 0
 
-    def _row(self, node: int) -> Float[torch.Tensor, " vocab"]:
+    def _rows(self, wanted: Nodes) -> Float[torch.Tensor, "n vocab"]:
+        found: list[tuple[Nodes, Float[torch.Tensor, "m vocab"]]] = []
         for nodes, rows in self._blocks:
-            place = int(np.searchsorted(nodes, node))
-            if place < len(nodes) and nodes[place] == node:
-                return rows[place]
-        return self._kept[node]
+            at = np.minimum(nodes.searchsorted(wanted), len(nodes) - 1)
+            mine = np.flatnonzero(nodes[at] == wanted)
+            if len(mine) == len(wanted):
+                return picked(rows, at)
+            found.append((mine, picked(rows, at[mine])))
+        out = found[0][1].new_empty(len(wanted), found[0][1].shape[1])
+        for mine, rows in found:
+            out[torch.from_numpy(mine).to(out.device)] = rows
+        return out
 
 
 class HuggingFaceLM:
@@ -165,7 +168,6 @@ class HuggingFaceLM:
         for lane in lanes:
             lane.learn(nodes[lane.row], found[lane.row])
 
-    @torch.inference_mode()
     def _forward(self, feeds: dict[int, Feed], wanted: dict[int, Nodes]) -> dict[int, Float[torch.Tensor, "n vocab"]]:
         """One pass over the lanes that have a feed; the logits of the `wanted` places of each feed, which ascend."""
         self.passes += 1
@@ -194,6 +196,7 @@ class HuggingFaceLM:
         ends = [*accumulate(len(wanted[row]) for row in feeds)]
         return {row: logits[end - len(wanted[row]) : end] for row, end in zip(feeds, ends, strict=True)}
 
+    @torch.inference_mode()
     def _forward_padded(
         self, by_row: dict[int, Feed], wanted: dict[int, Nodes]
     ) -> dict[int, Float[torch.Tensor, "n vocab"]]:
@@ -217,7 +220,7 @@ class HuggingFaceLM:
         last = max(len(feed) - int(wanted[row].min(initial=len(feed) - 1)) for row, feed in by_row.items())
         with lap("model"):
             logits = self._logits(inputs, masks, last)
-        return {row: _picked(logits[rows.index(row)], wanted[row] + last - len(feed)) for row, feed in by_row.items()}
+        return {row: picked(logits[rows.index(row)], wanted[row] + last - len(feed)) for row, feed in by_row.items()}
 
     def _logits(self, inputs: np.ndarray, masks: Any, wanted: int) -> Float[torch.Tensor, "batch wanted vocab"]:
         ids, places, _ = torch.from_numpy(inputs).to(self.device)
@@ -237,13 +240,6 @@ class HuggingFaceLM:
 
 def _joined(parts: list[Int64[np.ndarray, " _"]]) -> Int64[np.ndarray, " n"]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _picked(rows: Float[torch.Tensor, "n vocab"], places: Nodes) -> Float[torch.Tensor, "m vocab"]:
-    """Rows at ascending places; without a copy where these are neighbours."""
-    if len(places) and int(places[-1]) - int(places[0]) == len(places) - 1:
-        return rows[int(places[0]) : int(places[-1]) + 1]
-    return rows[torch.from_numpy(places).to(rows.device)]
 
 
 _NOTHING = Feed(

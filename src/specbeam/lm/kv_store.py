@@ -96,7 +96,6 @@ class KVStore(Cache):
         self.place = Place(slice(0, 1), torch.zeros(1, 0, dtype=torch.long), 0)
         super().__init__(layers=[StoreLayer(self) for _ in range(layers)])
 
-    @torch.inference_mode()
     def reserve(self, lanes: int, slots: int) -> None:
         """Make room, at least doubling what is too small."""
         lanes = self.lanes if lanes <= self.lanes else max(lanes, 2 * self.lanes)
@@ -104,7 +103,8 @@ class KVStore(Cache):
         if (lanes, slots) == (self.lanes, self.slots):
             return
         self.lanes, self.slots = lanes, slots
-        self.grow(lanes, slots)
+        with torch.inference_mode():
+            self.grow(lanes, slots)
 
     def grow(self, lanes: int, slots: int) -> None:
         for layer in self.layers:

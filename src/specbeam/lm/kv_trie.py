@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from specbeam.forest import Forest
+from specbeam.kernels import Array, compiled
 from specbeam.records import Turn
 
 WASTE = 0  # a slot that nobody sees: padding is written there
@@ -94,8 +95,7 @@ class KVTrie:
         self.tokens = np.concatenate([self.tokens, tokens])
         self.parents = np.concatenate([self.parents, parents])
         self.positions = np.concatenate([self.positions, parents])
-        for layer in _layers(parents, start):
-            self.positions[start + layer.start : start + layer.stop] = self.positions[parents[layer]] + 1
+        _count_down(self.parents, self.positions, start)
 
     def feed(self, most: int) -> Feed:
         """Give slots to the first `most` pending nodes; from here on they count as stored."""
@@ -104,19 +104,12 @@ class KVTrie:
         slots = self._free(stop - start)
         if stop > len(self._seen):
             self._seen = np.pad(self._seen, ((0, max(stop, 2 * len(self._seen)) - len(self._seen)), (0, 0)))
-        fresh = self._seen[start:stop]
-        if _is_chain(parents, start):  # a prompt
-            fresh[:] = self._seen[parents[0]]
-            fresh[:, slots] |= np.tri(len(slots), dtype=bool)
-        else:
-            for layer in _layers(parents, start):
-                fresh[layer] = self._seen[parents[layer]]
-                fresh[np.arange(layer.start, layer.stop), slots[layer]] = True
+        _look_back(self._seen, parents, slots, start)
         self.stored = stop
         self.used[slots] = True
         self.slot_position[slots] = positions
         self.peak = max(self.peak, self.held)
-        return Feed(self.tokens[start:stop], positions, slots, fresh)
+        return Feed(self.tokens[start:stop], positions, slots, self._seen[start:stop])
 
     def _free(self, count: int) -> Int64[np.ndarray, " n"]:
         free = np.flatnonzero(~self.used)[1:]  # all but the waste slot, which nobody uses
@@ -182,16 +175,16 @@ class KVTrie:
         return used[moved], goal[moved]
 
 
-def _is_chain(parents: Int64[np.ndarray, " n"], start: int) -> bool:
-    """Whether nodes start, start + 1, ... hang one below the other."""
-    return len(parents) > 1 and bool((parents[1:] == np.arange(start, start + len(parents) - 1)).all())
+@compiled
+def _count_down(parents: Array, positions: Array, start: int) -> None:
+    """Positions of the nodes from `start` on; a parent stands before its children."""
+    for node in range(start, len(parents)):
+        positions[node] = positions[parents[node]] + 1
 
 
-def _layers(parents: Int64[np.ndarray, " n"], start: int) -> list[slice]:
-    """Cut nodes start, start + 1, ... into runs in which no node is the parent of another."""
-    layers, first = [], 0
-    for node, parent in enumerate(parents.tolist()):
-        if parent >= start + first:
-            layers.append(slice(first, node))
-            first = node
-    return [*layers, slice(first, len(parents))] if len(parents) else []
+@compiled
+def _look_back(seen: Array, parents: Array, slots: Array, start: int) -> None:
+    """What the nodes from `start` on see: what their parents see, and their own slots."""
+    for place in range(len(parents)):
+        seen[start + place] = seen[parents[place]]
+        seen[start + place, slots[place]] = True

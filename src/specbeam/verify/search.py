@@ -10,7 +10,7 @@ from specbeam.dice import child_keys
 from specbeam.errors import DeadEnd
 from specbeam.forest import Forest
 from specbeam.laws import JointLaw, Pairs, candidates, running
-from specbeam.probs import joint_law
+from specbeam.probs import joint_law, picked
 from specbeam.records import Beams, Step, Verdict
 from specbeam.session import Session
 from specbeam.verify.beam import dead_end
@@ -54,7 +54,7 @@ class SearchRule:
     def _step(
         self, session: Session, forest: Forest, live: Beams, scored: Float[torch.Tensor, "nodes vocab"], number: int
     ) -> Step:
-        rows = scored[torch.from_numpy(live.nodes).to(scored.device)]
+        rows = picked(scored, live.nodes)
         law = joint_law(rows, live.scores, live.counts, session.warp, lambda: session.paths(forest, live.nodes))
         limits = session.limits
         pairs = self._candidates(session, law, live)
