@@ -129,6 +129,35 @@ def test_best_pairs_are_those_of_the_dense_law(truncation, seed, dtype, beams, v
     assert law.best(count, keys if noisy else None, lambda: coarse(keys, vocab), some).tolist() == expected.tolist()
 
 
+@settings(max_examples=200)
+@given(
+    truncation=TRUNCATIONS,
+    seed=st.integers(0, 10**6),
+    beams=st.integers(1, 5),
+    vocab=st.sampled_from([3, 50, 700]),
+    count=st.integers(1, 6),
+    width=st.integers(0, 12),
+    banned=st.sampled_from([0.0, 0.5, 0.99]),
+    noisy=st.booleans(),
+    compiled=COMPILED,
+)
+def test_core_and_halo(truncation, seed, beams, vocab, count, width, banned, noisy, compiled):
+    """The core is what the law takes among some beams; the halo are the best others, without noise where the law cuts."""
+    law = random_law(seed, beams, vocab, truncation, torch.float32, banned if vocab > 10 else 0.0, repeats=True)
+    law = replace(law, compiled=compiled)
+    keys = np.random.default_rng(seed).integers(0, 2**63, beams, dtype=np.uint64)
+    given_keys, coarsely = (keys if noisy else None), lambda: coarse(keys, vocab)
+    some = np.arange(beams) % 2 == 0
+    pairs, core, logj = law.core_and_halo(count, width, given_keys, coarsely, some)
+    assert pairs[:core].tolist() == law.best(count, given_keys, coarsely, some).tolist()
+    halo = law.uncut if truncation.cuts else law
+    others = halo.best(beams * vocab, None if truncation.cuts else given_keys, coarsely).tolist()
+    looked = others[: max(width, 0 if truncation.cuts else count)]
+    expected = [pair for pair in looked if pair not in pairs[:core]][: max(width - core, 0)]
+    assert pairs[core:].tolist() == expected
+    assert (logj == law.logj_at(pairs)).all()
+
+
 @settings(max_examples=100)
 @given(
     truncation=TRUNCATIONS,

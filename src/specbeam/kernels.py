@@ -309,6 +309,81 @@ def head(values: Array, log_total: float, top_p: float, min_p: float, least: int
 
 
 @compiled
+def first_ones(
+    logits: Array, shift: Array, offset: float, temperature: float, top_k: int, top_p: float, min_p: float, least: int,
+    log_total: float, looked: int,
+) -> tuple[Array, bool]:  # fmt: skip
+    """The support of a joint law, (logit + shift) / temperature truncated, best first; and whether the `looked` best ones
+    tell it.
+
+    Args:
+        offset: the largest score, taken out so that float32 holds what is compared finely.
+        log_total: of all warped log-odds less the offset; NaN where a top-k cuts first.
+    """
+    near = np.empty(len(shift), dtype=logits.dtype)
+    for beam in range(len(shift)):
+        near[beam] = shift[beam] - offset
+    pairs, vocab = largest(logits, near, looked), logits.shape[1]
+    values = np.empty(len(pairs))
+    for place in range(len(pairs)):
+        beam = pairs[place] // vocab
+        values[place] = (logits[beam, pairs[place] % vocab] + shift[beam] - offset) / temperature
+    found = head(values, log_total, top_p, min_p, least)
+    return pairs[: max(found, 0)], found >= 0
+
+
+@compiled
+def shifts(scores: Array, log_norm: Array) -> Array:
+    """What log-likelihoods are above logits. A beam from which everything is banned has logits of -inf, and needs none."""
+    shift = np.empty(len(scores))
+    for beam in range(len(scores)):
+        shift[beam] = scores[beam] - (log_norm[beam] if log_norm[beam] > -np.inf else 0.0)
+    return shift
+
+
+@compiled
+def core_and_halo(
+    logits: Array, scores: Array, log_norm: Array, log_counts: Array, keys: Array, among: Array, temperature: float,
+    top_k: int, top_p: float, min_p: float, least: int, log_total: float, looked: int, count: int, width: int,
+) -> tuple[Array, int, Array]:  # fmt: skip
+    """`JointLaw.core_and_halo`: the pairs, how many of them are core, and their log-likelihoods; -1 of core where the best
+    `looked` ones do not tell the support.
+
+    Args:
+        looked: 0: nothing is cut. log_total: see `first_ones`.
+    """
+    shift, every = shifts(scores, log_norm), np.ones(len(among), dtype=np.bool_)
+    vocab, some, most = logits.shape[1], not among.all(), logits.size
+    if looked > 0:
+        by = (temperature, top_k, top_p, min_p, least)
+        support, known = first_ones(logits, shift, scores.max(), *by, log_total, looked)
+        if not known:
+            return support, -1, shift
+        if some:
+            support = support[among[support // vocab]]
+        core = ranked(support, logits, shift, temperature, log_counts, keys, count)
+        halo = core[:0]
+        if width > len(core):
+            halo = best(logits, shift, temperature, log_counts, keys[:0], every, min(width, most))
+    else:
+        halo = best(logits, shift, temperature, log_counts, keys, every, min(max(width, count), most))
+        core = halo[among[halo // vocab]][:count]
+        if len(core) < count and some:  # the others are further down
+            core = best(logits, shift, temperature, log_counts, keys, among, min(count, most))
+    pairs, held = np.empty(max(width, len(core)), dtype=np.int64), len(core)
+    pairs[:held] = core
+    for pair in halo:
+        if held < width and not (core == pair).any():
+            pairs[held] = pair
+            held += 1
+    logj = np.empty(held)
+    for place in range(held):
+        beam = pairs[place] // vocab
+        logj[place] = logits[beam, pairs[place] % vocab] + shift[beam]
+    return pairs[:held], len(core), logj
+
+
+@compiled
 def kept(row: Array, temperature: float, top_k: int, top_p: float, min_p: float, least: int, most: int) -> Array:
     """`truncation.Truncation.support` of a row of float32 logits: its tokens, best first; [-1] if the `most` best ones do
     not tell. There is a `top_k` or a `top_p`.

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,14 @@ Coarse = Callable[[], UInt32[np.ndarray, "beams vocab"]]
 SLACK = 16  # candidates looked at beyond those that are wanted
 FEW, MANY = 64, 512  # of a ranking that is made by insertion
 HEAD = 14.0  # pairs whose odds are below exp(-14) of the best one's do not move a width
+
+
+class Choice(NamedTuple):
+    """Pairs that were chosen, the first `core` of them for themselves; log-likelihoods of the beams that they prolong."""
+
+    pairs: Pairs
+    core: int
+    logj: Float64[np.ndarray, " pairs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +113,7 @@ class JointLaw:
             dense = np.full(self.beams * self.vocab, -np.inf)
             dense[self.support] = self.logp_at(self.support)
             return dense.reshape(self.beams, self.vocab)
-        warped = self.logj / self.truncation.temperature + np.log(self.counts)[:, None]
+        warped = self.logj / self.truncation.temperature + self._log_counts[:, None]
         return warped - self._log_total
 
     @cached_property
@@ -154,6 +163,42 @@ class JointLaw:
                 return _ranked(pairs, self._value(pairs, keys), count)
         return _ranked(pairs[fine], value, count)
 
+    def core_and_halo(
+        self,
+        count: int,
+        width: int,
+        keys: UInt64[np.ndarray, " beams"] | None,
+        coarse: Coarse | None,
+        among: Bool[np.ndarray, " beams"],
+    ) -> Choice:
+        """The `count` best pairs of the beams `among` (core), and up to `width` pairs in all, the likeliest others (halo).
+
+        A truncation cuts the core alone. The halo of a law that cuts is chosen without noise: it is there to be found, and
+        what its maker cuts away another law may keep.
+        """
+        if self.compiled and (looked := self._looked) >= 0:
+            pairs, core, logj = kernels.core_and_halo(
+                self._rows, self.scores, self.log_norm, self._log_counts, _NO_NOISE if keys is None else keys, among,
+                *self._cut(looked), looked, count, width,
+            )  # fmt: skip
+            if core >= 0:
+                return Choice(pairs, core, logj)
+        if self.truncation.cuts:
+            core = self.best(count, keys, coarse, among)
+            return self.chosen(core, self.uncut.best(width) if width > len(core) else core, width)
+        every = self.best(max(width, count), keys, coarse)
+        core = every[among[every // self.vocab]][:count]
+        if len(core) < count and not among.all():  # the others are further down
+            core = self.best(count, keys, coarse, among)
+        return self.chosen(core, every, width)
+
+    def chosen(self, core: Pairs, every: Pairs, width: int) -> Choice:
+        """The core and the first of the others, `width` in all."""
+        mine = set(core.tolist())
+        halo = [pair for pair in every.tolist() if pair not in mine][: max(width - len(core), 0)]
+        pairs = np.array([*core.tolist(), *halo], dtype=np.int64)
+        return Choice(pairs, len(core), self.logj_at(pairs))
+
     def _best_compiled(
         self,
         count: int,
@@ -161,28 +206,36 @@ class JointLaw:
         among: Bool[np.ndarray, " beams"] | None,
         pairs: Pairs | None,
     ) -> Pairs:
-        law = (self._rows, self._shift, self.truncation.temperature, np.log(self.counts))
+        law = (self._rows, self._shift, self.truncation.temperature, self._log_counts)
         keys = _NO_NOISE if keys is None else keys
         if pairs is not None:
             return kernels.ranked(pairs, *law, keys, count)
         every = np.ones(self.beams, dtype=bool) if among is None else among
         return kernels.best(*law, keys, every, min(count, self.beams * self.vocab))
 
+    @property
+    def _looked(self) -> int:
+        """How many of the best pairs tell the support, at first sight: 0 where nothing is cut, -1 where none do."""
+        cut = self.truncation
+        if not cut.cuts:
+            return 0
+        looked = max(cut.top_k, cut.least) if cut.top_k else FEW
+        return -1 if cut.others or looked > MANY or not (cut.top_k or cut.top_p < 1) else looked
+
+    def _cut(self, looked: int) -> tuple[float, int, float, float, int, float]:
+        """The truncation, and what top-p alone has to know: the logsumexp of all."""
+        cut = self.truncation
+        total = np.nan
+        if looked and not cut.top_k:
+            total = self._total(np.zeros(self.beams)) - float(self.scores.max()) / cut.temperature
+        return float(cut.temperature), cut.top_k, float(cut.top_p), float(cut.min_p), cut.least, total
+
     def _first_ones(self) -> Pairs | None:
         """The support as a head of the ranking, where a short ranking will do."""
-        cut, least = self.truncation, self.truncation.least
-        if cut.others or not (cut.top_k or cut.top_p < 1):
+        if (looked := self._looked) <= 0:
             return None
-        looked = max(cut.top_k, least) if cut.top_k else FEW
-        if looked > MANY:
-            return None
-        offset = float(np.max(self.scores))
-        shift = (self._shift - offset).astype(self._rows.dtype)
-        pairs = kernels.largest(self._rows, shift, looked)
-        values = (self.logj_at(pairs) - offset) / cut.temperature
-        total = np.nan if cut.top_k else self._total(np.zeros(self.beams)) - offset / cut.temperature
-        kept = kernels.head(values, total, cut.top_p, cut.min_p, least)
-        return pairs[:kept] if kept >= 0 else None
+        pairs, known = kernels.first_ones(self._rows, self._shift, float(self.scores.max()), *self._cut(looked), looked)
+        return pairs if known else None
 
     def _value(self, pairs: Pairs, keys: UInt64[np.ndarray, " beams"] | None) -> Float64[np.ndarray, " pairs"]:
         """Unnormalised log-odds plus noise."""
@@ -192,7 +245,7 @@ class JointLaw:
 
     def _bound(self, coarse: Coarse | None, among: Bool[np.ndarray, " beams"] | None) -> Float[torch.Tensor, " pairs"]:
         """Not below `_value` less `_offset`."""
-        bound = self._x if self._single else self._x + torch.from_numpy(np.log(self.counts)).to(self._x.dtype)[:, None]
+        bound = self._x if self._single else self._x + torch.from_numpy(self._log_counts).to(self._x.dtype)[:, None]
         if coarse is not None:
             # -log(-log1p(-u)) <= -log(u), and the coarse bits of u round down.
             low = torch.from_numpy(coarse().astype(np.float32)).mul_(2.0**-32).add_(1e-30).log_()
@@ -204,16 +257,19 @@ class JointLaw:
 
     def _warped(self, logj: Float64[np.ndarray, " pairs"], pairs: Pairs) -> Float64[np.ndarray, " pairs"]:
         warped = logj / self.truncation.temperature
-        return warped if self._single else warped + np.log(self.counts)[pairs // self.vocab]
+        return warped if self._single else warped + self._log_counts[pairs // self.vocab]
 
     @cached_property
     def _single(self) -> bool:
         return bool((self.counts == 1).all())
 
     @cached_property
+    def _log_counts(self) -> Float64[np.ndarray, " beams"]:
+        return np.log(self.counts)
+
+    @cached_property
     def _shift(self) -> Float64[np.ndarray, " beams"]:
-        """A beam from which everything is banned has logits of -inf, and needs none."""
-        return self.scores - np.where(np.isfinite(self.log_norm), self.log_norm, 0.0)
+        return kernels.shifts(self.scores, self.log_norm)
 
     @cached_property
     def _offset(self) -> float:
@@ -232,7 +288,7 @@ class JointLaw:
         """logsumexp of the warped log-odds over the support."""
         if self.support is not None:
             return _logsumexp(self._warped(self.logj_at(self.support), self.support))
-        return self._total(np.log(self.counts))
+        return self._total(self._log_counts)
 
     def _total(self, log_counts: Float64[np.ndarray, " beams"]) -> float:
         """logsumexp of the warped log-odds over all pairs."""

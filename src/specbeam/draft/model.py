@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int64
 from specbeam.dice import child_keys
 from specbeam.errors import DeadEnd
 from specbeam.forest import Forest, Group
-from specbeam.laws import Coarse, JointLaw, Pairs, candidates, running
+from specbeam.laws import Choice, Coarse, JointLaw, Pairs, candidates, running
 from specbeam.lm.base import LM
 from specbeam.probs import joint_law
 from specbeam.records import Beams, Shape, Turn
@@ -100,54 +100,44 @@ class BeamDrafter:
     def _grow(self, one: Growing, law: JointLaw) -> None:
         front, greedy = one.front, one.session.warp.greedy
         if self.coupling == "noise" or greedy:
-            drawn, core = self._by_noise(one, law)
+            drawn, core, logj = self._by_noise(one, law)
         else:
             drawn = _drawn(one, law, self.replacement)
-            core = np.ones(len(drawn), dtype=bool)
-        pairs, which, counts = _merged(drawn) if self.replacement else (drawn, None, np.ones_like(drawn))
+            core, logj = len(drawn), law.logj_at(drawn)
+        draws, counts = slice(None), np.ones_like(drawn)
+        pairs = drawn
+        if self.replacement:
+            pairs, draws, counts = _merged(drawn)
+            logj = law.logj_at(pairs)
         parents, tokens = np.divmod(pairs, law.vocab)
         going = ~one.session.limits.ends(tokens)
-        nodes = np.where(going, len(one.forest) - 1 + np.cumsum(going), -1)
-        above = front.nodes[parents]
-        draws = slice(None) if which is None else which
+        nodes = np.where(going, len(one.forest) - 1 + going.cumsum(), -1)
         known = None if greedy else law
         group = Group(front.nodes, parents[draws], tokens[draws], nodes[draws], known, self.replacement)
-        one.forest = one.forest.grown(tokens[going], above[going]).with_group(group)
-        layer = Beams(nodes, tokens, law.logj_at(pairs), counts, child_keys(front.keys[parents], tokens))
-        one.front, one.core = layer.pick(going), core[: len(pairs)][going]
+        layer = Beams(nodes, tokens, logj, counts, child_keys(front.keys[parents], tokens))
+        is_core = np.arange(len(pairs)) < core
+        if not going.all():
+            layer, is_core, parents = layer.pick(going), is_core[going], parents[going]
+        one.forest = one.forest.grown(layer.tokens, front.nodes[parents], groups=(group,))
+        one.front, one.core = layer, is_core
 
-    def _by_noise(self, one: Growing, law: JointLaw) -> tuple[np.ndarray, np.ndarray]:
+    def _by_noise(self, one: Growing, law: JointLaw) -> Choice:
         """Core first, then halo. Any choice is lawful: the target's own choice does not look at it."""
         keys = None if one.session.warp.greedy else one.front.keys
         coarse = lambda: one.session.coarse_noise(one.front.keys, law.vocab)  # noqa: E731
-        width, beams = one.shape.width, min(self.beams, one.shape.width)
+        width = one.shape.width
         if self.search:
             return self._by_search(one, law, keys, coarse)
-        if law.truncation.cuts:  # the target may keep what the draft model cuts away, and takes most of what it keeps
-            return _with_halo(law.best(beams, keys, coarse, among=one.core), law.uncut.best(width), width)
-        every = law.best(width, keys, coarse)
-        core = every[one.core[every // law.vocab]][:beams]
-        if len(core) < beams and not one.core.all():  # the others are further down
-            core = law.best(beams, keys, coarse, among=one.core)
-        return _with_halo(core, every, width)
+        return law.core_and_halo(min(self.beams, width), width, keys, coarse, one.core)
 
-    def _by_search(
-        self, one: Growing, law: JointLaw, keys: np.ndarray | None, coarse: Coarse
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _by_search(self, one: Growing, law: JointLaw, keys: np.ndarray | None, coarse: Coarse) -> Choice:
         ends, width = one.session.limits.eos, one.shape.width
         looked = candidates(self.beams, len(ends))
         pairs = law.best(looked, keys, coarse, among=one.core)
         ended = one.session.limits.ends(pairs % law.vocab)
         core = pairs[running(law, pairs, ended, min(self.beams, width))]
         every = law.best(width + len(ends) * law.beams, keys, coarse)
-        return _with_halo(core, every[~one.session.limits.ends(every % law.vocab)], width)
-
-
-def _with_halo(core: Pairs, every: Pairs, width: int) -> tuple[Pairs, Bool[np.ndarray, " n"]]:
-    """The core and the best of the others, and which of them are core."""
-    mine = set(core.tolist())
-    halo = [pair for pair in every.tolist() if pair not in mine][: width - len(core)]
-    return np.array([*core.tolist(), *halo], dtype=np.int64), np.arange(len(core) + len(halo)) < len(core)
+        return law.chosen(core, every[~one.session.limits.ends(every % law.vocab)], width)
 
 
 def _merged(drawn: Pairs) -> tuple[Pairs, Int64[np.ndarray, " draws"], Int64[np.ndarray, " _"]]:

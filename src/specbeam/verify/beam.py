@@ -15,9 +15,9 @@ from specbeam.control.width import Width
 from specbeam.dice import child_keys
 from specbeam.errors import DeadEnd
 from specbeam.forest import Forest, Group
-from specbeam.laws import JointLaw, Pairs
+from specbeam.laws import Choice, JointLaw, Pairs
 from specbeam.limits import Ended
-from specbeam.probs import joint_law
+from specbeam.probs import joint_law, picked
 from specbeam.records import Audit, Beams, Step, Trial, Verdict
 from specbeam.session import Session
 from specbeam.verify.draws import Taken, drawn, draws
@@ -95,8 +95,8 @@ class Layer:
         beams = ((self.beam_of.get(parent, -1), token) for parent, token in self.drafts)
         return [beam * self.vocab + token if beam >= 0 else -1 for beam, token in beams]
 
-    def outcome(self, pairs: Pairs, counts: Int64[np.ndarray, " draws"], asked: int) -> Step:
-        """What becomes of the drawn pairs."""
+    def outcome(self, pairs: Pairs, logj: Odds, counts: Int64[np.ndarray, " _"], asked: int) -> Step:
+        """What becomes of the drawn pairs, which prolong beams of likelihood `logj`."""
         beams, tokens = np.divmod(pairs, self.vocab)
         parents = self.live.nodes[beams]
         nodes = self.forest.find(parents, tokens)
@@ -104,7 +104,7 @@ class Layer:
             tokens, lambda: np.column_stack([self.session.new_tokens(self.forest, parents), tokens])
         )
         keys = child_keys(self.live.keys[beams], tokens)
-        drawn = Beams(nodes, tokens, self.law.logj_at(pairs), counts, keys)
+        drawn = Beams(nodes, tokens, logj, counts, keys)
         passed = self.group is not None and bool((nodes[~ended] >= 0).all())
         return Step(parents, drawn, ended, asked, passed)
 
@@ -188,7 +188,7 @@ class BeamRule:
     def _layer(
         self, session: Session, forest: Forest, live: Beams, scored: Float[torch.Tensor, "nodes vocab"], number: int
     ) -> Layer:
-        rows = scored[torch.from_numpy(live.nodes).to(scored.device)]
+        rows = picked(scored, live.nodes)
         law = joint_law(rows, live.scores, live.counts, session.warp, lambda: session.paths(forest, live.nodes))
         group = forest.groups[number] if number < len(forest.groups) else None
         return Layer(session, forest, live, law, group)
@@ -199,14 +199,15 @@ class BeamRule:
         if layer.group is not None and not layer.session.warp.greedy:
             asked = self.width.choose(layer.heads, len(layer.drafts))
         if self.coupling == "noise" or layer.session.warp.greedy:  # nothing is drawn at temperature 0
-            pairs = _by_noise(layer, asked)
-            return layer.outcome(pairs, np.ones_like(pairs), asked), len(layer.drafts), layer.audit(pairs)
+            pairs, _, logj = _by_noise(layer, asked)
+            return layer.outcome(pairs, logj, np.ones_like(pairs), asked), len(layer.drafts), layer.audit(pairs)
         taken, seen = self._by_rejection(layer, asked)
         pairs, first, counts = np.unique([one.token for one in taken], return_index=True, return_counts=True)
         order = np.argsort(first)
         complete = all(one.draft >= 0 for one in taken)
         judged = taken[-1].draft + 1 if complete else len(layer.drafts)
-        return layer.outcome(pairs[order], counts[order], asked), judged, seen + layer.audit(pairs[order])
+        pairs = pairs[order]
+        return layer.outcome(pairs, layer.law.logj_at(pairs), counts[order], asked), judged, seen + layer.audit(pairs)
 
     def _by_rejection(self, layer: Layer, asked: int) -> tuple[list[Taken], Audit]:
         group, dice = layer.group, layer.session.dice
@@ -246,10 +247,8 @@ def _places(pairs: Pairs, wanted: list[int]) -> list[int]:
     return np.where(pairs[places] == wanted, places, -1).tolist()
 
 
-def _by_noise(layer: Layer, asked: int) -> Pairs:
+def _by_noise(layer: Layer, asked: int) -> Choice:
     """The best pairs of log-law plus noise: draws without replacement (Gumbel-top-k) that do not look at the drafts."""
-    session = layer.session
-    if session.warp.greedy:
-        return layer.law.best(asked)
-    keys = layer.live.keys
-    return layer.law.best(asked, keys, lambda: session.coarse_noise(keys, layer.vocab))
+    session, every = layer.session, np.ones(len(layer.live), dtype=bool)
+    keys = None if session.warp.greedy else layer.live.keys
+    return layer.law.core_and_halo(asked, 0, keys, lambda: session.coarse_noise(layer.live.keys, layer.vocab), every)
