@@ -104,8 +104,7 @@ class BeamDrafter:
         else:
             drawn = _drawn(one, law, self.replacement)
             core, logj = len(drawn), law.logj_at(drawn)
-        draws, counts = slice(None), np.ones_like(drawn)
-        pairs = drawn
+        pairs, draws, counts = drawn, np.arange(len(drawn)), np.ones_like(drawn)
         if self.replacement:
             pairs, draws, counts = _merged(drawn)
             logj = law.logj_at(pairs)
