@@ -1,21 +1,31 @@
-"""What a pass of a model costs on this machine: measured once, kept on disk, read by controllers."""
+"""What a pass of a model costs on this machine, and a turn beside it: measured once, kept on disk, read by controllers."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from specbeam import measured
-from specbeam.control.cost import CostCurve
+from specbeam import kernels, measured
+from specbeam.control.cost import CostCurve, HostCost
+from specbeam.decode import decode
 from specbeam.forest import Forest
+from specbeam.limits import Limits
+from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.idle import IdleLM
+from specbeam.probs import Warp
+from specbeam.session import Parts, Session
+from specbeam.truncation import Truncation
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-QUICK = (1, 4, 8, 16, 32)  # what is measured when somebody needs a curve now
+QUICK = (1, 4, 8, 12, 16, 24, 32)  # what is measured when somebody needs a curve now
 CONTEXT = 64  # tokens before the nodes
+DEEP, TURNS = 3, 12  # layers of the deeper draft that is timed, and turns of each draft
+PartsOf = Callable[[LM, int], Parts]  # by draft model and depth
 
 
 def curve_of(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve:
@@ -69,6 +79,56 @@ def measure(
     curve = CostCurve(tuple(nodes), tuple(np.maximum.accumulate(least).tolist()))  # more nodes never cost less
     measured.keep("cost", _key(lm, context), {"nodes": curve.nodes, "seconds": curve.seconds})
     return curve
+
+
+def host_cost(vocab: int, parts: PartsOf, key: list[Any]) -> HostCost:
+    """What these parts cost outside the models: from disk, or measured in some tenths of a second and kept.
+
+    Args:
+        vocab: tokens of the models.
+        parts: of a session that drafts so many layers with this model.
+        key: names what the cost depends on.
+    """
+    name = [vocab, kernels.AVAILABLE, *key]
+    if (known := _HOST.get(repr(name))) is None:
+        record = measured.load("host", name)
+        known = measure_host(vocab, parts) if record is None else HostCost(**record)
+        measured.keep("host", name, asdict(known))
+    return _HOST.setdefault(repr(name), known)
+
+
+_HOST: dict[str, HostCost] = {}  # a disk that keeps nothing must not cost a measurement per request
+
+
+def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
+    """Time whole turns around models that cost nothing: without drafts, with drafts that always pass, that never pass.
+
+    Medians of turns, the best of interleaved rounds.
+    """
+    best: dict[tuple[int, bool], float] = {}
+    for number in range(rounds + 1):
+        for kind in ((0, True), (DEEP, True), (DEEP, False)):
+            seconds = _turn_s(vocab, parts, *kind)
+            if number:  # the first round is warm-up
+                best[kind] = min(seconds, best.get(kind, seconds))
+    alone, passing, failing = best.values()
+    judge_s, draft_s = max(passing - failing, 0.0) / DEEP, max(failing - alone, 0.0) / DEEP
+    return HostCost(max(alone - judge_s, 0.0), draft_s, judge_s)
+
+
+def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool) -> float:
+    """Seconds of a turn outside the models, the draft of which is so deep and always or never what the target wants."""
+    target, draft = IdleLM(vocab, 0), IdleLM(vocab, 0 if agree else 1)
+    limits, warp = Limits((TURNS + 1) * (depth + 1)), Warp(truncation=Truncation(top_k=min(50, vocab)))
+    session, seconds, before = Session([0], parts(draft, depth), warp, limits, 0), list[float](), 0.0
+    began = time.perf_counter()
+    for _ in decode(target, [session]):
+        inside = target.seconds + draft.seconds
+        seconds.append(time.perf_counter() - began - (inside - before))
+        began, before = time.perf_counter(), inside
+        if len(seconds) == TURNS:
+            break
+    return float(np.median(seconds))
 
 
 def _timed(lm: HuggingFaceLM, seat: Any, forest: Forest) -> float:

@@ -2,15 +2,23 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.cost import CostCurve
+from specbeam.control.cost import CostCurve, HostCost
+from specbeam.control.fixed import FixedShape
+from specbeam.control.width import FixedWidth
 from specbeam.control.worth import DepthByCost, PassOdds
+from specbeam.draft.model import BeamDrafter
 from specbeam.errors import BadSetting
+from specbeam.lm.idle import IdleLM
 from specbeam.recipes.depth import depth_control
 from specbeam.records import Shape
-from specbeam.tune import curve_of, known_curve, measure
+from specbeam.session import Parts
+from specbeam.tune import DEEP, curve_of, host_cost, known_curve, measure
+from specbeam.verify.beam import BeamRule
+from specbeam.verify.search import SearchRule
 from tests.support import words
 
 FLAT, STEEP = CostCurve((1, 100), (1.0, 1.0)), CostCurve((1, 100), (1.0, 100.0))
@@ -42,6 +50,49 @@ def test_expected_layers_follow_the_odds():
     option = DepthByCost(CostCurve((4, 16), (1.0, 2.0)), CHEAP, 4, 6).options(odds, 4)[2]
     assert (option.nodes, option.layers) == (16, pytest.approx(3, abs=0.01))
     assert option.seconds == pytest.approx(2.02)
+
+
+def test_what_the_host_does_counts():
+    """A target that costs little is not drafted for by a host that is slow."""
+    odds, cheap = seen(*[True] * 8, times=1000), CostCurve((1,), (1e-3,))
+    quick = DepthByCost(FLAT, cheap, 4, 6, host=HostCost(0.1, 0.1, 0.1))
+    assert quick.options(odds, 4)[1].seconds == pytest.approx(1 + 1e-3 + 0.1 + 0.1 + 0.2, abs=1e-3)
+    assert best(quick, odds) == 8
+    assert best(replace(quick, host=HostCost(0.1, 2.0, 0.1)), odds) == 0
+
+
+@pytest.mark.parametrize("rule", [BeamRule(FixedWidth(2)), SearchRule(2)], ids=["beams", "search"])
+def test_the_host_is_timed_around_models_that_cost_nothing(rule, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
+    monkeypatch.setattr("specbeam.tune._HOST", {})
+    search = isinstance(rule, SearchRule)
+    turns = {True: [], False: []}
+
+    class Watched:
+        def __init__(self, lm, depth):
+            self.agree = lm._rows[0, 0] == IdleLM(40, 0)._rows[0, 0]
+            self.shape = FixedShape(depth, 3)
+
+        def plan(self, session):
+            return self.shape.plan(session)
+
+        def settle(self, session, turn):
+            if turn.forest.layers:
+                turns[bool(self.agree)].append(turn.verdict.accepted)
+
+    def parts(lm, depth):
+        return Parts(BeamDrafter(lm, 2, search=search), rule, Watched(lm, depth), "")
+
+    found = host_cost(40, parts, ["a rule", 2])
+    assert found.turn_s >= 0 and found.draft_s >= 0 and found.judge_s >= 0  # noqa: PT018
+    assert found.seconds(3, 4) > 0
+    assert np.mean(turns[True]) > DEEP - 0.5  # a truncation over core and halo may cut what one over the core keeps
+    assert np.mean(turns[False]) < 1
+    turns[True].clear()
+    assert host_cost(40, parts, ["a rule", 2]) == found  # from memory
+    monkeypatch.setattr("specbeam.tune._HOST", {})
+    assert host_cost(40, parts, ["a rule", 2]) == found  # from disk
+    assert not turns[True]
 
 
 def test_a_curve_goes_on_with_its_last_slope():
@@ -101,4 +152,4 @@ def test_wrong_depths_are_refused():
             sb.dsbd(depth=depth)
         with pytest.raises(BadSetting, match="at least 1, or 'auto'"):
             sb.speculative_beam_search(depth=depth)
-    assert depth_control(3, 4, 6, None, None).depth == 3
+    assert depth_control(3, 4, 6, None, None, BeamDrafter, SearchRule(4)).depth == 3

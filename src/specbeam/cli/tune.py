@@ -2,6 +2,7 @@
 
 import dataclasses
 import json as json_format
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specbeam.cli.common import quiet_load
@@ -9,6 +10,8 @@ from specbeam.control.cost import CostCurve
 from specbeam.control.worth import DepthByCost, PassOdds
 from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.pair import Pair
+from specbeam.recipes.beams import dsbd
 from specbeam.tune import NODES, measure
 
 if TYPE_CHECKING:
@@ -28,8 +31,11 @@ def run(
     console = Console(highlight=False)
     measured = {name: {context: _measured(lm, context) for context in contexts} for name, lm in models.items()}
     if json:
-        curves = {name: {c: dataclasses.asdict(one) for c, one in some.items()} for name, some in measured.items()}
-        print(json_format.dumps(curves))
+        print(
+            json_format.dumps(
+                {name: {c: dataclasses.asdict(one) for c, one in some.items()} for name, some in measured.items()}
+            )
+        )
         return 0
     table = Table(title="milliseconds of a pass, by nodes")
     table.add_column("nodes", justify="right")
@@ -40,7 +46,8 @@ def run(
         table.add_row(str(nodes), *(f"{1e3 * measured[name][context].seconds[place]:.2f}" for name, context in columns))
     console.print(table)
     if explain and "draft" in measured:
-        _explain(console, measured["target"][contexts[0]], measured["draft"][contexts[0]], beams, width, odds)
+        target, drafted = (measured[name][contexts[0]] for name in ("target", "draft"))
+        _explain(console, replace(_control(pair, beams, width), target=target, draft=drafted), odds)
     return 0
 
 
@@ -51,18 +58,32 @@ def _measured(lm: HuggingFaceLM, context: int) -> CostCurve:
     return measure(lm, NODES, context)
 
 
-def _explain(console: "Console", target: CostCurve, draft: CostCurve, beams: int, width: int, odds: float) -> None:
+def _control(pair: Pair, beams: int, width: int) -> DepthByCost:
+    """What decides on the depth of `dsbd`."""
+    control = dsbd(beams, width, width="fixed").parts(pair.draft, pair.target).controller
+    assert isinstance(control, DepthByCost)
+    return control
+
+
+def _explain(console: "Console", control: DepthByCost, odds: float) -> None:
     """The options that `depth="auto"` weighs, if layers pass with these odds."""
     from rich.table import Table
 
     seen = PassOdds(8)
     seen.passed[:], seen.reached[:] = odds, 1.0
-    options = DepthByCost(target, draft, beams, width).options(seen, beams)
+    options = control.options(seen, control.beams)
     best = max(options, key=lambda option: option.rate)
-    table = Table(title=f"{beams} beams, {width} draft nodes per layer, a layer passes with odds {odds:g}")
+    table = Table(
+        title=f"{control.beams} beams, {control.width} draft nodes per layer, a layer passes with odds {odds:g}"
+    )
     for head in ("draft layers", "scored nodes", "layers per turn", "ms per turn", "layers per second"):
         table.add_column(head, justify="right")
     for one in options:
         cells = (str(one.depth), str(one.nodes), f"{one.layers:.2f}", f"{1e3 * one.seconds:.1f}", f"{one.rate:.1f}")
         table.add_row(*cells, style="bold green" if one is best else "")
     console.print(table)
+    host = control.host
+    console.print(
+        f"outside the models: {1e3 * host.turn_s:.2f} ms per turn, {1e3 * host.draft_s:.2f} per drafted layer, "
+        f"{1e3 * host.judge_s:.2f} per layer judged"
+    )

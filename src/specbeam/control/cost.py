@@ -22,6 +22,19 @@ class CostCurve:
         return float(self.seconds[-1] + slope * (nodes - self.nodes[-1]))
 
 
+@dataclass(frozen=True)
+class HostCost:
+    """Seconds outside the models: of a turn, of each layer drafted, of each layer judged and emitted."""
+
+    turn_s: float = 0.0
+    draft_s: float = 0.0
+    judge_s: float = 0.0
+
+    def seconds(self, drafted: int, emitted: float) -> float:
+        """Of a turn that drafts and emits so many layers."""
+        return self.turn_s + drafted * self.draft_s + emitted * self.judge_s
+
+
 @dataclass
 class PassTimes:
     """A line through (nodes, seconds) samples, of which older ones count less (ProPD, arXiv 2402.13485, sec. 4.2).

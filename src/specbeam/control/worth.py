@@ -1,12 +1,12 @@
 """PLAN: as many draft layers as pay for themselves, by what passes cost on this machine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float64
 
-from specbeam.control.cost import CostCurve
+from specbeam.control.cost import CostCurve, HostCost
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -51,15 +51,15 @@ class DepthByCost:
     """The depth of most expected layers per second: argmax E(d) / T(d).
 
     E(d) = 1 + the sum over layers of the odds that all layers down to it pass, as this session has seen them; T(d) adds the
-    target's pass over the roots and d layers and d passes of the draft model. It reads past turns alone, and each session
-    learns by itself, so neither the law nor the other prompts of a batch are touched.
+    target's pass over the roots and d layers, d passes of the draft model, and what the host does beside. It reads past
+    turns alone, and each session learns by itself, so neither the law nor the other prompts of a batch are touched.
 
     Args:
         target, draft: seconds of a pass by scored nodes; see `specbeam tune`.
         beams: roots of a turn, at most.
         width: draft nodes per layer.
         most: deepest draft.
-        turn_s: seconds of a turn outside the models.
+        host: what a turn costs outside the models.
         explore: every so many turns that drafted nothing, draft one layer, or nothing could be learnt.
     """
 
@@ -68,7 +68,7 @@ class DepthByCost:
     beams: int
     width: int
     most: int = 8
-    turn_s: float = 0.0
+    host: HostCost = field(default_factory=HostCost)
     explore: int = 8
 
     def plan(self, session: Session) -> Shape:
@@ -94,7 +94,7 @@ class DepthByCost:
                 float(layers),
                 self.target.pass_s(nodes)
                 + (self.draft.pass_s(roots) + (depth - 1) * step_s if depth else 0.0)
-                + self.turn_s,
+                + self.host.seconds(depth, float(layers)),
             )
             for depth, layers in enumerate(seen.layers())
         ]

@@ -1,5 +1,6 @@
 """Recipes for beams."""
 
+from functools import partial
 from typing import Literal
 
 from specbeam.control.fixed import FixedShape
@@ -145,7 +146,8 @@ def dsbd(
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
-        drafter = BeamDrafter(draft, beams, coupling, replacement)
-        return Parts(drafter, rule, depth_control(depth, beams, draft_beams, target, draft), law)
+        drafter = partial(BeamDrafter, beams=beams, coupling=coupling, replacement=replacement)
+        control = depth_control(depth, beams, draft_beams, target, draft, drafter, rule)
+        return Parts(drafter(draft), rule, control, law)
 
     return Method("dsbd", law, beams, build, needs_draft=True)

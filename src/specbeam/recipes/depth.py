@@ -1,17 +1,20 @@
 """How deep a draft of beams is: a number, or what pays for itself."""
 
+from collections.abc import Callable
 from typing import Literal
 
-from specbeam.control.cost import CostCurve
+from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.fixed import FixedShape
 from specbeam.control.worth import DepthByCost
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.session import Controller
-from specbeam.tune import curve_of
+from specbeam.lm.idle import IdleLM
+from specbeam.session import Controller, Drafter, Parts, Rule
+from specbeam.tune import curve_of, host_cost
 
 Depth = int | Literal["auto"]
+DrafterOf = Callable[[LM], Drafter]
 UNMEASURED = {"target": 1.0, "draft": 0.1}  # seconds of a pass of any size, for models whose cost means nothing
 
 
@@ -21,13 +24,19 @@ def check_depth(depth: Depth) -> None:
         raise BadSetting(f"depth is {depth!r}; it must be at least 1, or 'auto'")
 
 
-def depth_control(depth: Depth, beams: int, width: int, target: LM | None, draft: LM | None) -> Controller:
-    """The controller of a draft of `width` nodes per layer."""
+def depth_control(
+    depth: Depth, beams: int, width: int, target: LM | None, draft: LM | None, drafter: DrafterOf, rule: Rule
+) -> Controller:
+    """The controller of a draft of `width` nodes per layer by `drafter`, judged by `rule`."""
     if depth != "auto":
         return FixedShape(depth, width)
     if draft is None:
         return FixedShape(4, width)
-    return DepthByCost(_curve(target, "target"), _curve(draft, "draft"), beams, width)
+    host = HostCost()
+    if isinstance(target, HuggingFaceLM):
+        parts = lambda lm, deep: Parts(drafter(lm), rule, FixedShape(deep, width), "")  # noqa: E731
+        host = host_cost(target.vocab, parts, [repr(rule), repr(drafter(IdleLM(1, 0))), width])
+    return DepthByCost(_curve(target, "target"), _curve(draft, "draft"), beams, width, host=host)
 
 
 def _curve(lm: LM | None, role: str) -> CostCurve:

@@ -1,5 +1,6 @@
 """Recipes for beam search, token-identical to transformers."""
 
+from functools import partial
 from typing import Literal
 
 from specbeam.control.fixed import FixedShape
@@ -75,14 +76,16 @@ def speculative(beams: int, draft_beams: int, depth: Depth, drafter: "DrafterNam
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         part = known[drafter] if isinstance(drafter, str) else drafter
+        by_model, rule = partial(BeamDrafter, beams=beams, search=True), SearchRule(beams)
         if drafter == "model":
             assert draft is not None
-            part = BeamDrafter(draft, beams, search=True)
+            part = by_model(draft)
         elif drafter == "token_recycling":
             assert target is not None
             table = memory.setdefault(target.vocab, Successors.empty(target.vocab))
             part = TokenRecycling(table, likeliest(max(draft_beams // beams, 1) * (4 if depth == "auto" else depth)))
         assert part is not None
-        return Parts(part, SearchRule(beams), depth_control(depth, beams, draft_beams, target, draft), law)
+        costly = draft if drafter == "model" else None
+        return Parts(part, rule, depth_control(depth, beams, draft_beams, target, costly, by_model, rule), law)
 
     return build

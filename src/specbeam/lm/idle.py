@@ -1,0 +1,54 @@
+"""A language model that does not compute: to measure what a turn costs outside the models."""
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from specbeam.forest import Forest
+from specbeam.records import Turn
+from specbeam.session import Session
+
+ROWS = 64
+
+
+class IdleLM:
+    """The logits after a token are one of a few random rows, float32: models of one seed agree everywhere, models of
+    different seeds nowhere.
+
+    Attributes:
+        seconds: spent inside, so that the caller can take them off.
+    """
+
+    max_positions: int | None = None
+
+    def __init__(self, vocab: int, seed: int) -> None:
+        self.vocab, self.seconds = vocab, 0.0
+        self._rows = torch.randn(ROWS, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+    def __repr__(self) -> str:
+        return f"IdleLM({self.vocab})"
+
+    def extend(
+        self, sessions: Sequence[Session], forests: Sequence[Forest]
+    ) -> list[Float[torch.Tensor, "nodes vocab"]]:
+        """See `LM.extend`."""
+        began = time.perf_counter()
+        rows = []
+        for session, forest in zip(sessions, forests, strict=True):
+            start = session.state.get(self, 0)
+            session.state[self] = len(forest)
+            rows.append(torch.from_numpy(self._rows.numpy()[np.asarray(forest.tokens[start:]) % ROWS]))
+        self.seconds += time.perf_counter() - began
+        return rows
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        session.state.pop(self, None)
+
+    def peak(self, session: Session) -> int:
+        return 0
+
+    def close(self, session: Session) -> None:
+        session.state.pop(self, None)
