@@ -1,5 +1,5 @@
-"""Every call inside specbeam is checked for types and shapes while the tests run, unless SPECBEAM_TYPES=off: the slow
-tests draw millions of tokens and are about speed of drawing."""
+"""Calls inside specbeam are checked for types and shapes while the tests run, of each function the first ones and then
+some, unless SPECBEAM_TYPES=off: the slow tests draw millions of tokens and are about speed of drawing."""
 
 import os
 import tempfile
@@ -7,9 +7,10 @@ import tempfile
 import hypothesis
 from jaxtyping import install_import_hook
 
-import tests.support.checking  # noqa: F401 - the hook looks it up by name
+import tests.support.checking  # the hook looks it up by name
 
 if os.environ.get("SPECBEAM_TYPES") != "off":
+    tests.support.checking.sample_calls()
     install_import_hook("specbeam", "tests.support.checking.checked")
 
 hypothesis.settings.register_profile("patient", deadline=None)  # the first call of a kernel compiles it

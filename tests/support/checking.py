@@ -1,10 +1,45 @@
 """The type checker of the test run: beartype, with int accepted where float is asked for, as Python's typing has it."""
 
+import functools
+import inspect
 import os
 
+import jaxtyping
 from beartype import BeartypeConf, beartype
 
 checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
+FIRST, EVERY = 50, 200  # calls of each function that are checked: so many at first, then one of so many
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def sample_calls():
+    """Let `jaxtyped` check some calls of each function: a check costs ten times what many of the functions cost."""
+    jaxtyping.jaxtyped = _sampled
+
+
+def _sampled(*, typechecker):
+    def decorate(one):
+        if not inspect.isclass(one):
+            return _now_and_then(one, _jaxtyped(one, typechecker=typechecker))
+        plain = one.__dict__.get("__init__")
+        one = _jaxtyped(one, typechecker=typechecker)
+        if plain is not None and one.__init__ is not plain:
+            one.__init__ = _now_and_then(plain, one.__init__)
+        return one
+
+    return decorate
+
+
+def _now_and_then(plain, strict):
+    calls = 0
+
+    @functools.wraps(plain)
+    def call(*args, **named):
+        nonlocal calls
+        calls += 1
+        return (strict if calls <= FIRST or calls % EVERY == 0 else plain)(*args, **named)
+
+    return call
 
 
 def refused(match: str):
