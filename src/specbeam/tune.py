@@ -2,19 +2,18 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
 from specbeam import kernels, measured
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.decode import decode
-from specbeam.forest import Forest
 from specbeam.limits import Limits
 from specbeam.lm.base import LM
+from specbeam.lm.context import Context
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.idle import IdleLM
 from specbeam.probs import Warp
@@ -40,7 +39,7 @@ def curve_of(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve:
 
 def known_curve(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve | None:
     """The curve that was measured before; None if there is none."""
-    record = measured.load("cost", _key(lm, context))
+    record = measured.load("pass", _key(lm, context))
     return None if record is None else CostCurve(tuple(record["nodes"]), tuple(record["seconds"]))
 
 
@@ -60,24 +59,18 @@ def measure(
         budget_s: seconds after which no further round begins.
     """
     samples: dict[int, list[float]] = {size: [] for size in nodes}
-    prompt = [(7 * place + 3) % lm.vocab for place in range(context)]
-    seat: Any = SimpleNamespace(prompt=prompt, state={})
-    forest, began = Forest.rooted([prompt[-1]]), time.perf_counter()
-    try:
-        lm.extend([seat], [forest])
+    began = time.perf_counter()
+    with closing(Context(lm, context)) as place:
         for number in range(repeats + 1):
             for size in nodes:
-                forest = forest.grown([place % lm.vocab for place in range(size)], [0] * size)
-                seconds = _timed(lm, seat, forest)
+                cost = place.turn(size)
                 if number:  # the first round is warm-up
-                    samples[size].append(seconds)
+                    samples[size].append(cost.pass_s)
             if number >= 1 and time.perf_counter() - began > budget_s:
                 break
-    finally:
-        lm.close(seat)
     least = [min(values) for values in samples.values()]  # what other work on the machine disturbed least
     curve = CostCurve(tuple(nodes), tuple(np.maximum.accumulate(least).tolist()))  # more nodes never cost less
-    measured.keep("cost", _key(lm, context), {"nodes": curve.nodes, "seconds": curve.seconds})
+    measured.keep("pass", _key(lm, context), {"nodes": curve.nodes, "seconds": curve.seconds})
     return curve
 
 
@@ -129,19 +122,6 @@ def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool) -> float:
         if len(seconds) == TURNS:
             break
     return float(np.median(seconds))
-
-
-def _timed(lm: HuggingFaceLM, seat: Any, forest: Forest) -> float:
-    _wait(lm)
-    began = time.perf_counter()
-    lm.extend([seat], [forest])
-    _wait(lm)
-    return time.perf_counter() - began
-
-
-def _wait(lm: HuggingFaceLM) -> None:
-    if lm.device.type == "cuda":
-        torch.cuda.synchronize(lm.device)
 
 
 def _key(lm: HuggingFaceLM, context: int) -> list[Any]:
