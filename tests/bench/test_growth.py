@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.bench.growth import Size, grown, size_for
+from specbeam.bench.growth import Size, grown, size_for, with_positions
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.pair import BUNDLED
 from tests.support.tiny_models import tiny
@@ -58,3 +58,29 @@ def test_a_model_does_not_shrink():
 def test_other_families_are_refused():
     with pytest.raises(NotSupported, match="gpt2"):
         grown(tiny("gpt2"), 10**7)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-window", "gpt_neox"])
+def test_more_positions_leave_the_function_as_it_is(family):
+    model = tiny(family)
+    known = sb.load(model).target
+    longer = with_positions(model, 400)
+    assert model.config.max_position_embeddings == 256
+    assert {id(one) for one in longer.parameters()} == {id(one) for one in model.parameters()}
+    lm = sb.load(longer).target
+    assert (known.max_positions, lm.max_positions) == (256, 400)
+    ids = torch.randint(0, model.config.vocab_size, (1, 390), generator=torch.manual_seed(0))
+    assert torch.equal(logits(longer, ids[:, :256]), logits(model, ids[:, :256]))
+    assert logits(longer, ids).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"family": "gpt2"},
+        {"family": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    ],
+)
+def test_positions_that_do_not_go_on_by_themselves_are_refused(changes):
+    with pytest.raises(NotSupported, match=r"cannot get 400 positions: its own are (not rotary|dynamic)"):
+        with_positions(tiny(**changes), 400)

@@ -2,6 +2,7 @@
 
 New layers, heads and feed-forward units write nothing, and new residual width carries zeros; everything else that is new is
 random, and costs what trained weights would cost. Speed comes from the large model, quality from the small one.
+Positions can be added too.
 """
 
 import copy
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROTARY = ("default", "linear", "llama3")  # whose angles do not depend on how many positions there are
 WIDTH_PER_LAYER = 64  # of usual models: 768 wide with 12 layers, 1,024 with 16
 WIDER_INSIDE = 8 / 3  # feed-forward units per unit of width
 
@@ -138,3 +140,25 @@ def _check(own: Size, size: Size) -> None:
         raise BadSetting(
             f"{size.heads} heads on {size.kv_heads} key-value heads; keep the model's {own.heads} on {own.kv_heads}"
         )
+
+
+def with_positions(model: "PreTrainedModel", positions: int) -> "PreTrainedModel":
+    """The same weights with more positions, to time long texts on: beyond those of its training, passes cost what they
+    would cost and texts are worth nothing. Up to them its function stays.
+
+    Args:
+        model: stays as it is, and shares its weights with the new one.
+        positions: how many.
+
+    Raises:
+        NotSupported: positions are learned, or angles depend on how many there are.
+    """
+    kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")
+    if kind not in ROTARY:
+        raise NotSupported(
+            f"{type(model).__name__} cannot get {positions:,} positions: its own are {kind or 'not rotary'}, and only "
+            f"rotary ones ({', '.join(ROTARY)}) go on by themselves; give lengths that it has positions for"
+        )
+    longer = copy.deepcopy(model, {id(one): one for one in model.parameters()})
+    longer.config.max_position_embeddings = positions
+    return longer
