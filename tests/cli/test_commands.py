@@ -258,3 +258,23 @@ def test_methods_are_compared(models, tmp_path):
     assert "changes the law of the output" in out
     assert "commit: " in out
     assert (tmp_path / "plot.png").is_file()
+
+
+def test_passes_are_timed(models, tmp_path):
+    asked = ["bench", "passes", *models[:2], "--repeats", "1", "--length", "20", "--beams", "2"]
+    for rows in ("1", "2", "4", "8"):
+        asked += ["--rows", rows]
+    code, out, err = specbeam(*asked, "--length", "300", "--plot", str(tmp_path / "plot.png"))
+    assert code == 0, err
+    assert out.startswith("| ms of a pass, by rows | 20 cached | 300 cached |")
+    assert "| transformers, 2 beams | 42 (0 MB) | 602 (0 MB) |" in out
+    assert "positions: 301, for timing only; the model's own are 256" in out
+    assert (tmp_path / "plot.png").is_file()
+    code, out, err = specbeam(*asked, "--json")
+    assert code == 0, err
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [one["record"] for one in records] == ["cell"] * 5 + ["ms by rows"]
+    assert {one["provenance"]["positions"] for one in records} == {"the model's own"}
+    code, _, err = specbeam(*asked, "--rows", "0")
+    assert code == 2
+    assert "--rows is 0; it must be at least 1" in err

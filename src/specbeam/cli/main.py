@@ -316,6 +316,27 @@ def speed(
     )
 
 
+@bench.command("passes")
+def pass_cost(
+    model: Model = "bundled",
+    grow: Annotated[Optional[str], typer.Option(help="Enlarge the model, as it is, to 100M, 1B, ... weights.")] = None,  # noqa: UP045
+    rows: Annotated[list[int], typer.Option(help="Rows of a pass.")] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128],  # noqa: B006
+    beams: Annotated[list[int], typer.Option(help="Beams of a step, beside transformers.")] = [1, 4, 16, 64],  # noqa: B006
+    length: Annotated[list[int], typer.Option(help="Tokens in the cache.")] = [128, 512, 1024, 2048, 4096],  # noqa: B006
+    copies_gb: Annotated[
+        float, typer.Option(help="Most that transformers' copies of the cache may take; 0: none.")
+    ] = 4.0,
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 7,
+    threads: Annotated[Optional[int], typer.Option(help="Of the arithmetic.")] = None,  # noqa: UP045
+    plot: Annotated[Optional[Path], typer.Option(help="Write a picture here.")] = None,  # noqa: UP045
+    json: Json = False,
+) -> None:
+    """What a pass costs by its rows and by the tokens in the cache, and a step of beams beside transformers' cache."""
+    from specbeam.cli.bench_passes import run
+
+    raise typer.Exit(run(model, grow, rows, beams, length, copies_gb, repeats, threads, plot, json))
+
+
 @app.command()
 def tune(
     model: Model = "bundled",

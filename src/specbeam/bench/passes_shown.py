@@ -1,0 +1,127 @@
+"""Costs of passes as tables and as a plot."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from specbeam.bench.passes import OURS, THEIRS, Cell, Fits, Plan
+from specbeam.bench.speed import Spread
+
+
+def as_records(cells: Sequence[Cell], found: Fits) -> list[dict[str, Any]]:
+    """A record per cell, then one per line through them."""
+    records = [{"record": "cell"} | dataclasses.asdict(cell) for cell in cells]
+    for length, fit in found.by_length.items():
+        records.append({"record": "ms by rows", "length": length} | dataclasses.asdict(fit))
+    if found.row is not None:
+        records.append({"record": "ms of a row by length"} | dataclasses.asdict(found.row))
+    for (engine, beams), fit in found.by_beams.items():
+        records.append({"record": "ms by length", "engine": engine, "beams": beams} | dataclasses.asdict(fit))
+    return records
+
+
+def as_markdown(cells: Sequence[Cell], found: Fits, plan: Plan) -> str:
+    """Passes by rows, the lines through them, steps of beams, and what these store. Spreads are the smallest and the largest
+    round.
+    """
+    at = {(cell.engine, cell.length, cell.rows): cell for cell in cells}
+    heads = [f"{length} cached" for length in plan.lengths]
+    sizes = [[str(rows), *(_spread(at[OURS, length, rows].pass_ms) for length in plan.lengths)] for rows in plan.rows]
+    blocks = [_table(["ms of a pass, by rows", *heads], sizes), *_lines(found)]
+    if plan.beams:
+        turns = _beams(at, plan, lambda cell: _spread(cell.turn_ms) or f"not made, {cell.kv_mb / 1e3:.1f} GB")
+        for row, key in zip(turns, _order(plan), strict=True):
+            row.append(f"{1e3 * found.by_beams[key].slope:.2f}" if key in found.by_beams else "")
+        blocks.append(_table(["ms of a pass and reordering", *heads, "µs per cached token"], turns))
+        stored = _beams(at, plan, lambda cell: f"{cell.kv_tokens:,} ({cell.kv_mb:,.0f} MB)")
+        blocks.append(_table(["KV tokens stored", *heads], stored))
+    return "\n\n".join(blocks)
+
+
+def _lines(found: Fits) -> list[str]:
+    if not found.by_length:
+        return []
+    rows = [
+        [f"{length}", f"{fit.start:.2f}", f"{fit.knee:.1f}", f"{fit.slope:.3f}", f"{fit.r2:.4f}"]
+        for length, fit in found.by_length.items()
+    ]
+    blocks = [_table(["cached tokens", "ms up to the knee", "knee, rows", "ms per further row", "R²"], rows)]
+    if found.row is not None:
+        blocks.append(
+            f"A row beyond the knee costs {found.row.start:.3f} ms, and {1e3 * found.row.slope:.3f} ms more per 1,000 "
+            f"cached tokens (R² {found.row.r2:.3f})."
+        )
+    return blocks
+
+
+def _order(plan: Plan) -> list[tuple[str, int]]:
+    return [(engine, beams) for beams in plan.beams for engine in (OURS, THEIRS)]
+
+
+def _beams(at: dict[tuple[str, int, int], Cell], plan: Plan, told: Callable[[Cell], str]) -> list[list[str]]:
+    return [
+        [
+            f"{engine}, {beams} beam{'s' * (beams > 1)}",
+            *(told(at[engine, length, beams]) for length in plan.lengths),
+        ]
+        for engine, beams in _order(plan)
+    ]
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *rows])
+
+
+def _spread(spread: Spread | None) -> str:
+    if spread is None:
+        return ""
+    digits = 2 if spread.median < 10 else 1 if spread.median < 100 else 0
+    return f"{spread.median:,.{digits}f} ({spread.low:,.{digits}f} to {spread.high:,.{digits}f})"
+
+
+def plot(cells: Sequence[Cell], found: Fits, plan: Plan, path: Path) -> None:
+    """Left: a pass against its rows, a line per length, with the fitted ones. Right: a turn against length, by beams."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 5))
+    colours = pyplot.get_cmap("viridis")
+    for place, length in enumerate(plan.lengths):
+        row = [cell for cell in cells if (cell.engine, cell.length) == (OURS, length) and cell.rows in plan.rows]
+        colour = colours(0.9 - 0.9 * place / max(len(plan.lengths) - 1, 1))
+        _points(left, plan.rows, [cell.pass_ms for cell in row], colour, "o", "none", f"{length:,} tokens")
+        if length in found.by_length:
+            fit = found.by_length[length]
+            bends = sorted({plan.rows[0], fit.knee, plan.rows[-1]})
+            left.plot(bends, [fit.at(rows) for rows in bends], color=colour, lw=1)
+    left.set(xlabel="rows of a pass", ylabel="ms per pass", xlim=(0, None), ylim=(0, None))
+    left.legend(title="in the cache; lines: fits", fontsize=8, title_fontsize=8)
+    for engine, beams in _order(plan):
+        row = [cell for cell in cells if (cell.engine, cell.rows) == (engine, beams)]
+        colour, style = pyplot.get_cmap("tab10")(plan.beams.index(beams)), "-" if engine == OURS else "--"
+        label = f"{engine}, {beams} beam{'s' * (beams > 1)}"
+        _points(right, plan.lengths, [cell.turn_ms for cell in row], colour, "o", style, label)
+    right.set(xlabel="tokens in the cache", ylabel="ms per pass and reordering", xscale="log", yscale="log")
+    right.set_xticks(plan.lengths, [f"{length:,}" for length in plan.lengths])
+    right.minorticks_off()
+    right.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _points(
+    axes: Any, x: Sequence[int], spreads: Sequence[Spread | None], colour: Any, marker: str, style: str, label: str
+) -> None:
+    known = [(place, one) for place, one in zip(x, spreads, strict=True) if one is not None]
+    if known:
+        axes.errorbar(
+            [place for place, _ in known], [one.median for _, one in known],
+            yerr=[[one.median - one.low for _, one in known], [one.high - one.median for _, one in known]],
+            marker=marker, ms=4, capsize=2, lw=1.2, elinewidth=0.8, ls=style, color=colour, label=label,
+        )  # fmt: skip

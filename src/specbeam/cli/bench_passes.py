@@ -1,0 +1,68 @@
+"""`specbeam bench passes`: what a pass costs by rows, length and beams."""
+
+import json as json_format
+from functools import partial
+from pathlib import Path
+
+from specbeam.bench.growth import grown, with_positions
+from specbeam.bench.passes import Plan, fits, passes
+from specbeam.bench.passes_shown import as_markdown, as_records, plot
+from specbeam.bench.pictures import check_picture
+from specbeam.bench.provenance import provenance
+from specbeam.cli.bench_speed import parameters
+from specbeam.cli.common import quiet_load
+from specbeam.errors import BadSetting
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.pair import load
+
+
+def run(
+    model: str, grow: str | None, rows: list[int], beams: list[int], lengths: list[int], copies_gb: float, repeats: int,
+    threads: int | None, picture: Path | None, json: bool,
+) -> int:  # fmt: skip
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    plan = _plan(rows, beams, lengths, copies_gb, repeats)
+    if picture is not None:
+        check_picture(picture)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    lm, positions = _model(model, grow, max(plan.lengths) + 1)
+    console = Console(stderr=True, highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("passes", total=plan.steps)
+        cells = passes(lm, plan, partial(progress.advance, bar))
+    found, origin = fits(cells, plan), provenance() | {"engine": lm.engine, "positions": positions}
+    if json:
+        for record in as_records(cells, found):
+            print(json_format.dumps({**record, "provenance": origin}))
+    else:
+        print(as_markdown(cells, found, plan))
+        print(f"\nMedian of {plan.repeats} rounds, smallest to largest; fits are through medians. ", end="")
+        print("; ".join(f"{name}: {value}" for name, value in origin.items()))
+    if picture is not None:
+        plot(cells, found, plan, picture)
+    return 0
+
+
+def _plan(rows: list[int], beams: list[int], lengths: list[int], copies_gb: float, repeats: int) -> Plan:
+    known = (("--rows", rows), ("--beams", beams), ("--length", lengths), ("--repeats", [repeats]))
+    for name, values in known:
+        for value in values:
+            if value < 1:
+                raise BadSetting(f"{name} is {value}; it must be at least 1")
+    ascending = [tuple(sorted(set(values))) for values in (lengths, rows, beams)]
+    return Plan(ascending[0], ascending[1], ascending[2], repeats, copies_gb)
+
+
+def _model(name: str, grow: str | None, needed: int) -> tuple[HuggingFaceLM, str]:
+    """A target with as many positions as are needed, and what to say of them."""
+    pair = quiet_load(name, None)
+    model = pair.target_model if grow is None else grown(pair.target_model, parameters(grow))
+    own = pair.target.max_positions
+    if own is None or own >= needed:
+        return (pair.target if grow is None else load(model).target), "the model's own"
+    longer = with_positions(model, needed)
+    return load(longer).target, f"{needed:,}, for timing only; the model's own are {own:,}"
