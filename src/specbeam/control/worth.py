@@ -70,10 +70,13 @@ class DepthByCost:
     most: int = 8
     host: HostCost = field(default_factory=HostCost)
     explore: int = 8
+    known: dict[int, Float64[np.ndarray, " depths"]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def plan(self, session: Session) -> Shape:
-        options = self.options(self._seen(session), len(session.beams))
-        best = max(options, key=lambda option: option.rate).depth
+        layers = self._seen(session).layers()
+        best = int((layers / self._turns_s(layers, len(session.beams))).argmax())
         if best == 0 and session.count.target_passes % self.explore == self.explore - 1:
             best = 1
         return Shape(min(best, session.remaining - 1), self.width)
@@ -84,20 +87,23 @@ class DepthByCost:
 
     def options(self, seen: PassOdds, roots: int) -> list[Option]:
         """What is expected of each depth."""
-        roots = max(roots, 1)
-        step_s = self.draft.pass_s(self.width)
+        layers = seen.layers()
+        turns = zip(layers.tolist(), self._turns_s(layers, roots).tolist(), strict=True)
         return [
-            Option(
-                depth,
-                self.width,
-                nodes := roots + depth * self.width,
-                float(layers),
-                self.target.pass_s(nodes)
-                + (self.draft.pass_s(roots) + (depth - 1) * step_s if depth else 0.0)
-                + self.host.seconds(depth, float(layers)),
-            )
-            for depth, layers in enumerate(seen.layers())
+            Option(depth, self.width, max(roots, 1) + depth * self.width, emitted, seconds)
+            for depth, (emitted, seconds) in enumerate(turns)
         ]
+
+    def _turns_s(self, layers: Float64[np.ndarray, " depths"], roots: int) -> Float64[np.ndarray, " depths"]:
+        """Seconds of a turn by depth, in which so many layers are emitted."""
+        if roots not in self.known:
+            self.known[roots] = np.array([self._passes_s(depth, max(roots, 1)) for depth in range(len(layers))])
+        return self.known[roots] + layers * self.host.judge_s
+
+    def _passes_s(self, depth: int, roots: int) -> float:
+        """Seconds of a turn that emits nothing."""
+        drafted = self.draft.pass_s(roots) + (depth - 1) * self.draft.pass_s(self.width) if depth else 0.0
+        return self.target.pass_s(roots + depth * self.width) + drafted + self.host.seconds(depth, 0)
 
     def _seen(self, session: Session) -> PassOdds:
         return session.state.setdefault(self, PassOdds(self.most))
