@@ -43,3 +43,24 @@ class LM(Protocol):
     def close(self, session: Session) -> None:
         """Forget the session."""
         ...
+
+
+class Uncached:
+    """What models without a cache have in common: all they keep of a session is how many nodes of the turn were scored."""
+
+    max_positions: int | None = None
+
+    def fresh(self, session: Session, forest: Forest) -> range:
+        """The nodes that were not scored in this turn; from here on they count as scored."""
+        start = session.state.get(self, 0)
+        session.state[self] = len(forest)
+        return range(start, len(forest))
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        session.state.pop(self, None)
+
+    def peak(self, session: Session) -> int:
+        return 0
+
+    def close(self, session: Session) -> None:
+        session.state.pop(self, None)

@@ -3,26 +3,23 @@
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from jaxtyping import Float
 
 from specbeam.forest import Forest
-from specbeam.records import Turn
+from specbeam.lm.base import Uncached
 from specbeam.session import Session
 
 ROWS = 64
 
 
-class IdleLM:
+class IdleLM(Uncached):
     """The logits after a token are one of a few random rows, float32: models of one seed agree everywhere, models of
     different seeds nowhere.
 
     Attributes:
         seconds: spent inside, so that the caller can take them off.
     """
-
-    max_positions: int | None = None
 
     def __init__(self, vocab: int, seed: int) -> None:
         self.vocab, self.seconds = vocab, 0.0
@@ -38,17 +35,7 @@ class IdleLM:
         began = time.perf_counter()
         rows = []
         for session, forest in zip(sessions, forests, strict=True):
-            start = session.state.get(self, 0)
-            session.state[self] = len(forest)
-            rows.append(torch.from_numpy(self._rows.numpy()[np.asarray(forest.tokens[start:]) % ROWS]))
+            tokens = forest.tokens[self.fresh(session, forest).start :]
+            rows.append(torch.from_numpy(self._rows.numpy()[tokens % ROWS]))
         self.seconds += time.perf_counter() - began
         return rows
-
-    def settle(self, session: Session, turn: Turn) -> None:
-        session.state.pop(self, None)
-
-    def peak(self, session: Session) -> int:
-        return 0
-
-    def close(self, session: Session) -> None:
-        session.state.pop(self, None)

@@ -7,14 +7,12 @@ import torch
 from jaxtyping import Float
 
 from specbeam.forest import Forest
-from specbeam.records import Turn
+from specbeam.lm.base import Uncached
 from specbeam.session import Session
 
 
-class TableLM:
+class TableLM(Uncached):
     """`law(path)` gives the odds of the next token after the new tokens `path`; a plain sequence serves every path."""
-
-    max_positions = None
 
     def __init__(self, law: Callable[[tuple[int, ...]], Sequence[float]] | Sequence[float]) -> None:
         self._law = law if callable(law) else lambda path: law
@@ -28,18 +26,8 @@ class TableLM:
         return [self._rows(session, forest) for session, forest in zip(sessions, forests, strict=True)]
 
     def _rows(self, session: Session, forest: Forest) -> Float[torch.Tensor, "nodes vocab"]:
-        start = session.state.get(self, 0)
-        session.state[self] = len(forest)
-        paths = [session.new_tokens(forest, np.array([node]))[0].tolist() for node in range(start, len(forest))]
+        fresh = self.fresh(session, forest)
+        paths = [session.new_tokens(forest, np.array([node]))[0].tolist() for node in fresh]
         odds = np.array([self._law(tuple(path)) for path in paths], dtype=np.float64).reshape(-1, self.vocab)
         with np.errstate(divide="ignore"):
             return torch.from_numpy(np.log(odds))
-
-    def settle(self, session: Session, turn: Turn) -> None:
-        session.state.pop(self, None)
-
-    def peak(self, session: Session) -> int:
-        return 0
-
-    def close(self, session: Session) -> None:
-        session.state.pop(self, None)
