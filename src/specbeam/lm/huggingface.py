@@ -69,6 +69,8 @@ class Lane:
             if len(mine) == len(wanted):
                 return picked(rows, at)
             found.append((mine, picked(rows, at[mine])))
+        if sum(len(mine) for mine, _ in found) != len(wanted):
+            raise IndexError(f"local nodes {wanted} were asked for, of which some were not scored")
         out = found[0][1].new_empty(len(wanted), found[0][1].shape[1])
         for mine, rows in found:
             out[torch.from_numpy(mine).to(out.device)] = rows
