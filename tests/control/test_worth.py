@@ -16,7 +16,7 @@ from specbeam.lm.idle import IdleLM
 from specbeam.recipes.depth import depth_control
 from specbeam.records import Shape
 from specbeam.session import Parts
-from specbeam.tune import DEEP, curve_of, host_cost, known_curve, measure
+from specbeam.tune import DEEP, curve_of, host_cost, known_curve, measure, measure_host
 from specbeam.verify.beam import BeamRule
 from specbeam.verify.search import SearchRule
 from tests.support import words
@@ -84,7 +84,6 @@ def test_the_host_is_timed_around_models_that_cost_nothing(rule, tmp_path, monke
         return Parts(BeamDrafter(lm, 2, search=search), rule, Watched(lm, depth), "")
 
     found = host_cost(40, parts, ["a rule", 2])
-    assert found.turn_s >= 0 and found.draft_s >= 0 and found.judge_s >= 0  # noqa: PT018
     assert found.seconds(3, 4) > 0
     assert np.mean(turns[True]) > DEEP - 0.5  # a truncation over core and halo may cut what one over the core keeps
     assert np.mean(turns[False]) < 1
@@ -93,6 +92,17 @@ def test_the_host_is_timed_around_models_that_cost_nothing(rule, tmp_path, monke
     monkeypatch.setattr("specbeam.tune._HOST", {})
     assert host_cost(40, parts, ["a rule", 2]) == found  # from disk
     assert not turns[True]
+
+
+def test_costs_are_told_apart(monkeypatch):
+    """Turns that are priced by a formula give its terms."""
+
+    def priced(vocab, parts, depth, agree):
+        return 0.7 + 0.2 * depth + 0.1 * (1 + depth * agree)
+
+    monkeypatch.setattr("specbeam.tune._turn_s", priced)
+    found = measure_host(40, lambda lm, depth: None)
+    assert (found.turn_s, found.draft_s, found.judge_s) == pytest.approx((0.7, 0.2, 0.1))
 
 
 def test_a_curve_goes_on_with_its_last_slope():

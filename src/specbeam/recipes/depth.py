@@ -32,11 +32,15 @@ def depth_control(
         return FixedShape(depth, width)
     if draft is None:
         return FixedShape(4, width)
-    host = HostCost()
-    if isinstance(target, HuggingFaceLM):
-        parts = lambda lm, deep: Parts(drafter(lm), rule, FixedShape(deep, width), "")  # noqa: E731
-        host = host_cost(target.vocab, parts, [repr(rule), repr(drafter(IdleLM(1, 0))), width])
+    host = _host(target.vocab, width, drafter, rule) if isinstance(target, HuggingFaceLM) else HostCost()
     return DepthByCost(_curve(target, "target"), _curve(draft, "draft"), beams, width, host=host)
+
+
+def _host(vocab: int, width: int, drafter: DrafterOf, rule: Rule) -> HostCost:
+    def parts(lm: LM, depth: int) -> Parts:
+        return Parts(drafter(lm), rule, FixedShape(depth, width), "")
+
+    return host_cost(vocab, parts, [repr(rule), repr(drafter(IdleLM(1, 0))), width])
 
 
 def _curve(lm: LM | None, role: str) -> CostCurve:
