@@ -74,7 +74,7 @@ def load(
         check: compare a small token tree with plain forwards, once per model, and refuse a model that gets it wrong.
 
     Raises:
-        MissingFile, UnsupportedModel, VocabularyMismatch.
+        BadSetting, MissingFile, UnsupportedModel, VocabularyMismatch.
     """
     if isinstance(target, str) and target == "bundled":
         target, draft = BUNDLED / "target", draft or BUNDLED / "draft"
@@ -184,6 +184,8 @@ def _model(source: Any, dtype: "str | torch.dtype", device: torch.device) -> "Pr
         return source
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise BadSetting(f"dtype is {dtype!r}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'")
     name = _found(source)
     try:
         config = AutoConfig.from_pretrained(name)

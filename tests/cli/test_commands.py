@@ -101,6 +101,8 @@ def test_a_bad_prompt_costs_itself_only(models, tmp_path):
         (["generate", "x", "-s", "speed=9"], "no setting 'speed'"),
         (["generate", "x", "--method", "magic"], "no method 'magic'"),
         (["methods", "magic"], "no method 'magic'"),
+        (["diff", "bundled", "--prompt", "x", "--beams", "1"], "at least 2"),
+        (["diff", "bundled", "--prompt", "x", "--dtype", "bfloat17"], "like 'float32' or 'bfloat16'"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(arguments, message):

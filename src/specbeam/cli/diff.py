@@ -8,7 +8,7 @@ from typing import Any
 
 from specbeam.cli.common import method_from, quiet_load
 from specbeam.cli.generate import gather
-from specbeam.errors import BadPrompt
+from specbeam.errors import BadPrompt, BadSetting
 from specbeam.evaluate.against_transformers import Comparison, Difference, comparisons
 from specbeam.evaluate.beam_options import Covered, with_every_option
 from specbeam.pair import Pair
@@ -23,6 +23,8 @@ def run(
     from rich.console import Console
     from rich.progress import track
 
+    if beams < 2:
+        raise BadSetting(f"--beams is {beams}; transformers searches with at least 2")
     asked, _ = gather(prompts, files)
     if not asked:
         raise BadPrompt("there is no prompt; give one as an argument, with --prompts, or on standard input")
