@@ -1,5 +1,6 @@
 """Beam search against transformers: the same beams and scores, whatever drafts, whatever else is in the batch."""
 
+import copy
 import functools
 from collections import Counter
 from dataclasses import replace
@@ -11,8 +12,11 @@ from scipy import stats
 from transformers import LogitsProcessor
 
 import specbeam as sb
+from specbeam.draft.every_block import EveryBlock
 from specbeam.lm.table import TableLM
 from specbeam.probs import Warp
+from specbeam.recipes.catalogue import RECIPES
+from specbeam.settings import Settings
 from specbeam.verify.search import SearchRule
 from tests.support import words
 from tests.support.checking import refused
@@ -21,6 +25,7 @@ from tests.support.programs import random_table, run, session_of
 from tests.support.tiny_models import tiny
 
 PROMPTS = ["abc", "Hello there", "a", "no, no"]
+SHARP = {"vocab_size": 5, "eos_token_id": 4, "bos_token_id": 0, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,7 @@ def pair():
 
 def by_transformers(pair, prompt, beams, new_tokens=14, **options):
     """Beams and scores of `generate` itself, for one prompt."""
-    ids = torch.tensor([pair.tokenizer(prompt)["input_ids"]])
+    ids = torch.tensor([prompt if isinstance(prompt, list) else pair.tokenizer(prompt)["input_ids"]])
     out = pair.target_model.generate(
         ids, attention_mask=torch.ones_like(ids), num_beams=beams, num_return_sequences=beams, do_sample=False,
         max_new_tokens=new_tokens, return_dict_in_generate=True, output_scores=True, **options,
@@ -113,6 +118,76 @@ def test_a_user_s_processor(pair):
             agree(sb.generate(pair, prompt, make(4), max_new_tokens=14, logits_processor=[Likes()])[0], expected, 4)
 
 
+class Sharp(Likes):
+    """A target that is sure of itself."""
+
+    def __call__(self, input_ids, scores):
+        return super().__call__(input_ids, super().__call__(input_ids, scores))
+
+
+MANY_ENDS = [56, 37, 44, 28, 34, 9, 3, 32, 20, 33, 58, 8, 41, 13, 52, 39, 31, 30, 21, 7]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "beams", "options"),
+    [
+        pytest.param([42, 52], 3, {"eos_token_id": MANY_ENDS}, id="candidates"),
+        pytest.param([32], 2, {"eos_token_id": [18, 4, 10], "early_stopping": "never", "length_penalty": 1.0}, id="never"),
+        pytest.param(
+            [40], 2, {"eos_token_id": [7, 31, 48, 28, 30, 41], "early_stopping": "never", "length_penalty": -1.0,
+                      "logits_processor": [Sharp()]}, id="sign"),
+        pytest.param(
+            [24, 6, 5], 2, {"eos_token_id": [46, 38, 20, 28, 25, 58], "early_stopping": "never", "length_penalty": -1.0,
+                            "logits_processor": [Sharp()]}, id="sign again"),
+    ],
+)  # fmt: skip
+def test_texts_that_a_rule_misread_would_change(pair, prompt, beams, options):
+    """Chosen so that too few candidates, "never" read as False, or its length whatever the penalty's sign, give others."""
+    expected = by_transformers(pair, prompt, beams, **options)
+    for make in METHODS.values():
+        agree(sb.generate(pair, [prompt], make(beams), max_new_tokens=14, **options)[0], expected, beams)
+
+
+@pytest.mark.parametrize("eos", [[], [1], [1, 18, 20]], ids=len)
+def test_truncation_leaves_as_many_tokens_as_in_transformers(pair, eos):
+    """A beam must be able to go on beside every way to end."""
+    kept, model = [], pair.target_model
+    config = copy.deepcopy(model.generation_config)
+    config.eos_token_id = eos or None
+    ids = torch.tensor([[5, 6, 7]])
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), num_beams=2, do_sample=True, top_k=1, top_p=0.01, max_new_tokens=3,
+        generation_config=config, custom_generate=lambda model, ids, logits_processor, **more: kept.append(logits_processor),
+    )  # fmt: skip
+    scores = torch.randn(1, 61, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    ours = Settings(top_k=1, top_p=0.01).warp(tuple(eos), False, 3, search=True).processors
+    assert int((ours(ids, scores) > -torch.inf).sum()) == max(2, 1 + len(eos))
+    assert torch.equal(ours(ids, scores), kept[0](ids, scores))
+
+
+@pytest.mark.parametrize("early_stopping", [False, "never"])
+def test_fewer_allowed_tokens_than_beams(pair, early_stopping):
+    """transformers fills its beams with copies of the prompt, of no odds; ours are those of the real ones."""
+    options = {"early_stopping": early_stopping, "prefix_allowed_tokens_fn": lambda number, tokens: [5, 9, 1]}
+    expected = [one for one in by_transformers(pair, "abc", 6, 5, **options) if one[1] > -1e8]
+    assert len(expected) > 3
+    for make in METHODS.values():
+        found = sb.generate(pair, "abc", make(6), max_new_tokens=5, **options)[0]
+        agree(found, expected, len(expected))
+
+
+def test_copies_of_the_prompt_do_not_count_as_texts(pair):
+    """With early_stopping=True those of transformers end the search before real texts are there."""
+    options = {
+        "early_stopping": True,
+        "prefix_allowed_tokens_fn": lambda number, tokens: [[5], [9], [11, 1]][len(tokens) % 3],
+    }
+    theirs = by_transformers(pair, "abc", 4, 12, **options)
+    found = sb.generate(pair, "abc", sb.beam_search(4), max_new_tokens=12, **options)[0]
+    assert any(score < -1e6 for _, score in theirs)
+    assert all(one.finished and one.score > -1e6 for one in found.beams[:4])
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "opt", "gpt2", "gpt_neox"])
 def test_six_families(family):
     pair = words.pair(family)
@@ -131,6 +206,32 @@ def test_drafts_save_passes(pair):
     fast = sb.generate(twin, "abc", sb.speculative_beam_search(3, 6, 3), max_new_tokens=12)[0]
     assert [one.tokens for one in fast.beams[:3]] == [one.tokens for one in plain.beams[:3]]
     assert fast.report.target_passes == -(-plain.report.target_passes // 4)
+
+
+@pytest.mark.parametrize("make", [make for make in RECIPES if make.__name__ not in ("auto", "mtjd")])
+def test_the_drafter_of_any_recipe_will_do(make):
+    """A search needs nodes alone, whatever grew them under its beams: here a target that drafts for itself."""
+    model = tiny("llama")
+    twin = sb.load(model, model, tokenizer=words.tokenizer())
+    drafter = make().parts(twin.draft, twin.target).drafter
+    method = sb.speculative_beam_search(3, 24, 3, drafter)
+    found = sb.generate(twin, PROMPTS, method, max_new_tokens=8)
+    for prompt, one in zip(PROMPTS, found, strict=True):
+        agree(one, by_transformers(twin, prompt, 3, 8), 3)
+    wide = make.__name__ in ("rsd_s", "opt_tree", "dyspec", "mmtad", "speculative_beam_search", "dsbd")
+    assert not wide or sum(one.report.accepted for one in found) > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_path_there_is(depth):
+    """Without end tokens the layers of a draft that holds all paths pass."""
+    pair = sb.load(tiny("llama", seed=3, **SHARP), tiny("llama", seed=4, **SHARP))
+    plain = sb.generate(pair, [[1, 2, 3]], sb.beam_search(3), max_new_tokens=6, eos_token_id=[])[0]
+    fast = sb.generate(
+        pair, [[1, 2, 3]], sb.speculative_beam_search(3, 6, depth, EveryBlock(5)), max_new_tokens=6, eos_token_id=[]
+    )[0]
+    assert [one.tokens for one in fast.beams[:3]] == [one.tokens for one in plain.beams[:3]]
+    assert fast.report.target_passes == 6 // (1 + depth)
 
 
 def test_the_common_prefix_of_all_beams_is_streamed(pair):
@@ -160,10 +261,10 @@ def best_text(method, target, draft, steps, eos):
 
 @pytest.mark.parametrize(
     ("vocab", "steps", "eos"),
-    [pytest.param(3, 2, (), marks=pytest.mark.slow), pytest.param(4, 2, (3,), marks=pytest.mark.slow), (3, 3, (2,))],
+    [pytest.param(3, 2, (), marks=pytest.mark.slow), pytest.param(4, 2, (3,), marks=pytest.mark.slow), (3, 2, (2,))],
 )
 def test_the_law_of_hf_beam_sampling_by_enumeration(vocab, steps, eos):
-    beams = 1 if steps == 3 else 2
+    beams = 2
     target, draft = random_table(1, vocab), random_table(2, vocab)
     expected = hf_beam_sampling_law(target, beams, steps, eos)
     assert sum(expected.values()) == pytest.approx(1)
@@ -172,9 +273,6 @@ def test_the_law_of_hf_beam_sampling_by_enumeration(vocab, steps, eos):
         sb.dsbd(beams, beams + 1, 2, "fixed", semantics="hf"),
     ):
         assert distance(best_text(method, target, draft, steps, eos), expected) < 1e-12
-
-
-SHARP = {"vocab_size": 5, "eos_token_id": 4, "bos_token_id": 0, "pad_token_id": 0}
 
 
 @pytest.mark.slow
@@ -203,6 +301,24 @@ def test_the_law_of_hf_beam_sampling_on_a_transformer():
         runs[method.name] = [tuple(one.tokens) for one in found]
     for name, texts in runs.items():
         assert chi_square(Counter(texts), law) > 1e-3, name
+
+
+def test_one_beam_of_hf_semantics_is_plain_sampling(pair):
+    """As in transformers, which looks for no candidates then; the same seed gives the same texts."""
+    expected = sb.generate(pair, PROMPTS, "sampling", seed=3, max_new_tokens=10)
+    for method in (sb.beam_sampling(1, semantics="hf"), sb.dsbd(1, 4, 3, "fixed", semantics="hf")):
+        found = sb.generate(pair, PROMPTS, method, seed=3, max_new_tokens=10)
+        assert [one.tokens for one in found] == [one.tokens for one in expected]
+
+
+def test_one_beam_is_greedy_search(pair):
+    for options in ({"early_stopping": "never", "length_penalty": 2.0}, {}):
+        expected = [
+            one.tokens for one in sb.generate(pair, PROMPTS, "greedy", max_new_tokens=14, eos_token_id=MANY_ENDS)
+        ]
+        for make in METHODS.values():
+            found = sb.generate(pair, PROMPTS, make(1), max_new_tokens=14, eos_token_id=MANY_ENDS, **options)
+            assert [one.tokens for one in found] == expected
 
 
 def chi_square(counts, law):

@@ -1,6 +1,7 @@
 """DRAFT: trees whose shape follows the draft's own confidence, under a budget of nodes."""
 
 import heapq
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +29,7 @@ class BestFirst:
     least_gain: float = 0.0
 
     def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
-        value: dict[int, float] = sprout.memory.setdefault("value", {0: 0.0})
+        value: dict[int, float] = sprout.memory.setdefault("value", sprout.standing())
         waiting: list[tuple[float, int, int]] = sprout.memory.setdefault("waiting", [])  # (log value, parent, token)
         ends = sprout.session.limits.eos
         fresh = [
@@ -54,8 +55,8 @@ class BestFirst:
         sprout.front = np.arange(start, len(sprout.forest))
 
     def _values(self, sprout: Sprout) -> list[float]:
-        """Log values of all nodes seen, best first, the root left out."""
-        seen = [score for node, score in sprout.memory["value"].items() if node]
+        """Log values of all nodes seen, best first, the roots left out."""
+        seen = [score for node, score in sprout.memory["value"].items() if node not in sprout.roots]
         return sorted([*seen, *(one[0] for one in sprout.memory["waiting"])], reverse=True)
 
     def _threshold(self, sprout: Sprout) -> float:
@@ -71,7 +72,7 @@ class BestFirst:
         if "waiting" not in sprout.memory:
             return
         value: dict[int, float] = sprout.memory["value"]
-        inner = [(score, node) for node, score in value.items() if node]
+        inner = [(score, node) for node, score in value.items() if node not in sprout.roots]
         # Among equal values an ancestor goes first, so that no node is kept without its parent.
         leaves = [(one[0], -1, one) for one in sprout.memory["waiting"]]
         depth = sprout.forest.depths()
@@ -80,7 +81,7 @@ class BestFirst:
             + [(-score, int(depth[one[1]]) + 1, one[1], one) for score, _, one in leaves],
             key=lambda entry: entry[:3],
         )[: sprout.shape.width]
-        kept = {0, *(node for _, _, node, leaf in ranked if leaf is None)}
+        kept = {*sprout.roots, *(node for _, _, node, leaf in ranked if leaf is None)}
         for _, _, _, leaf in ranked:
             if leaf is not None:
                 kept.add(len(sprout.forest))
@@ -112,14 +113,14 @@ class BestFirstDraws(Complete):
     least: float = 0.05
 
     def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
-        worth: dict[int, float] = sprout.memory.setdefault("worth", {0: 1.0})
+        worth: dict[int, float] = sprout.memory.setdefault("worth", _odds(sprout))
         greedy, left = sprout.session.warp.greedy, [row.p.copy() for row in rows]
         nodes = sprout.front.tolist()
         tokens: list[list[int]] = [[] for _ in nodes]
         odds: list[list[float]] = [[] for _ in nodes]
         heap = [(-worth[node], row) for row, node in enumerate(nodes)]
         heapq.heapify(heap)
-        budget = sprout.shape.width - (len(sprout.forest) - 1)
+        budget = sprout.shape.width - (len(sprout.forest) - len(sprout.roots))
         while heap and budget > 0 and -heap[0][0] >= self.least:
             negative, row = heapq.heappop(heap)
             mass = left[row].sum()
@@ -142,3 +143,7 @@ class BestFirstDraws(Complete):
         going = {child: value for child, value in zip(born, values, strict=True) if child >= 0}
         worth |= going
         sprout.front = np.array([*going], dtype=np.int64)
+
+
+def _odds(sprout: Sprout) -> dict[int, float]:
+    return {root: math.exp(score) for root, score in sprout.standing().items()}

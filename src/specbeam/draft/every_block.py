@@ -46,7 +46,7 @@ class EveryBlock:
         with session.failing_alone():
             self.check(depth, session.limits.eos)
             going = np.setdiff1d(np.arange(self.vocab), session.limits.eos)
-            front = np.zeros(1, dtype=np.int64)
+            front = np.arange(len(forest))
             for _ in range(depth):
                 start, count = len(forest), len(front) * len(going)
                 forest = forest.grown(np.tile(going, len(front)), np.repeat(front, len(going)))

@@ -33,8 +33,9 @@ class Slots:
     counts: Int64[np.ndarray, " slots"]  # how often each was drawn, with replacement
 
     @classmethod
-    def start(cls) -> "Slots":
-        return cls(np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros(1, dtype=bool), np.ones(1, dtype=np.int64))
+    def start(cls, sprout: Sprout) -> "Slots":
+        roots, counts = len(sprout.roots), sprout.session.beams.counts
+        return cls(np.arange(roots), np.array([*sprout.standing().values()]), np.zeros(roots, dtype=bool), counts)
 
     def prolonged(
         self, front: Int64[np.ndarray, " front"], logq: Float64[np.ndarray, "front vocab"]
@@ -71,7 +72,7 @@ class JointBeams:
     lost_ends: bool = False
 
     def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
-        slots: Slots = sprout.memory.get("slots") or Slots.start()
+        slots: Slots = sprout.memory.get("slots") or Slots.start(sprout)
         logq = spread(rows)
         scores = slots.prolonged(sprout.front, logq).ravel()
         drawn = self.mode == "sample" and not sprout.session.warp.greedy
@@ -106,10 +107,10 @@ class JointBeams:
 
 
 def _ancestry(forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " kept"]:
-    """The root, these nodes and all between."""
-    found = {0}
+    """The roots, these nodes and all between."""
+    found = {*range(forest.roots)}
     for node in nodes.tolist():
-        while node:
+        while node not in found:
             found.add(node)
             node = int(forest.parents[node])
     return np.array(sorted(found), dtype=np.int64)

@@ -16,16 +16,17 @@ from specbeam.session import Drafter, Session
 
 
 def united(forests: list[Forest]) -> tuple[Forest, list[Int64[np.ndarray, " _"]]]:
-    """Trees with the same root as one: a path is there if one of them has it. Also the new name of each old node.
+    """Trees with the same roots as one: a path is there if one of them has it. Also the new name of each old node.
 
     Groups keep their order, so a node reached by two trees tries the drafts of the first before those of the second.
     """
-    whole = Forest(forests[0].tokens[:1], forests[0].parents[:1])
+    roots = forests[0].roots
+    whole = Forest.rooted(forests[0].tokens[:roots])
     renamings = []
     for forest in forests:
         names = np.zeros(len(forest) + 1, dtype=np.int64)
-        names[-1] = -1
-        for node in range(1, len(forest)):
+        names[:roots], names[-1] = range(roots), -1
+        for node in range(roots, len(forest)):
             parent, token = names[forest.parents[node]], forest.tokens[node]
             known = int(whole.find(np.array([parent]), np.array([token]))[0])
             names[node] = known if known >= 0 else len(whole)
@@ -99,7 +100,7 @@ class Pruned:
         forests = self.drafter.draft(sessions, shapes)
         kept_forests = []
         for session, forest, rows in zip(sessions, forests, self.early.extend(sessions, forests), strict=True):
-            names = np.zeros(1, dtype=np.int64)
+            names = np.arange(forest.roots)
             with session.failing_alone("draft: "):
                 names = self._hopeful(forest, _constrained(session, forest, rows))
             session.state[self] = (forest, names)
@@ -109,7 +110,7 @@ class Pruned:
     def _hopeful(self, forest: Forest, rows: Float[torch.Tensor, "nodes vocab"]) -> Int64[np.ndarray, " kept"]:
         likely = rows.topk(min(self.top, rows.shape[1]), dim=-1).indices.cpu().numpy()
         kept = np.ones(len(forest), dtype=bool)
-        for node in range(1, len(forest)):
+        for node in range(forest.roots, len(forest)):
             parent = forest.parents[node]
             kept[node] = kept[parent] and forest.tokens[node] in likely[parent]
         return np.flatnonzero(kept)
@@ -153,7 +154,7 @@ class Graph(Complete):
         context: tokens before the candidate that must agree too; -1 never merges.
         least: a node with smaller draft odds gets no children.
         least_sibling: candidates below this share of their best sibling's odds are left out.
-        most_nodes: of the unrolled tree, root included.
+        most_nodes: of the unrolled trees, roots included.
     """
 
     top: int = 4
@@ -163,7 +164,7 @@ class Graph(Complete):
     most_nodes: int = 64
 
     def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
-        edges: dict[int, list[int]] = sprout.memory.setdefault("edges", {0: []})
+        edges: dict[int, list[int]] = sprout.memory.setdefault("edges", {root: [] for root in sprout.roots})
         leaves: set[int] = sprout.memory.setdefault("leaves", set())
         front: list[int] = []
         for node, row in zip(sprout.front.tolist(), rows, strict=True):
@@ -191,25 +192,24 @@ class Graph(Complete):
         if self.context < 0:
             return None
         wanted = [*self._tail(sprout, node, self.context), token]
-        for other in range(1, len(sprout.forest)):
+        for other in range(len(sprout.roots), len(sprout.forest)):
             same = self._tail(sprout, other, self.context + 1) == wanted
             if same and other not in edges[node] and not _reaches(edges, other, node):
                 return other
         return None
 
     def _tail(self, sprout: Sprout, node: int, size: int) -> list[int]:
-        path = [
-            *sprout.session.prompt[-size:],
-            *sprout.session.settled,
-            *sprout.session.tails[0].tolist(),
-            *sprout.forest.path(node),
-        ]
-        return path[-size:] if size else []
+        if size == 0:
+            return []
+        root = int(sprout.forest.root_of(np.array([node]))[0])
+        before = [*sprout.session.prompt[-size:], *sprout.session.settled, *sprout.session.tails[root].tolist()]
+        return [*before, *sprout.forest.path(node)][-size:]
 
     def finish(self, sprout: Sprout) -> None:
         """Unroll; each copy hangs in the forest too, unscored, so that the draft model's cache knows where it is."""
         edges: dict[int, list[int]] = sprout.memory.get("edges", {})
-        kept, queue = [0], [(0, 0)]  # (node, node of the graph that it stands for)
+        kept = [*sprout.roots]
+        queue = [(root, root) for root in kept]  # (node, node of the graph that it stands for)
         while queue and len(kept) < self.most_nodes:
             node, origin = queue.pop(0)
             for target in edges.get(origin, []):
@@ -223,7 +223,7 @@ class Graph(Complete):
                 queue.append((child, target))
         sprout.kept = np.array(sorted(kept), dtype=np.int64)
         for parent in sprout.kept.tolist():
-            nodes = [node for node in kept if node and int(sprout.forest.parents[node]) == parent]
+            nodes = [node for node in kept if int(sprout.forest.parents[node]) == parent]
             if nodes:
                 tokens = sprout.forest.tokens[nodes].tolist()
                 sprout.forest = sprout.forest.with_group(retrieved(tokens, parent, nodes))

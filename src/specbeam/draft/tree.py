@@ -1,4 +1,8 @@
-"""DRAFT: token trees under one beam, grown layer by layer by a draft model. A growth decides the shape."""
+"""DRAFT: token trees, grown layer by layer by a draft model. A growth decides the shape.
+
+Rules that try drafts against their law work under one beam, and with it such trees have one root; beam search needs nodes
+alone, so under several beams a tree grows under each, and the likelier beams get the better part of a budget.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +17,6 @@ from jaxtyping import Float, Float64, Int64
 from specbeam.control.best_tree import Topology
 from specbeam.control.confidence import Stopping
 from specbeam.draft.children import Best, Children, Distinct, Draws, distinct
-from specbeam.errors import NotSupported
 from specbeam.forest import Forest, Group, Row
 from specbeam.lm.base import LM
 from specbeam.probs import best, row_laws
@@ -34,9 +37,17 @@ class Sprout:
 
     @classmethod
     def start(cls, session: Session, shape: Shape) -> "Sprout":
-        if len(session.beams) != 1:
-            raise NotSupported("a token tree grows under one beam; draft layers of beams with BeamDrafter")
-        return cls(session, shape, Forest.rooted(session.beams.tokens), np.zeros(1, dtype=np.int64))
+        forest = Forest.rooted(session.beams.tokens)
+        return cls(session, shape, forest, np.arange(len(forest)))
+
+    @property
+    def roots(self) -> range:
+        return range(len(self.session.beams))
+
+    def standing(self) -> dict[int, float]:
+        """Log-likelihood of the beam above each root, that of the best one taken off."""
+        scores = self.session.beams.scores
+        return dict(enumerate((scores - scores.max()).tolist()))
 
     def laws(self, logits: Float[torch.Tensor, "front vocab"]) -> list[Row]:
         """Draft laws of the nodes that may go on, which are the front from now on: behind some no law is left.
@@ -44,7 +55,7 @@ class Sprout:
         Behind an end token there is no law to ask for: logits processors need not know one.
         """
         eos, tokens, front = self.session.limits.eos, self.forest.tokens, self.front.tolist()
-        going = [place for place, node in enumerate(front) if node == 0 or int(tokens[node]) not in eos]
+        going = [place for place, node in enumerate(front) if node in self.roots or int(tokens[node]) not in eos]
         if len(going) < len(front):
             self.front, logits = self.front[going], logits[going]
         rows = row_laws(logits, self.session.warp, lambda: self.session.paths(self.forest, self.front))
@@ -228,7 +239,7 @@ class FixedTree(Complete):
     children: Children
 
     def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
-        subtree_of = sprout.memory.setdefault("subtree_of", {0: self.topology})
+        subtree_of = sprout.memory.setdefault("subtree_of", dict.fromkeys(sprout.roots, self.topology))
         children = Best() if sprout.session.warp.greedy else self.children
         if sprout.session.warp.constraint is not None and isinstance(children, Distinct):
             children = Distinct()  # no fallback: beyond q's support nearly all is banned
@@ -272,7 +283,7 @@ class StochasticBeam(Complete):
 
     def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
         nodes, width, greedy = sprout.front.tolist(), sprout.shape.width, sprout.session.warp.greedy
-        phi, top = sprout.memory.setdefault("phi", {0: 0.0}), sprout.memory.setdefault("top", {0: 0.0})
+        phi, top = (sprout.memory.setdefault(name, sprout.standing()) for name in ("phi", "top"))
         uniforms = None if greedy else sprout.session.dice.uniform((len(rows), rows[0].vocab))
         found: list[tuple[float, int, int]] = []  # (minus the perturbed log-odds, row, place)
         for number, (node, row) in enumerate(zip(nodes, rows, strict=True)):
