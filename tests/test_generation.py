@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, TextStreamer
 
 import specbeam as sb
 from specbeam import errors, probs
@@ -326,6 +326,7 @@ def test_bad_prompts_fail_alone(pair):
     ("make", "message"),
     [
         (lambda: sb.dsbd(0), "beams is 0"),
+        (lambda: sb.beam_search(True), "beams is True"),
         (lambda: sb.dsbd(2, depth=0), "depth is 0"),
         (lambda: sb.dsbd(4, 3), "draft_beams is 3"),
         (lambda: sb.dsbd(2, min_beams=3), "min_beams is 3"),
@@ -343,6 +344,13 @@ def test_bad_settings_say_what_to_do(make, message):
         make()
 
 
+def test_values_of_the_wrong_type_are_refused():
+    with refused("depth is 1.5"):
+        sb.speculative_beam_search(3, depth=1.5)
+    with refused("or a part"):
+        sb.speculative_beam_search(3, drafter=object())
+
+
 def test_options_that_cannot_be_honoured_are_refused(pair):
     for options, message in [
         ({"temperature": -1.0}, "temperature is -1"),
@@ -350,15 +358,76 @@ def test_options_that_cannot_be_honoured_are_refused(pair):
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"num_beams": 3}, "no option num_beams"),
         ({"num_return_sequences": 9}, "keeps 4 beams"),
+        ({"length_penalty": 500.0}, "length_penalty is 500.0"),
+        ({"bad_words_ids": [[7, 99]]}, "bad_words_ids holds 99"),
+        ({"bad_words_ids": [[]]}, "lists of token ids"),
+        ({"logits_processor": [5]}, "a list of callables"),
+        ({"generation_config": GenerationConfig(num_beams=8)}, r"num_beams=8, and dsbd keeps 4: sb.dsbd\(8\)"),
+        ({"generation_config": GenerationConfig(do_sample=False)}, "do_sample=False, and dsbd draws"),
     ]:
         with pytest.raises(errors.BadSetting, match=message):
             sb.generate(pair, "abc", "dsbd", **options)
+    for options in (
+        {"eos_token_id": "</s>"},
+        {"bad_words_ids": [5]},
+        {"logits_processor": len},
+        {"length_penalty": "1"},
+    ):
+        with refused(f"{next(iter(options))} is"):
+            sb.generate(pair, "abc", "dsbd", **options)
+    with pytest.raises(errors.BadSetting, match="do_sample=True, and greedy draws nothing"):
+        sb.generate(pair, "abc", "greedy", generation_config=GenerationConfig(do_sample=True))
     with pytest.raises(errors.NotSupported, match="temperature would be ignored"):
         sb.generate(pair, "abc", "greedy", temperature=0.5)
     with pytest.raises(errors.NotSupported, match="drafts with a model"):
         sb.generate(words.pair(draft_seed=None), "abc", "dsbd")
     with pytest.raises(errors.BadSetting, match="no method 'magic'"):
         sb.generate(pair, "abc", "magic")
+
+
+def test_a_processor_that_returns_other_rows_is_named(pair):
+    with pytest.raises(errors.BrokenLaw, match=r"returned \(1, 7\) for scores of \(1, 61\)"):
+        sb.generate(pair, "abc", "sampling", logits_processor=[lambda ids, scores: scores[:, :7]])
+
+
+def test_max_length_counts_the_prompt(pair):
+    options = {"eos_token_id": [], "seed": 1}
+    found = sb.generate(pair, ["abc", "Hello"], "sampling", max_length=9, **options)
+    assert [len(one.tokens) for one in found] == [6, 4]
+    config = GenerationConfig(max_length=9)
+    assert len(sb.generate(pair, "abc", "sampling", generation_config=config, **options)[0].tokens) == 6
+    assert (
+        len(sb.generate(pair, "abc", "sampling", generation_config=config, max_new_tokens=2, **options)[0].tokens) == 2
+    )
+    with pytest.raises(errors.BadPrompt, match="prompt 0 has 5 tokens and max_length is 5"):
+        sb.generate(pair, "Hello", "sampling", max_length=5)
+
+
+def test_answers_that_are_missing_leave_their_places_empty(pair):
+    """A list of results says by its places which prompt they answer."""
+    options = {"num_return_sequences": 3, "max_new_tokens": 6}
+    few = {"prefix_allowed_tokens_fn": lambda number, tokens: [5] if number == 1 else list(range(61))}
+    with pytest.raises(errors.SomeFailed, match="prompt 1 has 1 answers, num_return_sequences is 3") as caught:
+        sb.generate(pair, ["abc", "no", "a" * 300, "a"], sb.beam_search(4), **options, **few)
+    made = [one is not None for one in caught.value.generations]
+    assert made == [True] * 3 + [True, False, False] + [False] * 3 + [True] * 3
+    with pytest.raises(errors.SomeFailed) as caught:
+        sb.generate(pair, ["abc", "a" * 300, "a"], "sampling", **options)
+    assert [one is not None for one in caught.value.generations] == [True] * 3 + [False] * 3 + [True] * 3
+    with pytest.raises(errors.TooFewAnswers) as caught:
+        sb.generate(pair, "abc", sb.beam_search(4), prefix_allowed_tokens_fn=lambda *_: [5], **options)
+    assert [one.tokens for one in caught.value.generations] == [[5] * 6]
+
+
+def test_a_stream_has_one_answer(pair):
+    for call in (
+        lambda: "".join(sb.stream(pair, "abc", sb.beam_search(4), num_return_sequences=3)),
+        lambda: sb.generate(
+            pair, "abc", sb.beam_search(4), num_return_sequences=3, streamer=TextStreamer(pair.tokenizer)
+        ),
+    ):
+        with pytest.raises(errors.NotSupported, match="one prompt with one return sequence; there are 3"):
+            call()
 
 
 def test_loading_says_what_is_wrong(tmp_path):

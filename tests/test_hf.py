@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from transformers import pipeline
+from scipy import stats
+from transformers import GenerationConfig, TextStreamer, pipeline
 
 import specbeam as sb
 from specbeam import errors
+from specbeam.hf.call import Call
 from tests.support import words
 from tests.support.tiny_models import tiny
 
@@ -122,3 +124,118 @@ def test_what_cannot_be_honoured_is_refused(models, options, message):
         options["draft_model"] = draft
     with pytest.raises(errors.NotSupported, match=message):
         target.generate(**inputs, custom_generate=sb.hf.dsbd, num_beams=2, do_sample=True, max_new_tokens=4, **options)
+
+
+def both(models, texts, draft=True, padding_side="left", **options):
+    """What `generate` returns by itself and through our door."""
+    target, small, tokenizer = models
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side=padding_side, return_token_type_ids=False)
+    theirs = target.generate(**inputs, **options)
+    ours = target.generate(**inputs, **options, custom_generate=sb.hf.beam_search, draft_model=small if draft else None)
+    return theirs, ours
+
+
+EOS = [1, 18, 20, 33, 44]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_return_sequences": 3},
+        {"repetition_penalty": 1.4},
+        {"encoder_repetition_penalty": 1.4},
+        {"encoder_no_repeat_ngram_size": 2, "no_repeat_ngram_size": 2},
+        {"eos_token_id": EOS, "early_stopping": True, "num_return_sequences": 3},
+        {"eos_token_id": EOS, "length_penalty": 2.0, "early_stopping": "never"},
+        {"eos_token_id": EOS, "length_penalty": -1.0},
+        {"eos_token_id": EOS, "pad_token_id": 0},
+        {"eos_token_id": EOS, "pad_token_id": 7},
+        {"prefix_allowed_tokens_fn": lambda number, tokens: [4 + number, 9, 1], "bad_words_ids": [[9], [4]]},
+    ],
+    ids=lambda options: "-".join(options) or "defaults",
+)
+def test_the_very_tensor_of_generate(models, options):
+    for texts in (["Hello", "a longer prompt", "you"], ["Hello"]):
+        for draft in (True, False):
+            theirs, ours = both(models, texts, draft, num_beams=3, do_sample=False, max_new_tokens=12, **options)
+            assert ours.tolist() == theirs.tolist()
+
+
+def test_scores_come_with_output_scores_as_in_generate(models):
+    options = {"return_dict_in_generate": True, "output_scores": True, "max_new_tokens": 9}
+    theirs, ours = both(models, ["Hello", "you"], num_beams=3, do_sample=False, num_return_sequences=2, **options)
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    assert ours.sequences_scores.tolist() == pytest.approx(theirs.sequences_scores.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"early_stopping": "never", "length_penalty": 2.0}, {"repetition_penalty": 1.5}], ids=str
+)
+def test_one_beam_is_greedy_search(models, more):
+    for options in ({"eos_token_id": EOS}, {"eos_token_id": [1]}):
+        theirs, ours = both(
+            models, ["Hello", "you"], num_beams=1, do_sample=False, max_new_tokens=12, **options, **more
+        )
+        assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("drafter", ["none", "model", "prompt_lookup"])
+def test_one_beam_that_draws_is_plain_sampling(models, drafter):
+    """First tokens of transformers and of ours, against the law of the model."""
+    target, small, _ = models
+    prompt = [5, 6, 7]
+    with torch.inference_mode():
+        law = target(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+    counted = {"draft_model": small} if drafter == "model" else {"drafter": drafter} if drafter != "none" else {}
+    ids = torch.tensor([prompt] * 3000)
+    found = target.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=2, min_new_tokens=2,
+        custom_generate=sb.hf.beam_search, seed=5, **counted,
+    )[:, 3]  # fmt: skip
+    allowed = law.index_fill(0, torch.tensor([1]), 0.0)
+    allowed /= allowed.sum()
+    seen = torch.bincount(found, minlength=len(law)).double()
+    big = allowed * len(ids) >= 5
+    hoped = torch.cat([allowed[big], allowed[~big].sum()[None]]) * len(ids)
+    counts = torch.cat([seen[big], seen[~big].sum()[None]])
+    assert stats.chisquare(counts.numpy(), hoped.numpy()).pvalue > 1e-3
+
+
+def test_inputs_that_would_be_ignored_are_refused(models):
+    target, _, tokenizer = models
+    inputs = inputs_of(tokenizer, ["Hello"])
+    ids = inputs["input_ids"]
+    filled = target(ids, use_cache=True).past_key_values
+    for given, message in (
+        ({"past_key_values": filled}, "past_key_values holds 5 tokens"),
+        ({"token_type_ids": torch.ones_like(ids)}, "token_type_ids would be ignored"),
+        ({"position_ids": torch.arange(ids.shape[1])[None].repeat(2, 1) + 3}, "position_ids other than 0, 1, 2"),
+    ):
+        call = {"num_beams": 2, "max_length": 9, "max_new_tokens": 3}
+        with pytest.raises(errors.NotSupported, match=message):
+            Call(target, ids.repeat(2, 1), None, None, GenerationConfig(**call), given)
+    Call(target, ids, None, None, GenerationConfig(), {"token_type_ids": torch.zeros_like(ids)})
+
+
+def test_rows_that_are_missing_are_an_error(models):
+    target, _, tokenizer = models
+    inputs = inputs_of(tokenizer, ["Hello", "you"])
+    with pytest.raises(errors.TooFewAnswers, match="prompt 0 has 1 answers, num_return_sequences is 3"):
+        target.generate(
+            **inputs, num_beams=3, do_sample=False, num_return_sequences=3, max_new_tokens=4,
+            prefix_allowed_tokens_fn=lambda number, tokens: [5], custom_generate=sb.hf.beam_search,
+        )  # fmt: skip
+
+
+def test_a_stream_follows_one_prompt(models):
+    target, _, tokenizer = models
+    inputs = inputs_of(tokenizer, ["Hello", "you"])
+    with pytest.raises(errors.NotSupported, match="stream_to follows one prompt with one return sequence; there are 2"):
+        target.generate(
+            **inputs,
+            num_beams=2,
+            max_new_tokens=4,
+            custom_generate=sb.hf.beam_search,
+            stream_to=TextStreamer(tokenizer),
+        )

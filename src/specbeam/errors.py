@@ -56,8 +56,16 @@ class AuditWarning(UserWarning):
     """An audited run does not look like the law that its method declares."""
 
 
+class TooFewAnswers(SpecbeamError):
+    """Fewer texts were left than `num_return_sequences`; `generations` holds those there are."""
+
+    def __init__(self, text: str, generations: Sequence[Any] = ()) -> None:
+        self.generations = list(generations)
+        super().__init__(text)
+
+
 class SomeFailed(SpecbeamError):
-    """Some prompts failed; `generations` holds the results of the others, None where a prompt failed."""
+    """Some prompts failed; `generations` holds the results of the others, None where there is none."""
 
     def __init__(self, failures: Sequence[SpecbeamError], generations: Sequence[Any]) -> None:
         self.failures = list(failures)

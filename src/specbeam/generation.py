@@ -10,14 +10,14 @@ import torch
 from specbeam.auto import Choice, fastest, tokens_per_second
 from specbeam.decode import decode
 from specbeam.energy import EnergyMeter
-from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError
+from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
 from specbeam.records import Audit, Generation, Report, Turn
 from specbeam.request import Request, many
 from specbeam.session import Session
-from specbeam.settings import Settings
+from specbeam.settings import Settings, contradiction
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -50,27 +50,29 @@ def generate(
         generation_config: transformers' own; keyword arguments go before it.
         streamer: transformers' own; for one prompt. It receives tokens as soon as they are settled.
         on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing.
-        options: the fields of `Settings`: max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p,
-            repetition_penalty, no_repeat_ngram_size, bad_words_ids, prefix_allowed_tokens_fn, num_return_sequences,
-            eos_token_id, stop_strings, length_penalty, early_stopping, logits_processor; and one of json_schema, regex
-            and grammar, which every text then keeps to, with grammar_backend.
+        options: the fields of `Settings`: max_new_tokens (256 or the room there is), max_length, min_new_tokens,
+            temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, bad_words_ids,
+            prefix_allowed_tokens_fn, num_return_sequences, eos_token_id, stop_strings, length_penalty, early_stopping,
+            logits_processor; and one of json_schema, regex and grammar, which every text then keeps to, with
+            grammar_backend.
 
     Returns:
-        One `Generation` per prompt and return sequence, in the order of the prompts.
+        One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are all hypotheses that
+        there were at the end, best first, which can be more than the method's beams: finished ones, and live ones that
+        were cut off.
 
     Raises:
         BadSetting, NotSupported: before anything is decoded.
-        BadPrompt, BrokenLaw: there was one prompt, and it is at fault.
+        BadPrompt, BrokenLaw, TooFewAnswers: there was one prompt, and it is at fault.
         SomeFailed: some of several prompts failed; the others are done and in its `generations`.
     """
     if isinstance(pair, str):
         pair = load(pair)
     settings = Settings.given(options, generation_config)
-    request = Request(pair, prompts, _resolved(pair, prompts, method, settings), settings, seed, audit)
-    if streamer is not None and len(request.prompt_of) != 1:
-        raise NotSupported(
-            f"a streamer follows one prompt with one return sequence; there are {len(request.prompt_of)}"
-        )
+    method = _resolved(pair, prompts, method, settings, generation_config)
+    request = Request(pair, prompts, method, settings, seed, audit)
+    if streamer is not None:
+        _check_single(request)
     results: dict[int, list[Generation] | SpecbeamError] = {}
 
     def keep(place: int, result: list[Generation] | SpecbeamError) -> None:
@@ -83,10 +85,10 @@ def generate(
         keep(place, error)
     with EnergyMeter() as meter:
         for session in run(request, batch_size, streamer):
-            keep(session.place, session.failure or request.answers(session))
+            keep(session.place, request.result(session))
     if audit:
         _judge_audit(request)
-    return _collected(results, meter.joules)
+    return _collected(request, results, meter.joules)
 
 
 def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[str]:
@@ -127,17 +129,29 @@ def turns_of(pair: Pair, prompt: Prompt, method: Method | str = "dsbd", **option
 def _single(pair: Pair, prompt: Prompt, method: Method | str, options: dict[str, Any]) -> Request:
     seed, config = options.pop("seed", None), options.pop("generation_config", None)
     settings = Settings.given(options, config)
-    request = Request(pair, prompt, _resolved(pair, prompt, method, settings), settings, seed)
-    if len(request.prompt_of) != 1:
-        raise NotSupported("this follows one prompt with one return sequence; call generate() for more")
+    request = Request(pair, prompt, _resolved(pair, prompt, method, settings, config), settings, seed)
+    _check_single(request)
     for error in request.refused.values():
         raise error
     return request
 
 
-def _resolved(pair: Pair, prompts: Any, method: Method | str, settings: Settings) -> Method:
+def _check_single(request: Request) -> None:
+    count = len(request.prompt_of) * request.wanted
+    if count != 1:
+        raise NotSupported(f"a stream follows one prompt with one return sequence; there are {count}: call generate()")
+
+
+def _resolved(
+    pair: Pair, prompts: Any, method: Method | str, settings: Settings, config: "GenerationConfig | None"
+) -> Method:
     method = resolve(method)
-    return chosen_by_speed(pair, prompts, settings)[0] if method.name == "auto" else method
+    if method.name == "auto":
+        method = chosen_by_speed(pair, prompts, settings)[0]
+    wrong = contradiction(config, method.name, method.beams, not (method.greedy or settings.temperature == 0))
+    if wrong is not None:
+        raise BadSetting(wrong)
+    return method
 
 
 def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 32) -> tuple[Method, Choice]:
@@ -208,21 +222,30 @@ def _judge_audit(request: Request) -> None:
         )
 
 
-def _collected(results: dict[int, list[Generation] | SpecbeamError], joules: float | None) -> list[Generation]:
+def _collected(
+    request: Request, results: dict[int, list[Generation] | SpecbeamError], joules: float | None
+) -> list[Generation]:
+    """As many places for each prompt as return sequences, whatever failed."""
     failures = [one for one in results.values() if isinstance(one, SpecbeamError)]
     if len(results) == 1 and failures:
         raise failures[0]
-    made = [results[place] for place in sorted(results)]
-    total = sum(len(one.tokens) for answer in made if not isinstance(answer, SpecbeamError) for one in answer)
+    made: dict[int, list[Generation]] = {}
+    for place in sorted(results):
+        made.setdefault(request.prompt_of[place], []).extend(_made(results[place]))
+    total = sum(len(one.tokens) for answers in made.values() for one in answers)
     flat: list[Generation | None] = []
-    for answer in made:
-        if isinstance(answer, SpecbeamError):
-            flat.append(None)
-        else:
-            flat += [_with_energy(one, joules, total) for one in answer]
+    for answers in made.values():
+        flat += [_with_energy(one, joules, total) for one in answers]
+        flat += [None] * (request.settings.num_return_sequences - len(answers))
     if failures:
         raise SomeFailed(failures, flat)
     return [one for one in flat if one is not None]
+
+
+def _made(result: list[Generation] | SpecbeamError) -> list[Generation]:
+    if isinstance(result, SpecbeamError):
+        return result.generations if isinstance(result, TooFewAnswers) else []
+    return result
 
 
 def _with_energy(one: Generation, joules: float | None, total_tokens: int) -> Generation:

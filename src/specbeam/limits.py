@@ -24,7 +24,8 @@ class Limits:
     """Stop rules of one session. They look at outcomes only, never at drafts, so that no law depends on them.
 
     `early_stopping` as in transformers: True stops at `keep` finished beams; False when the best live beam, at its
-    present length, cannot beat the worst of the `keep` best finished ones; "never" when it could not at any length.
+    present length, cannot beat the worst of the `keep` best finished ones; "never" when it could not at any length. One
+    beam stops when it finishes.
     """
 
     max_new_tokens: int
@@ -67,7 +68,7 @@ class Limits:
             return True
         if len(finished) < self.keep:
             return False
-        if self.early_stopping is True:
+        if self.early_stopping is True or self.keep == 1:  # one beam is greedy search or sampling, which ends at an end
             return True
         longest = self.early_stopping == "never" and self.length_penalty > 0
         best = self.normalised(float(live.max()), self.max_new_tokens if longest else length)

@@ -192,6 +192,8 @@ def _processed(
         raise
     except Exception as error:  # whatever a user's code raises belongs to this prompt and to no other
         raise BrokenLaw(f"a logits processor raised {type(error).__name__}: {error}") from error
+    if processed.shape != logits.shape:
+        raise BrokenLaw(f"a logits processor returned {tuple(processed.shape)} for scores of {tuple(logits.shape)}")
     if bool(processed.isnan().any()):
         raise BrokenLaw("a logits processor returned NaN; banned tokens must get -inf")
     return processed

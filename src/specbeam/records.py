@@ -227,7 +227,7 @@ class Report:
     target_passes: int = 0
     draft_passes: int = 0
     accepted: int = 0  # layers (with one beam: tokens) that drafts supplied
-    widths: list[int] = field(default_factory=list)  # live beams after each step
+    widths: list[int] = field(default_factory=list)  # beams that each step took, those that ended with it included
     seconds: float = 0.0
     joules: float | None = None  # None where the machine has no counter
     peak_kv_tokens: int = 0  # most tokens stored at once in the target's KV trie

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from specbeam.dice import request_key
-from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError
+from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import spelled
 from specbeam.limits import Ended
@@ -30,7 +30,7 @@ class Request:
         self.pair, self.method, self.settings = pair, method, settings
         self.parts = method.parts(pair.draft, pair.target)
         self.eos = settings.eos(pair.eos)
-        _check_ends(settings, pair.target.vocab)
+        _check_tokens(settings, pair.target.vocab)
         method.check(Asked(pair.target.vocab, self.eos, settings, audit))
         if pair.target.engine == "int8":
             self.parts = replace(self.parts, law=f"{self.parts.law}; of the target in int8")
@@ -38,6 +38,7 @@ class Request:
         if (form := settings.form) is not None:
             self.constraint = compiled(form, settings.grammar_backend, pair.tokenizer, pair.target.vocab, self.eos)
             self.parts = replace(self.parts, law=f"{self.parts.law}; constrained by {form.kind}")
+        self.wanted = settings.num_return_sequences if method.beams > 1 else 1  # answers of one session
         self.sessions: list[Session] = []
         self.refused: dict[int, SpecbeamError] = {}
         self.prompt_of: list[int] = []  # prompt number of each session's place
@@ -50,7 +51,7 @@ class Request:
                 self.refused[len(self.prompt_of)] = error
                 self.prompt_of.append(number)
                 continue
-            for _ in range(settings.num_return_sequences if method.beams == 1 else 1):
+            for _ in range(settings.num_return_sequences // self.wanted):
                 key = None if seed is None else request_key(seed, ids, seen[tuple(ids)])
                 seen[tuple(ids)] += 1
                 self.sessions.append(self._session(ids, number, room, key))
@@ -61,7 +62,7 @@ class Request:
             self.eos, self.method.greedy, len(prompt), number, self.method.search, self.constraint
         )
         decoder = None if self.pair.tokenizer is None else self.pair.tokenizer.decode  # with its special tokens
-        limits = self.settings.limits(self.eos, room, decoder, self.method.beams)
+        limits = self.settings.limits(self.eos, len(prompt), room, decoder, self.method.beams)
         return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit)
 
     def decoded(self, tokens: list[int]) -> str:
@@ -75,8 +76,21 @@ class Request:
         """Whether a text has its end token, which under a constraint says that it keeps to the form."""
         return bool(tokens) and tokens[-1] in self.eos
 
+    def result(self, session: Session) -> list[Generation] | SpecbeamError:
+        """The answers of a session that is over, or why there are none."""
+        if session.failure is not None:
+            return session.failure
+        found = self.answers(session)
+        if len(found) == self.wanted:
+            return found
+        return TooFewAnswers(
+            f"prompt {self.prompt_of[session.place]} has {len(found)} answers, num_return_sequences is {self.wanted}: a "
+            "constraint, top-k, top-p or a dynamic width left fewer beams; they are in .generations",
+            found,
+        )
+
     def answers(self, session: Session) -> list[Generation]:
-        """The best hypotheses, as many as were asked for."""
+        """The best hypotheses, at most as many as were asked for."""
         limits = session.limits
 
         def score(one: Ended) -> float:
@@ -88,8 +102,7 @@ class Request:
         if self.constraint is not None and not self.method.search:  # what was cut off does not keep to the form
             found.sort(key=lambda one: not self._complete(one.tokens))
         beams = [Beam(one.tokens, score(one), self.decoded(one.tokens), one.finished) for one in found]
-        wanted = self.settings.num_return_sequences if self.method.beams > 1 else 1
-        return [self._generation(session, beams, best) for best in range(min(wanted, len(beams)))]
+        return [self._generation(session, beams, best) for best in range(min(self.wanted, len(beams)))]
 
     def _generation(self, session: Session, beams: list[Beam], best: int) -> Generation:
         chosen = beams[best]
@@ -110,10 +123,13 @@ def _check(method: Method, settings: Settings) -> None:
         )
 
 
-def _check_ends(settings: Settings, vocab: int) -> None:
-    strange = [token for token in settings.eos(None) if not 0 <= token < vocab]
-    if strange:
-        raise BadSetting(f"eos_token_id is {strange[0]}; the model knows 0 to {vocab - 1} ([] for no end token)")
+def _check_tokens(settings: Settings, vocab: int) -> None:
+    ends = [token for token in settings.eos(None) if not 0 <= token < vocab]
+    if ends:
+        raise BadSetting(f"eos_token_id is {ends[0]}; the model knows 0 to {vocab - 1} ([] for no end token)")
+    words = [token for word in settings.bad_words_ids or [] for token in word if token >= vocab]
+    if words:
+        raise BadSetting(f"bad_words_ids holds {words[0]}; the model knows 0 to {vocab - 1}")
 
 
 def many(prompts: Any) -> list[Any]:
@@ -156,10 +172,15 @@ def _token_ids(pair: Pair, prompt: Any, number: int) -> list[int]:
 
 def _room(pair: Pair, method: Method, prompt: list[int], settings: Settings, number: int) -> int | None:
     models = pair if method.needs_draft else Pair(pair.target_model, None, None, pair.target, None)
-    room = models.room(len(prompt))
-    if room is not None and room < (settings.max_new_tokens or 1):
+    room, wanted = models.room(len(prompt)), settings.new_tokens(len(prompt))
+    if wanted is not None and wanted < 1:
         raise BadPrompt(
-            f"prompt {number} has {len(prompt)} tokens and may get {settings.max_new_tokens or 1} new ones, but the model "
+            f"prompt {number} has {len(prompt)} tokens and max_length is {settings.max_length}, prompt and new tokens "
+            "together; raise it, or give max_new_tokens"
+        )
+    if room is not None and room < (wanted or 1):
+        raise BadPrompt(
+            f"prompt {number} has {len(prompt)} tokens and may get {wanted or 1} new ones, but the model "
             f"has {room + len(prompt)} positions; shorten the prompt or lower max_new_tokens"
         )
     return room

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
 
 DEFAULT_NEW_TOKENS = 256
+STEEPEST = 32  # length penalty: beyond, scores of long texts leave the range of floats
 FORMS = ("json_schema", "regex", "grammar")
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
 
@@ -34,6 +35,7 @@ class Settings:
     """
 
     max_new_tokens: int | None = None
+    max_length: int | None = None
     min_new_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -55,9 +57,12 @@ class Settings:
     grammar_backend: str = "llguidance"
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "min_new_tokens", "top_k", "num_return_sequences", "no_repeat_ngram_size"):
+        for name in _INTEGERS:
             value = getattr(self, name)
             _require(value is None or isinstance(value, int), name, value, "an integer")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, (int, float)), name, value, "a number")
         _require(self.max_new_tokens is None or self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, ">= 1")
         _require(self.min_new_tokens is None or self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, ">= 0")
         _require(self.temperature is None or self.temperature >= 0, "temperature", self.temperature, ">= 0")
@@ -77,11 +82,17 @@ class Settings:
             _require(value is None or math.isfinite(value), name, value, "a finite number")
         _require(self.temperature is None or self.temperature == 0 or self.temperature >= 1e-4, "temperature",
                  self.temperature, "0 or at least 0.0001")  # fmt: skip
+        _require(
+            self.length_penalty is None or abs(self.length_penalty) <= STEEPEST,
+            "length_penalty",
+            self.length_penalty,
+            f"between -{STEEPEST} and {STEEPEST}",
+        )
         ngram = self.no_repeat_ngram_size
         _require(ngram is None or ngram >= 0, "no_repeat_ngram_size", ngram, ">= 0 (0: off)")
         _require(self.num_return_sequences >= 1, "num_return_sequences", self.num_return_sequences, ">= 1")
         _require(
-            self.early_stopping in (None, True, False, "never"),
+            self.early_stopping is None or isinstance(self.early_stopping, bool) or self.early_stopping == "never",
             "early_stopping",
             self.early_stopping,
             "True, False or 'never'",
@@ -92,7 +103,28 @@ class Settings:
             self.grammar_backend,
             " or ".join(map(repr, GRAMMAR_BACKENDS)),
         )
+        self._check_tokens()
         self._check_forms()
+
+    def _check_tokens(self) -> None:
+        """What names tokens, and what works on their scores."""
+        ends = self.eos_token_id
+        _require(
+            ends is None or isinstance(ends, int) or (not isinstance(ends, str) and all(map(_is_token, _listed(ends)))),
+            "eos_token_id",
+            ends,
+            "a token id or several; stop_strings ends at texts",
+        )
+        words = self.bad_words_ids or []
+        _require(
+            all(isinstance(word, (list, tuple)) and word and all(map(_is_token, word)) for word in words),
+            "bad_words_ids",
+            words,
+            "lists of token ids, one per word, like [[5], [6, 7]]",
+        )
+        given = self.logits_processor
+        fine = given is None or (isinstance(given, (list, tuple)) and all(map(callable, given)))
+        _require(fine, "logits_processor", given, "a list of callables that take input_ids and scores")
 
     def _check_forms(self) -> None:
         forms = [name for name in FORMS if getattr(self, name) is not None]
@@ -170,7 +202,7 @@ class Settings:
             constraint: has the last word of all processors; only warpers come behind it.
         """
         greedy = greedy or self.temperature == 0
-        processors = self._processors(eos, prompt_length, prompt)
+        processors = self._processors(eos, prompt_length, prompt, search)
         bans = (
             None if constraint is None else Constrained(constraint, eos, prompt_length, self.form_kind or "constraint")
         )
@@ -178,13 +210,21 @@ class Settings:
             processors = _joined(processors, [bans])
         truncation = NO_TRUNCATION if greedy else self._truncation()
         if search:
-            truncation = replace(truncation, least=1 + len(eos) if eos else 1)
+            truncation = replace(truncation, least=max(2, 1 + len(eos)))
             return Warp(_joined(processors, truncation.processors()), NO_TRUNCATION, greedy, True, bans)
         return Warp(processors, truncation, greedy, constraint=bans)
 
-    def limits(self, eos: tuple[int, ...], room: int | None, decode: Decode | None, keep: int) -> Limits:
+    def new_tokens(self, prompt_length: int) -> int | None:
+        """The most new tokens behind a prompt of this length; None: not set."""
+        if self.max_new_tokens is not None or self.max_length is None:
+            return self.max_new_tokens
+        return self.max_length - prompt_length
+
+    def limits(
+        self, eos: tuple[int, ...], prompt_length: int, room: int | None, decode: Decode | None, keep: int
+    ) -> Limits:
         """`room`: new tokens for which the models have positions."""
-        most = self.max_new_tokens
+        most = self.new_tokens(prompt_length)
         if most is None:
             most = DEFAULT_NEW_TOKENS if room is None else min(DEFAULT_NEW_TOKENS, room)
         stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings or ())
@@ -197,9 +237,11 @@ class Settings:
         chosen = self.eos_token_id if self.eos_token_id is not None else model_default
         if chosen is None:
             return ()
-        return (chosen,) if isinstance(chosen, int) else tuple(chosen)
+        return (chosen,) if isinstance(chosen, int) else tuple(_listed(chosen))
 
-    def _processors(self, eos: tuple[int, ...], prompt_length: int, prompt: int) -> "LogitsProcessorList | None":
+    def _processors(
+        self, eos: tuple[int, ...], prompt_length: int, prompt: int, search: bool
+    ) -> "LogitsProcessorList | None":
         """In the order of transformers."""
         from transformers import (
             LogitsProcessorList,
@@ -219,7 +261,7 @@ class Settings:
         if self.min_new_tokens and eos:
             chosen.append(MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, list(eos)))
         if self.prefix_allowed_tokens_fn is not None:
-            chosen.append(allowed_after(self.prefix_allowed_tokens_fn, prompt))
+            chosen.append(allowed_after(self.prefix_allowed_tokens_fn, prompt, together=search))
         chosen.extend(self.logits_processor or [])
         return chosen or None
 
@@ -232,11 +274,40 @@ class Settings:
         )
 
 
-def allowed_after(allowed: "Callable[[int, Tensor], list[int]]", prompt: int) -> Any:
-    """transformers' processor for `prefix_allowed_tokens_fn`, for one prompt of a batch."""
+def allowed_after(allowed: "Callable[[int, Tensor], list[int]]", prompt: int, together: bool = False) -> Any:
+    """transformers' processor for `prefix_allowed_tokens_fn`, for one prompt of a batch.
+
+    Args:
+        together: rows are the live beams of one step. What is allowed is forced where other processors have banned all of
+            it, but not as long as one of the beams can go on.
+    """
     from transformers import PrefixConstrainedLogitsProcessor
 
-    return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(prompt, tokens), 1)
+    def processed(input_ids: "Tensor", scores: "Tensor") -> "Tensor":
+        beams = len(input_ids) if together else 1
+        return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(prompt, tokens), beams)(input_ids, scores)
+
+    return processed
+
+
+def contradiction(config: "GenerationConfig | None", name: str, beams: int, draws: bool) -> str | None:
+    """What a generation config says of the method itself that is not so."""
+    if config is None:
+        return None
+    if config.num_beams not in (None, beams):
+        return f"generation_config has num_beams={config.num_beams}, and {name} keeps {beams}: sb.{name}({config.num_beams})"
+    if config.do_sample is not None and config.do_sample != draws:
+        what = "draws nothing" if config.do_sample else "draws"
+        return f"generation_config has do_sample={config.do_sample}, and {name} {what}: take another method"
+    return None
+
+
+def _listed(tokens: Any) -> list[Any]:
+    return tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 def _is_proper(text: str) -> bool:
@@ -281,6 +352,10 @@ def _usual() -> dict[str, Any]:
     return vars(GenerationConfig())
 
 
+_INTEGERS = (
+    "max_new_tokens", "max_length", "min_new_tokens", "top_k", "num_return_sequences", "no_repeat_ngram_size"
+)  # fmt: skip
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty")
 _WARPERS = ("temperature", "top_k", "top_p", "min_p")
 # What a model's own config says about its texts; how many texts are wanted is the caller's business.
 _OF_MODELS = (
@@ -299,9 +374,8 @@ _HARMLESS = (
     "pad_token_id",
     "transformers_version",
     "use_cache",
-    "do_sample",
-    "num_beams",
-    "max_length",
+    "do_sample",  # see `contradiction`
+    "num_beams",  # see `contradiction`
     "return_dict_in_generate",
     "output_scores",
     "cache_implementation",

@@ -280,3 +280,11 @@ def test_passes_are_timed(models, tmp_path):
     code, _, err = specbeam(*asked, "--rows", "0")
     assert code == 2
     assert "--rows is 0; it must be at least 1" in err
+
+
+def test_answers_that_are_missing_cost_nothing_else(models):
+    arguments = ["generate", "abc", *models, "-s", "beams=4", "--method", "beam_search", "--max-new-tokens", "5"]
+    code, out, err = specbeam(*arguments, "--num-return-sequences", "4", "--regex", "yes|no")
+    assert code == 1
+    assert sorted(out.split()) == ["no", "yes"]
+    assert "prompt 0 has 2 answers, num_return_sequences is 4" in err

@@ -49,9 +49,7 @@ def run(
 def _methods(pair: Pair, beams: int, settings: list[str]) -> list[Method]:
     methods = [method_from("beam_search", [f"beams={beams}"])]
     if pair.draft is not None or settings:
-        given = any(one.startswith("draft_beams=") for one in settings)
-        more = [] if given else [f"draft_beams={beams + 2}"]
-        methods.append(method_from("speculative_beam_search", [f"beams={beams}", *more, *settings]))
+        methods.append(method_from("speculative_beam_search", [f"beams={beams}", *settings]))
     return methods
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from specbeam.cli.common import as_json, method_from, quiet_load, text_or_file
 from specbeam.cli.profile import profiled
-from specbeam.errors import BadPrompt, MissingFile, SpecbeamError
+from specbeam.errors import BadPrompt, MissingFile, SpecbeamError, TooFewAnswers
 from specbeam.evaluate.lines import lines_of
 from specbeam.generation import generate
 from specbeam.records import Audit, Generation
@@ -37,6 +37,8 @@ class Writer:
 
     def take(self, number: int, result: Generation | SpecbeamError) -> None:
         if isinstance(result, SpecbeamError):
+            for one in result.generations if isinstance(result, TooFewAnswers) else []:
+                self.take(number, one)
             self.failed.add(number)
             complain(f"{self.asked[number].place}: {result}")
         else:

@@ -343,7 +343,7 @@ def tune(
     draft: Draft = None,
     context: Annotated[list[int], typer.Option(help="Tokens in the cache.")] = [64],  # noqa: B006
     beams: Annotated[int, typer.Option(help="For --explain.")] = 4,
-    draft_beams: Annotated[int, typer.Option(help="For --explain.")] = 6,
+    draft_beams: Annotated[Optional[int], typer.Option(help="For --explain. None: beams + 2.")] = None,  # noqa: UP045
     odds: Annotated[float, typer.Option(help="For --explain: how often a draft layer passes.")] = 0.6,
     explain: Annotated[bool, typer.Option("--explain", help="Show what depth='auto' weighs.")] = False,
     json: Json = False,

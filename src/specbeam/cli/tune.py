@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 
 def run(
-    model: str, draft: str | None, contexts: list[int], beams: int, width: int, odds: float, explain: bool, json: bool
+    model: str,
+    draft: str | None,
+    contexts: list[int],
+    beams: int,
+    width: int | None,
+    odds: float,
+    explain: bool,
+    json: bool,
 ) -> int:
     from rich.console import Console
     from rich.table import Table
@@ -58,7 +65,7 @@ def _measured(lm: HuggingFaceLM, context: int) -> CostCurve:
     return measure(lm, NODES, context)
 
 
-def _control(pair: Pair, beams: int, width: int) -> DepthByCost:
+def _control(pair: Pair, beams: int, width: int | None) -> DepthByCost:
     """What decides on the depth of `dsbd`."""
     control = dsbd(beams, width, width="fixed").parts(pair.draft, pair.target).controller
     assert isinstance(control, DepthByCost)

@@ -10,7 +10,7 @@ from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
 from specbeam.recipes.depth import Depth, check_depth, depth_control
 from specbeam.recipes.method import Build, Method, at_least_one
-from specbeam.recipes.search import speculative
+from specbeam.recipes.search import drafted, speculative
 from specbeam.session import Parts
 from specbeam.verify.beam import BeamRule
 from specbeam.verify.search import SearchRule
@@ -63,20 +63,22 @@ def beam_sampling(beams: int = 4, replacement: bool = False, semantics: Semantic
         beams: draws per step.
         replacement: independent draws, which soon collapse to a few distinct beams.
         semantics: "paper"; or "hf", the law of transformers' ``generate(num_beams=beams, do_sample=True)``, which draws
-            twice as many pairs from warped, unnormalised scores and keeps the best-scored ones.
+            twice as many pairs from warped, unnormalised scores and keeps the best-scored ones. One beam is plain sampling
+            in both.
     """
     at_least_one(beams=beams)
-    if _is_hf(semantics, replacement):
+    hf = _is_hf(semantics, replacement)
+    if hf and beams > 1:
         parts = Parts(NoDraft(), SearchRule(beams), FixedShape(0, 0), HF_LAW)
         return Method("beam_sampling", HF_LAW, beams, lambda target, draft: parts, search=True)
-    law = f"exact: beam sampling, {beams} beams, {'with' if replacement else 'without'} replacement"
+    law = HF_LAW if hf else f"exact: beam sampling, {beams} beams, {'with' if replacement else 'without'} replacement"
     coupling = "rejection" if replacement else "noise"
     return Method("beam_sampling", law, beams, _plain(law, beams, coupling, replacement))
 
 
 def dsbd(
     beams: int = 4,
-    draft_beams: int = 6,
+    draft_beams: int | None = None,
     depth: Depth | None = None,
     width: Literal["dynamic", "fixed"] = "dynamic",
     threshold: float = 0.7,
@@ -98,7 +100,7 @@ def dsbd(
 
     Args:
         beams: the most beams that live after a step.
-        draft_beams: draft beams per layer, at least `beams`; a few more make layers pass.
+        draft_beams: draft beams per layer, at least `beams`; a few more make layers pass. None: `beams` + 2.
         depth: draft layers per pass of the target; "auto": as many as pay for themselves on this machine, by what a pass
             costs (`specbeam tune`) and how often layers pass. None: "auto" where no beam depends on it (fixed width, shared
             noise), else 4, so that a seed gives the same text everywhere.
@@ -112,14 +114,11 @@ def dsbd(
         trace: record every trial, for `inspect`.
         semantics: "paper"; or "hf", the law of transformers' own beam sampling (width="fixed", coupling="noise").
     """
-    at_least_one(beams=beams, draft_beams=draft_beams, min_beams=min_beams)
+    at_least_one(beams=beams, min_beams=min_beams)
+    draft_beams = drafted(beams, draft_beams)
     if depth is None:
         depth = "auto" if width == "fixed" and coupling == "noise" else 4
     check_depth(depth)
-    if draft_beams < beams:
-        raise BadSetting(
-            f"draft_beams is {draft_beams}, beams is {beams}; a layer can pass only if draft_beams >= beams"
-        )
     if min_beams > beams:
         raise BadSetting(f"min_beams is {min_beams}, beams is {beams}; it must not be larger")
     if not 0 <= threshold <= 1:
@@ -130,9 +129,10 @@ def dsbd(
         raise BadSetting(f"coupling is {coupling!r}; it must be 'noise' or 'rejection'")
     if coupling == "noise" and replacement:
         raise BadSetting("shared noise draws without replacement; take coupling='rejection' for replacement=True")
-    if _is_hf(semantics, replacement):
-        if width != "fixed" or coupling != "noise" or collapse or trace:
-            raise BadSetting("semantics='hf' needs width='fixed' and coupling='noise', without collapse and trace")
+    hf = _is_hf(semantics, replacement)
+    if hf and (width != "fixed" or coupling != "noise" or collapse or trace):
+        raise BadSetting("semantics='hf' needs width='fixed' and coupling='noise', without collapse and trace")
+    if hf and beams > 1:
         build_hf = speculative(beams, draft_beams, depth, "model", HF_LAW)
         return Method("dsbd", HF_LAW, beams, build_hf, needs_draft=True, search=True)
     policy: Width = FixedWidth(beams) if width == "fixed" else SureWidth(beams, min_beams, threshold)
@@ -140,6 +140,8 @@ def dsbd(
         f"{beams} beams" if width == "fixed" else f"given the widths (1 to {beams} beams)"
     )
     law += ", with replacement" if replacement else ", without replacement"
+    if hf:
+        law = HF_LAW
     if collapse:
         law = "approximate: beam sampling that collapses to one beam whenever a turn ends"
     rule = BeamRule(policy, coupling, replacement, collapse, trace)

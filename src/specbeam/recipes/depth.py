@@ -20,7 +20,7 @@ UNMEASURED = {"target": 1.0, "draft": 0.1}  # seconds of a pass of any size, for
 
 def check_depth(depth: Depth) -> None:
     """Raises `BadSetting` unless it is "auto" or at least 1."""
-    if depth != "auto" and (isinstance(depth, str) or depth < 1):
+    if depth != "auto" and (not isinstance(depth, int) or depth < 1):
         raise BadSetting(f"depth is {depth!r}; it must be at least 1, or 'auto'")
 
 

@@ -89,8 +89,8 @@ def described(make: Callable[..., Method]) -> Recipe:
 
 def at_least_one(**values: int) -> None:
     for name, value in values.items():
-        if value < 1:
-            raise BadSetting(f"{name} is {value}; it must be at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise BadSetting(f"{name} is {value!r}; it must be a number of at least 1")
 
 
 def ignored_unless(looked_at: bool, who: str, **values: object) -> None:

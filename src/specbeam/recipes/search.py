@@ -35,7 +35,7 @@ def beam_search(beams: int = 4) -> Method:
 
 
 def speculative_beam_search(
-    beams: int = 4, draft_beams: int = 6, depth: Depth = "auto", drafter: "DrafterName | Drafter" = "model"
+    beams: int = 4, draft_beams: int | None = None, depth: Depth = "auto", drafter: "DrafterName | Drafter" = "model"
 ) -> Method:
     """Beam search with drafts: the same tokens, beams and scores as `beam_search`, in fewer passes of the target.
 
@@ -47,22 +47,32 @@ def speculative_beam_search(
 
     Args:
         beams: live beams per step.
-        draft_beams: draft nodes per layer, at least `beams`; a few more make layers pass.
+        draft_beams: draft nodes per layer, at least `beams`; a few more make layers pass. None: `beams` + 2.
         depth: draft layers per pass of the target; "auto": as many as pay for themselves on this machine, by what a pass
             costs and how often layers pass (without a draft model: 4).
         drafter: "model" drafts beams with the draft model; "prompt_lookup", "suffix_match" and "token_recycling" need
-            none and draft a chain or a tree under each beam; or a part.
+            none and draft a chain or a tree under each beam; or the drafter of any other recipe, whose trees then grow
+            under each beam: ``sb.opt_tree().parts(pair.draft, pair.target).drafter``.
     """
-    at_least_one(beams=beams, draft_beams=draft_beams)
+    at_least_one(beams=beams)
     check_depth(depth)
-    if drafter == "model" and draft_beams < beams:
-        raise BadSetting(
-            f"draft_beams is {draft_beams}, beams is {beams}; a layer can pass only if draft_beams >= beams"
-        )
+    draft_beams = drafted(beams, draft_beams, by_model=drafter == "model")
     build = speculative(beams, draft_beams, depth, drafter, LAW)
     return Method(
         "speculative_beam_search", LAW, beams, build, needs_draft=drafter == "model", greedy=True, search=True
     )
+
+
+def drafted(beams: int, draft_beams: int | None, by_model: bool = True) -> int:
+    """Draft nodes per layer: those that were asked for, or some more than beams. Fewer let no layer pass."""
+    if draft_beams is None:
+        return beams + 2
+    at_least_one(draft_beams=draft_beams)
+    if by_model and draft_beams < beams:
+        raise BadSetting(
+            f"draft_beams is {draft_beams}, beams is {beams}; a layer can pass only if draft_beams >= beams"
+        )
+    return draft_beams
 
 
 def speculative(beams: int, draft_beams: int, depth: Depth, drafter: "DrafterName | Drafter", law: str) -> Build:
@@ -70,7 +80,7 @@ def speculative(beams: int, draft_beams: int, depth: Depth, drafter: "DrafterNam
     known: dict[str, Drafter | None] = {
         "model": None, "prompt_lookup": PromptLookup(), "suffix_match": SuffixMatch(), "token_recycling": None,
     }  # fmt: skip
-    if isinstance(drafter, str) and drafter not in known:
+    if drafter not in known if isinstance(drafter, str) else not isinstance(drafter, Drafter):
         raise BadSetting(f"drafter is {drafter!r}; it must be one of {', '.join(known)}, or a part")
     memory: dict[int, Successors] = {}
 
