@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from specbeam.cli.main import main
+from specbeam.limits import Limits
 from tests.support import words
 
 
@@ -203,12 +204,32 @@ def test_diff_compares_with_transformers(models):
     assert code == 0, err
     for line, method in zip(out.splitlines(), ("beam_search", "speculative_beam_search"), strict=True):
         assert line.startswith(f"{method}: 2 of 2 prompts give the same 2 beams, scores within ")
-        assert line.endswith("; 0 differ by rounding, 0 otherwise")
+        assert "differ" not in line
     code, out, err = specbeam("diff", models[1], *prompts, "--every-option", "--json")
     assert code == 0, err
     records = [json.loads(line) for line in out.splitlines()]
-    assert [one["difference"] for one in records] == [None, None]
+    assert len(records) > 10
+    assert {one["prompt"] for one in records} == {0, 1}
+    assert all(one["difference"] is None for one in records)
     assert all(len(one["options"]) > 3 for one in records)
+    code, out, err = specbeam("diff", models[1], *prompts, "--prompt", "a" * 300)
+    assert code == 1, err
+    assert "argument 3, beam_search: prompt 0 has 300 tokens" in out
+    assert "2 of 3 prompts give the same 2 beams" in out
+    assert "; 1 failed" in out
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length")
+def test_diff_explains_what_differs(models, monkeypatch):
+    monkeypatch.setattr(Limits, "normalised", lambda limits, loglik, length: loglik)
+    code, out, err = specbeam("diff", models[1], "--prompt", "abc", "--beams", "2", "--max-new-tokens", "6")
+    assert code == 1, err
+    assert (
+        "argument 1, beam_search: token 1 of beam 1 differs, logits 0.61 apart: NOT rounding: transformers' search"
+        in out
+    )
+    assert "0 of 1 prompts give the same 2 beams" in out
+    assert "; 1 differ otherwise" in out
 
 
 def test_methods_that_change_the_law_say_so(models):

@@ -1,13 +1,29 @@
 """The tool that compares beams with those of transformers."""
 
+import copy
+
+import pytest
 import torch
 
 import specbeam as sb
-from specbeam.evaluate.against_transformers import by_transformers, comparisons
+from specbeam import errors
+from specbeam.evaluate.against_transformers import comparisons
+from specbeam.evaluate.replay import EqualsInOrder, leaves, replaying, whole
+from specbeam.laws import JointLaw
+from specbeam.limits import Limits
+from specbeam.lm.huggingface import HuggingFaceLM
 from tests.support import words
 
 PROMPTS = ["abc", "Hello there", "no"]
 METHODS = [sb.beam_search(3), sb.speculative_beam_search(3, 5, 3)]
+LETTERS = [chr(97 + n % 26) + chr(97 + n * 7 % 26) for n in range(25)]
+
+
+@pytest.fixture(scope="module")
+def rounded():
+    """A pair in bfloat16, where nearly every prompt differs in the third digit of a score."""
+    target, draft = words.pair().target_model.to(torch.bfloat16), words.pair().draft_model.to(torch.bfloat16)
+    return sb.load(target, draft, tokenizer=words.tokenizer())
 
 
 def test_no_difference_in_float32():
@@ -15,7 +31,7 @@ def test_no_difference_in_float32():
     assert [(one.prompt, one.method) for one in found] == [
         (number, method.name) for number in range(3) for method in METHODS
     ]
-    assert all(one.difference is None and one.off < 1e-4 for one in found)
+    assert all(one.difference is None and one.failure is None and one.off < 1e-4 for one in found)
 
 
 def test_a_real_difference_is_not_called_rounding():
@@ -26,25 +42,110 @@ def test_a_real_difference_is_not_called_rounding():
     assert found
     assert not any(one.is_rounding for one in found)
     assert all(one.ours[: one.step] == one.theirs[: one.step] and one.ours != one.theirs for one in found)
+    assert all(one.gap is None or one.gap > 0 for one in found)
 
 
-def test_a_score_that_is_off_is_a_difference(monkeypatch):
-    """The same texts under scores that no rounding explains."""
-
-    def halved(*given):
-        return [(tokens, score / 2) for tokens, score in by_transformers(*given)]
-
-    monkeypatch.setattr("specbeam.evaluate.against_transformers.by_transformers", halved)
-    for one in comparisons(words.pair(), PROMPTS, METHODS, max_new_tokens=10):
-        assert one.difference.step is None
-        assert not one.difference.is_rounding
-        assert one.difference.gap == one.off > 1e-2
-
-
-def test_differences_in_bfloat16_are_rounding():
-    target, draft = words.pair().target_model.to(torch.bfloat16), words.pair().draft_model.to(torch.bfloat16)
-    pair = sb.load(target, draft, tokenizer=words.tokenizer())
-    texts = [chr(97 + n % 26) + chr(97 + n * 7 % 26) for n in range(25)]
-    found = list(comparisons(pair, texts, [sb.speculative_beam_search(4, 6, 3)], 5, max_new_tokens=10))
+def test_differences_in_bfloat16_are_rounding(rounded):
+    found = list(comparisons(rounded, LETTERS[:5], [sb.speculative_beam_search(4, 5, 2)], 5, max_new_tokens=8))
     assert all(one.difference.is_rounding for one in found if one.difference is not None)
-    assert any(one.difference is not None for one in found), "bfloat16 without any difference tests nothing"
+    assert any(one.difference.step is not None for one in found if one.difference is not None)
+
+
+def no_penalty(limits, loglik, length):
+    return loglik
+
+
+def always_early(limits, finished, live, length):
+    return length >= limits.max_new_tokens or len(live) == 0 or len(finished) >= limits.keep
+
+
+def a_little_off(law, pairs, honest=JointLaw.logj_at):
+    return honest(law, pairs) - 0.05 * (pairs % 7) / 7
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [(Limits, "normalised", no_penalty), (Limits, "enough", always_early), (JointLaw, "logj_at", a_little_off)],
+    ids=["length", "end", "score"],
+)
+def test_mistakes_of_a_search_are_no_rounding_even_in_bfloat16(rounded, monkeypatch, owner, name, wrong):
+    monkeypatch.setattr(owner, name, wrong)
+    options = {"max_new_tokens": 10, "eos_token_id": [1, 18, 20, 33, 44, 47, 9]}
+    found = [one.difference for one in comparisons(rounded, LETTERS[:7], [sb.beam_search(4)], **options)]
+    assert any(one is not None and not one.replayed for one in found)
+    assert not any(one.is_rounding for one in found if one is not None and not one.replayed)
+
+
+def test_logits_that_are_off_are_no_rounding_even_in_bfloat16(rounded, monkeypatch):
+    """A cache that forgets: the search is right, on logits of another text."""
+    honest = HuggingFaceLM.extend
+
+    def forgetful(lm, sessions, forests):
+        return [rows + 0.5 * torch.sin(torch.arange(rows.shape[1])) for rows in honest(lm, sessions, forests)]
+
+    monkeypatch.setattr(HuggingFaceLM, "extend", forgetful)
+    for one in comparisons(rounded, LETTERS[:2], [sb.beam_search(4)], max_new_tokens=8):
+        assert one.difference.replayed
+        assert one.difference.apart > 0.4
+        assert not one.difference.is_rounding
+
+
+def test_a_prompt_that_cannot_be_run_costs_itself_only():
+    found = list(comparisons(words.pair(), ["abc", "a" * 300, "no"], METHODS, 3, max_new_tokens=5))
+    assert [one.failure is not None for one in found] == [False, False, True, True, False, False]
+    assert "256 positions" in found[2].failure
+    assert [one.prompt for one in found] == [0, 0, 1, 1, 2, 2]
+
+
+def test_options_mean_the_same_on_both_sides():
+    pair = words.pair()
+    for options in (
+        {"num_return_sequences": 2},
+        {"stop_strings": ["e", "!b"]},
+        {"eos_token_id": []},
+        {"max_length": 12},
+        {
+            "early_stopping": True,
+            "prefix_allowed_tokens_fn": lambda number, tokens: [4 + number, 9 + number, 11, 12, 13, 1],
+        },
+    ):
+        for one in comparisons(pair, PROMPTS, METHODS, 2, **{"max_new_tokens": 8} | options):
+            assert one.difference is None, (options, one)
+            assert one.failure is None
+    with pytest.raises(errors.BadSetting, match="transformers has no option regex"):
+        list(comparisons(pair, PROMPTS, METHODS, regex="a+"))
+
+
+def test_what_the_model_says_of_its_ends_and_texts_holds_on_both_sides():
+    model = copy.deepcopy(words.pair().target_model)
+    config = model.generation_config
+    config.eos_token_id = None
+    pair = sb.load(model, tokenizer=words.tokenizer())
+    assert all(one.difference is None for one in comparisons(pair, PROMPTS, [sb.beam_search(3)], max_new_tokens=9))
+    config.repetition_penalty, config.length_penalty, config.early_stopping = 1.4, 2.0, True
+    config.no_repeat_ngram_size = 2
+    assert all(one.difference is None for one in comparisons(pair, PROMPTS, [sb.beam_search(3)], max_new_tokens=9))
+
+
+def test_a_replayed_model_says_what_was_recorded():
+    model = words.pair().target_model
+    path = (5, 6, 7)
+    made = replaying(model, {path: torch.arange(61.0)})
+    ids = torch.tensor([path, (5, 6, 8)])
+    rows = made(input_ids=ids).logits[:, -1]
+    assert torch.equal(rows[0], torch.arange(61.0))
+    assert torch.allclose(rows[1], whole(model, (5, 6, 8))[-1])
+    assert torch.allclose(model(ids).logits[0, -1], whole(model, path)[-1], atol=1e-5)  # the model itself is as it was
+
+
+def test_leaves_are_paths_that_no_other_prolongs():
+    paths = [(1, 2), (1, 2, 3), (1, 2, 4), (1, 2, 3, 5), (1, 3)]
+    assert [*leaves(dict.fromkeys(paths, torch.zeros(1)))] == [(1, 2, 3, 5), (1, 2, 4), (1, 3)]
+
+
+def test_equal_values_keep_their_order():
+    values = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0]])
+    with EqualsInOrder():
+        top, places = torch.topk(values, k=4)
+    assert places.tolist() == [[1, 3, 2, 4]]
+    assert top.tolist() == [[3.0, 3.0, 2.0, 2.0]]

@@ -43,6 +43,14 @@ def test_every_option_on_a_tiny_pair():
     assert {name for one in found for name in one.options} == set(values)
 
 
+@pytest.mark.filterwarnings("ignore:Unfeasible length")
+def test_few_prompts_meet_every_option_all_the_same():
+    found = list(with_every_option(pair_of("llama"), PROMPTS[:3], [sb.beam_search(2)], max_new_tokens=4))
+    values = option_values(pair_of("llama"), PROMPTS[:3], 4)
+    assert len(found) == len(covering(values))
+    assert {one.comparison.prompt for one in found} == {0, 1, 2}
+
+
 OPTIONS = st.fixed_dictionaries(
     {"max_new_tokens": st.integers(1, 12)},
     optional={

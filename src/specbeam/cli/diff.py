@@ -2,6 +2,7 @@
 
 import dataclasses
 import json as json_format
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,14 @@ def run(
         seen.append(one.comparison)
         if json:
             print(_as_json(one))
+        elif one.comparison.failure is not None:
+            print(f"{places[one.comparison.prompt]}, {one.comparison.method}: {one.comparison.failure}")
         elif one.comparison.difference is not None:
             _show(pair, places[one.comparison.prompt], one, one.comparison.difference)
-    bad = sum(not one.is_rounding for one in _differences(seen))
+    bad = [one for one in seen if one.failure is not None or not _is_fine(one)]
     if not json:
-        print(_summary(seen, len(asked), beams, bad))
-    return int(bad > 0)
+        print(_summary(seen, len(asked), beams))
+    return int(bool(bad))
 
 
 def _methods(pair: Pair, beams: int, settings: list[str]) -> list[Method]:
@@ -62,8 +65,8 @@ def _found(
     return (Covered(options, one) for one in comparisons(pair, texts, methods, batch_size, **options))
 
 
-def _differences(seen: list[Comparison]) -> list[Difference]:
-    return [one.difference for one in seen if one.difference is not None]
+def _is_fine(one: Comparison) -> bool:
+    return one.difference is None or one.difference.is_rounding
 
 
 def _shown(options: dict[str, Any]) -> dict[str, Any]:
@@ -82,21 +85,49 @@ def _as_json(one: Covered) -> str:
 
 
 def _show(pair: Pair, place: str, one: Covered, difference: Difference) -> None:
-    why = "rounding" if difference.is_rounding else "NOT rounding"
     where = "the score" if difference.step is None else f"token {difference.step + 1}"
-    print(f"{place}, {one.comparison.method}: {where} of beam {difference.beam + 1} differs: closest decision "
-          f"{difference.gap:.2g}, noise of scores {difference.noise:.2g} ({why}); {_shown(one.options)}")  # fmt: skip
+    gap = "" if difference.gap is None else f", logits {difference.gap:.2g} apart"
+    print(f"{place}, {one.comparison.method}: {where} of beam {difference.beam + 1} differs{gap}: {_why(difference)}; "
+          f"{_shown(one.options)}")  # fmt: skip
     for who, tokens in (("transformers", difference.theirs), ("specbeam", difference.ours)):
         print(f"  {who:12} {pair.tokenizer.decode(tokens) if pair.tokenizer else tokens}")
 
 
-def _summary(seen: list[Comparison], prompts: int, beams: int, bad: int) -> str:
+def _why(difference: Difference) -> str:
+    distance = f"logits within {difference.apart:.2g} of a plain forward, whose own vary by {difference.noise:.2g}"
+    if not difference.replayed:
+        return "NOT rounding: transformers' search finds others in the very logits that specbeam saw"
+    if not difference.is_rounding:
+        return f"NOT rounding: {distance}"
+    return f"rounding: transformers' search finds the same in the logits that specbeam saw, {distance}"
+
+
+def _summary(seen: list[Comparison], prompts: int, beams: int) -> str:
     lines = []
     for name in dict.fromkeys(one.method for one in seen):
         mine = [one for one in seen if one.method == name]
-        same = [one for one in mine if one.difference is None]
-        wrong = sum(not one.is_rounding for one in _differences(mine))
-        off = max((one.off for one in same), default=0.0)
-        lines.append(f"{name}: {len(same)} of {prompts} prompts give the same {beams} beams, scores within {off:.2g}; "
-                     f"{prompts - len(same) - wrong} differ by rounding, {wrong} otherwise")  # fmt: skip
+        counts = Counter(map(_kind, mine))
+        off = max((one.off for one in mine if _kind(one) == "same"), default=0.0)
+        line = f"{name}: {counts['same']} of {prompts} prompts give the same {beams} beams"
+        line += f", scores within {off:.2g}" if counts["same"] else ""
+        line += "".join(f"; {counts[kind]} {said}" for kind, said in _OTHERS.items() if counts[kind])
+        lines.append(line)
     return "\n".join(lines)
+
+
+_OTHERS = {
+    "scores": "the same beams with scores apart by rounding",
+    "rounding": "differ by rounding",
+    "other": "differ otherwise",
+    "failed": "failed",
+}
+
+
+def _kind(one: Comparison) -> str:
+    if one.failure is not None:
+        return "failed"
+    if one.difference is None:
+        return "same"
+    if not one.difference.is_rounding:
+        return "other"
+    return "scores" if one.difference.step is None else "rounding"

@@ -103,10 +103,12 @@ class Covered:
 def with_every_option(
     pair: Pair, prompts: Sequence[Prompt], methods: Sequence[Method], batch_size: int = 1, max_new_tokens: int = 64
 ) -> Iterator[Covered]:
-    """`comparisons` with the rows of a covering design, prompt after prompt in turns."""
+    """`comparisons` with the rows of a covering design, prompt after prompt in turns; with fewer prompts than rows some
+    have several turns, so that every row has one.
+    """
     design = covering(option_values(pair, prompts, max_new_tokens))
     for start, options in enumerate(design):
-        mine = range(start, len(prompts), len(design))
+        mine = [turn % len(prompts) for turn in range(start, max(len(prompts), len(design)), len(design))]
         asked = [prompts[number] for number in mine]
         found = comparisons(pair, asked, methods, batch_size, **options)
         for number in mine:
