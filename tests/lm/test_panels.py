@@ -10,7 +10,7 @@ if not kernels.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 from specbeam.forest import Forest
-from specbeam.lm import compiled
+from specbeam.lm import loops
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.panels import WIDTH, fits_bfloat16, in_panels, multiply
 from tests.lm.test_lean import scored
@@ -85,7 +85,7 @@ def test_what_is_broken_stays_broken():
 def test_exponentials_are_those_of_numpy():
     x = np.concatenate([np.linspace(-100, 80, 5001), [0.0, -1e30]]).astype(np.float32)
     found = x.copy()
-    compiled.exponential(found, np.zeros(len(x), dtype=np.int32))
+    loops.exponential(found, np.zeros(len(x), dtype=np.int32))
     np.testing.assert_allclose(found, np.exp(x.astype(float)), rtol=6e-7, atol=2e-38)
 
 

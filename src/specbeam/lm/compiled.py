@@ -14,214 +14,14 @@ from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor, nn
 
 from specbeam import kernels
-from specbeam.kernels import compiled, compiled_in_any_order, exp_near_0
+from specbeam.kernels.compiling import Array
 from specbeam.lm.kv_store import PanelStore
 from specbeam.lm.lean import head_size, is_plain_llama
-from specbeam.lm.panels import MOST, STEP, WIDTH, fits_bfloat16, in_panels, multiply, parts, stood_up, sums
+from specbeam.lm.loops import all_layers, normed
+from specbeam.lm.panels import STEP, WIDTH, fits_bfloat16, in_panels, multiply
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-Array = Any  # numba finds the types by itself
-_F0, _F1, _LOG2E = np.float32(0), np.float32(1), np.float32(1.4426950408889634)
-_LN2_HEAD = np.float32(0.693359375)  # of few bits: its multiples are exact
-_LN2_REST = np.float32(-2.12194440e-4)
-_HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
-
-
-@compiled_in_any_order
-def exponential(x: Array, powers: Array) -> None:
-    """x becomes exp(x), float32, to 2e-7 of it, between -87 and 87; outside, that of these.
-
-    `powers`: scratch, int32 of the same length.
-    """
-    for place in range(len(x)):
-        y = _LEAST if x[place] < _LEAST else x[place]
-        y = _MOST if y > _MOST else y
-        whole = np.floor(y * _LOG2E + _HALF)
-        f = (y - whole * _LN2_HEAD) - whole * _LN2_REST
-        x[place] = exp_near_0(f)
-        powers[place] = (np.int32(whole) + 127) << 23
-    scale = powers.view(np.float32)
-    for place in range(len(x)):
-        x[place] *= scale[place]
-
-
-@compiled_in_any_order
-def normed(x: Array, weight: Array, eps: float, out: Array) -> None:
-    """RMSNorm of rows."""
-    for row in range(len(x)):
-        square = _F0
-        for place in range(x.shape[1]):
-            square += x[row, place] * x[row, place]
-        factor = np.float32(1 / np.sqrt(square / x.shape[1] + eps))
-        for place in range(x.shape[1]):
-            out[row, place] = x[row, place] * factor * weight[place]
-
-
-@compiled
-def turned(x: Array, first: int, heads: int, size: int, angles: Array, positions: Array) -> None:
-    """Rotary positions, in place, of `heads` heads from column `first` on. angles: float32[2, positions, size / 2]."""
-    half = size // 2
-    for row in range(len(x)):
-        cos, sin = angles[0, positions[row]], angles[1, positions[row]]
-        for head in range(heads):
-            start = first + head * size
-            one, other = x[row, start : start + half], x[row, start + half : start + size]
-            for place in range(half):
-                a, b = one[place], other[place]
-                one[place] = a * cos[place] - b * sin[place]
-                other[place] = b * cos[place] + a * sin[place]
-
-
-@compiled_in_any_order
-def softmax(scores: Array, seen: Array, powers: Array) -> None:
-    """In place, over what is seen."""
-    top = _UNSEEN
-    for slot in range(len(scores)):
-        scores[slot] = scores[slot] if seen[slot] else _UNSEEN
-        top = scores[slot] if scores[slot] > top else top
-    for slot in range(len(scores)):
-        scores[slot] = scores[slot] - top
-    exponential(scores, powers)
-    total = _F0
-    for slot in range(len(scores)):
-        scores[slot] = scores[slot] if seen[slot] else _F0
-        total += scores[slot]
-    share = _F1 / total
-    for slot in range(len(scores)):
-        scores[slot] *= share
-
-
-@compiled
-def attend(
-    q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int, scale: float, out: Array
-) -> None:
-    """Attention of all rows to their lanes.
-
-    Args:
-        q: float32[rows, ...]; head h stands at columns h * size.
-        keys: float32[lanes, kv heads, size, slots]; values: float32[lanes, kv heads, slots, width], both contiguous.
-        rows: int64[sessions, 3]: lane, first row, last row + 1.
-        seen: bool[rows, slots]; reach: int64[rows], one past the last slot seen.
-        group: query heads per kv head.
-        out: float32[rows, heads * size]
-    """
-    kv_heads, size, stride = keys.shape[1], keys.shape[2], keys.shape[3]
-    height, width = values.shape[2], values.shape[3]
-    flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
-    most = -(-(reach.max()) // WIDTH) * WIDTH
-    scores = np.empty((MOST, most), dtype=np.float32)
-    flat_scores = scores.reshape(-1)
-    tall = np.empty(MOST * max(size, most), dtype=np.float32)
-    mixed = np.empty((MOST, width), dtype=np.float32)
-    powers = np.empty(most, dtype=np.int32)
-    for session in range(len(rows)):
-        lane, first, last = rows[session]
-        queries = (last - first) * group
-        for kv in range(kv_heads):
-            head_at = lane * kv_heads + kv
-            for part in range(parts(queries)):
-                start = part * queries // parts(queries)
-                count = (part + 1) * queries // parts(queries) - start
-                extent = 0
-                for one in range(count):
-                    row, head = first + (start + one) // group, kv * group + (start + one) % group
-                    extent = max(extent, reach[row])
-                    for place in range(size):
-                        tall[place * count + one] = q[row, head * size + place] * scale
-                extent = -(-extent // WIDTH) * WIDTH
-                for panel in range(extent // WIDTH):
-                    sums(
-                        count, flat_keys, head_at * size * stride + panel * WIDTH, stride, tall, 0, flat_scores,
-                        panel * WIDTH, most, size,
-                    )  # fmt: skip
-                for one in range(count):
-                    softmax(scores[one, :extent], seen[first + (start + one) // group], powers[:extent])
-                stood_up(scores[:, :extent], 0, count, tall)
-                for panel in range(width // WIDTH):
-                    sums(
-                        count, flat_values, head_at * height * width + panel * WIDTH, width, tall, 0, mixed.reshape(-1),
-                        panel * WIDTH, width, extent,
-                    )  # fmt: skip
-                for one in range(count):
-                    row, head = first + (start + one) // group, kv * group + (start + one) % group
-                    out[row, head * size : (head + 1) * size] = mixed[one, :size]
-
-
-@compiled_in_any_order
-def gated(both: Array, inner: int, out: Array) -> None:
-    """SiLU of the first `inner` columns times the next ones."""
-    powers = np.empty(inner, dtype=np.int32)
-    falling = np.empty(inner, dtype=np.float32)
-    for row in range(len(both)):
-        for place in range(inner):
-            falling[place] = -both[row, place]
-        exponential(falling, powers)
-        for place in range(inner):
-            out[row, place] = both[row, place] / (_F1 + falling[place]) * both[row, inner + place]
-
-
-@compiled
-def kept(qkv: Array, heads: int, rows: Array, slots: Array, keys: Array, values: Array) -> None:
-    """Store keys and values of all rows at their slots."""
-    kv_heads, size = keys.shape[1], keys.shape[2]
-    for session in range(len(rows)):
-        lane, first, last = rows[session]
-        for row in range(first, last):
-            for kv in range(kv_heads):
-                k, v = (heads + kv) * size, (heads + kv_heads + kv) * size
-                keys[lane, kv, :, slots[row]] = qkv[row, k : k + size]
-                values[lane, kv, slots[row], :size] = qkv[row, v : v + size]
-
-
-@compiled
-def all_layers(
-    x: Array, weights: Any, angles: Array, eps: float, heads: int, positions: Array, rows: Array, slots: Array, seen: Array,
-    reach: Array, kinds: Array, keys: Array, values: Array, threads: int,
-) -> None:  # fmt: skip
-    """The layers one after the other, on x: float32[rows, hidden], in place.
-
-    Args:
-        weights: `Weights`.
-        seen: bool[kinds, rows, slots]; reach: int64[kinds, rows]; kinds: int64[layers], which of them a layer goes by.
-        keys, values: of all layers; see `attend`.
-    """
-    count, hidden = x.shape
-    kv_heads, size = keys.shape[2], keys.shape[3]
-    h = np.empty((count, hidden), dtype=np.float32)
-    qkv = np.empty((count, weights.qkv.shape[1] * WIDTH), dtype=np.float32)
-    mixed = np.empty((count, heads * size), dtype=np.float32)
-    out = np.empty((count, weights.out.shape[1] * WIDTH), dtype=np.float32)
-    both = np.empty((count, weights.gate_up.shape[1] * WIDTH), dtype=np.float32)
-    wide = np.empty((count, weights.inner), dtype=np.float32)
-    scale = np.float32(1 / np.sqrt(size))
-    for layer in range(len(kinds)):
-        normed(x, weights.before_attention[layer], eps, h)
-        multiply(h, weights.qkv[layer], qkv, threads)
-        for place in range(weights.bias.shape[1]):
-            for row in range(count):
-                qkv[row, place] += weights.bias[layer, place]
-        turned(qkv, 0, heads + kv_heads, size, angles, positions)
-        kept(qkv, heads, rows, slots, keys[layer], values[layer])
-        kind = kinds[layer]
-        attend(qkv, keys[layer], values[layer], rows, seen[kind], reach[kind], heads // kv_heads, scale, mixed)
-        multiply(mixed, weights.out[layer], out, threads)
-        _add(x, out)
-        normed(x, weights.before_inner[layer], eps, h)
-        multiply(h, weights.gate_up[layer], both, threads)
-        gated(both, weights.inner, wide)
-        multiply(wide, weights.down[layer], out, threads)
-        _add(x, out)
-
-
-@compiled
-def _add(x: Array, more: Array) -> None:
-    """x += more, of which there may be more columns."""
-    for row in range(len(x)):
-        here, there = x[row], more[row]
-        for place in range(len(here)):
-            here[place] += there[place]
 
 
 class Weights(NamedTuple):
@@ -287,7 +87,7 @@ class CompiledDecoder:
         with _on_threads(self.threads) as threads:
             all_layers(
                 x, self.weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen, reach,
-                self.kinds, store.keys_by_slot, store.values_by_slot, threads,
+                self.kinds, store.keys_by_panel, store.values_by_slot, threads,
             )  # fmt: skip
             return torch.from_numpy(self._scored(x[wanted], threads))
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -132,24 +133,29 @@ class PanelStore(KVStore):
 
     def __init__(self, layers: int, heads: int, size: int, width: int) -> None:
         super().__init__(layers)
-        self.heads, self.size, self.width = heads, size, -(-size // width) * width
+        self.heads, self.size, self.width, self.columns = heads, size, -(-size // width) * width, width
         self._allocate(self.lanes, self.slots)
 
     def _allocate(self, lanes: int, slots: int) -> None:
-        # A power of two between neighbouring rows of keys would map them all to the same lines of the CPU's cache.
-        keys = torch.zeros(len(self.layers), lanes, self.heads, self.size, slots + 16)
-        values = torch.zeros(len(self.layers), lanes, self.heads, slots, self.width)
-        self.keys_by_slot, self.values_by_slot = keys.numpy(), values.numpy()
-        for number, layer in enumerate(self.layers):
-            layer.keys, layer.values = keys[number, ..., :slots].transpose(2, 3), values[number, ..., : self.size]
-            layer.is_initialized = True
+        panels, where = -(-slots // self.columns), (len(self.layers), lanes, self.heads)
+        self.keys_by_panel = np.zeros((*where, panels, self.size, self.columns), dtype=np.float32)
+        self.values_by_slot = np.zeros((*where, panels * self.columns, self.width), dtype=np.float32)
 
     def grow(self, lanes: int, slots: int) -> None:
-        before = [(layer.keys, layer.values) for layer in self.layers]
+        before = self.keys_by_panel, self.values_by_slot
         self._allocate(lanes, slots)
-        for layer, (keys, values) in zip(self.layers, before, strict=True):
-            layer.keys[: keys.shape[0], :, : keys.shape[2]] = keys
-            layer.values[: values.shape[0], :, : values.shape[2]] = values
+        for old, new in zip(before, (self.keys_by_panel, self.values_by_slot), strict=True):
+            new[:, : old.shape[1], :, : old.shape[3]] = old
+
+    def move_lane(self, source: int, goal: int) -> None:
+        for buffer in (self.keys_by_panel, self.values_by_slot):
+            buffer[:, goal] = buffer[:, source]
+
+    def move_slots(self, lane: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+        (panels, columns), (to_panels, to_columns) = (divmod(one.numpy(), self.columns) for one in (source, goal))
+        keys, values = self.keys_by_panel[:, lane], self.values_by_slot[:, lane]
+        keys[:, :, to_panels, :, to_columns] = keys[:, :, panels, :, columns]
+        values[:, :, goal.numpy()] = values[:, :, source.numpy()]
 
 
 def _larger(buffer: Float[Tensor, "lanes heads slots size"], lanes: int, slots: int) -> Tensor:

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from specbeam.forest import Forest
-from specbeam.kernels import Array, compiled
+from specbeam.kernels.compiling import Array, compiled
 from specbeam.records import Turn
 
 WASTE = 0  # a slot that nobody sees: padding is written there

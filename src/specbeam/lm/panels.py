@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from specbeam import kernels
-from specbeam.kernels import compiled
+from specbeam.kernels.compiling import compiled
 
 if kernels.AVAILABLE:
     from llvmlite import binding, ir

@@ -1,0 +1,27 @@
+"""The passes over the vocabulary as compiled loops, where numba is installed: the fast twins of what stands in `laws`,
+`probs` and `dice`, which stay as their oracles. Each takes one pass where array code takes ten.
+
+Pairs are beam * vocabulary + token, as in `laws`.
+"""
+
+from specbeam.kernels.compiling import AVAILABLE, start_threads, use_threads
+from specbeam.kernels.noise import child_keys
+from specbeam.kernels.ranking import best, largest, ranked
+from specbeam.kernels.sums import log_norm, pick
+from specbeam.kernels.truncation import core_and_halo, first_ones, shifts, truncated
+
+__all__ = [
+    "AVAILABLE",
+    "best",
+    "child_keys",
+    "core_and_halo",
+    "first_ones",
+    "largest",
+    "log_norm",
+    "pick",
+    "ranked",
+    "shifts",
+    "start_threads",
+    "truncated",
+    "use_threads",
+]

@@ -1,0 +1,121 @@
+"""Sums over the vocabulary: the norm of logits, the place of a draw."""
+
+from typing import Any
+
+import numpy as np
+
+from specbeam.kernels.compiling import BLOCK, Array, compiled, compiled_in_any_order, compiled_loosely
+
+_LOG2E, _LN2_HIGH = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+_C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
+_F1, _HALF, _LEAST = np.float32(1), np.float32(0.5), np.float32(-126)
+_SIGN, _MAGNITUDE, _BIAS, _FRACTION = np.int32(31), np.int32(0x7FFFFFFF), np.int32(127), np.int32(23)
+INF_RANK = int(np.float32(np.inf).view(np.int32))
+MINUS_INF_RANK = -INF_RANK - 1
+
+
+@compiled_loosely
+def _sum(block: Array) -> Array:
+    """The sum of a block."""
+    some = 0.0
+    for place in range(BLOCK):
+        some += block[place]
+    return some
+
+
+@compiled
+def pick(law: Array, uniform: float) -> int:
+    """`Dice.pick` of a long law: blocks are summed, and tokens only in the one that is hit."""
+    blocks = (len(law) + BLOCK - 1) // BLOCK
+    sums = np.zeros(blocks)
+    for number in range(len(law) // BLOCK):
+        sums[number] = _sum(law[number * BLOCK : (number + 1) * BLOCK])
+    for place in range(len(law) // BLOCK * BLOCK, len(law)):
+        sums[blocks - 1] += law[place]
+    left, number = uniform * sums.sum(), 0
+    while number < blocks - 1 and left >= sums[number]:
+        left -= sums[number]
+        number += 1
+    last = -1
+    for place in range(number * BLOCK, min((number + 1) * BLOCK, len(law))):
+        if law[place] > 0:
+            last = place
+            left -= law[place]
+            if left < 0:
+                break
+    place = len(law)
+    while last < 0:  # the product was rounded up, and the last block holds nothing
+        place -= 1
+        last = place if law[place] > 0 else -1
+    return last
+
+
+@compiled_loosely
+def _rank(bits: Array) -> Array:
+    """Integers in the order of the float32 numbers with these bits, and its own inverse. NaN is outside -inf and +inf."""
+    return np.int32(bits ^ np.int32(np.int32(bits >> _SIGN) & _MAGNITUDE))
+
+
+@compiled_loosely
+def extremes(bits: Array) -> tuple[Array, Array]:
+    """The least and the largest `_rank`: by their bits, for NaN must not come into arithmetic."""
+    low = high = _rank(bits[0])
+    for place in range(len(bits)):
+        low, high = min(low, _rank(bits[place])), max(high, _rank(bits[place]))
+    return low, high
+
+
+@compiled_in_any_order
+def exp_near_0(x: Array) -> Array:
+    """exp(x), float32, to 2e-7 of it for |x| < 0.35: what is left of an exponent when its powers of two are taken out."""
+    return _F1 + x * (_F1 + x * (_C2 + x * (_C3 + x * (_C4 + x * (_C5 + x * _C6)))))
+
+
+@compiled_loosely
+def _exponentials(row: Array, top: float, part: Array, powers: Array) -> None:
+    """exp(row - top) as part * 2^powers, the latter as the bits of a float32."""
+    for token in range(len(row)):
+        y = max((row[token] - top) * _LOG2E, _LEAST)
+        whole = np.floor(y + _HALF)
+        f = (y - whole) * _LN2_HIGH
+        part[token] = exp_near_0(f)
+        powers[token] = (np.int32(whole) + _BIAS) << _FRACTION
+
+
+@compiled_loosely
+def _product(block: Array, other: Array) -> Array:
+    """The inner product of two blocks."""
+    some: Any = np.float32(0)
+    for place in range(BLOCK):
+        some += block[place] * other[place]
+    return some
+
+
+@compiled_loosely
+def log_norm(logits: Array) -> Array:
+    """`laws.log_norm` of float32 rows, with an exponential of its own that becomes vector instructions.
+
+    NaN for rows that hold NaN or +inf.
+    """
+    rows, vocab = logits.shape
+    out = np.empty(rows)
+    part = np.zeros((vocab + BLOCK - 1) // BLOCK * BLOCK, dtype=np.float32)  # whole blocks, zeros at the end
+    powers = np.zeros(len(part), dtype=np.int32)
+    scale = powers.view(np.float32)
+    for number in range(rows):
+        bits = logits[number].view(np.int32)
+        low, high = extremes(bits)
+        if low < MINUS_INF_RANK or high >= INF_RANK:
+            out[number] = np.nan
+            continue
+        if high == MINUS_INF_RANK:
+            out[number] = -np.inf
+            continue
+        powers[0] = _rank(high)
+        top = scale[0]
+        _exponentials(logits[number], top, part, powers)
+        total = 0.0
+        for start in range(0, len(part), BLOCK):
+            total += _product(part[start : start + BLOCK], scale[start : start + BLOCK])
+        out[number] = top + np.log(total)
+    return out
