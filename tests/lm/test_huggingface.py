@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from specbeam import kernels
 from specbeam.errors import UnsupportedModel
 from specbeam.forest import Forest
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -58,6 +59,23 @@ def check_random_turns(lm, model):
         if turn_number == 3:  # a request leaves, another comes
             lm.close(seats.pop(0))
             seats.append(seat(rng.integers(0, lm.vocab, 7).tolist()))
+
+
+@pytest.mark.parametrize("engine", ["plain", *(["compiled"] if kernels.AVAILABLE else [])])
+@pytest.mark.parametrize("length", range(1, 14))
+def test_turns_that_did_not_ask_leave_more_to_catch_up_with(engine, length):
+    """As of a draft model that starts late: its first chunks end before the roots, whose logits are asked for."""
+    model, rng = tiny("llama"), np.random.default_rng(length)
+    lm, one = HuggingFaceLM(model, chunk=5, engine=engine), seat(rng.integers(0, 61, length).tolist())
+    for asks in (False, True, False, False, True, True):
+        forest = random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 4 if asks else 0)
+        if asks:
+            found = lm.extend([one], [forest])[0]
+            expected = plain_logits(model, node_paths(one.texts, forest))
+            torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+        turn = random_turn(rng, forest, lm.vocab, most=4)
+        lm.settle(one, turn)
+        one.texts = moved(one.texts, forest, turn)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

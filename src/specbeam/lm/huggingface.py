@@ -154,11 +154,14 @@ class HuggingFaceLM:
 
     def _prefill(self, lanes: list[Lane]) -> None:
         """Long prompts go ahead in chunks, so that a pass stays small whatever the prompt."""
-        while long := [lane for lane in lanes if lane.answered == 0 and lane.trie.waiting > self.chunk]:
-            feeds = {lane.row: lane.trie.feed(self.chunk) for lane in long}
+        while long := [lane for lane in lanes if lane.answered == 0 and self._is_long(lane.trie)]:
+            feeds = {lane.row: lane.trie.feed(min(self.chunk, lane.trie.ahead)) for lane in long}
             self._forward(feeds, dict.fromkeys(feeds, np.zeros(0, dtype=np.int64)))
             for lane in long:
                 lane.trie.forget_inner()
+
+    def _is_long(self, trie: KVTrie) -> bool:
+        return trie.waiting > self.chunk and trie.ahead > 0
 
     def _pass(self, lanes: list[Lane], nodes: dict[int, Nodes]) -> None:
         """Store all pending nodes; learn the logits of these local nodes among them."""

@@ -70,6 +70,11 @@ class KVTrie:
         return len(self.tokens) - self.stored
 
     @property
+    def ahead(self) -> int:
+        """Local nodes that are not stored yet before the first root, whose logits nobody asks for."""
+        return max(int(self.root_at.min()) - self.stored, 0)
+
+    @property
     def held(self) -> int:
         """Tokens stored."""
         return int(np.count_nonzero(self.used))
