@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from specbeam.control.width import SureWidth, accepted_pmf
+from specbeam.control.accepted import ENTRANTS, SAMPLES, accepted_pmf, odds_of_noise, odds_of_rejection
+from specbeam.control.width import SureWidth
 from specbeam.verify.draws import drawn, draws
 from tests.support.exact import exact_law
 
@@ -30,8 +31,9 @@ def test_the_worked_examples(name):
 )
 def test_the_worked_widths(q, widths):
     for threshold, width in widths.items():
-        assert SureWidth(most=4, least=1, threshold=threshold).choose(lambda q=q: (P, q), 4) == max(width, 1)
-        assert SureWidth(most=2, least=1, threshold=threshold).choose(lambda q=q: (P, q), 4) == min(max(width, 1), 2)
+        odds = lambda q=q: odds_of_rejection(P, q, 4)  # noqa: E731
+        assert SureWidth(most=4, least=1, threshold=threshold).choose(odds) == max(width, 1)
+        assert SureWidth(most=2, least=1, threshold=threshold).choose(odds) == min(max(width, 1), 2)
 
 
 @pytest.mark.parametrize("drafts", range(1, 5))
@@ -87,3 +89,58 @@ def test_the_published_double_update_is_something_else(q, published):
     """Reproduces the numbers of the authors' code and shows that ours are not they."""
     np.testing.assert_allclose(doubly_updated(P, q, 4), published, atol=6e-5)
     assert np.abs(accepted_pmf(P, q, 4) - published).max() > 0.01
+
+
+def raced(p, q, drafts, most, halo, seed, races=4000):
+    """How often draws of shared noise are drafts, by running the two races as `dice` and the drafter do."""
+    rng = np.random.default_rng(seed)
+    found = np.zeros((races, most), dtype=bool)
+    for one in found:
+        gumbel = rng.gumbel(size=len(p))
+        with np.errstate(divide="ignore"):
+            target, draft = np.argsort(-(np.log(p) + gumbel))[:most], np.argsort(-(np.log(q) + gumbel))
+        draft = draft[: np.count_nonzero(q)]
+        nodes = [*draft[:drafts]] if halo is None else [*draft[:most]]
+        if halo is not None:
+            nodes += [pair for pair in halo if pair not in nodes][: drafts - len(nodes)]
+        one[:] = np.logical_and.accumulate(np.isin(target, nodes))
+    return np.concatenate([[1.0], found.mean(0)])
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("cut", [False, True])
+def test_odds_under_shared_noise_are_those_of_the_race(seed, cut):
+    """The estimate is good to some standard errors of its own few races."""
+    rng = np.random.default_rng(seed)
+    p, whole = rng.dirichlet(np.full(30, 0.5)), rng.dirichlet(np.full(30, 0.5))
+    whole = 0.5 * p + 0.5 * whole
+    q, halo, place = whole, None, None
+    if cut:
+        halo = np.argsort(-whole)
+        place = np.empty(30, dtype=np.int64)
+        place[halo] = np.arange(30)
+        q = np.where(place < 5, whole, 0.0)
+        q /= q.sum()
+    found = odds_of_noise(p, q, 6, 4, place)
+    expected = raced(p, q, 6, 4, halo, seed)
+    assert np.abs(found - expected).max() < 4 * 0.5 / np.sqrt(SAMPLES)
+    assert (np.diff(found) <= 0).all()
+
+
+def test_a_draft_that_is_the_target_is_always_accepted():
+    p = np.random.default_rng(0).dirichlet(np.ones(20))
+    assert odds_of_noise(p, p, 4, 4).tolist() == [1.0] * 5
+    assert odds_of_noise(p, p, 4, 4, np.arange(20)).tolist() == [1.0] * 5
+
+
+def test_pairs_that_are_never_drafted_count():
+    """Mass of the draft that lies elsewhere takes nodes; a law beyond what is looked at is cut to its likeliest pairs."""
+    rng = np.random.default_rng(1)
+    p = rng.dirichlet(np.ones(20))
+    odds = [odds_of_noise(p, share * p, 4, 4)[4] for share in (1.0, 0.5, 0.1, 0.0)]
+    assert odds[0] == 1
+    assert sorted(odds, reverse=True) == odds
+    assert odds[-1] == 0
+    many = rng.dirichlet(np.full(10 * ENTRANTS, 0.05))
+    assert odds_of_noise(many, many, 6, 4)[4] > 0.9
+    assert odds_of_noise(np.array([1.0]), np.array([1.0]), 4, 4).tolist() == [1.0, 1.0]

@@ -105,7 +105,7 @@ def dsbd(
             costs (`specbeam tune`) and how often layers pass. None: "auto" where no beam depends on it (fixed width, shared
             noise), else 4, so that a seed gives the same text everywhere.
         width: "dynamic" draws as many beams as will be accepted with `threshold` odds; "fixed" always draws `beams`.
-        threshold: odds asked of a dynamic width.
+        threshold: odds asked of a dynamic width: higher is narrower and faster.
         min_beams: least dynamic width.
         coupling: "noise": draft and target share Gumbel noise. "rejection": recursive rejection sampling.
         replacement: independent draws (coupling="rejection" only).

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 
+from specbeam.control.accepted import odds_of_noise, odds_of_rejection
 from specbeam.control.width import Width
 from specbeam.dice import child_keys
 from specbeam.errors import DeadEnd
@@ -52,9 +53,25 @@ class Layer:
         beams, tokens = np.divmod(pairs, self.vocab)
         return np.exp(self.law.logp_at(pairs)), self._q(beams, tokens)
 
-    def heads(self) -> tuple[Odds, Odds]:
-        """The same for the pairs that carry the target's law: enough to choose a width by."""
-        return self.laws(self.law.head()[0])
+    def accepted(self, most: int, by_noise: bool) -> Odds:
+        """Odds that 0, 1, 2, ... draws are all drafts, from the pairs that carry the target's law."""
+        pairs, drafts = self.law.head()[0], len(self.drafts)
+        draft = self.group.law if self.group is not None else None
+        if not by_noise:
+            return odds_of_rejection(*self.laws(pairs), drafts)
+        if not isinstance(draft, JointLaw) or not draft.truncation.cuts:
+            return odds_of_noise(*self.laws(pairs), drafts, most)
+        beyond = self._named(draft.uncut.best(drafts + most))  # likeliest first, as the halo is chosen
+        pairs = np.concatenate([beyond, np.setdiff1d(pairs, beyond)])
+        beams, tokens = np.divmod(pairs, self.vocab)
+        return odds_of_noise(self.law.odds(beams, tokens), self._q(beams, tokens), drafts, most, np.arange(len(pairs)))
+
+    def _named(self, pairs: Pairs) -> Pairs:
+        """Pairs of the draft's rows as pairs of live beams; those of others are left out."""
+        assert self.group is not None
+        rows, tokens = np.divmod(pairs, self.vocab)
+        beams = np.array([self.beam_of.get(int(node), -1) for node in self.group.parents[rows]], dtype=np.int64)
+        return (beams * self.vocab + tokens)[beams >= 0]
 
     def support(self) -> tuple[Pairs, Odds, Odds]:
         """Every pair with odds under the target, and its odds under target and draft."""
@@ -197,7 +214,8 @@ class BeamRule:
         """The layer's outcome, how many drafts were looked at, and what an audit makes of it."""
         asked = self.width.most
         if layer.group is not None and not layer.session.warp.greedy:
-            asked = self.width.choose(layer.heads, len(layer.drafts))
+            by_noise = self.coupling == "noise"
+            asked = self.width.choose(lambda: layer.accepted(self.width.most, by_noise))
         if self.coupling == "noise" or layer.session.warp.greedy:  # nothing is drawn at temperature 0
             pairs, _, logj = _by_noise(layer, asked)
             return layer.outcome(pairs, logj, np.ones_like(pairs), asked), len(layer.drafts), layer.audit(pairs)

@@ -1,0 +1,100 @@
+"""How likely a draft layer is accepted in full, by its width: what a width is chosen by.
+
+Computed from the laws of the layer alone, never from its draws or its noise, so that a width chosen by it leaves the law of
+the layer as it is.
+"""
+
+from functools import cache
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+SAMPLES = 64  # races that are run
+ENTRANTS = 64  # likeliest pairs that run in them
+
+
+def accepted_pmf(
+    p: Float64[np.ndarray, " n"], q: Float64[np.ndarray, " n"], drafts: int
+) -> Float64[np.ndarray, " counts"]:
+    """Odds of 0, 1, ..., `drafts` accepted draws among independent drafts from `q` for target `p` (DSBD, arXiv 2409.16560,
+    eq. 4).
+
+    After j rejections in a row the residual is (p - c_j q)^+ / S_j, with c_0 = 0, S_0 = 1, c_{j+1} = c_j + S_j and
+    S_{j+1} = sum (p - c_{j+1} q)^+. The first acceptance comes at draft i with odds S_{i-1} - S_i and starts anew.
+    `q` may sum to less than 1: the rest lies on drafts that cannot be accepted.
+
+    >>> p, q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.2, 0.3, 0.4])
+    >>> accepted_pmf(p, q, 2).round(2).tolist()
+    [0.28, 0.36, 0.36]
+    """
+    left = [1.0]  # S_j
+    reach = 0.0  # c_j
+    for _ in range(drafts):
+        reach += left[-1]
+        left.append(float(np.maximum(p - reach * q, 0.0).sum()))
+    first = -np.diff(left)
+    pmf = np.zeros((drafts + 1, drafts + 1))
+    pmf[:, 0] = left
+    for n in range(1, drafts + 1):
+        for k in range(1, n + 1):
+            pmf[n, k] = first[:n] @ pmf[n - 1 :: -1, k - 1][:n]
+    return pmf[drafts]
+
+
+def odds_of_rejection(
+    p: Float64[np.ndarray, " n"], q: Float64[np.ndarray, " n"], drafts: int
+) -> Float64[np.ndarray, " widths"]:
+    """Odds that 0, 1, ..., `drafts` draws are accepted from as many independent drafts."""
+    return np.cumsum(accepted_pmf(p, q, drafts)[::-1])[::-1]
+
+
+def odds_of_noise(
+    p: Float64[np.ndarray, " n"],
+    q: Float64[np.ndarray, " n"],
+    drafts: int,
+    most: int,
+    place: Int64[np.ndarray, " n"] | None = None,
+) -> Float64[np.ndarray, " widths"]:
+    """Odds that the first 0, 1, ..., `most` draws from `p` are among `drafts` draft nodes, under shared noise.
+
+    The pairs run a race: pair i arrives at e_i / p_i at the target and at e_i / q_i at the draft model, with the same
+    exponential e_i; draws are the first ones to arrive. Estimated from `SAMPLES` races with noise of their own, the
+    same for all layers, to about 0.06.
+
+    Args:
+        p, q: odds of the same pairs. `q` may sum to less than 1: the rest are pairs that the target does not care for,
+            countless small ones, of which as many as expected arrive before.
+        place: rank of each pair by draft likelihood, where a truncation cuts `q`: then the first `most` to arrive are
+            drafted, and the likeliest others up to `drafts`.
+    """
+    if len(p) > ENTRANTS:
+        likely = np.argpartition(-p, ENTRANTS)[:ENTRANTS]
+        p, q, place = p[likely], q[likely], None if place is None else place[likely]
+    noise, rest, alive = _noise()[:, : len(p)], max(1.0 - float(q.sum()), 0.0), int(np.count_nonzero(p))
+    with np.errstate(divide="ignore"):
+        target, draft = noise / p, noise / q
+    first = np.argsort(target, axis=1)[:, : min(most, alive)]
+    if place is None:
+        at = np.take_along_axis(draft, first, 1)
+        before = (draft[:, None] < at[:, :, None]).sum(2) + rest * np.minimum(at, 1e9)
+        found = before < drafts
+    else:
+        found = np.take_along_axis(_drafted(draft, place, drafts, most), first, 1)
+    return np.concatenate([[1.0], np.logical_and.accumulate(found, axis=1).mean(0)])
+
+
+def _drafted(
+    draft: Float64[np.ndarray, "races n"], place: Int64[np.ndarray, " n"], drafts: int, most: int
+) -> np.ndarray:
+    """bool[races, n]: which pairs are drafted, the first `most` to arrive and the likeliest others."""
+    core = (draft.argsort(1).argsort(1) < most) & np.isfinite(draft)
+    likeliest = np.argsort(place, kind="stable")
+    others = np.cumsum(~core[:, likeliest], axis=1) <= drafts - core.sum(1, keepdims=True)
+    halo = np.zeros_like(core)
+    halo[:, likeliest] = others
+    return core | halo
+
+
+@cache
+def _noise() -> Float64[np.ndarray, "races n"]:
+    return np.random.default_rng(0).exponential(size=(SAMPLES, ENTRANTS))
