@@ -20,7 +20,7 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32) -> Iterato
     try:
         while live := live + list(islice(line, at_once - len(live))):
             with lap("plan"):
-                shapes = [_planned(session) for session in live]  # how deep, how wide
+                shapes = [_planned(session, len(live)) for session in live]  # how deep, how wide
             with lap("draft"):
                 forests = _draft(live, shapes)  # guesses hung under the live beams
             with lap("score"):
@@ -48,7 +48,8 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32) -> Iterato
         _close(target, live)
 
 
-def _planned(session: Session) -> Shape:
+def _planned(session: Session, beside: int) -> Shape:
+    session.beside = beside
     with session.failing_alone():
         return session.parts.controller.plan(session)
     return Shape(0, 0)  # it has failed, and is over after this pass

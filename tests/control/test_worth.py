@@ -20,6 +20,7 @@ from specbeam.tune import DEEP, curve_of, host_cost, known_curve, measure, measu
 from specbeam.verify.beam import BeamRule
 from specbeam.verify.search import SearchRule
 from tests.support import words
+from tests.support.programs import session_of
 
 FLAT, STEEP = CostCurve((1, 100), (1.0, 1.0)), CostCurve((1, 100), (1.0, 100.0))
 CHEAP, DEAR = CostCurve((1,), (0.01,)), CostCurve((1,), (5.0,))
@@ -163,3 +164,20 @@ def test_wrong_depths_are_refused():
         with pytest.raises(BadSetting, match="at least 1, or 'auto'"):
             sb.speculative_beam_search(depth=depth)
     assert depth_control(3, 4, 6, None, None, BeamDrafter, SearchRule(4)).depth == 3
+
+
+def test_of_a_shared_pass_a_session_pays_its_share():
+    """Twelve rows cost what one costs, and more of them more: drafts pay for one prompt, and not for sixteen."""
+    target, draft = CostCurve((1, 12, 112), (1.0, 1.0, 9.0)), CostCurve((1, 12, 112), (0.05, 0.05, 0.45))
+    control = DepthByCost(target, draft, 4, 4)
+    alone, many = ([round(one.seconds, 6) for one in control.options(PassOdds(8), 4, beside)][:3] for beside in (1, 16))
+    assert alone == pytest.approx([1.0, 1.05, 1.1])
+    assert many == pytest.approx([(1 + 0.08 * 52) / 16, (1 + 0.08 * 116 + 0.05 + 0.004 * 52) / 16,
+                                  (1 + 0.08 * 180 + 2 * (0.05 + 0.004 * 52)) / 16])  # fmt: skip
+    session = session_of(sb.beam_sampling(4), None, steps=50)
+    depths = []
+    for beside in (1, 16):
+        session.beside = beside
+        depths.append(control.plan(session).depth)
+    assert depths[0] > 1
+    assert depths[1] == 0

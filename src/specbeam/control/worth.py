@@ -51,8 +51,9 @@ class DepthByCost:
     """The depth of most expected layers per second: argmax E(d) / T(d).
 
     E(d) = 1 + the sum over layers of the odds that all layers down to it pass, as this session has seen them; T(d) adds the
-    target's pass over the roots and d layers, d passes of the draft model, and what the host does beside. It reads past
-    turns alone, and each session learns by itself, so neither the law nor the other prompts of a batch are touched.
+    target's pass over the roots and d layers, d passes of the draft model, and what the host does beside. Of a pass that is
+    shared it pays its share: with many prompts at once rows are dear, and drafts have to be better to be worth it. It reads
+    past turns alone, and each session learns by itself, so neither the law nor the other prompts of a batch are touched.
 
     Args:
         target, draft: seconds of a pass by scored nodes; see `specbeam tune`.
@@ -70,13 +71,13 @@ class DepthByCost:
     most: int = 8
     host: HostCost = field(default_factory=HostCost)
     explore: int = 8
-    known: dict[int, Float64[np.ndarray, " depths"]] = field(
+    known: dict[tuple[int, int], Float64[np.ndarray, " depths"]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def plan(self, session: Session) -> Shape:
         layers = self._seen(session).layers()
-        best = int((layers / self._turns_s(layers, len(session.beams))).argmax())
+        best = int((layers / self._turns_s(layers, len(session.beams), session.beside)).argmax())
         if best == 0 and session.count.target_passes % self.explore == self.explore - 1:
             best = 1
         return Shape(min(best, session.remaining - 1), self.width)
@@ -85,25 +86,32 @@ class DepthByCost:
         drafted = turn.forest.layers
         self._seen(session).learn([step.passed for step in turn.verdict.steps[:drafted]])
 
-    def options(self, seen: PassOdds, roots: int) -> list[Option]:
-        """What is expected of each depth."""
+    def options(self, seen: PassOdds, roots: int, beside: int = 1) -> list[Option]:
+        """What is expected of each depth, with so many sessions in a pass."""
         layers = seen.layers()
-        turns = zip(layers.tolist(), self._turns_s(layers, roots).tolist(), strict=True)
+        turns = zip(layers.tolist(), self._turns_s(layers, roots, beside).tolist(), strict=True)
         return [
             Option(depth, self.width, max(roots, 1) + depth * self.width, emitted, seconds)
             for depth, (emitted, seconds) in enumerate(turns)
         ]
 
-    def _turns_s(self, layers: Float64[np.ndarray, " depths"], roots: int) -> Float64[np.ndarray, " depths"]:
+    def _turns_s(
+        self, layers: Float64[np.ndarray, " depths"], roots: int, beside: int
+    ) -> Float64[np.ndarray, " depths"]:
         """Seconds of a turn by depth, in which so many layers are emitted."""
-        if roots not in self.known:
-            self.known[roots] = np.array([self._passes_s(depth, max(roots, 1)) for depth in range(len(layers))])
-        return self.known[roots] + layers * self.host.judge_s
+        key = roots, beside
+        if key not in self.known:
+            self.known[key] = np.array([self._passes_s(depth, max(roots, 1), beside) for depth in range(len(layers))])
+        return self.known[key] + layers * self.host.judge_s
 
-    def _passes_s(self, depth: int, roots: int) -> float:
+    def _passes_s(self, depth: int, roots: int, beside: int) -> float:
         """Seconds of a turn that emits nothing."""
-        drafted = self.draft.pass_s(roots) + (depth - 1) * self.draft.pass_s(self.width) if depth else 0.0
-        return self.target.pass_s(roots + depth * self.width) + drafted + self.host.seconds(depth, 0)
+
+        def share(curve: CostCurve, nodes: int) -> float:
+            return curve.pass_s(beside * nodes) / beside
+
+        drafted = share(self.draft, roots) + (depth - 1) * share(self.draft, self.width) if depth else 0.0
+        return share(self.target, roots + depth * self.width) + drafted + self.host.seconds(depth, 0)
 
     def _seen(self, session: Session) -> PassOdds:
         return session.state.setdefault(self, PassOdds(self.most))
