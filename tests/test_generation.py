@@ -12,7 +12,7 @@ from scipy import stats
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, TextStreamer
 
 import specbeam as sb
-from specbeam import errors, probs
+from specbeam import errors, measured, probs
 from specbeam.control.fixed import FixedShape
 from specbeam.errors import SomeFailed
 from specbeam.generation import settled_tokens, turns_of
@@ -553,3 +553,26 @@ def test_arrays_and_tensors_are_prompts_and_other_things_are_named(pair):
         sb.generate(pair, [None], "greedy")
     with refused("an integer"):
         sb.generate(pair, "abc", max_new_tokens=2.5)
+
+
+def test_gsd_stays_within_the_positions_of_the_model():
+    """Merged runs unroll deeper than they were drafted, up to the last position that there is."""
+    pair = words.pair("gpt2", n_positions=32)
+    prompts = [[4 + (7 * n + 3 * k) % 50 for k in range(20)] for n in range(8)]
+    for context in (0, 1):
+        found = sb.generate(pair, prompts, sb.gsd(context=context), seed=1, max_new_tokens=12)
+        assert all(len(one.tokens) <= 12 for one in found)
+
+
+def test_public_names_are_what_they_are_called():
+    """A module of the same name would take the place of a recipe as soon as it is imported."""
+    assert callable(sb.generate)
+    recipes = [getattr(sb, one.name) for one in sb.methods()]
+    assert all(map(callable, recipes))
+
+
+def test_auto_tells_pairs_of_one_shape_apart():
+    one, other = tiny("llama", seed=0), tiny("llama", seed=1)
+    assert measured.model_key(one) == measured.model_key(other)
+    assert measured.weights_key(one) != measured.weights_key(other)
+    assert measured.weights_key(one) == measured.weights_key(copy.deepcopy(one))

@@ -18,7 +18,7 @@ FLOORS = [
     {"tune"},
     {"recipes"},
     {"pair"},
-    {"auto", "request"},
+    {"fastest", "request"},
     {"generation"},
     {"hf", "evaluate"},
     {"bench"},

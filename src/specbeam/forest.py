@@ -211,17 +211,18 @@ class Forest:
     def selected(self, nodes: Int64[np.ndarray, " kept"]) -> "Forest":
         """The forest of these nodes alone: ascending, roots and all parents among them.
 
-        A group that loses a draw loses its law, for which draws are left says something about them; guesses that were
-        chosen and not drawn stay sure.
+        A group that loses a draw loses its law, for which draws are left says something about them; one that loses all of
+        them stays, without a draw, so that no rule takes its parent for a leaf. Guesses that were chosen and not drawn stay
+        sure. Where nodes are selected by what they hold, `lost` has to follow: that all draws are left says something too.
         """
         names = np.full(len(self) + 1, -1, dtype=np.int64)  # the last entry renames -1 to itself
         names[nodes] = np.arange(len(nodes))
         groups = []
         for group in self.groups:
             kept = (names[group.draw_nodes] >= 0) | (group.draw_nodes < 0)
-            if not kept.any() or (names[group.parents] < 0).all():
-                continue
             lost = not kept.all()
+            if (names[group.parents] < 0).all() or (not kept.any() and not (group.law is not None and lost)):
+                continue
             groups.append(
                 replace(
                     group,
@@ -235,6 +236,10 @@ class Forest:
         scores = None if self.logq is None else self.logq[nodes]
         beams = None if self.beams is None else names[self.beams][names[self.beams] >= 0]
         return Forest(self.tokens[nodes], names[self.parents[nodes]], tuple(groups), scores, beams)
+
+    def lost(self) -> "Forest":
+        """The forest with no law for what was drawn; guesses that were chosen stay sure."""
+        return replace(self, groups=tuple(one if one.sure else replace(one, law=None) for one in self.groups))
 
     def depths(self) -> Int64[np.ndarray, " nodes"]:
         """0 at roots."""

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.auto import Choice, fastest, tokens_per_second
 from specbeam.decode import decode
 from specbeam.energy import EnergyMeter
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
+from specbeam.fastest import Choice, fastest, tokens_per_second
 from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
@@ -215,8 +215,8 @@ def _judge_audit(request: Request) -> None:
     if whole.suspicious:
         warnings.warn(
             f"AUDIT FAILED: z_accept {whole.z_accept:.1f} over {whole.trials} trials, z_logp {whole.z_logp:.1f} over "
-            f"{whole.draws} draws, where a correct run stays below 4: {request.method.name} did not have the law that it "
-            "declares; please report this with the seed",
+            f"{whole.draws} draws, where a correct run stays below 4, and {whole.impossible} tokens of no odds: "
+            f"{request.method.name} did not have the law that it declares; please report this with the seed",
             AuditWarning,
             stacklevel=3,
         )

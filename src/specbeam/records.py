@@ -99,6 +99,7 @@ class Audit:
     logp_variance: float = 0.0
     trials: int = 0
     draws: int = 0
+    impossible: int = 0  # tokens drawn that have no odds at all
 
     def __add__(self, other: "Audit") -> "Audit":
         return Audit(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -114,12 +115,14 @@ class Audit:
     @property
     def suspicious(self) -> bool:
         """Whether a correct run would look like this less than once in ten thousand."""
-        return max(abs(self.z_accept), abs(self.z_logp)) > 4
+        return self.impossible > 0 or max(abs(self.z_accept), abs(self.z_logp)) > 4
 
     @classmethod
     def of_draw(cls, logp: Float64[np.ndarray, " n"], token: int) -> "Audit":
         """A token drawn from a law, given as logs."""
         p = np.exp(logp)
+        if p[token] == 0:
+            return cls(draws=1, impossible=1)
         seen = np.where(p > 0, logp, 0.0)
         mean = float(p @ seen)
         variance = float(p @ (seen - mean) ** 2)

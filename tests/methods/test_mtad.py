@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.auto import candidates
 from specbeam.control.confidence import SureDraft
 from specbeam.control.fixed import FixedShape
 from specbeam.decode import decode
@@ -16,6 +15,7 @@ from specbeam.draft.joint import JointBeams
 from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
 from specbeam.errors import BadSetting, SomeFailed
 from specbeam.evaluate.perplexity import log_likelihoods
+from specbeam.fastest import candidates
 from specbeam.generation import turns_of
 from specbeam.lm.table import TableLM
 from specbeam.pair import BUNDLED

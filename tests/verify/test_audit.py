@@ -103,3 +103,12 @@ def test_the_moments_of_a_draw():
     assert sum(odds * one.logp_surprise**2 for odds, one in zip(p, drawn, strict=False)) == pytest.approx(
         drawn[0].logp_variance
     )
+
+
+def test_one_token_of_no_odds_is_enough():
+    logp = np.log(np.array([0.6, 0.4, 1e-300])) - np.array([0, 0, np.inf])
+    assert not Audit.of_draw(logp, 0).suspicious
+    whole = sum((Audit.of_draw(logp, token) for token in (0, 1, 0, 2)), Audit())
+    assert (whole.impossible, whole.draws) == (1, 4)
+    assert whole.suspicious
+    assert abs(whole.z_logp) < 4

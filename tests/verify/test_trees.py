@@ -6,7 +6,10 @@ import pytest
 import specbeam as sb
 from specbeam.control.fixed import FixedShape
 from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
+from specbeam.draft.merged import Pruned
 from specbeam.draft.tree import Branching, TreeDrafter
+from specbeam.errors import LostLaw
+from specbeam.lm.table import TableLM
 from specbeam.session import Parts
 from specbeam.verify.match import MatchRule
 from specbeam.verify.path import PathRule
@@ -117,3 +120,23 @@ def test_traversal_never_accepts_less():
         for children in (W, R):
             by_path = check(pair, (2, 1), children, PathRule())
             assert check(pair, (2, 1), children, TraversalRule()) >= by_path - 1e-12
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(("counts", "children"), [((1, 1), Independent()), ((2,), Distinct()), ((2,), Independent())])
+@pytest.mark.parametrize("top", [1, 2])
+def test_a_tree_that_was_pruned_by_content_is_matched_and_not_tried(pair, counts, children, top):
+    """Whatever was dropped: nothing, one sibling, or all of them, of which nothing is left to see."""
+    target, draft = PAIRS[pair]
+
+    def pruned(rule):
+        drafter = lambda lm: Pruned(TreeDrafter(lm, Branching(counts, children)), TableLM((0.5, 0.3, 0.2)), top)  # noqa: E731
+        return lambda lm: sb.Method(
+            "pruned", "", 1, lambda *_: Parts(drafter(lm), rule, FixedShape(len(counts), 0), "")
+        )
+
+    law, _ = law_and_mean(one_turn(pruned(RULES["match"]), target, draft, len(counts)), target, len(counts) + 1)
+    assert distance(law, completed(target, (), len(counts) + 1)) < CLOSE
+    for name in ("path", "traversal"):
+        with pytest.raises(LostLaw, match="pruned by content"):
+            law_and_mean(one_turn(pruned(RULES[name]), target, draft, len(counts)), target, len(counts) + 1)

@@ -128,7 +128,7 @@ def _say(audit: Audit) -> None:
     word = "FAILED" if audit.suspicious else "passed"
     complain(
         f"audit {word}: z_accept {audit.z_accept:.2f} over {audit.trials} trials, z_logp {audit.z_logp:.2f} over "
-        f"{audit.draws} draws (a correct run stays below 4)"
+        f"{audit.draws} draws (a correct run stays below 4), {audit.impossible} impossible tokens"
     )
 
 

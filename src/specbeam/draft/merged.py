@@ -104,7 +104,7 @@ class Pruned:
             with session.failing_alone("draft: "):
                 names = self._hopeful(forest, _constrained(session, forest, rows))
             session.state[self] = (forest, names)
-            kept_forests.append(forest.selected(names))
+            kept_forests.append(forest.selected(names).lost())
         return kept_forests
 
     def _hopeful(self, forest: Forest, rows: Float[torch.Tensor, "nodes vocab"]) -> Int64[np.ndarray, " kept"]:
@@ -209,9 +209,11 @@ class Graph(Complete):
         """Unroll; each copy hangs in the forest too, unscored, so that the draft model's cache knows where it is."""
         edges: dict[int, list[int]] = sprout.memory.get("edges", {})
         kept = [*sprout.roots]
-        queue = [(root, root) for root in kept]  # (node, node of the graph that it stands for)
+        queue = [(root, root, 0) for root in kept]  # (node, node of the graph that it stands for, its depth)
         while queue and len(kept) < self.most_nodes:
-            node, origin = queue.pop(0)
+            node, origin, depth = queue.pop(0)
+            if depth >= sprout.session.remaining - 1:  # merged edges may lead deeper than was drafted
+                continue
             for target in edges.get(origin, []):
                 if len(kept) == self.most_nodes:
                     break
@@ -220,7 +222,7 @@ class Graph(Complete):
                 if child == len(sprout.forest):
                     sprout.forest = sprout.forest.grown([token], [node])
                 kept.append(child)
-                queue.append((child, target))
+                queue.append((child, target, depth + 1))
         sprout.kept = np.array(sorted(kept), dtype=np.int64)
         for parent in sprout.kept.tolist():
             nodes = [node for node in kept if int(sprout.forest.parents[node]) == parent]

@@ -34,7 +34,7 @@ class Choice:
 
 
 def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
-    """Exact methods for one sequence. Approximate ones are never chosen."""
+    """A short list of exact methods for one sequence, each the best of its kind on some pair (docs/block_efficiency.md)."""
     alone: dict[str, Callable[[], Method]] = {
         "sampling": sampling,
         "prompt_lookup": prompt_lookup,
@@ -83,11 +83,13 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
     models = [measured.model_key(model) for model in (pair.target_model, pair.draft_model)]
     return [
         models,
+        [measured.weights_key(model) for model in (pair.target_model, pair.draft_model)],  # acceptance depends on them
         settings.temperature,
         settings.top_k,
         settings.top_p,
         settings.min_p,
         settings.repetition_penalty,
+        settings.no_repeat_ngram_size,
         settings.form_kind
         and [settings.form_kind, settings.grammar_backend],  # not its text: each would be measured anew
     ]
