@@ -110,7 +110,9 @@ class Settings:
         """What names tokens, and what works on their scores."""
         ends = self.eos_token_id
         _require(
-            ends is None or isinstance(ends, int) or (not isinstance(ends, str) and all(map(_is_token, _listed(ends)))),
+            ends is None
+            or isinstance(ends, int)
+            or (not isinstance(ends, str) and all(isinstance(end, int) for end in _listed(ends))),
             "eos_token_id",
             ends,
             "a token id or several; stop_strings ends at texts",

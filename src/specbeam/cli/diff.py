@@ -26,6 +26,9 @@ def run(
 
     if beams < 2:
         raise BadSetting(f"--beams is {beams}; transformers searches with at least 2")
+    for name, value in (("--rows", rows), ("--batch-size", batch_size)):
+        if value < 1:
+            raise BadSetting(f"{name} is {value}; it must be at least 1")
     asked, _ = gather(prompts, files)
     if not asked:
         raise BadPrompt("there is no prompt; give one as an argument, with --prompts, or on standard input")

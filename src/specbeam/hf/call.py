@@ -123,7 +123,7 @@ class Call:
     def filler(self) -> int:
         """What stands behind a text that is shorter than others; as in `generate`, whose beams are not padded with 0."""
         eos = self.config.eos_token_id
-        first = eos[0] if isinstance(eos, (list, tuple)) else eos
+        first = (eos[0] if eos else None) if isinstance(eos, (list, tuple)) else eos
         pad = self.config.pad_token_id
         if self.beams > 1:
             return int(pad or first) if first is not None else -1

@@ -45,6 +45,9 @@ class Lane:
         return wanted[wanted >= self.trie.stored]
 
     def learn(self, nodes: Nodes, rows: Float[torch.Tensor, "n vocab"]) -> None:
+        if (nodes[1:] < nodes[:-1]).any():  # roots stand in the order of their beams
+            order = nodes.argsort()
+            nodes, rows = nodes[order], picked(rows, order)
         self._blocks.append((nodes, rows))
 
     def answer(self) -> Float[torch.Tensor, "nodes vocab"]:
