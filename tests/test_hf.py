@@ -126,10 +126,10 @@ def test_what_cannot_be_honoured_is_refused(models, options, message):
         target.generate(**inputs, custom_generate=sb.hf.dsbd, num_beams=2, do_sample=True, max_new_tokens=4, **options)
 
 
-def both(models, texts, draft=True, padding_side="left", **options):
+def both(models, texts, draft=True, **options):
     """What `generate` returns by itself and through our door."""
     target, small, tokenizer = models
-    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side=padding_side, return_token_type_ids=False)
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
     theirs = target.generate(**inputs, **options)
     ours = target.generate(**inputs, **options, custom_generate=sb.hf.beam_search, draft_model=small if draft else None)
     return theirs, ours

@@ -5,7 +5,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
-    {"errors", "kernels", "measured"},
+    {"errors", "generation_config", "kernels", "measured"},
     {"dice", "energy", "clock", "truncation", "forest", "constraint"},
     {"laws"},
     {"probs", "limits"},

@@ -221,7 +221,7 @@ class Forest:
         for group in self.groups:
             kept = (names[group.draw_nodes] >= 0) | (group.draw_nodes < 0)
             lost = not kept.all()
-            if (names[group.parents] < 0).all() or (not kept.any() and not (group.law is not None and lost)):
+            if (names[group.parents] < 0).all() or (group.sure and not kept.any()):
                 continue
             groups.append(
                 replace(

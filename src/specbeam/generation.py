@@ -11,13 +11,14 @@ from specbeam.decode import decode
 from specbeam.energy import EnergyMeter
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.fastest import Choice, fastest, tokens_per_second
+from specbeam.generation_config import contradiction
 from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
 from specbeam.records import Audit, Generation, Report, Turn
 from specbeam.request import Request, many
 from specbeam.session import Session
-from specbeam.settings import Settings, contradiction
+from specbeam.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

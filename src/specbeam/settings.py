@@ -5,12 +5,12 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from specbeam.constraint import Constrained, Constraint, Form
 from specbeam.errors import BadSetting, NotSupported
+from specbeam.generation_config import OF_MODELS, WARPERS, read
 from specbeam.limits import Decode, Limits
 from specbeam.probs import Warp
 from specbeam.truncation import NO_TRUNCATION, Truncation
@@ -155,13 +155,13 @@ class Settings:
     @classmethod
     def given(cls, options: dict[str, Any], config: "GenerationConfig | None" = None) -> "Settings":
         """From keyword arguments, completed by a generation config. What no method honours is refused by name."""
-        names = [field.name for field in fields(cls)]
+        names = _names()
         strange = sorted(set(options) - set(names))
         if strange:
             raise BadSetting(f"generate() has no option {', '.join(strange)}; it has {', '.join(names)}")
         if config is None:
             return cls(**options)
-        known, strange = _read(config)
+        known, strange = read(config, _names())
         if strange:
             raise NotSupported(
                 f"generation_config sets {', '.join(strange)}, which specbeam does not honour; unset them"
@@ -175,13 +175,13 @@ class Settings:
         """
         if config is None:
             return self
-        known, strange = _read(config)
+        known, strange = read(config, _names())
         if strange:
             warnings.warn(
                 f"the model's generation_config sets {', '.join(strange)}, which specbeam does not honour",
                 stacklevel=2,
             )
-        wanted = (*_OF_MODELS, *(_WARPERS if draws else ()))
+        wanted = (*OF_MODELS, *(WARPERS if draws else ()))
         return replace(self, **{name: known[name] for name in wanted if name in known and getattr(self, name) is None})
 
     def warp(
@@ -292,16 +292,8 @@ def allowed_after(allowed: "Callable[[int, Tensor], list[int]]", prompt: int, to
     return processed
 
 
-def contradiction(config: "GenerationConfig | None", name: str, beams: int, draws: bool) -> str | None:
-    """What a generation config says of the method itself that is not so."""
-    if config is None:
-        return None
-    if config.num_beams not in (None, beams):
-        return f"generation_config has num_beams={config.num_beams}, and {name} keeps {beams}: sb.{name}({config.num_beams})"
-    if config.do_sample is not None and config.do_sample != draws:
-        what = "draws nothing" if config.do_sample else "draws"
-        return f"generation_config has do_sample={config.do_sample}, and {name} {what}: take another method"
-    return None
+def _names() -> list[str]:
+    return [field.name for field in fields(Settings)]
 
 
 def _listed(tokens: Any) -> list[Any]:
@@ -337,57 +329,10 @@ def _joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":
     return LogitsProcessorList([one for some in lists for one in some or []]) or None
 
 
-def _read(config: "GenerationConfig") -> tuple[dict[str, Any], list[str]]:
-    """What a generation config sets: the settings among it, and the names of what is none and would change the text."""
-    usual = _usual()
-    given = {name: value for name, value in vars(config).items() if value is not None and value != usual.get(name)}
-    names = {field.name for field in fields(Settings)}
-    others = [name for name in given if name not in names and name not in _HARMLESS and not name.startswith("_")]
-    return {name: value for name, value in given.items() if name in names}, sorted(others)
-
-
-@cache
-def _usual() -> dict[str, Any]:
-    """What a generation config holds that sets nothing. `to_diff_dict` would copy and compare, 2 ms long."""
-    from transformers import GenerationConfig
-
-    return vars(GenerationConfig())
-
-
 _INTEGERS = (
     "max_new_tokens", "max_length", "min_new_tokens", "top_k", "num_return_sequences", "no_repeat_ngram_size"
 )  # fmt: skip
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty")
-_WARPERS = ("temperature", "top_k", "top_p", "min_p")
-# What a model's own config says about its texts; how many texts are wanted is the caller's business.
-_OF_MODELS = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "stop_strings",
-    "length_penalty",
-    "early_stopping",
-)
-# Fields of a generation config that say nothing about the text, or that the recipe answers.
-_HARMLESS = (
-    "bos_token_id",
-    "pad_token_id",
-    "transformers_version",
-    "use_cache",
-    "do_sample",  # see `contradiction`
-    "num_beams",  # see `contradiction`
-    "return_dict_in_generate",
-    "output_scores",
-    "cache_implementation",
-    "cache_config",
-    "output_attentions",
-    "output_hidden_states",
-    "output_logits",
-    "disable_compile",
-    "decoder_start_token_id",
-)
 
 
 def _require(fine: bool, name: str, found: object, expected: str) -> None:

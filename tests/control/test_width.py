@@ -1,5 +1,7 @@
 """The width recurrence against its worked examples, against simulation, and against the published double update."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -31,7 +33,7 @@ def test_the_worked_examples(name):
 )
 def test_the_worked_widths(q, widths):
     for threshold, width in widths.items():
-        odds = lambda q=q: odds_of_rejection(P, q, 4)  # noqa: E731
+        odds = partial(odds_of_rejection, P, q, 4)
         assert SureWidth(most=4, least=1, threshold=threshold).choose(odds) == max(width, 1)
         assert SureWidth(most=2, least=1, threshold=threshold).choose(odds) == min(max(width, 1), 2)
 

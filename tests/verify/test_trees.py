@@ -130,10 +130,11 @@ def test_a_tree_that_was_pruned_by_content_is_matched_and_not_tried(pair, counts
     target, draft = PAIRS[pair]
 
     def pruned(rule):
-        drafter = lambda lm: Pruned(TreeDrafter(lm, Branching(counts, children)), TableLM((0.5, 0.3, 0.2)), top)  # noqa: E731
-        return lambda lm: sb.Method(
-            "pruned", "", 1, lambda *_: Parts(drafter(lm), rule, FixedShape(len(counts), 0), "")
-        )
+        def method(lm):
+            drafter = Pruned(TreeDrafter(lm, Branching(counts, children)), TableLM((0.5, 0.3, 0.2)), top)
+            return sb.Method("pruned", "", 1, lambda *_: Parts(drafter, rule, FixedShape(len(counts), 0), ""))
+
+        return method
 
     law, _ = law_and_mean(one_turn(pruned(RULES["match"]), target, draft, len(counts)), target, len(counts) + 1)
     assert distance(law, completed(target, (), len(counts) + 1)) < CLOSE

@@ -66,7 +66,7 @@ def replaying(model: "PreTrainedModel", rows: Rows) -> "PreTrainedModel":
         return CausalLMOutputWithPast(logits=torch.stack([row.float().to(model.device) for row in found])[:, None])
 
     made = copy.copy(model)  # shares the weights
-    setattr(made, "forward", forward)  # noqa: B010
+    vars(made)["forward"] = forward  # goes before the method of its class
     return made
 
 

@@ -30,15 +30,12 @@ from specbeam.recipes.search import speculative_beam_search as speculative_beam_
 from specbeam.recipes.sequences import speculative_sampling
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+    from transformers import PreTrainedModel
 
 
 def dsbd(
     model: "PreTrainedModel",
     input_ids: torch.Tensor,
-    logits_processor: "LogitsProcessorList | None" = None,
-    stopping_criteria: "StoppingCriteriaList | None" = None,
-    generation_config: "GenerationConfig | None" = None,
     draft_model: "PreTrainedModel | None" = None,
     draft_beams: int | None = None,
     depth: int = 4,
@@ -48,7 +45,7 @@ def dsbd(
     coupling: Literal["noise", "rejection"] = "noise",
     seed: int | None = None,
     stream_to: Any = None,
-    **model_kwargs: Any,
+    **given: Any,
 ) -> Any:
     """`sb.dsbd` with ``num_beams`` beams.
 
@@ -60,7 +57,7 @@ def dsbd(
             "dsbd needs draft_model=...; assistant_model never reaches a custom_generate function, "
             "so pass the draft under the name draft_model, or use the repository form (sb.hf.repository())"
         )
-    call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    call = Call.of(model, input_ids, given)
     method = dsbd_recipe(call.beams, draft_beams, depth, width, threshold, min_beams, coupling)
     return answer(call, draft_model, method, seed, stream_to)
 
@@ -68,38 +65,32 @@ def dsbd(
 def beam_sampling(
     model: "PreTrainedModel",
     input_ids: torch.Tensor,
-    logits_processor: "LogitsProcessorList | None" = None,
-    stopping_criteria: "StoppingCriteriaList | None" = None,
-    generation_config: "GenerationConfig | None" = None,
     seed: int | None = None,
     stream_to: Any = None,
-    **model_kwargs: Any,
+    **given: Any,
 ) -> Any:
     """`sb.beam_sampling` with ``num_beams`` beams: the paper's beam sampling, without a draft."""
-    call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    call = Call.of(model, input_ids, given)
     return answer(call, None, beam_sampling_recipe(call.beams), seed, stream_to)
 
 
 def beam_search(
     model: "PreTrainedModel",
     input_ids: torch.Tensor,
-    logits_processor: "LogitsProcessorList | None" = None,
-    stopping_criteria: "StoppingCriteriaList | None" = None,
-    generation_config: "GenerationConfig | None" = None,
     draft_model: "PreTrainedModel | None" = None,
     draft_beams: int | None = None,
     depth: int = 4,
     drafter: DrafterName = "model",
     seed: int | None = None,
     stream_to: Any = None,
-    **model_kwargs: Any,
+    **given: Any,
 ) -> Any:
     """What `generate` itself returns with ``num_beams``, faster: beams share the prompt, and drafts save passes.
 
     With `draft_model`, or with a `drafter` that needs none, it is `sb.speculative_beam_search`, else `sb.beam_search`.
     ``do_sample=True`` has the law of transformers' own beam sampling. One beam is its greedy search, or plain sampling.
     """
-    call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    call = Call.of(model, input_ids, given)
     drafted = draft_model is not None or drafter != "model"
     if call.beams == 1:
         method = _of_one_beam(drafter, depth) if drafted else sampling()

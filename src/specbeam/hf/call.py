@@ -37,6 +37,13 @@ class Call:
     given_config: "GenerationConfig | None"
     model_kwargs: dict[str, Any]
 
+    @classmethod
+    def of(cls, model: "PreTrainedModel", input_ids: torch.Tensor, given: dict[str, Any]) -> "Call":
+        """From what `generate` passes by name."""
+        rest = dict(given)
+        processors, criteria = rest.pop("logits_processor", None), rest.pop("stopping_criteria", None)
+        return cls(model, input_ids, processors, criteria, rest.pop("generation_config", None), rest)
+
     def __post_init__(self) -> None:
         strange = [type(one).__name__ for one in self.criteria or [] if type(one).__name__ not in _KNOWN_CRITERIA]
         if strange:
