@@ -214,10 +214,10 @@ def test_the_drafter_of_any_recipe_will_do(make):
     model = tiny("llama")
     twin = sb.load(model, model, tokenizer=words.tokenizer())
     drafter = make().parts(twin.draft, twin.target).drafter
-    method = sb.speculative_beam_search(3, 24, 3, drafter)
-    found = sb.generate(twin, PROMPTS, method, max_new_tokens=8)
-    for prompt, one in zip(PROMPTS, found, strict=True):
-        agree(one, by_transformers(twin, prompt, 3, 8), 3)
+    for beams, nodes in ((8, 32), (3, 24)):
+        found = sb.generate(twin, PROMPTS, sb.speculative_beam_search(beams, nodes, 3, drafter), max_new_tokens=8)
+        for prompt, one in zip(PROMPTS, found, strict=True):
+            agree(one, by_transformers(twin, prompt, beams, 8), beams)
     wide = make.__name__ in ("rsd_s", "opt_tree", "dyspec", "mmtad", "speculative_beam_search", "dsbd")
     assert not wide or sum(one.report.accepted for one in found) > 0
 

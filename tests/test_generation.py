@@ -576,3 +576,15 @@ def test_auto_tells_pairs_of_one_shape_apart():
     assert measured.model_key(one) == measured.model_key(other)
     assert measured.weights_key(one) != measured.weights_key(other)
     assert measured.weights_key(one) == measured.weights_key(copy.deepcopy(one))
+
+
+def test_return_sequences_that_fail_name_their_prompt(pair):
+    def allowed(number, tokens):
+        raise LookupError("no table")
+
+    options = {"num_return_sequences": 3, "max_new_tokens": 4, "prefix_allowed_tokens_fn": allowed}
+    with pytest.raises(errors.BrokenLaw, match=r"prompt 0, step 0: .*no table"):
+        sb.generate(pair, "abc", "sampling", **options)
+    with pytest.raises(errors.SomeFailed) as caught:
+        sb.generate(pair, ["abc", "no"], "sampling", **options)
+    assert [str(one).split(",")[0] for one in caught.value.failures] == ["prompt 0"] * 3 + ["prompt 1"] * 3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from scipy import stats
-from transformers import GenerationConfig, TextStreamer, pipeline
+from transformers import GenerationConfig, TextStreamer, WatermarkingConfig, pipeline
 
 import specbeam as sb
 from specbeam import errors
@@ -145,7 +145,7 @@ EOS = [1, 18, 20, 33, 44]
         {"num_return_sequences": 3},
         {"repetition_penalty": 1.4},
         {"encoder_repetition_penalty": 1.4},
-        {"encoder_no_repeat_ngram_size": 2, "no_repeat_ngram_size": 2},
+        {"encoder_no_repeat_ngram_size": 1, "no_repeat_ngram_size": 2},
         {"eos_token_id": EOS, "early_stopping": True, "num_return_sequences": 3},
         {"eos_token_id": EOS, "length_penalty": 2.0, "early_stopping": "never"},
         {"eos_token_id": EOS, "length_penalty": -1.0},
@@ -239,3 +239,24 @@ def test_a_stream_follows_one_prompt(models):
             custom_generate=sb.hf.beam_search,
             stream_to=TextStreamer(tokenizer),
         )
+
+
+def test_a_processor_behind_the_warpers_is_refused(models):
+    """Warpers see the joint law, so it would come before them; beam search keeps the order of transformers."""
+    target, _, tokenizer = models
+    inputs = inputs_of(tokenizer, ["Hello"])
+    options = {"max_new_tokens": 4, "watermarking_config": WatermarkingConfig(bias=4.0)}
+    for num_beams, door in ((1, sb.hf.beam_search), (3, sb.hf.beam_sampling)):
+        with pytest.raises(errors.NotSupported, match="WatermarkLogitsProcessor comes after TopKLogitsWarper"):
+            target.generate(**inputs, **options, num_beams=num_beams, do_sample=True, top_k=5, custom_generate=door)
+    for num_beams in (1, 3):
+        theirs = target.generate(**inputs, **options, num_beams=num_beams, do_sample=False)
+        ours = target.generate(
+            **inputs, **options, num_beams=num_beams, do_sample=False, custom_generate=sb.hf.beam_search
+        )
+        assert ours.tolist() == theirs.tolist()
+
+
+def test_without_end_tokens_nothing_is_padded(models):
+    theirs, ours = both(models, ["Hello", "you"], num_beams=3, do_sample=False, max_new_tokens=4, eos_token_id=[])
+    assert ours.tolist() == theirs.tolist()

@@ -228,7 +228,7 @@ def _collected(
 ) -> list[Generation]:
     """As many places for each prompt as return sequences, whatever failed."""
     failures = [one for one in results.values() if isinstance(one, SpecbeamError)]
-    if len(results) == 1 and failures:
+    if failures and len(set(request.prompt_of)) == 1 and len(failures) == len(results):
         raise failures[0]
     made: dict[int, list[Generation]] = {}
     for place in sorted(results):

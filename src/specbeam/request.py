@@ -63,7 +63,7 @@ class Request:
         )
         decoder = None if self.pair.tokenizer is None else self.pair.tokenizer.decode  # with its special tokens
         limits = self.settings.limits(self.eos, len(prompt), room, decoder, self.method.beams)
-        return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit)
+        return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit, number)
 
     def decoded(self, tokens: list[int]) -> str:
         if self.pair.tokenizer is None:

@@ -108,8 +108,10 @@ class Session:
         key: int | None,
         place: int = 0,
         audited: bool = False,
+        number: int | None = None,
     ) -> None:
         self.prompt, self.parts, self.warp, self.limits, self.place = prompt, parts, warp, limits, place
+        self.number = place if number is None else number  # of the prompt, of which several sessions may be drawn
         self.dice = dice.Dice(key)
         self.beams = Beams.start(prompt[-1], self.dice.key)
         self.pad([])
@@ -156,10 +158,10 @@ class Session:
         try:
             yield
         except SpecbeamError as error:
-            self.failure = type(error)(f"prompt {self.place}, step {self.length}: {who}{error}")
+            self.failure = type(error)(f"prompt {self.number}, step {self.length}: {who}{error}")
             self.failure.__cause__ = error
         except Exception as error:  # a part of somebody's own, or a mistake of ours
-            self.failure = BrokenPart(f"prompt {self.place}, step {self.length}: {who}{type(error).__name__}: {error}")
+            self.failure = BrokenPart(f"prompt {self.number}, step {self.length}: {who}{type(error).__name__}: {error}")
             self.failure.__cause__ = error
 
     def new_tokens(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:

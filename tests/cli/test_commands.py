@@ -103,6 +103,8 @@ def test_a_bad_prompt_costs_itself_only(models, tmp_path):
         (["generate", "x", "--method", "magic"], "no method 'magic'"),
         (["methods", "magic"], "no method 'magic'"),
         (["diff", "bundled", "--prompt", "x", "--beams", "1"], "at least 2"),
+        (["diff", "bundled", "--prompt", "x", "--rows", "0"], "--rows is 0"),
+        (["diff", "bundled", "--prompt", "x", "--batch-size", "-1"], "--batch-size is -1"),
         (["diff", "bundled", "--prompt", "x", "--dtype", "bfloat17"], "like 'float32' or 'bfloat16'"),
     ],
 )

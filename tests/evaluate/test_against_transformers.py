@@ -103,6 +103,7 @@ def test_options_mean_the_same_on_both_sides():
         {"stop_strings": ["e", "!b"]},
         {"eos_token_id": []},
         {"max_length": 12},
+        {"length_penalty": -1.0, "prefix_allowed_tokens_fn": lambda number, tokens: [5]},
         {
             "early_stopping": True,
             "prefix_allowed_tokens_fn": lambda number, tokens: [4 + number, 9 + number, 11, 12, 13, 1],

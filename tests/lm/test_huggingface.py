@@ -183,3 +183,17 @@ def test_a_few_lanes_of_many_are_scored_without_the_others(engine):
             plain = model(torch.tensor([seats[place].prompt + forest.path(node)])).logits[0, -1]
             torch.testing.assert_close(row, plain, atol=1e-4, rtol=1e-4)
     assert not isinstance(lm.store.place.lanes, slice)
+
+
+def test_logits_of_roots_are_found_in_whatever_order_they_stand():
+    """Beams are in the order of their scores: some roots were scored before, others are new, and neither ascend."""
+    model, rng = tiny("llama"), np.random.default_rng(0)
+    lm, one = HuggingFaceLM(model), seat([3, 4, 5])
+    for _ in range(12):
+        forest = random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 6)
+        known = forest.selected(np.arange(len(forest) - 3))  # the last ones are never scored
+        expected = plain_logits(model, node_paths(one.texts, known))
+        torch.testing.assert_close(lm.extend([one], [known])[0], expected, atol=2e-4, rtol=2e-4)
+        turn = random_turn(rng, forest, lm.vocab, most=6)
+        lm.settle(one, turn)
+        one.texts = moved(one.texts, forest, turn)

@@ -163,7 +163,8 @@ def searched(model: Any, session: Session, given: dict[str, Any]) -> Scored:
     found: Scored = []
     for row, score in zip(out.sequences[:, len(session.prompt) :], out.sequences_scores.tolist(), strict=True):
         tokens = _up_to_end(row.tolist(), session)
-        if score * len(tokens) ** session.limits.length_penalty > -5e8:
+        whole = score * len(tokens) ** session.limits.length_penalty
+        if min(score, whole) > -5e8:  # a copy that ended has its score divided, a place that was never filled has not
             found.append((tokens, score))
     return found
 

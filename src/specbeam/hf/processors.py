@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from specbeam.errors import NotSupported
 from specbeam.probs import Warp
 from specbeam.settings import allowed_after
 from specbeam.truncation import NO_TRUNCATION, Truncation
@@ -25,6 +26,9 @@ def warp_of(processors: Sequence[Any] | None, greedy: bool, prompt: int, prompts
         greedy: nothing is drawn.
         prompt, prompts: its number, and how many there are.
         search: scores as in transformers' beam modes.
+
+    Raises:
+        NotSupported: something stands behind the warpers, which see the joint law here, and so would come before them.
     """
     from transformers import LogitsProcessorList
 
@@ -32,6 +36,10 @@ def warp_of(processors: Sequence[Any] | None, greedy: bool, prompt: int, prompts
     if search:
         return Warp(LogitsProcessorList(mine) or None, NO_TRUNCATION, greedy, search=True)
     joint = [one for one in mine if type(one).__name__ in _WARPERS]
+    behind = mine[mine.index(joint[0]) :] if joint and not greedy else []
+    late = [type(one).__name__ for one in behind if type(one).__name__ not in (*_WARPERS, "LogitNormalization")]
+    if late:
+        raise NotSupported(f"{', '.join(late)} comes after {type(joint[0]).__name__}; leave one of them out")
     each = LogitsProcessorList([one for one in mine if type(one).__name__ not in _WARPERS])
     return Warp(each or None, NO_TRUNCATION if greedy else Truncation.of(joint), greedy)
 
