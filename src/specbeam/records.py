@@ -134,6 +134,22 @@ class Audit:
         odds = float(np.minimum(r, law).sum())
         return cls(accept_surprise=accepted - odds, accept_variance=odds * (1 - odds), trials=1)
 
+    @classmethod
+    def of_odds(cls, r: Float64[np.ndarray, " n"], law: Float64[np.ndarray, " n"], odds: float) -> "Audit":
+        """A candidate of law `law` that is worth `odds` = min(1, r / law) at its token; their mean is that of `of_trial`.
+
+        For rules that toss the coin later: `law` draws the token, and that is all the chance there is.
+        """
+        held = np.minimum(r, law)
+        mean = float(held.sum())
+        square = float((held[law > 0] ** 2 / law[law > 0]).sum())
+        return cls(accept_surprise=odds - mean, accept_variance=max(square - mean**2, 0.0), trials=1)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was left to chance, so that there was nothing to test."""
+        return self.trials == 0 and self.draws == 0
+
 
 @dataclass(frozen=True)
 class Certificate:

@@ -16,6 +16,7 @@ from specbeam.session import Parts
 from specbeam.verify import single
 from specbeam.verify.draws import draws
 from specbeam.verify.path import PathRule
+from specbeam.verify.traversal import TraversalRule
 from tests.support import words
 from tests.support.examples import PAIRS
 from tests.support.programs import run, session_of
@@ -54,11 +55,39 @@ class Lying:
 
 
 @pytest.mark.slow
-def test_a_wrong_draft_law_is_seen():
+@pytest.mark.parametrize("rule", [PathRule(), TraversalRule()], ids=lambda one: type(one).__name__)
+def test_a_wrong_draft_law_is_seen(rule):
     method = sb.Method(
-        "", "", 1, lambda _, lm: Parts(TreeDrafter(lm, Branching((1,), Lying())), PathRule(), FixedShape(3, 1), "")
+        "", "", 1, lambda _, lm: Parts(TreeDrafter(lm, Branching((1,), Lying())), rule, FixedShape(3, 1), "")
     )
     assert abs(audit_of(method, runs=200).z_accept) > 4
+
+
+@pytest.mark.parametrize("method", [sb.block_verification(3), sb.traversal((2, 1))], ids=lambda method: method.name)
+def test_rules_that_judge_from_the_leaves_are_audited_too(method):
+    audit = audit_of(method, runs=10)
+    assert audit.trials > 300
+    assert audit.accept_variance > 10
+    assert not audit.suspicious
+
+
+def test_the_moments_of_a_worth():
+    """What a candidate is worth has the mean and the spread that are noted for it; odds of dead tokens are 0."""
+    r, law = np.array([0.3, 0.4, 0.1]), np.array([0.6, 0.2, 0.0])  # 0.2 of the draft's mass is on tokens that are cut
+    seen = [(law[token], Audit.of_odds(r, law, min(1.0, r[token] / law[token]))) for token in (0, 1)]
+    seen.append((0.2, Audit.of_odds(r, law, 0.0)))
+    assert sum(odds * one.accept_surprise for odds, one in seen) == pytest.approx(0)
+    assert sum(odds * one.accept_surprise**2 for odds, one in seen) == pytest.approx(seen[0][1].accept_variance)
+    sure = Audit.of_odds(r, np.array([0.0, 1.0, 0.0]), 0.4)
+    assert (sure.accept_surprise, sure.accept_variance) == (pytest.approx(0), pytest.approx(0))
+
+
+def test_where_nothing_is_drawn_there_is_nothing_to_test():
+    pair = words.pair()
+    for method in (sb.speculative_sampling(3), sb.traversal((2, 1)), sb.dsbd(2, 3, 2, coupling="rejection")):
+        one = sb.generate(pair, "abc", method, temperature=0, max_new_tokens=12, audit=True)[0]
+        assert one.report.audit.empty
+        assert not sb.generate(pair, "abc", method, seed=1, max_new_tokens=12, audit=True)[0].report.audit.empty
 
 
 class Careless(PathRule):

@@ -125,6 +125,9 @@ def run(
 
 
 def _say(audit: Audit) -> None:
+    if audit.empty:
+        complain("audit: nothing to test, for nothing was left to chance")
+        return
     word = "FAILED" if audit.suspicious else "passed"
     complain(
         f"audit {word}: z_accept {audit.z_accept:.2f} over {audit.trials} trials, z_logp {audit.z_logp:.2f} over "

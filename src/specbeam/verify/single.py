@@ -91,8 +91,13 @@ class Walk:
 
     def watch(self, r: Float64[np.ndarray, " vocab"], law: Float64[np.ndarray, " vocab"], accepted: bool) -> None:
         """Note a trial, if the session is audited."""
-        if self.audit is not None:
+        if self.audit is not None and not self.session.warp.greedy:
             self.audit += Audit.of_trial(r, law, accepted)
+
+    def watch_odds(self, r: Float64[np.ndarray, " vocab"], law: Float64[np.ndarray, " vocab"], odds: float) -> None:
+        """Note what a candidate is worth, if the session is audited."""
+        if self.audit is not None and not self.session.warp.greedy:
+            self.audit += Audit.of_odds(r, law, odds)
 
     def emit(self, token: int, node: int) -> bool:
         """Emit a token, which is forest node `node` or no draft (-1). True if the text may go on."""

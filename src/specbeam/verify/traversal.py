@@ -1,6 +1,7 @@
 """VERIFY: from the leaves to the root. A node is judged when everything below it has failed."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +38,8 @@ class TraversalRule:
     Law: exact: the target's. Source: traversal verification (arXiv 2505.12398); block verification (2403.10444).
     """
 
+    tries: ClassVar[bool] = True
+
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         check_lawful(forest, "TraversalRule")
         walk = Walk(session, forest, scored)
@@ -65,6 +68,7 @@ class TraversalRule:
             if place >= 0:
                 share = above.odds * above.law[place]
                 odds = 1.0 if share >= law[place] else float(share / law[place])
+            walk.watch_odds(above.odds * above.law, law, odds)
             path.append(self._standing(walk, node, token, odds))
 
     def _give_up_leaf(self, path: list[Standing]) -> None:
