@@ -21,28 +21,17 @@ _HOMES = {
     "Method": "recipes.method",
     **dict.fromkeys(("greedy", "sampling", "beam_sampling", "dsbd"), "recipes.beams"),
     **dict.fromkeys(("beam_search", "speculative_beam_search"), "recipes.search"),
+    **dict.fromkeys(("speculative_sampling", "block_verification", "specinfer", "rsd_c", "rsd_s"), "recipes.drawn"),
+    **dict.fromkeys(("sequoia", "spechub", "traversal", "dyspec", "multi_draft"), "recipes.drawn"),
     **dict.fromkeys(
-        (
-            "speculative_sampling",
-            "block_verification",
-            "specinfer",
-            "rsd_c",
-            "rsd_s",
-            "sequoia",
-            "spechub",
-            "traversal",
-            "multi_draft",
-            "opt_tree",
-            "dyspec",
-            "gsd",
-            "propd",
-            "prompt_lookup",
-            "suffix_match",
-            "token_recycling",
-            "auto",
-        ),
-        "recipes.sequences",
+        ("opt_tree", "gsd", "propd"),
+        "recipes.chosen",
     ),
+    **dict.fromkeys(
+        ("prompt_lookup", "suffix_match", "token_recycling"),
+        "recipes.retrieved",
+    ),
+    "auto": "recipes.auto",
     "mtjd": "recipes.blocks",
     **dict.fromkeys(("mtad", "mjsd", "mmtad"), "recipes.joint"),
     "Beam": "records",
@@ -60,35 +49,35 @@ if TYPE_CHECKING:
     from specbeam.generation import stream as stream
     from specbeam.pair import Pair as Pair
     from specbeam.pair import load as load
+    from specbeam.recipes.auto import auto as auto
     from specbeam.recipes.beams import beam_sampling as beam_sampling
     from specbeam.recipes.beams import dsbd as dsbd
     from specbeam.recipes.beams import greedy as greedy
     from specbeam.recipes.beams import sampling as sampling
     from specbeam.recipes.blocks import mtjd as mtjd
     from specbeam.recipes.catalogue import methods as methods
+    from specbeam.recipes.chosen import gsd as gsd
+    from specbeam.recipes.chosen import opt_tree as opt_tree
+    from specbeam.recipes.chosen import propd as propd
+    from specbeam.recipes.drawn import block_verification as block_verification
+    from specbeam.recipes.drawn import dyspec as dyspec
+    from specbeam.recipes.drawn import multi_draft as multi_draft
+    from specbeam.recipes.drawn import rsd_c as rsd_c
+    from specbeam.recipes.drawn import rsd_s as rsd_s
+    from specbeam.recipes.drawn import sequoia as sequoia
+    from specbeam.recipes.drawn import spechub as spechub
+    from specbeam.recipes.drawn import specinfer as specinfer
+    from specbeam.recipes.drawn import speculative_sampling as speculative_sampling
+    from specbeam.recipes.drawn import traversal as traversal
     from specbeam.recipes.joint import mjsd as mjsd
     from specbeam.recipes.joint import mmtad as mmtad
     from specbeam.recipes.joint import mtad as mtad
     from specbeam.recipes.method import Method as Method
+    from specbeam.recipes.retrieved import prompt_lookup as prompt_lookup
+    from specbeam.recipes.retrieved import suffix_match as suffix_match
+    from specbeam.recipes.retrieved import token_recycling as token_recycling
     from specbeam.recipes.search import beam_search as beam_search
     from specbeam.recipes.search import speculative_beam_search as speculative_beam_search
-    from specbeam.recipes.sequences import auto as auto
-    from specbeam.recipes.sequences import block_verification as block_verification
-    from specbeam.recipes.sequences import dyspec as dyspec
-    from specbeam.recipes.sequences import gsd as gsd
-    from specbeam.recipes.sequences import multi_draft as multi_draft
-    from specbeam.recipes.sequences import opt_tree as opt_tree
-    from specbeam.recipes.sequences import prompt_lookup as prompt_lookup
-    from specbeam.recipes.sequences import propd as propd
-    from specbeam.recipes.sequences import rsd_c as rsd_c
-    from specbeam.recipes.sequences import rsd_s as rsd_s
-    from specbeam.recipes.sequences import sequoia as sequoia
-    from specbeam.recipes.sequences import spechub as spechub
-    from specbeam.recipes.sequences import specinfer as specinfer
-    from specbeam.recipes.sequences import speculative_sampling as speculative_sampling
-    from specbeam.recipes.sequences import suffix_match as suffix_match
-    from specbeam.recipes.sequences import token_recycling as token_recycling
-    from specbeam.recipes.sequences import traversal as traversal
     from specbeam.records import Beam as Beam
     from specbeam.records import Generation as Generation
     from specbeam.records import Report as Report

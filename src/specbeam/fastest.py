@@ -9,16 +9,10 @@ from typing import Any
 from specbeam import measured
 from specbeam.pair import Pair
 from specbeam.recipes.beams import sampling
+from specbeam.recipes.chosen import opt_tree
+from specbeam.recipes.drawn import block_verification, rsd_s, speculative_sampling, traversal
 from specbeam.recipes.method import Method
-from specbeam.recipes.sequences import (
-    block_verification,
-    opt_tree,
-    prompt_lookup,
-    rsd_s,
-    speculative_sampling,
-    token_recycling,
-    traversal,
-)
+from specbeam.recipes.retrieved import prompt_lookup, token_recycling
 from specbeam.settings import Settings
 
 Measure = Callable[[Method], float]  # tokens per second of a method on some prompts

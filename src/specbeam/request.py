@@ -85,8 +85,8 @@ class Request:
             return found
         return TooFewAnswers(
             f"prompt {self.prompt_of[session.place]} has {len(found)} answers, num_return_sequences is {self.wanted}: a "
-            "constraint, top-k, top-p or a dynamic width left fewer beams (width='fixed' or min_beams keeps more); they are in "
-            ".generations",
+            "constraint, top-k, top-p or a dynamic width left fewer beams (width='fixed' or min_beams keeps more); they "
+            "are in .generations",
             found,
         )
 

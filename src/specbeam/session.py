@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, UInt32, UInt64
 
 from specbeam import dice
-from specbeam.errors import BrokenPart, SpecbeamError
+from specbeam.errors import BrokenPart, LostLaw, SpecbeamError
 from specbeam.forest import Forest
 from specbeam.limits import Ended, Limits
 from specbeam.probs import Warp
@@ -55,12 +55,24 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts that decode one session."""
+    """The parts that decode one session.
+
+    A drafter may have `law_lost`, which says why the law of its drafts is not known, and a rule `tries`, which says that it
+    needs to know it. Raises `LostLaw` where the two meet.
+    """
 
     drafter: Drafter
     rule: Rule
     controller: Controller
     law: str
+
+    def __post_init__(self) -> None:
+        why = getattr(self.drafter, "law_lost", "")
+        if why and getattr(self.rule, "tries", False):
+            raise LostLaw(
+                f"{type(self.rule).__name__} tries drafts against the law they were drawn from, and "
+                f"{type(self.drafter).__name__} {why}; such drafts can only be matched: MatchRule"
+            )
 
 
 @dataclass

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.best_tree import fastest_tree, sequoia_tree
+from specbeam.control.best_tree import depth_of, fastest_tree, sequoia_tree, size_of
 from specbeam.control.confidence import SureDraft, TrackedThreshold
 from specbeam.control.cost import CostCurve, PassTimes
 from specbeam.control.size import SizeByLatency, best_size
 from specbeam.control.survival import Survival
 from specbeam.control.thompson import Thompson, best_length
-from specbeam.draft.tree import depth_of, size_of
 from specbeam.lm.table import TableLM
 from specbeam.records import Shape
 from tests.support.exact import distance

@@ -39,16 +39,16 @@ def seen(*passed, times=20):
 
 def test_what_costs_nothing_is_drafted_and_what_costs_too_much_is_not():
     always, never = seen(*[True] * 8), seen(False)
-    assert best(DepthByCost(FLAT, CHEAP, 4, 6), always) == 8
-    assert best(DepthByCost(FLAT, DEAR, 4, 6), always) == 0
-    assert best(DepthByCost(STEEP, CHEAP, 4, 6), always) == 0
-    assert best(DepthByCost(FLAT, CostCurve((1,), (0.3,)), 4, 6), never) == 0
+    assert best(DepthByCost(FLAT, CHEAP, 4, (6,)), always) == 8
+    assert best(DepthByCost(FLAT, DEAR, 4, (6,)), always) == 0
+    assert best(DepthByCost(STEEP, CHEAP, 4, (6,)), always) == 0
+    assert best(DepthByCost(FLAT, CostCurve((1,), (0.3,)), 4, (6,)), never) == 0
 
 
 def test_expected_layers_follow_the_odds():
     odds = seen(True, True, False, times=1000)
     assert odds.layers()[:4] == pytest.approx([1, 2, 3, 3], abs=0.01)
-    option = DepthByCost(CostCurve((4, 16), (1.0, 2.0)), CHEAP, 4, 6).options(odds, 4)[2]
+    option = DepthByCost(CostCurve((4, 16), (1.0, 2.0)), CHEAP, 4, (6,)).options(odds, 4)[2]
     assert (option.nodes, option.layers) == (16, pytest.approx(3, abs=0.01))
     assert option.seconds == pytest.approx(2.02)
 
@@ -56,7 +56,7 @@ def test_expected_layers_follow_the_odds():
 def test_what_the_host_does_counts():
     """A target that costs little is not drafted for by a host that is slow."""
     odds, cheap = seen(*[True] * 8, times=1000), CostCurve((1,), (1e-3,))
-    quick = DepthByCost(FLAT, cheap, 4, 6, host=HostCost(0.1, 0.1, 0.1))
+    quick = DepthByCost(FLAT, cheap, 4, (6,), host=HostCost(0.1, 0.1, 0.1))
     assert quick.options(odds, 4)[1].seconds == pytest.approx(1 + 1e-3 + 0.1 + 0.1 + 0.2, abs=1e-3)
     assert best(quick, odds) == 8
     assert best(replace(quick, host=HostCost(0.1, 2.0, 0.1)), odds) == 0
@@ -169,7 +169,7 @@ def test_wrong_depths_are_refused():
 def test_of_a_shared_pass_a_session_pays_its_share():
     """Twelve rows cost what one costs, and more of them more: drafts pay for one prompt, and not for sixteen."""
     target, draft = CostCurve((1, 12, 112), (1.0, 1.0, 9.0)), CostCurve((1, 12, 112), (0.05, 0.05, 0.45))
-    control = DepthByCost(target, draft, 4, 4)
+    control = DepthByCost(target, draft, 4, (4,))
     alone, many = ([round(one.seconds, 6) for one in control.options(PassOdds(8), 4, beside)][:3] for beside in (1, 16))
     assert alone == pytest.approx([1.0, 1.05, 1.1])
     assert many == pytest.approx([(1 + 0.08 * 52) / 16, (1 + 0.08 * 116 + 0.05 + 0.004 * 52) / 16,

@@ -13,7 +13,7 @@ import numpy as np
 
 from specbeam.generation import Prompt, turns_of
 from specbeam.pair import Pair
-from specbeam.recipes import sequences as recipes
+from specbeam.recipes import catalogue as recipes
 from specbeam.recipes.method import Method
 
 BUDGETS = (5, 10, 21, 30)

@@ -81,7 +81,7 @@ def _explain(console: "Console", control: DepthByCost, odds: float) -> None:
     options = control.options(seen, control.beams)
     best = max(options, key=lambda option: option.rate)
     table = Table(
-        title=f"{control.beams} beams, {control.width} draft nodes per layer, a layer passes with odds {odds:g}"
+        title=f"{control.beams} beams, {control.layers[0]} draft nodes per layer, a layer passes with odds {odds:g}"
     )
     for head in ("draft layers", "scored nodes", "layers per turn", "ms per turn", "layers per second"):
         table.add_column(head, justify="right")

@@ -1,5 +1,6 @@
 """PLAN: the best fixed tree for measured acceptance and measured cost."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,21 @@ from jaxtyping import Float64
 from specbeam.control.cost import CostCurve
 
 Topology = tuple[Any, ...]  # the subtrees under a node, in the order in which its children are tried; leaves are ()
+
+
+def depth_of(topology: Topology) -> int:
+    return 1 + max(map(depth_of, topology)) if topology else 0
+
+
+def layers_of(topology: Topology) -> tuple[int, ...]:
+    """Nodes of each layer below the root."""
+    below = itertools.zip_longest(*map(layers_of, topology), fillvalue=0)
+    return (len(topology), *map(sum, below)) if topology else ()
+
+
+def size_of(topology: Topology) -> int:
+    """Nodes below the root."""
+    return sum(layers_of(topology))
 
 
 def sequoia_tree(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[Topology, float]:

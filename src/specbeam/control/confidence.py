@@ -15,11 +15,18 @@ from specbeam.session import Session
 
 @runtime_checkable
 class Stopping(Protocol):
-    """A controller that may also end a draft between layers."""
+    """A controller that may also end a draft between layers. Where that depends on its settings it has a property
+    `between_layers`.
+    """
 
     def more(self, session: Session, depth: int, confidence: float) -> bool:
         """Whether to draft below `depth` layers; `confidence` is the largest draft odds of a token of the newest one."""
         ...
+
+
+def stops_between_layers(controller: object) -> bool:
+    """Whether it has to be asked between layers to do what it is for."""
+    return isinstance(controller, Stopping) and getattr(controller, "between_layers", True)
 
 
 @dataclass(frozen=True)

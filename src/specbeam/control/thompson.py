@@ -49,6 +49,11 @@ class Thompson:
     most: int = 12
     width: int = 1
 
+    @property
+    def between_layers(self) -> bool:
+        """Mode "best" alone has fixed the length in `plan`."""
+        return self.calibrated or self.mode != "best"
+
     def plan(self, session: Session) -> Shape:
         belief = self._belief(session)
         belief.rate, belief.scores = float(belief.stream.beta(belief.accepted, belief.refused)), []

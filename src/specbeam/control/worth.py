@@ -15,10 +15,9 @@ GUESS, WEIGHT = 0.6, 3.0  # odds that a layer passes, before any was seen, and h
 
 @dataclass(frozen=True)
 class Option:
-    """A shape and what is expected of it."""
+    """A depth and what is expected of it."""
 
     depth: int
-    width: int
     nodes: int  # scored by the target, roots included
     layers: float  # emitted per turn
     seconds: float
@@ -58,7 +57,7 @@ class DepthByCost:
     Args:
         target, draft: seconds of a pass by scored nodes; see `specbeam tune`.
         beams: roots of a turn, at most.
-        width: draft nodes per layer.
+        layers: draft nodes of each layer; the last number stands for all deeper ones.
         most: deepest draft.
         host: what a turn costs outside the models.
         explore: every so many turns that drafted nothing, draft one layer, or nothing could be learnt.
@@ -67,7 +66,7 @@ class DepthByCost:
     target: CostCurve
     draft: CostCurve
     beams: int
-    width: int
+    layers: tuple[int, ...]
     most: int = 8
     host: HostCost = field(default_factory=HostCost)
     explore: int = 8
@@ -80,7 +79,7 @@ class DepthByCost:
         best = int((layers / self._turns_s(layers, len(session.beams), session.beside)).argmax())
         if best == 0 and session.count.target_passes % self.explore == self.explore - 1:
             best = 1
-        return Shape(min(best, session.remaining - 1), self.width)
+        return Shape(min(best, session.remaining - 1), self.layers[0])
 
     def settle(self, session: Session, turn: Turn) -> None:
         drafted = turn.forest.layers
@@ -91,7 +90,7 @@ class DepthByCost:
         layers = seen.layers()
         turns = zip(layers.tolist(), self._turns_s(layers, roots, beside).tolist(), strict=True)
         return [
-            Option(depth, self.width, max(roots, 1) + depth * self.width, emitted, seconds)
+            Option(depth, max(roots, 1) + sum(self._drafted(depth)), emitted, seconds)
             for depth, (emitted, seconds) in enumerate(turns)
         ]
 
@@ -110,8 +109,13 @@ class DepthByCost:
         def share(curve: CostCurve, nodes: int) -> float:
             return curve.pass_s(beside * nodes) / beside
 
-        drafted = share(self.draft, roots) + (depth - 1) * share(self.draft, self.width) if depth else 0.0
-        return share(self.target, roots + depth * self.width) + drafted + self.host.seconds(depth, 0)
+        drafted = self._drafted(depth)
+        draft_s = sum(share(self.draft, nodes) for nodes in [roots, *drafted][:depth])
+        return share(self.target, roots + sum(drafted)) + draft_s + self.host.seconds(depth, 0)
+
+    def _drafted(self, depth: int) -> list[int]:
+        """Nodes of each draft layer."""
+        return [self.layers[min(layer, len(self.layers) - 1)] for layer in range(depth)]
 
     def _seen(self, session: Session) -> PassOdds:
         return session.state.setdefault(self, PassOdds(self.most))

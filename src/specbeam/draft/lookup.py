@@ -5,13 +5,15 @@ Nothing is drawn, but what was found depends on the text, so the drafts are matc
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 
 from specbeam.forest import Forest, Group
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
+
+RETRIEVED = "retrieves its drafts"  # why nobody knows their law
 
 
 def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
@@ -181,6 +183,7 @@ class PromptLookup:
 
     longest: int = 3
     match: Literal["last", "first"] = "last"
+    law_lost: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         return [self._chains(one, shape) for one, shape in zip(sessions, shapes, strict=True)]
@@ -208,6 +211,7 @@ class SuffixMatch:
     """
 
     per_match: float = 4.0
+    law_lost: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         return [self._chains(one, shape) for one, shape in zip(sessions, shapes, strict=True)]

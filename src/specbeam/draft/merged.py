@@ -1,6 +1,7 @@
 """DRAFT: trees made of trees: several draft models at once, repeated runs joined, hopeless nodes dropped."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -162,6 +163,7 @@ class Graph(Complete):
     least: float = 0.3
     least_sibling: float = 0.2
     most_nodes: int = 64
+    law_lost: ClassVar[str] = "merges its drafts"
 
     def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
         edges: dict[int, list[int]] = sprout.memory.setdefault("edges", {root: [] for root in sprout.roots})

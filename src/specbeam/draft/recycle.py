@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int32
 
-from specbeam.draft.lookup import permitted, retrieved
+from specbeam.draft.lookup import RETRIEVED, permitted, retrieved
 from specbeam.errors import BadSetting, MissingFile
 from specbeam.forest import Forest
 from specbeam.records import Shape, Turn
@@ -79,6 +80,7 @@ class TokenRecycling:
 
     memory: Successors
     ranks: tuple[Ranks, ...] = field(default_factory=lambda: tuple(template()))
+    law_lost: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         return [self._tree(session, shape) for session, shape in zip(sessions, shapes, strict=True)]

@@ -5,6 +5,7 @@ alone, so under several beams a tree grows under each, and the likelier beams ge
 """
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -126,7 +127,10 @@ FEW = 64  # places that are not worth a search
 
 @runtime_checkable
 class Growth(Protocol):
-    """The shape of a tree. `grow` is called with the draft laws of the front and sets the next front."""
+    """The shape of a tree. `grow` is called with the draft laws of the front and sets the next front.
+
+    One whose drafts must not be tried says why in an attribute `law_lost`.
+    """
 
     def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None: ...
 
@@ -145,6 +149,11 @@ class TreeDrafter:
     lm: LM
     growth: Growth
     books: bool = True
+
+    @property
+    def law_lost(self) -> str:
+        """Why the law of what is grown is not known; a growth says so by an attribute of this name."""
+        return getattr(self.growth, "law_lost", "")
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """One tree per session; see `Growth`. A controller that is `Stopping` may end a draft between layers."""
@@ -219,6 +228,11 @@ class Branching(Complete):
     counts: tuple[int, ...]
     children: Children
 
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Draws of each layer."""
+        return tuple(itertools.accumulate(self.counts, operator.mul))
+
     def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
         count = self.counts[min(layer, len(self.counts) - 1)]
         children = Best() if sprout.session.warp.greedy else self.children
@@ -260,15 +274,6 @@ class FixedTree(Complete):
                     front.append(child)
         # Every node is scored, in the order of the forest, so leaves stand in the front and get no children.
         sprout.front = np.array(front, dtype=np.int64)
-
-
-def depth_of(topology: Topology) -> int:
-    return 1 + max(map(depth_of, topology)) if topology else 0
-
-
-def size_of(topology: Topology) -> int:
-    """Nodes below the root."""
-    return sum(1 + size_of(subtree) for subtree in topology)
 
 
 @dataclass(frozen=True)
@@ -346,12 +351,3 @@ def truncated(
 def _log1mexp(t: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
     """log(1 - exp(t)) for t <= 0, accurate at both ends."""
     return np.where(t > -0.693, np.log(-np.expm1(np.minimum(t, 0.0))), np.log1p(-np.exp(np.minimum(t, 0.0))))
-
-
-def budget_of(counts: Sequence[int]) -> int:
-    """Nodes below the root of a branching tree."""
-    total, layer = 0, 1
-    for count in counts:
-        layer *= count
-        total += layer
-    return total

@@ -23,11 +23,11 @@ from specbeam.recipes.beams import beam_sampling as beam_sampling_recipe
 from specbeam.recipes.beams import dsbd as dsbd_recipe
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.catalogue import resolve
+from specbeam.recipes.drawn import speculative_sampling
 from specbeam.recipes.method import Method
 from specbeam.recipes.search import DrafterName
 from specbeam.recipes.search import beam_search as beam_search_recipe
 from specbeam.recipes.search import speculative_beam_search as speculative_beam_search_recipe
-from specbeam.recipes.sequences import speculative_sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,7 +9,7 @@ from specbeam.draft.model import BeamDrafter, NoDraft
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
 from specbeam.recipes.depth import Depth, check_depth, depth_control
-from specbeam.recipes.method import Build, Method, at_least_one
+from specbeam.recipes.method import EXACT, Build, Method, at_least_one
 from specbeam.recipes.search import drafted, speculative
 from specbeam.session import Parts
 from specbeam.verify.beam import BeamRule
@@ -49,8 +49,7 @@ def sampling() -> Method:
     Law: exact: the target's own, after warpers and processors.
     Paper: none.
     """
-    law = "exact: plain sampling"
-    return Method("sampling", law, 1, _plain(law, 1, "noise", False))
+    return Method("sampling", EXACT, 1, _plain(EXACT, 1, "noise", False))
 
 
 def beam_sampling(beams: int = 4, replacement: bool = False, semantics: Semantics = "paper") -> Method:

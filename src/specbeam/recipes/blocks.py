@@ -10,7 +10,7 @@ from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting, NotSupported, one_of
 from specbeam.lm.base import LM
 from specbeam.lm.own import TargetAsDraft
-from specbeam.recipes.method import CHANGED, Asked, Method, at_least_one, ignored_unless
+from specbeam.recipes.method import CHANGED, EXACT, Asked, Method, at_least_one, ignored_unless
 from specbeam.session import Parts
 from specbeam.settings import DEFAULT_NEW_TOKENS
 from specbeam.verify.blocks import BlockMode, BlockRule
@@ -65,7 +65,7 @@ def _by_blocks(rule: BlockRule, depth: int) -> Method:
     blocks = f"blocks of {depth} tokens"
     law = {
         "argmax": f"exact: joint decoding, the most probable {blocks}; not the law of sampling",
-        "ancestral": "exact: plain sampling",
+        "ancestral": EXACT,
         "joint_temperature": f"exact: {blocks} drawn at block temperature {rule.temperature}; not the law of sampling",
         "joint_topk": f"exact: {blocks} drawn from the {rule.top} most probable; not the law of sampling",
     }[rule.mode]

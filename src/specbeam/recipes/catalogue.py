@@ -3,30 +3,26 @@
 from collections.abc import Callable
 
 from specbeam.errors import BadSetting
+from specbeam.recipes.auto import auto
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
 from specbeam.recipes.blocks import mtjd
-from specbeam.recipes.joint import mjsd, mmtad, mtad
-from specbeam.recipes.method import Method, Recipe, described
-from specbeam.recipes.search import beam_search, speculative_beam_search
-from specbeam.recipes.sequences import (
-    auto,
+from specbeam.recipes.chosen import gsd, opt_tree, propd
+from specbeam.recipes.drawn import (
     block_verification,
     dyspec,
-    gsd,
     multi_draft,
-    opt_tree,
-    prompt_lookup,
-    propd,
     rsd_c,
     rsd_s,
     sequoia,
     spechub,
     specinfer,
     speculative_sampling,
-    suffix_match,
-    token_recycling,
     traversal,
 )
+from specbeam.recipes.joint import mjsd, mmtad, mtad
+from specbeam.recipes.method import Method, Recipe, described
+from specbeam.recipes.retrieved import prompt_lookup, suffix_match, token_recycling
+from specbeam.recipes.search import beam_search, speculative_beam_search
 
 RECIPES: tuple[Callable[..., Method], ...] = (
     greedy, sampling, beam_search, speculative_beam_search, beam_sampling, dsbd,

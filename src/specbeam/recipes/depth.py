@@ -1,4 +1,4 @@
-"""How deep a draft of beams is: a number, or what pays for itself."""
+"""How deep a draft is: a number, or what pays for itself."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -16,6 +16,7 @@ from specbeam.tune import curve_of, host_cost
 Depth = int | Literal["auto"]
 DrafterOf = Callable[[LM], Drafter]
 UNMEASURED = {"target": 1.0, "draft": 0.1}  # seconds of a pass of any size, for models whose cost means nothing
+FREE = CostCurve((1,), (0.0,))  # drafts that no model makes
 
 
 def check_depth(depth: Depth) -> None:
@@ -33,7 +34,22 @@ def depth_control(
     if draft is None:
         return FixedShape(4, width)
     host = _host(target.vocab, width, drafter, rule) if isinstance(target, HuggingFaceLM) else HostCost()
-    return DepthByCost(_curve(target, "target"), _curve(draft, "draft"), beams, width, host=host)
+    return DepthByCost(_curve(target, "target"), _curve(draft, "draft"), beams, (width,), host=host)
+
+
+def depth_by_cost(
+    layers: tuple[int, ...],
+    most: int,
+    target: LM | None,
+    draft: LM | None,
+    drafter: DrafterOf | None,
+    rule: Rule | None,
+) -> Controller:
+    """The same for one sequence whose draft has so many nodes in each layer; without `drafter` drafts cost nothing."""
+    if drafter is None or rule is None or draft is None:
+        return DepthByCost(_curve(target, "target"), FREE, 1, layers, most)
+    host = _host(target.vocab, layers[0], drafter, rule) if isinstance(target, HuggingFaceLM) else HostCost()
+    return DepthByCost(_curve(target, "target"), _curve(draft, "draft"), 1, layers, most, host)
 
 
 def _host(vocab: int, width: int, drafter: DrafterOf, rule: Rule) -> HostCost:

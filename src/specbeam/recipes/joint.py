@@ -2,12 +2,13 @@
 
 from typing import Literal, get_args
 
+from specbeam.control.best_tree import depth_of, size_of
 from specbeam.control.fixed import FixedShape
 from specbeam.draft.joint import JointBeams
-from specbeam.draft.tree import Branching, FixedTree, Growth, TreeDrafter, depth_of, size_of
+from specbeam.draft.tree import Branching, FixedTree, Growth, TreeDrafter
 from specbeam.errors import BadSetting, one_of
 from specbeam.lm.base import LM
-from specbeam.recipes.controllers import ControllerName, controller_of
+from specbeam.recipes.combination import ControllerName, Drafts, control_of
 from specbeam.recipes.method import CHANGED, Asked, Method, at_least_one, ignored_unless
 from specbeam.session import Controller, Parts
 from specbeam.verify.joint import Bonus, JointRule, refuse_audit
@@ -146,11 +147,11 @@ def _assisted(
     beams, depth = width if beams is None else beams, 4 if depth is None else depth
     at_least_one(beams=beams, depth=depth)
     fixed = FixedShape(depth, beams, beyond=0 if rule.bonus == "none" else 1)
-    chosen, law = controller_of(controller, depth, beams, fixed), _law(rule)
+    control, law = control_of(controller, Drafts(name, depth, beams), fixed), _law(rule)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
-        return Parts(TreeDrafter(draft, growth), rule, chosen, law)
+        return Parts(TreeDrafter(draft, growth), rule, control(target, draft), law)
 
     def check(asked: Asked) -> None:
         refuse_audit(asked.audited)

@@ -21,6 +21,7 @@ class Asked:
     audited: bool
 
 
+EXACT = "exact: plain sampling"
 CHANGED = "approximate: changes the output law on purpose; "
 Build = Callable[[LM | None, LM | None], Parts]  # from the target and the draft model
 Check = Callable[[Asked], None]  # raises what the method would stumble over on its way

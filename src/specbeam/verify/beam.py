@@ -178,6 +178,10 @@ class BeamRule:
     trace: bool = False
     kernel: Callable[..., list[Taken]] = field(default=draws_fast, repr=False)
 
+    @property
+    def tries(self) -> bool:
+        return self.coupling == "rejection"
+
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         live, ended = session.beams, list(session.ended)
         steps: list[Step] = []

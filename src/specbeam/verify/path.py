@@ -1,6 +1,7 @@
 """VERIFY: ordered trials down a tree (recursive rejection sampling)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -21,6 +22,8 @@ class PathRule:
 
     Law: exact: the target's.
     """
+
+    tries: ClassVar[bool] = True
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         check_lawful(forest, "PathRule")
