@@ -1,13 +1,17 @@
 """Every recipe for one sequence on tables: exact laws by enumeration; the same text as plain sampling where noise is shared."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
 import specbeam as sb
 from specbeam.draft.lookup import GramIndex, SuffixAutomaton
 from specbeam.draft.recycle import Successors, template
+from specbeam.draft.tree import Complete
 from specbeam.lm.table import TableLM
 from specbeam.probs import Warp
+from specbeam.records import Shape
 from specbeam.verify.match import MatchRule
 from tests.support.checking import refused
 from tests.support.exact import distance
@@ -105,32 +109,6 @@ def test_matching_has_the_target_law(name):
     assert distance(law, completed(target, (), 3)) < CLOSE
 
 
-def test_rsd_s_is_unbiased_tree_by_tree():
-    """Its noise cannot be enumerated, but what follows a tree can: exact laws given the tree, averaged over trees."""
-    from specbeam.records import Shape
-    from tests.support.exact import exact_law
-
-    target, draft = PAIRS["EX3M"]
-    total, trees, mean = {}, 800, 0.0
-    for key in range(trees):
-        method = sb.rsd_s(2, 2)
-        session = session_of(method, TableLM(draft), steps=9, key=key * 101 + 7)
-        forest = session.parts.drafter.draft([session], [Shape(2, 2)])[0]
-        assert (forest.depths() == 1).sum() == (forest.depths() == 2).sum() == 2
-
-        def program(dice, forest=forest):
-            judge = session_of(method, TableLM(draft), dice, 9)  # noqa: B023
-            verdict = judge.parts.rule.verify(judge, forest, TableLM(target).extend([judge], [forest])[0])
-            return tuple(int(step.beams.tokens[0]) for step in verdict.steps), verdict.accepted
-
-        for (tokens, accepted), odds in exact_law(program).items():
-            mean += odds * accepted / trees
-            for text, rest in completed(target, tokens, 3).items():
-                total[text] = total.get(text, 0.0) + odds * rest / trees
-    assert distance(total, completed(target, (), 3)) < 0.04
-    assert mean == pytest.approx(1.4346, abs=0.06)
-
-
 @pytest.mark.parametrize("match", ["last", "first"])
 def test_gram_index_is_brute_force(match):
     rng = np.random.default_rng(0)
@@ -199,7 +177,6 @@ def test_gsd_on_its_worked_example():
     from specbeam.draft.merged import Graph
     from specbeam.draft.tree import Sprout
     from specbeam.forest import Row
-    from specbeam.records import Shape
 
     draft = PAIRS["EX3M"][1]
     session = session_of(sb.sampling(), None, steps=9)
@@ -214,6 +191,30 @@ def test_gsd_on_its_worked_example():
     tree = sprout.forest.selected(sprout.kept)
     assert (len(tree) - 1, tree.depths().max()) == (8, 3)
     assert not tree.lawful
+
+
+@pytest.mark.parametrize(("context", "drafted", "unrolled"), [(0, 6, 24), (1, 9, 30), (-1, 14, 14)])
+def test_gsd_three_layers_deep(context, drafted, unrolled):
+    """The more must agree before two runs are one, the more is drafted."""
+    from specbeam.draft.merged import Graph
+    from specbeam.draft.tree import TreeDrafter
+
+    draft = PAIRS["EX3M"][1]
+    session, sizes = session_of(sb.sampling(), None, steps=20), []
+    session.prompt = [9]  # none of the three tokens, or it would be a repeat itself
+    growth = Graph(2, context, 0.0, 0.0, 100)
+
+    @dataclass(frozen=True)
+    class Watched(Complete):
+        def grow(self, sprout, layer, rows):
+            growth.grow(sprout, layer, rows)
+            sizes.append(len(sprout.forest) - 1)
+
+        def finish(self, sprout):
+            growth.finish(sprout)
+
+    (tree,) = TreeDrafter(TableLM(draft), Watched()).draft([session], [Shape(3, 0)])
+    assert (sizes[-1], len(tree) - 1) == (drafted, unrolled)
 
 
 @pytest.mark.parametrize(

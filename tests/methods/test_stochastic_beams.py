@@ -1,0 +1,156 @@
+"""RSD-S: its noise on the worked numbers; the law of what follows each tree by enumeration, averaged over many trees."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam.draft.tree import StochasticBeam, TreeDrafter, truncated
+from specbeam.forest import Forest
+from specbeam.lm.table import TableLM
+from specbeam.records import Shape
+from tests.support.exact import exact_law
+from tests.support.examples import PAIRS, completed
+from tests.support.programs import random_table, session_of
+
+
+def test_the_worked_vector():
+    phi = np.log(0.6) + np.log([0.25, 0.5, 0.25])
+    g = phi + np.array([0.1, -0.3, 0.8])
+    assert phi == pytest.approx([-1.897120, -1.203973, -1.897120], abs=1e-6)
+    assert g == pytest.approx([-1.797120, -1.503973, -1.097120], abs=1e-6)
+    found = truncated(g[None], np.array([-0.25]))[0]
+    assert found == pytest.approx([-1.463429, -1.025335, -0.250000], abs=1e-6)
+
+
+def test_the_stable_form_is_the_plain_one():
+    rng = np.random.default_rng(0)
+    g, top = rng.gumbel(size=(200, 7)), rng.gumbel(size=200)
+    plain = -np.log(np.exp(-top)[:, None] - np.exp(-g.max(1, keepdims=True)) + np.exp(-g))
+    found = truncated(g, top)
+    assert found == pytest.approx(plain, abs=1e-9)
+    assert (found.max(1) == top).all()
+
+
+class Noises:
+    """Dice whose uniforms give these Gumbel values, layer by layer."""
+
+    key = 1
+
+    def __init__(self, *layers):
+        self.layers = list(layers)
+
+    def uniform(self, shape):
+        layer = np.array(self.layers.pop(0))
+        assert layer.shape == shape
+        return np.exp(-np.exp(-layer))
+
+
+def test_the_worked_trace():
+    """Of b and a in the first layer the second keeps bc and ba; a is a leaf, and c stands before a under b."""
+    dice = Noises([[-0.2, 0.9, 0.4]], [[0.3, -0.5, 1.1], [0.2, 0.6, -0.1]])
+    session = session_of(sb.rsd_s(2, 2), TableLM(PAIRS["EX3M"][1]), dice, steps=9)
+    (tree,) = session.parts.drafter.draft([session], [Shape(2, 2)])
+    assert [tree.path(node) for node in range(1, 5)] == [[1], [0], [1, 2], [1, 0]]
+    first, second = tree.groups
+    assert first.draw_tokens.tolist() == [1, 0]
+    assert (second.parents.tolist(), second.draw_tokens.tolist()) == ([1], [2, 0])
+    assert tree.lawful
+
+
+def trees(draft, width, depth, count, seed):
+    """Random trees, each with how often it came."""
+    drafter = TreeDrafter(TableLM(draft), StochasticBeam())
+    found: dict[tuple, tuple[Forest, int]] = {}
+    for number in range(count):
+        session = session_of(sb.rsd_s(width, depth), TableLM(draft), steps=9, key=seed + number * 7919)
+        (forest,) = drafter.draft([session], [Shape(depth, width)])
+        drafter.close(session)
+        key = tuple((tuple(forest.path(int(g.parents[0]))), tuple(g.draw_tokens.tolist())) for g in forest.groups)
+        found[key] = (forest, found.get(key, (forest, 0))[1] + 1)
+    return list(found.values())
+
+
+def after(forest, method, target, draft, length):
+    """The law of the next tokens given a tree, and the mean number of accepted drafts."""
+    lm = TableLM(target)
+
+    def program(dice):
+        judge = session_of(method, TableLM(draft), dice, 9)
+        (scored,) = lm.extend([judge], [forest])
+        lm.close(judge)
+        verdict = judge.parts.rule.verify(judge, forest, scored)
+        return tuple(int(step.beams.tokens[0]) for step in verdict.steps), verdict.accepted
+
+    law, mean = {}, 0.0
+    for (tokens, accepted), odds in exact_law(program).items():
+        mean += odds * accepted
+        for text, rest in completed(target, tokens[:length], length).items():
+            law[text] = law.get(text, 0.0) + odds * rest
+    return law, mean
+
+
+def check(pair, width, depth, rule, count, accepted=None, seed=5):
+    """Each cell of the joint law, and the mean, within four and a half standard errors."""
+    target, draft = pair
+    truth = completed(target, (), depth + 1)
+    laws, weights = [], []
+    for forest, times in trees(draft, width, depth, count, seed):
+        assert all((forest.depths() == layer).sum() == width for layer in range(2, depth + 1))
+        laws.append(after(forest, sb.rsd_s(width, depth, rule), target, draft, depth + 1))
+        weights.append(times / count)
+    weights = np.array(weights)
+    means = {text: np.array([law.get(text, 0.0) for law, _ in laws]) for text in truth}
+    known = truth.items() if accepted is None else [*truth.items(), ("accepted", accepted)]
+    means["accepted"] = np.array([mean for _, mean in laws])
+    for text, value in known:
+        found = float(weights @ means[text])
+        error = (float(weights @ (means[text] - found) ** 2) / count) ** 0.5
+        assert abs(found - value) < 4.5 * error + 6e-5, (text, found, value)
+
+
+@pytest.mark.parametrize(("rule", "accepted"), [("path", 1.4346), ("traversal", 1.5100)])
+def test_trees_of_two_by_two(rule, accepted):
+    check(PAIRS["EX3M"], 2, 2, rule, 1200, accepted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("width", "depth", "rule", "accepted"),
+    [
+        (2, 2, "path", 1.4346),
+        (2, 2, "traversal", 1.5100),
+        (2, 3, "path", 1.8188),
+        (2, 3, "traversal", 2.0356),
+        (3, 2, "path", 1.6334),
+        (3, 2, "traversal", 1.7020),
+    ],
+)
+def test_the_published_means(width, depth, rule, accepted):
+    check(PAIRS["EX3M"], width, depth, rule, 40_000, accepted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["path", "traversal"])
+def test_parents_of_sharply_different_certainty(rule):
+    """What is cut early depends on how sure each parent is; were it the tokens that decide, the law would show it."""
+    sure = {0: (0.9, 0.05, 0.05), 1: (0.34, 0.33, 0.33), 2: (0.02, 0.96, 0.02)}
+    draft = lambda path: np.array(sure[path[-1]] if path else (0.5, 0.3, 0.2))  # noqa: E731
+    check((random_table(4, 3), draft), 2, 2, rule, 40_000)
+
+
+@pytest.mark.slow
+def test_siblings_out_of_order_are_seen():
+    """The same trees verified in the order of their tokens have another law: (0.462, 0.233, 0.305) for the first token."""
+    target, draft = PAIRS["EX3M"]
+    law = np.zeros(3)
+    for forest, times in trees(draft, 2, 2, 20_000, 5):
+        groups = []
+        for group in forest.groups:
+            order = np.argsort(group.draw_tokens)
+            fields = {name: getattr(group, name)[order] for name in ("draw_parents", "draw_tokens", "draw_nodes")}
+            groups.append(replace(group, **fields))
+        wrong, _ = after(replace(forest, groups=tuple(groups)), sb.rsd_s(2, 2), target, draft, 1)
+        law += [wrong.get((token,), 0.0) * times / 20_000 for token in range(3)]
+    assert law == pytest.approx([0.462, 0.233, 0.305], abs=0.006)
