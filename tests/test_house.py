@@ -5,8 +5,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
-    {"errors", "generation_config", "kernels", "measured"},
-    {"dice", "energy", "clock", "truncation", "forest", "constraint"},
+    {"errors", "kernels", "measured"},
+    {"dice", "energy", "clock", "option_checks", "generation_config", "truncation", "forest", "constraint"},
     {"laws"},
     {"probs", "limits"},
     {"records"},

@@ -4,6 +4,8 @@ from collections.abc import Collection
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from specbeam.errors import BadSetting
+
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
@@ -41,6 +43,11 @@ _HARMLESS = (
 
 def read(config: "GenerationConfig", names: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """What a generation config sets of the settings `names`, and the names of what is none and would change the text."""
+    if not hasattr(config, "to_diff_dict"):
+        raise BadSetting(
+            f"generation_config is a {type(config).__name__}; it must be a GenerationConfig of transformers, and single "
+            "options can be given by name"
+        )
     usual = _usual()
     given = {name: value for name, value in vars(config).items() if value is not None and value != usual.get(name)}
     others = [name for name in given if name not in names and name not in _HARMLESS and not name.startswith("_")]

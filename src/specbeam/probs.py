@@ -194,8 +194,10 @@ def _processed(
         raise BrokenLaw(f"a logits processor raised {type(error).__name__}: {error}") from error
     if processed.shape != logits.shape:
         raise BrokenLaw(f"a logits processor returned {tuple(processed.shape)} for scores of {tuple(logits.shape)}")
-    if bool(processed.isnan().any()):
-        raise BrokenLaw("a logits processor returned NaN; banned tokens must get -inf")
+    if not bool((processed.amax(1) < torch.inf).all()):  # also false for NaN
+        _check(logits)  # or was it the model?
+        what = "NaN" if bool(processed.isnan().any()) else "+inf"
+        raise BrokenLaw(f"a logits processor returned {what}; banned tokens must get -inf, others a finite score")
     return processed
 
 

@@ -1,17 +1,16 @@
 """The options that transformers' users know, turned into a warp and limits."""
 
 import json
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from specbeam.constraint import Constrained, Constraint, Form
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.generation_config import OF_MODELS, WARPERS, read
 from specbeam.limits import Decode, Limits
+from specbeam.option_checks import FORMS, check, listed, require, texts
 from specbeam.probs import Warp
 from specbeam.truncation import NO_TRUNCATION, Truncation
 
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList
 
 DEFAULT_NEW_TOKENS = 256
-STEEPEST = 32  # length penalty: beyond, scores of long texts leave the range of floats
-FORMS = ("json_schema", "regex", "grammar")
-GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
 
 
 @dataclass(frozen=True)
@@ -57,88 +53,7 @@ class Settings:
     grammar_backend: str = "llguidance"
 
     def __post_init__(self) -> None:
-        for name in _INTEGERS:
-            value = getattr(self, name)
-            _require(value is None or isinstance(value, int), name, value, "an integer")
-        for name in _NUMBERS:
-            value = getattr(self, name)
-            _require(value is None or isinstance(value, (int, float)), name, value, "a number")
-        _require(self.max_new_tokens is None or self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, ">= 1")
-        _require(self.min_new_tokens is None or self.min_new_tokens >= 0, "min_new_tokens", self.min_new_tokens, ">= 0")
-        _require(self.temperature is None or self.temperature >= 0, "temperature", self.temperature, ">= 0")
-        _require(self.top_k is None or self.top_k >= 0, "top_k", self.top_k, ">= 0 (0: all tokens)")
-        _require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(self.min_p is None or 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        _require(
-            self.repetition_penalty is None or self.repetition_penalty > 0,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "> 0",
-        )
-        stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings or ()
-        _require(all(stops), "stop_strings", self.stop_strings, "texts of at least one character")
-        for name in ("temperature", "length_penalty", "repetition_penalty"):
-            value = getattr(self, name)
-            _require(value is None or math.isfinite(value), name, value, "a finite number")
-        _require(self.temperature is None or self.temperature == 0 or self.temperature >= 1e-4, "temperature",
-                 self.temperature, "0 or at least 0.0001")  # fmt: skip
-        _require(
-            self.length_penalty is None or abs(self.length_penalty) <= STEEPEST,
-            "length_penalty",
-            self.length_penalty,
-            f"between -{STEEPEST} and {STEEPEST}",
-        )
-        ngram = self.no_repeat_ngram_size
-        _require(ngram is None or ngram >= 0, "no_repeat_ngram_size", ngram, ">= 0 (0: off)")
-        _require(self.num_return_sequences >= 1, "num_return_sequences", self.num_return_sequences, ">= 1")
-        _require(
-            self.early_stopping is None or isinstance(self.early_stopping, bool) or self.early_stopping == "never",
-            "early_stopping",
-            self.early_stopping,
-            "True, False or 'never'",
-        )
-        _require(
-            self.grammar_backend in GRAMMAR_BACKENDS,
-            "grammar_backend",
-            self.grammar_backend,
-            " or ".join(map(repr, GRAMMAR_BACKENDS)),
-        )
-        self._check_tokens()
-        self._check_forms()
-
-    def _check_tokens(self) -> None:
-        """What names tokens, and what works on their scores."""
-        ends = self.eos_token_id
-        _require(
-            ends is None
-            or isinstance(ends, int)
-            or (not isinstance(ends, str) and all(isinstance(end, int) for end in _listed(ends))),
-            "eos_token_id",
-            ends,
-            "a token id or several; stop_strings ends at texts",
-        )
-        words = self.bad_words_ids or []
-        _require(
-            all(isinstance(word, (list, tuple)) and word and all(map(_is_token, word)) for word in words),
-            "bad_words_ids",
-            words,
-            "lists of token ids, one per word, like [[5], [6, 7]]",
-        )
-        given = self.logits_processor
-        fine = given is None or (isinstance(given, (list, tuple)) and all(map(callable, given)))
-        _require(fine, "logits_processor", given, "a list of callables that take input_ids and scores")
-
-    def _check_forms(self) -> None:
-        forms = [name for name in FORMS if getattr(self, name) is not None]
-        if len(forms) > 1:
-            raise BadSetting(f"{' and '.join(forms)} are given; a text can keep to one of them")
-        for name in forms:
-            value = getattr(self, name)
-            if isinstance(value, PurePath):
-                raise BadSetting(f"{name} is the path {value}; give what stands there: {name}=path.read_text()")
-            if name != "json_schema":
-                _require(isinstance(value, str), name, value, "a text; one form serves all prompts")
-                _require(_is_proper(value), name, value, "proper text; this holds half a character")
+        check({name: getattr(self, name) for name in _names()})
 
     @property
     def form(self) -> Form | None:
@@ -229,7 +144,7 @@ class Settings:
         most = self.new_tokens(prompt_length)
         if most is None:
             most = DEFAULT_NEW_TOKENS if room is None else min(DEFAULT_NEW_TOKENS, room)
-        stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings or ())
+        stops = texts(self.stop_strings)
         if stops and decode is None:
             raise BadSetting("stop_strings need a tokenizer; give load() one, or stop by eos_token_id")
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
@@ -239,7 +154,7 @@ class Settings:
         chosen = self.eos_token_id if self.eos_token_id is not None else model_default
         if chosen is None:
             return ()
-        return (chosen,) if isinstance(chosen, int) else tuple(_listed(chosen))
+        return tuple(listed(chosen))
 
     def _processors(
         self, eos: tuple[int, ...], prompt_length: int, prompt: int, search: bool
@@ -296,22 +211,6 @@ def _names() -> list[str]:
     return [field.name for field in fields(Settings)]
 
 
-def _listed(tokens: Any) -> list[Any]:
-    return tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
-
-
-def _is_token(value: object) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
-def _is_proper(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _as_json(schema: Any) -> str:
     try:
         known = json.loads(schema) if isinstance(schema, str) else schema
@@ -319,7 +218,7 @@ def _as_json(schema: Any) -> str:
         text = json.dumps(known, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadSetting(f"json_schema is no JSON: {error}") from error
-    _require(isinstance(known, dict), "json_schema", known, "an object, or True for any JSON; one serves all prompts")
+    require(isinstance(known, dict), "json_schema", known, "an object, or True for any JSON; one serves all prompts")
     return text
 
 
@@ -327,14 +226,3 @@ def _joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":
     from transformers import LogitsProcessorList
 
     return LogitsProcessorList([one for some in lists for one in some or []]) or None
-
-
-_INTEGERS = (
-    "max_new_tokens", "max_length", "min_new_tokens", "top_k", "num_return_sequences", "no_repeat_ngram_size"
-)  # fmt: skip
-_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty")
-
-
-def _require(fine: bool, name: str, found: object, expected: str) -> None:
-    if not fine:
-        raise BadSetting(f"{name} is {found!r}; it must be {expected}")

@@ -9,7 +9,7 @@ from specbeam.constraint import Constrained, Constraint, Form
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
 from specbeam.grammar.with_llguidance import LLGuidance
 from specbeam.grammar.with_xgrammar import XGrammar
-from specbeam.settings import GRAMMAR_BACKENDS
+from specbeam.option_checks import GRAMMAR_BACKENDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
