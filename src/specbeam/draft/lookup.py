@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
+from jaxtyping import Bool, Int64
 
 from specbeam.forest import Forest, Group
 from specbeam.records import Shape, Turn
@@ -22,7 +23,10 @@ def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
     for root, chain in enumerate(guesses):
         parent = root
         for token in chain:
-            if token in session.limits.eos or not permitted(session, forest, parent, [token]):
+            if (
+                token in session.limits.eos
+                or not permitted(session, forest, np.array([parent]), np.array([token])).all()
+            ):
                 break
             node = len(forest)
             forest = forest.grown([token], [parent]).with_group(retrieved([token], parent, [node]))
@@ -30,14 +34,14 @@ def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
     return forest
 
 
-def permitted(session: Session, forest: Forest, parent: int, tokens: list[int]) -> list[int]:
-    """Those that the constraint allows under a node. Any choice is lawful, for retrieved drafts are matched."""
-    if session.warp.constraint is None:
-        return tokens
-    with session.failing_alone("draft: "):
-        fine = session.permits(forest, np.full(len(tokens), parent), np.array(tokens, dtype=np.int64))
-        return [token for token, may in zip(tokens, fine, strict=True) if may]
-    return []
+def permitted(
+    session: Session, forest: Forest, parents: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]
+) -> Bool[np.ndarray, " n"]:
+    """Which tokens the constraint lets follow equally deep nodes. Any choice is lawful, for retrieved drafts are matched."""
+    if session.warp.constraint is not None:
+        with session.failing_alone("draft: "):
+            return session.permits(forest, parents, tokens)
+    return np.full(len(tokens), session.failure is None)
 
 
 def retrieved(tokens: list[int], parent: int, nodes: list[int]) -> Group:

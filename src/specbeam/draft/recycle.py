@@ -1,5 +1,6 @@
 """DRAFT without a model: Token Recycling (arXiv 2408.08696). What the target nearly said is remembered and said again."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -9,7 +10,7 @@ from jaxtyping import Int32
 
 from specbeam.draft.lookup import RETRIEVED, permitted, retrieved
 from specbeam.errors import BadSetting, MissingFile
-from specbeam.forest import Forest
+from specbeam.forest import Forest, Group
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -87,32 +88,43 @@ class TokenRecycling:
 
     def _tree(self, session: Session, shape: Shape) -> Forest:
         forest = Forest.rooted(session.beams.tokens)
-        for root in range(len(forest)):
-            forest = self._grown(forest, root, session, shape)
-        for parent in range(len(forest)):
-            nodes = np.flatnonzero(forest.parents == parent)
-            if len(nodes):
-                forest = forest.with_group(retrieved(forest.tokens[nodes].tolist(), parent, nodes.tolist()))
-        return forest
+        nodes_of: dict[Ranks, dict[int, int]] = {(): {root: root for root in range(len(forest))}}  # root -> node
+        groups = list[Group]()
+        for depth in range(1, shape.depth + 1):
+            wanted = self._children(depth, nodes_of)
+            if not wanted:
+                break
+            after = self._successors(session, forest, [node for path in wanted for node in nodes_of[path].values()])
+            tokens, parents = list[int](), list[int]()
+            for path, ranks in wanted.items():
+                for root, parent in nodes_of[path].items():
+                    # An end needs no node, a sibling no twin; ranks beyond what the constraint allows have no token.
+                    fresh = {rank: after[parent][rank] for rank in ranks if rank < len(after[parent])}
+                    fresh = {token: rank for rank, token in reversed(fresh.items()) if token not in session.limits.eos}
+                    siblings = list(reversed(fresh))
+                    start = len(forest) + len(tokens)
+                    for node, token in enumerate(siblings, start):
+                        nodes_of.setdefault((*path, fresh[token]), {})[root] = node
+                    tokens += siblings
+                    parents += [parent] * len(siblings)
+                    if siblings:
+                        groups.append(retrieved(siblings, parent, [*range(start, start + len(siblings))]))
+            forest = forest.grown(tokens, parents)
+        return forest.grown([], [], groups=groups)
 
-    def _grown(self, forest: Forest, root: int, session: Session, shape: Shape) -> Forest:
-        node_of: dict[Ranks, int] = {(): root}
-        after: dict[int, list[int]] = {}  # successors of a node, those that the constraint allows
+    def _children(self, depth: int, known: Collection[Ranks]) -> dict[Ranks, list[int]]:
+        """Ranks of the children of each path of the template that has nodes, for one layer."""
+        found: dict[Ranks, list[int]] = {}
         for path in self.ranks:
-            if len(path) > shape.depth or path[:-1] not in node_of:
-                continue
-            parent = node_of[path[:-1]]
-            if parent not in after:
-                after[parent] = permitted(session, forest, parent, self.memory.table[forest.tokens[parent]].tolist())
-            if path[-1] >= len(after[parent]):
-                continue
-            token = after[parent][path[-1]]
-            known = forest.find(np.array([parent]), np.array([token]))[0]
-            if token in session.limits.eos or known >= 0:  # an end needs no node, a sibling no twin
-                continue
-            node_of[path] = len(forest)
-            forest = forest.grown([token], [parent])
-        return forest
+            if len(path) == depth and path[:-1] in known:
+                found.setdefault(path[:-1], []).append(path[-1])
+        return found
+
+    def _successors(self, session: Session, forest: Forest, nodes: list[int]) -> dict[int, list[int]]:
+        """What the table knows after equally deep nodes, without what the constraint bans."""
+        table = self.memory.table[forest.tokens[nodes]]
+        fine = permitted(session, forest, np.repeat(nodes, table.shape[1]), table.ravel().astype(np.int64))
+        return {node: row[may].tolist() for node, row, may in zip(nodes, table, fine.reshape(table.shape), strict=True)}
 
     def settle(self, session: Session, turn: Turn) -> None:
         k = min(self.memory.table.shape[1], turn.scored.shape[1])
