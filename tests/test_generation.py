@@ -13,9 +13,15 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor
 
 import specbeam as sb
 from specbeam import errors, measured, probs
+from specbeam.control.confidence import SureDraft
 from specbeam.control.fixed import FixedShape
+from specbeam.decode import decode
+from specbeam.draft.best_first import BestFirst
+from specbeam.draft.lookup import PromptLookup
 from specbeam.errors import SomeFailed
 from specbeam.generation import settled_tokens, turns_of
+from specbeam.request import Request
+from specbeam.settings import Settings
 from specbeam.truncation import Truncation
 from tests.support import words
 from tests.support.checking import refused
@@ -372,6 +378,16 @@ def test_options_that_cannot_be_honoured_are_refused(pair):
         {"bad_words_ids": [5]},
         {"logits_processor": len},
         {"length_penalty": "1"},
+        {"eos_token_id": 2.0},
+        {"eos_token_id": [1, None]},
+        {"stop_strings": 5},
+        {"stop_strings": ["a", 5]},
+        {"num_return_sequences": None},
+        {"num_return_sequences": True},
+        {"max_new_tokens": torch.tensor(5)},
+        {"bad_words_ids": torch.tensor([[5]])},
+        {"prefix_allowed_tokens_fn": [5]},
+        {"generation_config": {"max_new_tokens": 5}},
     ):
         with refused(f"{next(iter(options))} is"):
             sb.generate(pair, "abc", "dsbd", **options)
@@ -383,6 +399,76 @@ def test_options_that_cannot_be_honoured_are_refused(pair):
         sb.generate(words.pair(draft_seed=None), "abc", "dsbd")
     with pytest.raises(errors.BadSetting, match="no method 'magic'"):
         sb.generate(pair, "abc", "magic")
+
+
+@pytest.mark.parametrize(
+    "ends", [np.array([7, 1]), torch.tensor([7, 1]), (7, 1), {7, 1}], ids=lambda one: type(one).__name__
+)
+def test_several_ends_in_any_form(pair, ends):
+    found = sb.generate(pair, ["abc", "Hello"], "sampling", seed=3, max_new_tokens=30, eos_token_id=ends)
+    plain = sb.generate(pair, ["abc", "Hello"], "sampling", seed=3, max_new_tokens=30, eos_token_id=[7, 1])
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+
+
+@pytest.mark.parametrize("end", [np.int64(7), torch.tensor(7), np.array(7)], ids=lambda one: type(one).__name__)
+def test_one_end_in_any_form(pair, end):
+    found = sb.generate(pair, "abc", "sampling", seed=3, max_new_tokens=np.int64(30), eos_token_id=end)
+    plain = sb.generate(pair, "abc", "sampling", seed=3, max_new_tokens=30, eos_token_id=7)
+    assert found[0].tokens == plain[0].tokens
+
+
+@pytest.mark.parametrize("what", [float("nan"), float("inf")])
+def test_a_processor_that_breaks_scores_is_told_from_a_model_that_does(pair, what):
+    with pytest.raises(errors.BrokenLaw, match=r"a logits processor returned (NaN|\+inf); banned tokens must get -inf"):
+        sb.generate(pair, "ba", "sampling", max_new_tokens=6, eos_token_id=60, logits_processor=[Bad(what)])
+    broken = words.pair(check=False)
+    with torch.no_grad():
+        broken.target_model.lm_head.weight.fill_(what)
+    broken = sb.load(broken.target_model, tokenizer=broken.tokenizer, check=False)
+    with pytest.raises(errors.BrokenLaw, match="the model returned"):
+        sb.generate(broken, "ba", "sampling", max_new_tokens=6, logits_processor=[Bad(-9.0)])
+
+
+def test_a_drafter_that_breaks_costs_the_prompts_that_it_drafts_for(pair):
+    """Sessions of another drafter, in the same passes, go on."""
+
+    class Broken(PromptLookup):
+        def draft(self, sessions, shapes):
+            if any(one.length > 3 for one in sessions):
+                raise RuntimeError("out of ideas")
+            return super().draft(sessions, shapes)
+
+    requests = [
+        Request(
+            pair,
+            ["abcab", "aab"],
+            sb.speculative_beam_search(2, depth=2, drafter=drafter),
+            Settings(max_new_tokens=8),
+            1,
+        )
+        for drafter in (Broken(), PromptLookup())
+    ]
+    sessions = [session for request in requests for session in request.sessions]
+    for _ in decode(pair.target, sessions):
+        pass
+    assert [one.failure is None for one in sessions] == [False, False, True, True]
+    for number, one in enumerate(sessions[:2]):
+        assert isinstance(one.failure, errors.BrokenPart)
+        assert f"prompt {number}, step" in str(one.failure)
+        assert "draft: RuntimeError: out of ideas" in str(one.failure)
+    plain = sb.generate(pair, ["abcab", "aab"], sb.beam_search(2), max_new_tokens=8)
+    assert [requests[1].result(one)[0].tokens for one in sessions[2:]] == [one.tokens for one in plain]
+
+
+@pytest.mark.parametrize("part", [PromptLookup, BestFirst, SureDraft], ids=lambda one: one.__name__)
+def test_the_class_of_a_part_is_no_part(part):
+    with refused(f"class {part.__name__}|{part.__name__}'>"):
+        if part is PromptLookup:
+            sb.speculative_beam_search(3, drafter=part)
+        elif part is BestFirst:
+            sb.mmtad(draft=part)
+        else:
+            sb.speculative_sampling(controller=part)
 
 
 def test_a_processor_that_returns_other_rows_is_named(pair):

@@ -7,8 +7,10 @@ from transformers import GenerationConfig, TextStreamer, WatermarkingConfig, pip
 
 import specbeam as sb
 from specbeam import errors
+from specbeam.draft.lookup import PromptLookup
 from specbeam.hf.call import Call
 from tests.support import words
+from tests.support.checking import refused
 from tests.support.tiny_models import tiny
 
 PLAIN = {"temperature": 1.0, "top_k": 0}  # pipelines have defaults of their own
@@ -178,6 +180,31 @@ def test_one_beam_is_greedy_search(models, more):
             models, ["Hello", "you"], num_beams=1, do_sample=False, max_new_tokens=12, **options, **more
         )
         assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix_match", "token_recycling", PromptLookup(2), "model"])
+@pytest.mark.parametrize("draft_beams", [None, 4])
+def test_one_beam_with_any_drafter_is_greedy_search(models, drafter, draft_beams):
+    target, small, tokenizer = models
+    inputs = inputs_of(tokenizer, ["Hello", "you"])
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)
+    with_model = {"draft_model": small} if drafter == "model" else {"drafter": drafter}
+    call = dict(custom_generate=sb.hf.beam_search, draft_beams=draft_beams, depth=3, **with_model)
+    ours = target.generate(**inputs, do_sample=False, max_new_tokens=12, **call)
+    assert ours.tolist() == plain.tolist()
+
+
+def test_one_beam_takes_no_method_for_a_drafter(models):
+    target, _, tokenizer = models
+    inputs = inputs_of(tokenizer, ["Hello"])
+    for call, message in (
+        ({"drafter": "mtjd"}, "drafter is 'mtjd'"),
+        ({"draft_beams": 3}, "draft_beams=3"),
+        ({"depth": 3}, "depth=3"),
+    ):
+        for beams in (1, 2):
+            with refused(message):
+                target.generate(**inputs, num_beams=beams, custom_generate=sb.hf.beam_search, **call)
 
 
 @pytest.mark.parametrize("drafter", ["none", "model", "prompt_lookup"])

@@ -7,7 +7,7 @@ from specbeam.clock import lap
 from specbeam.forest import Forest
 from specbeam.lm.base import LM
 from specbeam.records import Shape, Turn
-from specbeam.session import Session
+from specbeam.session import Session, failing_together
 
 
 def decode(target: LM, waiting: Iterable[Session], at_once: int = 32) -> Iterator[list[tuple[Session, Turn]]]:
@@ -41,9 +41,8 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32) -> Iterato
                         session.advance(turn)
                     turns.append((session, turn))
             yield turns
-            over = [session for session in live if session.over]
+            _close(target, [session for session in live if session.over])
             live = [session for session in live if not session.over]
-            _close(target, over)
     finally:
         _close(target, live)
 
@@ -56,12 +55,13 @@ def _planned(session: Session, beside: int) -> Shape:
 
 
 def _draft(sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-    """Sessions that share a drafter are drafted together."""
-    forests: dict[Session, Forest] = {}
+    """Sessions that share a drafter are drafted together; where that fails they are over after this pass."""
+    forests = {session: Forest.rooted(session.beams.tokens) for session in sessions}
     for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
-        mine = [(one, shape) for one, shape in zip(sessions, shapes, strict=True) if one.parts.drafter == drafter]
-        forests.update(zip([one for one, _ in mine], drafter.draft(*map(list, zip(*mine, strict=True))), strict=True))
-    return [forests[session] for session in sessions]
+        mine = {one: shape for one, shape in zip(sessions, shapes, strict=True) if one.parts.drafter == drafter}
+        with failing_together([*mine], "draft: "):
+            forests.update(zip(mine, drafter.draft([*mine], [*mine.values()]), strict=True))
+    return [*forests.values()]
 
 
 def _close(target: LM, sessions: list[Session]) -> None:

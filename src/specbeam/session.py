@@ -1,8 +1,8 @@
 """What is alive in one generation: beams, scores, dice, limits, the state of each part."""
 
 import time
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -51,6 +51,11 @@ class Rule(Protocol):
     """VERIFY: what lives on. `scored` holds the target's logits of every forest node."""
 
     def verify(self, session: "Session", forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict: ...
+
+
+def is_part(value: object, kind: type) -> bool:
+    """Whether it is a part of this kind, and not the class of one."""
+    return isinstance(value, kind) and not isinstance(value, type)
 
 
 @dataclass(frozen=True)
@@ -164,17 +169,18 @@ class Session:
             return True
         return self.limits.enough(self.ended, self.beams.scores, self.length)
 
-    @contextmanager
-    def failing_alone(self, who: str = "") -> Iterator[None]:
+    def failing_alone(self, who: str = "") -> AbstractContextManager[None]:
         """What goes wrong for this prompt ends this session and no other."""
-        try:
-            yield
-        except SpecbeamError as error:
-            self.failure = type(error)(f"prompt {self.number}, step {self.length}: {who}{error}")
-            self.failure.__cause__ = error
-        except Exception as error:  # a part of somebody's own, or a mistake of ours
-            self.failure = BrokenPart(f"prompt {self.number}, step {self.length}: {who}{type(error).__name__}: {error}")
-            self.failure.__cause__ = error
+        return failing_together([self], who)
+
+    def fail(self, error: Exception, who: str) -> None:
+        """End with this error, said of this prompt."""
+        kind: type[SpecbeamError]
+        kind, what = BrokenPart, f"{type(error).__name__}: {error}"  # a part of somebody's own, or a mistake of ours
+        if isinstance(error, SpecbeamError):
+            kind, what = type(error), str(error)
+        self.failure = kind(f"prompt {self.number}, step {self.length}: {who}{what}")
+        self.failure.__cause__ = error
 
     def new_tokens(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
         """Generated tokens up to and with each node; the nodes must be equally deep."""
@@ -271,3 +277,13 @@ class Session:
             audit=self.audit if self.audited else None,
             certificate=self.certificate,
         )
+
+
+@contextmanager
+def failing_together(sessions: Sequence[Session], who: str = "") -> Iterator[None]:
+    """What goes wrong ends these sessions and no other."""
+    try:
+        yield
+    except Exception as error:
+        for session in sessions:
+            session.fail(error, who)

@@ -22,12 +22,13 @@ from specbeam.hf.call import Call
 from specbeam.recipes.beams import beam_sampling as beam_sampling_recipe
 from specbeam.recipes.beams import dsbd as dsbd_recipe
 from specbeam.recipes.beams import sampling
-from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.drawn import speculative_sampling
-from specbeam.recipes.method import Method
-from specbeam.recipes.search import DrafterName
+from specbeam.recipes.method import EXACT, Method, ignored_unless
+from specbeam.recipes.search import DrafterName, drafted, speculative
 from specbeam.recipes.search import beam_search as beam_search_recipe
 from specbeam.recipes.search import speculative_beam_search as speculative_beam_search_recipe
+from specbeam.session import Drafter
+from specbeam.verify.match import MatchRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -79,30 +80,37 @@ def beam_search(
     input_ids: torch.Tensor,
     draft_model: "PreTrainedModel | None" = None,
     draft_beams: int | None = None,
-    depth: int = 4,
-    drafter: DrafterName = "model",
+    depth: int | None = None,
+    drafter: "DrafterName | Drafter" = "model",
     seed: int | None = None,
     stream_to: Any = None,
     **given: Any,
 ) -> Any:
     """What `generate` itself returns with ``num_beams``, faster: beams share the prompt, and drafts save passes.
 
-    With `draft_model`, or with a `drafter` that needs none, it is `sb.speculative_beam_search`, else `sb.beam_search`.
+    With `draft_model`, or with a `drafter` that needs none, it is `sb.speculative_beam_search` of 4 layers if no `depth` is
+    given, else `sb.beam_search`.
     ``do_sample=True`` has the law of transformers' own beam sampling. One beam is its greedy search, or plain sampling.
     """
     call = Call.of(model, input_ids, given)
-    drafted = draft_model is not None or drafter != "model"
+    with_drafts = draft_model is not None or drafter != "model"
+    ignored_unless(with_drafts, "beam search without drafts", draft_beams=draft_beams, depth=depth)
+    depth = 4 if depth is None else depth
     if call.beams == 1:
-        method = _of_one_beam(drafter, depth) if drafted else sampling()
-    elif drafted:
+        method = _of_one_beam(drafter, draft_beams, depth) if with_drafts else sampling()
+    elif with_drafts:
         method = speculative_beam_search_recipe(call.beams, draft_beams, depth, drafter)
     else:
         method = beam_search_recipe(call.beams)
     return answer(call, draft_model, method, seed, stream_to)
 
 
-def _of_one_beam(drafter: str, depth: int) -> Method:
-    return speculative_sampling(depth) if drafter == "model" else resolve(drafter)
+def _of_one_beam(drafter: "DrafterName | Drafter", draft_beams: int | None, depth: int) -> Method:
+    """Greedy search, or plain sampling, with drafts."""
+    if drafter == "model":
+        return speculative_sampling(depth) if draft_beams is None else dsbd_recipe(1, draft_beams, depth, "fixed")
+    build = speculative(1, drafted(1, draft_beams, by_model=False), depth, drafter, EXACT, MatchRule())
+    return Method("speculative_beam_search", EXACT, 1, build)
 
 
 def repository() -> Path:

@@ -14,7 +14,7 @@ from specbeam.errors import BadSetting, LostLaw, one_of
 from specbeam.lm.base import LM
 from specbeam.recipes.depth import DrafterOf, depth_by_cost
 from specbeam.recipes.method import EXACT, Method
-from specbeam.session import Controller, Parts, Rule
+from specbeam.session import Controller, Parts, Rule, is_part
 from specbeam.verify.match import MatchRule
 from specbeam.verify.path import PathRule
 from specbeam.verify.traversal import TraversalRule
@@ -83,7 +83,7 @@ def control_of(
         "cost": None,
         "latency": SizeByLatency(width, depth),
     }
-    if not isinstance(chosen, Controller) and chosen not in known:
+    if chosen not in known if isinstance(chosen, str) else not is_part(chosen, Controller):
         raise BadSetting(f"controller is {chosen!r}; it must be one of {', '.join(known)}, or a part")
     part = known[chosen] if isinstance(chosen, str) else chosen
     _check(chosen, part, drafts)

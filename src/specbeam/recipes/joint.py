@@ -117,6 +117,8 @@ def mmtad(
 
 
 def _growth(draft: "Draft | Growth", replacement: bool, beams: int | None, chains: int | None) -> Growth:
+    if isinstance(draft, type):
+        raise BadSetting(f"draft is the class {draft.__name__}; make one, with its settings")
     if isinstance(draft, Growth):
         who = f"the growth {type(draft).__name__}"
         ignored_unless(False, who, replacement=replacement or None)

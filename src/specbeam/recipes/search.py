@@ -1,17 +1,18 @@
 """Recipes for beam search, token-identical to transformers."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from specbeam.control.fixed import FixedShape
 from specbeam.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.draft.model import BeamDrafter, NoDraft
 from specbeam.draft.recycle import Successors, TokenRecycling, likeliest
-from specbeam.errors import BadSetting
+from specbeam.errors import BadSetting, one_of
 from specbeam.lm.base import LM
 from specbeam.recipes.depth import Depth, check_depth, depth_control
-from specbeam.recipes.method import Build, Method, at_least_one
-from specbeam.session import Drafter, Parts
+from specbeam.recipes.method import Build, Method, at_least_one, ignored_unless
+from specbeam.session import Drafter, Parts, Rule, is_part
 from specbeam.verify.search import SearchRule
 
 DrafterName = Literal["model", "prompt_lookup", "suffix_match", "token_recycling"]
@@ -56,6 +57,7 @@ def speculative_beam_search(
     """
     at_least_one(beams=beams)
     check_depth(depth)
+    ignored_unless(drafter not in ("prompt_lookup", "suffix_match"), f"drafter {drafter!r}", draft_beams=draft_beams)
     draft_beams = drafted(beams, draft_beams, by_model=drafter == "model")
     build = speculative(beams, draft_beams, depth, drafter, LAW)
     return Method(
@@ -75,27 +77,50 @@ def drafted(beams: int, draft_beams: int | None, by_model: bool = True) -> int:
     return draft_beams
 
 
-def speculative(beams: int, draft_beams: int, depth: Depth, drafter: "DrafterName | Drafter", law: str) -> Build:
-    """The parts of a speculative search, also of one that draws."""
-    known: dict[str, Drafter | None] = {
-        "model": None, "prompt_lookup": PromptLookup(), "suffix_match": SuffixMatch(), "token_recycling": None,
-    }  # fmt: skip
-    if drafter not in known if isinstance(drafter, str) else not isinstance(drafter, Drafter):
-        raise BadSetting(f"drafter is {drafter!r}; it must be one of {', '.join(known)}, or a part")
-    memory: dict[int, Successors] = {}
+def speculative(
+    beams: int,
+    draft_beams: int,
+    depth: Depth,
+    drafter: "DrafterName | Drafter",
+    law: str,
+    rule: Rule | None = None,
+) -> Build:
+    """The parts of a speculative search, also of one that draws; `rule` is that of a search with so many beams."""
+    judge, make = rule or SearchRule(beams), _drafter_of(drafter, beams, draft_beams, 4 if depth == "auto" else depth)
+    by_model = partial(BeamDrafter, beams=beams, search=True)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
-        part = known[drafter] if isinstance(drafter, str) else drafter
-        by_model, rule = partial(BeamDrafter, beams=beams, search=True), SearchRule(beams)
-        if drafter == "model":
-            assert draft is not None
-            part = by_model(draft)
-        elif drafter == "token_recycling":
-            assert target is not None
-            table = memory.setdefault(target.vocab, Successors.empty(target.vocab))
-            part = TokenRecycling(table, likeliest(max(draft_beams // beams, 1) * (4 if depth == "auto" else depth)))
-        assert part is not None
         costly = draft if drafter == "model" else None
-        return Parts(part, rule, depth_control(depth, beams, draft_beams, target, costly, by_model, rule), law)
+        control = depth_control(depth, beams, draft_beams, target, costly, by_model, judge)
+        return Parts(make(target, draft), judge, control, law)
 
     return build
+
+
+def _drafter_of(
+    drafter: "DrafterName | Drafter", beams: int, draft_beams: int, depth: int
+) -> Callable[[LM | None, LM | None], Drafter]:
+    """The drafter of that name for the target and the draft model, or the part itself."""
+    if not isinstance(drafter, str):
+        if not is_part(drafter, Drafter):
+            what = f"the class {drafter.__name__}" if isinstance(drafter, type) else repr(drafter)
+            raise BadSetting(f"drafter is {what}; it must be one of {', '.join(get_args(DrafterName))}, or a part")
+        return lambda target, draft: drafter
+    one_of("drafter", drafter, get_args(DrafterName))
+    memory: dict[int, Successors] = {}
+
+    def recycling(target: LM | None, draft: LM | None) -> Drafter:
+        assert target is not None
+        table = memory.setdefault(target.vocab, Successors.empty(target.vocab))
+        return TokenRecycling(table, likeliest(max(draft_beams // beams, 1) * depth))
+
+    def by_model(target: LM | None, draft: LM | None) -> Drafter:
+        assert draft is not None
+        return BeamDrafter(draft, beams, search=True)
+
+    return {
+        "model": by_model,
+        "prompt_lookup": lambda target, draft: PromptLookup(),
+        "suffix_match": lambda target, draft: SuffixMatch(),
+        "token_recycling": recycling,
+    }[drafter]
