@@ -66,7 +66,9 @@ class JointLaw:
     @property
     def uncut(self) -> "JointLaw":
         """The same law before top-k, top-p and min-p."""
-        return replace(self, truncation=replace(NO_TRUNCATION, temperature=self.truncation.temperature))
+        law = replace(self, truncation=replace(NO_TRUNCATION, temperature=self.truncation.temperature))
+        law.__dict__.update({name: self.__dict__[name] for name in _UNTOUCHED if name in self.__dict__})
+        return law
 
     def logj_at(self, pairs: Pairs) -> Float64[np.ndarray, " pairs"]:
         """Log-likelihood of the prolonged beams: what they carry on."""
@@ -124,13 +126,12 @@ class JointLaw:
     def row(self, row: int) -> Float64[np.ndarray, " vocab"]:
         return self.p[row]
 
-    def head(self) -> tuple[Pairs, Float64[np.ndarray, " pairs"]]:
-        """The pairs that carry the law, and their odds."""
-        pairs = self.support
-        if pairs is None:
-            flat = self._x.reshape(-1)
-            pairs = np.flatnonzero((flat >= flat.max() - HEAD).numpy())
-        return pairs, np.exp(self.logp_at(pairs))
+    def head(self) -> Pairs:
+        """The pairs that carry the law."""
+        if self.support is not None:
+            return self.support
+        flat = self._x.reshape(-1)
+        return np.flatnonzero((flat >= flat.max() - HEAD).numpy())
 
     def best(
         self,
@@ -328,6 +329,7 @@ def _ranked(pairs: Pairs, value: Float64[np.ndarray, " pairs"], count: int) -> P
     return pairs[order]
 
 
+_UNTOUCHED = ("_rows", "_shift", "_single", "_log_counts")  # what no truncation changes
 _NO_NOISE = np.zeros(0, dtype=np.uint64)
 
 

@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from specbeam import kernels
 from specbeam.control.accepted import ENTRANTS, SAMPLES, accepted_pmf, odds_of_noise, odds_of_rejection
 from specbeam.control.width import SureWidth
 from specbeam.verify.draws import drawn, draws
@@ -127,6 +128,21 @@ def test_odds_under_shared_noise_are_those_of_the_race(seed, cut):
     expected = raced(p, q, 6, 4, halo, seed)
     assert np.abs(found - expected).max() < 4 * 0.5 / np.sqrt(SAMPLES)
     assert (np.diff(found) <= 0).all()
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="numba is not installed")
+@pytest.mark.parametrize("cut", [False, True])
+def test_compiled_races_are_those_of_array_code(cut):
+    rng = np.random.default_rng(7)
+    for size in (1, 2, 5, 30, 64, 200):
+        for drafts, most in ((1, 1), (3, 4), (6, 4), (10, 8), (40, 5)):
+            p, q = rng.dirichlet(np.full(size, 0.3)), rng.dirichlet(np.full(size, 0.3)) * rng.choice([1.0, 0.7])
+            p[rng.random(size) < 0.3] = 0
+            q[rng.random(size) < 0.3] = 0
+            p = p / p.sum() if p.any() else np.full(size, 1 / size)
+            place = rng.permutation(size) if cut else None
+            fast, plain = (odds_of_noise(p, q, drafts, most, place, compiled) for compiled in (True, False))
+            assert fast == pytest.approx(plain, abs=1e-12)
 
 
 def test_a_draft_that_is_the_target_is_always_accepted():

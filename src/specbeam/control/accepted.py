@@ -9,6 +9,9 @@ from functools import cache
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from specbeam import kernels
+
+_NONE = np.zeros(0, dtype=np.int64)
 SAMPLES = 64  # races that are run
 ENTRANTS = 64  # likeliest pairs that run in them
 
@@ -54,6 +57,7 @@ def odds_of_noise(
     drafts: int,
     most: int,
     place: Int64[np.ndarray, " n"] | None = None,
+    compiled: bool = kernels.AVAILABLE,
 ) -> Float64[np.ndarray, " widths"]:
     """Odds that the first 0, 1, ..., `most` draws from `p` are among `drafts` draft nodes, under shared noise.
 
@@ -70,7 +74,11 @@ def odds_of_noise(
     if len(p) > ENTRANTS:
         likely = np.argpartition(-p, ENTRANTS)[:ENTRANTS]
         p, q, place = p[likely], q[likely], None if place is None else place[likely]
-    noise, rest, alive = _noise()[:, : len(p)], max(1.0 - float(q.sum()), 0.0), int(np.count_nonzero(p))
+    noise, rest = _noise()[:, : len(p)], max(1.0 - float(q.sum()), 0.0)
+    likeliest = _NONE if place is None else np.argsort(place, kind="stable")
+    if compiled:
+        return kernels.odds_of_noise(noise, p, q, drafts, most, rest, likeliest)
+    alive = int(np.count_nonzero(p))
     with np.errstate(divide="ignore"):
         target, draft = noise / p, noise / q
     first = np.argsort(target, axis=1)[:, : min(most, alive)]
@@ -79,16 +87,15 @@ def odds_of_noise(
         before = (draft[:, None] < at[:, :, None]).sum(2) + rest * np.minimum(at, 1e9)
         found = before < drafts
     else:
-        found = np.take_along_axis(_drafted(draft, place, drafts, most), first, 1)
+        found = np.take_along_axis(_drafted(draft, likeliest, drafts, most), first, 1)
     return np.concatenate([[1.0], np.logical_and.accumulate(found, axis=1).mean(0)])
 
 
 def _drafted(
-    draft: Float64[np.ndarray, "races n"], place: Int64[np.ndarray, " n"], drafts: int, most: int
+    draft: Float64[np.ndarray, "races n"], likeliest: Int64[np.ndarray, " n"], drafts: int, most: int
 ) -> np.ndarray:
     """bool[races, n]: which pairs are drafted, the first `most` to arrive and the likeliest others."""
     core = (draft.argsort(1).argsort(1) < most) & np.isfinite(draft)
-    likeliest = np.argsort(place, kind="stable")
     others = np.cumsum(~core[:, likeliest], axis=1) <= drafts - core.sum(1, keepdims=True)
     halo = np.zeros_like(core)
     halo[:, likeliest] = others

@@ -6,6 +6,7 @@ Pairs are beam * vocabulary + token, as in `laws`.
 
 from specbeam.kernels.compiling import AVAILABLE, start_threads, use_threads
 from specbeam.kernels.noise import child_keys
+from specbeam.kernels.races import odds_of_noise
 from specbeam.kernels.ranking import best, largest, ranked
 from specbeam.kernels.sums import log_norm, pick
 from specbeam.kernels.truncation import core_and_halo, first_ones, shifts, truncated
@@ -18,6 +19,7 @@ __all__ = [
     "first_ones",
     "largest",
     "log_norm",
+    "odds_of_noise",
     "pick",
     "ranked",
     "shifts",

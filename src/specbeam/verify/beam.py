@@ -55,14 +55,14 @@ class Layer:
 
     def accepted(self, most: int, by_noise: bool) -> Odds:
         """Odds that 0, 1, 2, ... draws are all drafts, from the pairs that carry the target's law."""
-        pairs, drafts = self.law.head()[0], len(self.drafts)
+        pairs, drafts = self.law.head(), len(self.drafts)
         draft = self.group.law if self.group is not None else None
         if not by_noise:
             return odds_of_rejection(*self.laws(pairs), drafts)
         if not isinstance(draft, JointLaw) or not draft.truncation.cuts:
             return odds_of_noise(*self.laws(pairs), drafts, most)
         beyond = self._named(draft.uncut.best(drafts + most))  # likeliest first, as the halo is chosen
-        pairs = np.concatenate([beyond, np.setdiff1d(pairs, beyond)])
+        pairs = np.concatenate([beyond, pairs[~np.isin(pairs, beyond)]])
         beams, tokens = np.divmod(pairs, self.vocab)
         return odds_of_noise(self.law.odds(beams, tokens), self._q(beams, tokens), drafts, most, np.arange(len(pairs)))
 
@@ -70,7 +70,8 @@ class Layer:
         """Pairs of the draft's rows as pairs of live beams; those of others are left out."""
         assert self.group is not None
         rows, tokens = np.divmod(pairs, self.vocab)
-        beams = np.array([self.beam_of.get(int(node), -1) for node in self.group.parents[rows]], dtype=np.int64)
+        known = np.array([self.beam_of.get(node, -1) for node in self.group.parents.tolist()], dtype=np.int64)
+        beams = known[rows]
         return (beams * self.vocab + tokens)[beams >= 0]
 
     def support(self) -> tuple[Pairs, Odds, Odds]:

@@ -1,0 +1,82 @@
+"""How often the first ones of a race are drafted: the twin of `control.accepted.odds_of_noise`."""
+
+import numpy as np
+
+from specbeam.kernels.compiling import Array, compiled
+
+
+@compiled
+def _first(arrival: Array, count: int, order: Array) -> None:
+    """Into `order` the places of the `count` smallest, in order; of equal ones the first."""
+    held = 0
+    for place in range(len(arrival)):
+        value, slot = arrival[place], held
+        if held == count:
+            if value >= arrival[order[count - 1]]:
+                continue
+            slot -= 1
+        else:
+            held += 1
+        while slot > 0 and arrival[order[slot - 1]] > value:
+            order[slot] = order[slot - 1]
+            slot -= 1
+        order[slot] = place
+
+
+@compiled
+def _choose(arrival: Array, likeliest: Array, drafts: int, most: int, order: Array, drafted: Array) -> None:
+    """Mark the first `most` that arrive at all, and the likeliest others up to `drafts`."""
+    drafted[:] = False
+    core = min(most, len(arrival))
+    _first(arrival, core, order)
+    left = drafts
+    for place in order[:core]:
+        if arrival[place] < np.inf:
+            drafted[place] = True
+            left -= 1
+    for place in likeliest:
+        if left <= 0:
+            break
+        if not drafted[place]:
+            drafted[place] = True
+            left -= 1
+
+
+@compiled
+def odds_of_noise(noise: Array, p: Array, q: Array, drafts: int, most: int, rest: float, likeliest: Array) -> Array:
+    """Odds that the first 0, 1, ... of a race at the target are drafted.
+
+    Args:
+        noise: float64[races, pairs].
+        rest: mass of the draft on pairs that are not here.
+        likeliest: pairs by draft likelihood, where a truncation cuts the draft; empty where none does.
+    """
+    races, size = noise.shape[0], len(p)
+    wanted = 0
+    for place in range(size):
+        wanted += p[place] > 0
+    wanted = min(wanted, most)
+    found = np.zeros(wanted + 1)
+    target, draft = np.empty(size), np.empty(size)
+    first, order, drafted = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.bool_)
+    for race in range(races):
+        for place in range(size):
+            target[place] = noise[race, place] / p[place]
+            draft[place] = noise[race, place] / q[place]
+        _first(target, wanted, first)
+        if len(likeliest) > 0:
+            _choose(draft, likeliest, drafts, most, order, drafted)
+        found[0] += 1
+        for width in range(wanted):
+            at = draft[first[width]]
+            if len(likeliest) > 0:
+                if not drafted[first[width]]:
+                    break
+            else:
+                before = rest * min(at, 1e9)
+                for place in range(size):
+                    before += draft[place] < at
+                if not before < drafts:
+                    break
+            found[width + 1] += 1
+    return found / races
