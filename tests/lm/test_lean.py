@@ -1,5 +1,6 @@
 """The lean and the compiled forward against the model's own, on forests of several sessions."""
 
+import copy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from specbeam import kernels
 from specbeam.errors import NotSupported
 from specbeam.forest import Forest
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.panels import rounded
 from specbeam.pair import language_model
 from tests.lm.test_huggingface import check_random_turns
 from tests.support import words
@@ -90,11 +92,16 @@ def test_new_weights_are_noticed():
     assert after == expected != before
 
 
+needs_numba = pytest.mark.skipif(not kernels.AVAILABLE, reason="numba is not installed")
+
+
+@needs_numba
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 def test_int8_is_near_the_model_and_the_same_in_every_batch(family):
     model = tiny(family, hidden_size=64, intermediate_size=96)
     lm = language_model(model, quantize="int8")
     assert language_model(model, quantize="int8") is lm
+    grid = on_the_grid(model)
     prompt, tokens = [3, 4, 5, 6], [7, 8, 9]
     forest = Forest.rooted([6]).grown(tokens, [0, 0, 1])
     rows = scored(lm, prompt, forest)
@@ -103,10 +110,27 @@ def test_int8_is_near_the_model_and_the_same_in_every_batch(family):
         alone = scored(lm, path, Forest.rooted([path[-1]]))[0]
         torch.testing.assert_close(rows[node], alone, atol=1e-4, rtol=1e-4)
         plain = model(torch.tensor([path])).logits[0, -1]
-        assert (rows[node] - plain).std() < 0.3 * plain.std()
+        assert (rows[node] - grid(torch.tensor([path])).logits[0, -1]).std() < 0.005 * plain.std()
+        assert (rows[node] - plain).std() < 0.1 * plain.std()
     exact = language_model(model)
     assert exact is not lm
     assert exact.engine == ENGINES[-1]
+
+
+def on_the_grid(model):
+    """The model whose matrices, and whose rows before each, are what int8 and a scale can say."""
+    twin = copy.deepcopy(model)
+    for one in twin.modules():
+        if isinstance(one, torch.nn.Linear):
+            numbers, scales = rounded(one.weight.detach().numpy())
+            one.weight = torch.nn.Parameter(torch.from_numpy(numbers * scales[:, None]), requires_grad=False)
+            one.register_forward_pre_hook(lambda _, inputs: (in_steps(inputs[0]),))
+    return twin
+
+
+def in_steps(x):
+    steps = x.abs().amax(-1, keepdim=True) / 127
+    return (x / steps).round() * steps
 
 
 def scored(lm, prompt, forest):
@@ -117,6 +141,7 @@ def scored(lm, prompt, forest):
         lm.close(seat)
 
 
+@needs_numba
 def test_int8_keeps_the_promises_of_its_own_law():
     model, draft = tiny("llama"), tiny("llama", seed=1, num_hidden_layers=1)
     pair = sb.load(model, draft, tokenizer=words.tokenizer(), quantize="int8", quantize_draft="int8")
@@ -127,11 +152,14 @@ def test_int8_keeps_the_promises_of_its_own_law():
         assert plain[0].report.law.endswith("of the target in int8")
 
 
-def test_int8_is_refused_where_it_cannot_be():
+def test_int8_is_refused_where_it_cannot_be(monkeypatch):
     with pytest.raises(NotSupported, match="Llama, Mistral and Qwen2"):
         language_model(tiny("gpt2"), quantize="int8")
     with refused("'int8' or None"):
         sb.load(tiny("llama"), quantize="int4")
+    monkeypatch.setattr(kernels, "AVAILABLE", False)
+    with pytest.raises(NotSupported, match=r"needs numba \(pip install 'specbeam\[fast\]'\)"):
+        language_model(tiny("llama"), quantize="int8")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -1,5 +1,7 @@
 """Products from panels against those of numpy, and what the compiled forward makes of them."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,13 @@ from specbeam import kernels
 if not kernels.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
+import numba
+
 from specbeam.forest import Forest
-from specbeam.lm import loops
+from specbeam.lm import loops, sums
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.panels import WIDTH, fits_bfloat16, in_panels, multiply
+from specbeam.lm.panels import _multiplier, fits_bfloat16, in_panels, multiply, rounded
+from specbeam.lm.sums import WIDTH
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
 
@@ -28,17 +33,48 @@ def product(x, panels, threads=1):
     return out
 
 
-@pytest.mark.parametrize("as_bfloat16", [False, True])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize(("columns", "depth"), [(1, 4), (33, 8), (96, 60), (200, 256)])
 @pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 30, 250])
-def test_products_are_those_of_numpy(rows, columns, depth, as_bfloat16):
+def test_products_are_those_of_numpy(rows, columns, depth, kind):
     rng = np.random.default_rng(rows)
     matrix = in_bfloat16(rng.standard_normal((columns, depth)))
     assert fits_bfloat16(matrix)
     x = rng.standard_normal((rows, depth)).astype(np.float32)
-    found = product(x, in_panels(matrix, as_bfloat16))
-    np.testing.assert_allclose(found[:, :columns], x.astype(float) @ matrix.T.astype(float), atol=2e-5 * depth**0.5)
+    expected = x
+    if kind == "int8":
+        numbers, scales = rounded(matrix)
+        assert np.abs(numbers * scales[:, None] - matrix).max() <= 0.5001 * scales.max()
+        assert (np.abs(numbers).max(1) == 127).all()
+        expected, matrix = on_the_grid(x), numbers * scales[:, None]
+    found = product(x, in_panels(matrix, kind))
+    expected = expected.astype(float) @ matrix.T.astype(float)
+    np.testing.assert_allclose(found[:, :columns], expected, atol=2e-5 * depth**0.5)
     assert not found[:, columns:].any()
+
+
+def on_the_grid(x):
+    """Rows rounded to multiples of a 127th of their largest number."""
+    steps = np.abs(x).max(1, keepdims=True) / np.float32(127)
+    return np.rint(x / steps) * steps
+
+
+def test_a_row_of_zeros_stays_one():
+    panels = in_panels(np.ones((5, 8), dtype=np.float32), "int8")
+    assert not product(np.zeros((2, 8), dtype=np.float32), panels).any()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12, 30])
+def test_bytes_are_summed_alike_on_machines_that_have_no_instruction_for_it(rows, monkeypatch):
+    """By other LLVM code, compiled anew under another name."""
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, 256)).astype(np.float32)
+    panels = in_panels(rng.standard_normal((96, 256)).astype(np.float32), "int8")
+    monkeypatch.setattr(sums, "DOTS_BYTES", False)
+    plain = inspect.unwrap(_multiplier(f"multiply_bytes_{rows}", range).py_func)
+    out = np.full((rows, len(panels) * WIDTH), np.nan, dtype=np.float32)
+    numba.njit(error_model="numpy")(plain)(x, panels, out)
+    assert (out == product(x, panels)).all()
 
 
 def in_bfloat16(x):
@@ -60,10 +96,11 @@ def test_loading_leaves_the_threads_of_torch_alone():
     assert torch.get_num_threads() == before
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it():
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_a_row_does_not_depend_on_the_rows_beside_it(kind):
     rng = np.random.default_rng(0)
-    panels = in_panels(rng.standard_normal((64, 128)).astype(np.float32))
-    x = rng.standard_normal((40, 128)).astype(np.float32)
+    panels = in_panels(in_bfloat16(rng.standard_normal((64, 128))), kind)
+    x = rng.standard_normal((220, 128)).astype(np.float32)
     together = product(x, panels)
     for row in range(len(x)):
         assert (product(x[row : row + 1], panels) == together[row]).all()

@@ -16,7 +16,7 @@ from specbeam.lm.attention import Masks
 from specbeam.lm.compiled import CompiledDecoder, Rows, compiled_decoder
 from specbeam.lm.kv_store import KVStore, Place
 from specbeam.lm.kv_trie import BLOCK, WASTE, Feed, KVTrie
-from specbeam.lm.lean import LARGEST, LeanDecoder, int8_is_available, lean
+from specbeam.lm.lean import LARGEST, LeanDecoder, lean
 from specbeam.probs import picked
 from specbeam.records import Turn
 from specbeam.session import Seat
@@ -258,14 +258,14 @@ _NOTHING = Feed(
 def _engine(model: "PreTrainedModel", wanted: str) -> tuple[str, CompiledDecoder | None, LeanDecoder | None]:
     """What runs the model's layers, by name; both None: the model itself."""
     small = model.num_parameters() <= LARGEST
-    if wanted == "compiled" or (wanted == "auto" and small):
-        compiled = compiled_decoder(model)
+    if wanted in ("compiled", "int8") or (wanted == "auto" and small):
+        compiled = compiled_decoder(model, int8=wanted == "int8")
         if compiled is not None:
-            return "compiled", compiled, None
-    if wanted in ("lean", "int8") or (wanted == "auto" and small):
-        decoder = lean(model, int8=wanted == "int8")
-        if decoder is not None and (wanted != "int8" or int8_is_available()):
-            return "lean" if wanted == "auto" else wanted, None, decoder
+            return "compiled" if wanted == "auto" else wanted, compiled, None
+    if wanted == "lean" or (wanted == "auto" and small):
+        decoder = lean(model)
+        if decoder is not None:
+            return "lean", None, decoder
     if wanted not in ("auto", "plain"):
         raise NotSupported(
             f"{_NAMES[wanted]} is for Llama, Mistral and Qwen2 models in float32 on a CPU; this is "
@@ -274,7 +274,8 @@ def _engine(model: "PreTrainedModel", wanted: str) -> tuple[str, CompiledDecoder
     return "plain", None, None
 
 
-_NAMES = {"int8": "quantize='int8'", "lean": "the lean forward", "compiled": "the compiled forward, which needs numba,"}
+_NUMBA = ", which needs numba (pip install 'specbeam[fast]'),"
+_NAMES = {"int8": f"quantize='int8'{_NUMBA}", "lean": "the lean forward", "compiled": f"the compiled forward{_NUMBA}"}
 
 
 def _max_positions(config: object) -> int | None:

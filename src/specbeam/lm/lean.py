@@ -4,7 +4,6 @@ Weights are fused, norms are folded into the matrices behind them, and rotary pa
 one complex product. The arithmetic is that of transformers up to rounding; `load` compares both on a token tree.
 """
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,42 +43,6 @@ class Matrix:
         return torch.addmm(to, x, self.transposed)
 
 
-class Int8Matrix:
-    """The same from int8 weights, a scale per output, by products of integers; each row of x is rounded to 7 bits by its own
-    largest value, so that no row depends on its neighbours: the law of a path may not depend on the batch.
-
-    Another matrix than the one it was made of: about two percent of the spread of its outputs away.
-    """
-
-    STEP, ZERO = 1 / 63, 64  # of rows scaled into [-1, 1]; with 8 bits, pairs of products overflow on CPUs without VNNI
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.bias = bias
-        scales = weight.abs().amax(1).clamp_min(1e-12).double() / 127
-        zeros = torch.zeros(len(weight), dtype=torch.long)
-        with warnings.catch_warnings():  # torch announces that its quantised tensors will move to another package
-            warnings.simplefilter("ignore")
-            rounded = torch.quantize_per_channel(weight.float(), scales, zeros, 0, torch.qint8)
-            self.packed = torch.ops.quantized.linear_prepack(rounded, None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """float[rows, in] -> float[rows, out]"""
-        largest = x.abs().amax(1, keepdim=True).clamp_min_(1e-12)
-        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        out = product(x / largest, self.STEP, self.ZERO, self.packed).mul_(largest)
-        return out if self.bias is None else out.add_(self.bias)
-
-    def added(self, to: Tensor, x: Tensor) -> Tensor:
-        """`to` + x @ weight.T."""
-        return self(x).add_(to)
-
-
-def int8_is_available() -> bool:
-    """Whether this build multiplies int8 on a CPU."""
-    known = hasattr(torch.ops.quantized, "linear_with_input_q_dq_qweight_dq_output_fp32")
-    return known and bool({"x86", "fbgemm", "onednn"} & set(torch.backends.quantized.supported_engines))
-
-
 def _packed(weight: Tensor) -> Tensor | None:
     """The weight in oneDNN's own order; None where this build has none."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -92,10 +55,10 @@ def _packed(weight: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class LeanLayer:
-    qkv: Matrix | Int8Matrix
-    out: Matrix | Int8Matrix
-    gate_up: Matrix | Int8Matrix
-    down: Matrix | Int8Matrix
+    qkv: Matrix
+    out: Matrix
+    gate_up: Matrix
+    down: Matrix
     kind: str
 
 
@@ -121,16 +84,15 @@ class Grid:
 class LeanDecoder:
     """The forward of one model. Made by `lean`, which knows whom it fits."""
 
-    def __init__(self, model: "PreTrainedModel", int8: bool = False) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         config, inner = model.config, model.model
-        self.matrix: type[Matrix | Int8Matrix] = Int8Matrix if int8 else Matrix
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.size = head_size(config)
         self.eps = config.rms_norm_eps
         self.embedding = inner.embed_tokens.weight
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self.layers = [self._layer(one, kind) for one, kind in zip(inner.layers, kinds, strict=True)]
-        self.head = self.matrix(model.lm_head.weight * inner.norm.weight)
+        self.head = Matrix(model.lm_head.weight * inner.norm.weight)
         self.turns = _turns(inner.rotary_emb, config.max_position_embeddings, self.size)
 
     def _layer(self, layer: Any, kind: str) -> LeanLayer:
@@ -139,10 +101,8 @@ class LeanDecoder:
         weight = torch.cat([w for w, _ in rows]) * layer.input_layernorm.weight
         bias = None if rows[0][1] is None else torch.cat([b for _, b in rows if b is not None])
         gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]) * layer.post_attention_layernorm.weight
-        make = self.matrix
-        return LeanLayer(
-            make(weight, bias), make(attention.o_proj.weight), make(gate_up), make(mlp.down_proj.weight), kind
-        )
+        out, down = Matrix(attention.o_proj.weight), Matrix(mlp.down_proj.weight)
+        return LeanLayer(Matrix(weight, bias), out, Matrix(gate_up), down, kind)
 
     def _paired(self, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
         """Rows of each head reordered so that what is rotated together stands together."""
@@ -216,12 +176,9 @@ def _turns(rotary: nn.Module, positions: int, size: int) -> Tensor:
 
 
 @torch.inference_mode()
-def lean(model: "PreTrainedModel", int8: bool = False) -> LeanDecoder | None:
-    """The lean forward of a model, or None if it would not be the same model.
-
-    `int8`: with weights rounded to 8 bits, which is another model, and faster at any size.
-    """
-    return LeanDecoder(model, int8) if is_plain_llama(model) else None
+def lean(model: "PreTrainedModel") -> LeanDecoder | None:
+    """The lean forward of a model, or None if it would not be the same model."""
+    return LeanDecoder(model) if is_plain_llama(model) else None
 
 
 def head_size(config: Any) -> int:

@@ -1,0 +1,213 @@
+"""LLVM code for numba: the sums of a few rows with a panel of a matrix, which streams through registers where the sums stay.
+
+Every sum runs over the depth in order, so that a row's result does not depend on which rows stand beside it.
+"""
+
+from typing import Any
+
+from specbeam import kernels
+
+if kernels.AVAILABLE:
+    from llvmlite import binding, ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    _FEATURES = binding.get_host_cpu_features()
+    LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4  # 4-byte numbers in a register
+    MOST = 6 if LANES == 8 else 12  # rows at a time: so many sums fit the registers
+    # Whether one instruction multiplies four bytes of each lane and adds them up.
+    DOTS_BYTES = {16: "avx512vnni", 8: "avxvnni"}.get(LANES) in {name for name, has in _FEATURES.items() if has}
+else:
+    LANES, MOST, DOTS_BYTES = 16, 12, False
+    sums: Any = None  # nothing here is called
+
+ACROSS = 2  # registers across a panel
+WIDTH = ACROSS * LANES  # columns of a panel
+STEP = 4  # depth per round of the loop: every depth is a multiple of it
+_AHEAD = 32  # steps of depth between what is called from memory and what is summed
+
+
+class _Loop:
+    """The sums of one panel with a fixed number of rows.
+
+    Args:
+        held: steps of depth in a word: 1 float32, 2 bfloat16, the earlier one in its lower half.
+    """
+
+    def __init__(self, builder: Any, rows: int, held: int) -> None:
+        self.builder, self.rows, self.held = builder, rows, held
+        self.index, self.word = ir.IntType(64), ir.IntType(32)
+        self.vector = ir.VectorType(ir.FloatType(), LANES)
+        self.words = ir.VectorType(self.word, LANES)
+
+    def write(self, weights: Any, stride: Any, x: Any, out: Any, out_stride: Any, depth: Any) -> None:
+        """Into the block where the builder stands; it goes on behind the loop."""
+        b, zeros = self.builder, self._zeros()
+        before, loop, behind = b.block, b.append_basic_block("loop"), b.append_basic_block("behind")
+        b.branch(loop)
+        b.position_at_end(loop)
+        at = b.phi(self.index)
+        starts = [b.phi(zeros.type) for _ in range(self.rows * ACROSS)]
+        sums = list(starts)
+        for step in range(0, STEP, self.held):
+            word = b.udiv(b.add(at, self._number(step)), self._number(self.held))
+            for place, columns in enumerate(self._columns_of(weights, stride, word)):
+                sums = self._added(sums, columns, x, b.add(at, self._number(step + place)))
+        after = b.add(at, self._number(STEP))
+        carried = [(at, after, self._number(0))]
+        carried += [(start, end, zeros) for start, end in zip(starts, sums, strict=True)]
+        for start, end, first in carried:
+            start.add_incoming(first, before)
+            start.add_incoming(end, b.block)
+        b.cbranch(b.icmp_signed("<", after, depth), loop, behind)
+        b.position_at_end(behind)
+        for place, total in enumerate(self._finished(sums, weights, stride, x, depth)):
+            row, across = divmod(place, ACROSS)
+            goal = b.add(b.mul(out_stride, self._number(row)), self._number(across * LANES))
+            b.store(total, self._pointer(out, goal, self.vector), align=4)
+
+    def _columns_of(self, weights: Any, stride: Any, word: Any) -> list[list[Any]]:
+        """The columns of as many steps of depth as share a word."""
+        b, start = self.builder, self.builder.mul(word, stride)
+        if self.held == 1:
+            return [self._loaded(weights, start, stride, self.vector)]
+        both = self._loaded(weights, start, stride, self.words)
+        early = [b.bitcast(b.shl(one, self._all(16)), self.vector) for one in both]
+        return [early, [b.bitcast(b.and_(one, self._all(0xFFFF0000)), self.vector) for one in both]]
+
+    def _added(self, sums: list[Any], columns: list[Any], x: Any, step: Any) -> list[Any]:
+        b, added = self.builder, []
+        first = b.mul(step, self._number(self.rows))
+        for row in range(self.rows):
+            spread = self._spread(b.load(b.gep(x, [b.add(first, self._number(row))])))
+            part = sums[row * ACROSS : (row + 1) * ACROSS]
+            added += [self._product(total, spread, column) for column, total in zip(columns, part, strict=True)]
+        return added
+
+    def _product(self, total: Any, spread: Any, column: Any) -> Any:
+        """`total` + `spread` * `column`."""
+        fused = self._function(f"llvm.fma.v{LANES}f32", self.vector, [self.vector] * 3)
+        return self.builder.call(fused, [column, spread, total])
+
+    def _finished(self, sums: list[Any], weights: Any, stride: Any, x: Any, depth: Any) -> list[Any]:
+        return sums
+
+    def _loaded(self, weights: Any, first: Any, stride: Any, kind: Any) -> list[Any]:
+        """Registers across the panel; what comes later is called from memory."""
+        b = self.builder
+        byte, skipped = ir.IntType(8).as_pointer(), b.mul(stride, self._number(_AHEAD))
+        called = self._function("llvm.prefetch.p0", ir.VoidType(), [byte, self.word, self.word, self.word])
+        loaded = []
+        for across in range(ACROSS):
+            place = b.add(first, self._number(across * LANES))
+            ahead = b.gep(weights, [b.add(place, skipped)])
+            b.call(called, [b.bitcast(ahead, byte), *(ir.Constant(self.word, n) for n in (0, 3, 1))])
+            loaded.append(b.load(self._pointer(weights, place, kind), align=4))
+        return loaded
+
+    def _spread(self, one: Any) -> Any:
+        """A number in all lanes."""
+        b, kind = self.builder, ir.VectorType(one.type, LANES)
+        lane = b.insert_element(ir.Constant(kind, ir.Undefined), one, ir.Constant(self.word, 0))
+        return b.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), ir.Constant(self.words, [0] * LANES))
+
+    def _pointer(self, array: Any, place: Any, kind: Any) -> Any:
+        return self.builder.bitcast(self.builder.gep(array, [place]), kind.as_pointer())
+
+    def _number(self, n: int) -> Any:
+        return ir.Constant(self.index, n)
+
+    def _all(self, value: int) -> Any:
+        return ir.Constant(self.words, [value] * LANES)
+
+    def _zeros(self) -> Any:
+        return ir.Constant(self.vector, [0.0] * LANES)
+
+    def _function(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        known = self.builder.module.globals.get(name)
+        return known or ir.Function(self.builder.module, ir.FunctionType(result, arguments), name)
+
+
+class _LoopOfBytes(_Loop):
+    """The same with four int8 in a word and four uint8 in a word of x, summed as integers: on any machine the same number.
+
+    Behind the columns stand their scales, and what the offset of x adds to their sums; behind x stand its rows' scales.
+    """
+
+    def __init__(self, builder: Any, rows: int) -> None:
+        super().__init__(builder, rows, held=4)
+
+    def _columns_of(self, weights: Any, stride: Any, word: Any) -> list[list[Any]]:
+        return [self._loaded(weights, self.builder.mul(word, stride), stride, self.words)]
+
+    def _added(self, sums: list[Any], columns: list[Any], x: Any, step: Any) -> list[Any]:
+        return super()._added(sums, columns, x, self.builder.udiv(step, self._number(self.held)))
+
+    def _product(self, total: Any, spread: Any, column: Any) -> Any:
+        b = self.builder
+        if DOTS_BYTES:
+            name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
+            return b.call(self._function(name, self.words, [self.words] * 3), [total, spread, column])
+        for place in range(4):
+            unsigned = b.and_(b.lshr(spread, self._all(8 * place)), self._all(255))
+            signed = b.ashr(b.shl(column, self._all(24 - 8 * place)), self._all(24))
+            total = b.add(total, b.mul(unsigned, signed))
+        return total
+
+    def _finished(self, sums: list[Any], weights: Any, stride: Any, x: Any, depth: Any) -> list[Any]:
+        b, words = self.builder, self.builder.udiv(depth, self._number(self.held))
+        behind = b.mul(words, stride)
+        places = [b.add(behind, self._number(across * LANES)) for across in range(ACROSS)]
+        scales = [b.load(self._pointer(weights, place, self.vector), align=4) for place in places]
+        places = [b.add(place, self._number(WIDTH)) for place in places]
+        offsets = [b.load(self._pointer(weights, place, self.words), align=4) for place in places]
+        finished = []
+        for place, total in enumerate(sums):
+            row, across = divmod(place, ACROSS)
+            at = b.add(b.mul(words, self._number(self.rows)), self._number(row))
+            scale = self._spread(b.load(self._pointer(x, at, ir.FloatType())))
+            whole = b.sitofp(b.sub(total, offsets[across]), self.vector)
+            finished.append(b.fmul(b.fmul(whole, scales[across]), scale))
+        return finished
+
+    def _zeros(self) -> Any:
+        return self._all(0)
+
+
+if kernels.AVAILABLE:
+
+    @intrinsic
+    def sums(
+        typing: Any, rows: Any, weights: Any, at: Any, stride: Any, x: Any, x_at: Any, out: Any, out_at: Any,
+        out_stride: Any, depth: Any,
+    ) -> Any:  # fmt: skip
+        """out[out_at + row * out_stride + column] = sum over steps of x[x_at + step * rows + row] *
+        weights[at + step * stride + column], for 1 to `MOST` rows and the columns of a panel.
+
+        Weights are float32; uint32, two bfloat16 each; or int32, four int8 each, with x as `panels.stood_up` makes it.
+        """
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            number, _, at, stride, _, x_at, _, out_at, out_stride, depth = args
+            arrays = [(signature.args[place], args[place]) for place in (1, 4, 6)]
+            data = [context.make_array(kind)(context, builder, value).data for kind, value in arrays]
+            weights, x, out = (builder.gep(one, [place]) for one, place in zip(data, (at, x_at, out_at), strict=True))
+            end = builder.append_basic_block("end")
+            choice = builder.switch(number, end)
+            for rows in range(1, MOST + 1):
+                block = builder.append_basic_block(f"rows{rows}")
+                choice.add_case(ir.Constant(number.type, rows), block)
+                builder.position_at_end(block)
+                _loop(builder, rows, signature.args[1].dtype).write(weights, stride, x, out, out_stride, depth)
+                builder.branch(end)
+            builder.position_at_end(end)
+            return context.get_dummy_value()
+
+        sizes = types.int64
+        return types.void(sizes, weights, sizes, sizes, x, sizes, out, sizes, sizes, sizes), code
+
+
+def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
+    if kind == types.int32:
+        return _LoopOfBytes(builder, rows)
+    return _Loop(builder, rows, {types.float32: 1, types.uint32: 2}[kind])
