@@ -49,7 +49,8 @@ lint: $(VENV)/dev
 
 bench: $(VENV)/demo
 	@$(BIN)/python examples/figures.py
-	@echo "These are the figures of the README. Next: examples/figures.py --help."
+	@$(BIN)/python examples/speed.py
+	@echo "These are the figures of the README, CTranslate2 only where it is installed. Next: specbeam bench --help."
 
 clean:
 	rm -rf $(VENV)

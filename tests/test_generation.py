@@ -412,7 +412,7 @@ def test_several_ends_in_any_form(pair, ends):
 
 @pytest.mark.parametrize("end", [np.int64(7), torch.tensor(7), np.array(7)], ids=lambda one: type(one).__name__)
 def test_one_end_in_any_form(pair, end):
-    found = sb.generate(pair, "abc", "sampling", seed=3, max_new_tokens=np.int64(30), eos_token_id=end)
+    found = sb.generate(pair, "abc", "sampling", seed=3, max_new_tokens=30, eos_token_id=end)
     plain = sb.generate(pair, "abc", "sampling", seed=3, max_new_tokens=30, eos_token_id=7)
     assert found[0].tokens == plain[0].tokens
 
@@ -458,6 +458,112 @@ def test_a_drafter_that_breaks_costs_the_prompts_that_it_drafts_for(pair):
         assert "draft: RuntimeError: out of ideas" in str(one.failure)
     plain = sb.generate(pair, ["abcab", "aab"], sb.beam_search(2), max_new_tokens=8)
     assert [requests[1].result(one)[0].tokens for one in sessions[2:]] == [one.tokens for one in plain]
+
+
+class Guided(LogitsProcessor, torch.nn.Module):
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self.bias = torch.nn.Parameter(torch.linspace(-1, 1, 61))
+
+    def __call__(self, input_ids, scores):
+        return scores + self.bias
+
+
+@pytest.mark.parametrize(
+    "method", [sb.beam_search(3), sb.speculative_beam_search(3), sb.speculative_sampling(3), sb.dsbd(3)]
+)
+def test_processors_may_have_weights(pair, method):
+    kept = {"max_new_tokens": 6, "seed": 1}
+    found = sb.generate(pair, "abc", method, logits_processor=[Guided()], **kept)[0]
+    plain = Guided()
+    plain.bias.requires_grad_(False)
+    assert found.tokens == sb.generate(pair, "abc", method, logits_processor=[plain], **kept)[0].tokens
+
+
+@pytest.mark.parametrize("name", ["search", "dsbd", "tree"])
+@pytest.mark.parametrize("how", ["raises", "nan"])
+def test_a_processor_that_breaks_on_a_path_that_was_only_drafted_breaks_nothing(pair, name, how):
+    """The drafts there end; the text is that of a processor that breaks nowhere."""
+    plain, method = {
+        "search": (sb.beam_search(2), sb.speculative_beam_search(2, 40, 3)),
+        "dsbd": (sb.beam_sampling(2), sb.dsbd(2, 40, 3, "fixed")),
+        "tree": (sb.sampling(), sb.rsd_c((9, 9), "match")),
+    }[name]
+    known, met, options = set(), [], {"max_new_tokens": 6, "seed": 1}
+
+    def notes(input_ids, scores):
+        known.update(map(tuple, input_ids.tolist()))
+        return scores
+
+    def breaks(input_ids, scores):
+        for row, path in enumerate(input_ids.tolist()):
+            if tuple(path) not in known:
+                met.append(path)
+                if how == "raises":
+                    raise RuntimeError("not made for this")
+                scores[row] = torch.nan
+        return scores
+
+    kept = sb.generate(pair, "abcab", plain, logits_processor=[notes], **options)[0]
+    again = sb.generate(pair, "abcab", method, logits_processor=[breaks], **options)[0]
+    assert met
+    assert again.tokens == kept.tokens
+
+
+def test_a_drafter_without_a_hash_is_refused(pair):
+    class Loose:
+        __hash__ = None
+        draft = settle = close = print
+
+    with pytest.raises(errors.BadSetting, match="Loose has no hash"):
+        sb.generate(pair, "abc", sb.speculative_beam_search(2, drafter=Loose()), max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda forest: None, "AttributeError"),
+        (lambda forest: forest.grown([61], [0]), r"holds tokens \[61\], and the target knows 0 to 60"),
+        (lambda forest: forest.grown([-3], [0]), r"holds tokens \[-3\]"),
+    ],
+)
+def test_forests_that_no_model_can_read_cost_their_own_prompts(pair, made, message):
+    class Strange(PromptLookup):
+        def draft(self, sessions, shapes):
+            return [made(forest) for forest in super().draft(sessions, shapes)]
+
+    requests = [
+        Request(pair, ["abcab"], sb.speculative_beam_search(2, depth=2, drafter=drafter), Settings(max_new_tokens=5), 1)
+        for drafter in (Strange(), PromptLookup())
+    ]
+    sessions = [session for request in requests for session in request.sessions]
+    for _ in decode(pair.target, sessions):
+        pass
+    assert sessions[1].failure is None
+    with pytest.raises(errors.SpecbeamError, match=message):
+        raise sessions[0].failure
+
+
+def test_a_drafter_that_cannot_close_costs_nothing_but_a_warning(pair):
+    class Clinging(PromptLookup):
+        def close(self, session):
+            raise RuntimeError("stays")
+
+    with pytest.warns(UserWarning, match=r"prompt 0: the drafter could not close: RuntimeError\('stays'\)"):
+        found = sb.generate(pair, "abcab", sb.speculative_beam_search(2, drafter=Clinging()), max_new_tokens=5)
+    assert found[0].tokens == sb.generate(pair, "abcab", sb.beam_search(2), max_new_tokens=5)[0].tokens
+
+
+@pytest.mark.parametrize("options", [{"seed": "a"}, {"seed": 1.5}, {"batch_size": "a"}, {"batch_size": 0}])
+def test_seeds_and_batch_sizes_are_integers(pair, options):
+    with refused(f"{next(iter(options))} is"):
+        sb.generate(pair, "abc", "sampling", max_new_tokens=3, **options)
+
+
+def test_depth_by_cost_on_models_of_few_positions():
+    pair = words.pair(max_position_embeddings=24)
+    method = sb.speculative_beam_search(2)
+    assert len(sb.generate(pair, "abc", method, max_new_tokens=9)[0].tokens) == 9
 
 
 @pytest.mark.parametrize("part", [PromptLookup, BestFirst, SureDraft], ids=lambda one: one.__name__)

@@ -1,5 +1,7 @@
 """The doors of transformers: custom_generate as a callable and as a repository, and pipelines."""
 
+import copy
+
 import pytest
 import torch
 from scipy import stats
@@ -192,6 +194,42 @@ def test_one_beam_with_any_drafter_is_greedy_search(models, drafter, draft_beams
     call = dict(custom_generate=sb.hf.beam_search, draft_beams=draft_beams, depth=3, **with_model)
     ours = target.generate(**inputs, do_sample=False, max_new_tokens=12, **call)
     assert ours.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_without_an_end_token_nothing_ends(models, beams):
+    """Not even at the tokenizer's own."""
+    target, draft, tokenizer = models
+    target = copy.deepcopy(target)
+    target.generation_config.eos_token_id = target.config.eos_token_id = None
+    with torch.no_grad():
+        target.lm_head.weight[1] = 30 * target.lm_head.weight.mean(0)
+    for texts in (["Hello", "you"], ["a longer prompt"]):
+        for more in ({"draft_model": draft}, {}):
+            options = {"num_beams": beams, "do_sample": False, "max_new_tokens": 14, "pad_token_id": 0}
+            inputs = inputs_of(tokenizer, texts)
+            plain = target.generate(**inputs, **options)
+            ours = target.generate(**inputs, **options, custom_generate=sb.hf.beam_search, **more)
+            assert ours.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("change", ["mul_", "copy_"])
+def test_weights_that_change_behind_the_back_are_seen(models, change):
+    target, _, tokenizer = models
+    target, inputs = copy.deepcopy(target), inputs_of(tokenizer, ["Hello"])
+    options = {"num_beams": 2, "do_sample": False, "max_new_tokens": 8}
+    target.generate(**inputs, **options, custom_generate=sb.hf.beam_search)
+    weight = target.lm_head.weight.data
+    weight.mul_(-1.5) if change == "mul_" else weight.copy_(torch.randn(weight.shape))
+    ours = target.generate(**inputs, **options, custom_generate=sb.hf.beam_search)
+    assert ours.tolist() == target.generate(**inputs, **options).tolist()
+
+
+def test_a_draft_that_would_be_ignored_is_refused(models):
+    target, draft, tokenizer = models
+    call = {"custom_generate": sb.hf.beam_search, "drafter": "prompt_lookup", "draft_model": draft}
+    with pytest.raises(errors.BadSetting, match="drafter='prompt_lookup' does not look at draft_model"):
+        target.generate(**inputs_of(tokenizer, ["Hello"]), num_beams=2, **call)
 
 
 def test_one_beam_takes_no_method_for_a_drafter(models):

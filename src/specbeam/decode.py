@@ -1,13 +1,14 @@
 """THE LOOP: one Turn per session and pass of the target."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from specbeam.clock import lap
-from specbeam.forest import Forest
+from specbeam.draft.together import drafted
 from specbeam.lm.base import LM
 from specbeam.records import Shape, Turn
-from specbeam.session import Session, failing_together
+from specbeam.session import Session
 
 
 def decode(target: LM, waiting: Iterable[Session], at_once: int = 32) -> Iterator[list[tuple[Session, Turn]]]:
@@ -22,7 +23,7 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32) -> Iterato
             with lap("plan"):
                 shapes = [_planned(session, len(live)) for session in live]  # how deep, how wide
             with lap("draft"):
-                forests = _draft(live, shapes)  # guesses hung under the live beams
+                forests = drafted(live, shapes, target.vocab)  # guesses hung under the live beams
             with lap("score"):
                 scored = target.extend(live, forests)  # one pass over every node
             turns = []
@@ -54,17 +55,10 @@ def _planned(session: Session, beside: int) -> Shape:
     return Shape(0, 0)  # it has failed, and is over after this pass
 
 
-def _draft(sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-    """Sessions that share a drafter are drafted together; where that fails they are over after this pass."""
-    forests = {session: Forest.rooted(session.beams.tokens) for session in sessions}
-    for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
-        mine = {one: shape for one, shape in zip(sessions, shapes, strict=True) if one.parts.drafter == drafter}
-        with failing_together([*mine], "draft: "):
-            forests.update(zip(mine, drafter.draft([*mine], [*mine.values()]), strict=True))
-    return [*forests.values()]
-
-
 def _close(target: LM, sessions: list[Session]) -> None:
     for session in sessions:
         target.close(session)
-        session.parts.drafter.close(session)
+        try:
+            session.parts.drafter.close(session)
+        except Exception as error:  # the text is there, and nobody else's work should be lost
+            warnings.warn(f"prompt {session.number}: the drafter could not close: {error!r}", stacklevel=2)

@@ -20,6 +20,10 @@ class LostLaw(SpecbeamError, ValueError):
     """A rule that tries drafts against their law was given drafts whose law is not known."""
 
 
+class BadForest(SpecbeamError, ValueError):
+    """A drafter of one's own gave something that no model can read."""
+
+
 class BadPrompt(SpecbeamError, ValueError):
     """A prompt is empty, too long, or holds tokens that the model does not know."""
 
@@ -42,6 +46,10 @@ class MissingPackage(SpecbeamError, ImportError):
 
 class BrokenLaw(SpecbeamError, ArithmeticError):
     """The model or a logits processor gave numbers that are no probabilities: NaN, infinity, or everything banned."""
+
+
+class BrokenProcessor(BrokenLaw):
+    """A logits processor raised, or gave what are no scores; the path that it did this for may be a draft's alone."""
 
 
 class DeadEnd(BrokenLaw):

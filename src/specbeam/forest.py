@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from specbeam.errors import LostLaw
+from specbeam.errors import BadForest, LostLaw
 
 
 @runtime_checkable
@@ -179,6 +179,13 @@ class Forest:
             (*self.groups, *groups),
             scores,
         )
+
+    def fitting(self, vocab: int) -> "Forest":
+        """Itself, if a model of so many tokens can read it."""
+        if len(self.tokens) and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < vocab:
+            strange = sorted({token for token in self.tokens.tolist() if not 0 <= token < vocab})
+            raise BadForest(f"it holds tokens {strange[:5]}, and the target knows 0 to {vocab - 1}")
+        return self
 
     def with_group(self, group: Group) -> "Forest":
         return replace(self, groups=(*self.groups, group))

@@ -12,6 +12,7 @@ from specbeam.energy import EnergyMeter
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.fastest import Choice, fastest, tokens_per_second
 from specbeam.generation_config import contradiction
+from specbeam.option_checks import is_integer, require
 from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
@@ -171,8 +172,7 @@ def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 
 
 def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     """Decode, and yield sessions as they end. Prompts of similar length share a pass, which saves padding."""
-    if batch_size < 1:
-        raise BadSetting(f"batch_size is {batch_size}; it must be at least 1")
+    require(is_integer(batch_size) and batch_size >= 1, "batch_size", batch_size, "an integer of at least 1")
     line = sorted(request.sessions, key=lambda session: -len(session.prompt))
     if streamer is not None:
         return (yield from _streamed(request, line[0], streamer))

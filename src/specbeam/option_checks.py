@@ -1,7 +1,7 @@
 """What the options of `generate` may be: each refusal names the option, what was found and what it must be."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
@@ -29,7 +29,7 @@ def check(options: Mapping[str, Any]) -> None:
 def listed(tokens: Any) -> list[Any]:
     """Token ids from one id, a sequence, an array or a tensor."""
     known = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-    return list(known) if isinstance(known, (list, tuple, set, frozenset)) else [known]
+    return list(known) if isinstance(known, Iterable) and not isinstance(known, str) else [known]
 
 
 def texts(stops: Any) -> tuple[Any, ...]:

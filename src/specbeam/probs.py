@@ -13,7 +13,7 @@ from jaxtyping import Float, Float64, Int64
 
 from specbeam import kernels
 from specbeam.constraint import Constrained
-from specbeam.errors import BrokenLaw, DeadEnd, SpecbeamError
+from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd, SpecbeamError
 from specbeam.forest import Row
 from specbeam.laws import JointLaw, log_norm
 from specbeam.truncation import NO_TRUNCATION, Truncation
@@ -187,17 +187,20 @@ def _processed(
     if all(isinstance(one, Constrained) for one in processors):
         return processors(torch.from_numpy(paths), logits)
     try:
-        processed = processors(torch.from_numpy(paths), logits.clone())  # a user's processor may write in place
+        with torch.no_grad():  # a processor may have weights
+            processed = processors(torch.from_numpy(paths), logits.clone())  # a user's processor may write in place
     except SpecbeamError:
         raise
     except Exception as error:  # whatever a user's code raises belongs to this prompt and to no other
-        raise BrokenLaw(f"a logits processor raised {type(error).__name__}: {error}") from error
+        raise BrokenProcessor(f"a logits processor raised {type(error).__name__}: {error}") from error
     if processed.shape != logits.shape:
-        raise BrokenLaw(f"a logits processor returned {tuple(processed.shape)} for scores of {tuple(logits.shape)}")
+        raise BrokenProcessor(
+            f"a logits processor returned {tuple(processed.shape)} for scores of {tuple(logits.shape)}"
+        )
     if not bool((processed.amax(1) < torch.inf).all()):  # also false for NaN
         _check(logits)  # or was it the model?
         what = "NaN" if bool(processed.isnan().any()) else "+inf"
-        raise BrokenLaw(f"a logits processor returned {what}; banned tokens must get -inf, others a finite score")
+        raise BrokenProcessor(f"a logits processor returned {what}; banned tokens must get -inf, others a finite score")
     return processed
 
 

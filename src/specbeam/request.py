@@ -10,6 +10,7 @@ from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, 
 from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import spelled
 from specbeam.limits import Ended
+from specbeam.option_checks import is_integer, require
 from specbeam.pair import Pair
 from specbeam.recipes.method import Asked, Method
 from specbeam.records import Beam, Generation
@@ -27,6 +28,7 @@ class Request:
         _check(method, settings)
         own = getattr(pair.target_model, "generation_config", None)
         settings = settings.completed(own, draws=not method.greedy)
+        require(seed is None or is_integer(seed), "seed", seed, "an integer, or None for fresh chance")
         self.pair, self.method, self.settings = pair, method, settings
         self.parts = method.parts(pair.draft, pair.target)
         self.eos = settings.eos(pair.eos)
@@ -52,7 +54,7 @@ class Request:
                 self.prompt_of.append(number)
                 continue
             for _ in range(settings.num_return_sequences // self.wanted):
-                key = None if seed is None else request_key(seed, ids, seen[tuple(ids)])
+                key = None if seed is None else request_key(int(seed), ids, seen[tuple(ids)])
                 seen[tuple(ids)] += 1
                 self.sessions.append(self._session(ids, number, room, key))
                 self.prompt_of.append(number)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, UInt32, UInt64
 
 from specbeam import dice
-from specbeam.errors import BrokenPart, LostLaw, SpecbeamError
+from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
 from specbeam.forest import Forest
 from specbeam.limits import Ended, Limits
 from specbeam.probs import Warp
@@ -72,6 +72,9 @@ class Parts:
     law: str
 
     def __post_init__(self) -> None:
+        if type(self.drafter).__hash__ is None:
+            raise BadSetting(f"{type(self.drafter).__name__} has no hash, and sessions are told apart by their drafters: "
+                             "make it a @dataclass(frozen=True) or @dataclass(eq=False)")  # fmt: skip
         why = getattr(self.drafter, "law_lost", "")
         if why and getattr(self.rule, "tries", False):
             raise LostLaw(

@@ -2,9 +2,9 @@
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from specbeam.constraint import Constrained, Constraint, Form
 from specbeam.errors import BadSetting, NotSupported
@@ -39,7 +39,7 @@ class Settings:
     min_p: float | None = None
     repetition_penalty: float | None = None
     num_return_sequences: int = 1
-    eos_token_id: int | Sequence[int] | None = None
+    eos_token_id: SupportsIndex | Iterable[int] | None = None
     stop_strings: str | Sequence[str] | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
@@ -150,7 +150,7 @@ class Settings:
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
         return Limits(most, eos, stops, decode, keep, self.early_stopping or False, penalty)
 
-    def eos(self, model_default: int | Sequence[int] | None) -> tuple[int, ...]:
+    def eos(self, model_default: SupportsIndex | Iterable[int] | None) -> tuple[int, ...]:
         chosen = self.eos_token_id if self.eos_token_id is not None else model_default
         if chosen is None:
             return ()

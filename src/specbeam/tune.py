@@ -31,6 +31,8 @@ def curve_of(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve:
     """The cost curve of a model: from disk, or measured quickly and kept. It stays the same as long as the model is loaded,
     or equal seeds could give unequal widths.
     """
+    if lm.max_positions is not None:
+        context = max(min(context, lm.max_positions // 2), 1)
     if context not in lm.curves:
         known = known_curve(lm, context)
         lm.curves[context] = measure(lm, QUICK, context, 5, 1.0) if known is None else known

@@ -89,6 +89,17 @@ def test_logits_that_are_off_are_no_rounding_even_in_bfloat16(rounded, monkeypat
         assert not one.difference.is_rounding
 
 
+def test_only_searches_of_one_width_are_compared():
+    pair = words.pair()
+    for methods, message in (
+        ([sb.beam_search(3), sb.speculative_beam_search(4)], "different numbers of beams: 3 of beam_search, 4 of spec"),
+        ([sb.beam_search(1)], "no beam search of at least 2 beams"),
+        ([sb.beam_sampling(3, semantics="hf")], "no beam search of at least 2 beams"),
+    ):
+        with pytest.raises(sb.SpecbeamError, match=message):
+            next(comparisons(pair, ["abc"], methods, max_new_tokens=4))
+
+
 def test_a_prompt_that_cannot_be_run_costs_itself_only():
     found = list(comparisons(words.pair(), ["abc", "a" * 300, "no"], METHODS, 3, max_new_tokens=5))
     assert [one.failure is not None for one in found] == [False, False, True, True, False, False]

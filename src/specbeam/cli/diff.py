@@ -24,12 +24,14 @@ def run(
     from rich.console import Console
     from rich.progress import track
 
+    if any(one.startswith("beams=") for one in settings):
+        raise BadSetting("--set beams=... would let the methods differ; the number of beams is --beams")
     if beams < 2:
         raise BadSetting(f"--beams is {beams}; transformers searches with at least 2")
     for name, value in (("--rows", rows), ("--batch-size", batch_size)):
         if value < 1:
             raise BadSetting(f"{name} is {value}; it must be at least 1")
-    asked, _ = gather(prompts, files)
+    asked, unreadable = gather(prompts, files)
     if not asked:
         raise BadPrompt("there is no prompt; give one as an argument, with --prompts, or on standard input")
     pair = quiet_load(model, draft, dtype=dtype)
@@ -49,7 +51,7 @@ def run(
     bad = [one for one in seen if one.failure is not None or not _is_fine(one)]
     if not json:
         print(_summary(seen, len(asked), beams))
-    return int(bool(bad))
+    return int(bool(bad or unreadable))
 
 
 def _methods(pair: Pair, beams: int, settings: list[str]) -> list[Method]:

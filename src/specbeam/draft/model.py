@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 
 from specbeam.dice import child_keys
-from specbeam.errors import DeadEnd
+from specbeam.errors import BrokenProcessor, DeadEnd
 from specbeam.forest import Forest, Group
 from specbeam.laws import Choice, Coarse, JointLaw, Pairs, candidates, running
 from specbeam.lm.base import LM
@@ -87,7 +87,7 @@ class BeamDrafter:
                 with one.session.failing_alone("draft model: "):
                     try:
                         self._grow(one, one.law(logits))
-                    except DeadEnd:  # of the drafts; the target need not go there
+                    except (DeadEnd, BrokenProcessor):  # on a draft's path; the target need not go there
                         one.front = one.front.pick(np.zeros(0, dtype=np.int64))
         return [one.forest for one in growing]
 

@@ -18,6 +18,7 @@ from jaxtyping import Float, Float64, Int64
 from specbeam.control.best_tree import Topology
 from specbeam.control.confidence import Stopping
 from specbeam.draft.children import Best, Children, Distinct, Draws, distinct
+from specbeam.errors import BrokenProcessor
 from specbeam.forest import Forest, Group, Row
 from specbeam.lm.base import LM
 from specbeam.probs import best, row_laws
@@ -166,7 +167,10 @@ class TreeDrafter:
             for one, logits in zip(active, rows, strict=True):
                 one.session.count.draft_passes += self.books
                 with one.session.failing_alone("draft model: "):
-                    self._grow(one, layer, one.laws(logits))
+                    try:
+                        self._grow(one, layer, one.laws(logits))
+                    except BrokenProcessor:  # on a draft's path; the target need not go there
+                        one.front = one.front[:0]
         return [self._finished(one) for one in sprouts]
 
     def _grow(self, one: Sprout, layer: int, rows: list[Row]) -> None:

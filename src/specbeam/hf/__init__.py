@@ -94,6 +94,7 @@ def beam_search(
     """
     call = Call.of(model, input_ids, given)
     with_drafts = draft_model is not None or drafter != "model"
+    ignored_unless(drafter == "model", f"drafter={drafter!r}", draft_model=draft_model)
     ignored_unless(with_drafts, "beam search without drafts", draft_beams=draft_beams, depth=depth)
     depth = 4 if depth is None else depth
     if call.beams == 1:

@@ -18,7 +18,8 @@ _PLACEHOLDERS = {"use_cache", "logits_to_keep", "cache_position"}
 _LOOKED_AT = {"attention_mask", "past_key_values", "position_ids", "token_type_ids"}
 _KEPT_BY_NONE = ("output_logits", "output_attentions", "output_hidden_states")
 _OTHER_WAYS = (
-    "guidance_scale", "num_beam_groups", "diversity_penalty", "penalty_alpha", "constraints", "force_words_ids"
+    "guidance_scale", "num_beam_groups", "diversity_penalty", "penalty_alpha", "constraints", "force_words_ids",
+    "dola_layers"
 )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ class Call:
         return Settings(
             max_new_tokens=int(config.max_length) - self.input_ids.shape[1] if room is None else int(room),
             num_return_sequences=self.answers,
-            eos_token_id=config.eos_token_id,
+            eos_token_id=[] if config.eos_token_id is None else config.eos_token_id,  # not the tokenizer's
             length_penalty=1.0 if config.length_penalty is None else config.length_penalty,
             early_stopping=config.early_stopping or False,
         )

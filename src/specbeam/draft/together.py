@@ -1,0 +1,20 @@
+"""DRAFT for all live sessions: those that share a drafter are drafted together."""
+
+from specbeam.forest import Forest
+from specbeam.records import Shape
+from specbeam.session import Session, failing_together
+
+
+def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Forest]:
+    """A forest per session, of tokens below `vocab`.
+
+    Where a drafter fails, its sessions have failed and get their roots alone; those of others go on.
+    """
+    forests = {session: Forest.rooted(session.beams.tokens) for session in sessions}
+    for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
+        mine = {one: shape for one, shape in zip(sessions, shapes, strict=True) if one.parts.drafter == drafter}
+        with failing_together([*mine], "draft: "):
+            for one, forest in zip(mine, drafter.draft([*mine], [*mine.values()]), strict=True):
+                with one.failing_alone("draft: "):
+                    forests[one] = forest.fitting(vocab)
+    return [*forests.values()]
