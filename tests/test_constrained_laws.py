@@ -63,7 +63,7 @@ def test_drawn_trees_under_truncation(name, cut):
     bound = renormalised(target, LOOPING, END)
     law = lambda path: warped(cut)(bound(path))  # noqa: E731
     program = one_turn(
-        parts_on(DRAWN[name], target), target, draft, 2, eos=END, warp=lambda: warp_of(LOOPING, END, truncation=cut)
+        parts_on(DRAWN[name], target), target, draft, eos=END, warp=lambda: warp_of(LOOPING, END, truncation=cut)
     )
     found, _ = law_and_mean(program, law, 3, END)
     assert distance(found, completed(law, (), 3, END)) < CLOSE
@@ -92,7 +92,7 @@ def test_matched_trees_have_the_renormalised_law(name, constraint):
         return sb.Method("", "", 1, lambda *_: Parts(parts.drafter, MatchRule("dice"), parts.controller, ""))
 
     law = renormalised(target, automaton, END)
-    program = one_turn(make, target, draft, 2, 4, eos=END, warp=lambda: warp_of(automaton, END))
+    program = one_turn(make, target, draft, eos=END, warp=lambda: warp_of(automaton, END))
     found, _ = law_and_mean(program, law, 3, END)
     assert distance(found, completed(law, (), 3, END)) < CLOSE
 

@@ -46,7 +46,7 @@ def random_automaton(seed, vocab, ends, states=5):
 def test_drawn_trees_have_the_renormalised_law(name, pair, constraint):
     automaton, (target, draft) = CONSTRAINTS[constraint], PAIRS[pair]
     law = renormalised(target, automaton, END)
-    program = one_turn(parts_on(TREES[name], target), target, draft, 2, eos=END, warp=lambda: warp_of(automaton, END))
+    program = one_turn(parts_on(TREES[name], target), target, draft, eos=END, warp=lambda: warp_of(automaton, END))
     found, _ = law_and_mean(program, law, 3, END)
     assert distance(found, completed(law, (), 3, END)) < CLOSE
 
@@ -59,7 +59,7 @@ def test_the_law_on_random_tables_and_automata(cases):
         law = renormalised(target, automaton, END)
         for method in (DRAWN["chain"], DRAWN["block"], DRAWN["rsd_c"], TREES["sequoia, traversal"]):
             program = one_turn(
-                parts_on(method, target), target, draft, 2, eos=END, warp=lambda a=automaton: warp_of(a, END)
+                parts_on(method, target), target, draft, eos=END, warp=lambda a=automaton: warp_of(a, END)
             )
             found, _ = law_and_mean(program, law, 3, END)
             assert distance(found, completed(law, (), 3, END)) < CLOSE

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 import specbeam as sb
 from specbeam.control.best_tree import depth_of, fastest_tree, sequoia_tree, size_of
@@ -10,8 +11,10 @@ from specbeam.control.cost import CostCurve, PassTimes
 from specbeam.control.size import SizeByLatency, best_size
 from specbeam.control.survival import Survival
 from specbeam.control.thompson import Thompson, best_length
+from specbeam.draft.lookup import retrieved
+from specbeam.forest import Forest, Row
 from specbeam.lm.table import TableLM
-from specbeam.records import Shape
+from specbeam.records import Beams, Shape, Step, Turn, Verdict
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import random_table, run, session_of
@@ -72,7 +75,7 @@ def test_no_controller_changes_the_law(controller, rule):
     def make(lm):
         return sb.speculative_sampling(2, rule, controller)
 
-    law, _ = law_and_mean(one_turn(make, target, draft, 2), target, 3)
+    law, _ = law_and_mean(one_turn(make, target, draft), target, 3)
     assert distance(law, completed(target, (), 3)) < 1e-12
 
 
@@ -117,9 +120,94 @@ def test_the_tracked_threshold_follows_acceptance():
     assert ends[0] < 0.2 < ends[1]
 
 
-def test_a_plan_never_drafts_beyond_the_limit():
-    session = session_of(sb.speculative_sampling(9), TableLM([0.5, 0.5]), steps=4)
-    assert session.parts.controller.plan(session) == Shape(3, 1)
+@pytest.mark.parametrize("controller", [*CONTROLLERS, "cost"])
+def test_a_plan_never_drafts_beyond_the_limit(controller):
+    session = session_of(sb.speculative_sampling(9, controller=controller), TableLM([0.5, 0.5]), steps=3)
+    if controller == "cost":  # so sure of its drafts that it would take all there is
+        session.parts.controller._seen(session).passed[:] = 1e6
+    for key in range(20):
+        if controller == "thompson":
+            session.parts.controller._belief(session).accepted = 1e9
+        shape = session.parts.controller.plan(session)
+        assert shape == Shape(2, 1), key
+
+
+def test_a_size_by_latency_never_drafts_beyond_the_limit():
+    session = session_of(sb.opt_tree(9, 9, controller="latency"), TableLM([0.5, 0.5]), steps=3)
+    assert session.parts.controller.plan(session).depth == 2
+
+
+def told(accepted, drafted):
+    """A turn of one sequence that drafted a chain."""
+    forest = Forest.rooted([0])
+    for depth in range(drafted):
+        forest = forest.grown([0], [depth], groups=[retrieved([0], depth, [depth + 1])])
+    here, ended = Beams.start(0, 0), np.zeros(1, dtype=bool)
+    steps = [Step(np.array([depth]), here, ended, 1, passed=depth < accepted) for depth in range(accepted + 1)]
+    return Turn(Shape(drafted, drafted), forest, torch.zeros(1, 2), Verdict(tuple(steps)))
+
+
+def test_survival_counts_what_it_spent():
+    session = session_of(sb.speculative_sampling(5), TableLM([0.5, 0.5]), steps=9)
+    controller = Survival(cost=0.2, most=5)
+    controller.plan(session)
+    for confidence in (0.95, 0.85, 0.35):
+        controller.more(session, 1, confidence)
+    controller.settle(session, told(accepted=1, drafted=3))
+    seen = session.state[controller]
+    assert (seen.tokens, seen.cost) == (3.0, pytest.approx(2.6))
+    assert seen.tries.tolist() == [4, 4, 4, 4, 4, 4, 4, 4, 5, 5]  # what was not reached is not counted
+    assert seen.accepted_at(0.95) == pytest.approx((0.95 * 4 + 1) / 5)
+    assert seen.accepted_at(0.85) == pytest.approx(0.85 * 4 / 5)
+
+
+def test_a_tracked_threshold_is_not_lowered_by_a_draft_of_full_length():
+    ends = {}
+    for drafted in (4, 3):
+        session, controller = (
+            session_of(sb.speculative_sampling(4), TableLM([0.5, 0.5]), steps=9),
+            TrackedThreshold(most=4),
+        )
+        controller.settle(session, told(accepted=drafted, drafted=drafted))
+        ends[drafted] = session.state[controller][0]
+    assert ends[4] == pytest.approx(0.6)  # it could not have drafted more
+    assert ends[3] == pytest.approx(0.9 * 0.6 + 0.1 * 0.59)
+
+
+def test_calibration_weighs_rate_and_score_by_their_certainty():
+    controller = Thompson(calibrated=True, mode="round", most=5)
+    session = session_of(sb.speculative_sampling(5, controller=controller), TableLM([0.5, 0.5]), steps=9)
+    belief = controller._belief(session)
+    belief.accepted, belief.refused = 60.0, 40.0
+    means = {}
+    for error in (1e-6, 0.05, 1e6):
+        belief.score_error = error
+        means[error] = np.mean([controller._calibrated(belief, 0.9) for _ in range(4000)])
+    assert means[1e-6] == pytest.approx(0.9, abs=0.01)  # a score that never errs is believed
+    assert means[1e6] == pytest.approx(0.6, abs=0.02)  # one that always does is not
+    assert means[0.05] == pytest.approx(0.75, abs=0.02)  # as uncertain as the rate
+    belief.score_error, belief.scores = 0.05, [0.9, 0.9]
+    controller.settle(session, told(accepted=1, drafted=2))
+    surprises = [max(0.002, 0.01 - 0.09), max(0.002, 0.81 - 0.09)]
+    expected = 0.95 * (0.95 * 0.05 + 0.05 * surprises[0]) + 0.05 * surprises[1]
+    assert belief.score_error == pytest.approx(expected)
+
+
+def test_the_first_turn_of_a_session_holds_its_prompt_and_says_nothing_of_nodes():
+    session, controller = session_of(sb.opt_tree(4, 2), TableLM([0.5, 0.5]), steps=9), SizeByLatency(4, 2)
+    for passes, weight in ((1, 0.0), (2, 1.0)):
+        session.count.target_passes = passes
+        controller.plan(session)
+        controller.settle(session, told(1, 2))
+        assert controller._memory().times.moments[0] == pytest.approx(weight)
+
+
+def test_the_confidence_of_a_layer_is_that_of_its_surest_token():
+    from specbeam.draft.tree import _confidence
+
+    before = Forest.rooted([0])
+    law = Row(np.log([0.7, 0.2, 0.1]), 3)
+    assert _confidence(before.grown([1, 0, 2], [0, 0, 0]), before, {0: law}) == pytest.approx(0.7)
 
 
 def test_pass_times_follow_a_planted_line_through_noise_and_a_step():

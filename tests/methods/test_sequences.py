@@ -61,8 +61,38 @@ def parts_on(method, target):
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_trees_have_the_target_law(name, pair, eos):
     target, draft = TABLES[pair]
-    law, _ = law_and_mean(one_turn(parts_on(DRAWN[name], target), target, draft, 2, eos=eos), target, 3, eos)
+    law, _ = law_and_mean(one_turn(parts_on(DRAWN[name], target), target, draft, eos=eos), target, 3, eos)
     assert distance(law, completed(target, (), 3, eos)) < CLOSE
+
+
+def test_dyspec_keeps_to_its_budget():
+    draft = TableLM(random_table(3, 6))
+    sizes = set()
+    for nodes in (1, 3, 7):
+        for key in range(20):
+            session = session_of(sb.dyspec(nodes, 4, 0.01), draft, steps=9, key=key)
+            (forest,) = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])
+            assert len(forest) - 1 <= nodes
+            sizes.add(len(forest) - 1)
+    assert {1, 3, 7} <= sizes
+
+
+def test_gsd_keeps_to_its_budget():
+    draft = TableLM(random_table(3, 4))
+    for nodes in (1, 5, 9):
+        session = session_of(sb.gsd(4, 3, nodes=nodes), draft, steps=20)
+        (forest,) = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])
+        assert len(forest) - 1 == nodes
+
+
+def test_recycling_drafts_no_end_and_no_token_twice_and_learns_from_the_deepest():
+    memory = Successors(np.array([[1, 1, 2, 3], [0, 2, 2, 2], [3, 3, 3, 1], [0, 0, 0, 0]], dtype=np.int32))
+    parts = sb.token_recycling(1, memory).parts(None, TableLM(random_table(1, 4)))
+    session = session_of(sb.Method("", "", 1, lambda *_: parts), None, steps=9, eos=(3,))
+    (forest,) = parts.drafter.draft([session], [Shape(1, 0)])  # from the prompt's token 0
+    assert forest.tokens[1:].tolist() == [1, 2]  # 1 once, in the order of ranks; 3 would end
+    memory.learn(np.array([2, 0, 2]), np.array([[0, 1], [2, 3], [3, 0]], dtype=np.int32))
+    assert memory.table[2, :2].tolist() == [3, 0]  # of two rows the later, which is the deeper one
 
 
 @pytest.mark.parametrize("name", [*DRAWN, *MATCHED])
@@ -105,7 +135,7 @@ def test_matching_has_the_target_law(name):
         parts = made.parts(lm)
         return sb.Method("", "", 1, lambda *_: type(parts)(parts.drafter, MatchRule("dice"), parts.controller, ""))
 
-    law, _ = law_and_mean(one_turn(make, target, draft, 2, 4), target, 3)
+    law, _ = law_and_mean(one_turn(make, target, draft), target, 3)
     assert distance(law, completed(target, (), 3)) < CLOSE
 
 

@@ -128,7 +128,7 @@ def test_trees_of_two_by_two(rule, accepted):
     ],
 )
 def test_the_published_means(width, depth, rule, accepted):
-    check(PAIRS["EX3M"], width, depth, rule, 40_000, accepted)
+    check(PAIRS["EX3M"], width, depth, rule, 12_000, accepted)
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_parents_of_sharply_different_certainty(rule):
     """What is cut early depends on how sure each parent is; were it the tokens that decide, the law would show it."""
     sure = {0: (0.9, 0.05, 0.05), 1: (0.34, 0.33, 0.33), 2: (0.02, 0.96, 0.02)}
     draft = lambda path: np.array(sure[path[-1]] if path else (0.5, 0.3, 0.2))  # noqa: E731
-    check((random_table(4, 3), draft), 2, 2, rule, 40_000)
+    check((random_table(4, 3), draft), 2, 2, rule, 12_000)
 
 
 @pytest.mark.slow
@@ -145,12 +145,12 @@ def test_siblings_out_of_order_are_seen():
     """The same trees verified in the order of their tokens have another law: (0.462, 0.233, 0.305) for the first token."""
     target, draft = PAIRS["EX3M"]
     law = np.zeros(3)
-    for forest, times in trees(draft, 2, 2, 20_000, 5):
+    for forest, times in trees(draft, 2, 2, 8_000, 5):
         groups = []
         for group in forest.groups:
             order = np.argsort(group.draw_tokens)
             fields = {name: getattr(group, name)[order] for name in ("draw_parents", "draw_tokens", "draw_nodes")}
             groups.append(replace(group, **fields))
         wrong, _ = after(replace(forest, groups=tuple(groups)), sb.rsd_s(2, 2), target, draft, 1)
-        law += [wrong.get((token,), 0.0) * times / 20_000 for token in range(3)]
-    assert law == pytest.approx([0.462, 0.233, 0.305], abs=0.006)
+        law += [wrong.get((token,), 0.0) * times / 8_000 for token in range(3)]
+    assert law == pytest.approx([0.462, 0.233, 0.305], abs=0.01)

@@ -5,7 +5,6 @@ from fractions import Fraction
 import numpy as np
 
 from specbeam.lm.table import TableLM
-from specbeam.records import Shape
 from tests.support.exact import exact_law
 from tests.support.programs import session_of
 
@@ -41,7 +40,7 @@ PAIRS = {
 }
 
 
-def one_turn(parts_of, target, draft, depth, width=0, eos=(), steps=20, warp=None):
+def one_turn(parts_of, target, draft, eos=(), steps=20, warp=None):
     """A program: one turn from the empty path. The outcome is the emitted tokens and how many of them were drafted.
 
     `warp` makes the warp of a session.
@@ -50,7 +49,7 @@ def one_turn(parts_of, target, draft, depth, width=0, eos=(), steps=20, warp=Non
     def program(dice):
         lm = TableLM(draft)
         session = session_of(parts_of(lm), lm, dice, steps, eos, warp=warp and warp())
-        forest = session.parts.drafter.draft([session], [Shape(depth, width)])[0]
+        forest = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])[0]
         scored = TableLM(target).extend([session], [forest])[0]
         verdict = session.parts.rule.verify(session, forest, scored)
         return tuple(int(step.beams.tokens[0]) for step in verdict.steps), verdict.accepted

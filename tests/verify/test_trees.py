@@ -21,7 +21,7 @@ from specbeam.verify.path import PathRule
 from specbeam.verify.traversal import TraversalRule
 from tests.support.exact import distance, exact_law
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
-from tests.support.programs import random_table
+from tests.support.programs import random_table, session_of
 
 CLOSE = 1e-12
 RULES = {"path": PathRule(), "traversal": TraversalRule(), "match": MatchRule("dice")}
@@ -38,7 +38,7 @@ def method_of(counts, children, rule):
 
 def check(pair, counts, children, rule, eos=()):
     target, draft = pair
-    program = one_turn(method_of(counts, children, rule), target, draft, len(counts), eos=eos)
+    program = one_turn(method_of(counts, children, rule), target, draft, eos=eos)
     length = len(counts) + 1
     law, mean = law_and_mean(program, target, length, eos)
     assert distance(law, completed(target, (), length, eos)) < CLOSE
@@ -157,11 +157,20 @@ def test_a_tree_that_was_pruned_by_content_is_matched_and_not_tried(pair, counts
 
         return method
 
-    law, _ = law_and_mean(one_turn(pruned(RULES["match"]), target, draft, len(counts)), target, len(counts) + 1)
+    exact_law(lambda dice: _has_no_law(pruned(RULES["match"]), draft, dice))
+    law, _ = law_and_mean(one_turn(pruned(RULES["match"]), target, draft), target, len(counts) + 1)
     assert distance(law, completed(target, (), len(counts) + 1)) < CLOSE
     for name in ("path", "traversal"):
         with pytest.raises(LostLaw, match="pruned by content"):
-            law_and_mean(one_turn(pruned(RULES[name]), target, draft, len(counts)), target, len(counts) + 1)
+            law_and_mean(one_turn(pruned(RULES[name]), target, draft), target, len(counts) + 1)
+
+
+def _has_no_law(method, draft, dice):
+    """Also where nothing was dropped, which says something too."""
+    session = session_of(method(TableLM(draft)), TableLM(draft), dice, 9)
+    (forest,) = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])
+    assert forest.groups
+    assert not forest.lawful
 
 
 def chains_merged(count, depth):
@@ -178,7 +187,7 @@ def chains_merged(count, depth):
 @pytest.mark.parametrize(("chains", "accepted"), [(2, 1.39025), pytest.param(3, 1.457563, marks=pytest.mark.slow)])
 def test_merged_chains(chains, accepted):
     target, draft = PAIRS["EX3M"]
-    law, mean = law_and_mean(one_turn(chains_merged(chains, 2), target, draft, 2), target, 3)
+    law, mean = law_and_mean(one_turn(chains_merged(chains, 2), target, draft), target, 3)
     assert distance(law, completed(target, (), 3)) < CLOSE
     assert mean == pytest.approx(accepted, abs=6e-7)
 
@@ -238,7 +247,7 @@ def test_matching_on_pruned_draws(pair, accepted):
         drafter = Likely(TreeDrafter(lm, Branching((2, 2), Distinct())), draft)
         return sb.Method("", "", 1, lambda *_: Parts(drafter, MatchRule("dice"), FixedShape(2, 0), ""))
 
-    law, mean = law_and_mean(one_turn(method, target, draft, 2), target, 3)
+    law, mean = law_and_mean(one_turn(method, target, draft), target, 3)
     assert distance(law, completed(target, (), 3)) < CLOSE
     assert mean == pytest.approx(accepted, abs=6e-7)
 
@@ -280,3 +289,12 @@ def test_no_rule_accepts_more_than_can_be_and_matching_accepts_least(children, c
 def test_the_most_that_can_be_accepted_on_the_worked_example(children, count, most):
     p, q = (law(()) for law in PAIRS["EX3"])
     assert best_possible(p, law_of_draws(q, children, count)) == pytest.approx(most)
+
+
+@pytest.mark.parametrize(("fallback", "accepted"), [(True, 19 / 20), (False, 3 / 10)])
+@pytest.mark.parametrize("rule", ["path", "traversal"])
+def test_a_draft_that_is_sure_of_one_token_falls_back_on_the_others(fallback, accepted, rule):
+    """q = (1, 0, 0), two children: the second is drawn evenly from the tokens that were not tried, and says so."""
+    pair = PAIRS["EX3"][0], (lambda path: np.array([1.0, 0.0, 0.0]))
+    assert check(pair, (2,), Distinct(fallback=fallback), RULES[rule]) == pytest.approx(accepted)
+    assert check(pair, (3,), Distinct(fallback=fallback), RULES[rule]) == pytest.approx(1.0 if fallback else 3 / 10)
