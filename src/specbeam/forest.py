@@ -21,6 +21,21 @@ class Law(Protocol):
 
     def row(self, row: int) -> Float64[np.ndarray, " vocab"]: ...
 
+    def masses(self, rows: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+        """What was left of the law before each of these draws, of which each was struck out once drawn."""
+        ...
+
+
+def masses_left(p: Float64[np.ndarray, " n"], places: Int64[np.ndarray, " draws"]) -> Float64[np.ndarray, " draws"]:
+    """`Law.masses`, for draws by their places in the law. Summed anew each time: what is left may be tiny, and a difference
+    of numbers near 1 would be noise.
+    """
+    left, masses = p.copy(), np.empty(len(places))
+    for number, place in enumerate(places.tolist()):
+        masses[number] = left.sum()
+        left[place] = 0.0
+    return masses
+
 
 @dataclass(frozen=True, eq=False)
 class Row:
@@ -76,6 +91,9 @@ class Row:
     def row(self, row: int) -> Float64[np.ndarray, " vocab"]:
         return self.spread().p
 
+    def masses(self, rows: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+        return masses_left(self.p, tokens if self.tokens is None else self.tokens.searchsorted(tokens))
+
     def spread(self) -> "Row":
         """The same law on the whole vocabulary."""
         if self.tokens is None:
@@ -123,9 +141,20 @@ class Group:
     @property
     def odds(self) -> Float64[np.ndarray, " draws"]:
         """rho of each draw, as if it were the first."""
+        return self._stated.odds(self.draw_parents, self.draw_tokens)
+
+    @property
+    def masses(self) -> Float64[np.ndarray, " draws"]:
+        """Mass of the law before each draw, once the draws before it are struck out; 1 with replacement."""
+        if self.replacement:
+            return np.ones(len(self.draw_tokens))
+        return self._stated.masses(self.draw_parents, self.draw_tokens)
+
+    @property
+    def _stated(self) -> Law:
         if self.law is None:
             raise LostLaw("these drafts follow no stated law: verify them by matching, not by rejection")
-        return self.law.odds(self.draw_parents, self.draw_tokens)
+        return self.law
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Float64, Int64, UInt32, UInt64
 
 from specbeam import kernels
 from specbeam.dice import gumbel_at
+from specbeam.forest import masses_left
 from specbeam.truncation import NO_TRUNCATION, Truncation
 
 Pairs = Int64[np.ndarray, " _"]
@@ -86,6 +87,13 @@ class JointLaw:
             place = np.minimum(np.searchsorted(self.support, pairs), len(self.support) - 1)
             odds = np.where(self.support[place] == pairs, odds, 0.0)
         return odds
+
+    def masses(self, rows: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+        """What was left of the law before each of these draws, of which each was struck out once drawn."""
+        pairs = rows * self.vocab + tokens
+        if self.support is None:
+            return masses_left(self.p.ravel(), pairs)
+        return masses_left(np.exp(self.logp_at(self.support)), self.support.searchsorted(pairs))
 
     @cached_property
     def support(self) -> Pairs | None:

@@ -42,8 +42,8 @@ def test_fixed_width_has_the_law_of_beam_sampling(depth, draft_beams, steps, voc
     assert distance(found, expected) < CLOSE
 
 
-def plain_kernel(proposals, odds, q, p, want, dice, drafted_with_replacement, replacement):
-    return draws(drawn(proposals, odds, q, drafted_with_replacement), p, want, dice, replacement)
+def plain_kernel(proposals, masses, q, p, want, dice, drafted_with_replacement, replacement):
+    return draws(drawn(proposals, masses, q, drafted_with_replacement), p, want, dice, replacement)
 
 
 @pytest.mark.slow

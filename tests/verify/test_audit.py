@@ -45,6 +45,20 @@ def test_correct_methods_pass(method):
     assert audit.draws > 500
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.05, 0.1])
+@pytest.mark.parametrize(
+    "method", [sb.rsd_c((2, 2)), sb.rsd_s(3, 2), sb.traversal((2, 1)), sb.sequoia(5, 2), sb.dyspec(5, 2),
+               sb.dsbd(1, 3, 2, coupling="rejection")], ids=lambda method: method.name)  # fmt: skip
+def test_cold_drafts_that_are_sure_of_a_token_pass(method, temperature):
+    """On the bundled pair, where small odds are as small as they get."""
+    texts = ["Ein Hund läuft.", "Wo ist mein Hut?", "Ich habe meine Schlüssel im Auto vergessen."] * 40
+    found = sb.generate("bundled", texts, method, seed=1, temperature=temperature, max_new_tokens=30, audit=True)
+    audit = sum((one.report.audit for one in found), Audit())
+    assert audit.draws > 500
+    assert not audit.suspicious
+
+
 @dataclass(frozen=True)
 class Lying:
     """Draws from q, and says it drew from a sharper law."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from specbeam.dice import Dice
+from specbeam.forest import masses_left
 from specbeam.verify.draws import Candidate, Taken, drawn, sure
 from specbeam.verify.draws import draws as kernel_draws
 from specbeam.verify.draws_fast import draws_fast
@@ -12,9 +13,9 @@ from tests.support.exact import distance, exact_law, successive
 CLOSE = 1e-12
 
 
-def draws(proposals, odds, q, p, want, dice, drafted_with_replacement, replacement):
+def draws(proposals, masses, q, p, want, dice, drafted_with_replacement, replacement):
     """The plain kernel with the arguments of its twin."""
-    return kernel_draws(drawn(proposals, odds, q, drafted_with_replacement), p, want, dice, replacement)
+    return kernel_draws(drawn(proposals, masses, q, drafted_with_replacement), p, want, dice, replacement)
 
 
 def random_law(rng, size, zeros=0):
@@ -50,12 +51,16 @@ def drafted(dice, rho, drafts, replacement):
     return drawn
 
 
+def masses_of(rho, drawn, replacement):
+    return [1.0] * len(drawn) if replacement else masses_left(rho, np.array(drawn, dtype=int)).tolist()
+
+
 def layer(kernel, dice, p, rho, drafts, want, drafted_with, with_replacement):
     """Draft from rho, whose pairs behind p's are dead, and verify. The outcome is the ordered draws."""
     drawn = drafted(dice, rho, drafts, drafted_with)
     proposals = [token if token < len(p) else -1 for token in drawn]
-    odds = [float(rho[token]) for token in drawn]
-    taken = kernel(proposals, odds, rho[: len(p)], p, want, dice, drafted_with, with_replacement)
+    masses = masses_of(rho, drawn, drafted_with)
+    taken = kernel(proposals, masses, rho[: len(p)], p, want, dice, drafted_with, with_replacement)
     return tuple(one.token for one in taken)
 
 
@@ -69,6 +74,16 @@ def test_a_layer_has_the_target_law(kernel, drafted_with, with_replacement):
             assert distance(found, successive(p, want, with_replacement)) < CLOSE
 
 
+@pytest.mark.parametrize("kernel", [draws, draws_fast])
+@pytest.mark.parametrize("rest", [1e-6, 1e-13, 1e-15, 3e-16, 1e-17, 1e-30])
+def test_a_draft_that_is_nearly_sure_still_has_its_law(kernel, rest):
+    """The law of the second draw is what is left of the first, however little that is; by subtraction it was noise."""
+    p, rho = np.array([0.1, 0.6, 0.3]), np.array([1.0 - rest, 0.7 * rest, 0.3 * rest])
+    for want in (1, 2):
+        found = exact_law(lambda dice: layer(kernel, dice, p, rho, 2, want, False, False))  # noqa: B023
+        assert distance(found, successive(p, want, False)) < CLOSE
+
+
 def test_dead_drafts_may_also_be_dropped_if_rho_is_renormalised():
     """The two exact treatments of dead parents give the same law."""
     for p, rho in cases():
@@ -76,8 +91,7 @@ def test_dead_drafts_may_also_be_dropped_if_rho_is_renormalised():
 
         def filtered(dice, p=p, rho=rho, live=live):
             drawn = [token for token in drafted(dice, rho, 3, True) if token < len(p)]
-            odds = [float(live[token]) for token in drawn]
-            return tuple(one.token for one in draws(drawn, odds, live, p, 2, dice, True, True))
+            return tuple(one.token for one in draws(drawn, [1.0] * len(drawn), live, p, 2, dice, True, True))
 
         assert distance(exact_law(filtered), successive(p, 2, True)) < CLOSE
 
@@ -96,7 +110,7 @@ def test_equal_laws_accept_everything():
 
 def _all_of(dice, rho, drafts):
     drawn = drafted(dice, rho, drafts, False)
-    return drawn, [float(rho[token]) for token in drawn]
+    return drawn, masses_of(rho, drawn, False)
 
 
 def test_the_worked_refusals_without_replacement():
@@ -114,7 +128,7 @@ def test_the_worked_refusals_without_replacement():
                 asked.append((law / law.sum()).round(12).tolist())  # noqa: B023
                 return 0
 
-        taken = kernel([3, 2], [0.4, 0.3], rho, p, 1, Watching(), False, False)
+        taken = kernel([3, 2], masses_of(rho, [3, 2], False), rho, p, 1, Watching(), False, False)
         assert taken == [Taken(0, -1)]
         assert [one for one in asked if one != 0] == [pytest.approx(0.25), [1, 0, 0, 0]]
 
@@ -127,7 +141,7 @@ def test_the_twins_agree_on_long_random_chains():
         with_draft, with_target = bool(number % 2), bool(number // 2 % 2)
         drawn = rng.choice(size + 3, drafts, replace=with_draft, p=rho).tolist()
         proposals = [token if token < size else -1 for token in drawn]
-        odds = [float(rho[token]) for token in drawn]
+        masses = masses_of(rho, drawn, with_draft)
         logs = []
         for kernel in (draws, draws_fast):
             coins = np.random.default_rng(number)
@@ -142,7 +156,7 @@ def test_the_twins_agree_on_long_random_chains():
                     log.append(law / law.sum())  # noqa: B023
                     return int(np.searchsorted(np.cumsum(law), coins.random() * law.sum()))  # noqa: B023
 
-            kernel(proposals, odds, rho[:size], p, want, Logging(), with_draft, with_target)
+            kernel(proposals, masses, rho[:size], p, want, Logging(), with_draft, with_target)
             logs.append([one for one in log if np.ndim(one) or one > 0])
         assert len(logs[0]) == len(logs[1])
         for first, second in zip(*logs, strict=True):
@@ -170,8 +184,8 @@ def upside_down(dice, p, rho, want):
 
 def marginal_test_of_struck_drafts(dice, p, rho, want):
     drawn = drafted(dice, rho, 3, False)
-    odds = [float(rho[token]) for token in drawn]
-    return tuple(one.token for one in draws(drawn, odds, rho, p, want, dice, True, True))
+    masses = [1.0] * len(drawn)
+    return tuple(one.token for one in draws(drawn, masses, rho, p, want, dice, True, True))
 
 
 def fill_may_repeat(dice, p, rho, want):
@@ -183,8 +197,8 @@ def fill_may_repeat(dice, p, rho, want):
 
 def sorted_drafts(dice, p, rho, want, replacement):
     drawn = sorted(drafted(dice, rho, 3, replacement), key=lambda token: -rho[token])
-    odds = [float(rho[token]) for token in drawn]
-    return tuple(one.token for one in draws(drawn, odds, rho, p, want, dice, replacement, replacement))
+    masses = masses_of(rho, drawn, replacement)
+    return tuple(one.token for one in draws(drawn, masses, rho, p, want, dice, replacement, replacement))
 
 
 def without_duplicates(dice, p, rho, want):

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from specbeam.forest import masses_left
 from specbeam.probs import residual
 from specbeam.verify.draws import Candidate, drawn, draws, sure
 from tests.support.exact import distance, exact_law
@@ -24,8 +25,8 @@ def tried(candidates, dice):
     return draws(candidates, P, 1, dice)[0].token
 
 
-def odds_of(tokens):
-    return [float(Q[token]) for token in tokens]
+def masses_of(tokens):
+    return masses_left(Q, np.array(tokens)).tolist()
 
 
 def resample_from_p(dice):  # N1
@@ -36,7 +37,7 @@ def resample_from_p(dice):  # N1
 def duplicates_removed(count):  # N2, N2'
     def program(dice):
         tokens = list(dict.fromkeys(dice.pick(Q) for _ in range(count)))
-        return tried(drawn(tokens, odds_of(tokens), Q, True), dice)
+        return tried(drawn(tokens, masses_of(tokens), Q, True), dice)
 
     return program
 
@@ -45,25 +46,25 @@ def in_random_order(dice):  # N3
     tokens = struck(dice, 2)
     if dice.flip(0.5):
         tokens = tokens[::-1]
-    return tried(drawn(tokens, odds_of(tokens), Q, False), dice)
+    return tried(drawn(tokens, masses_of(tokens), Q, False), dice)
 
 
 def sorted_by_q(dice):  # N4
     tokens = sorted(struck(dice, 2), key=lambda token: -Q[token])
-    return tried(drawn(tokens, odds_of(tokens), Q, False), dice)
+    return tried(drawn(tokens, masses_of(tokens), Q, False), dice)
 
 
 def law_not_struck(dice):  # N5
     tokens = struck(dice, 2)
-    return tried(drawn(tokens, odds_of(tokens), Q, True), dice)
+    return tried(drawn(tokens, masses_of(tokens), Q, True), dice)
 
 
 def best_as_if_drawn(dice):  # N6
-    return tried(drawn([0, 1], odds_of([0, 1]), Q, True), dice)
+    return tried(drawn([0, 1], masses_of([0, 1]), Q, True), dice)
 
 
 def best_as_if_drawn_without_replacement(dice):  # N7
-    return tried(drawn([0, 1], odds_of([0, 1]), Q, False), dice)
+    return tried(drawn([0, 1], masses_of([0, 1]), Q, False), dice)
 
 
 def residual_forgotten(dice):  # N8
@@ -76,7 +77,7 @@ def residual_forgotten(dice):  # N8
 
 def pruned_by_content(dice):  # N9
     tokens = [token for token in struck(dice, 2) if Q[token] >= 0.2]
-    return tried(drawn(tokens, odds_of(tokens), Q, False), dice)
+    return tried(drawn(tokens, masses_of(tokens), Q, False), dice)
 
 
 CONTROLS = {

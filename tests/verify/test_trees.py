@@ -298,3 +298,11 @@ def test_a_draft_that_is_sure_of_one_token_falls_back_on_the_others(fallback, ac
     pair = PAIRS["EX3"][0], (lambda path: np.array([1.0, 0.0, 0.0]))
     assert check(pair, (2,), Distinct(fallback=fallback), RULES[rule]) == pytest.approx(accepted)
     assert check(pair, (3,), Distinct(fallback=fallback), RULES[rule]) == pytest.approx(1.0 if fallback else 3 / 10)
+
+
+@pytest.mark.parametrize("rest", [1e-10, 1e-15, 1e-17, 1e-30])
+@pytest.mark.parametrize("children", [R, Distinct(fallback=True), G, W], ids=repr)
+@pytest.mark.parametrize("rule", ["path", "traversal"])
+def test_drafts_that_are_nearly_sure_of_a_token(rest, children, rule):
+    pair = (lambda path: np.array([0.1, 0.6, 0.3])), (lambda path: np.array([1.0 - rest, rest, 0.0]))
+    check(pair, (2,), children, RULES[rule])

@@ -234,17 +234,17 @@ class BeamRule:
 
     def _by_rejection(self, layer: Layer, asked: int) -> tuple[list[Taken], Audit]:
         group, dice = layer.group, layer.session.dice
-        odds = group.odds.tolist() if group is not None else []
+        masses = group.masses.tolist() if group is not None else []
         with_replacement = group.replacement if group is not None else self.replacement
         pairs, p, q = layer.support()
         proposals = _places(pairs, layer.proposals)
         seen: list[Audit] = []
         if layer.session.audited:
-            candidates = drawn(proposals, odds, q, with_replacement)
+            candidates = drawn(proposals, masses, q, with_replacement)
             watch = lambda r, law, accepted: seen.append(Audit.of_trial(r, law, accepted))  # noqa: E731
             taken = draws(candidates, p, asked, dice, self.replacement, watch)
         else:
-            taken = self.kernel(proposals, odds, q, p, asked, dice, with_replacement, self.replacement)
+            taken = self.kernel(proposals, masses, q, p, asked, dice, with_replacement, self.replacement)
         return [Taken(int(pairs[one.token]), one.draft) for one in taken], sum(seen, Audit())
 
     def _kept(self, live: Beams) -> int | None:

@@ -74,21 +74,19 @@ def draws(
     return taken
 
 
-def drawn(tokens: Sequence[int], odds: Sequence[float], q: Law, replacement: bool) -> Iterator[Candidate]:
+def drawn(tokens: Sequence[int], masses: Sequence[float], q: Law, replacement: bool) -> Iterator[Candidate]:
     """Candidates that were drawn from `q`, independently or each struck out once drawn.
 
     Args:
         tokens: in draw order; -1 where the parent is dead.
-        odds: draft odds of each, had it been drawn first: needed for the dead ones, which `q` does not show.
+        masses: of the draft law before each draw, without those drawn before; dead ones count, which `q` does not show.
         q: draft law on the target's indices, float64[n]; sums to 1 less the odds of dead pairs.
     """
-    law, mass = q, 1.0
-    for token, first_odds in zip(tokens, odds, strict=True):
-        yield Candidate(token, law if mass == 1.0 else law / mass)
-        if not replacement:
-            mass = max(mass - first_odds, 1e-300)
-            if token >= 0:
-                law = _struck(law, token)
+    law = q
+    for token, mass in zip(tokens, masses, strict=True):
+        yield Candidate(token, law if replacement or mass == 1.0 else law / mass)
+        if not replacement and token >= 0:
+            law = _struck(law, token)
 
 
 def _struck(q: Law, token: int) -> Law:

@@ -16,7 +16,7 @@ from specbeam.verify.draws import Taken
 
 def draws_fast(
     proposals: Sequence[int],
-    odds: Sequence[float],
+    masses: Sequence[float],
     q: Float64[np.ndarray, " n"],
     p: Float64[np.ndarray, " n"],
     want: int,
@@ -24,20 +24,19 @@ def draws_fast(
     drafted_with_replacement: bool,
     replacement: bool,
 ) -> list[Taken]:
-    """What ``draws(drawn(proposals, odds, q, ...), p, want, ...)`` does, with one pass over the support per refusal."""
+    """What ``draws(drawn(proposals, masses, q, ...), p, want, ...)`` does, with one pass over the support per refusal."""
     if not replacement:
         want = min(want, int(np.count_nonzero(p)))
     taken: list[Taken] = []
     slot_p, slot_q = p, q  # target of the present slot, unnormalised; draft law on what was open when it began
-    total, c, left, open_mass = 1.0, 0.0, 1.0, 1.0  # mass of slot_p; c and S of the residual; draft mass not yet drawn
+    total, c, left = 1.0, 0.0, 1.0  # mass of slot_p; c and S of the residual
     drafted: list[int] = []
-    for number, (token, first_odds) in enumerate(zip(proposals, odds, strict=True)):
+    for number, (token, open_mass) in enumerate(zip(proposals, masses, strict=True)):
         if len(taken) == want:
             break
         mass = 1.0 if drafted_with_replacement else open_mass
         here = max(slot_p[token] / total - c * slot_q[token], 0.0) if token >= 0 else 0.0
         accepted = token >= 0 and here > 0 and dice.flip(min(1.0, here * mass / (left * q[token])))
-        open_mass = max(open_mass - first_odds, 1e-300)
         if token >= 0 and not drafted_with_replacement:
             drafted.append(token)
         if accepted:

@@ -87,7 +87,7 @@ class Walk:
             if group.sure:
                 yield from sure(places, len(row))
             else:
-                yield from drawn(places, group.odds.tolist(), _on(row, group), group.replacement)
+                yield from drawn(places, group.masses.tolist(), _on(row, group), group.replacement)
 
     def watch(self, r: Float64[np.ndarray, " vocab"], law: Float64[np.ndarray, " vocab"], accepted: bool) -> None:
         """Note a trial, if the session is audited."""
