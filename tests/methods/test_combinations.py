@@ -157,6 +157,22 @@ def test_the_cost_controller_knows_the_layers():
     assert found.draft.pass_s(9) == 0  # found, not computed
 
 
+@pytest.mark.parametrize("rule", ["path", "match"])
+def test_the_text_of_a_seed_does_not_depend_on_the_batch(pair, rule):
+    prompts = ["abc", "Hello you", "x", "The end.", "no no", "yes"]
+    method = sb.speculative_sampling(6, rule, controller="cost")
+    together = sb.generate(pair, prompts * 3, method, seed=4, max_new_tokens=20)
+    for prompt, one in zip(prompts, together, strict=False):
+        assert sb.generate(pair, prompt, method, seed=4, max_new_tokens=20)[0].tokens == one.tokens
+
+
+@pytest.mark.parametrize("part", [Thompson(most=4), SureDraft(0.0, most=4)], ids=lambda one: type(one).__name__)
+def test_a_part_that_says_nothing_of_the_width_gets_that_of_the_method(part):
+    for method, width in ((sb.opt_tree(12, 4, controller=part), 12), (sb.rsd_s(3, 4, controller=part), 3)):
+        session = session_of(method, TableLM(random_table(1, 6)), steps=20)
+        assert session.parts.controller.plan(session).width == width
+
+
 def test_a_draft_of_a_twin_is_worth_all_its_depth_and_one_of_a_stranger_less():
     depths = {}
     for name, seed in (("twin", 1), ("stranger", 2)):

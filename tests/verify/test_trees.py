@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.control.best_tree import depth_of, sequoia_tree
 from specbeam.control.fixed import FixedShape
 from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
 from specbeam.draft.merged import ManyDrafters, Pruned, united
-from specbeam.draft.tree import Branching, TreeDrafter
+from specbeam.draft.tree import Branching, FixedTree, TreeDrafter
 from specbeam.errors import LostLaw
 from specbeam.forest import Forest
 from specbeam.lm.table import TableLM
@@ -49,14 +50,14 @@ def check(pair, counts, children, rule, eos=()):
 W, R, G, K = Independent(), Distinct(), BestAndOne(), Best()
 WORKED = [
     ("EX3", (1, 1), W, "path", 119 / 100), ("EX3M", (1, 1), W, "path", 47 / 40),
-    ("EX3M", (1, 1, 1), W, "path", 6009 / 4000), ("EX3", (1, 1, 1, 1), W, "path", 1.7731),
+    ("EX3", (1, 1, 1), W, "path", 1.533), ("EX3M", (1, 1, 1), W, "path", 6009 / 4000), ("EX3", (1, 1, 1, 1), W, "path", 1.7731),
     ("EX3M", (1, 1, 1, 1), W, "path", 1.729737),
     ("EX3", (1, 1), W, "traversal", 5 / 4), ("EX3M", (1, 1), W, "traversal", 5 / 4),
     ("EX3", (1, 1, 1), W, "traversal", 213 / 125), ("EX3M", (1, 1, 1), W, "traversal", 429 / 250),
     ("EX3", (1, 1, 1, 1), W, "traversal", 20887 / 10000), ("EX3M", (1, 1, 1, 1), W, "traversal", 4201 / 2000),
     ("EX3", (1,), W, "path", 7 / 10), ("EX3", (2,), W, "path", 41 / 50), ("EX3", (3,), W, "path", 106 / 125),
     ("EX3", (1,), W, "match", 0.33), ("EX3", (2,), W, "match", 0.513), ("EX3", (3,), W, "match", 0.6249),
-    ("EX3M", (2, 2), W, "path", 1.44335), ("EX3", (2, 2), W, "traversal", 1.5464), ("EX3M", (2, 2), W, "traversal", 1.4996),
+    ("EX3", (2, 2), W, "path", 1.4924), ("EX3M", (2, 2), W, "path", 1.44335), ("EX3", (2, 2), W, "traversal", 1.5464), ("EX3M", (2, 2), W, "traversal", 1.4996),
     ("EX3", (2,), R, "path", 7 / 8), ("EX3", (3,), R, "path", 1.0),
     ("EX3", (2, 1), R, "path", 119 / 80), ("EX3M", (2, 1), R, "path", 117 / 80),
     ("EX3", (2, 2), R, "path", 105 / 64), ("EX3M", (2, 2), R, "path", 3833 / 2400),
@@ -306,3 +307,26 @@ def test_a_draft_that_is_sure_of_one_token_falls_back_on_the_others(fallback, ac
 def test_drafts_that_are_nearly_sure_of_a_token(rest, children, rule):
     pair = (lambda path: np.array([0.1, 0.6, 0.3])), (lambda path: np.array([1.0 - rest, rest, 0.0]))
     check(pair, (2,), children, RULES[rule])
+
+
+@pytest.mark.parametrize(("pair", "odds"), [("EX3", (0.3, 0.21, 0.49)), ("EX3M", (0.3, 9 / 40, 19 / 40))])
+def test_how_many_drafts_of_a_chain_are_accepted(pair, odds):
+    target, draft = PAIRS[pair]
+    found = [0.0, 0.0, 0.0]
+    for (_, accepted), chance in exact_law(one_turn(method_of((1, 1), W, PathRule()), target, draft)).items():
+        found[accepted] += chance
+    assert found == pytest.approx(odds)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tokens"),
+    [(3, 2.19), (5, 2.7731), pytest.param(6, 2.9481, marks=pytest.mark.slow)],
+)
+def test_a_tree_of_sequoia_emits_what_was_planned(nodes, tokens):
+    """EX3 does not look at the context, so what the plan assumes is true."""
+    tree, planned = sequoia_tree((7 / 10, 7 / 40, 1 / 8), nodes, 9)
+    drafter = lambda lm: TreeDrafter(lm, FixedTree(tree, Distinct()))  # noqa: E731
+    shape = FixedShape(depth_of(tree), 0)
+    method = lambda lm: sb.Method("", "", 1, lambda *_: Parts(drafter(lm), PathRule(), shape, ""))  # noqa: E731
+    _, accepted = law_and_mean(one_turn(method, *PAIRS["EX3"]), PAIRS["EX3"][0], 1)
+    assert 1 + accepted == pytest.approx(planned) == pytest.approx(tokens)

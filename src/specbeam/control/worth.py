@@ -61,6 +61,8 @@ class DepthByCost:
         most: deepest draft.
         host: what a turn costs outside the models.
         explore: every so many turns that drafted nothing, draft one layer, or nothing could be learnt.
+        alone: plan as if a pass were never shared, for rules whose text depends on the depth: the same seed has to give the
+            same text, whatever else is in the batch.
     """
 
     target: CostCurve
@@ -70,13 +72,15 @@ class DepthByCost:
     most: int = 8
     host: HostCost = field(default_factory=HostCost)
     explore: int = 8
+    alone: bool = False
     known: dict[tuple[int, int], Float64[np.ndarray, " depths"]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def plan(self, session: Session) -> Shape:
         layers = self._seen(session).layers()
-        best = int((layers / self._turns_s(layers, len(session.beams), session.beside)).argmax())
+        beside = 1 if self.alone else session.beside
+        best = int((layers / self._turns_s(layers, len(session.beams), beside)).argmax())
         if best == 0 and session.count.target_passes % self.explore == self.explore - 1:
             best = 1
         return Shape(min(best, session.remaining - 1), self.layers[0])

@@ -1,7 +1,7 @@
 """Which drafts, rules and controllers go together. What does not is refused with the reason, before a model is asked."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from specbeam.control.confidence import SureDraft, TrackedThreshold, stops_between_layers
@@ -85,7 +85,7 @@ def control_of(
     }
     if chosen not in known if isinstance(chosen, str) else not is_part(chosen, Controller):
         raise BadSetting(f"controller is {chosen!r}; it must be one of {', '.join(known)}, or a part")
-    part = known[chosen] if isinstance(chosen, str) else chosen
+    part = known[chosen] if isinstance(chosen, str) else _as_wide(chosen, width)
     _check(chosen, part, drafts)
     if part is not None:
         return lambda target, draft: part
@@ -102,6 +102,13 @@ def grown(drafts: Drafts, growth: Growth, rule: RuleName, controller: "Controlle
         return Parts(TreeDrafter(draft, growth), judge, control(target, draft), EXACT)
 
     return Method(drafts.who, EXACT, 1, build, needs_draft=True)
+
+
+def _as_wide(part: Controller, width: int) -> Controller:
+    """A part that sets lengths and says nothing of the width gets the method's own."""
+    if isinstance(part, (SureDraft, TrackedThreshold, Thompson, Survival)) and part.width == 1:
+        return replace(part, width=width)
+    return part
 
 
 def _check(chosen: object, part: Controller | None, drafts: Drafts) -> None:

@@ -12,6 +12,7 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.idle import IdleLM
 from specbeam.session import Controller, Drafter, Parts, Rule
 from specbeam.tune import curve_of, host_cost
+from specbeam.verify.match import MatchRule
 
 Depth = int | Literal["auto"]
 DrafterOf = Callable[[LM], Drafter]
@@ -45,11 +46,14 @@ def depth_by_cost(
     drafter: DrafterOf | None,
     rule: Rule | None,
 ) -> Controller:
-    """The same for one sequence whose draft has so many nodes in each layer; without `drafter` drafts cost nothing."""
+    """The same for one sequence whose draft has so many nodes in each layer; without `drafter` drafts cost nothing, and are
+    matched.
+    """
     if drafter is None or rule is None or draft is None:
         return DepthByCost(_curve(target, "target"), FREE, 1, layers, most)
     host = _host(target.vocab, layers[0], drafter, rule) if isinstance(target, HuggingFaceLM) else HostCost()
-    return DepthByCost(_curve(target, "target"), _curve(draft, "draft"), 1, layers, most, host)
+    curves, alone = (_curve(target, "target"), _curve(draft, "draft")), not isinstance(rule, MatchRule)
+    return DepthByCost(*curves, 1, layers, most, host, alone=alone)
 
 
 def _host(vocab: int, width: int, drafter: DrafterOf, rule: Rule) -> HostCost:
