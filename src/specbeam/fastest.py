@@ -10,7 +10,7 @@ from specbeam import measured
 from specbeam.pair import Pair
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.chosen import opt_tree
-from specbeam.recipes.drawn import block_verification, rsd_s, speculative_sampling, traversal
+from specbeam.recipes.drawn import block_verification, rsd_s, sequoia, speculative_sampling, traversal
 from specbeam.recipes.method import Method
 from specbeam.recipes.retrieved import prompt_lookup, token_recycling
 from specbeam.settings import Settings
@@ -40,6 +40,7 @@ def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
         "block_verification depth 4": lambda: block_verification(4),
         "traversal 2,1,1": lambda: traversal((2, 1, 1)),
         "rsd_s 3 x 3": lambda: rsd_s(3, 3),
+        "sequoia 10 nodes": lambda: sequoia(10, 4),
         "opt_tree 12 nodes": lambda: opt_tree(12, 4),
     }
     return alone | (drafted if has_draft else {})

@@ -70,6 +70,7 @@ WORKED = [
     ("EX3", (2, 2), K, "traversal", 1.19), ("EX3M", (2, 2), K, "traversal", 1.085),
     ("EX3", (2, 2), K, "match", 1.19), ("EX3M", (2, 2), K, "match", 1.085),
 ]  # fmt: skip
+ROUNDED = {1.729737, 2.058819, 1.887581, 1.997143, 1.793333333333}  # where the specification gives six digits
 LONG = [
     ("EX3", (1,) * 5, W, "path", 1.94117), ("EX3", (1,) * 6, W, "path", 2.058819),
     ("EX3M", (1,) * 5, W, "path", 1.887581), ("EX3M", (1,) * 6, W, "path", 1.997143),
@@ -90,7 +91,9 @@ def name_of(case):
 @pytest.mark.parametrize("case", WORKED, ids=name_of)
 def test_worked_examples(case):
     pair, counts, children, rule, accepted = case
-    assert check(PAIRS[pair], counts, children, RULES[rule]) == pytest.approx(accepted, abs=6e-7)
+    assert check(PAIRS[pair], counts, children, RULES[rule]) == pytest.approx(
+        accepted, abs=6e-7 if accepted in ROUNDED else 1e-11
+    )
 
 
 def test_a_chain_is_worth_its_cost():
@@ -110,7 +113,9 @@ def test_the_published_example_of_block_verification():
 @pytest.mark.parametrize("case", LONG, ids=name_of)
 def test_long_worked_examples(case):
     pair, counts, children, rule, accepted = case
-    assert check(PAIRS[pair], counts, children, RULES[rule]) == pytest.approx(accepted, abs=6e-7)
+    assert check(PAIRS[pair], counts, children, RULES[rule]) == pytest.approx(
+        accepted, abs=6e-7 if accepted in ROUNDED else 1e-11
+    )
 
 
 def disjoint(path):
