@@ -1,0 +1,140 @@
+"""What the papers' small examples say of single runs: coins, masks, rejections, and biases that must be seen."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam.control.fixed import FixedShape
+from specbeam.draft import merged
+from specbeam.draft.children import Distinct
+from specbeam.draft.merged import Graph
+from specbeam.draft.tree import Branching, Sprout, TreeDrafter
+from specbeam.forest import Forest, Row, masses_left
+from specbeam.lm.kv_trie import KVTrie
+from specbeam.lm.table import TableLM
+from specbeam.records import Shape
+from specbeam.session import Parts
+from specbeam.verify.draws import drawn, draws
+from specbeam.verify.path import PathRule
+from tests.support.exact import exact_law
+from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
+from tests.support.programs import run, session_of
+
+P, Q = np.array([0.3, 0.4, 0.3]), np.array([0.6, 0.3, 0.1])
+
+
+class Coins:
+    """Dice that toss these uniforms and note what they are asked to pick from."""
+
+    def __init__(self, *coins):
+        self.coins, self.laws = list(coins), []
+
+    def flip(self, odds):
+        return self.coins.pop(0) < odds
+
+    def pick(self, law):
+        self.laws.append((law / law.sum()).tolist())
+        return int(law.argmax())
+
+
+def test_a_refused_draft_is_replaced_from_the_residual():
+    """Draft a, coin 0.7: 0.7 * 0.6 >= 0.3, so the token comes from (0, 1/3, 2/3)."""
+    dice = Coins(0.7)
+    (taken,) = draws(drawn([0], [1.0], Q, True), P, 1, dice)
+    assert taken.draft == -1
+    assert dice.laws == [pytest.approx([0, 1 / 3, 2 / 3])]
+
+
+@pytest.mark.parametrize(("coin", "token", "draft"), [(0.3, 1, 1), (0.6, 2, -1)])
+def test_siblings_without_replacement(coin, token, draft):
+    """Draws (a, b): a fails at 0.7; b of law (0, 3/4, 1/4) is tried against (0, 1/3, 2/3); if it fails, c is sure."""
+    dice, masses = Coins(0.7, coin), masses_left(Q, np.array([0, 1])).tolist()
+    (taken,) = draws(drawn([0, 1], masses, Q, False), P, 1, dice)
+    if coin == 0.6:  # 0.6 * 3/4 >= 1/3
+        assert dice.laws == [pytest.approx([0, 0, 1])]
+    assert (taken.token, taken.draft) == (token, draft)
+
+
+def test_each_node_sees_its_ancestors_and_itself():
+    """The expansion <2, 2, 1>, breadth first: the child of node 4 sees {0, 1, 4, 8}, node 5 sees {0, 2, 5}."""
+    forest = Forest.rooted([7]).grown([1, 2, 1, 2, 1, 2, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 3, 4, 5, 6])
+    trie = KVTrie([7])
+    trie.enter(forest)
+    feed = trie.feed(trie.waiting)
+    node_at = {slot: node for node, slot in enumerate(feed.slots.tolist())}
+    seen = [{node_at[slot] for slot in np.flatnonzero(row).tolist()} for row in feed.seen]
+    assert seen[8] == {0, 1, 4, 8}
+    assert seen[5] == {0, 2, 5}
+    assert feed.positions.tolist() == [0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+
+
+REJECTIONS = [  # (pair, rule, tokens, mean number of rejections), arXiv 2411.00841
+    ("EX3", "path", 2, 6 / 10), ("EX3M", "path", 1, 3 / 10), ("EX3M", "path", 2, 5 / 8), ("EX3", "traversal", 2, 27 / 50),
+    pytest.param("EX3M", "path", 3, 1849 / 2000, marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("pair", "rule", "tokens", "expected"), REJECTIONS)
+def test_rejections_of_drafts_that_reach_the_end(pair, rule, tokens, expected):
+    """The sum of total variations over contexts of the target; judged from the end, blocks are rejected less often."""
+    target, draft = PAIRS[pair]
+
+    def program(dice):
+        session = session_of(sb.speculative_sampling(9, rule), TableLM(draft), dice, tokens + 1)
+        return sum(turn.verdict.accepted < turn.forest.layers for turn in run(session, TableLM(target)))
+
+    found = exact_law(program)
+    assert sum(count * odds for count, odds in found.items()) == pytest.approx(expected)
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """Draws without replacement, of which those of small draft odds are dropped, and which still claim their law."""
+
+    drafter: TreeDrafter
+    q: Any
+
+    def draft(self, sessions, shapes):
+        (forest,) = self.drafter.draft(sessions, shapes)
+        kept = [0]
+        for node in range(1, len(forest)):
+            parent = int(forest.parents[node])
+            if parent in kept and self.q(tuple(forest.path(parent)))[forest.tokens[node]] >= 0.2:
+                kept.append(node)
+        thin = forest.selected(np.array(kept))
+        laws = [Row(np.log(self.q(tuple(thin.path(int(group.parents[0]))))), 3) for group in thin.groups]
+        return [replace(thin, groups=tuple(replace(g, law=law) for g, law in zip(thin.groups, laws, strict=True)))]
+
+    def settle(self, session, turn):
+        raise AssertionError("one turn alone")
+
+    close = settle
+
+
+@pytest.mark.parametrize(("pair", "error"), [("EX3", 0.023), ("EX3M", 0.036)])
+def test_trying_what_was_pruned_by_content_is_biased(pair, error):
+    target, draft = PAIRS[pair]
+
+    def method(lm):
+        drafter = Thinned(TreeDrafter(lm, Branching((2, 2), Distinct())), draft)
+        return sb.Method("", "", 1, lambda *_: Parts(drafter, PathRule(), FixedShape(2, 0), ""))
+
+    law, _ = law_and_mean(one_turn(method, target, draft), target, 2)
+    true = completed(target, (), 2)
+    assert max(abs(law.get(text, 0.0) - odds) for text, odds in true.items()) > error / 2
+
+
+def test_without_its_check_a_graph_has_a_cycle_that_fills_the_cap(monkeypatch):
+    draft = PAIRS["EX3M"][1]
+    monkeypatch.setattr(merged, "_reaches", lambda *_: False)
+    session, growth = session_of(sb.sampling(), None, steps=99), Graph(2, 0, 0.0, 0.0, 40)
+    session.prompt = [9]
+    sprout = Sprout.start(session, Shape(2, 0))
+    for layer in range(2):
+        paths = [tuple(sprout.forest.path(node)) for node in sprout.front]
+        growth.grow(sprout, layer, [Row(np.log(draft(path)), 3) for path in paths])
+    growth.finish(sprout)
+    assert len(sprout.forest.selected(sprout.kept)) - 1 == 39
