@@ -187,6 +187,12 @@ def test_one_beam_is_greedy_search(models, more):
 @pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix_match", "token_recycling", PromptLookup(2), "model"])
 @pytest.mark.parametrize("draft_beams", [None, 4])
 def test_one_beam_with_any_drafter_is_greedy_search(models, drafter, draft_beams):
+    if draft_beams is not None and drafter in ("prompt_lookup", "suffix_match"):
+        with pytest.raises(errors.BadSetting, match="does not look at draft_beams=4"):
+            models[0].generate(
+                **inputs_of(models[2], ["you"]), custom_generate=sb.hf.beam_search, drafter=drafter, draft_beams=4
+            )
+        return
     target, small, tokenizer = models
     inputs = inputs_of(tokenizer, ["Hello", "you"])
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)

@@ -1,8 +1,6 @@
 """Rules for one sequence on every lawful tree: exact laws, and the accepted tokens of the worked examples."""
 
 import itertools
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +21,7 @@ from specbeam.verify.traversal import TraversalRule
 from tests.support.exact import distance, exact_law
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import random_table, session_of
+from tests.support.thinned import Thinned
 
 CLOSE = 1e-12
 RULES = {"path": PathRule(), "traversal": TraversalRule(), "match": MatchRule("dice")}
@@ -223,34 +222,12 @@ def test_a_union_of_trees_has_the_paths_of_all_and_each_once():
         assert (again.tokens.tolist(), again.parents.tolist()) == (one.tokens.tolist(), one.parents.tolist())
 
 
-@dataclass(frozen=True)
-class Likely:
-    """Draws without replacement, of which those of draft odds below a fifth are dropped: a pruning by content."""
-
-    drafter: TreeDrafter
-    q: Any
-
-    def draft(self, sessions, shapes):
-        (forest,) = self.drafter.draft(sessions, shapes)
-        kept = [0]
-        for node in range(1, len(forest)):
-            parent = int(forest.parents[node])
-            if parent in kept and self.q(tuple(forest.path(parent)))[forest.tokens[node]] >= 0.2:
-                kept.append(node)
-        return [forest.selected(np.array(kept)).lost()]
-
-    def settle(self, session, turn):
-        raise AssertionError("one turn alone")
-
-    close = settle
-
-
 @pytest.mark.parametrize(("pair", "accepted"), [("EX3", 0.939138), ("EX3M", 0.953287)])
 def test_matching_on_pruned_draws(pair, accepted):
     target, draft = PAIRS[pair]
 
     def method(lm):
-        drafter = Likely(TreeDrafter(lm, Branching((2, 2), Distinct())), draft)
+        drafter = Thinned(TreeDrafter(lm, Branching((2, 2), Distinct())), draft)
         return sb.Method("", "", 1, lambda *_: Parts(drafter, MatchRule("dice"), FixedShape(2, 0), ""))
 
     law, mean = law_and_mean(one_turn(method, target, draft), target, 3)

@@ -1,13 +1,11 @@
 """What the papers' small examples say of single runs: coins, masks, rejections, and biases that must be seen."""
 
-from dataclasses import dataclass, replace
-from typing import Any
-
 import numpy as np
 import pytest
 
 import specbeam as sb
 from specbeam.control.fixed import FixedShape
+from specbeam.dice import Dice
 from specbeam.draft import merged
 from specbeam.draft.children import Distinct
 from specbeam.draft.merged import Graph
@@ -22,11 +20,12 @@ from specbeam.verify.path import PathRule
 from tests.support.exact import exact_law
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import run, session_of
+from tests.support.thinned import Thinned
 
 P, Q = np.array([0.3, 0.4, 0.3]), np.array([0.6, 0.3, 0.1])
 
 
-class Coins:
+class Coins(Dice):
     """Dice that toss these uniforms and note what they are asked to pick from."""
 
     def __init__(self, *coins):
@@ -90,36 +89,12 @@ def test_rejections_of_drafts_that_reach_the_end(pair, rule, tokens, expected):
     assert sum(count * odds for count, odds in found.items()) == pytest.approx(expected)
 
 
-@dataclass(frozen=True)
-class Thinned:
-    """Draws without replacement, of which those of small draft odds are dropped, and which still claim their law."""
-
-    drafter: TreeDrafter
-    q: Any
-
-    def draft(self, sessions, shapes):
-        (forest,) = self.drafter.draft(sessions, shapes)
-        kept = [0]
-        for node in range(1, len(forest)):
-            parent = int(forest.parents[node])
-            if parent in kept and self.q(tuple(forest.path(parent)))[forest.tokens[node]] >= 0.2:
-                kept.append(node)
-        thin = forest.selected(np.array(kept))
-        laws = [Row(np.log(self.q(tuple(thin.path(int(group.parents[0]))))), 3) for group in thin.groups]
-        return [replace(thin, groups=tuple(replace(g, law=law) for g, law in zip(thin.groups, laws, strict=True)))]
-
-    def settle(self, session, turn):
-        raise AssertionError("one turn alone")
-
-    close = settle
-
-
 @pytest.mark.parametrize(("pair", "error"), [("EX3", 0.023), ("EX3M", 0.036)])
 def test_trying_what_was_pruned_by_content_is_biased(pair, error):
     target, draft = PAIRS[pair]
 
     def method(lm):
-        drafter = Thinned(TreeDrafter(lm, Branching((2, 2), Distinct())), draft)
+        drafter = Thinned(TreeDrafter(lm, Branching((2, 2), Distinct())), draft, claims=True)
         return sb.Method("", "", 1, lambda *_: Parts(drafter, PathRule(), FixedShape(2, 0), ""))
 
     law, _ = law_and_mean(one_turn(method, target, draft), target, 2)

@@ -110,7 +110,7 @@ def _of_one_beam(drafter: "DrafterName | Drafter", draft_beams: int | None, dept
     """Greedy search, or plain sampling, with drafts."""
     if drafter == "model":
         return speculative_sampling(depth) if draft_beams is None else dsbd_recipe(1, draft_beams, depth, "fixed")
-    build = speculative(1, drafted(1, draft_beams, by_model=False), depth, drafter, EXACT, MatchRule())
+    build = speculative(1, drafted(1, draft_beams, drafter), depth, drafter, EXACT, MatchRule())
     return Method("speculative_beam_search", EXACT, 1, build)
 
 

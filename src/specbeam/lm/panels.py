@@ -70,19 +70,19 @@ if kernels.AVAILABLE:
         return _chosen(_as_it_is if panel.dtype == types.int32 else _as_float32)
 
 
-def _room_for_floats(panels, rows, depth):  # type: ignore[no-untyped-def]
+def _room_for_floats(panels: Array, rows: int, depth: int) -> Array:
     return np.empty(rows * depth, dtype=np.float32)
 
 
-def _room_for_bytes(panels, rows, depth):  # type: ignore[no-untyped-def]
+def _room_for_bytes(panels: Array, rows: int, depth: int) -> Array:
     return np.empty(rows * (depth // STEP + 1), dtype=np.int32)
 
 
-def _as_it_is(panel, depth):  # type: ignore[no-untyped-def]
+def _as_it_is(panel: Array, depth: int) -> Array:
     return panel
 
 
-def _stood_up_as_floats(x, start, rows, tall):  # type: ignore[no-untyped-def]
+def _stood_up_as_floats(x: Array, start: int, rows: int, tall: Array) -> None:
     steps = tall[: rows * x.shape[1]].reshape(x.shape[1], rows)
     for row in range(rows):
         one, here = steps[:, row], x[start + row]
@@ -90,7 +90,7 @@ def _stood_up_as_floats(x, start, rows, tall):  # type: ignore[no-untyped-def]
             one[step] = here[step]
 
 
-def _stood_up_as_bytes(x, start, rows, tall):  # type: ignore[no-untyped-def]
+def _stood_up_as_bytes(x: Array, start: int, rows: int, tall: Array) -> None:
     words = x.shape[1] // STEP
     scales = tall[rows * words : rows * (words + 1)].view(np.float32)
     for row in range(rows):
@@ -107,7 +107,7 @@ def _stood_up_as_bytes(x, start, rows, tall):  # type: ignore[no-untyped-def]
             tall[word * rows + row] = np.int32(held)
 
 
-def _as_float32(panel, depth):  # type: ignore[no-untyped-def]
+def _as_float32(panel: Array, depth: int) -> Array:
     if len(panel) == depth * WIDTH:
         return panel.view(np.float32)
     packed = panel.view(np.uint32).reshape(depth // 2, WIDTH)

@@ -57,20 +57,21 @@ def speculative_beam_search(
     """
     at_least_one(beams=beams)
     check_depth(depth)
-    ignored_unless(drafter not in ("prompt_lookup", "suffix_match"), f"drafter {drafter!r}", draft_beams=draft_beams)
-    draft_beams = drafted(beams, draft_beams, by_model=drafter == "model")
+    draft_beams = drafted(beams, draft_beams, drafter)
     build = speculative(beams, draft_beams, depth, drafter, LAW)
     return Method(
         "speculative_beam_search", LAW, beams, build, needs_draft=drafter == "model", greedy=True, search=True
     )
 
 
-def drafted(beams: int, draft_beams: int | None, by_model: bool = True) -> int:
+def drafted(beams: int, draft_beams: int | None, drafter: "DrafterName | Drafter" = "model") -> int:
     """Draft nodes per layer: those that were asked for, or some more than beams. Fewer let no layer pass."""
+    chains = drafter in ("prompt_lookup", "suffix_match")
+    ignored_unless(not chains, f"drafter {drafter!r}", draft_beams=draft_beams)
     if draft_beams is None:
         return beams + 2
     at_least_one(draft_beams=draft_beams)
-    if by_model and draft_beams < beams:
+    if drafter == "model" and draft_beams < beams:
         raise BadSetting(
             f"draft_beams is {draft_beams}, beams is {beams}; a layer can pass only if draft_beams >= beams"
         )

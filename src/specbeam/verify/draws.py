@@ -79,12 +79,13 @@ def drawn(tokens: Sequence[int], masses: Sequence[float], q: Law, replacement: b
 
     Args:
         tokens: in draw order; -1 where the parent is dead.
-        masses: of the draft law before each draw, without those drawn before; dead ones count, which `q` does not show.
+        masses: of the draft law before each draw, without those drawn before; dead ones count, which `q` does not show. 1
+            with replacement.
         q: draft law on the target's indices, float64[n]; sums to 1 less the odds of dead pairs.
     """
     law = q
     for token, mass in zip(tokens, masses, strict=True):
-        yield Candidate(token, law if replacement or mass == 1.0 else law / mass)
+        yield Candidate(token, law if mass == 1.0 else law / mass)
         if not replacement and token >= 0:
             law = _struck(law, token)
 

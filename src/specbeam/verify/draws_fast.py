@@ -31,10 +31,9 @@ def draws_fast(
     slot_p, slot_q = p, q  # target of the present slot, unnormalised; draft law on what was open when it began
     total, c, left = 1.0, 0.0, 1.0  # mass of slot_p; c and S of the residual
     drafted: list[int] = []
-    for number, (token, open_mass) in enumerate(zip(proposals, masses, strict=True)):
+    for number, (token, mass) in enumerate(zip(proposals, masses, strict=True)):
         if len(taken) == want:
             break
-        mass = 1.0 if drafted_with_replacement else open_mass
         here = max(slot_p[token] / total - c * slot_q[token], 0.0) if token >= 0 else 0.0
         accepted = token >= 0 and here > 0 and dice.flip(min(1.0, here * mass / (left * q[token])))
         if token >= 0 and not drafted_with_replacement:
