@@ -231,8 +231,7 @@ def dead_drafts_burnt(dice, p, rho, want):
     """rho is renormalised on live pairs, and yet each dead draft counts as a refusal."""
     live = rho[: len(p)] / rho[: len(p)].sum()
     drawn = [token if token < len(p) else -1 for token in drafted(dice, rho, 3, True)]
-    odds = [float(live[token]) if token >= 0 else 0.0 for token in drawn]
-    return tuple(one.token for one in draws(drawn, odds, live, p, want, dice, True, True))
+    return tuple(one.token for one in draws(drawn, [1.0] * len(drawn), live, p, want, dice, True, True))
 
 
 P, RHO = np.array([0.45, 0.3, 0.2495, 0.0005]), np.array([0.15, 0.25, 0.2, 0.4])

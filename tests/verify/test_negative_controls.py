@@ -37,7 +37,7 @@ def resample_from_p(dice):  # N1
 def duplicates_removed(count):  # N2, N2'
     def program(dice):
         tokens = list(dict.fromkeys(dice.pick(Q) for _ in range(count)))
-        return tried(drawn(tokens, masses_of(tokens), Q, True), dice)
+        return tried(drawn(tokens, [1.0] * len(tokens), Q, True), dice)
 
     return program
 
@@ -56,11 +56,11 @@ def sorted_by_q(dice):  # N4
 
 def law_not_struck(dice):  # N5
     tokens = struck(dice, 2)
-    return tried(drawn(tokens, masses_of(tokens), Q, True), dice)
+    return tried(drawn(tokens, [1.0] * len(tokens), Q, True), dice)
 
 
 def best_as_if_drawn(dice):  # N6
-    return tried(drawn([0, 1], masses_of([0, 1]), Q, True), dice)
+    return tried(drawn([0, 1], [1.0] * 2, Q, True), dice)
 
 
 def best_as_if_drawn_without_replacement(dice):  # N7
