@@ -32,6 +32,17 @@ def test_the_function_stays(family, change):
     torch.testing.assert_close(logits(large, ids), logits(model, ids), atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("short", [True, False])
+def test_numbers_are_as_short_as_those_of_the_model(short):
+    model = tiny("llama")
+    if short:
+        model = model.bfloat16().float()
+    own = Size.of(model.config)
+    large = grown(model, Size(own.hidden * 2, own.layers + 1, own.inner * 2, own.heads * 2, own.kv_heads * 2))
+    linears = [one.weight for one in large.modules() if isinstance(one, torch.nn.Linear)]
+    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in linears) == short
+
+
 @pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="needs the bundled pair")
 def test_a_number_of_parameters_becomes_a_usual_shape():
     bundled = sb.load("bundled")

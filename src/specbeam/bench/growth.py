@@ -1,7 +1,8 @@
 """Growth: a larger model with the same function, so that real agreement of a trained pair meets the cost of a real target.
 
 New layers, heads and feed-forward units write nothing, and new residual width carries zeros; everything else that is new is
-random, and costs what trained weights would cost. Speed comes from the large model, quality from the small one.
+random, and costs what trained weights would cost: numbers of bfloat16 where the model's own are, as they are in most
+checkpoints, for an engine may read those faster. Speed comes from the large model, quality from the small one.
 Positions can be added too.
 """
 
@@ -77,7 +78,8 @@ def size_for(config: Any, parameters: int) -> Size:
 
 @torch.no_grad()
 def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTrainedModel":
-    """A new model that computes the same logits up to rounding, with more weights; float32, on the host.
+    """A new model that computes the same logits up to rounding, with more weights; float32, on the host. Where the matrices
+    of the model hold numbers of bfloat16 alone, so do those of the new one.
 
     Args:
         model: of the Llama, Mistral, Qwen2 or Qwen3 family. It stays as it is.
@@ -102,6 +104,9 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         large = type(model)(config).float()
+    if _of_bfloat16(model):
+        for weight in _matrices(large):
+            weight.copy_(weight.bfloat16())
     shrunk = math.sqrt(own.hidden / size.hidden)  # a norm over more width divides by less
     large.model.embed_tokens.weight.zero_()
     _put(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
@@ -116,6 +121,14 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
         _copy(layer, source, shrunk)
     large.generation_config = copy.deepcopy(model.generation_config)
     return large.eval()
+
+
+def _of_bfloat16(model: nn.Module) -> bool:
+    return all(torch.equal(weight, weight.bfloat16().to(weight.dtype)) for weight in _matrices(model))
+
+
+def _matrices(model: nn.Module) -> list[torch.Tensor]:
+    return [one.weight for one in model.modules() if isinstance(one, (nn.Linear, nn.Embedding))]
 
 
 def _copy(layer: nn.Module, source: nn.Module, shrunk: float) -> None:
