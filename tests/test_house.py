@@ -10,6 +10,7 @@ FLOORS = [
     {"laws"},
     {"probs", "limits"},
     {"records"},
+    {"choice"},
     {"session"},
     {"lm", "settings", "drawing"},
     {"control", "grammar"},

@@ -23,6 +23,11 @@ class Clock:
         finally:
             self._switch(outer)
 
+    def move(self, name: str, seconds: float) -> None:
+        """From the present lap to one inside it."""
+        for key, more in ((self._name, -seconds), (f"{self._name}/{name}", seconds)):
+            self.seconds[key] = self.seconds.get(key, 0.0) + more
+
     def _switch(self, name: str) -> str:
         """Book the time since the last switch; give the name that it is booked on."""
         now, before = time.perf_counter(), self._name
@@ -51,3 +56,10 @@ def lap(name: str) -> AbstractContextManager[None]:
     """Book the time inside on the running clock, if there is one."""
     clock = _RUNNING.get()
     return _NOBODY_ASKS if clock is None else clock.lap(name)
+
+
+def book(name: str, since: float, share: float) -> None:
+    """Book a share of the time since then, which was measured otherwise, as a lap inside the present one."""
+    clock = _RUNNING.get()
+    if clock is not None:
+        clock.move(name, share * (time.perf_counter() - since))

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,16 +21,7 @@ from specbeam.truncation import NO_TRUNCATION, Truncation
 Pairs = Int64[np.ndarray, " _"]
 Coarse = Callable[[], UInt32[np.ndarray, "beams vocab"]]
 SLACK = 16  # candidates looked at beyond those that are wanted
-FEW, MANY = 64, 512  # of a ranking that is made by insertion
 HEAD = 14.0  # pairs whose odds are below exp(-14) of the best one's do not move a width
-
-
-class Choice(NamedTuple):
-    """Pairs that were chosen, the first `core` of them for themselves; log-likelihoods of the beams that they prolong."""
-
-    pairs: Pairs
-    core: int
-    logj: Float64[np.ndarray, " pairs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,19 +169,19 @@ class JointLaw:
         keys: UInt64[np.ndarray, " beams"] | None,
         coarse: Coarse | None,
         among: Bool[np.ndarray, " beams"],
-    ) -> Choice:
+    ) -> tuple[Pairs, int]:
         """The `count` best pairs of the beams `among` (core), and up to `width` pairs in all, the likeliest others (halo).
 
         A truncation cuts the core alone. The halo of a law that cuts is chosen without noise: it is there to be found, and
         what its maker cuts away another law may keep.
         """
-        if self.compiled and (looked := self._looked) >= 0:
-            pairs, core, logj = kernels.core_and_halo(
+        if self.compiled and (looked := self.truncation.looked) >= 0:
+            pairs, core, _ = kernels.core_and_halo(
                 self._rows, self.scores, self.log_norm, self._log_counts, _NO_NOISE if keys is None else keys, among,
                 *self._cut(looked), looked, count, width,
             )  # fmt: skip
             if core >= 0:
-                return Choice(pairs, core, logj)
+                return pairs, core
         if self.truncation.cuts:
             core = self.best(count, keys, coarse, among)
             return self.chosen(core, self.uncut.best(width) if width > len(core) else core, width)
@@ -201,12 +191,11 @@ class JointLaw:
             core = self.best(count, keys, coarse, among)
         return self.chosen(core, every, width)
 
-    def chosen(self, core: Pairs, every: Pairs, width: int) -> Choice:
-        """The core and the first of the others, `width` in all."""
+    def chosen(self, core: Pairs, every: Pairs, width: int) -> tuple[Pairs, int]:
+        """The core and the first of the others, `width` in all; and how many are core."""
         mine = set(core.tolist())
         halo = [pair for pair in every.tolist() if pair not in mine][: max(width - len(core), 0)]
-        pairs = np.array([*core.tolist(), *halo], dtype=np.int64)
-        return Choice(pairs, len(core), self.logj_at(pairs))
+        return np.array([*core.tolist(), *halo], dtype=np.int64), len(core)
 
     def _best_compiled(
         self,
@@ -222,15 +211,6 @@ class JointLaw:
         every = np.ones(self.beams, dtype=bool) if among is None else among
         return kernels.best(*law, keys, every, min(count, self.beams * self.vocab))
 
-    @property
-    def _looked(self) -> int:
-        """How many of the best pairs tell the support, at first sight: 0 where nothing is cut, -1 where none do."""
-        cut = self.truncation
-        if not cut.cuts:
-            return 0
-        looked = max(cut.top_k, cut.least) if cut.top_k else FEW
-        return -1 if cut.others or looked > MANY or not (cut.top_k or cut.top_p < 1) else looked
-
     def _cut(self, looked: int) -> tuple[float, int, float, float, int, float]:
         """The truncation, and what top-p alone has to know: the logsumexp of all."""
         cut = self.truncation
@@ -241,7 +221,7 @@ class JointLaw:
 
     def _first_ones(self) -> Pairs | None:
         """The support as a head of the ranking, where a short ranking will do."""
-        if (looked := self._looked) <= 0:
+        if (looked := self.truncation.looked) <= 0:
             return None
         pairs, known = kernels.first_ones(self._rows, self._shift, float(self.scores.max()), *self._cut(looked), looked)
         return pairs if known else None

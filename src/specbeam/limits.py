@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
@@ -35,6 +36,11 @@ class Limits:
     keep: int = 1
     early_stopping: bool | str = False
     length_penalty: float = 1.0
+
+    @cached_property
+    def ending(self) -> Int64[np.ndarray, " ends"]:
+        """`eos` for array code."""
+        return np.array(self.eos, dtype=np.int64)
 
     def ended(self, tokens: Int64[np.ndarray, " beams"], paths: Paths) -> Bool[np.ndarray, " beams"]:
         """Which beams end with their newest token; `paths()` gives all their new tokens and is called only if needed."""

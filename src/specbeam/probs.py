@@ -44,6 +44,11 @@ class Warp:
     search: bool = False
     constraint: Constrained | None = None
 
+    @property
+    def cut(self) -> Truncation:
+        """What is cut: nothing at temperature 0."""
+        return NO_TRUNCATION if self.greedy else self.truncation
+
 
 def joint_law(
     logits: Float[torch.Tensor, "beams vocab"],
@@ -74,8 +79,7 @@ def joint_law(
         counts = np.ones_like(counts)
     if warp.search:
         norm = np.where(norm > -np.inf, 0.0, -np.inf)
-    truncation = NO_TRUNCATION if warp.greedy else warp.truncation
-    return JointLaw(logits, scores, norm, counts, truncation, normalised=not warp.search)
+    return JointLaw(logits, scores, norm, counts, warp.cut, normalised=not warp.search)
 
 
 _OPTIONS = {
@@ -103,9 +107,14 @@ def picked(rows: Float[torch.Tensor, "n vocab"], places: Int64[np.ndarray, " m"]
     return rows[torch.from_numpy(places).to(rows.device)]
 
 
+def on_host(logits: Float[torch.Tensor, "rows vocab"]) -> bool:
+    """Whether these are float32 that loops can read in place."""
+    return logits.dtype == torch.float32 and logits.device.type == "cpu" and not logits.requires_grad
+
+
 def _on_host(logits: Float[torch.Tensor, "rows vocab"]) -> Float[torch.Tensor, "rows vocab"]:
     """As float32 or float64."""
-    if logits.dtype == torch.float32 and logits.device.type == "cpu" and not logits.requires_grad:
+    if on_host(logits):
         return logits
     logits = logits.detach().cpu()
     return logits if logits.dtype == torch.float64 else logits.float()
@@ -134,17 +143,23 @@ def cut(logits: Float[torch.Tensor, "rows vocab"], warp: Warp, compiled: bool = 
     vocab, cuts = logits.shape[1], warp.truncation
     if warp.greedy or not cuts.cuts:
         return [Row(logp, vocab) for logp in _warped(logits, warp)]
-    if not (compiled and (cuts.top_k or cuts.top_p < 1) and not cuts.others and logits.dtype == torch.float32):
+    known = cut_at_once(logits, warp) if compiled else None
+    if known is None:
         return [_compact(logp) for logp in _warped(logits, warp)]
+    return [one or _compact(_warped(logits[row : row + 1], warp)[0]) for row, one in enumerate(known)]
+
+
+def cut_at_once(logits: Float[torch.Tensor, "rows vocab"], warp: Warp) -> list[Row | None] | None:
+    """The same by one compiled loop, None for rows where it does not tell; None where none of them can be told."""
+    vocab, cuts = logits.shape[1], warp.truncation
+    if warp.greedy or cuts.looked < 1 or logits.dtype != torch.float32 or not kernels.AVAILABLE:
+        return None
     by = (cuts.temperature, cuts.top_k, cuts.top_p, cuts.min_p, cuts.least)
     tokens, logp, counts = kernels.truncated(np.ascontiguousarray(logits.numpy()), *by, max(MOST, cuts.least))
-    laws, start = list[Row](), 0
-    for row, count in enumerate(counts.tolist()):
-        if count >= 0:
-            laws.append(Row(logp[start : start + count], vocab, tokens[start : start + count]))
-            start += count
-        else:
-            laws.append(_compact(_warped(logits[row : row + 1], warp)[0]))
+    laws, start = list[Row | None](), 0
+    for count in counts.tolist():
+        laws.append(Row(logp[start : start + count], vocab, tokens[start : start + count]) if count > 0 else None)
+        start += max(count, 0)
     return laws
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ _FIELDS = {
     "MinPLogitsWarper": "min_p",
 }
 Values = Float[torch.Tensor, " _"]
+FEW, MANY = 64, 512  # of a ranking that is made by insertion
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,19 @@ class Truncation:
     def cuts(self) -> bool:
         """Whether any token can be lost."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or bool(self.others)
+
+    @cached_property
+    def looked(self) -> int:
+        """How many of the best values tell the support, at first sight: 0 where nothing is cut, -1 where none do."""
+        if not self.cuts:
+            return 0
+        looked = max(self.top_k, self.least) if self.top_k else FEW
+        return -1 if self.others or looked > MANY or not (self.top_k or self.top_p < 1) else looked
+
+    @cached_property
+    def told_at_once(self) -> bool:
+        """Whether the loop that has the norms of unwarped rows can cut: it knows their sum at temperature 1 alone."""
+        return self.looked == 0 or (self.looked > 0 and (self.top_k > 0 or self.temperature == 1))
 
     def support(self, x: Values, log_total: float) -> Int64[torch.Tensor, " _"]:
         """Indices that are kept, in no order. `x` are log-odds after temperature, `log_total` their logsumexp."""

@@ -182,7 +182,7 @@ def test_a_few_lanes_of_many_are_scored_without_the_others(engine):
         for node, row in zip((1, 2), rows, strict=True):
             plain = model(torch.tensor([seats[place].prompt + forest.path(node)])).logits[0, -1]
             torch.testing.assert_close(row, plain, atol=1e-4, rtol=1e-4)
-    assert not isinstance(lm.store.place.lanes, slice)
+    assert not isinstance(lm.runner.store.place.lanes, slice)
 
 
 def test_logits_of_roots_are_found_in_whatever_order_they_stand():

@@ -129,8 +129,8 @@ def test_exponentials_are_those_of_numpy():
 def test_weights_of_bfloat16_checkpoints_are_kept_in_it():
     model = tiny("llama").to(torch.bfloat16).float()
     lm, exact = HuggingFaceLM(model, engine="compiled"), HuggingFaceLM(tiny("llama"), engine="compiled")
-    assert lm.compiled.head.dtype == np.uint32
-    assert exact.compiled.head.dtype == np.float32
+    assert lm.runner.decoder.head.dtype == np.uint32
+    assert exact.runner.decoder.head.dtype == np.float32
     path = [3, 4, 5]
     expected = model(torch.tensor([path])).logits[0, -1]
     torch.testing.assert_close(scored(lm, path, Forest.rooted([5]))[0], expected, atol=2e-4, rtol=2e-4)

@@ -1,19 +1,22 @@
 """DRAFT: beams drafted by a small language model, one layer per pass."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 
-from specbeam.dice import child_keys
+from specbeam.choice import Choice, choose
+from specbeam.draft.model_fast import Draft, draft_at_once
 from specbeam.errors import BrokenProcessor, DeadEnd
 from specbeam.forest import Forest, Group
-from specbeam.laws import Choice, Coarse, JointLaw, Pairs, candidates, running
+from specbeam.laws import Coarse, JointLaw, Pairs, candidates, running
 from specbeam.lm.base import LM
 from specbeam.probs import joint_law
 from specbeam.records import Beams, Shape, Turn
 from specbeam.session import Session
+
+Rows = Float[torch.Tensor, "beams vocab"]
 
 
 @dataclass(frozen=True)
@@ -39,20 +42,42 @@ class Growing:
     forest: Forest
     front: Beams  # the newest layer, without the beams that ended
     core: Bool[np.ndarray, " beams"]  # those that the draft model itself would have kept
+    layers: int = 0
+    undecided: Rows | None = None  # logits of the front, where they are known already
 
     @classmethod
     def start(cls, session: Session, shape: Shape) -> "Growing":
         front = session.beams
         return cls(session, shape, Forest.rooted(front.tokens), front, np.ones(len(front), dtype=bool))
 
-    def wants(self, layer: int) -> bool:
-        return layer < self.shape.depth and len(self.front) > 0 and self.session.failure is None
+    @property
+    def wants(self) -> bool:
+        return self.layers < self.shape.depth and len(self.front) > 0 and self.session.failure is None
 
-    def law(self, rows: Float[torch.Tensor, "beams vocab"]) -> JointLaw:
-        front, session = self.front, self.session
-        return joint_law(
-            rows, front.scores, front.counts, session.warp, lambda: session.paths(self.forest, front.nodes)
-        )
+    def take_over(self, draft: Draft) -> None:
+        self.forest, self.front, self.core, self.layers = draft.forest, draft.front, draft.core, draft.layers
+        self.undecided = draft.undecided
+        self.session.count.draft_passes += draft.passes
+
+    def law(self, rows: Rows) -> JointLaw:
+        return joint_law(rows, self.front.scores, self.front.counts, self.session.warp, self.paths)
+
+    def paths(self) -> Int64[np.ndarray, "beams length"]:
+        return self.session.paths(self.forest, self.front.nodes)
+
+    def coarse(self, vocab: int) -> Coarse:
+        """The noise of the front."""
+        return lambda: self.session.coarse_noise(self.front.keys, vocab)
+
+    def hang(self, choice: Choice, group: Group, nodes: Int64[np.ndarray, " pairs"], counts: np.ndarray) -> None:
+        """A layer of drawn pairs; ends have no node."""
+        layer = Beams(nodes, choice.tokens, choice.scores, counts, choice.keys)
+        core, parents = np.arange(len(nodes)) < choice.core, choice.parents
+        if choice.ends.any():
+            going = ~choice.ends
+            layer, core, parents = layer.pick(going), core[going], parents[going]
+        self.forest = self.forest.grown(layer.tokens, self.front.nodes[parents], groups=(group,))
+        self.front, self.core, self.layers = layer, core, self.layers + 1
 
 
 @dataclass(frozen=True)
@@ -74,22 +99,35 @@ class BeamDrafter:
     coupling: str = "noise"
     replacement: bool = False
     search: bool = False
+    at_once: bool = field(default=True, repr=False)  # False: layer by layer, as the oracle of the loop
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         growing = [Growing.start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
-        for layer in range(max(shape.depth for shape in shapes)):
-            active = [one for one in growing if one.wants(layer)]
-            if not active:
-                break
-            rows = self.lm.extend([one.session for one in active], [one.forest for one in active])
-            for one, logits in zip(active, rows, strict=True):
-                one.session.count.draft_passes += 1
+        if len(growing) == 1:
+            self._ahead(growing[0])
+        while active := [one for one in growing if one.wants]:
+            for one, logits in zip(active, self._rows(active), strict=True):
                 with one.session.failing_alone("draft model: "):
                     try:
-                        self._grow(one, one.law(logits))
+                        self._grow(one, logits)
                     except (DeadEnd, BrokenProcessor):  # on a draft's path; the target need not go there
                         one.front = one.front.pick(np.zeros(0, dtype=np.int64))
         return [one.forest for one in growing]
+
+    def _ahead(self, one: Growing) -> None:
+        """What a loop can draft without looking at anything else."""
+        if self.at_once and not self.search and (self.coupling == "noise" or one.session.warp.greedy):
+            draft = draft_at_once(self.lm, one.session, one.shape, self.beams)
+            if draft is not None:
+                one.take_over(draft)
+
+    def _rows(self, active: list[Growing]) -> list[Rows]:
+        if active[0].undecided is not None:  # then it is alone
+            known, active[0].undecided = active[0].undecided, None
+            return [known]
+        for one in active:
+            one.session.count.draft_passes += 1
+        return self.lm.extend([one.session for one in active], [one.forest for one in active])
 
     def settle(self, session: Session, turn: Turn) -> None:
         self.lm.settle(session, turn)
@@ -97,46 +135,39 @@ class BeamDrafter:
     def close(self, session: Session) -> None:
         self.lm.close(session)
 
-    def _grow(self, one: Growing, law: JointLaw) -> None:
-        front, greedy = one.front, one.session.warp.greedy
-        if self.coupling == "noise" or greedy:
-            drawn, core, logj = self._by_noise(one, law)
+    def _grow(self, one: Growing, logits: Rows) -> None:
+        if self.coupling == "noise" or one.session.warp.greedy:
+            choice = self._by_noise(one, logits)
+            counts = np.ones_like(choice.tokens)
+            draws: slice | np.ndarray = slice(None)
         else:
-            drawn = _drawn(one, law, self.replacement)
-            core, logj = len(drawn), law.logj_at(drawn)
-        pairs, draws, counts = drawn, np.arange(len(drawn)), np.ones_like(drawn)
-        if self.replacement:
-            pairs, draws, counts = _merged(drawn)
-            logj = law.logj_at(pairs)
-        parents, tokens = np.divmod(pairs, law.vocab)
-        going = ~one.session.limits.ends(tokens)
-        nodes = np.where(going, len(one.forest) - 1 + going.cumsum(), -1)
-        known = None if greedy else law
-        group = Group(front.nodes, parents[draws], tokens[draws], nodes[draws], known, self.replacement)
-        layer = Beams(nodes, tokens, logj, counts, child_keys(front.keys[parents], tokens))
-        is_core = np.arange(len(pairs)) < core
-        if not going.all():
-            layer, is_core, parents = layer.pick(going), is_core[going], parents[going]
-        one.forest = one.forest.grown(layer.tokens, front.nodes[parents], groups=(group,))
-        one.front, one.core = layer, is_core
+            choice, draws, counts = _by_dice(one, one.law(logits), self.replacement)
+        nodes = np.arange(len(one.forest), len(one.forest) + len(choice.tokens))
+        if choice.ends.any():
+            nodes = np.where(choice.ends, -1, len(one.forest) - 1 + (~choice.ends).cumsum())
+        law = None if one.session.warp.greedy else choice.law
+        parents, tokens = choice.parents[draws], choice.tokens[draws]
+        one.hang(choice, Group(one.front.nodes, parents, tokens, nodes[draws], law, self.replacement), nodes, counts)
 
-    def _by_noise(self, one: Growing, law: JointLaw) -> Choice:
+    def _by_noise(self, one: Growing, logits: Rows) -> Choice:
         """Core first, then halo. Any choice is lawful: the target's own choice does not look at it."""
-        keys = None if one.session.warp.greedy else one.front.keys
-        coarse = lambda: one.session.coarse_noise(one.front.keys, law.vocab)  # noqa: E731
-        width = one.shape.width
         if self.search:
-            return self._by_search(one, law, keys, coarse)
-        return law.core_and_halo(min(self.beams, width), width, keys, coarse, one.core)
+            return self._by_search(one, one.law(logits))
+        width, session = one.shape.width, one.session
+        return choose(
+            logits, one.front, session.warp, one.paths, min(self.beams, width), width, one.core, session.limits,
+            one.coarse(logits.shape[1]),
+        )  # fmt: skip
 
-    def _by_search(self, one: Growing, law: JointLaw, keys: np.ndarray | None, coarse: Coarse) -> Choice:
-        ends, width = one.session.limits.eos, one.shape.width
-        looked = candidates(self.beams, len(ends))
+    def _by_search(self, one: Growing, law: JointLaw) -> Choice:
+        limits, width = one.session.limits, one.shape.width
+        keys, coarse = None if one.session.warp.greedy else one.front.keys, one.coarse(law.vocab)
+        looked = candidates(self.beams, len(limits.eos))
         pairs = law.best(looked, keys, coarse, among=one.core)
-        ended = one.session.limits.ends(pairs % law.vocab)
-        core = pairs[running(law, pairs, ended, min(self.beams, width))]
-        every = law.best(width + len(ends) * law.beams, keys, coarse)
-        return law.chosen(core, every[~one.session.limits.ends(every % law.vocab)], width)
+        core = pairs[running(law, pairs, limits.ends(pairs % law.vocab), min(self.beams, width))]
+        every = law.best(width + len(limits.eos) * law.beams, keys, coarse)
+        pairs, many = law.chosen(core, every[~limits.ends(every % law.vocab)], width)
+        return Choice.of(pairs, law, one.front.keys, limits, many)
 
 
 def _merged(drawn: Pairs) -> tuple[Pairs, Int64[np.ndarray, " draws"], Int64[np.ndarray, " _"]]:
@@ -146,6 +177,17 @@ def _merged(drawn: Pairs) -> tuple[Pairs, Int64[np.ndarray, " draws"], Int64[np.
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     return pairs[order], place[which], counts[order]
+
+
+def _by_dice(
+    one: Growing, law: JointLaw, replacement: bool
+) -> tuple[Choice, Int64[np.ndarray, " draws"], Int64[np.ndarray, " pairs"]]:
+    """The pairs that were drawn, which of them each draw is, and how often each was drawn."""
+    pairs = drawn = _drawn(one, law, replacement)
+    draws, counts = np.arange(len(drawn)), np.ones_like(drawn)
+    if replacement:
+        pairs, draws, counts = _merged(drawn)
+    return Choice.of(pairs, law, one.front.keys, one.session.limits, len(drawn)), draws, counts
 
 
 def _drawn(one: Growing, law: JointLaw, replacement: bool) -> np.ndarray:

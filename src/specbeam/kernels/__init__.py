@@ -9,15 +9,17 @@ from specbeam.kernels.noise import child_keys
 from specbeam.kernels.races import odds_of_noise
 from specbeam.kernels.ranking import best, largest, ranked
 from specbeam.kernels.sums import log_norm, pick
-from specbeam.kernels.truncation import core_and_halo, first_ones, shifts, truncated
+from specbeam.kernels.truncation import Way, core_and_halo, first_ones, layer, shifts, truncated
 
 __all__ = [
     "AVAILABLE",
+    "Way",
     "best",
     "child_keys",
     "core_and_halo",
     "first_ones",
     "largest",
+    "layer",
     "log_norm",
     "odds_of_noise",
     "pick",

@@ -1,8 +1,11 @@
 """Truncation as a head of the ranking, and the choice of a draft layer."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from specbeam.kernels.compiling import BLOCK, Array, compiled
+from specbeam.kernels.noise import child_keys
 from specbeam.kernels.ranking import best, largest, ranked
 from specbeam.kernels.sums import INF_RANK, MINUS_INF_RANK, extremes, log_norm
 
@@ -105,6 +108,65 @@ def core_and_halo(
         beam = pairs[place] // vocab
         logj[place] = logits[beam, pairs[place] % vocab] + shift[beam]
     return pairs[:held], len(core), logj
+
+
+class Way(NamedTuple):
+    """How a layer is chosen."""
+
+    noisy: bool  # False: the best pairs without noise, each beam once
+    temperature: float
+    top_k: int
+    top_p: float  # without top-k the temperature must be 1
+    min_p: float
+    least: int
+    looked: int  # see `core_and_halo`
+    core: int  # pairs to be chosen for themselves
+    width: int  # pairs in all, at least
+    eos: Array  # int64[ends]
+
+
+@compiled
+def layer(
+    logits: Array, places: Array, scores: Array, counts: Array, keys: Array, among: Array, way: Way
+) -> tuple[Array, Array, Array, Array, Array, Array, int]:
+    """`choice.choose` in one go: the norms of the rows; parents, tokens, scores and keys of the prolonged beams, which of
+    them end; how many are core, -1 where this does not tell, or where the logits are none or leave nothing to draw.
+
+    Args:
+        places: rows of the beams; empty: all of them.
+    """
+    x = logits
+    if len(places) > 0:
+        x = np.empty((len(places), logits.shape[1]), dtype=logits.dtype)
+        for beam in range(len(places)):
+            x[beam] = logits[places[beam]]
+    vocab, norm = x.shape[1], log_norm(x)
+    pairs, core, logj = np.empty(0, dtype=np.int64), -1, np.empty(0)
+    sound, some = True, False
+    for beam in range(len(norm)):
+        sound &= norm[beam] < np.inf  # nor NaN
+        some |= norm[beam] > -np.inf
+    if sound and some:
+        log_total = np.nan
+        if way.looked > 0 and way.top_k == 0:  # each row has the odds of its beam
+            top, total = scores.max(), 0.0
+            for beam in range(len(scores)):
+                total += np.exp(scores[beam] - top) if norm[beam] > -np.inf else 0.0
+            log_total = np.log(total)
+        log_counts = np.log(counts) if way.noisy else np.zeros(len(counts))
+        pairs, core, logj = core_and_halo(
+            x, scores, norm, log_counts, keys if way.noisy else keys[:0], among, way.temperature, way.top_k, way.top_p,
+            way.min_p, way.least, log_total, way.looked, way.core, way.width,
+        )  # fmt: skip
+    held = len(pairs) if core >= 0 else 0
+    parents, tokens = np.empty(held, dtype=np.int64), np.empty(held, dtype=np.int64)
+    above, ends = np.empty(held, dtype=np.uint64), np.zeros(held, dtype=np.bool_)
+    for place in range(held):
+        parents[place], tokens[place] = pairs[place] // vocab, pairs[place] % vocab
+        above[place] = keys[parents[place]]
+        for end in way.eos:
+            ends[place] |= tokens[place] == end
+    return norm, parents, tokens, logj, child_keys(above, tokens), ends, core
 
 
 @compiled

@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float32, Int64
+from jaxtyping import Bool, Float32, Int64
 from torch import Tensor, nn
 
 from specbeam import kernels
 from specbeam.kernels.compiling import Array
+from specbeam.lm.attention import Masks
 from specbeam.lm.kv_store import PanelStore
+from specbeam.lm.lane import CompiledLane
 from specbeam.lm.lean import head_size, is_plain_llama
-from specbeam.lm.loops import all_layers, normed
-from specbeam.lm.panels import Kind, fits_bfloat16, in_panels, multiply
+from specbeam.lm.loops import all_layers, scored
+from specbeam.lm.one_lane import OneLane
+from specbeam.lm.panels import Kind, fits_bfloat16, in_panels
 from specbeam.lm.sums import STEP, WIDTH
 
 if TYPE_CHECKING:
@@ -36,6 +39,20 @@ class Weights(NamedTuple):
     gate_up: Array
     down: Array
     inner: int
+
+
+class Model(NamedTuple):
+    """What loops read of a model."""
+
+    embedding: Array  # float32[vocab, hidden]
+    weights: Weights
+    angles: Array  # float32[2, positions, size / 2]
+    eps: float
+    heads: int
+    kinds: Array  # int64[layers]: which kind of attention a layer has
+    last_norm: Array
+    head: Array  # in panels
+    vocab: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,32 +89,54 @@ class CompiledDecoder:
         named = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self.names = list(dict.fromkeys(named))
         self.kinds = np.array([self.names.index(name) for name in named])
+        self.model = Model(
+            self.embedding,
+            self.weights,
+            self.angles,
+            self.eps,
+            self.heads,
+            self.kinds,
+            self.last_norm,
+            self.head,
+            self.vocab,
+        )
 
     def store(self) -> PanelStore:
         return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH)
 
-    def forward(self, rows: Rows, store: PanelStore, wanted: Int64[np.ndarray, " m"]) -> Float[Tensor, "m vocab"]:
-        """Logits of the `wanted` rows; keys and values of all are stored.
+    def forward(self, rows: Rows, store: PanelStore) -> Float32[np.ndarray, "n hidden"]:
+        """What `logits` are made from, for all rows; keys and values of all are stored.
 
         Raises `IndexError` for tokens and positions that the model does not have: loops would read beyond its arrays.
         """
         if rows.positions.max() >= self.angles.shape[1]:
             raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[1]}")
-        x = self.embedding[rows.tokens]
+        x = self.embedding.take(rows.tokens, 0)
         seen = np.array([rows.seen[name] for name in self.names])
-        reach = seen.shape[2] - seen[:, :, ::-1].argmax(2)
         with _on_threads(self.threads) as threads:
             all_layers(
-                x, self.weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen, reach,
+                x, self.weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen,
                 self.kinds, store.keys_by_panel, store.values_by_slot, threads,
             )  # fmt: skip
-            return torch.from_numpy(self._scored(x[wanted], threads))
+        return x
 
-    def _scored(self, x: Float32[np.ndarray, "m hidden"], threads: int) -> Float32[np.ndarray, "m vocab"]:
-        h, logits = np.empty_like(x), np.empty((len(x), len(self.head) * WIDTH), dtype=np.float32)
-        normed(x, self.last_norm, self.eps, h)
-        multiply(h, self.head, logits, threads)
-        return logits[:, : self.vocab]
+    def windows(self, masks: Masks) -> Int64[np.ndarray, " kinds"]:
+        """Tokens that each kind of layer looks back on, itself included; 0: all."""
+        known = masks.windows if masks.by_layer else dict.fromkeys(self.names, masks.window)
+        return np.array([known[name] or 0 for name in self.names], dtype=np.int64)
+
+    @contextmanager
+    def alone(self, lane: CompiledLane, store: PanelStore, windows: Int64[np.ndarray, " kinds"]) -> Iterator[OneLane]:
+        """A session for loops of its own; there must be room in its lane and in the store."""
+        with _on_threads(self.threads) as threads:
+            yield OneLane(
+                lane.trie.arrays, lane.outputs, self.model, windows, store.keys_by_panel, store.values_by_slot, lane.row,
+                threads,
+            )  # fmt: skip
+
+    def logits(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m vocab"]:
+        with _on_threads(self.threads) as threads:
+            return scored(x, self.last_norm, self.eps, self.head, self.vocab, threads)
 
 
 _ONE_AT_A_TIME = threading.Lock()  # numba's threads serve one caller

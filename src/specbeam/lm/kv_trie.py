@@ -12,6 +12,8 @@ itself. They are stored with the next pass, each once, however many beams share 
              parents of pending ones  a parent always stands before its children
     pending  a small forest on them
     root_at  local node of each root
+
+The books are arrays with room behind what is used; loops of `lm/trie_steps.py` keep them.
 """
 
 from dataclasses import dataclass
@@ -20,11 +22,22 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from specbeam.forest import Forest
-from specbeam.kernels.compiling import Array, compiled
+from specbeam.lm.trie_steps import (
+    BLOCK,
+    EXTENT,
+    HELD,
+    KNOWN,
+    PEAK,
+    SIZE,
+    STORED,
+    WASTE,
+    Trie,
+    entered,
+    fed,
+    hung,
+    kept,
+)
 from specbeam.records import Turn
-
-WASTE = 0  # a slot that nobody sees: padding is written there
-BLOCK = 64  # capacities are multiples of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,152 +57,159 @@ class KVTrie:
     """Bookkeeping of one lane, on the host. The keys and values themselves lie in a `KVStore`."""
 
     def __init__(self, prompt: list[int]) -> None:
-        self.capacity = BLOCK
-        self.slot_position = np.zeros(self.capacity, dtype=np.int64)
-        self.used = np.zeros(self.capacity, dtype=bool)  # slots that somebody sees
-        self.peak = 0
         # Local node 0 is the empty path before the prompt: stored, sees nothing. Pending nodes stand behind stored ones.
-        self.tokens = np.array([-1, *prompt], dtype=np.int64)
-        self.parents = np.arange(-1, len(prompt), dtype=np.int64)
-        self.positions = self.parents.copy()
-        self.stored = 1  # local nodes that are stored; they are the first ones
-        self._seen = np.zeros(
-            (BLOCK, self.capacity), dtype=bool
-        )  # by local node, itself included; more rows than stored
-        self.root_at = np.array([len(prompt)], dtype=np.int64)
-        self.local = self.root_at  # local node of each forest node known in this turn
+        size = 1 + len(prompt)
+        nodes = np.zeros((3, -(-2 * size // BLOCK) * BLOCK), dtype=np.int64)
+        nodes[0, :size], nodes[1:, :size] = [-1, *prompt], np.arange(-1, len(prompt))
+        local, books = np.zeros(BLOCK, dtype=np.int64), np.zeros(6, dtype=np.int64)
+        local[0], books[[SIZE, STORED, KNOWN, EXTENT]] = len(prompt), [size, 1, 1, WASTE + 1]
+        seen, slots = np.zeros((BLOCK, BLOCK), dtype=bool), np.zeros(BLOCK, dtype=np.int64)
+        self.arrays = Trie(nodes, local, seen, np.zeros(BLOCK, dtype=bool), slots, books)
+        self.root_at = local[:1].copy()
+
+    @property
+    def capacity(self) -> int:
+        return len(self.arrays.used)
+
+    @property
+    def size(self) -> int:
+        """Local nodes."""
+        return int(self.arrays.books[SIZE])
+
+    @property
+    def stored(self) -> int:
+        """Local nodes that are stored; they are the first ones."""
+        return int(self.arrays.books[STORED])
+
+    @property
+    def known(self) -> int:
+        """Forest nodes known in this turn."""
+        return int(self.arrays.books[KNOWN])
+
+    @property
+    def held(self) -> int:
+        """Tokens stored."""
+        return int(self.arrays.books[HELD])
+
+    @property
+    def extent(self) -> int:
+        """One past the last slot in use: what attention has to look at."""
+        return int(self.arrays.books[EXTENT])
+
+    @property
+    def peak(self) -> int:
+        """Most tokens stored so far."""
+        return int(self.arrays.books[PEAK])
+
+    @property
+    def tokens(self) -> Int64[np.ndarray, " size"]:
+        return self.arrays.nodes[0, : self.size]
+
+    @property
+    def parents(self) -> Int64[np.ndarray, " size"]:
+        return self.arrays.nodes[1, : self.size]
+
+    @property
+    def positions(self) -> Int64[np.ndarray, " size"]:
+        return self.arrays.nodes[2, : self.size]
+
+    @property
+    def local(self) -> Int64[np.ndarray, " known"]:
+        """Local node of each forest node known in this turn."""
+        return self.arrays.local[: self.known]
 
     @property
     def seen(self) -> Bool[np.ndarray, "stored capacity"]:
         """The slots on the path to each stored node."""
-        return self._seen[: self.stored]
+        return self.arrays.seen[: self.stored]
+
+    @property
+    def used(self) -> Bool[np.ndarray, " capacity"]:
+        """Slots that somebody sees."""
+        return self.arrays.used
+
+    @property
+    def slot_position(self) -> Int64[np.ndarray, " capacity"]:
+        return self.arrays.slot_position
 
     @property
     def waiting(self) -> int:
         """Local nodes that are not stored yet."""
-        return len(self.tokens) - self.stored
+        return self.size - self.stored
 
     @property
     def ahead(self) -> int:
         """Local nodes that are not stored yet before the first root, whose logits nobody asks for."""
         return max(int(self.root_at.min()) - self.stored, 0)
 
-    @property
-    def held(self) -> int:
-        """Tokens stored."""
-        return int(np.count_nonzero(self.used))
-
-    @property
-    def extent(self) -> int:
-        """One past the last slot in use: what attention has to look at."""
-        behind = int(self.used[::-1].argmax())  # free slots at the end; 0 also if all are free
-        return self.capacity - behind if self.used[self.capacity - 1 - behind] else WASTE + 1
-
     def enter(self, forest: Forest) -> None:
         """Take in the nodes of the forest that are new."""
-        known = len(self.local)
-        start, fresh = len(self.tokens), len(forest) - known
-        if fresh > 0:
-            self.local = np.concatenate([self.local, np.arange(start, start + fresh)])
-            self._append(forest.tokens[known:], self.local[forest.parents[known:]])
+        if len(forest) > self.known:
+            self.make_room(len(forest) - self.known)
+            entered(self.arrays, forest.tokens, forest.parents)
 
-    def _append(self, tokens: Int64[np.ndarray, " n"], parents: Int64[np.ndarray, " n"]) -> None:
-        if len(tokens) == 0:
-            return
-        start = len(self.tokens)
-        self.tokens = np.concatenate([self.tokens, tokens])
-        self.parents = np.concatenate([self.parents, parents])
-        self.positions = np.concatenate([self.positions, parents])
-        _count_down(self.parents, self.positions, start)
+    def make_room(self, more: int) -> None:
+        """For so many more nodes, stored ones too."""
+        arrays, size = self.arrays, self.size + more
+        changed: dict[str, np.ndarray] = {}
+        if size > arrays.nodes.shape[1]:
+            changed["nodes"] = np.pad(arrays.nodes, ((0, 0), (0, size)))
+        if self.known + more > len(arrays.local):
+            changed["local"] = np.pad(arrays.local, (0, self.known + more))
+        if changed:
+            self.arrays = arrays._replace(**changed)
+
+    def make_slots(self, more: int) -> None:
+        """For so many more stored nodes. At least double, so that growing costs little in the long run."""
+        arrays, rows, slots = self.arrays, self.stored + more, self.held + more + 1  # the waste slot is nobody's
+        if rows > len(arrays.seen):
+            self.arrays = arrays = arrays._replace(seen=np.pad(arrays.seen, ((0, max(rows, len(arrays.seen))), (0, 0))))
+        if slots > self.capacity:
+            wider = -(-max(2 * self.capacity, slots) // BLOCK) * BLOCK - self.capacity
+            self.arrays = arrays._replace(
+                seen=np.pad(arrays.seen, ((0, 0), (0, wider))),
+                used=np.pad(arrays.used, (0, wider)),
+                slot_position=np.pad(arrays.slot_position, (0, wider)),
+            )
 
     def feed(self, most: int) -> Feed:
         """Give slots to the first `most` pending nodes; from here on they count as stored."""
-        start, stop = self.stored, min(self.stored + most, len(self.tokens))
-        parents, positions = self.parents[start:stop], self.positions[start:stop]
-        slots = self._free(stop - start)
-        if stop > len(self._seen):
-            self._seen = np.pad(self._seen, ((0, max(stop, 2 * len(self._seen)) - len(self._seen)), (0, 0)))
-        _look_back(self._seen, parents, slots, start)
-        self.stored = stop
-        self.used[slots] = True
-        self.slot_position[slots] = positions
-        self.peak = max(self.peak, self.held)
-        return Feed(self.tokens[start:stop], positions, slots, self._seen[start:stop])
-
-    def _free(self, count: int) -> Int64[np.ndarray, " n"]:
-        free = np.flatnonzero(~self.used)[1:]  # all but the waste slot, which nobody uses
-        if len(free) >= count:
-            return free[:count]
-        self._grow(self.capacity + count - len(free))
-        return self._free(count)
-
-    def _grow(self, least: int) -> None:
-        """At least double, so that growing costs little in the long run."""
-        capacity = -(-max(2 * self.capacity, least) // BLOCK) * BLOCK
-        more = capacity - self.capacity
-        self._seen = np.pad(self._seen, ((0, 0), (0, more)))
-        self.slot_position, self.used = np.pad(self.slot_position, (0, more)), np.pad(self.used, (0, more))
-        self.capacity = capacity
+        start, stop = self.stored, min(self.stored + most, self.size)
+        self.make_slots(stop - start)
+        slots = np.empty(stop - start, dtype=np.int64)
+        fed(self.arrays, slots)
+        nodes = self.arrays.nodes[:, start:stop]
+        return Feed(nodes[0], nodes[2], slots, self.arrays.seen[start:stop])
 
     def forget_inner(self) -> None:
         """Between the chunks of a long prompt: only the newest stored node is still needed. Not inside a turn."""
         self._keep(self.root_at)
 
-    def settle(self, turn: Turn) -> Int64[np.ndarray, " beams"]:
-        """Keep the paths to the surviving beams, free the rest; gives the names that the roots had in the turn."""
+    def settle(self, turn: Turn) -> tuple[Int64[np.ndarray, " left"], Int64[np.ndarray, " beams"]]:
+        """Keep the paths to the surviving beams, free the rest. Gives the names that the nodes that are left, and the roots,
+        had in the turn.
+        """
         self.enter(turn.forest)
-        survivors, parents = turn.verdict.beams, turn.verdict.parents
-        fresh = np.flatnonzero(survivors.nodes < 0)
-        start = len(self.tokens)
-        self._append(survivors.tokens[fresh], self.local[parents[fresh]])
-        leaves = self.local[survivors.nodes]
-        leaves[fresh] = np.arange(start, len(self.tokens))
-        self._keep(leaves)
-        return leaves
+        survivors = turn.verdict.beams
+        self.make_room(len(survivors))
+        leaves = hung(self.arrays, survivors.nodes, survivors.tokens, turn.verdict.parents)
+        return self._keep(leaves), leaves
 
-    def _keep(self, leaves: Int64[np.ndarray, " beams"]) -> None:
-        """Rename the local nodes: stored leaves and stored parents of pending nodes first, then what is pending."""
-        parents, front, kept = (
-            self.parents.tolist(),
-            set(leaves.tolist()),
-            set[int](),
-        )  # few nodes: arrays would cost more
-        while front:
-            kept.update(front)
-            front = {parents[node] for node in front if node >= self.stored}
-        names = sorted(kept)
-        renamed = {node: name for name, node in enumerate(names)}
-        stored = [node for node in names if node < self.stored]
-        above = [-1] * len(stored) + [renamed[parents[node]] for node in names[len(stored) :]]
-        self.parents = np.array(above, dtype=np.int64)
-        self.tokens, self.positions = self.tokens[names], self.positions[names]
-        self.stored = len(stored)
-        self._seen[: self.stored] = self._seen[stored]
-        self.used = np.asarray(self.seen.any(0))
-        self.root_at = self.local = np.array([renamed[node] for node in leaves.tolist()], dtype=np.int64)
+    def _keep(self, leaves: Int64[np.ndarray, " beams"]) -> Int64[np.ndarray, " left"]:
+        if len(leaves) > len(self.arrays.local):
+            self.make_room(len(leaves))
+        former = kept(self.arrays, leaves)
+        self.root_at = self.local.copy()
+        return former
 
     def compact(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Close the holes: (from, to) slots that the store has to move. Slots before the first hole stay."""
         used = np.flatnonzero(self.used)
         goal = np.arange(1, len(used) + 1)
-        kept = self.seen[:, used]
+        seen = self.seen[:, used]
         self.seen[:], self.used[:] = False, False
-        self.seen[:, goal], self.used[goal] = kept, True
+        self.seen[:, goal], self.used[goal] = seen, True
         self.slot_position[goal] = self.slot_position[used]
+        self.arrays.books[EXTENT] = len(used) + 1
         moved = used != goal
         return used[moved], goal[moved]
-
-
-@compiled
-def _count_down(parents: Array, positions: Array, start: int) -> None:
-    """Positions of the nodes from `start` on; a parent stands before its children."""
-    for node in range(start, len(parents)):
-        positions[node] = positions[parents[node]] + 1
-
-
-@compiled
-def _look_back(seen: Array, parents: Array, slots: Array, start: int) -> None:
-    """What the nodes from `start` on see: what their parents see, and their own slots."""
-    for place in range(len(parents)):
-        seen[start + place] = seen[parents[place]]
-        seen[start + place, slots[place]] = True

@@ -190,13 +190,13 @@ def kept(qkv: Array, heads: int, rows: Array, slots: Array, keys: Array, values:
 @compiled
 def all_layers(
     x: Array, weights: Any, angles: Array, eps: float, heads: int, positions: Array, rows: Array, slots: Array, seen: Array,
-    reach: Array, kinds: Array, keys: Array, values: Array, threads: int,
+    kinds: Array, keys: Array, values: Array, threads: int,
 ) -> None:  # fmt: skip
     """The layers one after the other, on x: float32[rows, hidden], in place.
 
     Args:
         weights: `Weights`.
-        seen: bool[kinds, rows, slots]; reach: int64[kinds, rows]; kinds: int64[layers], which of them a layer goes by.
+        seen: bool[kinds, rows, slots]; kinds: int64[layers], which of them a layer goes by.
         keys, values: of all layers; see `attend`.
     """
     count, hidden = x.shape
@@ -207,7 +207,7 @@ def all_layers(
     out = np.empty((count, weights.out.shape[1] * WIDTH), dtype=np.float32)
     both = np.empty((count, weights.gate_up.shape[1] * WIDTH), dtype=np.float32)
     wide = np.empty((count, weights.inner), dtype=np.float32)
-    scale = np.float32(1 / np.sqrt(size))
+    scale, reach = np.float32(1 / np.sqrt(size)), _reach(seen)
     for layer in range(len(kinds)):
         normed(x, weights.before_attention[layer], eps, h)
         multiply(h, weights.qkv[layer], qkv, threads)
@@ -225,6 +225,32 @@ def all_layers(
         gated(both, weights.inner, wide)
         multiply(wide, weights.down[layer], out, threads)
         _add(x, out)
+
+
+@compiled
+def _reach(seen: Array) -> Array:
+    """int64[kinds, rows]: one past the last slot that a row sees."""
+    kinds, rows, slots = seen.shape
+    reach = np.zeros((kinds, rows), dtype=np.int64)
+    for kind in range(kinds):
+        for row in range(rows):
+            last = slots
+            while last > 0 and not seen[kind, row, last - 1]:
+                last -= 1
+            reach[kind, row] = last
+    return reach
+
+
+@compiled
+def scored(x: Array, weight: Array, eps: float, head: Array, vocab: int, threads: int) -> Array:
+    """Logits of rows behind the last layer."""
+    h, logits = np.empty_like(x), np.empty((len(x), len(head) * WIDTH), dtype=np.float32)
+    if len(x) > 0:
+        normed(x, weight, eps, h)
+        multiply(h, head, logits, threads)
+    if logits.shape[1] > vocab:
+        logits = logits[:, :vocab].copy()
+    return logits
 
 
 @compiled

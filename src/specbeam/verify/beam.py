@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 
+from specbeam.choice import Choice, choose
 from specbeam.control.accepted import odds_of_noise, odds_of_rejection
 from specbeam.control.width import Width
-from specbeam.dice import child_keys
 from specbeam.errors import DeadEnd
 from specbeam.forest import Forest, Group
-from specbeam.laws import Choice, JointLaw, Pairs
+from specbeam.laws import JointLaw, Pairs
 from specbeam.limits import Ended
 from specbeam.probs import joint_law, picked
 from specbeam.records import Audit, Beams, Step, Trial, Verdict
@@ -34,12 +34,28 @@ class Layer:
     session: Session
     forest: Forest
     live: Beams
-    law: JointLaw
+    scored: Float[torch.Tensor, "nodes vocab"]
     group: Group | None  # None behind the last draft layer
 
     @property
     def vocab(self) -> int:
-        return self.law.vocab
+        return self.scored.shape[1]
+
+    @cached_property
+    def law(self) -> JointLaw:
+        live, rows = self.live, picked(self.scored, self.live.nodes)
+        return joint_law(rows, live.scores, live.counts, self.session.warp, self._paths)
+
+    def _paths(self) -> Int64[np.ndarray, "beams length"]:
+        return self.session.paths(self.forest, self.live.nodes)
+
+    def chosen(self, count: int) -> Choice:
+        """The best pairs of log-law plus noise: draws without replacement (Gumbel-top-k) that do not look at the drafts."""
+        session, live = self.session, self.live
+        return choose(
+            self.scored, live, session.warp, self._paths, count, 0, np.ones(len(live), dtype=bool), session.limits,
+            lambda: session.coarse_noise(live.keys, self.vocab), live.nodes, self.__dict__.get("law"),
+        )  # fmt: skip
 
     @cached_property
     def beam_of(self) -> dict[int, int]:
@@ -55,7 +71,7 @@ class Layer:
 
     def accepted(self, most: int, by_noise: bool) -> Odds:
         """Odds that 0, 1, 2, ... draws are all drafts, from the pairs that carry the target's law."""
-        pairs, drafts = self.law.head(), len(self.drafts)
+        pairs, drafts = self.law.head(), self.drafted
         draft = self.group.law if self.group is not None else None
         if not by_noise:
             return odds_of_rejection(*self.laws(pairs), drafts)
@@ -100,6 +116,11 @@ class Layer:
         return self.group.law.odds(self.row_of[beams], tokens)
 
     @property
+    def drafted(self) -> int:
+        """How many drafts there are."""
+        return 0 if self.group is None else len(self.group.draw_tokens)
+
+    @property
     def drafts(self) -> list[tuple[int, int]]:
         """(parent node, token) of each draft draw, in draw order."""
         if self.group is None:
@@ -113,27 +134,25 @@ class Layer:
         beams = ((self.beam_of.get(parent, -1), token) for parent, token in self.drafts)
         return [beam * self.vocab + token if beam >= 0 else -1 for beam, token in beams]
 
-    def outcome(self, pairs: Pairs, logj: Odds, counts: Int64[np.ndarray, " _"], asked: int) -> Step:
-        """What becomes of the drawn pairs, which prolong beams of likelihood `logj`."""
-        beams, tokens = np.divmod(pairs, self.vocab)
-        parents = self.live.nodes[beams]
-        nodes = self.forest.find(parents, tokens)
-        ended = self.session.limits.ended(
-            tokens, lambda: np.column_stack([self.session.new_tokens(self.forest, parents), tokens])
-        )
-        keys = child_keys(self.live.keys[beams], tokens)
-        drawn = Beams(nodes, tokens, logj, counts, keys)
-        passed = self.group is not None and bool((nodes[~ended] >= 0).all())
-        return Step(parents, drawn, ended, asked, passed)
+    def outcome(self, choice: Choice, counts: Int64[np.ndarray, " _"], asked: int) -> Step:
+        """What becomes of the drawn pairs."""
+        tokens, parents, limits = choice.tokens, self.live.nodes[choice.parents], self.session.limits
+        nodes, ended = self.forest.find(parents, tokens), choice.ends
+        if limits.stop_strings:
+            paths = lambda: np.column_stack([self.session.new_tokens(self.forest, parents), tokens])  # noqa: E731
+            ended = limits.ended(tokens, paths)
+        passed = self.group is not None and bool((ended | (nodes >= 0)).all())
+        return Step(parents, Beams(nodes, tokens, choice.scores, counts, choice.keys), ended, asked, passed)
 
-    def audit(self, pairs: Pairs) -> Audit:
+    def audit(self, choice: Choice) -> Audit:
         """The first pair of a layer has the joint law, whatever the coupling."""
         if not self.session.audited or self.session.warp.greedy:
             return Audit()
+        first = int(choice.parents[0]) * self.vocab + int(choice.tokens[0])
         support = self.law.support
         if support is None:
-            return Audit.of_draw(self.law.logp.ravel(), int(pairs[0]))
-        return Audit.of_draw(self.law.logp_at(support), int(np.searchsorted(support, pairs[0])))
+            return Audit.of_draw(self.law.logp.ravel(), first)
+        return Audit.of_draw(self.law.logp_at(support), int(np.searchsorted(support, first)))
 
     def trials(self, depth: int, step: Step, judged: int) -> list[Trial]:
         """Every draft of the layer, of which the first `judged` were looked at, and every pair drawn in place of one."""
@@ -189,13 +208,14 @@ class BeamRule:
         trials: list[Trial] = []
         audit = Audit() if session.audited else None
         while not steps or steps[-1].passed:
+            group = forest.groups[len(steps)] if len(steps) < len(forest.groups) else None
+            layer = Layer(session, forest, live, scored, group)
             try:
-                layer = self._layer(session, forest, live, scored, len(steps))
+                step, judged, seen = self._step(layer)
             except DeadEnd as error:
                 steps += dead_end(error, steps, ended)
                 live = steps[-1].live
                 break
-            step, judged, seen = self._step(layer)
             steps.append(step)
             if audit is not None:
                 audit += seen
@@ -207,14 +227,6 @@ class BeamRule:
                 break
         return Verdict(tuple(steps), tuple(trials), audit, self._kept(live))
 
-    def _layer(
-        self, session: Session, forest: Forest, live: Beams, scored: Float[torch.Tensor, "nodes vocab"], number: int
-    ) -> Layer:
-        rows = picked(scored, live.nodes)
-        law = joint_law(rows, live.scores, live.counts, session.warp, lambda: session.paths(forest, live.nodes))
-        group = forest.groups[number] if number < len(forest.groups) else None
-        return Layer(session, forest, live, law, group)
-
     def _step(self, layer: Layer) -> tuple[Step, int, Audit]:
         """The layer's outcome, how many drafts were looked at, and what an audit makes of it."""
         asked = self.width.most
@@ -222,15 +234,15 @@ class BeamRule:
             by_noise = self.coupling == "noise"
             asked = self.width.choose(lambda: layer.accepted(self.width.most, by_noise))
         if self.coupling == "noise" or layer.session.warp.greedy:  # nothing is drawn at temperature 0
-            pairs, _, logj = _by_noise(layer, asked)
-            return layer.outcome(pairs, logj, np.ones_like(pairs), asked), len(layer.drafts), layer.audit(pairs)
+            choice = layer.chosen(asked)
+            return layer.outcome(choice, np.ones_like(choice.tokens), asked), layer.drafted, layer.audit(choice)
         taken, seen = self._by_rejection(layer, asked)
         pairs, first, counts = np.unique([one.token for one in taken], return_index=True, return_counts=True)
         order = np.argsort(first)
         complete = all(one.draft >= 0 for one in taken)
-        judged = taken[-1].draft + 1 if complete else len(layer.drafts)
-        pairs = pairs[order]
-        return layer.outcome(pairs, layer.law.logj_at(pairs), counts[order], asked), judged, seen + layer.audit(pairs)
+        judged = taken[-1].draft + 1 if complete else layer.drafted
+        choice = Choice.of(pairs[order], layer.law, layer.live.keys, layer.session.limits, len(pairs))
+        return layer.outcome(choice, counts[order], asked), judged, seen + layer.audit(choice)
 
     def _by_rejection(self, layer: Layer, asked: int) -> tuple[list[Taken], Audit]:
         group, dice = layer.group, layer.session.dice
@@ -268,10 +280,3 @@ def _places(pairs: Pairs, wanted: list[int]) -> list[int]:
     """Where each wanted pair stands among the ascending `pairs`; -1 if it does not."""
     places = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
     return np.where(pairs[places] == wanted, places, -1).tolist()
-
-
-def _by_noise(layer: Layer, asked: int) -> Choice:
-    """The best pairs of log-law plus noise: draws without replacement (Gumbel-top-k) that do not look at the drafts."""
-    session, every = layer.session, np.ones(len(layer.live), dtype=bool)
-    keys = None if session.warp.greedy else layer.live.keys
-    return layer.law.core_and_halo(asked, 0, keys, lambda: session.coarse_noise(layer.live.keys, layer.vocab), every)

@@ -1,6 +1,7 @@
 """VERIFY: what the rules for one sequence share. One beam walks down its tree; each step emits one token."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -10,14 +11,15 @@ from jaxtyping import Float, Float64
 from specbeam.dice import child_keys
 from specbeam.errors import LostLaw
 from specbeam.forest import Forest, Group, Row
-from specbeam.laws import JointLaw
-from specbeam.probs import cut, joint_law
+from specbeam.laws import JointLaw, log_norm
+from specbeam.probs import cut, cut_at_once, joint_law, on_host
 from specbeam.records import Audit, Step, Verdict
 from specbeam.session import Session
 from specbeam.truncation import NO_TRUNCATION
 from specbeam.verify.draws import Candidate, drawn, sure
 
 Coupling = Literal["noise", "dice"]
+FEW = 12  # nodes of a tree whose laws are made before anybody knows which are needed
 
 
 class Walk:
@@ -30,6 +32,24 @@ class Walk:
         self.audit: Audit | None = Audit() if session.audited else None
         self._laws: dict[int, JointLaw] = {}
         self._rows: dict[int, Row] = {}
+
+    @cached_property
+    def _at_once(self) -> dict[int, Row]:
+        """Rows of all nodes, where one loop makes them; nobody goes to all of a large tree."""
+        warp = self.session.warp
+        if len(self.forest) > FEW or warp.processors or warp.search or not on_host(self.scored):
+            return {}
+        return {node: row for node, row in enumerate(cut_at_once(self.scored, warp) or []) if row is not None}
+
+    @cached_property
+    def _norms(self) -> Float64[np.ndarray, " nodes"]:
+        return log_norm(self.scored)
+
+    def _logp(self, token: int) -> float:
+        """Log-likelihood of a token where the walk stands, before the truncation."""
+        if self.node in self._at_once:
+            return float(self.scored[self.node, token]) - float(self._norms[self.node])
+        return float(self.law(self.node).logj_at(np.array([token]))[0])
 
     @property
     def node(self) -> int:
@@ -50,6 +70,8 @@ class Walk:
 
     def row(self, node: int) -> Row:
         """The same law on the tokens that it keeps; what is tried is a place in it. At temperature 0: the best token."""
+        if node in self._at_once:
+            return self._at_once[node]
         if node not in self._rows:
             self._rows[node] = self._row(self.law(node))
         return self._rows[node]
@@ -105,7 +127,7 @@ class Walk:
         tokens, nodes = np.array([token]), np.array([node])
         if self.audit is not None and not self.session.warp.greedy:
             self.audit += Audit.of_draw(self.law(self.node).logp[0], token)
-        scores = here.scores + self.law(self.node).logj_at(tokens)
+        scores = here.scores + self._logp(token)
         ended = self.session.limits.ended(
             tokens, lambda: np.column_stack([self.session.new_tokens(self.forest, parent), tokens])
         )

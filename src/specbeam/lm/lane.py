@@ -1,0 +1,109 @@
+"""One session in one model: its trie, its row of the store's buffers, and the outputs of the nodes that a turn asks for."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int64
+
+from specbeam.forest import Forest
+from specbeam.lm.kv_trie import KVTrie
+from specbeam.probs import picked
+from specbeam.records import Turn
+
+Nodes = Int64[np.ndarray, " _"]
+Logits = Float[torch.Tensor, "_ vocab"]
+
+
+class Lane:
+    """For models whose outputs are logits."""
+
+    def __init__(self, row: int, prompt: list[int]) -> None:
+        self.row = row
+        self.trie = KVTrie(prompt)
+        self.answered = 0  # forest nodes whose logits were handed out in this turn
+        # By ascending local nodes: those of roots that were stored in an earlier turn, then those of this turn's passes.
+        self._blocks: list[tuple[Nodes, Logits]] = []
+
+    def enter(self, forest: Forest) -> Nodes:
+        """Take in new nodes; give the local nodes whose logits a pass has to compute."""
+        self.trie.enter(forest)
+        wanted = self.trie.local[self.answered :]
+        if self.answered:  # then it came in this turn, and is not stored yet
+            return wanted.copy()
+        return wanted[wanted >= self.trie.stored]
+
+    def learn(self, nodes: Nodes, rows: Logits) -> None:
+        """Logits of what `enter` gave."""
+        if self.answered == 0 and (nodes[1:] < nodes[:-1]).any():  # roots stand in the order of their beams
+            order = nodes.argsort()
+            nodes, rows = nodes[order], picked(rows, order)
+        self._blocks.append((nodes, rows))
+
+    def answer(self) -> Logits:
+        """Logits of the forest nodes not handed out yet."""
+        wanted, later = self.trie.local[self.answered :], self.answered > 0
+        self.answered = self.trie.known
+        nodes, rows = self._blocks[-1]
+        newest = len(wanted) > 0 if later else np.array_equal(nodes, wanted)
+        return rows if newest else self._rows(wanted)
+
+    def settle(self, turn: Turn) -> None:
+        _, before = self.trie.settle(turn)
+        now = self.trie.root_at
+        kept = np.flatnonzero(now < self.trie.stored)
+        kept = kept[now[kept].argsort()]
+        self._blocks = [(now[kept], self._rows(before[kept]))] if len(kept) else []
+        self.answered = 0
+
+    def _rows(self, wanted: Nodes) -> Logits:
+        found: list[tuple[Nodes, Logits]] = []
+        for nodes, rows in self._blocks:
+            at = np.minimum(nodes.searchsorted(wanted), len(nodes) - 1)
+            mine = np.flatnonzero(nodes[at] == wanted)
+            if len(mine) == len(wanted):
+                return picked(rows, at)
+            found.append((mine, picked(rows, at[mine])))
+        if sum(len(mine) for mine, _ in found) != len(wanted):
+            raise IndexError(f"local nodes {wanted} were asked for, of which some were not scored")
+        out = found[0][1].new_empty(len(wanted), found[0][1].shape[1])
+        for mine, rows in found:
+            out[torch.from_numpy(mine).to(out.device)] = rows
+        return out
+
+
+class CompiledLane:
+    """For the compiled forward, whose outputs are what logits are made from: few numbers a row, kept for every node."""
+
+    def __init__(self, row: int, prompt: list[int], hidden: int) -> None:
+        self.row = row
+        self.trie = KVTrie(prompt)
+        self.answered = 0
+        self.outputs = np.zeros((0, hidden), dtype=np.float32)  # by stored local node
+
+    def make_room(self, fresh: int) -> None:
+        """For a forest with so many new nodes, all of which are to be stored."""
+        self.trie.make_room(fresh)
+        self.trie.make_slots(self.trie.waiting + fresh)
+        self._make_rows()
+
+    def _make_rows(self) -> None:
+        if (rows := len(self.trie.arrays.seen)) > len(self.outputs):
+            self.outputs = np.pad(self.outputs, ((0, rows - len(self.outputs)), (0, 0)))
+
+    def learn(self, rows: Float32[np.ndarray, "n hidden"]) -> None:
+        """Outputs of the nodes that were stored last."""
+        self._make_rows()
+        stored = self.trie.stored
+        self.outputs[stored - len(rows) : stored] = rows
+
+    def answer(self) -> Float32[np.ndarray, "n hidden"]:
+        """Outputs of the forest nodes not handed out yet."""
+        wanted = self.trie.local[self.answered :]
+        self.answered = self.trie.known
+        return self.outputs[wanted]
+
+    def settle(self, turn: Turn) -> None:
+        former, _ = self.trie.settle(turn)
+        self._make_rows()
+        stored = self.trie.stored
+        self.outputs[:stored] = self.outputs[former[:stored]]
+        self.answered = 0

@@ -1,0 +1,75 @@
+"""A whole pass of one session as one loop: what is new in its forest, the model's layers, logits."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specbeam.kernels.compiling import Array, compiled
+from specbeam.lm.loops import all_layers, scored
+from specbeam.lm.trie_steps import BLOCK, EXTENT, KNOWN, SIZE, STORED, Trie, entered, fed
+
+
+class OneLane(NamedTuple):
+    """A session in a compiled model, as loops see it; with room for all that is going to be stored."""
+
+    trie: Trie
+    outputs: Array  # float32[nodes, hidden] by stored local node: what logits are made from
+    model: Any  # compiled.Model
+    windows: Array  # int64[kinds]: tokens that each kind of layer looks back on, itself included; 0: all
+    keys: Array  # see `loops.attend`
+    values: Array
+    lane: int
+    threads: int
+
+
+@compiled
+def _looked_at(trie: Trie, start: int, stop: int, windows: Array) -> Array:
+    """bool[kinds, rows, slots]: what the stored nodes start .. stop look at in each kind of layer."""
+    extent = -(-trie.books[EXTENT] // BLOCK) * BLOCK
+    seen = np.zeros((len(windows), stop - start, extent), dtype=np.bool_)
+    for kind in range(len(windows)):
+        for node in range(start, stop):
+            row, position = seen[kind, node - start], trie.nodes[2, node]
+            for slot in range(extent):
+                near = windows[kind] == 0 or position - trie.slot_position[slot] < windows[kind]
+                row[slot] = trie.seen[node, slot] and near
+    return seen
+
+
+@compiled
+def _store(one: OneLane) -> None:
+    """Run the layers on all pending nodes, and keep their outputs."""
+    trie, model = one.trie, one.model
+    start, stop = trie.books[STORED], trie.books[SIZE]
+    slots = np.empty(stop - start, dtype=np.int64)
+    fed(trie, slots)
+    tokens, positions = trie.nodes[0][start:stop], trie.nodes[2][start:stop]
+    if positions.max() >= model.angles.shape[1]:
+        raise IndexError("a position is beyond those of the model")
+    if tokens.min() < 0 or tokens.max() >= len(model.embedding):
+        raise IndexError("a token is beyond those of the model")
+    x = np.empty((stop - start, model.embedding.shape[1]), dtype=np.float32)
+    for row in range(len(x)):
+        x[row] = model.embedding[tokens[row]]
+    rows, seen = np.array([[one.lane, 0, len(x)]]), _looked_at(trie, start, stop, one.windows)
+    all_layers(
+        x, model.weights, model.angles, model.eps, model.heads, positions, rows, slots, seen, model.kinds, one.keys,
+        one.values, one.threads,
+    )  # fmt: skip
+    one.outputs[start:stop] = x
+
+
+@compiled
+def extended(one: OneLane, tokens: Array, parents: Array, answered: int) -> Array:
+    """`LM.extend` of one session: enter the forest, store what is pending, give the logits of all nodes from `answered` on.
+
+    Raises `IndexError` for tokens and positions that the model does not have.
+    """
+    trie = one.trie
+    entered(trie, tokens, parents)
+    if trie.books[SIZE] > trie.books[STORED]:
+        _store(one)
+    x = np.empty((trie.books[KNOWN] - answered, one.outputs.shape[1]), dtype=np.float32)
+    for row in range(len(x)):
+        x[row] = one.outputs[trie.local[answered + row]]
+    return scored(x, one.model.last_norm, one.model.eps, one.model.head, one.model.vocab, one.threads)

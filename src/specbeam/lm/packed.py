@@ -1,0 +1,75 @@
+"""Passes of the compiled forward: rows of all sessions one after the other, without padding."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from specbeam.clock import lap
+from specbeam.forest import Forest
+from specbeam.lm.attention import Masks
+from specbeam.lm.compiled import CompiledDecoder, Rows
+from specbeam.lm.kv_trie import BLOCK, Feed
+from specbeam.lm.lane import CompiledLane, Logits
+from specbeam.lm.one_lane import OneLane, extended
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class PackedPasses:
+    """What `padded.PaddedPasses` does; a session that is alone is served by one loop.
+
+    Args:
+        lanes: all sessions of the model.
+    """
+
+    def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder, lanes: list[CompiledLane]) -> None:
+        self.decoder, self.lanes, self.store = decoder, lanes, decoder.store()
+        self.masks = Masks(model.config, "sdpa", model.dtype)
+        self.windows = decoder.windows(self.masks)
+
+    def lane(self, row: int, prompt: list[int]) -> CompiledLane:
+        return CompiledLane(row, prompt, self.decoder.embedding.shape[1])
+
+    def extend(self, lanes: list[CompiledLane], forests: Sequence[Forest]) -> list[Logits]:
+        if len(lanes) == 1:
+            return [self._alone(lanes[0], forests[0])]
+        for lane, forest in zip(lanes, forests, strict=True):
+            lane.trie.enter(forest)
+        if busy := [lane for lane in lanes if lane.trie.waiting]:
+            self.prefill(busy, [lane.trie.feed(lane.trie.waiting) for lane in busy])
+        rows = [lane.answer() for lane in lanes]
+        with lap("model"):
+            logits = torch.from_numpy(self.decoder.logits(np.concatenate(rows)))
+        return [*logits.split([len(one) for one in rows])]
+
+    def prefill(self, lanes: list[CompiledLane], feeds: list[Feed]) -> None:
+        tries = [lane.trie for lane in lanes]
+        extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
+        self.store.reserve(len(self.lanes), extent)
+        starts = [*accumulate((len(feed) for feed in feeds), initial=0)]
+        sessions = np.array([(lane.row, *ends) for lane, ends in zip(lanes, pairwise(starts), strict=True)])
+        tokens, positions, slots = (
+            np.concatenate([getattr(feed, name) for feed in feeds]) for name in ("tokens", "positions", "slots")
+        )
+        rows = Rows(tokens, positions, slots, sessions, self.masks.flat(feeds, tries, extent))
+        with lap("model"):
+            outputs = self.decoder.forward(rows, self.store)
+        for lane, feed, start in zip(lanes, feeds, starts, strict=False):
+            lane.learn(outputs[start : start + len(feed)])
+
+    def _alone(self, lane: CompiledLane, forest: Forest) -> Logits:
+        with self.alone(lane, len(forest) - lane.trie.known) as one, lap("model"):
+            logits = extended(one, forest.tokens, forest.parents, lane.answered)
+        lane.answered = lane.trie.known
+        return torch.from_numpy(logits)
+
+    def alone(self, lane: CompiledLane, fresh: int) -> AbstractContextManager[OneLane]:
+        """A session for loops of its own, which may bring so many new nodes."""
+        lane.make_room(fresh)
+        self.store.reserve(len(self.lanes), lane.trie.capacity)
+        return self.decoder.alone(lane, self.store, self.windows)

@@ -1,0 +1,102 @@
+"""Passes of a model that takes batches: sessions side by side, padded to the longest."""
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from specbeam.clock import lap
+from specbeam.forest import Forest
+from specbeam.lm.attention import Masks
+from specbeam.lm.kv_store import KVStore, Place
+from specbeam.lm.kv_trie import BLOCK, WASTE, Feed
+from specbeam.lm.lane import Lane, Logits, Nodes
+from specbeam.lm.lean import LeanDecoder
+from specbeam.probs import picked
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class PaddedPasses:
+    """Of the model itself, or of its lean forward.
+
+    Args:
+        lanes: all sessions of the model; those that a pass leaves out may stand between those that it takes in.
+    """
+
+    def __init__(self, model: "PreTrainedModel", lean: LeanDecoder | None, lanes: list[Lane]) -> None:
+        self.model, self.lean, self.lanes = model, lean, lanes
+        config = model.config.get_text_config()
+        self.device = model.get_input_embeddings().weight.device
+        self.masks = Masks(config, config._attn_implementation or "eager", model.dtype)
+        self.store = KVStore(config.num_hidden_layers)
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def lane(self, row: int, prompt: list[int]) -> Lane:
+        return Lane(row, prompt)
+
+    def extend(self, lanes: list[Lane], forests: Sequence[Forest]) -> list[Logits]:
+        """Store what is pending, with the new nodes of these forests; logits of what was not handed out yet."""
+        asked = [(lane, lane.enter(forest)) for lane, forest in zip(lanes, forests, strict=True)]
+        if busy := [(lane, nodes) for lane, nodes in asked if lane.trie.waiting]:
+            wanted = {lane.row: nodes - lane.trie.stored for lane, nodes in busy}
+            feeds = {lane.row: lane.trie.feed(lane.trie.waiting) for lane, _ in busy}
+            found = self._forward(feeds, wanted)
+            for lane, nodes in busy:
+                lane.learn(nodes, found[lane.row])
+        return [lane.answer() for lane in lanes]
+
+    def prefill(self, lanes: list[Lane], feeds: list[Feed]) -> None:
+        """Store these feeds, whose logits nobody asks for."""
+        by_row = {lane.row: feed for lane, feed in zip(lanes, feeds, strict=True)}
+        self._forward(by_row, dict.fromkeys(by_row, np.zeros(0, dtype=np.int64)))
+
+    @torch.inference_mode()
+    def _forward(self, by_row: dict[int, Feed], wanted: dict[int, Nodes]) -> dict[int, Logits]:
+        """One pass over the lanes that have a feed, and those between them where these are few: lanes side by side are read
+        in place. The logits of the `wanted` places of each feed.
+        """
+        rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
+        if sparse := len(rows) > 2 * len(by_row):
+            rows = sorted(by_row)
+        feeds, tries = [by_row.get(row, _NOTHING) for row in rows], [self.lanes[row].trie for row in rows]
+        width = max(len(feed) for feed in feeds)
+        extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
+        self.store.reserve(len(self.lanes), extent)
+        inputs = np.zeros((3, len(feeds), width), dtype=np.int64)
+        inputs[2] = WASTE
+        for one, feed in enumerate(feeds):
+            if len(feed):
+                inputs[:, one, -len(feed) :] = feed.tokens, feed.positions, feed.slots
+        slots = torch.from_numpy(inputs[2]).to(self.device)
+        which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
+        self.store.place = Place(which, slots, extent)
+        masks = self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
+        last = max(len(feed) - int(wanted[row].min(initial=len(feed) - 1)) for row, feed in by_row.items())
+        with lap("model"):
+            logits = self._logits(inputs, masks, last)
+        return {row: picked(logits[rows.index(row)], wanted[row] + last - len(feed)) for row, feed in by_row.items()}
+
+    def _logits(self, inputs: np.ndarray, masks: Any, wanted: int) -> Float[torch.Tensor, "batch wanted vocab"]:
+        ids, places, _ = torch.from_numpy(inputs).to(self.device)
+        if self.lean is not None:
+            real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
+            return self.lean.forward(ids, places, masks, self.store, wanted, real)
+        output = self.model(
+            input_ids=ids,
+            attention_mask=masks,
+            position_ids=places,
+            past_key_values=self.store,
+            use_cache=True,
+            **({"logits_to_keep": wanted} if self._keeps_rows else {}),
+        )
+        return output.logits[:, -wanted:]
+
+
+_NOTHING = Feed(
+    np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=bool)
+)

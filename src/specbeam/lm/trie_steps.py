@@ -1,0 +1,108 @@
+"""The steps of a KV trie's books as loops (see lm/kv_trie.py), compiled where numba is installed."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specbeam.kernels.compiling import Array, compiled
+
+WASTE = 0  # a slot that nobody sees: padding is written there
+BLOCK = 64  # numbers of slots are multiples of it
+SIZE, STORED, KNOWN, HELD, EXTENT, PEAK = range(6)
+
+
+class Trie(NamedTuple):
+    """A trie as loops see it: arrays with room behind what is used."""
+
+    nodes: Array  # int64[3, room]: token, parent and position of each local node, a parent before its children
+    local: Array  # int64[room]: local node of each forest node known in this turn
+    seen: Array  # bool[room, slots]: slots on the path to each stored local node, its own included
+    used: Array  # bool[slots]: slots that somebody sees
+    slot_position: Array  # int64[slots]
+    books: Array  # int64[6]: local nodes (SIZE), how many of them are STORED; forest nodes that are KNOWN;
+    #               tokens HELD now and at most (PEAK); one past the last slot in use (EXTENT)
+
+
+@compiled
+def entered(trie: Trie, tokens: Array, parents: Array) -> None:
+    """Hang the forest nodes that are new behind the local nodes. There must be room."""
+    size, known = trie.books[SIZE], trie.books[KNOWN]
+    for node in range(known, len(tokens)):
+        at, above = size + node - known, trie.local[parents[node]]
+        trie.nodes[0, at], trie.nodes[1, at], trie.nodes[2, at] = tokens[node], above, trie.nodes[2, above] + 1
+        trie.local[node] = at
+    trie.books[SIZE], trie.books[KNOWN] = size + max(len(tokens) - known, 0), max(len(tokens), known)
+
+
+@compiled
+def fed(trie: Trie, slots: Array) -> None:
+    """Find free slots, which there must be, for the next local nodes; from here on these count as stored."""
+    slot, start, books = WASTE, trie.books[STORED], trie.books
+    for place in range(len(slots)):
+        slot += 1
+        while trie.used[slot]:
+            slot += 1
+        node = start + place
+        slots[place], trie.used[slot], trie.slot_position[slot] = slot, True, trie.nodes[2, node]
+        trie.seen[node] = trie.seen[trie.nodes[1, node]]
+        trie.seen[node, slot] = True
+    books[STORED], books[HELD] = start + len(slots), books[HELD] + len(slots)
+    books[EXTENT], books[PEAK] = max(books[EXTENT], slot + 1), max(books[PEAK], books[HELD])
+
+
+@compiled
+def hung(trie: Trie, survivors: Array, tokens: Array, parents: Array) -> Array:
+    """Local nodes of beams, by their forest nodes `survivors`; those that have none (-1) are hung under their `parents`."""
+    leaves, size, nodes = np.empty(len(survivors), dtype=np.int64), trie.books[SIZE], trie.nodes
+    for beam in range(len(survivors)):
+        if survivors[beam] >= 0:
+            leaves[beam] = trie.local[survivors[beam]]
+            continue
+        above = trie.local[parents[beam]]
+        nodes[0, size], nodes[1, size], nodes[2, size] = tokens[beam], above, nodes[2, above] + 1
+        leaves[beam] = size
+        size += 1
+    trie.books[SIZE] = size
+    return leaves
+
+
+@compiled
+def kept(trie: Trie, leaves: Array) -> Array:
+    """Rename the local nodes: stored leaves and stored parents of pending nodes first, then what is pending; free all slots
+    that none of these sees. The leaves are the roots of the next turn.
+
+    Gives the former names of what is left.
+    """
+    nodes, seen, used, books = trie.nodes, trie.seen, trie.used, trie.books
+    size, stored = books[SIZE], books[STORED]
+    lives = np.zeros(size, dtype=np.bool_)
+    for leaf in leaves:
+        node = leaf
+        while not lives[node]:
+            lives[node] = True
+            if node < stored:
+                break
+            node = nodes[1, node]
+    names, former = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
+    count, first = 0, 0
+    used[:] = False
+    for node in range(size):
+        if not lives[node]:
+            continue
+        names[node], former[count], above = count, node, -1
+        if node < stored:
+            if count < node:
+                seen[count] = seen[node]
+            np.logical_or(used, seen[count], used)
+            first += 1
+        else:
+            above = names[nodes[1, node]]
+        nodes[0, count], nodes[1, count], nodes[2, count] = nodes[0, node], above, nodes[2, node]
+        count += 1
+    extent = len(used)
+    while extent > 1 and not used[extent - 1]:
+        extent -= 1
+    for beam in range(len(leaves)):
+        trie.local[beam] = names[leaves[beam]]
+    books[SIZE], books[STORED], books[KNOWN], books[HELD], books[EXTENT] = count, first, len(leaves), used.sum(), extent
+    return former[:count]

@@ -1,0 +1,116 @@
+"""A draft as one loop against the same draft layer by layer."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam import kernels
+from specbeam.draft.model import BeamDrafter
+from specbeam.draft.model_fast import draft_at_once
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.records import Shape
+from specbeam.request import Request
+from specbeam.settings import Settings
+from tests.support.tiny_models import tiny
+
+if not kernels.AVAILABLE:
+    pytest.skip("needs numba", allow_module_level=True)
+
+OPTIONS = [
+    {}, {"temperature": 0.5}, {"temperature": 2.0}, {"temperature": 0}, {"top_k": 5}, {"top_k": 3, "temperature": 0.4},
+    {"top_p": 0.9}, {"top_p": 0.99, "top_k": 40}, {"min_p": 0.05, "top_k": 30},
+]  # fmt: skip
+PROMPTS = [[1, 7, 3], [5, 6, 7, 8, 9] * 20, [2]]
+
+
+def layer_by_layer(method):
+    def build(target, draft):
+        parts = method.build(target, draft)
+        return replace(parts, drafter=replace(parts.drafter, at_once=False))
+
+    return replace(method, build=build)
+
+
+def known(one):
+    report = one.report
+    beams = [(beam.tokens, beam.score, beam.finished) for beam in one.beams]
+    return beams, report.target_passes, report.draft_passes, report.accepted, report.widths, report.peak_kv_tokens
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2-window", "mistral", "wide"])
+def pair(request):
+    """With 61 words, which do not fill the panels, and 64, which do; windows of a few tokens."""
+    family, vocab = ("llama", 64) if request.param == "wide" else (request.param, 61)
+    return sb.load(tiny(family, seed=1, vocab_size=vocab), tiny(family, seed=2, vocab_size=vocab))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("method", [sb.dsbd(3, 5, 4, "fixed"), sb.dsbd(4, 4, 2), sb.dsbd(1, 3, 5, "fixed")])
+def test_texts_and_reports_are_the_same(pair, method, options):
+    assert pair.draft.engine == "compiled"
+    for prompt in PROMPTS:
+        found, expected = (
+            known(sb.generate(pair, prompt, one, seed=4, max_new_tokens=12, eos_token_id=[9, 30], **options)[0])
+            for one in (method, layer_by_layer(method))
+        )
+        assert found == expected
+
+
+def begun(pair, options, **more):
+    settings = Settings(max_new_tokens=9, **options)
+    return Request(pair, [[1, 7, 3]], sb.dsbd(3, 6, 3, "fixed"), replace(settings, **more), seed=0).sessions[0]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_forests_are_the_same(pair, options):
+    forests = []
+    for at_once in (True, False):
+        session = begun(pair, options)
+        forests += BeamDrafter(pair.draft, 3, at_once=at_once).draft([session], [Shape(3, 6)])
+        assert session.count.draft_passes == 3
+        pair.draft.close(session)
+    for name in ("tokens", "parents"):
+        assert getattr(forests[0], name).tolist() == getattr(forests[1], name).tolist()
+    for found, expected in zip(forests[0].groups, forests[1].groups, strict=True):
+        for name in ("parents", "draw_parents", "draw_tokens", "draw_nodes"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist(), name
+        assert (found.law is None) == (expected.law is None) == (options.get("temperature") == 0)
+        if found.law is not None:
+            np.testing.assert_array_equal(found.law.logp, expected.law.logp)
+
+
+def test_what_the_loop_cannot_decide_goes_on_layer_by_layer(pair):
+    """Behind a flat row, top-p keeps more than the loop looks at: its row is handed on, and no pass is made twice."""
+    flat = tiny("llama", seed=1, vocab_size=512)
+    flat.lm_head.weight.data.mul_(0.01)
+    wide = sb.load(flat, tiny("llama", seed=2, vocab_size=512))
+    own = sb.load(wide.target_model, wide.target_model)
+    session = begun(own, {"top_p": 0.9})
+    draft = draft_at_once(own.draft, session, Shape(3, 6), 3)
+    assert draft.layers == 0
+    assert draft.passes == 1
+    assert draft.undecided.shape == (1, 512)
+    own.draft.close(session)
+    before = own.draft.passes
+    (forest,) = BeamDrafter(own.draft, 3).draft([session], [Shape(3, 6)])
+    assert len(forest.groups) == session.count.draft_passes == own.draft.passes - before == 3
+    own.draft.close(session)
+
+
+def test_when_the_loop_does_not_begin(pair):
+    for options, more in [({"top_p": 0.9, "temperature": 0.5}, {}), ({}, {"repetition_penalty": 1.3})]:
+        session = begun(pair, options, **more)
+        assert draft_at_once(pair.draft, session, Shape(3, 6), 3) is None
+    session = begun(pair, {})
+    assert draft_at_once(pair.draft, session, Shape(0, 6), 3) is None
+    assert draft_at_once(HuggingFaceLM(pair.draft_model, engine="lean"), session, Shape(3, 6), 3) is None
+    assert draft_at_once(HuggingFaceLM(pair.draft_model, chunk=8), session, Shape(3, 6), 3) is None
+
+
+def test_positions_beyond_the_model_are_an_error(pair):
+    session = begun(pair, {})
+    lm = HuggingFaceLM(tiny("llama", vocab_size=pair.draft.vocab, max_position_embeddings=4))
+    with pytest.raises(IndexError, match="position"):
+        draft_at_once(lm, session, Shape(3, 6), 3)
