@@ -6,6 +6,7 @@ noise of a token after a path is a pure function of the request's key, the path 
 """
 
 import hashlib
+import math
 import secrets
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ FACTOR_1, FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB
 S27, S30, S31 = (np.uint64(n) for n in (27, 30, 31))
 ODD, ROUND_1, ROUND_2, ROUND_3 = (np.uint32(n) for n in (0x9E3779B1, 0x21F0AAAD, 0xD35A2D97, 0x85EBCA6B))
 S15, S16 = np.uint32(15), np.uint32(16)
+AHEAD = 64  # uniforms that are taken from a stream together
 LONG = 512  # laws from here on are worth a call of a kernel
 
 
@@ -87,19 +89,41 @@ class Dice:
     def __init__(self, key: int | None = None) -> None:
         self.key = secrets.randbits(64) if key is None else key
         self._stream = np.random.Generator(np.random.Philox(key=self.key))
+        self._drawn, self._used = np.zeros(0), 0  # what was taken from the stream, and how much of it was given out
+
+    def ahead(self, count: int) -> Float64[np.ndarray, " count"]:
+        """The next uniforms in [0, 1), for loops that say afterwards how many of them they used."""
+        missing = self._used + count - len(self._drawn)
+        if missing > 0:
+            more = self._stream.random(max(missing, AHEAD))
+            self._drawn, self._used = np.concatenate([self._drawn[self._used :], more]), 0
+        return self._drawn[self._used : self._used + count]
+
+    def use(self, count: int) -> None:
+        """Give out so many of those that are ahead."""
+        self._used += count
+
+    def _next(self) -> float:
+        if self._used == len(self._drawn):
+            self._drawn, self._used = self._stream.random(AHEAD), 0
+        self._used += 1
+        return float(self._drawn[self._used - 1])
 
     def flip(self, odds: float) -> bool:
         """True with probability `odds` (1 and above: always; 0 and below: never)."""
-        return bool(self._stream.random() < odds)
+        return self._next() < odds
 
     def uniform(self, shape: tuple[int, ...]) -> Float64[np.ndarray, "*shape"]:
         """Independent uniforms in (0, 1)."""
-        return np.maximum(self._stream.random(shape), 2.0**-53)
+        count = math.prod(shape)
+        uniforms = np.maximum(self.ahead(count), 2.0**-53).reshape(shape)
+        self.use(count)
+        return uniforms
 
     def pick(self, law: Float64[np.ndarray, " n"]) -> int:
         """An index with odds `law`, which need not be normalised and holds something."""
         if kernels.AVAILABLE and len(law) > LONG:
-            return int(kernels.pick(law, self._stream.random()))
+            return int(kernels.pick(law, self._next()))
         edges = law.cumsum()
-        place = int(edges.searchsorted(self._stream.random() * edges[-1], side="right"))
+        place = int(edges.searchsorted(self._next() * edges[-1], side="right"))
         return place if place < len(law) else int(np.flatnonzero(law)[-1])  # the product was rounded up

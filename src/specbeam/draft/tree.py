@@ -17,7 +17,8 @@ from jaxtyping import Float, Float64, Int64
 
 from specbeam.control.best_tree import Topology
 from specbeam.control.confidence import Stopping
-from specbeam.draft.children import Best, Children, Distinct, Draws, distinct
+from specbeam.draft.children import Best, Children, Distinct, Draws, Independent, distinct
+from specbeam.draft.tree_fast import tree_at_once
 from specbeam.errors import BrokenProcessor
 from specbeam.forest import Forest, Group, Row
 from specbeam.lm.base import LM
@@ -36,6 +37,8 @@ class Sprout:
     front: Int64[np.ndarray, " front"]  # nodes whose laws come next
     memory: dict[str, Any] = field(default_factory=dict)  # what a growth keeps from layer to layer
     kept: Int64[np.ndarray, " kept"] | None = None  # nodes that are handed on; None: all
+    layers: int = 0
+    undecided: Float[torch.Tensor, "front vocab"] | None = None  # logits of the front, where they are known already
 
     @classmethod
     def start(cls, session: Session, shape: Shape) -> "Sprout":
@@ -150,6 +153,7 @@ class TreeDrafter:
     lm: LM
     growth: Growth
     books: bool = True
+    at_once: bool = field(default=True, repr=False)  # False: layer by layer, as the oracle of the loop
 
     @property
     def law_lost(self) -> str:
@@ -159,29 +163,46 @@ class TreeDrafter:
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """One tree per session; see `Growth`. A controller that is `Stopping` may end a draft between layers."""
         sprouts = [Sprout.start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
-        for layer in range(max(shape.depth for shape in shapes)):
-            active = [one for one in sprouts if self._wants(one, layer)]
-            if not active:
-                break
-            rows = self.lm.extend([one.session for one in active], [one.forest for one in active])
-            for one, logits in zip(active, rows, strict=True):
-                one.session.count.draft_passes += self.books
+        if len(sprouts) == 1 and self.at_once:
+            self._ahead(sprouts[0])
+        while active := [one for one in sprouts if self._wants(one)]:
+            for one, logits in zip(active, self._rows(active), strict=True):
                 with one.session.failing_alone("draft model: "):
                     try:
-                        self._grow(one, layer, one.laws(logits))
+                        self._grow(one, one.laws(logits))
                     except BrokenProcessor:  # on a draft's path; the target need not go there
                         one.front = one.front[:0]
+                one.layers += 1
         return [self._finished(one) for one in sprouts]
 
-    def _grow(self, one: Sprout, layer: int, rows: list[Row]) -> None:
+    def _ahead(self, one: Sprout) -> None:
+        """What a loop can grow without asking anybody."""
+        growth = self.growth
+        if isinstance(growth, Branching) and not _stops(type(one.session.parts.controller)) and growth.loops:
+            counts = [growth.count(layer) for layer in range(one.shape.depth)]
+            tree = tree_at_once(self.lm, one.session, counts, isinstance(growth.children, Distinct))
+            if tree is not None:
+                one.forest, one.front, one.undecided = tree.forest, tree.front, tree.undecided
+                one.layers = tree.passes - (tree.undecided is not None)
+                one.session.count.draft_passes += self.books * tree.passes
+
+    def _rows(self, active: list[Sprout]) -> list[Float[torch.Tensor, "_ vocab"]]:
+        if active[0].undecided is not None:  # then it is alone
+            known, active[0].undecided = active[0].undecided, None
+            return [known]
+        for one in active:
+            one.session.count.draft_passes += self.books
+        return self.lm.extend([one.session for one in active], [one.forest for one in active])
+
+    def _grow(self, one: Sprout, rows: list[Row]) -> None:
         if not rows:
             return
         before, parents = one.forest, one.front.tolist()
-        self.growth.grow(one, layer, rows)
+        self.growth.grow(one, one.layers, rows)
         controller = one.session.parts.controller
         if _stops(type(controller)) and len(one.front):
             sure = _confidence(one.forest, before, dict(zip(parents, rows, strict=True)))
-            if not cast(Stopping, controller).more(one.session, layer + 1, sure):
+            if not cast(Stopping, controller).more(one.session, one.layers + 1, sure):
                 one.front = one.front[:0]
 
     def _finished(self, one: Sprout) -> Forest:
@@ -198,8 +219,8 @@ class TreeDrafter:
     def close(self, session: Session) -> None:
         self.lm.close(session)
 
-    def _wants(self, one: Sprout, layer: int) -> bool:
-        return layer < one.shape.depth and len(one.front) > 0 and one.session.failure is None
+    def _wants(self, one: Sprout) -> bool:
+        return one.layers < one.shape.depth and len(one.front) > 0 and one.session.failure is None
 
 
 @cache
@@ -237,8 +258,16 @@ class Branching(Complete):
         """Draws of each layer."""
         return tuple(itertools.accumulate(self.counts, operator.mul))
 
+    @property
+    def loops(self) -> bool:
+        """Whether `tree_fast` draws such children."""
+        return type(self.children) is Independent or self.children == Distinct()
+
+    def count(self, layer: int) -> int:
+        return self.counts[min(layer, len(self.counts) - 1)]
+
     def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
-        count = self.counts[min(layer, len(self.counts) - 1)]
+        count = self.count(layer)
         children = Best() if sprout.session.warp.greedy else self.children
         litters = [
             Litter(node, draws, row)

@@ -1,0 +1,267 @@
+"""The fast twin of `TreeDrafter` for one session and trees of independent or distinct draws: all layers as one loop, model
+included.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+
+from specbeam import kernels
+from specbeam.clock import book
+from specbeam.dice import LONG, Dice
+from specbeam.forest import Forest, Group, Row
+from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.cycles import cycles
+from specbeam.kernels.sums import log_norm, pick
+from specbeam.kernels.truncation import truncated
+from specbeam.lm.base import LM
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.one_lane import OneLane, extended
+from specbeam.probs import MOST, Warp
+from specbeam.session import Session
+
+
+class Draws(NamedTuple):
+    """How children are drawn."""
+
+    counts: Array  # int64[layers]: children of each node
+    distinct: bool  # each struck out once drawn
+    greedy: bool  # the best token; one child
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    least: int
+    cuts: bool
+    eos: Array
+    uniforms: Array  # as many as there may be draws
+
+
+class Grown(NamedTuple):
+    """A tree, and a group of draws for each node that has children: ends are where the next group begins."""
+
+    tree: Array  # int64[2, nodes]: tokens and parents
+    logq: Array  # float64[nodes]
+    draws: Array  # int64[2, draws]: tokens, and nodes or -1
+    parents: Array  # int64[groups]
+    draw_ends: Array
+    law_tokens: Array  # of all groups, one behind the other; none where nothing is cut
+    law_logp: Array
+    law_ends: Array
+    front: Array  # nodes whose laws come next
+    undecided: Array  # float32[front, vocab], if the loop cannot say them; else empty
+
+
+@compiled
+def _dense(row: Array, temperature: float, logp: Array) -> bool:
+    """The law of a row of which nothing is cut, as `probs.row_logp` makes it; False if it is none."""
+    scaled = row.reshape(1, len(row))
+    if temperature != 1:
+        scaled = scaled / np.float32(temperature)
+    norm = log_norm(scaled)[0]
+    for token in range(len(row)):
+        logp[token] = np.float64(scaled[0, token]) - norm
+    return -np.inf < norm < np.inf
+
+
+@compiled
+def _picked(p: Array, uniform: float) -> int:
+    """`Dice.pick`."""
+    if len(p) > LONG:
+        return pick(p, uniform)
+    total = 0.0
+    for place in range(len(p)):
+        total += p[place]
+    edge, reached, last = uniform * total, 0.0, -1
+    for place in range(len(p)):
+        reached += p[place]
+        if p[place] > 0:
+            last = place
+        if reached > edge:
+            return place
+    return last
+
+
+@compiled
+def _laws(logits: Array, way: Draws, law_tokens: Array, law_logp: Array, law_ends: Array, group: int) -> bool:
+    """Write the laws of these rows behind those of the groups before; False if a row has none, or is not told."""
+    start = law_ends[group - 1] if group > 0 else 0
+    if not way.cuts or way.greedy:
+        for row in range(len(logits)):
+            if not _dense(
+                logits[row], 1.0 if way.greedy else way.temperature, law_logp[start : start + logits.shape[1]]
+            ):
+                return False
+            start += logits.shape[1]
+            law_ends[group + row] = start
+        return True
+    by = (way.temperature, way.top_k, way.top_p, way.min_p, way.least)
+    tokens, logp, counts = truncated(logits, *by, max(MOST, way.least))
+    if counts.min() < 1:
+        return False
+    law_tokens[start : start + len(tokens)], law_logp[start : start + len(tokens)] = tokens, logp
+    for row in range(len(logits)):
+        start += counts[row]
+        law_ends[group + row] = start
+    return True
+
+
+@compiled
+def _draw(left: Array, count: int, way: Draws, first: int, tokens: Array) -> int:
+    """Into `tokens`: places of up to `count` draws from the law `left`, which distinct ones strike out. How many it gave."""
+    if way.greedy:
+        tokens[0] = left.argmax()
+        return 1
+    for draw in range(count):
+        if way.distinct and not (left > 0).any():
+            return draw
+        tokens[draw] = _picked(left, way.uniforms[first + draw])
+        if way.distinct:
+            left[tokens[draw]] = 0.0
+    return count
+
+
+@compiled
+def _born(tree: Array, nodes: int, siblings: int, parent: int, token: int, eos: Array) -> tuple[int, bool]:
+    """The node of a drawn token, that of an earlier sibling or the next one; -1 for an end token. And whether it is new."""
+    for end in eos:
+        if token == end:
+            return -1, False
+    for node in range(siblings, nodes):
+        if tree[0, node] == token:
+            return node, False
+    tree[0, nodes], tree[1, nodes] = token, parent
+    return nodes, True
+
+
+@compiled
+def drafted(
+    one: OneLane, roots: Array, answered: int, way: Draws, most: tuple[int, int, int]
+) -> tuple[Grown, int, int, float]:
+    """Grow the layers that are counted in `way`. Gives the tree, the number of passes and of uniforms used, and which part of
+    the time the passes took.
+
+    Args:
+        most: draws, groups and numbers of laws that there may be.
+    """
+    began, inside, vocab = cycles(), 0, one.model.vocab
+    tree, draws = np.empty((2, len(roots) + most[0]), dtype=np.int64), np.empty((2, most[0]), dtype=np.int64)
+    tree[0, : len(roots)], tree[1, : len(roots)] = roots, -1
+    logq = np.zeros(len(roots) + most[0])
+    parents, draw_ends, law_ends = np.empty((3, most[1]), dtype=np.int64)
+    law_tokens, law_logp = np.empty(most[2] if way.cuts else 0, dtype=np.int64), np.empty(most[2])
+    front, nodes, group, draw, used, passes = np.arange(len(roots)), len(roots), 0, 0, 0, 0
+    undecided, places = np.empty((0, vocab), dtype=np.float32), np.empty(way.counts.max(), dtype=np.int64)
+    for count in way.counts:
+        if len(front) == 0:
+            break
+        before = cycles()
+        logits = extended(one, tree[0][:nodes], tree[1][:nodes], answered)
+        inside += cycles() - before
+        answered, passes = nodes, passes + 1
+        if not _laws(logits, way, law_tokens, law_logp, law_ends, group):
+            undecided = logits
+            break
+        first = nodes
+        for parent in front:
+            start = law_ends[group - 1] if group > 0 else 0
+            logp = law_logp[start : law_ends[group]]
+            drawn, siblings = _draw(np.exp(logp), count, way, used, places), nodes
+            used += 0 if way.greedy else drawn
+            for place in places[:drawn]:
+                token = law_tokens[start + place] if way.cuts and not way.greedy else place
+                node, new = _born(tree, nodes, siblings, parent, token, way.eos)
+                if new:
+                    logq[node], nodes = logq[parent] + logp[place], nodes + 1
+                draws[0, draw], draws[1, draw] = token, node
+                draw += 1
+            parents[group], draw_ends[group] = parent, draw
+            group += 1
+        front = np.arange(first, nodes)
+    found = Grown(
+        tree[:, :nodes], logq[:nodes], draws[:, :draw], parents[:group], draw_ends[:group], law_tokens, law_logp,
+        law_ends[:group], front, undecided,
+    )  # fmt: skip
+    return found, passes, used, inside / max(cycles() - began, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """What the loop grew, and how it goes on."""
+
+    forest: Forest
+    front: Int64[np.ndarray, " front"]
+    passes: int
+    undecided: Float[torch.Tensor, "front vocab"] | None  # logits of the front, if its laws are still to be made
+
+
+def tree_at_once(lm: LM, session: Session, counts: Sequence[int], distinct: bool) -> Tree | None:
+    """So many independent or distinct draws below each node of a layer, as far as the loop can say the laws; None where it
+    cannot begin.
+    """
+    warp, dice, live = session.warp, session.dice, session.beams
+    possible = kernels.AVAILABLE and type(dice) is Dice and not warp.processors and not warp.search
+    if not possible or not counts or not isinstance(lm, HuggingFaceLM) or not _told(warp, counts):
+        return None
+    groups = [len(live)]
+    for count in counts[:-1]:
+        groups.append(groups[-1] * count)
+    draws = sum(size * count for size, count in zip(groups, counts, strict=True))
+    cut = warp.cut
+    kept = max(cut.top_k, cut.least) if cut.top_k else max(MOST, cut.least)
+    numbers = sum(groups) * (kept if cut.cuts else lm.vocab)
+    with lm.alone(session, draws) as alone:
+        if alone is None or numbers > LARGEST:
+            return None
+        way = Draws(
+            np.array(counts, dtype=np.int64), distinct, warp.greedy, float(cut.temperature), cut.top_k, float(cut.top_p),
+            float(cut.min_p), cut.least, cut.cuts, session.limits.ending, dice.ahead(draws),
+        )  # fmt: skip
+        began = time.perf_counter()
+        found, passes, used, share = drafted(
+            alone.arrays, live.tokens, alone.lane.answered, way, (draws, sum(groups), numbers)
+        )
+        book("model", began, share)
+        alone.lane.answered = alone.lane.trie.known
+    lm.passes += passes
+    dice.use(used)
+    undecided = torch.from_numpy(found.undecided) if len(found.undecided) else None
+    return Tree(_forest(found, way, lm.vocab), found.front, passes, undecided)
+
+
+LARGEST = 10_000_000  # numbers of laws that are worth their room
+
+
+def _told(warp: Warp, counts: Sequence[int]) -> bool:
+    cut = warp.cut
+    return max(counts) == 1 if warp.greedy else (not cut.cuts or cut.looked > 0)
+
+
+def _forest(found: Grown, way: Draws, vocab: int) -> Forest:
+    groups, draw, law = list[Group](), 0, 0
+    ends = zip(found.parents.tolist(), found.draw_ends.tolist(), found.law_ends.tolist(), strict=True)
+    for parent, draw_end, law_end in ends:
+        row = None
+        if not way.greedy:
+            tokens = found.law_tokens[law:law_end] if way.cuts else None
+            row = Row(found.law_logp[law:law_end], vocab, tokens)
+        drawn, nodes = found.draws[:, draw:draw_end]
+        groups.append(
+            Group(
+                np.array([parent]),
+                np.zeros_like(drawn),
+                drawn,
+                nodes,
+                row,
+                not way.distinct and not way.greedy,
+                way.greedy,
+            )
+        )
+        draw, law = draw_end, law_end
+    tokens, parents = found.tree
+    return Forest(tokens, parents, tuple(groups), found.logq if parents[-1] >= 0 else None)
