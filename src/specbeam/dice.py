@@ -111,7 +111,7 @@ class Dice:
 
     def flip(self, odds: float) -> bool:
         """True with probability `odds` (1 and above: always; 0 and below: never)."""
-        return self._next() < odds
+        return bool(self._next() < odds)
 
     def uniform(self, shape: tuple[int, ...]) -> Float64[np.ndarray, "*shape"]:
         """Independent uniforms in (0, 1)."""

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from specbeam import kernels
+from specbeam.laws import JointLaw
 
 _NONE = np.zeros(0, dtype=np.int64)
 SAMPLES = 64  # races that are run
@@ -105,3 +106,23 @@ def _drafted(
 @cache
 def _noise() -> Float64[np.ndarray, "races n"]:
     return np.random.default_rng(0).exponential(size=(SAMPLES, ENTRANTS))
+
+
+def odds_under_shared_noise(
+    target: JointLaw,
+    draft: JointLaw,
+    row_of: Int64[np.ndarray, " beams"],
+    beam_of: Int64[np.ndarray, " rows"],
+    drafts: int,
+    most: int,
+) -> Float64[np.ndarray, " widths"] | None:
+    """`odds_of_noise` of a layer in one loop, where both laws are cut and short; else None.
+
+    Args:
+        row_of: row in the draft's law of each beam of the target; `beam_of`: the other way round. -1 for none.
+    """
+    laws = target.for_loops(), draft.for_loops()
+    if laws[0] is None or laws[1] is None:
+        return None
+    odds = kernels.accepted(*laws, row_of, beam_of, _noise(), drafts, most)
+    return odds if len(odds) else None

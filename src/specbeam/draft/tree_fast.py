@@ -143,8 +143,8 @@ def _born(tree: Array, nodes: int, siblings: int, parent: int, token: int, eos: 
 def drafted(
     one: OneLane, roots: Array, answered: int, way: Draws, most: tuple[int, int, int]
 ) -> tuple[Grown, int, int, float]:
-    """Grow the layers that are counted in `way`. Gives the tree, the number of passes and of uniforms used, and which part of
-    the time the passes took.
+    """Grow the layers that are counted in `way`. Gives the tree, the number of passes and of uniforms used, and which part
+    of the time the passes took.
 
     Args:
         most: draws, groups and numbers of laws that there may be.

@@ -10,10 +10,14 @@ from specbeam.kernels.races import odds_of_noise
 from specbeam.kernels.ranking import best, largest, ranked
 from specbeam.kernels.sums import log_norm, pick
 from specbeam.kernels.truncation import Way, core_and_halo, first_ones, layer, shifts, truncated
+from specbeam.kernels.widths import Cut, Joint, accepted
 
 __all__ = [
     "AVAILABLE",
+    "Cut",
+    "Joint",
     "Way",
+    "accepted",
     "best",
     "child_keys",
     "core_and_halo",

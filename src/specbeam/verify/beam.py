@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 
 from specbeam.choice import Choice, choose
-from specbeam.control.accepted import odds_of_noise, odds_of_rejection
+from specbeam.control.accepted import odds_of_noise, odds_of_rejection, odds_under_shared_noise
 from specbeam.control.width import Width
 from specbeam.errors import DeadEnd
 from specbeam.forest import Forest, Group
@@ -71,23 +71,33 @@ class Layer:
 
     def accepted(self, most: int, by_noise: bool) -> Odds:
         """Odds that 0, 1, 2, ... draws are all drafts, from the pairs that carry the target's law."""
-        pairs, drafts = self.law.head(), self.drafted
         draft = self.group.law if self.group is not None else None
         if not by_noise:
-            return odds_of_rejection(*self.laws(pairs), drafts)
+            return odds_of_rejection(*self.laws(self.law.head()), self.drafted)
         if not isinstance(draft, JointLaw) or not draft.truncation.cuts:
-            return odds_of_noise(*self.laws(pairs), drafts, most)
-        beyond = self._named(draft.uncut.best(drafts + most))  # likeliest first, as the halo is chosen
+            return odds_of_noise(*self.laws(self.law.head()), self.drafted, most)
+        found = odds_under_shared_noise(self.law, draft, self.row_of, self.known, self.drafted, most)
+        return found if found is not None else self._accepted_of_cut(draft, most)
+
+    def _accepted_of_cut(self, draft: JointLaw, most: int) -> Odds:
+        """The same for a draft law that is cut, by array code."""
+        beyond = self._named(draft.uncut.best(self.drafted + most))  # likeliest first, as the halo is chosen
+        pairs = self.law.head()
         pairs = np.concatenate([beyond, pairs[~np.isin(pairs, beyond)]])
         beams, tokens = np.divmod(pairs, self.vocab)
-        return odds_of_noise(self.law.odds(beams, tokens), self._q(beams, tokens), drafts, most, np.arange(len(pairs)))
+        p, q = self.law.odds(beams, tokens), self._q(beams, tokens)
+        return odds_of_noise(p, q, self.drafted, most, np.arange(len(pairs)))
+
+    @cached_property
+    def known(self) -> Int64[np.ndarray, " rows"]:
+        """The live beam of each row of the group's law; -1 if it is dead."""
+        parents = [] if self.group is None else self.group.parents.tolist()
+        return np.array([self.beam_of.get(node, -1) for node in parents], dtype=np.int64)
 
     def _named(self, pairs: Pairs) -> Pairs:
         """Pairs of the draft's rows as pairs of live beams; those of others are left out."""
-        assert self.group is not None
         rows, tokens = np.divmod(pairs, self.vocab)
-        known = np.array([self.beam_of.get(node, -1) for node in self.group.parents.tolist()], dtype=np.int64)
-        beams = known[rows]
+        beams = self.known[rows]
         return (beams * self.vocab + tokens)[beams >= 0]
 
     def support(self) -> tuple[Pairs, Odds, Odds]:

@@ -1,0 +1,97 @@
+"""What a width is chosen by, for laws that are cut: the twin of `verify.beam.Layer.accepted`."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.races import odds_of_noise
+from specbeam.kernels.ranking import best
+from specbeam.kernels.truncation import first_ones, shifts
+
+
+class Cut(NamedTuple):
+    """A truncation, and how many of the best pairs tell what it leaves (`Truncation.looked`, above 0)."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    least: int
+    looked: int
+
+
+class Joint(NamedTuple):
+    """A joint law as loops see it."""
+
+    logits: Array
+    scores: Array
+    log_norm: Array
+    log_counts: Array
+    log_total: float  # see `truncation.first_ones`
+    cut: Cut
+
+
+@compiled
+def _law(law: Joint, shift: Array) -> tuple[Array, Array, bool]:
+    """The pairs that are left, their odds, and whether these could be told."""
+    cut = law.cut
+    pairs, known = first_ones(
+        law.logits, shift, law.scores.max(), cut.temperature, cut.top_k, cut.top_p, cut.min_p, cut.least, law.log_total,
+        cut.looked,
+    )  # fmt: skip
+    odds, vocab, top, total = np.empty(len(pairs)), law.logits.shape[1], -np.inf, 0.0
+    for place in range(len(pairs)):
+        beam = pairs[place] // vocab
+        odds[place] = (law.logits[beam, pairs[place] % vocab] + shift[beam]) / cut.temperature + law.log_counts[beam]
+        top = max(top, odds[place])
+    for place in range(len(pairs)):
+        odds[place] = np.exp(odds[place] - top)
+        total += odds[place]
+    return pairs, odds / total, known
+
+
+@compiled
+def _odds_at(pair: int, pairs: Array, odds: Array) -> float:
+    for place in range(len(pairs)):
+        if pairs[place] == pair:
+            return odds[place]
+    return 0.0
+
+
+@compiled
+def accepted(target: Joint, draft: Joint, row_of: Array, beam_of: Array, noise: Array, drafts: int, most: int) -> Array:
+    """Odds that 0, 1, ... draws of the target are among the drafts; empty where this does not tell.
+
+    Args:
+        row_of: row in the draft's law of each beam; beam_of: the other way round. -1 for none.
+        noise: float64[races, entrants], see `control.accepted`.
+    """
+    vocab, nobody = target.logits.shape[1], np.empty(0, dtype=np.uint64)
+    shift, every = shifts(draft.scores, draft.log_norm), np.ones(len(draft.scores), dtype=np.bool_)
+    left, p_left, known = _law(target, shifts(target.scores, target.log_norm))
+    drawn, q_drawn, told = _law(draft, shift)
+    if not known or not told:
+        return np.empty(0)
+    wanted = min(drafts + most, draft.logits.size)
+    beyond = best(draft.logits, shift, draft.cut.temperature, draft.log_counts, nobody, every, wanted)
+    pairs, count = np.empty(len(beyond) + len(left), dtype=np.int64), 0
+    for pair in beyond:  # likeliest first, as the halo is chosen
+        beam = beam_of[pair // vocab]
+        if beam >= 0:
+            pairs[count] = beam * vocab + pair % vocab
+            count += 1
+    named = count
+    for pair in np.sort(left):
+        if not (pairs[:named] == pair).any():
+            pairs[count] = pair
+            count += 1
+    if count > noise.shape[1]:
+        return np.empty(0)
+    p, q = np.zeros(count), np.zeros(count)
+    for place in range(count):
+        row = row_of[pairs[place] // vocab]
+        p[place] = _odds_at(pairs[place], left, p_left)
+        if row >= 0:
+            q[place] = _odds_at(row * vocab + pairs[place] % vocab, drawn, q_drawn)
+    return odds_of_noise(noise[:, :count], p, q, drafts, most, max(1.0 - q.sum(), 0.0), np.arange(count))
