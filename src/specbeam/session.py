@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, UInt32, UInt64
 
-from specbeam import dice
+from specbeam import dice, kernels
 from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
 from specbeam.forest import Forest
 from specbeam.limits import Ended, Limits
@@ -221,23 +221,20 @@ class Session:
             if len(step.beams):
                 self.count.widths.append(int(step.beams.counts.sum()))
         verdict = turn.verdict
-        survivors = np.concatenate([self._tails(turn.forest, verdict.parents), verdict.beams.tokens[:, None]], 1)
-        self.beams, self.tails = verdict.beams.rooted(), survivors
+        common, self.tails = kernels.prolonged(
+            self.tails, turn.forest.tokens, turn.forest.parents, verdict.parents, verdict.beams.tokens
+        )
+        self._text.append(common)
+        self.beams = verdict.beams.rooted()
         self.count.accepted += verdict.accepted
         self._noise.clear()
         if verdict.audit is not None:
             self.audit += verdict.audit
         if verdict.certificate is not None:
             self.certificate = (self.certificate or Certificate()) + verdict.certificate
-        self._settle_common_prefix()
         if self.warp.constraint is not None:
             live = Forest.rooted(self.beams.tokens[:0] if self.over else self.beams.tokens)
             self.warp.constraint.keep(self.new_tokens(live, np.arange(len(live))))
-
-    def _tails(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
-        if len(nodes) == 0:
-            return np.zeros((0, self.tails.shape[1]), dtype=np.int64)
-        return np.concatenate([self.tails[forest.root_of(nodes)], forest.below(nodes)], 1)
 
     def retired(self, forest: Forest, step: Step) -> list[Ended]:
         """The beams of a step that ended with it."""
@@ -249,15 +246,6 @@ class Session:
                 tokens = [*path.tolist(), int(step.beams.tokens[beam])]
                 gone += [Ended(tokens, float(step.beams.scores[beam]))] * int(step.beams.counts[beam])
         return gone
-
-    def _settle_common_prefix(self) -> None:
-        if len(self.tails) == 0:
-            return
-        common = self.tails.shape[1]
-        if len(self.tails) > 1 and (differs := (self.tails != self.tails[:1]).any(0)).any():
-            common = int(np.argmax(differs))
-        self._text.append(self.tails[0, :common])
-        self.tails = self.tails[:, common:]
 
     def hypotheses(self) -> Iterator[Ended]:
         """Everything the session can answer with: ended beams, then live ones that were cut off."""

@@ -6,6 +6,7 @@ Pairs are beam * vocabulary + token, as in `laws`.
 
 from specbeam.kernels.compiling import AVAILABLE, start_threads, use_threads
 from specbeam.kernels.noise import child_keys
+from specbeam.kernels.paths import prolonged
 from specbeam.kernels.races import odds_of_noise
 from specbeam.kernels.ranking import best, largest, ranked
 from specbeam.kernels.sums import log_norm, pick
@@ -27,6 +28,7 @@ __all__ = [
     "log_norm",
     "odds_of_noise",
     "pick",
+    "prolonged",
     "ranked",
     "shifts",
     "start_threads",

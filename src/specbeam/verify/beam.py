@@ -13,7 +13,7 @@ from jaxtyping import Float, Float64, Int64
 
 from specbeam.choice import Choice, choose
 from specbeam.control.accepted import odds_of_noise, odds_of_rejection, odds_under_shared_noise
-from specbeam.control.width import Width
+from specbeam.control.width import FixedWidth, Width
 from specbeam.errors import DeadEnd
 from specbeam.forest import Forest, Group
 from specbeam.laws import JointLaw, Pairs
@@ -21,10 +21,12 @@ from specbeam.limits import Ended
 from specbeam.probs import joint_law, picked
 from specbeam.records import Audit, Beams, Step, Trial, Verdict
 from specbeam.session import Session
+from specbeam.verify.beam_fast import steps_at_once
 from specbeam.verify.draws import Taken, drawn, draws
 from specbeam.verify.draws_fast import draws_fast
 
 Odds = Float64[np.ndarray, " _"]
+Rows = Float[torch.Tensor, "nodes vocab"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +209,7 @@ class BeamRule:
     collapse: bool = False
     trace: bool = False
     kernel: Callable[..., list[Taken]] = field(default=draws_fast, repr=False)
+    at_once: bool = field(default=True, repr=False)  # False: layer by layer, as the oracle of the loop
 
     @property
     def tries(self) -> bool:
@@ -218,24 +221,44 @@ class BeamRule:
         trials: list[Trial] = []
         audit = Audit() if session.audited else None
         while not steps or steps[-1].passed:
-            group = forest.groups[len(steps)] if len(steps) < len(forest.groups) else None
-            layer = Layer(session, forest, live, scored, group)
             try:
-                step, judged, seen = self._step(layer)
+                more = self._ahead(session, forest, live, scored, len(steps), len(ended))
+                if not more:
+                    group = forest.groups[len(steps)] if len(steps) < len(forest.groups) else None
+                    layer = Layer(session, forest, live, scored, group)
+                    step, judged, seen = self._step(layer)
+                    more = [step]
+                    if audit is not None:
+                        audit += seen
+                    if self.trace:
+                        trials += layer.trials(len(steps) + 1, step, judged)
             except DeadEnd as error:
                 steps += dead_end(error, steps, ended)
                 live = steps[-1].live
                 break
-            steps.append(step)
-            if audit is not None:
-                audit += seen
-            if self.trace:
-                trials += layer.trials(len(steps), step, judged)
-            live = step.live
-            ended += session.retired(forest, step)
+            steps += more
+            live = steps[-1].live
+            ended += session.retired(forest, steps[-1])
             if session.limits.enough(ended, live.scores, session.length + len(steps)):
                 break
         return Verdict(tuple(steps), tuple(trials), audit, self._kept(live))
+
+    def _ahead(
+        self,
+        session: Session,
+        forest: Forest,
+        live: Beams,
+        scored: Float[torch.Tensor, "nodes vocab"],
+        done: int,
+        ended: int,
+    ) -> list[Step]:
+        """Steps that a loop can make: nobody looks at what is between them, and no beam ends before the last of them."""
+        greedy = session.warp.greedy
+        watched = self.trace or session.audited or not self.at_once
+        fixed = greedy or (self.coupling == "noise" and isinstance(self.width, FixedWidth))
+        if watched or not fixed or ended >= session.limits.keep:  # then scores alone may say that it is enough
+            return []
+        return steps_at_once(session, forest, live, scored, self.width.most, done)
 
     def _step(self, layer: Layer) -> tuple[Step, int, Audit]:
         """The layer's outcome, how many drafts were looked at, and what an audit makes of it."""
