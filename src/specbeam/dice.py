@@ -45,6 +45,16 @@ def child_keys(keys: UInt64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) 
     return scramble(scramble(keys ^ GOLDEN) + tokens.astype(np.uint64))
 
 
+def path_keys(key: UInt64[np.ndarray, " 1"], tokens: Int64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n+1"]:
+    """The key of a path, and those of the paths that grow out of it token by token."""
+    if kernels.AVAILABLE:
+        return kernels.path_keys(key[0], tokens)
+    keys = [key]
+    for place in range(len(tokens)):
+        keys.append(child_keys(keys[-1], tokens[place : place + 1]))
+    return np.concatenate(keys)
+
+
 def coarse(keys: UInt64[np.ndarray, " paths"], vocab: int) -> UInt32[np.ndarray, "paths vocab"]:
     """The leading 32 bits of the uniform behind `gumbel` for every token after every path.
 

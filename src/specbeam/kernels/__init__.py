@@ -5,7 +5,7 @@ Pairs are beam * vocabulary + token, as in `laws`.
 """
 
 from specbeam.kernels.compiling import AVAILABLE, start_threads, use_threads
-from specbeam.kernels.noise import child_keys
+from specbeam.kernels.noise import child_keys, path_keys
 from specbeam.kernels.paths import prolonged
 from specbeam.kernels.races import odds_of_noise
 from specbeam.kernels.ranking import best, largest, ranked
@@ -27,6 +27,7 @@ __all__ = [
     "layer",
     "log_norm",
     "odds_of_noise",
+    "path_keys",
     "pick",
     "prolonged",
     "ranked",

@@ -10,6 +10,10 @@ try:
 except ImportError:  # pip install 'specbeam[fast]'
     numba = None
 
+if numba is not None:
+    from numba import types
+    from numba.extending import intrinsic
+
 AVAILABLE = numba is not None and os.environ.get("SPECBEAM_KERNELS") != "off"
 Array = Any  # numba finds the types by itself
 BLOCK = 64  # values that are looked at together
@@ -43,3 +47,33 @@ def start_threads() -> int:
 def use_threads(count: int) -> None:
     """At most `start_threads()`, for loops that are compiled for several."""
     numba.set_num_threads(count)
+
+
+def address_of(function: Any, *arguments: Any) -> int:
+    """Where a compiled loop stands, in the form that it has for arguments like these; for `call_at`. Loops that call a long
+    loop by its address are compiled without it, and it is compiled once.
+    """
+    kinds = tuple(numba.typeof(one) for one in arguments)
+    function.compile(kinds)
+    made = function.overloads[kinds]
+    return int(made.library.get_pointer_to_function(made.fndesc.mangled_name))
+
+
+if AVAILABLE:
+
+    @intrinsic
+    def call_at(typing: Any, address: Any, arguments: Any) -> Any:
+        """Call a loop that gives nothing back. The tuple of arguments must have the very types that its address was asked
+        for with: nobody checks.
+        """
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kinds, convention = signature.args[1].types, context.call_conv
+            kind = convention.get_function_type(types.none, kinds).as_pointer()
+            values = [builder.extract_value(args[1], place) for place in range(len(kinds))]
+            status, _ = convention.call_function(builder, builder.inttoptr(args[0], kind), types.none, kinds, values)
+            with builder.if_then(status.is_error):
+                convention.return_status_propagate(builder, status)
+            return context.get_dummy_value()
+
+        return types.void(types.intp, arguments), code

@@ -38,17 +38,32 @@ def gumbel(key: Array, token: Array) -> Array:
 
 
 @compiled
+def _child_key(key: Array, token: Array) -> Array:
+    x = key ^ _GOLDEN
+    x = (x ^ (x >> _L30)) * _FACTOR_1
+    x = (x ^ (x >> _L27)) * _FACTOR_2
+    x = (x ^ (x >> _L31)) + np.uint64(token)
+    x = (x ^ (x >> _L30)) * _FACTOR_1
+    x = (x ^ (x >> _L27)) * _FACTOR_2
+    return x ^ (x >> _L31)
+
+
+@compiled
 def child_keys(keys: Array, tokens: Array) -> Array:
     """`dice.child_keys`."""
     out = np.empty_like(keys)
     for place in range(len(keys)):
-        x = keys[place] ^ _GOLDEN
-        x = (x ^ (x >> _L30)) * _FACTOR_1
-        x = (x ^ (x >> _L27)) * _FACTOR_2
-        x = (x ^ (x >> _L31)) + np.uint64(tokens[place])
-        x = (x ^ (x >> _L30)) * _FACTOR_1
-        x = (x ^ (x >> _L27)) * _FACTOR_2
-        out[place] = x ^ (x >> _L31)
+        out[place] = _child_key(keys[place], tokens[place])
+    return out
+
+
+@compiled
+def path_keys(key: Array, tokens: Array) -> Array:
+    """`dice.path_keys`."""
+    out = np.empty(len(tokens) + 1, dtype=np.uint64)
+    out[0] = key
+    for place in range(len(tokens)):
+        out[place + 1] = _child_key(out[place], tokens[place])
     return out
 
 

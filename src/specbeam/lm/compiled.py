@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from jaxtyping import Bool, Float32, Int64
 from torch import Tensor, nn
 
 from specbeam import kernels
-from specbeam.kernels.compiling import Array
+from specbeam.kernels.compiling import Array, address_of
 from specbeam.lm.attention import Masks
 from specbeam.lm.kv_store import PanelStore
 from specbeam.lm.lane import CompiledLane
@@ -131,12 +132,25 @@ class CompiledDecoder:
         with _on_threads(self.threads) as threads:
             yield OneLane(
                 lane.trie.arrays, lane.outputs, self.model, windows, store.keys_by_panel, store.values_by_slot, lane.row,
-                threads,
+                threads, *self.addresses,
             )  # fmt: skip
 
     def logits(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m vocab"]:
-        with _on_threads(self.threads) as threads:
-            return scored(x, self.last_norm, self.eps, self.head, self.vocab, threads)
+        logits = np.empty((len(x), len(self.head) * WIDTH), dtype=np.float32)
+        if len(x):
+            with _on_threads(self.threads) as threads:
+                scored(x, self.last_norm, self.eps, self.head, logits, threads)
+        return np.ascontiguousarray(logits[:, : self.vocab])
+
+    @cached_property
+    def addresses(self) -> tuple[int, int]:
+        """Of `all_layers` and `scored`, as this model calls them."""
+        some, numbers, store = np.zeros((1, 1), dtype=np.float32), np.zeros(1, dtype=np.int64), self.store()
+        layers = address_of(
+            all_layers, some, self.weights, self.angles, self.eps, self.heads, numbers, numbers[None], numbers,
+            np.zeros((1, 1, 1), dtype=bool), self.kinds, store.keys_by_panel, store.values_by_slot, 1,
+        )  # fmt: skip
+        return layers, address_of(scored, some, self.last_norm, self.eps, self.head, some, 1)
 
 
 _ONE_AT_A_TIME = threading.Lock()  # numba's threads serve one caller

@@ -242,15 +242,11 @@ def _reach(seen: Array) -> Array:
 
 
 @compiled
-def scored(x: Array, weight: Array, eps: float, head: Array, vocab: int, threads: int) -> Array:
-    """Logits of rows behind the last layer."""
-    h, logits = np.empty_like(x), np.empty((len(x), len(head) * WIDTH), dtype=np.float32)
-    if len(x) > 0:
-        normed(x, weight, eps, h)
-        multiply(h, head, logits, threads)
-    if logits.shape[1] > vocab:
-        logits = logits[:, :vocab].copy()
-    return logits
+def scored(x: Array, weight: Array, eps: float, head: Array, logits: Array, threads: int) -> None:
+    """Logits of rows behind the last layer; columns up to a multiple of `WIDTH`."""
+    h = np.empty_like(x)
+    normed(x, weight, eps, h)
+    multiply(h, head, logits, threads)
 
 
 @compiled

@@ -4,9 +4,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.kernels.compiling import Array, compiled
-from specbeam.lm.loops import all_layers, scored
+from specbeam.kernels.compiling import AVAILABLE, Array, compiled
+from specbeam.lm.sums import WIDTH
 from specbeam.lm.trie_steps import BLOCK, EXTENT, KNOWN, SIZE, STORED, Trie, entered, fed
+
+if AVAILABLE:
+    from specbeam.kernels.compiling import call_at
 
 
 class OneLane(NamedTuple):
@@ -20,6 +23,8 @@ class OneLane(NamedTuple):
     values: Array
     lane: int
     threads: int
+    layers: int  # addresses of `loops.all_layers` and `loops.scored` for this model
+    scored: int
 
 
 @compiled
@@ -52,10 +57,10 @@ def _store(one: OneLane) -> None:
     for row in range(len(x)):
         x[row] = model.embedding[tokens[row]]
     rows, seen = np.array([[one.lane, 0, len(x)]]), _looked_at(trie, start, stop, one.windows)
-    all_layers(
+    call_at(one.layers, (
         x, model.weights, model.angles, model.eps, model.heads, positions, rows, slots, seen, model.kinds, one.keys,
         one.values, one.threads,
-    )  # fmt: skip
+    ))  # fmt: skip
     one.outputs[start:stop] = x
 
 
@@ -72,4 +77,10 @@ def extended(one: OneLane, tokens: Array, parents: Array, answered: int) -> Arra
     x = np.empty((trie.books[KNOWN] - answered, one.outputs.shape[1]), dtype=np.float32)
     for row in range(len(x)):
         x[row] = one.outputs[trie.local[answered + row]]
-    return scored(x, one.model.last_norm, one.model.eps, one.model.head, one.model.vocab, one.threads)
+    model = one.model
+    logits = np.empty((len(x), len(model.head) * WIDTH), dtype=np.float32)
+    if len(x) > 0:
+        call_at(one.scored, (x, model.last_norm, model.eps, model.head, logits, one.threads))
+    if logits.shape[1] > model.vocab:
+        logits = logits[:, : model.vocab].copy()
+    return logits

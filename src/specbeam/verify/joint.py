@@ -83,8 +83,8 @@ class JointRule:
 
     def _emit_bonus(self, walk: Walk) -> None:
         best = self.bonus == "argmax"
-        walk.emit(int(walk.law(walk.node).best(1)[0]) if best else walk.drawn(self.coupling), -1)
-        walk.steps[-1] = replace(walk.steps[-1], passed=False)  # an end token may have been drafted too
+        token = int(walk.law(walk.node).best(1)[0]) if best else walk.drawn(self.coupling)
+        walk.emit(token, -1, drafted=False)  # an end token may have been drafted too
 
     def _certificate(self, paths: Paths, node: int) -> Certificate | None:
         if self.threshold == 0:  # then nothing is promised

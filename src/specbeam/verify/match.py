@@ -32,6 +32,6 @@ class MatchRule:
         going = True
         while going and walk.node >= 0:
             token = walk.drawn(self.coupling)
-            child = forest.find(walk.here.nodes, np.array([token]))
+            child = forest.find(np.array([walk.node]), np.array([token]))
             going = walk.emit(token, int(child[0]))
         return walk.verdict()

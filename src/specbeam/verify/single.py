@@ -2,18 +2,18 @@
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float32, Float64, Int64
 
-from specbeam.dice import child_keys
+from specbeam.dice import path_keys
 from specbeam.errors import LostLaw
 from specbeam.forest import Forest, Group, Row
 from specbeam.laws import JointLaw, log_norm
 from specbeam.probs import cut, cut_at_once, joint_law, on_host
-from specbeam.records import Audit, Step, Verdict
+from specbeam.records import Audit, Beams, Step, Verdict
 from specbeam.session import Session
 from specbeam.truncation import NO_TRUNCATION
 from specbeam.verify.draws import Candidate, drawn, sure
@@ -22,13 +22,22 @@ Coupling = Literal["noise", "dice"]
 FEW = 12  # nodes of a tree whose laws are made before anybody knows which are needed
 
 
+class Emitted(NamedTuple):
+    parent: int  # forest node
+    node: int  # -1 if it is none
+    token: int
+    logp: float
+    ended: bool
+    drafted: bool
+
+
 class Walk:
     """The target's laws on one tree, and the tokens emitted so far in this turn."""
 
     def __init__(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> None:
         self.session, self.forest, self.scored = session, forest, scored
-        self.here = session.beams  # where the walk stands; its node is -1 once it left the tree
-        self.steps: list[Step] = []
+        self.node = int(session.beams.nodes[0])  # where the walk stands; -1 once it left the tree
+        self._emitted: list[Emitted] = []
         self.audit: Audit | None = Audit() if session.audited else None
         self._laws: dict[int, JointLaw] = {}
         self._rows: dict[int, Row] = {}
@@ -42,18 +51,18 @@ class Walk:
         return {node: row for node, row in enumerate(cut_at_once(self.scored, warp) or []) if row is not None}
 
     @cached_property
+    def _numbers(self) -> Float32[np.ndarray, "nodes vocab"]:
+        return self.scored.numpy()
+
+    @cached_property
     def _norms(self) -> Float64[np.ndarray, " nodes"]:
         return log_norm(self.scored)
 
     def _logp(self, token: int) -> float:
         """Log-likelihood of a token where the walk stands, before the truncation."""
         if self.node in self._at_once:
-            return float(self.scored[self.node, token]) - float(self._norms[self.node])
+            return float(self._numbers[self.node, token]) - float(self._norms[self.node])
         return float(self.law(self.node).logj_at(np.array([token]))[0])
-
-    @property
-    def node(self) -> int:
-        return int(self.here.nodes[0])
 
     def law(self, node: int) -> JointLaw:
         """The target's law of the token after a node, one row."""
@@ -93,7 +102,7 @@ class Walk:
         if coupling == "dice":
             row = self.row(self.node)
             return row.token(session.dice.pick(row.p))
-        keys = self.here.keys
+        keys = path_keys(session.beams.keys, self._tokens)[-1:]
         return int(law.best(1, keys, lambda: session.coarse_noise(keys, law.vocab))[0])
 
     def candidates(self, node: int) -> list[tuple[int, int]]:
@@ -121,27 +130,46 @@ class Walk:
         if self.audit is not None and not self.session.warp.greedy:
             self.audit += Audit.of_odds(r, law, odds)
 
-    def emit(self, token: int, node: int) -> bool:
-        """Emit a token, which is forest node `node` or no draft (-1). True if the text may go on."""
-        here, parent = self.here, self.here.nodes
-        tokens, nodes = np.array([token]), np.array([node])
+    def emit(self, token: int, node: int, drafted: bool | None = None) -> bool:
+        """Emit a token, which is forest node `node` or no draft (-1). True if the text may go on.
+
+        Args:
+            drafted: whether it was; None: whether the forest has it, be it as an end token without a node.
+        """
         if self.audit is not None and not self.session.warp.greedy:
             self.audit += Audit.of_draw(self.law(self.node).logp[0], token)
-        scores = here.scores + self._logp(token)
-        ended = self.session.limits.ended(
-            tokens, lambda: np.column_stack([self.session.new_tokens(self.forest, parent), tokens])
-        )
-        beams = type(here)(nodes, tokens, scores, here.counts, child_keys(here.keys, tokens))
-        self.steps.append(Step(parent, beams, ended, 1, passed=node >= 0 or (bool(ended[0]) and self._drafted(token))))
-        self.here = beams
-        return not ended[0] and self.session.length + len(self.steps) < self.session.limits.max_new_tokens
+        session, limits = self.session, self.session.limits
+        ended = token in limits.eos
+        if limits.stop_strings:
+            path = np.append(session.new_tokens(self.forest, np.array([self.node]))[0], token)
+            ended |= limits.stopped_by(path.tolist()) is not None
+        if drafted is None:
+            drafted = node >= 0 or (ended and self._drafted(token))
+        self._emitted.append(Emitted(self.node, node, token, self._logp(token), ended, drafted))
+        self.node = node
+        return not ended and session.length + len(self._emitted) < limits.max_new_tokens
+
+    @property
+    def _tokens(self) -> Int64[np.ndarray, " emitted"]:
+        return np.array([one.token for one in self._emitted], dtype=np.int64)
 
     def _drafted(self, token: int) -> bool:
         """Whether an end token was drafted; such a draft has no node."""
         return any(token == drafted for drafted, _ in self.candidates(self.node))
 
     def verdict(self) -> Verdict:
-        return Verdict(tuple(self.steps), audit=self.audit)
+        live, tokens = self.session.beams, self._tokens
+        parents, nodes = (
+            np.array(one, dtype=np.int64) for one in zip(*[step[:2] for step in self._emitted], strict=True)
+        )
+        scores = np.cumsum([live.scores[0], *[one.logp for one in self._emitted]])[1:]
+        keys, ended = path_keys(live.keys, tokens)[1:], np.array([one.ended for one in self._emitted])
+        steps = list[Step]()
+        for number, one in enumerate(self._emitted):
+            here = slice(number, number + 1)
+            beams = Beams(nodes[here], tokens[here], scores[here], live.counts, keys[here])
+            steps.append(Step(parents[here], beams, ended[here], 1, one.drafted))
+        return Verdict(tuple(steps), audit=self.audit)
 
 
 def _on(row: Row, group: Group) -> Float64[np.ndarray, " n"]:
