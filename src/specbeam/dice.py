@@ -21,7 +21,6 @@ S27, S30, S31 = (np.uint64(n) for n in (27, 30, 31))
 ODD, ROUND_1, ROUND_2, ROUND_3 = (np.uint32(n) for n in (0x9E3779B1, 0x21F0AAAD, 0xD35A2D97, 0x85EBCA6B))
 S15, S16 = np.uint32(15), np.uint32(16)
 AHEAD = 64  # uniforms that are taken from a stream together
-LONG = 512  # laws from here on are worth a call of a kernel
 
 
 def scramble(x: UInt64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:
@@ -132,7 +131,7 @@ class Dice:
 
     def pick(self, law: Float64[np.ndarray, " n"]) -> int:
         """An index with odds `law`, which need not be normalised and holds something."""
-        if kernels.AVAILABLE and len(law) > LONG:
+        if kernels.AVAILABLE and len(law) > kernels.LONG:
             return int(kernels.pick(law, self._next()))
         edges = law.cumsum()
         place = int(edges.searchsorted(self._next() * edges[-1], side="right"))

@@ -223,9 +223,8 @@ class JointLaw:
         """The law as loops see it, if a short ranking tells what its truncation leaves."""
         if not self.compiled or (looked := self.truncation.looked) <= 0:
             return None
-        cut, total = self.truncation, self._cut(looked)[-1]
-        by = kernels.Cut(float(cut.temperature), cut.top_k, float(cut.top_p), float(cut.min_p), cut.least, looked)
-        return kernels.Joint(self._rows, self.scores, self.log_norm, self._log_counts, total, by)
+        total, cut = self._cut(looked)[-1], self.truncation.for_loops
+        return kernels.Joint(self._rows, self.scores, self.log_norm, self._log_counts, total, cut)
 
     def _first_ones(self) -> Pairs | None:
         """The support as a head of the ranking, where a short ranking will do."""

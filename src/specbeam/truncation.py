@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float, Int64
 
+from specbeam import kernels
 from specbeam.errors import NotSupported
 
 if TYPE_CHECKING:
@@ -74,6 +75,12 @@ class Truncation:
     def told_at_once(self) -> bool:
         """Whether the loop that has the norms of unwarped rows can cut: it knows their sum at temperature 1 alone."""
         return self.looked == 0 or (self.looked > 0 and (self.top_k > 0 or self.temperature == 1))
+
+    @property
+    def for_loops(self) -> kernels.Cut:
+        return kernels.Cut(
+            float(self.temperature), self.top_k, float(self.top_p), float(self.min_p), self.least, self.looked
+        )
 
     def support(self, x: Values, log_total: float) -> Int64[torch.Tensor, " _"]:
         """Indices that are kept, in no order. `x` are log-odds after temperature, `log_total` their logsumexp."""

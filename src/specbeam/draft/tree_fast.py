@@ -13,11 +13,11 @@ from jaxtyping import Float, Int64
 
 from specbeam import kernels
 from specbeam.clock import book
-from specbeam.dice import LONG, Dice
+from specbeam.dice import Dice
 from specbeam.forest import Forest, Group, Row
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.cycles import cycles
-from specbeam.kernels.sums import log_norm, pick
+from specbeam.kernels.sums import log_norm, picked
 from specbeam.kernels.truncation import truncated
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -70,24 +70,6 @@ def _dense(row: Array, temperature: float, logp: Array) -> bool:
 
 
 @compiled
-def _picked(p: Array, uniform: float) -> int:
-    """`Dice.pick`."""
-    if len(p) > LONG:
-        return pick(p, uniform)
-    total = 0.0
-    for place in range(len(p)):
-        total += p[place]
-    edge, reached, last = uniform * total, 0.0, -1
-    for place in range(len(p)):
-        reached += p[place]
-        if p[place] > 0:
-            last = place
-        if reached > edge:
-            return place
-    return last
-
-
-@compiled
 def _laws(logits: Array, way: Draws, law_tokens: Array, law_logp: Array, law_ends: Array, group: int) -> bool:
     """Write the laws of these rows behind those of the groups before; False if a row has none, or is not told."""
     start = law_ends[group - 1] if group > 0 else 0
@@ -120,7 +102,7 @@ def _draw(left: Array, count: int, way: Draws, first: int, tokens: Array) -> int
     for draw in range(count):
         if way.distinct and not (left > 0).any():
             return draw
-        tokens[draw] = _picked(left, way.uniforms[first + draw])
+        tokens[draw] = picked(left, way.uniforms[first + draw])
         if way.distinct:
             left[tokens[draw]] = 0.0
     return count

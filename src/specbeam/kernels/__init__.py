@@ -9,12 +9,13 @@ from specbeam.kernels.noise import child_keys, path_keys
 from specbeam.kernels.paths import prolonged
 from specbeam.kernels.races import odds_of_noise
 from specbeam.kernels.ranking import best, largest, ranked
-from specbeam.kernels.sums import log_norm, pick
-from specbeam.kernels.truncation import Way, core_and_halo, first_ones, layer, shifts, truncated
-from specbeam.kernels.widths import Cut, Joint, accepted
+from specbeam.kernels.sums import LONG, log_norm, pick
+from specbeam.kernels.truncation import Cut, Way, core_and_halo, first_ones, layer, shifts, truncated
+from specbeam.kernels.widths import Joint, accepted
 
 __all__ = [
     "AVAILABLE",
+    "LONG",
     "Cut",
     "Joint",
     "Way",

@@ -10,6 +10,7 @@ _LOG2E, _LN2_HIGH = np.float32(1.4426950408889634), np.float32(0.693147180559945
 _C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
 _F1, _HALF, _LEAST = np.float32(1), np.float32(0.5), np.float32(-126)
 _SIGN, _MAGNITUDE, _BIAS, _FRACTION = np.int32(31), np.int32(0x7FFFFFFF), np.int32(127), np.int32(23)
+LONG = 512  # numbers of a law that is summed in blocks
 INF_RANK = int(np.float32(np.inf).view(np.int32))
 MINUS_INF_RANK = -INF_RANK - 1
 
@@ -25,7 +26,7 @@ def _sum(block: Array) -> Array:
 
 @compiled
 def pick(law: Array, uniform: float) -> int:
-    """`Dice.pick` of a long law: blocks are summed, and tokens only in the one that is hit."""
+    """An index of a long law: blocks are summed, and tokens only in the one that is hit."""
     blocks = (len(law) + BLOCK - 1) // BLOCK
     sums = np.zeros(blocks)
     for number in range(len(law) // BLOCK):
@@ -47,6 +48,24 @@ def pick(law: Array, uniform: float) -> int:
     while last < 0:  # the product was rounded up, and the last block holds nothing
         place -= 1
         last = place if law[place] > 0 else -1
+    return last
+
+
+@compiled
+def picked(p: Array, uniform: float) -> int:
+    """`Dice.pick`."""
+    if len(p) > LONG:
+        return pick(p, uniform)
+    total = 0.0
+    for place in range(len(p)):
+        total += p[place]
+    edge, reached, last = uniform * total, 0.0, -1
+    for place in range(len(p)):
+        reached += p[place]
+        if p[place] > 0:
+            last = place
+        if reached > edge:
+            return place
     return last
 
 

@@ -10,6 +10,17 @@ from specbeam.kernels.ranking import best, largest, ranked
 from specbeam.kernels.sums import INF_RANK, MINUS_INF_RANK, extremes, log_norm
 
 
+class Cut(NamedTuple):
+    """A truncation, and how many of the best pairs tell what it leaves (`Truncation.looked`, above 0)."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    least: int
+    looked: int
+
+
 @compiled
 def head(values: Array, log_total: float, top_p: float, min_p: float, least: int) -> int:
     """How many of `values`, log-odds that descend, top-p and min-p keep (see `Truncation`); -1 if more have to be known.

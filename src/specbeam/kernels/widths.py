@@ -7,18 +7,7 @@ import numpy as np
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.races import odds_of_noise
 from specbeam.kernels.ranking import best
-from specbeam.kernels.truncation import first_ones, shifts
-
-
-class Cut(NamedTuple):
-    """A truncation, and how many of the best pairs tell what it leaves (`Truncation.looked`, above 0)."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    least: int
-    looked: int
+from specbeam.kernels.truncation import Cut, first_ones, shifts
 
 
 class Joint(NamedTuple):

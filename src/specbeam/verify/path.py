@@ -1,6 +1,6 @@
 """VERIFY: ordered trials down a tree (recursive rejection sampling)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -10,6 +10,7 @@ from specbeam.forest import Forest
 from specbeam.records import Verdict
 from specbeam.session import Session
 from specbeam.verify.draws import draws
+from specbeam.verify.path_fast import walk_at_once
 from specbeam.verify.single import Walk, check_lawful
 
 
@@ -24,11 +25,12 @@ class PathRule:
     """
 
     tries: ClassVar[bool] = True
+    at_once: bool = field(default=True, repr=False)  # False: token by token, as the oracle of the loop
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         check_lawful(forest, "PathRule")
         walk = Walk(session, forest, scored)
-        going = True
+        going = not (self.at_once and walk_at_once(session, forest, walk))
         while going and walk.node >= 0:
             here, row = walk.node, walk.row(walk.node)
             (taken,) = draws(walk.trials_under(here), row.p, 1, session.dice, watch=walk.watch)

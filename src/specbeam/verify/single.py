@@ -138,6 +138,10 @@ class Walk:
         """
         if self.audit is not None and not self.session.warp.greedy:
             self.audit += Audit.of_draw(self.law(self.node).logp[0], token)
+        return self.took(node, token, self._logp(token), drafted)
+
+    def took(self, node: int, token: int, logp: float, drafted: bool | None = None) -> bool:
+        """The same, where the token's log-likelihood is known and nobody watches."""
         session, limits = self.session, self.session.limits
         ended = token in limits.eos
         if limits.stop_strings:
@@ -145,7 +149,7 @@ class Walk:
             ended |= limits.stopped_by(path.tolist()) is not None
         if drafted is None:
             drafted = node >= 0 or (ended and self._drafted(token))
-        self._emitted.append(Emitted(self.node, node, token, self._logp(token), ended, drafted))
+        self._emitted.append(Emitted(self.node, node, token, logp, ended, drafted))
         self.node = node
         return not ended and session.length + len(self._emitted) < limits.max_new_tokens
 
