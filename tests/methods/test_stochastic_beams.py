@@ -34,22 +34,22 @@ def test_the_stable_form_is_the_plain_one():
 
 
 class Noises:
-    """Dice whose uniforms give these Gumbel values, layer by layer."""
+    """Dice whose uniforms give these Gumbel values, row by row."""
 
     key = 1
 
-    def __init__(self, *layers):
-        self.layers = list(layers)
+    def __init__(self, *rows):
+        self.rows = list(rows)
 
     def uniform(self, shape):
-        layer = np.array(self.layers.pop(0))
-        assert layer.shape == shape
-        return np.exp(-np.exp(-layer))
+        row = np.array(self.rows.pop(0))
+        assert row.shape == shape
+        return np.exp(-np.exp(-row))
 
 
 def test_the_worked_trace():
     """Of b and a in the first layer the second keeps bc and ba; a is a leaf, and c stands before a under b."""
-    dice = Noises([[-0.2, 0.9, 0.4]], [[0.3, -0.5, 1.1], [0.2, 0.6, -0.1]])
+    dice = Noises([-0.2, 0.9, 0.4], [0.3, -0.5, 1.1], [0.2, 0.6, -0.1])
     session = session_of(sb.rsd_s(2, 2), TableLM(PAIRS["EX3M"][1]), dice, steps=9)
     (tree,) = session.parts.drafter.draft([session], [Shape(2, 2)])
     assert [tree.path(node) for node in range(1, 5)] == [[1], [0], [1, 2], [1, 0]]

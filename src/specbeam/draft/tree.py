@@ -322,14 +322,13 @@ class StochasticBeam(Complete):
     def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
         nodes, width, greedy = sprout.front.tolist(), sprout.shape.width, sprout.session.warp.greedy
         phi, top = (sprout.memory.setdefault(name, sprout.standing()) for name in ("phi", "top"))
-        uniforms = None if greedy else sprout.session.dice.uniform((len(rows), rows[0].vocab))
         found: list[tuple[float, int, int]] = []  # (minus the perturbed log-odds, row, place)
         for number, (node, row) in enumerate(zip(nodes, rows, strict=True)):
-            if uniforms is None:
+            if greedy:
                 places = best(row.logp, width)
                 tops = phi[node] + row.logp[places]
             else:
-                places, noise = first_in_race(row, uniforms[number], width)
+                places, noise = first_in_race(row, sprout.session.dice.uniform((len(row),)), width)
                 tops = truncated((phi[node] + row.logp[places] + noise)[None], np.array([top[node]]))[0]
             found += zip((-tops).tolist(), itertools.repeat(number), places.tolist(), strict=False)
         chosen = sorted(found)[:width]
@@ -349,13 +348,12 @@ class StochasticBeam(Complete):
 
 
 def first_in_race(
-    row: Row, uniforms: Float64[np.ndarray, " vocab"], count: int
+    row: Row, u: Float64[np.ndarray, " n"], count: int
 ) -> tuple[Int64[np.ndarray, " k"], Float64[np.ndarray, " k"]]:
-    """The `count` places of largest log-odds plus Gumbel noise, ascending, and their noise -log(-log(u)).
+    """The `count` places of largest log-odds plus Gumbel noise, ascending, and their noise -log(-log(u)), a `u` per place.
 
     The same as the smallest -log(u) / p. As -log(u) >= 1 - u, few logarithms are needed to know which these are.
     """
-    u = uniforms if row.tokens is None else uniforms[row.tokens]
     places = np.arange(len(u))
     if len(u) > max(FEW, 2 * count):
         with np.errstate(divide="ignore", invalid="ignore"):
