@@ -420,13 +420,13 @@ def test_one_end_in_any_form(pair, end):
 @pytest.mark.parametrize("what", [float("nan"), float("inf")])
 def test_a_processor_that_breaks_scores_is_told_from_a_model_that_does(pair, what):
     with pytest.raises(errors.BrokenLaw, match=r"a logits processor returned (NaN|\+inf); banned tokens must get -inf"):
-        sb.generate(pair, "ba", "sampling", max_new_tokens=6, eos_token_id=60, logits_processor=[Bad(what)])
+        sb.generate(pair, "ba", "sampling", seed=0, max_new_tokens=6, eos_token_id=60, logits_processor=[Bad(what)])
     broken = words.pair(check=False)
     with torch.no_grad():
         broken.target_model.lm_head.weight.fill_(what)
     broken = sb.load(broken.target_model, tokenizer=broken.tokenizer, check=False)
     with pytest.raises(errors.BrokenLaw, match="the model returned"):
-        sb.generate(broken, "ba", "sampling", max_new_tokens=6, logits_processor=[Bad(-9.0)])
+        sb.generate(broken, "ba", "sampling", seed=0, max_new_tokens=6, logits_processor=[Bad(-9.0)])
 
 
 def test_a_drafter_that_breaks_costs_the_prompts_that_it_drafts_for(pair):
