@@ -82,9 +82,7 @@ def _at_once(
     places: Int64[np.ndarray, " beams"] | None,
 ) -> Choice | None:
     """All of it in one compiled loop; None where that does not tell."""
-    if not kernels.AVAILABLE or warp.processors or warp.search or not on_host(logits):
-        return None
-    if not warp.cut.told_at_once:
+    if not warp.for_loops or not warp.cut.told_at_once or not on_host(logits):
         return None
     norm, parents, tokens, scores, keys, ends, many = kernels.layer(
         np.ascontiguousarray(logits.numpy()), _ALL if places is None else places, live.scores, live.counts, live.keys, among,

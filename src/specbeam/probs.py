@@ -45,6 +45,11 @@ class Warp:
     constraint: Constrained | None = None
 
     @property
+    def for_loops(self) -> bool:
+        """Whether compiled loops can choose by it: nobody else sees a row."""
+        return kernels.AVAILABLE and not self.processors and not self.search
+
+    @property
     def cut(self) -> Truncation:
         """What is cut: nothing at temperature 0."""
         return NO_TRUNCATION if self.greedy else self.truncation

@@ -58,6 +58,18 @@ def test_texts_and_reports_are_the_same(pair, method, options):
         assert found == expected
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_the_model_counts_the_passes_that_ran_its_layers(pair, temperature):
+    """Behind a turn that collapsed the first logits may be known: no layer runs for them."""
+    counts = []
+    for method in (sb.dsbd(3, 5, 3, collapse=True), layer_by_layer(sb.dsbd(3, 5, 3, collapse=True))):
+        before = pair.draft.passes
+        for seed in range(8):
+            sb.generate(pair, [1, 7, 3], method, seed=seed, max_new_tokens=20, temperature=temperature, eos_token_id=[])
+        counts.append(pair.draft.passes - before)
+    assert counts[0] == counts[1]
+
+
 def begun(pair, options, **more):
     settings = Settings(max_new_tokens=9, **options)
     return Request(pair, [[1, 7, 3]], sb.dsbd(3, 6, 3, "fixed"), replace(settings, **more), seed=0).sessions[0]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import chisquare
 
 import specbeam as sb
@@ -99,6 +100,21 @@ def test_what_the_loop_cannot_say_goes_on_layer_by_layer(pair):
     assert len(forest.groups) == 3
     assert session.count.draft_passes == own.draft.passes - before == 2
     own.draft.close(session)
+
+
+@pytest.mark.parametrize("method", METHODS[:4], ids=lambda one: one.name)
+def test_equals_of_the_last_one_are_kept_however_many(method):
+    """Twice forty words with the same odds: top-k keeps all forty, and the loop has room for k."""
+    model = tiny("llama", seed=1, vocab_size=80, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight[::40].repeat_interleave(40, 0) * 0.3)
+    equal = sb.load(model, model)
+    for top_k in (1, 2, 5):
+        found, expected = (
+            known(sb.generate(equal, [3, 4, 5], one, seed=0, top_k=top_k, max_new_tokens=12, eos_token_id=[])[0])
+            for one in (method, layer_by_layer(method))
+        )
+        assert found == expected
 
 
 class Loaded(Dice):

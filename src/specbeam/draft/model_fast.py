@@ -8,9 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 
-from specbeam import kernels
 from specbeam.choice import way
-from specbeam.clock import book
 from specbeam.forest import Forest, Group
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.cycles import cycles
@@ -114,8 +112,7 @@ class Draft:
 def draft_at_once(lm: LM, session: Session, shape: Shape, beams: int) -> Draft | None:
     """What `BeamDrafter` drafts by noise, as far as the loop can decide it; None where it cannot begin."""
     warp, live = session.warp, session.beams
-    possible = kernels.AVAILABLE and not warp.processors and not warp.search and warp.cut.told_at_once
-    if shape.depth < 1 or not isinstance(lm, HuggingFaceLM) or not possible:
+    if shape.depth < 1 or not isinstance(lm, HuggingFaceLM) or not (warp.for_loops and warp.cut.told_at_once):
         return None
     by = way(warp, session.limits, min(beams, shape.width), shape.width)
     start = Front(live.nodes, live.tokens, live.scores, live.counts, live.keys, np.ones(len(live), dtype=bool))
@@ -124,9 +121,7 @@ def draft_at_once(lm: LM, session: Session, shape: Shape, beams: int) -> Draft |
             return None
         began = time.perf_counter()
         layers, front, passes, share = drafted(alone.arrays, start, alone.lane.answered, shape.depth, by)
-        book("model", began, share)
-        alone.lane.answered = alone.lane.trie.known
-    lm.passes += passes
+        alone.ran(passes, began, share)
     return _told(layers, front, passes, None if warp.greedy else warp.cut)
 
 

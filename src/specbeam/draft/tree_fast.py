@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
-from specbeam import kernels
-from specbeam.clock import book
 from specbeam.dice import Dice
 from specbeam.forest import Forest, Group, Row
 from specbeam.kernels.compiling import Array, compiled
@@ -84,7 +82,7 @@ def _laws(logits: Array, way: Draws, law_tokens: Array, law_logp: Array, law_end
         return True
     by = (way.temperature, way.top_k, way.top_p, way.min_p, way.least)
     tokens, logp, counts = truncated(logits, *by, max(MOST, way.least))
-    if counts.min() < 1:
+    if counts.min() < 1 or start + len(tokens) > len(law_tokens):  # equals of the last one are kept, however many
         return False
     law_tokens[start : start + len(tokens)], law_logp[start : start + len(tokens)] = tokens, logp
     for row in range(len(logits)):
@@ -187,7 +185,7 @@ def tree_at_once(lm: LM, session: Session, counts: Sequence[int], distinct: bool
     cannot begin.
     """
     warp, dice, live = session.warp, session.dice, session.beams
-    possible = kernels.AVAILABLE and type(dice) is Dice and not warp.processors and not warp.search
+    possible = type(dice) is Dice and warp.for_loops
     if not possible or not counts or not isinstance(lm, HuggingFaceLM) or not _told(warp, counts):
         return None
     groups = [len(live)]
@@ -208,9 +206,7 @@ def tree_at_once(lm: LM, session: Session, counts: Sequence[int], distinct: bool
         found, passes, used, share = drafted(
             alone.arrays, live.tokens, alone.lane.answered, way, (draws, sum(groups), numbers)
         )
-        book("model", began, share)
-        alone.lane.answered = alone.lane.trie.known
-    lm.passes += passes
+        alone.ran(passes, began, share)
     dice.use(used)
     undecided = torch.from_numpy(found.undecided) if len(found.undecided) else None
     return Tree(_forest(found, way, lm.vocab), found.front, passes, undecided)

@@ -52,6 +52,8 @@ def best(
     """
     beams, vocab = logits.shape
     values, pairs = np.full(count, -np.inf), np.full(count, -1, dtype=np.int64)
+    if count == 0:
+        return pairs
     bound, upper = np.zeros(vocab, dtype=np.float32), _in_blocks(vocab)
     offset = shift.max() / temperature  # so that bounds are small numbers, which float32 holds finely
     noisy, held = len(keys) > 0, 0

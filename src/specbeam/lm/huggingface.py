@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 
+from specbeam.clock import book
 from specbeam.errors import NotSupported, UnsupportedModel
 from specbeam.forest import Forest
 from specbeam.lm.compiled import compiled_decoder
@@ -25,9 +27,22 @@ if TYPE_CHECKING:
 CHUNK = 512  # prompt tokens per pass
 
 
-class Alone(NamedTuple):
-    lane: CompiledLane  # whose `answered` follows what the loops have asked for
+@dataclass
+class Alone:
+    """A session for loops that run the model themselves."""
+
+    lm: "HuggingFaceLM"
+    lane: CompiledLane
     arrays: OneLane
+
+    def __post_init__(self) -> None:
+        self.waiting = self.lane.trie.waiting > 0  # otherwise the first logits are known, and their pass runs no layer
+
+    def ran(self, passes: int, since: float, share: float) -> None:
+        """Keep the books for a loop that began then, and spent that share of its time on so many passes."""
+        book("model", since, share)
+        self.lane.answered = self.lane.trie.known
+        self.lm.passes += passes - (not self.waiting)
 
 
 class HuggingFaceLM:
@@ -69,7 +84,7 @@ class HuggingFaceLM:
             yield None
             return
         with self.runner.alone(lane, fresh) as one:
-            yield Alone(lane, one)
+            yield Alone(self, lane, one)
 
     def settle(self, session: Seat, turn: Turn) -> None:
         lane = self._lane(session)  # new, if nothing was drafted so far: what is pending waits for the first draft

@@ -26,7 +26,6 @@ from specbeam.verify.draws import Taken, drawn, draws
 from specbeam.verify.draws_fast import draws_fast
 
 Odds = Float64[np.ndarray, " _"]
-Rows = Float[torch.Tensor, "nodes vocab"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +53,10 @@ class Layer:
     def chosen(self, count: int) -> Choice:
         """The best pairs of log-law plus noise: draws without replacement (Gumbel-top-k) that do not look at the drafts."""
         session, live = self.session, self.live
+        law = self.__dict__.get("law")  # if a width or an audit has asked for it
         return choose(
             self.scored, live, session.warp, self._paths, count, 0, np.ones(len(live), dtype=bool), session.limits,
-            lambda: session.coarse_noise(live.keys, self.vocab), live.nodes, self.__dict__.get("law"),
+            lambda: session.coarse_noise(live.keys, self.vocab), live.nodes, law,
         )  # fmt: skip
 
     @cached_property

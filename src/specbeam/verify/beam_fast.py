@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from specbeam import kernels
 from specbeam.choice import way
 from specbeam.forest import Forest
 from specbeam.kernels.compiling import Array, compiled
@@ -70,8 +69,7 @@ def steps_at_once(
 ) -> list[Step]:
     """The next steps of a turn of which `done` are done, as far as the loop can tell; perhaps none."""
     warp, limits = session.warp, session.limits
-    plain = kernels.AVAILABLE and not warp.processors and not warp.search and warp.cut.told_at_once
-    if not plain or limits.stop_strings or not on_host(scored):
+    if not warp.for_loops or not warp.cut.told_at_once or limits.stop_strings or not on_host(scored):
         return []
     most, drafted = limits.max_new_tokens - session.length - done, len(forest.groups) - done
     found = judged(

@@ -4,7 +4,6 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from specbeam import kernels
 from specbeam.dice import Dice
 from specbeam.forest import Forest, Group, Row
 from specbeam.kernels.compiling import Array, compiled
@@ -103,7 +102,7 @@ def walked(
 def walk_at_once(session: Session, forest: Forest, walk: Walk) -> bool:
     """Emit what the loop can; whether the walk is over then."""
     warp, dice, limits = session.warp, session.dice, session.limits
-    plain = kernels.AVAILABLE and not warp.processors and not warp.search and not warp.greedy and on_host(walk.scored)
+    plain = warp.for_loops and not warp.greedy and on_host(walk.scored)
     if not plain or type(dice) is not Dice or session.audited or limits.stop_strings or warp.truncation.looked < 1:
         return False
     drawn = _drawn(forest)
