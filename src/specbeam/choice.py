@@ -99,11 +99,7 @@ def _at_once(
 
 def way(warp: Warp, limits: Limits, core: int, width: int) -> kernels.Way:
     """For `kernels.layer`; the warp must be one that is `told_at_once`."""
-    cut = warp.cut
-    return kernels.Way(
-        not warp.greedy, float(cut.temperature), cut.top_k, float(cut.top_p), float(cut.min_p), cut.least, cut.looked, core,
-        width, limits.ending,
-    )  # fmt: skip
+    return kernels.Way(not warp.greedy, warp.cut.for_loops, core, width, limits.ending)
 
 
 _ALL = np.zeros(0, dtype=np.int64)

@@ -13,56 +13,27 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Shape
 from specbeam.request import Request
 from specbeam.settings import Settings
+from tests.support.loops import OPTIONS, assert_same, pair, step_by_step
 from tests.support.tiny_models import tiny
 
 if not kernels.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
-OPTIONS = [
-    {}, {"temperature": 0.5}, {"temperature": 2.0}, {"temperature": 0}, {"top_k": 5}, {"top_k": 3, "temperature": 0.4},
-    {"top_p": 0.9}, {"top_p": 0.99, "top_k": 40}, {"min_p": 0.05, "top_k": 30},
-]  # fmt: skip
-PROMPTS = [[1, 7, 3], [5, 6, 7, 8, 9] * 20, [2]]
-
-
-def layer_by_layer(method):
-    def build(target, draft):
-        parts = method.build(target, draft)
-        return replace(parts, drafter=replace(parts.drafter, at_once=False))
-
-    return replace(method, build=build)
-
-
-def known(one):
-    report = one.report
-    beams = [(beam.tokens, beam.score, beam.finished) for beam in one.beams]
-    return beams, report.target_passes, report.draft_passes, report.accepted, report.widths, report.peak_kv_tokens
-
-
-@pytest.fixture(scope="module", params=["llama", "qwen2-window"])
-def pair(request):
-    """64 words fill the panels, 61 do not; windows of a few tokens."""
-    family, vocab = request.param, 64 if request.param == "llama" else 61
-    return sb.load(tiny(family, seed=1, vocab_size=vocab), tiny(family, seed=2, vocab_size=vocab))
+__all__ = ["pair"]  # a fixture
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("method", [sb.dsbd(3, 5, 4, "fixed"), sb.dsbd(4, 4, 2), sb.dsbd(1, 3, 5, "fixed")])
 def test_texts_and_reports_are_the_same(pair, method, options):
     assert pair.draft.engine == "compiled"
-    for prompt in PROMPTS:
-        found, expected = (
-            known(sb.generate(pair, prompt, one, seed=4, max_new_tokens=12, eos_token_id=[9, 30], **options)[0])
-            for one in (method, layer_by_layer(method))
-        )
-        assert found == expected
+    assert_same(pair, method, "drafter", options)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_the_model_counts_the_passes_that_ran_its_layers(pair, temperature):
     """Behind a turn that collapsed the first logits may be known: no layer runs for them."""
     counts = []
-    for method in (sb.dsbd(3, 5, 3, collapse=True), layer_by_layer(sb.dsbd(3, 5, 3, collapse=True))):
+    for method in (sb.dsbd(3, 5, 3, collapse=True), step_by_step(sb.dsbd(3, 5, 3, collapse=True), "drafter")):
         before = pair.draft.passes
         for seed in range(8):
             sb.generate(pair, [1, 7, 3], method, seed=seed, max_new_tokens=20, temperature=temperature, eos_token_id=[])

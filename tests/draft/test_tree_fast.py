@@ -19,7 +19,7 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Shape
 from specbeam.request import Request
 from specbeam.settings import Settings
-from tests.draft.test_model_fast import OPTIONS, PROMPTS, known, layer_by_layer, pair
+from tests.support.loops import OPTIONS, assert_same, pair
 from tests.support.tiny_models import tiny
 
 if not kernels.AVAILABLE:
@@ -35,12 +35,7 @@ METHODS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: one.name)
 def test_texts_and_reports_are_the_same(pair, method, options):
-    for prompt in PROMPTS:
-        found, expected = (
-            known(sb.generate(pair, prompt, one, seed=4, max_new_tokens=12, eos_token_id=[9, 30], **options)[0])
-            for one in (method, layer_by_layer(method))
-        )
-        assert found == expected
+    assert_same(pair, method, "drafter", options)
 
 
 def begun(pair, options, seed=0, **more):
@@ -110,11 +105,7 @@ def test_equals_of_the_last_one_are_kept_however_many(method):
         model.lm_head.weight.copy_(model.lm_head.weight[::40].repeat_interleave(40, 0) * 0.3)
     equal = sb.load(model, model)
     for top_k in (1, 2, 5):
-        found, expected = (
-            known(sb.generate(equal, [3, 4, 5], one, seed=0, top_k=top_k, max_new_tokens=12, eos_token_id=[])[0])
-            for one in (method, layer_by_layer(method))
-        )
-        assert found == expected
+        assert_same(equal, method, "drafter", {"top_k": top_k, "eos_token_id": []}, [[3, 4, 5]])
 
 
 class Loaded(Dice):

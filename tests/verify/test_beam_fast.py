@@ -1,12 +1,10 @@
 """Beams judged in one loop against the same, layer by layer."""
 
-from dataclasses import replace
-
 import pytest
 
 import specbeam as sb
 from specbeam import kernels
-from tests.draft.test_model_fast import OPTIONS, PROMPTS, known, pair
+from tests.support.loops import OPTIONS, assert_same, pair
 
 if not kernels.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
@@ -21,35 +19,17 @@ ENDS = [
 ]  # fmt: skip
 
 
-def layer_by_layer(method):
-    def build(target, draft):
-        parts = method.build(target, draft)
-        return replace(parts, rule=replace(parts.rule, at_once=False))
-
-    return replace(method, build=build)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: f"{one.name} {one.beams}")
 def test_texts_and_reports_are_the_same(pair, method, options):
-    same(pair, method, options)
+    assert_same(pair, method, "rule", options)
 
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
 def test_ends_come_where_they_came(pair, ends):
     """Beams end often, and each of them may be enough."""
     for method in (sb.dsbd(3, 5, 4, "fixed"), sb.beam_sampling(3)):
-        same(pair, method, {"top_k": 12, **ends, "eos_token_id": list(range(0, 60, 6))})
-
-
-def same(pair, method, options):
-    options = {"eos_token_id": [9, 30], **options}
-    for prompt in PROMPTS:
-        found, expected = (
-            known(sb.generate(pair, prompt, one, seed=4, max_new_tokens=12, **options)[0])
-            for one in (method, layer_by_layer(method))
-        )
-        assert found == expected
+        assert_same(pair, method, "rule", {"top_k": 12, **ends, "eos_token_id": list(range(0, 60, 6))})
 
 
 def test_what_is_watched_goes_layer_by_layer(pair):

@@ -1,7 +1,5 @@
 """Drafts tried in one loop against the same, token by token."""
 
-from dataclasses import replace
-
 import pytest
 
 import specbeam as sb
@@ -9,8 +7,8 @@ from specbeam import kernels
 from specbeam.forest import Forest, Group
 from specbeam.verify.path_fast import _drawn, walk_at_once
 from specbeam.verify.single import Walk
-from tests.draft.test_model_fast import OPTIONS, PROMPTS, known, pair
 from tests.draft.test_tree_fast import begun
+from tests.support.loops import OPTIONS, assert_same, pair
 
 if not kernels.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
@@ -22,23 +20,10 @@ METHODS = [
 ]  # fmt: skip
 
 
-def token_by_token(method):
-    def build(target, draft):
-        parts = method.build(target, draft)
-        return replace(parts, rule=replace(parts.rule, at_once=False))
-
-    return replace(method, build=build)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: one.name)
 def test_texts_and_reports_are_the_same(pair, method, options):
-    for prompt in PROMPTS:
-        found, expected = (
-            known(sb.generate(pair, prompt, one, seed=4, max_new_tokens=12, eos_token_id=[9, 30], **options)[0])
-            for one in (method, token_by_token(method))
-        )
-        assert found == expected
+    assert_same(pair, method, "rule", options)
 
 
 def turn(pair, options, method):

@@ -16,7 +16,7 @@ from specbeam.forest import Forest, Group, Row
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.cycles import cycles
 from specbeam.kernels.sums import log_norm, picked
-from specbeam.kernels.truncation import truncated
+from specbeam.kernels.truncation import Cut, truncated
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.one_lane import OneLane, extended
@@ -30,12 +30,7 @@ class Draws(NamedTuple):
     counts: Array  # int64[layers]: children of each node
     distinct: bool  # each struck out once drawn
     greedy: bool  # the best token; one child
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    least: int
-    cuts: bool
+    cut: Cut  # `looked` is 0 where nothing is cut
     eos: Array
     uniforms: Array  # as many as there may be draws
 
@@ -71,17 +66,15 @@ def _dense(row: Array, temperature: float, logp: Array) -> bool:
 def _laws(logits: Array, way: Draws, law_tokens: Array, law_logp: Array, law_ends: Array, group: int) -> bool:
     """Write the laws of these rows behind those of the groups before; False if a row has none, or is not told."""
     start = law_ends[group - 1] if group > 0 else 0
-    if not way.cuts or way.greedy:
+    if way.cut.looked == 0:
         for row in range(len(logits)):
-            if not _dense(
-                logits[row], 1.0 if way.greedy else way.temperature, law_logp[start : start + logits.shape[1]]
-            ):
+            if not _dense(logits[row], way.cut.temperature, law_logp[start : start + logits.shape[1]]):
                 return False
             start += logits.shape[1]
             law_ends[group + row] = start
         return True
-    by = (way.temperature, way.top_k, way.top_p, way.min_p, way.least)
-    tokens, logp, counts = truncated(logits, *by, max(MOST, way.least))
+    by = (way.cut.temperature, way.cut.top_k, way.cut.top_p, way.cut.min_p, way.cut.least)
+    tokens, logp, counts = truncated(logits, *by, max(MOST, way.cut.least))
     if counts.min() < 1 or start + len(tokens) > len(law_tokens):  # equals of the last one are kept, however many
         return False
     law_tokens[start : start + len(tokens)], law_logp[start : start + len(tokens)] = tokens, logp
@@ -134,7 +127,7 @@ def drafted(
     tree[0, : len(roots)], tree[1, : len(roots)] = roots, -1
     logq = np.zeros(len(roots) + most[0])
     parents, draw_ends, law_ends = np.empty((3, most[1]), dtype=np.int64)
-    law_tokens, law_logp = np.empty(most[2] if way.cuts else 0, dtype=np.int64), np.empty(most[2])
+    law_tokens, law_logp = np.empty(most[2] if way.cut.looked > 0 else 0, dtype=np.int64), np.empty(most[2])
     front, nodes, group, draw, used, passes = np.arange(len(roots)), len(roots), 0, 0, 0, 0
     undecided, places = np.empty((0, vocab), dtype=np.float32), np.empty(way.counts.max(), dtype=np.int64)
     for count in way.counts:
@@ -154,7 +147,7 @@ def drafted(
             drawn, siblings = _draw(np.exp(logp), count, way, used, places), nodes
             used += 0 if way.greedy else drawn
             for place in places[:drawn]:
-                token = law_tokens[start + place] if way.cuts and not way.greedy else place
+                token = law_tokens[start + place] if way.cut.looked > 0 else place
                 node, new = _born(tree, nodes, siblings, parent, token, way.eos)
                 if new:
                     logq[node], nodes = logq[parent] + logp[place], nodes + 1
@@ -198,10 +191,8 @@ def tree_at_once(lm: LM, session: Session, counts: Sequence[int], distinct: bool
     with lm.alone(session, draws) as alone:
         if alone is None or numbers > LARGEST:
             return None
-        way = Draws(
-            np.array(counts, dtype=np.int64), distinct, warp.greedy, float(cut.temperature), cut.top_k, float(cut.top_p),
-            float(cut.min_p), cut.least, cut.cuts, session.limits.ending, dice.ahead(draws),
-        )  # fmt: skip
+        sizes, eos = np.array(counts, dtype=np.int64), session.limits.ending
+        way = Draws(sizes, distinct, warp.greedy, cut.for_loops, eos, dice.ahead(draws))
         began = time.perf_counter()
         found, passes, used, share = drafted(
             alone.arrays, live.tokens, alone.lane.answered, way, (draws, sum(groups), numbers)
@@ -221,25 +212,16 @@ def _told(warp: Warp, counts: Sequence[int]) -> bool:
 
 
 def _forest(found: Grown, way: Draws, vocab: int) -> Forest:
-    groups, draw, law = list[Group](), 0, 0
+    groups, draw, law, replacement = list[Group](), 0, 0, not (way.distinct or way.greedy)
     ends = zip(found.parents.tolist(), found.draw_ends.tolist(), found.law_ends.tolist(), strict=True)
     for parent, draw_end, law_end in ends:
         row = None
         if not way.greedy:
-            tokens = found.law_tokens[law:law_end] if way.cuts else None
+            tokens = found.law_tokens[law:law_end] if way.cut.looked else None
             row = Row(found.law_logp[law:law_end], vocab, tokens)
         drawn, nodes = found.draws[:, draw:draw_end]
-        groups.append(
-            Group(
-                np.array([parent]),
-                np.zeros_like(drawn),
-                drawn,
-                nodes,
-                row,
-                not way.distinct and not way.greedy,
-                way.greedy,
-            )
-        )
+        above = np.zeros_like(drawn)
+        groups.append(Group(np.array([parent]), above, drawn, nodes, row, replacement, sure=way.greedy))
         draw, law = draw_end, law_end
     tokens, parents = found.tree
     return Forest(tokens, parents, tuple(groups), found.logq if parents[-1] >= 0 else None)

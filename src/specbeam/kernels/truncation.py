@@ -11,7 +11,7 @@ from specbeam.kernels.sums import INF_RANK, MINUS_INF_RANK, extremes, log_norm
 
 
 class Cut(NamedTuple):
-    """A truncation, and how many of the best pairs tell what it leaves (`Truncation.looked`, above 0)."""
+    """A truncation, and how many of the best pairs tell what it leaves (`Truncation.looked`)."""
 
     temperature: float
     top_k: int
@@ -125,12 +125,7 @@ class Way(NamedTuple):
     """How a layer is chosen."""
 
     noisy: bool  # False: the best pairs without noise, each beam once
-    temperature: float
-    top_k: int
-    top_p: float  # without top-k the temperature must be 1
-    min_p: float
-    least: int
-    looked: int  # see `core_and_halo`
+    cut: Cut  # `looked` may be 0: nothing is cut. Where top-p cuts without top-k, the temperature must be 1
     core: int  # pairs to be chosen for themselves
     width: int  # pairs in all, at least
     eos: Array  # int64[ends]
@@ -146,7 +141,7 @@ def layer(
     Args:
         places: rows of the beams; empty: all of them.
     """
-    x = logits
+    x, cut = logits, way.cut
     if len(places) > 0:
         x = np.empty((len(places), logits.shape[1]), dtype=logits.dtype)
         for beam in range(len(places)):
@@ -159,15 +154,15 @@ def layer(
         some |= norm[beam] > -np.inf
     if sound and some:
         log_total = np.nan
-        if way.looked > 0 and way.top_k == 0:  # each row has the odds of its beam
+        if cut.looked > 0 and cut.top_k == 0:  # each row has the odds of its beam
             top, total = scores.max(), 0.0
             for beam in range(len(scores)):
                 total += np.exp(scores[beam] - top) if norm[beam] > -np.inf else 0.0
             log_total = np.log(total)
         log_counts = np.log(counts) if way.noisy else np.zeros(len(counts))
         pairs, core, logj = core_and_halo(
-            x, scores, norm, log_counts, keys if way.noisy else keys[:0], among, way.temperature, way.top_k, way.top_p,
-            way.min_p, way.least, log_total, way.looked, way.core, way.width,
+            x, scores, norm, log_counts, keys if way.noisy else keys[:0], among, cut.temperature, cut.top_k, cut.top_p,
+            cut.min_p, cut.least, log_total, cut.looked, way.core, way.width,
         )  # fmt: skip
     held = len(pairs) if core >= 0 else 0
     parents, tokens = np.empty(held, dtype=np.int64), np.empty(held, dtype=np.int64)

@@ -151,8 +151,9 @@ class Layer:
         tokens, parents, limits = choice.tokens, self.live.nodes[choice.parents], self.session.limits
         nodes, ended = self.forest.find(parents, tokens), choice.ends
         if limits.stop_strings:
-            paths = lambda: np.column_stack([self.session.new_tokens(self.forest, parents), tokens])  # noqa: E731
-            ended = limits.ended(tokens, paths)
+            ended = limits.ended(
+                tokens, lambda: np.column_stack([self.session.new_tokens(self.forest, parents), tokens])
+            )
         passed = self.group is not None and bool((ended | (nodes >= 0)).all())
         return Step(parents, Beams(nodes, tokens, choice.scores, counts, choice.keys), ended, asked, passed)
 
