@@ -1,5 +1,7 @@
 """Joules from the machine's own counters; None where there is no counter, never a guess."""
 
+import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,22 +10,43 @@ RAPL = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """`with EnergyMeter() as meter: ...` then `meter.joules`: whole packages and GPUs, all processes included."""
+    """`with EnergyMeter() as meter: ...` then `meter.joules`: whole packages and GPUs, all processes included.
+
+    Args:
+        least_s: GPUs are left out of shorter runs, and read beside the work when it begins: they take milliseconds to tell,
+            and count in tenths of a second.
+    """
 
     joules: float | None = None
 
+    def __init__(self, least_s: float = 0.0) -> None:
+        self.least_s = least_s
+
     def __enter__(self) -> "EnergyMeter":
-        self._start = _read()
+        self._began, self._start = time.perf_counter(), _rapl()
+        self._gpus: dict[str, float] = {}
+        self._reader: threading.Thread | None = None
+        if self.least_s == 0:
+            self._read_gpus()
+        elif _gpus():
+            self._reader = threading.Thread(target=self._read_gpus, daemon=True)
+            self._reader.start()
         return self
 
+    def _read_gpus(self) -> None:
+        self._gpus = _nvml()
+
     def __exit__(self, *error: object) -> None:
-        used = {name: value - self._start[name] for name, value in _read().items() if name in self._start}
+        now, known = _rapl(), self._start
+        if time.perf_counter() - self._began >= self.least_s:
+            if self._reader is not None:
+                self._reader.join()
+            now, known = now | _nvml(), known | self._gpus
+        elif _gpus():
+            return  # a part of what it took would mislead
+        used = {name: value - known[name] for name, value in now.items() if name in known}
         used = {name: value for name, value in used.items() if value >= 0}  # a counter that wrapped says nothing
         self.joules = sum(used.values()) if used else None
-
-
-def _read() -> dict[str, float]:
-    return _rapl() | _nvml()
 
 
 def _rapl() -> dict[str, float]:

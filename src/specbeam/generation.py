@@ -85,7 +85,7 @@ def generate(
 
     for place, error in request.refused.items():
         keep(place, error)
-    with EnergyMeter() as meter:
+    with EnergyMeter(least_s=0.5) as meter:
         for session in run(request, batch_size, streamer):
             keep(session.place, request.result(session))
     if audit:

@@ -8,6 +8,7 @@ from typing import Any
 
 from specbeam import drawing
 from specbeam.cli.common import quiet_load
+from specbeam.energy import EnergyMeter
 from specbeam.errors import MissingFile
 from specbeam.generation import generate, turns_of
 from specbeam.pair import BUNDLED, Pair
@@ -53,8 +54,9 @@ def run(beams: int, seed: int, json: bool) -> int:
     generate(pair, sentences[0][0], contenders[f"dsbd {beams}, fixed width"], seed=seed)  # warm up
     texts, lines = {}, []
     for name, method in contenders.items():
-        done = _translated(pair, method, [source for source, _ in sentences], name, seed, console)
-        lines.append(_line(pair, name, method, done, sentences, words, seed))
+        with EnergyMeter() as meter:
+            done = _translated(pair, method, [source for source, _ in sentences], name, seed, console)
+        lines.append(_line(pair, name, method, done, meter.joules, sentences, words, seed))
         texts[name] = [one.text for _, one in done]
     if json:
         for line in lines:
@@ -87,14 +89,13 @@ def _translated(
 
 
 def _line(
-    pair: Pair, name: str, method: Method, done: list[tuple[float, Generation]], sentences: Any, words: Any, seed: int
-) -> Line:
+    pair: Pair, name: str, method: Method, done: list[tuple[float, Generation]], joules: float | None, sentences: Any,
+    words: Any, seed: int,
+) -> Line:  # fmt: skip
     import sacrebleu
 
     answers = [one for _, one in done]
     tokens = sum(len(one.tokens) for one in answers)
-    joules = [one.report.joules for one in answers]
-    known = [value for value in joules if value is not None]
     asked = ["<sounds> " + " ".join(word) for word, _ in words]
     spoken = generate(pair, asked, method, seed=seed, max_new_tokens=32, **LAW)
     widths = [width for one in answers for width in one.report.widths]
@@ -105,7 +106,7 @@ def _line(
         round(sum(one.report.target_passes for one in answers) / tokens, 3),
         round(tokens / sum(seconds for seconds, _ in done), 1),
         round(sum(widths) / len(widths), 2),
-        round(sum(known) / tokens, 2) if len(known) == len(joules) else None,
+        None if joules is None else round(joules / tokens, 2),
         answers[0].report.law,
     )
 
