@@ -25,6 +25,7 @@ FLOORS = [
     {"bench"},
     {"hf_repository"},
     {"cli"},
+    {"__main__"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

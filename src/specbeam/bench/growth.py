@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROTARY = ("default", "linear", "llama3")  # whose angles do not depend on how many positions there are
-WIDTH_PER_LAYER = 64  # of usual models: 768 wide with 12 layers, 1,024 with 16
+NARROW = 1024
+WIDTH_PER_LAYER = (64, 128)  # of usual models, up to NARROW and above: 768 wide with 12 layers; 4,096 with 32
 WIDER_INSIDE = 8 / 3  # feed-forward units per unit of width
 
 
@@ -70,7 +71,7 @@ def size_for(config: Any, parameters: int) -> Size:
         layers = round((parameters - without) / each) + 1
         if layers < own.layers:
             continue
-        odd = abs(math.log(layers * WIDTH_PER_LAYER / hidden))
+        odd = abs(math.log(layers * WIDTH_PER_LAYER[hidden > NARROW] / hidden))
         if odd < least:
             best, least = Size(hidden, layers, wide.inner, heads, wide.kv_heads), odd
     return best
@@ -78,8 +79,8 @@ def size_for(config: Any, parameters: int) -> Size:
 
 @torch.no_grad()
 def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTrainedModel":
-    """A new model that computes the same logits up to rounding, with more weights; float32, on the host. Where the matrices
-    of the model hold numbers of bfloat16 alone, so do those of the new one.
+    """A new model that computes the same logits up to rounding, with more weights; of the model's type, where it is. Where
+    the matrices of the model hold numbers of bfloat16 alone, so do those of the new one.
 
     Args:
         model: of the Llama, Mistral, Qwen2 or Qwen3 family. It stays as it is.
@@ -101,10 +102,8 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     config.rms_norm_eps = model.config.rms_norm_eps * own.hidden / size.hidden
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[number % own.layers] for number in range(size.layers)]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        large = type(model)(config).float()
-    if _of_bfloat16(model):
+    large = _fresh(type(model), config, model, seed)
+    if _of_bfloat16(model) and large.dtype != torch.bfloat16:
         for weight in _matrices(large):
             weight.copy_(weight.bfloat16())
     shrunk = math.sqrt(own.hidden / size.hidden)  # a norm over more width divides by less
@@ -121,6 +120,18 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
         _copy(layer, source, shrunk)
     large.generation_config = copy.deepcopy(model.generation_config)
     return large.eval()
+
+
+def _fresh(kind: Any, config: Any, like: "PreTrainedModel", seed: int) -> Any:
+    """A random model of the type of another one, where that is: billions of numbers are not drawn on the host."""
+    before, device = torch.get_default_dtype(), like.device
+    try:
+        torch.set_default_dtype(like.dtype)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+            torch.manual_seed(seed)
+            return kind(config).to(like.dtype)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _of_bfloat16(model: nn.Module) -> bool:

@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from specbeam.bench.outcome import Contender, Outcome
 from specbeam.bench.prompts import Row
@@ -48,7 +50,10 @@ class Line:
     logp_per_token: float  # of the answers, under the target's raw law
     quality: dict[str, float]  # BLEU and exact match, where there are references
     peak_kv_tokens: int | None
-    memory_mb: float | None  # resident memory above what was there before, at its peak; None where it cannot be read
+    memory_mb: (
+        float | None
+    )  # above what was there before, at its peak: of the GPU that has the model, else resident memory;
+    #                          None where it cannot be read
     tokens: int  # of one round
 
 
@@ -98,7 +103,9 @@ def speed(
     batches = [list(range(len(rows)))[start : start + batch_size] for start in range(0, len(rows), batch_size)]
     books = [Books() for _ in contenders]
     for contender, book in zip(contenders, books, strict=True):
-        book.memory_mb = _memory_of(lambda one=contender: [_asked(one, rows, some, 0) for some in batches[:4]])  # type: ignore[misc]
+        work = partial(_several, contender, rows, batches[:4])
+        device = pair.target_model.device
+        book.memory_mb = _gpu_memory_of(work, device) if device.type == "cuda" else _memory_of(work)
     for number in range(repeats):
         for book in books:
             book.begin()
@@ -118,6 +125,11 @@ def speed(
 
 def _asked(contender: Contender, rows: Sequence[Row], some: list[int], seed: int) -> Outcome:
     return contender.run([rows[place].prompt for place in some], seed)
+
+
+def _several(contender: Contender, rows: Sequence[Row], batches: list[list[int]]) -> None:
+    for some in batches:
+        _asked(contender, rows, some, 0)
 
 
 def _line(pair: Pair, one: Contender, book: Books, first: Books, rows: Sequence[Row], batch_size: int) -> Line:
@@ -154,6 +166,14 @@ def _quality(pair: Pair, answers: list[list[int]], references: list[str | None])
         return {}
     texts = [pair.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in answers]
     return {"BLEU": bleu(texts, known), "exact match": exact_match(texts, known)}
+
+
+def _gpu_memory_of(work: Callable[[], object], device: torch.device) -> float:
+    """Most memory of tensors on a GPU while it works, above that before, in MB."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    return (torch.cuda.max_memory_allocated(device) - before) / 1e6
 
 
 def _memory_of(work: Callable[[], object]) -> float | None:

@@ -36,8 +36,8 @@ DEFAULT = [
 
 def run(
     contenders: list[str], source: str | None, columns: tuple[int, int], model: str, draft: str | None, grow: str | None,
-    quantize: str | None, rows: int, batch_sizes: list[int], repeats: int, threads: int | None, options: dict[str, Any],
-    picture: Path | None, json: bool,
+    grow_draft: str | None, quantize: str | None, rows: int, batch_sizes: list[int], repeats: int, threads: int | None,
+    options: dict[str, Any], picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     import torch
     from rich.console import Console
@@ -47,7 +47,7 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     asked = spread(demo_rows() if source is None else read(source, None, columns), rows)
-    pair = _pair(model, draft, grow, quantize)
+    pair = _pair(model, draft, grow, grow_draft, quantize)
     running = [_contender(pair, text, options) for text in contenders or DEFAULT]
     console = Console(stderr=True, highlight=False)
     lines = []
@@ -81,12 +81,17 @@ def _check(rows: int, batch_sizes: list[int], repeats: int, picture: Path | None
         check_picture(picture)
 
 
-def _pair(model: str, draft: str | None, grow: str | None, quantize: str | None) -> Pair:
+def _pair(model: str, draft: str | None, grow: str | None, grow_draft: str | None, quantize: str | None) -> Pair:
     pair = quiet_load(model, draft)
-    if grow is None and quantize is None:
+    if grow is None and grow_draft is None and quantize is None:
         return pair
+    if grow_draft is not None and pair.draft_model is None:
+        raise BadSetting("--grow-draft enlarges the draft model, and there is none; give --draft")
     target = pair.target_model if grow is None else grown(pair.target_model, parameters(grow))
-    return load(target, pair.draft_model, pair.tokenizer, quantize=quantize)  # type: ignore[arg-type]
+    small: Any = pair.draft_model
+    if grow_draft is not None:
+        small = grown(small, parameters(grow_draft))
+    return load(target, small, pair.tokenizer, quantize=quantize)  # type: ignore[arg-type]
 
 
 def parameters(text: str) -> int:

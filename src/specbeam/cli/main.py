@@ -280,6 +280,7 @@ def speed(
     model: Model = "bundled",
     draft: Draft = None,
     grow: Annotated[Optional[str], typer.Option(help="Enlarge the target, as it is, to 100M, 1B, ... weights.")] = None,  # noqa: UP045
+    grow_draft: Annotated[Optional[str], typer.Option(help="Enlarge the draft model likewise.")] = None,  # noqa: UP045
     quantize: Annotated[Optional[str], typer.Option(help="int8: the target's weights, for specbeam's methods.")] = None,  # noqa: UP045
     rows: Annotated[int, typer.Option(help="Most prompts, evenly over all.")] = 30,
     batch_size: Annotated[list[int], typer.Option(help="Prompts at once.")] = [1],  # noqa: B006
@@ -304,6 +305,7 @@ def speed(
             model,
             draft,
             grow,
+            grow_draft,
             quantize,
             rows,
             batch_size,
