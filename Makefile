@@ -30,6 +30,9 @@ $(VENV)/demo: $(VENV)/made pyproject.toml constraints.txt
 $(VENV)/dev: $(VENV)/demo
 	@echo "Installing the development tools ..."
 	@$(BIN)/pip install -q -c constraints.txt -e ".[bench,fast,dev]"
+	@# Builds of torch for GPUs bring their own; elsewhere its interpreter runs the kernels in the tests.
+	@$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/pip install -q "triton==3.9.0" \
+		|| echo "No triton for this machine: the tests of the kernels for GPUs are skipped."
 	@touch $@
 
 demo: $(VENV)/demo

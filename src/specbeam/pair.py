@@ -108,7 +108,7 @@ def language_model(model: "PreTrainedModel", check: bool = True, quantize: "Quan
         lm = HuggingFaceLM(model, engine=quantize or "auto")
         if check:
             check_scores_forests(lm)
-        known = _Kept(state, lm)
+        known = _Kept((_state(model), quantize), lm)  # an engine may have laid the weights out anew
         object.__setattr__(model, "_specbeam", known)
     assert known.lm is not None
     return known.lm
@@ -169,7 +169,7 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
         ) from error
     finally:
         lm.close(seat)
-    expected = torch.stack(plain).float()
+    expected = torch.stack(plain).float().to(found.device)
     spread = expected.std().clamp_min(1e-6)
     wrong = float((found - expected).abs().max() / spread)
     limit = 1e-3 if lm.model.dtype == torch.float32 else 0.3

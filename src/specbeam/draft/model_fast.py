@@ -14,9 +14,9 @@ from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.cycles import cycles
 from specbeam.kernels.truncation import Way, layer
 from specbeam.laws import JointLaw
+from specbeam.lm.any_lane import AnyLane, scored_alone
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.one_lane import OneLane, extended
 from specbeam.records import Beams, Shape
 from specbeam.session import Session
 from specbeam.truncation import Truncation
@@ -48,7 +48,7 @@ class Layers(NamedTuple):
 
 
 @compiled
-def drafted(one: OneLane, front: Front, answered: int, depth: int, way: Way) -> tuple[Layers, Front, int, float]:
+def drafted(one: AnyLane, front: Front, answered: int, depth: int, way: Way) -> tuple[Layers, Front, int, float]:
     """Draft up to `depth` layers. Gives the draft, the front behind it, how many passes there were, which part of the time
     these took. There is one pass more than layers if the last one could not be decided here.
     """
@@ -63,7 +63,7 @@ def drafted(one: OneLane, front: Front, answered: int, depth: int, way: Way) -> 
     nodes, row, draw, layers, passes = roots, 0, 0, 0, 0
     while layers < depth and len(front.nodes) > 0:
         size, before = len(front.nodes), cycles()
-        scored = extended(one, tree[0][:nodes], tree[1][:nodes], answered)
+        scored = scored_alone(one, tree[0][:nodes], tree[1][:nodes], answered)
         inside += cycles() - before
         answered, passes = nodes, passes + 1
         logits[row : row + size] = scored

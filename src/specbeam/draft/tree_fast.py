@@ -17,9 +17,9 @@ from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.cycles import cycles
 from specbeam.kernels.sums import log_norm, picked
 from specbeam.kernels.truncation import Cut, truncated
+from specbeam.lm.any_lane import AnyLane, scored_alone
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.one_lane import OneLane, extended
 from specbeam.probs import MOST, Warp
 from specbeam.session import Session
 
@@ -114,7 +114,7 @@ def _born(tree: Array, nodes: int, siblings: int, parent: int, token: int, eos: 
 
 @compiled
 def drafted(
-    one: OneLane, roots: Array, answered: int, way: Draws, most: tuple[int, int, int]
+    one: AnyLane, roots: Array, answered: int, way: Draws, most: tuple[int, int, int]
 ) -> tuple[Grown, int, int, float]:
     """Grow the layers that are counted in `way`. Gives the tree, the number of passes and of uniforms used, and which part
     of the time the passes took.
@@ -134,7 +134,7 @@ def drafted(
         if len(front) == 0:
             break
         before = cycles()
-        logits = extended(one, tree[0][:nodes], tree[1][:nodes], answered)
+        logits = scored_alone(one, tree[0][:nodes], tree[1][:nodes], answered)
         inside += cycles() - before
         answered, passes = nodes, passes + 1
         if not _laws(logits, way, law_tokens, law_logp, law_ends, group):

@@ -11,6 +11,7 @@ except ImportError:  # pip install 'specbeam[fast]'
     numba = None
 
 if numba is not None:
+    from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
 
@@ -77,3 +78,16 @@ if AVAILABLE:
             return context.get_dummy_value()
 
         return types.void(types.intp, arguments), code
+
+    @intrinsic
+    def call_c(typing: Any, address: Any, arguments: Any) -> Any:
+        """Call a C function that takes 64-bit integers or pointers alone; gives the int that it returns."""
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            whole, values = ir.IntType(64), []
+            for place, kind in enumerate(signature.args[1].types):
+                values.append(context.cast(builder, builder.extract_value(args[1], place), kind, types.int64))
+            function = ir.FunctionType(ir.IntType(32), [whole] * len(values))
+            return builder.call(builder.inttoptr(args[0], function.as_pointer()), values)
+
+        return types.int32(types.intp, arguments), code

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, Int64
 
 from specbeam.lm.kv_trie import WASTE, Feed, KVTrie
 
@@ -86,6 +86,11 @@ class Masks:
             start += len(feed)
         kinds = self.windows if self.by_layer else dict.fromkeys(self.windows or ["full_attention"], self.window)
         return {kind: _cut(seen, back, window) for kind, window in kinds.items()}
+
+    def looked_back(self, kinds: list[str]) -> Int64[np.ndarray, " kinds"]:
+        """Tokens that each kind of layer looks back on, itself included; 0: all."""
+        known = self.windows if self.by_layer else dict.fromkeys(kinds, self.window)
+        return np.array([known[name] or 0 for name in kinds], dtype=np.int64)
 
     @property
     def _windowed(self) -> bool:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from specbeam import kernels
 from specbeam.kernels.compiling import Array, address_of
-from specbeam.lm.attention import Masks
 from specbeam.lm.kv_store import PanelStore
 from specbeam.lm.lane import CompiledLane
 from specbeam.lm.lean import head_size, is_plain_llama
@@ -120,11 +119,6 @@ class CompiledDecoder:
                 self.kinds, store.keys_by_panel, store.values_by_slot, threads,
             )  # fmt: skip
         return x
-
-    def windows(self, masks: Masks) -> Int64[np.ndarray, " kinds"]:
-        """Tokens that each kind of layer looks back on, itself included; 0: all."""
-        known = masks.windows if masks.by_layer else dict.fromkeys(self.names, masks.window)
-        return np.array([known[name] or 0 for name in self.names], dtype=np.int64)
 
     @contextmanager
     def alone(self, lane: CompiledLane, store: PanelStore, windows: Int64[np.ndarray, " kinds"]) -> Iterator[OneLane]:

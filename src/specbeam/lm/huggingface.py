@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from specbeam.forest import Forest
 from specbeam.lm.compiled import compiled_decoder
 from specbeam.lm.kv_trie import BLOCK, KVTrie
 from specbeam.lm.lane import CompiledLane
-from specbeam.lm.lean import LARGEST, lean
+from specbeam.lm.lean import LARGEST, is_llama_like, lean
 from specbeam.lm.one_lane import OneLane
 from specbeam.lm.packed import PackedPasses
 from specbeam.lm.padded import PaddedPasses
@@ -24,6 +25,9 @@ from specbeam.session import Seat
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specbeam.lm.gpu_lane import GpuLane, OneGpuLane
+    from specbeam.lm.gpu_passes import GpuPasses
+
 CHUNK = 512  # prompt tokens per pass
 
 
@@ -32,8 +36,8 @@ class Alone:
     """A session for loops that run the model themselves."""
 
     lm: "HuggingFaceLM"
-    lane: CompiledLane
-    arrays: OneLane
+    lane: "CompiledLane | GpuLane"
+    arrays: "OneLane | OneGpuLane"
 
     def __post_init__(self) -> None:
         self.waiting = self.lane.trie.waiting > 0  # otherwise the first logits are known, and their pass runs no layer
@@ -52,8 +56,8 @@ class HuggingFaceLM:
 
     Args:
         chunk: prompt tokens per pass.
-        engine: "plain" calls the model; "lean" and "compiled" run its layers themselves (see lm/lean.py, lm/compiled.py);
-            "auto" takes the fastest of these that fits; "int8" runs it with rounded weights, which is another model. Raises
+        engine: "plain" calls the model; "lean", "compiled" and "gpu" run its layers themselves (see the files of these names
+            in lm/); "auto" takes the fastest of these that fits; "int8" runs it with rounded weights: another model. Raises
             `NotSupported` where it cannot.
     """
 
@@ -80,11 +84,17 @@ class HuggingFaceLM:
         not compiled, or too much is pending.
         """
         lane = self._lane(session)
-        if not isinstance(self.runner, PackedPasses) or lane.trie.waiting + fresh > self.chunk:
+        if isinstance(self.runner, PaddedPasses):
+            yield None
+            return
+        most = min(self.chunk, self.runner.most)
+        if lane.trie.waiting + fresh > most and lane.answered == 0:
+            self._prefill([lane], most - fresh)
+        if lane.trie.waiting + fresh > most:
             yield None
             return
         with self.runner.alone(lane, fresh) as one:
-            yield Alone(self, lane, one)
+            yield None if one is None else Alone(self, lane, one)
 
     def settle(self, session: Seat, turn: Turn) -> None:
         lane = self._lane(session)  # new, if nothing was drafted so far: what is pending waits for the first draft
@@ -126,24 +136,31 @@ class HuggingFaceLM:
             session.state[self] = lane
         return lane
 
-    def _prefill(self, lanes: list[Any]) -> None:
-        """Long prompts go ahead in chunks, so that a pass stays small whatever the prompt."""
-        while long := [lane for lane in lanes if lane.answered == 0 and self._is_long(lane.trie)]:
+    def _prefill(self, lanes: list[Any], most: int | None = None) -> None:
+        """Long prompts go ahead in chunks, so that a pass stays small whatever the prompt: until at most so many tokens are
+        pending, or none before the first root.
+        """
+        most = self.chunk if most is None else most
+        while long := [one for one in lanes if one.answered == 0 and one.trie.waiting > most and one.trie.ahead > 0]:
             self.passes += 1
-            self.runner.prefill(long, [lane.trie.feed(min(self.chunk, lane.trie.ahead)) for lane in long])
+            self.runner.prefill(long, [min(self.chunk, lane.trie.ahead) for lane in long])
             for lane in long:
                 lane.trie.forget_inner()
-
-    def _is_long(self, trie: KVTrie) -> bool:
-        return trie.waiting > self.chunk and trie.ahead > 0
 
 
 def _needs_a_pass(trie: KVTrie, forest: Forest) -> bool:
     return trie.waiting > 0 or len(forest) > trie.known
 
 
-def _engine(model: "PreTrainedModel", wanted: str, lanes: list[Any]) -> tuple[str, PaddedPasses | PackedPasses]:
+def _engine(
+    model: "PreTrainedModel", wanted: str, lanes: list[Any]
+) -> "tuple[str, PaddedPasses | PackedPasses | GpuPasses]":
     """What runs the model's layers, and its name."""
+    on_gpu = model.device.type == "cuda"
+    if wanted == "gpu" or (wanted == "auto" and on_gpu):
+        passes = _gpu_passes(model, lanes, capture=on_gpu)
+        if passes is not None:
+            return "gpu", passes
     small = model.num_parameters() <= LARGEST
     if wanted in ("compiled", "int8") or (wanted == "auto" and small):
         compiled = compiled_decoder(model, int8=wanted == "int8")
@@ -161,8 +178,24 @@ def _engine(model: "PreTrainedModel", wanted: str, lanes: list[Any]) -> tuple[st
     return "plain", PaddedPasses(model, None, lanes)
 
 
+@torch.no_grad()
+def _gpu_passes(model: "PreTrainedModel", lanes: list[Any], capture: bool) -> "GpuPasses | None":
+    """None where Triton is missing, or it would not be the same model."""
+    if not is_llama_like(model) or find_spec("triton") is None:
+        return None
+    from specbeam.lm.gpu_decoder import GpuDecoder
+    from specbeam.lm.gpu_passes import GpuPasses
+
+    return GpuPasses(model, GpuDecoder(model), lanes, capture)
+
+
 _NUMBA = ", which needs numba (pip install 'specbeam[fast]'),"
-_NAMES = {"int8": f"quantize='int8'{_NUMBA}", "lean": "the lean forward", "compiled": f"the compiled forward{_NUMBA}"}
+_NAMES = {
+    "gpu": "the forward for GPUs, which needs triton,",
+    "int8": f"quantize='int8'{_NUMBA}",
+    "lean": "the lean forward",
+    "compiled": f"the compiled forward{_NUMBA}",
+}
 
 
 def _max_positions(config: object) -> int | None:

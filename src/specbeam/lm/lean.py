@@ -187,6 +187,11 @@ def head_size(config: Any) -> int:
 
 def is_plain_llama(model: "PreTrainedModel") -> bool:
     """Whether a model does what a Llama, Mistral or Qwen2 does, in float32 on a CPU, and nothing is hooked into it."""
+    return is_llama_like(model) and model.dtype == torch.float32 and model.device.type == "cpu"
+
+
+def is_llama_like(model: "PreTrainedModel") -> bool:
+    """Whether a model does what a Llama, Mistral or Qwen2 does, and nothing is hooked into it."""
     config = model.config
     if (
         config.model_type not in _FAMILIES
@@ -200,8 +205,6 @@ def is_plain_llama(model: "PreTrainedModel") -> bool:
     return (
         plain
         and not hooked
-        and model.dtype == torch.float32
-        and model.device.type == "cpu"
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
         and model.model.layers[0].self_attn.o_proj.bias is None

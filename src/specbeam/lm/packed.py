@@ -12,7 +12,7 @@ from specbeam.clock import lap
 from specbeam.forest import Forest
 from specbeam.lm.attention import Masks
 from specbeam.lm.compiled import CompiledDecoder, Rows
-from specbeam.lm.kv_trie import BLOCK, Feed
+from specbeam.lm.kv_trie import BLOCK
 from specbeam.lm.lane import CompiledLane, Logits
 from specbeam.lm.one_lane import OneLane, extended
 
@@ -27,10 +27,12 @@ class PackedPasses:
         lanes: all sessions of the model.
     """
 
+    most = 1 << 30  # rows of a pass inside a loop: no limit of its own
+
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder, lanes: list[CompiledLane]) -> None:
         self.decoder, self.lanes, self.store = decoder, lanes, decoder.store()
         self.masks = Masks(model.config, "sdpa", model.dtype)
-        self.windows = decoder.windows(self.masks)
+        self.windows = self.masks.looked_back(decoder.names)
 
     def lane(self, row: int, prompt: list[int]) -> CompiledLane:
         return CompiledLane(row, prompt, self.decoder.embedding.shape[1])
@@ -41,13 +43,14 @@ class PackedPasses:
         for lane, forest in zip(lanes, forests, strict=True):
             lane.trie.enter(forest)
         if busy := [lane for lane in lanes if lane.trie.waiting]:
-            self.prefill(busy, [lane.trie.feed(lane.trie.waiting) for lane in busy])
+            self.prefill(busy, [lane.trie.waiting for lane in busy])
         rows = [lane.answer() for lane in lanes]
         with lap("model"):
             logits = torch.from_numpy(self.decoder.logits(np.concatenate(rows)))
         return [*logits.split([len(one) for one in rows])]
 
-    def prefill(self, lanes: list[CompiledLane], feeds: list[Feed]) -> None:
+    def prefill(self, lanes: list[CompiledLane], counts: list[int]) -> None:
+        feeds = [lane.trie.feed(count) for lane, count in zip(lanes, counts, strict=True)]
         tries = [lane.trie for lane in lanes]
         extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
         self.store.reserve(len(self.lanes), extent)

@@ -2,19 +2,21 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 
 from specbeam.clock import lap
 from specbeam.forest import Forest
-from specbeam.lm.attention import Masks
+from specbeam.lm.attention import Mask, Masks
+from specbeam.lm.captured import WIDEST, CapturedForward
 from specbeam.lm.kv_store import KVStore, Place
 from specbeam.lm.kv_trie import BLOCK, WASTE, Feed
 from specbeam.lm.lane import Lane, Logits, Nodes
 from specbeam.lm.lean import LeanDecoder
+from specbeam.lm.sizes import up
 from specbeam.probs import picked
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ class PaddedPasses:
         self.masks = Masks(config, config._attn_implementation or "eager", model.dtype)
         self.store = KVStore(config.num_hidden_layers)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        on_gpu = self.device.type == "cuda"
+        self.captured: CapturedForward | None = CapturedForward(self._called, self.store) if on_gpu else None
 
     def lane(self, row: int, prompt: list[int]) -> Lane:
         return Lane(row, prompt)
@@ -50,9 +54,9 @@ class PaddedPasses:
                 lane.learn(nodes, found[lane.row])
         return [lane.answer() for lane in lanes]
 
-    def prefill(self, lanes: list[Lane], feeds: list[Feed]) -> None:
-        """Store these feeds, whose logits nobody asks for."""
-        by_row = {lane.row: feed for lane, feed in zip(lanes, feeds, strict=True)}
+    def prefill(self, lanes: list[Lane], counts: list[int]) -> None:
+        """Store so many pending tokens of each lane, whose logits nobody asks for."""
+        by_row = {lane.row: lane.trie.feed(count) for lane, count in zip(lanes, counts, strict=True)}
         self._forward(by_row, dict.fromkeys(by_row, np.zeros(0, dtype=np.int64)))
 
     @torch.inference_mode()
@@ -61,31 +65,49 @@ class PaddedPasses:
         in place. The logits of the `wanted` places of each feed.
         """
         rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
-        if sparse := len(rows) > 2 * len(by_row):
+        width = max(len(feed) for feed in by_row.values())
+        extent = -(-max(self.lanes[row].trie.extent for row in by_row) // BLOCK)
+        last = max(len(feed) - int(wanted[row].min(initial=len(feed) - 1)) for row, feed in by_row.items())
+        sparse, captured = len(rows) > 2 * len(by_row), False
+        if sparse:
             rows = sorted(by_row)
-        feeds, tries = [by_row.get(row, _NOTHING) for row in rows], [self.lanes[row].trie for row in rows]
-        width = max(len(feed) for feed in feeds)
-        extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
-        self.store.reserve(len(self.lanes), extent)
-        inputs = np.zeros((3, len(feeds), width), dtype=np.int64)
+        elif self.captured is not None and width <= WIDEST:
+            rows, width, extent, captured = range(up(rows[-1] + 1)), up(width), up(extent), True
+            last = min(up(last), width)
+        inputs, masks = self._laid_out(rows, by_row, width, extent * BLOCK)
+        slots = torch.from_numpy(inputs[2]).to(self.device)
+        which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
+        self.store.reserve(max(len(self.lanes), rows[-1] + 1), extent * BLOCK)
+        self.store.place = Place(which, slots, extent * BLOCK)
+        with lap("model"):
+            logits = self._logits(inputs, masks, last, captured)
+        return {row: picked(logits[rows.index(row)], wanted[row] + last - len(feed)) for row, feed in by_row.items()}
+
+    def _laid_out(
+        self, rows: Sequence[int], by_row: dict[int, Feed], width: int, extent: int
+    ) -> tuple[Int64[np.ndarray, "3 batch width"], Mask]:
+        """Tokens, positions and slots, aligned to the right, and the masks."""
+        feeds, some = [by_row.get(row, _NOTHING) for row in rows], next(iter(by_row))
+        tries = [self.lanes[row if row in by_row else some].trie for row in rows]  # what has no feed is not looked at
+        inputs = np.zeros((3, len(rows), width), dtype=np.int64)
         inputs[2] = WASTE
         for one, feed in enumerate(feeds):
             if len(feed):
                 inputs[:, one, -len(feed) :] = feed.tokens, feed.positions, feed.slots
-        slots = torch.from_numpy(inputs[2]).to(self.device)
-        which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
-        self.store.place = Place(which, slots, extent)
-        masks = self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
-        last = max(len(feed) - int(wanted[row].min(initial=len(feed) - 1)) for row, feed in by_row.items())
-        with lap("model"):
-            logits = self._logits(inputs, masks, last)
-        return {row: picked(logits[rows.index(row)], wanted[row] + last - len(feed)) for row, feed in by_row.items()}
+        return inputs, self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
 
-    def _logits(self, inputs: np.ndarray, masks: Any, wanted: int) -> Float[torch.Tensor, "batch wanted vocab"]:
+    def _logits(
+        self, inputs: Int64[np.ndarray, "3 batch width"], masks: Mask, wanted: int, captured: bool
+    ) -> Float[torch.Tensor, "batch wanted vocab"]:
         ids, places, _ = torch.from_numpy(inputs).to(self.device)
         if self.lean is not None:
             real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
             return self.lean.forward(ids, places, masks, self.store, wanted, real)
+        run = self.captured if captured and self.captured is not None else self._called
+        logits = run(ids, places, masks, wanted)
+        return logits.float().cpu() if self.device.type == "cuda" else logits  # laws are made on the host
+
+    def _called(self, ids: torch.Tensor, places: torch.Tensor, masks: Mask, wanted: int) -> torch.Tensor:
         output = self.model(
             input_ids=ids,
             attention_mask=masks,

@@ -1,0 +1,131 @@
+"""Passes on a GPU: one copy there, one captured graph, one copy back."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from specbeam import kernels
+from specbeam.clock import lap
+from specbeam.forest import Forest
+from specbeam.lm.attention import Masks
+from specbeam.lm.gpu_decoder import GpuDecoder, PassShape
+from specbeam.lm.gpu_graphs import FEW, Graphs, shape_for
+from specbeam.lm.gpu_lane import GpuLane, OneGpuLane, gpu_extended, runs
+from specbeam.lm.gpu_staging import Model, Staging, laid_out
+from specbeam.lm.lane import Logits, Nodes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ROWS, SESSIONS, MASK_BYTES = 1024, 128, 2**22  # of passes that are captured
+SLOTS = 1024  # of a lane, at first
+
+
+class GpuPasses:
+    """Rows of all sessions one after the other, filled up to a size for which a graph was captured; a session that is alone
+    is served by one loop.
+
+    Args:
+        lanes: all sessions of the model.
+        capture: on a GPU; otherwise the same steps run one by one.
+    """
+
+    most = FEW  # rows of a pass inside a loop
+
+    def __init__(self, model: "PreTrainedModel", decoder: GpuDecoder, lanes: list[GpuLane], capture: bool) -> None:
+        self.decoder, self.lanes = decoder, lanes
+        self.device, self.vocab = decoder.embedding.device, len(decoder.head)
+        windows = Masks(model.config, "sdpa", model.dtype).looked_back(decoder.kinds)
+        self.model = Model(windows, decoder.angles.shape[1], len(decoder.embedding))
+        self.store = decoder.store(SLOTS)
+        self.staging = Staging(self.device, ROWS, SESSIONS, MASK_BYTES * len(decoder.kinds))
+        self.graphs = Graphs(decoder, self.store, self.staging, capture)
+
+    def lane(self, row: int, prompt: list[int]) -> GpuLane:
+        return GpuLane(row, prompt, self.vocab, pinned=self.device.type == "cuda")
+
+    def extend(self, lanes: list[GpuLane], forests: Sequence[Forest]) -> list[Logits]:
+        """Store what is pending, with the new nodes of these forests; logits of what was not handed out yet."""
+        if len(lanes) == 1 and (rows := self._by_loop(lanes[0], forests[0])) is not None:
+            return [rows]
+        wanted = [lane.enter(forest) for lane, forest in zip(lanes, forests, strict=True)]
+        if busy := [(lane, nodes) for lane, nodes in zip(lanes, wanted, strict=True) if lane.trie.waiting]:
+            self._pass([(lane, lane.trie.waiting, nodes) for lane, nodes in busy])
+        return [lane.answer() for lane in lanes]
+
+    def prefill(self, lanes: list[GpuLane], counts: list[int]) -> None:
+        """Store so many pending tokens of each lane, whose logits nobody asks for."""
+        none = np.zeros(0, dtype=np.int64)
+        self._pass([(lane, count, none) for lane, count in zip(lanes, counts, strict=True)])
+
+    @contextmanager
+    def alone(self, lane: GpuLane, fresh: int) -> Iterator[OneGpuLane | None]:
+        """A session for loops of its own, which may bring so many new nodes; None where these cannot run passes."""
+        rows = lane.trie.waiting + fresh
+        lane.make_room(fresh)
+        self._reserve(lane.trie.capacity)
+        room = self.staging.holds(rows, 1, rows * lane.trie.capacity * len(self.model.windows))
+        way = self.graphs.for_loops(rows) if kernels.AVAILABLE and room else None
+        yield way and OneGpuLane(
+            lane.trie.arrays, lane.outputs.numpy(), self.model, self.staging.filled, lane.row, way.by_rows,
+            self.staging.addresses, way.stream, way.calls,
+        )  # fmt: skip
+
+    def _by_loop(self, lane: GpuLane, forest: Forest) -> Logits | None:
+        with self.alone(lane, len(forest) - lane.trie.known) as one:
+            if one is None:
+                return None
+            with lap("model"):
+                rows = gpu_extended(one, forest.tokens, forest.parents, lane.answered)
+        lane.answered = lane.trie.known
+        return torch.from_numpy(rows)
+
+    @torch.inference_mode()
+    def _pass(self, parts: list[tuple[GpuLane, int, Nodes]]) -> None:
+        """Store so many pending nodes of each lane, and bring the logits of these forest nodes, which are among them."""
+        counts = [count for _, count, _ in parts]
+        starts, asked = [*accumulate(counts, initial=0)], [*accumulate((len(nodes) for *_, nodes in parts), initial=0)]
+        shape = shape_for(counts, asked[-1])
+        stored = [lane.trie.stored for lane, *_ in parts]
+        staging, mask_bytes = self._staged(parts, shape)
+        into = staging.filled
+        for (lane, _, nodes), before, start, (first, last) in zip(parts, stored, starts, pairwise(asked), strict=False):
+            into.wanted[first:last] = lane.trie.local[nodes] - before + start
+        into.wanted[asked[-1] : shape.wanted] = 0
+        with lap("model"):
+            staging.bring(mask_bytes)
+            logits = self.graphs.run(staging, shape)
+            for (lane, _, nodes), first in zip(parts, asked, strict=False):
+                for run in runs(nodes):
+                    rows = logits[first + run.start : first + run.stop]
+                    lane.outputs[nodes[run.start] : nodes[run.stop - 1] + 1].copy_(rows, non_blocking=True)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # what it read may be filled anew from here on
+
+    def _staged(self, parts: list[tuple[GpuLane, int, Nodes]], shape: PassShape) -> tuple[Staging, int]:
+        """The rows of a pass, and how many bytes their mask has."""
+        for lane, count, _ in parts:
+            lane.trie.make_slots(count)
+        self._reserve(max(lane.trie.capacity for lane, *_ in parts))
+        most = sum(lane.trie.capacity * count for lane, count, _ in parts) * len(self.model.windows)
+        staging, row, byte = self.staging, 0, 0
+        if not staging.holds(shape.rows, shape.sessions, most):
+            staging = Staging(self.device, shape.rows, shape.sessions, most)
+        into = staging.filled
+        for session, (lane, count, _) in enumerate(parts):
+            byte = laid_out(lane.trie.arrays, count, lane.row, self.model, into, session, row, byte)
+            row += count
+        for numbers in (into.tokens, into.positions, into.lanes, into.slots):
+            numbers[row : shape.rows] = 0  # the slot where nothing is kept
+        into.sessions[:, len(parts) : shape.sessions] = 0
+        return staging, byte
+
+    def _reserve(self, slots: int) -> None:
+        before = self.store.keys
+        self.store.reserve(len(self.lanes), slots)
+        if self.store.keys is not before:
+            self.graphs.clear()

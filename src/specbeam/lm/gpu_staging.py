@@ -1,0 +1,113 @@
+"""What a pass on a GPU reads, laid out on the host."""
+
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from specbeam.kernels.compiling import Array, compiled
+from specbeam.lm.trie_steps import BLOCK, EXTENT, STORED, Trie, fed
+
+
+class Inputs(NamedTuple):
+    """What changes from pass to pass, int32 on the device unless said otherwise."""
+
+    tokens: torch.Tensor  # [rows]
+    positions: torch.Tensor  # [rows]
+    lanes: torch.Tensor  # [rows]
+    slots: torch.Tensor  # [rows] where keys and values go; 0: nowhere
+    wanted: torch.Tensor  # [rows] whose logits are asked for
+    sessions: (
+        torch.Tensor  # [6, sessions]: first row, how many, lane, slots to look at; its part of the mask: first byte, bytes
+    )
+    #                   for each kind of layer
+    seen: torch.Tensor  # uint8[bytes] by session, kind of layer, row, slot: whether the row may look there
+
+
+class Model(NamedTuple):
+    """What rows of a model have to keep to."""
+
+    windows: Array  # int64[kinds]: tokens that each kind of layer looks back on, itself included; 0: all
+    positions: int
+    vocab: int
+
+
+class Filled(NamedTuple):
+    """`Inputs` as loops see them, on the host."""
+
+    tokens: Array
+    positions: Array
+    lanes: Array
+    slots: Array
+    wanted: Array
+    sessions: Array
+    seen: Array
+
+
+@compiled
+def laid_out(trie: Trie, count: int, lane: int, model: Model, into: Filled, session: int, row: int, byte: int) -> int:
+    """Give slots to the next local nodes of a session, for which there is room, and write down what a pass has to know of
+    them, from this row and this byte of the mask on. Gives the byte behind its part of the mask.
+
+    Raises `IndexError` for tokens and positions that the model does not have: kernels would read beyond its arrays.
+    """
+    start, stop = trie.books[STORED], trie.books[STORED] + count
+    tokens, positions = trie.nodes[0, start:stop], trie.nodes[2, start:stop]
+    if count > 0 and positions.max() >= model.positions:
+        raise IndexError("a position is beyond those of the model")
+    if count > 0 and (tokens.min() < 0 or tokens.max() >= model.vocab):
+        raise IndexError("a token is beyond those of the model")
+    slots = np.empty(count, dtype=np.int64)
+    fed(trie, slots)
+    here = slice(row, row + count)
+    into.tokens[here], into.positions[here], into.slots[here], into.lanes[here] = tokens, positions, slots, lane
+    extent, column = -(-trie.books[EXTENT] // BLOCK) * BLOCK, into.sessions[:, session]
+    column[0], column[1], column[2], column[3], column[4], column[5] = row, count, lane, extent, byte, count * extent
+    back = trie.slot_position[:extent]
+    for kind in range(len(model.windows)):
+        for node in range(start, stop):
+            look = into.seen[byte : byte + extent]
+            look[:] = trie.seen[node, :extent]
+            if model.windows[kind] > 0:
+                look[trie.nodes[2, node] - back >= model.windows[kind]] = 0
+            byte += extent
+    return byte
+
+
+class Staging:
+    """The same layout on the host and on the device, so that one copy brings all of it."""
+
+    def __init__(self, device: torch.device, rows: int, sessions: int, mask_bytes: int) -> None:
+        self.device, self.rows, self.sessions, self.mask_bytes = device, rows, sessions, mask_bytes
+        self._edges = [*accumulate([rows] * 5 + [6 * sessions], initial=0)]
+        self._start = 4 * self._edges[-1]
+        size = self._start + mask_bytes
+        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._there = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.inputs = Inputs(*self._views(self._there))
+        self.filled = Filled(*(one.numpy() for one in self._views(self._host)))
+
+    def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        numbers = buffer[: self._start].view(torch.int32)
+        views = [numbers[start:stop] for start, stop in pairwise(self._edges)]
+        views[5] = views[5].view(6, self.sessions)
+        return [*views, buffer[self._start :]]
+
+    def holds(self, rows: int, sessions: int, mask_bytes: int) -> bool:
+        return rows <= self.rows and sessions <= self.sessions and mask_bytes <= self.mask_bytes
+
+    def bring(self, mask_bytes: int) -> None:
+        """To the device, with so many bytes of the mask."""
+        end = self._start + mask_bytes
+        self._there[:end].copy_(self._host[:end], non_blocking=True)
+
+    def blank(self) -> None:
+        """No session has rows, and no row is kept."""
+        self._host.zero_()
+        self._there.zero_()
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """There and here, and the bytes before the mask."""
+        return self._there.data_ptr(), self._host.data_ptr(), self._start

@@ -1,0 +1,271 @@
+"""The forward for GPUs: on one where there is one, otherwise its kernels run in Triton's interpreter, without graphs."""
+
+import ctypes
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
+pytest.importorskip("triton")
+
+import specbeam as sb
+from specbeam import kernels
+from specbeam.forest import Forest
+from specbeam.lm.gpu_decoder import PassShape
+from specbeam.lm.gpu_graphs import FEW, ForLoops
+from specbeam.lm.gpu_staging import Inputs
+from specbeam.lm.gpu_steps import attended, gated, normed, turned
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.sizes import up
+from specbeam.pair import Pair, check_scores_forests, language_model
+from tests.lm.test_huggingface import check_random_turns
+from tests.lm.test_lean import MODELS, scored
+from tests.support import words
+from tests.support.tiny_models import FAMILIES, NO_SDPA, tiny
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KINDS = [torch.float32, torch.float16] + [torch.bfloat16] * (
+    DEVICE == "cuda"
+)  # the interpreter cannot multiply bfloat16
+OFF = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def random(*shape, kind):
+    return torch.randn(*shape, device=DEVICE).to(kind)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [32, 48, 2560])
+def test_norms_and_gates(kind, width):
+    x, weight, both = random(3, width, kind=kind), random(width, kind=kind), random(3, 2 * width, kind=kind)
+    plain = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * weight.float()
+    assert_near(normed(x, weight, 1e-6), plain, kind)
+    gate, up = both.float().chunk(2, -1)
+    assert_near(gated(both), torch.nn.functional.silu(gate) * up, kind)
+
+
+def assert_near(found, plain, kind):
+    torch.testing.assert_close(found.float(), plain, atol=OFF[kind], rtol=OFF[kind])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("processors", [1, 3, 200], ids="on {} processors".format)
+@pytest.mark.parametrize(
+    ("heads", "size", "counts"), [((4, 2), 8, [2, 3]), ((6, 1), 24, [1, 7]), ((2, 2), 64, [5, 70])]
+)
+def test_attention_looks_where_it_may(kind, processors, heads, size, counts):
+    rows, slots, lanes, extents = sum(counts), 256, [1, 0], [64, 192]
+    q = random(rows, heads[0], size, kind=kind)
+    keys, values = (random(2, heads[1], slots, size, kind=kind) for _ in range(2))
+    seen = torch.rand(2, rows, 192, device=DEVICE) < 0.3
+    seen[:, :, 5] = True
+    inputs = inputs_of(rows, counts, lanes, extents, seen)
+    found = attended(q, keys, values, inputs, 1, sessions=2, most=max(counts), processors=processors)
+    start = 0
+    for count, lane, extent in zip(counts, lanes, extents, strict=True):
+        mine, start = slice(start, start + count), start + count
+        k, v = (one[lane, :, :extent].float().repeat_interleave(heads[0] // heads[1], 0) for one in (keys, values))
+        scores = torch.einsum("rhd,hsd->hrs", q[mine].float(), k) * size**-0.5
+        weights = scores.masked_fill(~seen[1, mine, :extent], -torch.inf).softmax(-1)
+        assert_near(found[mine], torch.einsum("hrs,hsd->rhd", weights, v).reshape(count, -1), kind)
+
+
+def inputs_of(rows, counts, lanes, extents, seen):
+    """`seen`: bool[kinds, rows, slots] of all sessions one after the other."""
+    firsts, sessions, bytes_ = [sum(counts[:place]) for place in range(len(counts))], [], []
+    for first, count, lane, extent in zip(firsts, counts, lanes, extents, strict=True):
+        mine = seen[:, first : first + count, :extent]
+        sessions.append([first, count, lane, extent, sum(map(len, bytes_)), count * extent])
+        bytes_.append(mine.reshape(-1).view(torch.uint8))
+    table = torch.zeros(6, 8, dtype=torch.int32, device=DEVICE)
+    table[:, : len(counts)] = numbers(sessions).T
+    return Inputs(*[numbers([0] * rows)] * 5, table, torch.cat(bytes_))
+
+
+def numbers(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_are_turned_and_stored_but_not_in_the_waste_slot(kind):
+    heads, size, rows = (4, 2), 16, 3
+    qkv, angles = random(rows, 8 * size, kind=kind), random(2, 10, size // 2, kind=torch.float32)
+    keys, values = (torch.zeros(2, 2, 64, size, device=DEVICE, dtype=kind) for _ in range(2))
+    inputs = inputs_of(rows, [rows], [0], [64], torch.ones(1, rows, 64, dtype=torch.bool, device=DEVICE))._replace(
+        positions=numbers([9, 0, 4]), lanes=numbers([1, 0, 1]), slots=numbers([7, 0, 63])
+    )
+    q = turned(qkv, heads, angles, inputs, keys, values)
+    every = qkv.float().view(rows, 8, 2, size // 2)
+    cos, sin = angles[:, [9, 0, 4]][:, :, None]
+    both = torch.cat([every[:, :, 0] * cos - every[:, :, 1] * sin, every[:, :, 1] * cos + every[:, :, 0] * sin], -1)
+    assert_near(q, both[:, :4], kind)
+    for row, lane, slot in ((0, 1, 7), (2, 1, 63)):
+        assert_near(keys[lane, :, slot], both[row, 4:6], kind)
+        assert_near(values[lane, :, slot], qkv.float().view(rows, 8, size)[row, 6:], kind)
+    assert int(keys.count_nonzero(dim=(1, 3)).bool().sum()) == 2
+
+
+ON_GPU = pytest.mark.gpu  # what takes the interpreter too long
+QUICK = ("qwen2-window", "llama, own head size")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in QUICK else ON_GPU) for one in MODELS])
+def test_logits_are_those_of_the_model(name):
+    model = tiny(name.split(",")[0].split("3")[0], **MODELS[name])
+    if MODELS[name].get("attention_bias"):
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.bias = None
+    model = model.to(DEVICE)
+    lm = HuggingFaceLM(model, chunk=5, engine="gpu")
+    assert lm.engine == "gpu"
+    check_random_turns(lm, model, turns=6 if DEVICE == "cuda" else 2)
+
+
+@ON_GPU
+def test_a_store_that_grows_keeps_what_it_has():
+    model = tiny("llama", max_position_embeddings=2048).to(DEVICE)
+    check_random_turns(HuggingFaceLM(model, chunk=5, engine="gpu"), model)
+    lm = HuggingFaceLM(model, engine="gpu")
+    for length in (5, 1100):
+        path = torch.randint(0, 61, (length,)).tolist()
+        found = scored(lm, path, Forest.rooted([path[-1]]).grown([3, 4], [0, 1]))
+        plain = model(torch.tensor([[*path, 3, 4]], device=DEVICE)).logits[0, -3:].float().cpu()
+        torch.testing.assert_close(found, plain, atol=2e-4, rtol=2e-4)
+
+
+def test_the_model_stays_what_it_was(tmp_path):
+    model, twin = tiny("qwen2").to(DEVICE), tiny("qwen2").to(DEVICE)
+    lm = HuggingFaceLM(model, engine="gpu")
+    assert lm.runner.decoder.layers[0].qkv.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
+    for (name, one), (_, other) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).to(DEVICE)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), twin.parameters(), strict=True))
+
+
+def test_what_the_model_has_not_is_refused():
+    lm = HuggingFaceLM(tiny("llama", max_position_embeddings=16).to(DEVICE), engine="gpu")
+    with pytest.raises(IndexError, match="a position is beyond"):
+        scored(lm, [3] * 18, Forest.rooted([3]))
+    with pytest.raises(IndexError, match="a token is beyond"):
+        scored(lm, [3, 99], Forest.rooted([3]))
+
+
+def test_sizes_of_passes():
+    assert [up(count) for count in (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33)] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
+
+
+class StepByStep:
+    """Stands for the driver: what loops ask of it is done at once, on the host."""
+
+    def __init__(self, runner):
+        self.runner, self.launched = runner, 0
+        self.logits = torch.zeros(FEW, runner.vocab)
+        whole = ctypes.c_int64
+        copy, one = ctypes.CFUNCTYPE(ctypes.c_int, *[whole] * 4), ctypes.CFUNCTYPE(ctypes.c_int, whole)
+        launch = ctypes.CFUNCTYPE(ctypes.c_int, whole, whole)
+        self.functions = copy(self.copy), launch(self.launch), copy(self.copy), one(lambda stream: 0)
+        self.calls = tuple(ctypes.cast(one, ctypes.c_void_p).value for one in self.functions)
+
+    def copy(self, goal, source, size, stream):
+        ctypes.memmove(goal, source, size)
+        return 0
+
+    def launch(self, size, stream):
+        runner, self.launched = self.runner, self.launched + 1
+        with torch.inference_mode():
+            self.logits[:size] = runner.decoder.forward(
+                runner.staging.inputs, PassShape(size, 1, size, size), runner.store
+            )
+        return 0
+
+    def for_loops(self, most):
+        sizes = np.array([up(count) for count in range(most + 1)])
+        return ForLoops(np.stack([sizes, sizes, np.full_like(sizes, self.logits.data_ptr())]), 0, self.calls)
+
+
+@pytest.mark.skipif(
+    not kernels.AVAILABLE or DEVICE == "cuda", reason="loops are compiled; on a GPU they meet the driver"
+)
+def test_loops_run_passes(monkeypatch):
+    target, draft = tiny("llama"), tiny("llama", seed=1, num_hidden_layers=1)
+    host = sb.load(target, draft, tokenizer=words.tokenizer())
+    there = Pair(target, draft, host.tokenizer, *(HuggingFaceLM(one, engine="gpu") for one in (target, draft)))
+    drivers = [StepByStep(lm.runner) for lm in (there.target, there.draft)]
+    for lm, driver in zip((there.target, there.draft), drivers, strict=True):
+        monkeypatch.setattr(lm.runner.graphs, "for_loops", driver.for_loops)
+    for name in ("dsbd", "speculative_sampling"):
+        texts = [sb.generate(pair, "abc", name, seed=1, max_new_tokens=8)[0].tokens for pair in (host, there)]
+        assert texts[0] == texts[1], name
+    assert all(driver.launched > 2 for driver in drivers)
+
+
+@ON_GPU
+@pytest.mark.parametrize("kind", KINDS)
+def test_captured_passes_are_those_run_step_by_step(kind):
+    model = tiny("llama").to(DEVICE, kind)
+    captured, plain = HuggingFaceLM(model, engine="gpu"), HuggingFaceLM(model, engine="gpu")
+    plain.runner.graphs.capture = plain.runner.graphs.loops = False
+    prompt = [5, 6, 7, 8]
+    forest = Forest.rooted([8]).grown([1, 2, 3], [0, 0, 1])
+    for _ in range(4):
+        assert torch.equal(scored(captured, prompt, forest), scored(plain, prompt, forest))
+    assert any(captured.runner.graphs._known.values())
+
+
+@ON_GPU
+def test_methods_draw_on_a_gpu_what_they_draw_on_a_cpu():
+    target, draft = tiny("llama"), tiny("llama", seed=1, num_hidden_layers=1)
+    host = sb.load(target, draft, tokenizer=words.tokenizer())
+    there = sb.load(
+        tiny("llama").cuda(), tiny("llama", seed=1, num_hidden_layers=1).cuda(), tokenizer=words.tokenizer()
+    )
+    assert there.target.engine == there.draft.engine == "gpu"
+    for name in ("dsbd", "beam_sampling", "speculative_sampling", "rsd_s", "speculative_beam_search"):
+        texts = [
+            [one.tokens for one in sb.generate(pair, ["abc", "Hello you"], name, seed=1, max_new_tokens=24)]
+            for pair in (host, there)
+        ]
+        assert texts[0] == texts[1], name
+
+
+@ON_GPU
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_checks_a_token_tree(kind):
+    model = tiny("llama").to(DEVICE, kind)
+    lm = language_model(model)
+    assert lm.engine == "gpu"
+    assert language_model(model) is lm
+    check_scores_forests(lm)
+
+
+@ON_GPU
+@pytest.mark.parametrize("family", FAMILIES)
+def test_graphs_of_any_model_have_its_logits(family):
+    for attention in ("sdpa", "eager"):
+        if attention == "eager" or family not in NO_SDPA:
+            model = tiny(family, attention).to(DEVICE)
+            lm = HuggingFaceLM(model, chunk=5, engine="plain")
+            check_random_turns(lm, model)
+            looks_at_numbers = family == "falcon"
+            assert any(lm.runner.captured._known.values()) is not looks_at_numbers
+
+
+@ON_GPU
+def test_models_that_cannot_be_captured_are_called_as_they_are():
+    model = tiny("gpt2").to(DEVICE)
+    model.register_forward_hook(lambda *_: torch.zeros(1, device=DEVICE).item() or None)  # looks at a number
+    lm = HuggingFaceLM(model, chunk=5)
+    assert lm.engine == "plain"
+    check_random_turns(lm, model)
+    assert not any(lm.runner.captured._known.values())
