@@ -248,9 +248,7 @@ class Report:
     accepted: int = 0  # layers (with one beam: tokens) that drafts supplied
     widths: list[int] = field(default_factory=list)  # beams that each step took, those that ended with it included
     seconds: float = 0.0
-    joules: float | None = (
-        None  # None where the machine has no counter, or that of a GPU is too slow for so short a run
-    )
+    joules: float | None = None  # None without a counter, or if that of a GPU is too slow for so short a run
     peak_kv_tokens: int = 0  # most tokens stored at once in the target's KV trie
     audit: Audit | None = None
     certificate: Certificate | None = None  # of joint decoding

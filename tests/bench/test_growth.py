@@ -95,3 +95,14 @@ def test_more_positions_leave_the_function_as_it_is(family):
 def test_positions_that_do_not_go_on_by_themselves_are_refused(changes):
     with pytest.raises(NotSupported, match=r"cannot get 400 positions: its own are (not rotary|dynamic)"):
         with_positions(tiny(**changes), 400)
+
+
+def test_a_model_of_a_shorter_type_grows_in_it_and_keeps_its_angles():
+    model = tiny("llama").to(torch.bfloat16)
+    model.model.rotary_emb.inv_freq = tiny("llama").model.rotary_emb.inv_freq  # as a checkpoint that is loaded has them
+    large = grown(model, Size(64, 3, 96, 8, 4))
+    assert {one.dtype for one in large.parameters()} == {torch.bfloat16}
+    assert torch.equal(large.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    path = torch.tensor([[3, 4, 5, 6]])
+    before, after = model(path).logits.float(), large(path).logits.float()
+    assert (before - after).abs().max() < 0.1 * before.std()

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,16 +15,19 @@ pytest.importorskip("triton")
 import specbeam as sb
 from specbeam import kernels
 from specbeam.forest import Forest
-from specbeam.lm.gpu_decoder import PassShape
-from specbeam.lm.gpu_graphs import FEW, ForLoops
-from specbeam.lm.gpu_staging import Inputs
+from specbeam.lm import gpu_passes
+from specbeam.lm.gpu_decoder import GpuDecoder, PassShape
+from specbeam.lm.gpu_graphs import FEW, MOST_GRAPHS, ForLoops, Graphs
+from specbeam.lm.gpu_staging import Inputs, Staging
 from specbeam.lm.gpu_steps import attended, gated, normed, turned
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.kv_store import SlotStore
 from specbeam.lm.sizes import up
 from specbeam.pair import Pair, check_scores_forests, language_model
-from tests.lm.test_huggingface import check_random_turns
+from tests.lm.test_huggingface import check_random_turns, plain_logits
 from tests.lm.test_lean import MODELS, scored
 from tests.support import words
+from tests.support.seats import seat
 from tests.support.tiny_models import FAMILIES, NO_SDPA, tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,6 +134,40 @@ def test_logits_are_those_of_the_model(name):
     check_random_turns(lm, model, turns=6 if DEVICE == "cuda" else 2)
 
 
+def test_prompts_are_split_where_their_masks_are_large(monkeypatch):
+    model = tiny("llama").to(DEVICE)
+    lm, seats = HuggingFaceLM(model, chunk=5, engine="gpu"), [seat(range(3, 12)), seat(range(20, 28))]
+    monkeypatch.setattr(gpu_passes, "MOST_MASK_BYTES", 1)
+    rows = lm.extend(seats, [Forest.rooted([one.prompt[-1]]) for one in seats])
+    for one, found in zip(seats, rows, strict=True):
+        torch.testing.assert_close(found, plain_logits(model, [one.prompt]), atol=2e-4, rtol=2e-4)
+
+
+def test_a_bad_token_leaves_the_others_as_they_were():
+    lm = HuggingFaceLM(tiny("llama").to(DEVICE), engine="gpu")
+    good, bad = seat([3, 4]), seat([3, 99])
+    with pytest.raises(IndexError, match="a token is beyond"):
+        lm.extend([good, bad], [Forest.rooted([4]), Forest.rooted([99])])
+    assert good.state[lm].trie.stored == 1  # the empty path alone
+
+
+def test_graphs_read_the_staging_that_they_were_captured_with():
+    own, other = Staging(torch.device("cpu"), 8, 2, 64), Staging(torch.device("cpu"), 8, 2, 64)
+    own.inputs.seen.fill_(1)
+    other.inputs.seen.fill_(2)
+    decoder, store = GpuDecoder.__new__(GpuDecoder), SlotStore.__new__(SlotStore)
+    decoder.forward = lambda inputs, shape, store: inputs.seen.float()[None]
+    graphs = Graphs(decoder, store, own, capture=False)
+    graphs.capture = lambda work: (SimpleNamespace(replay=lambda: None), torch.full((1, 64), 7.0))
+    shapes = [PassShape(rows, 1, rows, rows) for rows in range(1, 200)]
+    found = [int(graphs.run(staging, shapes[0])[0, 0]) for staging in (own, own, other, own)]
+    assert found == [1, 7, 2, 7]
+    for shape in shapes[1:]:
+        graphs.run(own, shape)
+    assert len(graphs._known) == MOST_GRAPHS
+    assert int(graphs.run(own, shapes[0])[0, 0]) == 1, "it was to make room"
+
+
 @ON_GPU
 def test_a_store_that_grows_keeps_what_it_has():
     model = tiny("llama", max_position_embeddings=2048).to(DEVICE)
@@ -148,9 +186,20 @@ def test_the_model_stays_what_it_was(tmp_path):
     assert lm.runner.decoder.layers[0].qkv.data_ptr() == model.model.layers[0].self_attn.q_proj.weight.data_ptr()
     for (name, one), (_, other) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
         assert torch.equal(one, other), name
+    again = HuggingFaceLM(model, engine="gpu").runner.decoder.layers[0]
+    for name in ("qkv", "bias", "gate_up"):
+        assert getattr(again, name).data_ptr() == getattr(lm.runner.decoder.layers[0], name).data_ptr()
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).to(DEVICE)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), twin.parameters(), strict=True))
+
+
+def test_weights_can_be_trained_wherever_they_were_laid_out():
+    model = tiny("llama").to(DEVICE)
+    with torch.inference_mode():
+        HuggingFaceLM(model, engine="gpu")
+    model(torch.tensor([[3, 4, 5]], device=DEVICE)).logits.sum().backward()
+    assert model.model.layers[0].self_attn.k_proj.weight.grad is not None
 
 
 def test_what_the_model_has_not_is_refused():
@@ -215,12 +264,13 @@ def test_loops_run_passes(monkeypatch):
 def test_captured_passes_are_those_run_step_by_step(kind):
     model = tiny("llama").to(DEVICE, kind)
     captured, plain = HuggingFaceLM(model, engine="gpu"), HuggingFaceLM(model, engine="gpu")
-    plain.runner.graphs.capture = plain.runner.graphs.loops = False
+    plain.runner.graphs.capture, plain.runner.graphs.loops = None, False
     prompt = [5, 6, 7, 8]
     forest = Forest.rooted([8]).grown([1, 2, 3], [0, 0, 1])
     for _ in range(4):
         assert torch.equal(scored(captured, prompt, forest), scored(plain, prompt, forest))
-    assert any(captured.runner.graphs._known.values())
+    graphs = captured.runner.graphs
+    assert graphs._of_loops or any(graphs._known.values())
 
 
 @ON_GPU

@@ -129,7 +129,7 @@ def _fresh(kind: Any, config: Any, like: "PreTrainedModel", seed: int) -> Any:
         torch.set_default_dtype(like.dtype)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(seed)
-            return kind(config).to(like.dtype)
+            return kind(config)  # not cast: rotary frequencies stay float32
     finally:
         torch.set_default_dtype(before)
 

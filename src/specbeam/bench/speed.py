@@ -50,10 +50,7 @@ class Line:
     logp_per_token: float  # of the answers, under the target's raw law
     quality: dict[str, float]  # BLEU and exact match, where there are references
     peak_kv_tokens: int | None
-    memory_mb: (
-        float | None
-    )  # above what was there before, at its peak: of the GPU that has the model, else resident memory;
-    #                          None where it cannot be read
+    memory_mb: float | None  # see `speed`; None where it cannot be read
     tokens: int  # of one round
 
 
@@ -97,7 +94,8 @@ def speed(
         contenders: ratios are to the first.
         rows: prompts of every round.
         batch_size: prompts that are given at once.
-        repeats: rounds that count; one more goes ahead, in which memory is read.
+        repeats: rounds that count; one more goes ahead, in which memory is read: its peak above what was there, on the
+            GPU that has the target, else what is resident. What a first use keeps is the first contender's.
         told: hears of every batch that all contenders have met.
     """
     batches = [list(range(len(rows)))[start : start + batch_size] for start in range(0, len(rows), batch_size)]

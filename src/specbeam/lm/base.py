@@ -28,7 +28,8 @@ class LM(Protocol):
 
         The first call of a turn scores the roots too (and what lies between them and the cache: at first the whole
         prompt); a later call may bring a grown forest and gets the rows of the new nodes only. Logits of a node equal
-        those of a plain forward on its path. float[new nodes, vocab] each, on the model's device.
+        those of a plain forward on its path. float[new nodes, vocab] each, on the host or on the model's device,
+        valid until the session's next turn begins.
         """
         ...
 

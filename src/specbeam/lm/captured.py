@@ -1,6 +1,6 @@
 """A model's own forward on a GPU as captured graphs: kernels are started one by one only once for each size of a pass."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,31 @@ from specbeam.lm.kv_store import KVStore
 
 Forward = Callable[[Tensor, Tensor, Mask, int], Tensor]  # tokens, positions, masks, how many rows are wanted
 WIDEST = 64  # rows of a session; longer passes are bound by arithmetic
+MOST_GRAPHS = 64  # the one that was not used for longest makes room
+
+
+class Capture:
+    """Makes graphs for one device, which share their memory: no two of them may run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+
+    def clear(self) -> None:
+        """All graphs are gone, and their memory went with the last."""
+        self._pool = None
+
+    def __call__(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
+        """A graph of what was done, and the result that it writes; None if it cannot be captured."""
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+                return graph, work()
+        except RuntimeError:  # out of memory, or it looked at a number
+            return None
+        finally:
+            torch.cuda.set_stream(before)  # a capture that failed may leave its own behind
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,47 +64,57 @@ class Captured:
 class CapturedForward:
     """Runs a forward; a size that is met for the second time is captured.
 
-    Models whose forward cannot be captured, as it looks at numbers on the host, are run as they are.
+    Models whose forward cannot be captured, as it looks at numbers on the host, are run as they are; so are those on several
+    devices, and all under autocast.
+
+    Args:
+        weights: all that the forward reads besides; kept, for graphs know addresses alone.
     """
 
-    def __init__(self, forward: Forward, store: KVStore) -> None:
-        self.forward, self.store = forward, store
+    def __init__(self, forward: Forward, store: KVStore, weights: Sequence[Tensor]) -> None:
+        self.forward, self.store, self._weights = forward, store, weights
+        devices = {one.device for one in weights}
+        self._capture = Capture(next(iter(devices))) if len(devices) == 1 else None
         self._known: dict[Any, Captured | None] = {}
-        self._sizes, self._fails = (0, 0), False
-        self._pool: Any = None
+        self._sizes, self._fails = (0, 0), self._capture is None
 
     def __call__(self, tokens: Tensor, positions: Tensor, masks: Mask, wanted: int) -> Tensor:
         place, sizes = self.store.place, (self.store.lanes, self.store.slots)
-        if sizes != self._sizes:  # the store has moved: graphs write where nobody looks any more
-            self._known.clear()
-            self._sizes, self._pool = sizes, None
-        key = tokens.shape, place.extent, wanted
-        if self._fails or key not in self._known:
-            self._known[key] = None
+        if self._fails or torch.is_autocast_enabled():
             return self.forward(tokens, positions, masks, wanted)
-        known = self._known[key]
-        if known is None:
+        if sizes != self._sizes:
+            self._clear()
+            self._sizes = sizes
+        key = tokens.shape, place.extent, wanted
+        is_new = key not in self._known
+        known = self._known.pop(key, None)
+        if known is None and not is_new:
             known = self._captured(tokens, positions, masks, wanted)
-            if known is None:
-                return self.forward(tokens, positions, masks, wanted)
-            self._known[key] = known
+        self._known[key] = known  # the one that was used last stands last
+        if len(self._known) > MOST_GRAPHS:
+            del self._known[next(iter(self._known))]
+        if known is None:
+            return self.forward(tokens, positions, masks, wanted)
         return known.replayed(tokens, positions, place.slots, masks)
 
+    def _clear(self) -> None:
+        """The store has moved: graphs write where nobody looks any more."""
+        self._known.clear()
+        if self._capture is not None:
+            self._capture.clear()
+
     def _captured(self, tokens: Tensor, positions: Tensor, masks: Mask, wanted: int) -> Captured | None:
-        place = self.store.place
+        place, capture = self.store.place, self._capture
+        assert capture is not None
         tokens, positions, slots = tokens.clone(), positions.clone(), place.slots.clone()
         masks = {kind: one.clone() for kind, one in masks.items()} if isinstance(masks, dict) else masks.clone()
-        graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
         self.store.place = replace(place, slots=slots)
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                logits = self.forward(tokens, positions, masks, wanted)
-        except RuntimeError:
-            self._fails = True
-            return None
+            found = capture(lambda: self.forward(tokens, positions, masks, wanted))
         finally:
             self.store.place = place
-        return Captured(graph, tokens, positions, slots, masks, logits)
+        self._fails = found is None
+        return None if found is None else Captured(found[0], tokens, positions, slots, masks, found[1])
 
 
 def _flat(masks: Mask) -> list[Tensor]:

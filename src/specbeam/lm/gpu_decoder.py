@@ -5,16 +5,17 @@ transformers. The arithmetic is that of transformers up to rounding; `load` comp
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from jaxtyping import Float
+from torch import Tensor
 from torch.nn import functional
 
 from specbeam.lm.gpu_staging import Inputs
 from specbeam.lm.gpu_steps import attended, gated, normed, turned
-from specbeam.lm.kv_store import KVStore
+from specbeam.lm.kv_store import SlotStore
 from specbeam.lm.lean import head_size
 
 if TYPE_CHECKING:
@@ -28,29 +29,6 @@ class PassShape(NamedTuple):
     sessions: int
     most: int  # rows of one session
     wanted: int  # rows whose logits are asked for
-
-
-class SlotStore(KVStore):
-    """Keys and values of all layers in two buffers, [layers, lanes, heads, slots, size]."""
-
-    def __init__(self, layers: int, heads: int, size: int, like: Tensor, slots: int) -> None:
-        super().__init__(layers)
-        self.slots = slots
-        # Zeros, not empty: a masked slot still enters the product, and a stray NaN there would spread.
-        self.keys, self.values = (like.new_zeros(layers, self.lanes, heads, slots, size) for _ in range(2))
-
-    def grow(self, lanes: int, slots: int) -> None:
-        self.keys, self.values = (_larger(one, lanes, slots) for one in (self.keys, self.values))
-
-    @torch.inference_mode()
-    def move_lane(self, source: int, goal: int) -> None:
-        for one in (self.keys, self.values):
-            one[:, goal] = one[:, source]
-
-    @torch.inference_mode()
-    def move_slots(self, lane: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
-        for one in (self.keys, self.values):
-            one[:, lane, :, goal] = one[:, lane, :, source]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,34 +85,38 @@ class GpuDecoder:
 def _layer(layer: Any, kind: int) -> GpuLayer:
     attention, mlp = layer.self_attn, layer.mlp
     three = [attention.q_proj, attention.k_proj, attention.v_proj]
-    biases = [one.bias for one in three if one.bias is not None]
     return GpuLayer(
         layer.input_layernorm.weight,
-        _together(three),
-        torch.cat(biases) if biases else None,
+        _together([one.weight for one in three]),
+        None if three[0].bias is None else _together([one.bias for one in three]),
         attention.o_proj.weight,
         layer.post_attention_layernorm.weight,
-        _together([mlp.gate_proj, mlp.up_proj]),
+        _together([mlp.gate_proj.weight, mlp.up_proj.weight]),
         mlp.down_proj.weight,
         kind,
     )
 
 
-def _together(linears: list[nn.Linear]) -> Tensor:
-    """Their rows, one matrix after the other."""
-    all_rows, start = torch.cat([one.weight.detach() for one in linears]), 0
-    for one in linears:
-        rows = len(one.weight)
-        one.weight.data = all_rows[start : start + rows]
-        start += rows
+def _together(weights: list[Tensor]) -> Tensor:
+    """Their rows, one matrix after the other, of which they are views afterwards; they may be so already."""
+    first, rows = weights[0].detach(), sum(map(len, weights))
+    if all(_next_to(one, other) for one, other in pairwise(weights)):
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
+    all_rows, start = torch.cat([one.detach() for one in weights]), 0
+    for one in weights:
+        one.data = all_rows[start : start + len(one)]
+        start += len(one)
     return all_rows
 
 
-def _larger(buffer: Float[Tensor, "layers lanes heads slots size"], lanes: int, slots: int) -> Tensor:
-    layers, before, heads, known, size = buffer.shape
-    grown = buffer.new_zeros(layers, lanes, heads, slots, size)
-    grown[:, :before, :, :known] = buffer
-    return grown
+def _next_to(one: Tensor, other: Tensor) -> bool:
+    """Whether the rows of the other begin where those of the one end."""
+    same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return (
+        same
+        and one.stride() == other.stride()
+        and other.data_ptr() == one.data_ptr() + one.numel() * one.element_size()
+    )
 
 
 def _processors(device: torch.device) -> int:

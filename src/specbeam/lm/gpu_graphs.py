@@ -2,72 +2,87 @@
 
 import ctypes
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
-from specbeam.lm.gpu_decoder import GpuDecoder, PassShape, SlotStore
+from specbeam.lm.captured import Capture
+from specbeam.lm.gpu_decoder import GpuDecoder, PassShape
 from specbeam.lm.gpu_staging import Staging
+from specbeam.lm.kv_store import SlotStore
 from specbeam.lm.sizes import up
 
 FEW = 64  # rows for which the head costs what it costs for one
+MOST_GRAPHS = 64  # beside those of loops; the one that was not used for longest makes room
+Calls = tuple[int, int, int, int]  # addresses of the driver's functions: copy there, launch a graph, copy here, wait
 
 
 class ForLoops(NamedTuple):
     """How loops run passes of one session."""
 
-    by_rows: Int64[
-        np.ndarray, "3 sizes"
-    ]  # of a pass: the size it is filled up to, its graph, and where that has its logits
+    # By the rows of a pass: the size it is filled up to, its graph, and where that has its logits.
+    by_rows: Int64[np.ndarray, "3 sizes"]
     stream: int
-    calls: tuple[int, int, int, int]  # addresses of the driver's functions: copy there, launch a graph, copy here, wait
+    calls: Calls
 
 
 class Graphs:
-    """A pass is captured when its size is met for the second time; larger ones than the staging is made for are not.
+    """A pass is captured when its size is met for the second time; one that brought a staging of its own is not.
 
     Args:
         capture: on a GPU; otherwise the same steps run one by one, the oracle of the graphs.
     """
 
     def __init__(self, decoder: GpuDecoder, store: SlotStore, staging: Staging, capture: bool) -> None:
-        self.decoder, self.store, self.staging, self.capture = decoder, store, staging, capture
-        self.loops = capture and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec")  # since torch 2.9
+        self.decoder, self.store, self.staging = decoder, store, staging
+        self.capture = Capture(staging.device) if capture else None
+        self.loops = capture and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and calls() is not None
         self._known: dict[PassShape, tuple[torch.cuda.CUDAGraph, torch.Tensor] | None] = {}
+        self._of_loops: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # by rows
         self._by_rows = np.zeros((3, FEW + 1), dtype=np.int64)
-        self._pool: Any = None
 
     def clear(self) -> None:
         """The store has moved: graphs write where nobody looks any more."""
         self._known.clear()
+        self._of_loops.clear()
         self._by_rows[:] = 0
-        self._pool = None  # it went with the last of its graphs
+        if self.capture is not None:
+            self.capture.clear()
 
     def run(self, staging: Staging, shape: PassShape) -> Float[torch.Tensor, "wanted vocab"]:
         """The logits are valid until the next pass."""
-        known = self._known.get(shape)
+        if self.capture is None or staging is not self.staging:  # graphs read that one alone
+            return self.decoder.forward(staging.inputs, shape, self.store)
+        is_new = shape not in self._known
+        known = self._known.pop(shape, None)
+        if known is None and not is_new:
+            known = self.capture(lambda: self.decoder.forward(staging.inputs, shape, self.store))
+        self._known[shape] = known  # the one that was used last stands last
+        if len(self._known) > MOST_GRAPHS:
+            del self._known[next(iter(self._known))]
         if known is None:
-            if not self.capture or staging is not self.staging or shape not in self._known:
-                self._known[shape] = None
-                return self.decoder.forward(staging.inputs, shape, self.store)
-            known = self._known[shape] = self._captured(shape)
+            return self.decoder.forward(staging.inputs, shape, self.store)
         graph, logits = known
         graph.replay()
         return logits
 
     @torch.inference_mode()
-    def for_loops(self, most: int) -> "ForLoops | None":
+    def for_loops(self, most: int) -> ForLoops | None:
         """What loops need to run passes of one session with up to so many rows; None where they cannot."""
-        if not self.loops or most > FEW:
+        found = calls() if self.loops else None
+        if found is None or most > FEW or not self._has_up_to(most):
             return None
-        with torch.cuda.device(self.staging.device):
-            if not self._by_rows[1, 1 : most + 1].all():
-                self._capture_up_to(most)
-            return ForLoops(self._by_rows, torch.cuda.current_stream().cuda_stream, calls())
+        stream = torch.cuda.current_stream(self.staging.device)
+        stream.query()  # through the runtime, so that this thread has the device's context when loops call the driver
+        return ForLoops(self._by_rows, stream.cuda_stream, found)
 
-    def _capture_up_to(self, most: int) -> None:
+    def _has_up_to(self, most: int) -> bool:
+        """Capture what is missing; False if that failed."""
+        if self._by_rows[1, 1 : most + 1].all():
+            return True
+        assert self.capture is not None
         self.staging.blank()
         for count in range(1, most + 1):
             size = up(count)
@@ -75,16 +90,15 @@ class Graphs:
                 shape = PassShape(size, 1, size, size)
                 self.decoder.forward(
                     self.staging.inputs, shape, self.store
-                )  # to compile what is compiled at its first use
-                graph, logits = self._known[shape] = self._captured(shape)
-                self._by_rows[:, size] = size, graph.raw_cuda_graph_exec(), logits.data_ptr()
+                )  # compiles what is compiled at its first use
+                known = self.capture(lambda shape=shape: self.decoder.forward(self.staging.inputs, shape, self.store))  # type: ignore[misc]
+                if known is None:
+                    self.loops = False
+                    return False
+                self._of_loops[size] = known
+                self._by_rows[:, size] = size, known[0].raw_cuda_graph_exec(), known[1].data_ptr()
             self._by_rows[:, count] = self._by_rows[:, size]
-
-    def _captured(self, shape: PassShape) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self.decoder.forward(self.staging.inputs, shape, self.store)
-        return graph, logits
+        return True
 
 
 def shape_for(counts: list[int], wanted: int) -> PassShape:
@@ -95,9 +109,12 @@ def shape_for(counts: list[int], wanted: int) -> PassShape:
 
 
 @cache
-def calls() -> tuple[int, int, int, int]:
-    """See `ForLoops`."""
-    driver = ctypes.CDLL("libcuda.so.1")
+def calls() -> Calls | None:
+    """None where there is no such driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
     names = ("cuMemcpyHtoDAsync_v2", "cuGraphLaunch", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize")
     copy_there, launch, copy_here, wait = (
         ctypes.cast(getattr(driver, name), ctypes.c_void_p).value or 0 for name in names

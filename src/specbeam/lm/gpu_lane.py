@@ -9,7 +9,7 @@ from jaxtyping import Int64
 
 from specbeam.forest import Forest
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
-from specbeam.lm.gpu_staging import Filled, Model, laid_out
+from specbeam.lm.gpu_staging import Filled, Model, check, laid_out
 from specbeam.lm.kv_trie import KVTrie
 from specbeam.lm.lane import Logits, Nodes
 from specbeam.lm.trie_steps import KNOWN, SIZE, STORED, Trie, entered
@@ -92,6 +92,7 @@ def _pass(one: OneGpuLane, answered: int) -> None:
     trie, into = one.trie, one.into
     start, count, known = trie.books[STORED], trie.books[SIZE] - trie.books[STORED], trie.books[KNOWN]
     size, graph, logits = one.graphs[0, count], one.graphs[1, count], one.graphs[2, count]
+    check(trie, count, one.model)
     byte = laid_out(trie, count, one.lane, one.model, into, 0, 0, 0)
     for numbers in (into.tokens, into.positions, into.lanes, into.slots, into.wanted):
         numbers[count:size] = 0

@@ -1,7 +1,7 @@
 """Passes on a GPU: one copy there, one captured graph, one copy back."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from specbeam.lm.attention import Masks
 from specbeam.lm.gpu_decoder import GpuDecoder, PassShape
 from specbeam.lm.gpu_graphs import FEW, Graphs, shape_for
 from specbeam.lm.gpu_lane import GpuLane, OneGpuLane, gpu_extended, runs
-from specbeam.lm.gpu_staging import Model, Staging, laid_out
+from specbeam.lm.gpu_staging import Model, Staging, check, laid_out
 from specbeam.lm.lane import Logits, Nodes
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROWS, SESSIONS, MASK_BYTES = 1024, 128, 2**22  # of passes that are captured
 SLOTS = 1024  # of a lane, at first
+MOST_MASK_BYTES = 2**28  # of the prompts that are stored by one pass
 
 
 class GpuPasses:
@@ -45,6 +46,16 @@ class GpuPasses:
         self.staging = Staging(self.device, ROWS, SESSIONS, MASK_BYTES * len(decoder.kinds))
         self.graphs = Graphs(decoder, self.store, self.staging, capture)
 
+    def try_out(self) -> None:
+        """A pass that keeps nothing."""
+        with self._on_device(), torch.inference_mode():
+            self.staging.blank()
+            self.decoder.forward(self.staging.inputs, PassShape(1, 1, 1, 1), self.store)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels are started on the current device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def lane(self, row: int, prompt: list[int]) -> GpuLane:
         return GpuLane(row, prompt, self.vocab, pinned=self.device.type == "cuda")
 
@@ -59,8 +70,16 @@ class GpuPasses:
 
     def prefill(self, lanes: list[GpuLane], counts: list[int]) -> None:
         """Store so many pending tokens of each lane, whose logits nobody asks for."""
-        none = np.zeros(0, dtype=np.int64)
-        self._pass([(lane, count, none) for lane, count in zip(lanes, counts, strict=True)])
+        none, some, mask_bytes = np.zeros(0, dtype=np.int64), list[tuple[GpuLane, int, Nodes]](), 0
+        for lane, count in zip(lanes, counts, strict=True):
+            lane.trie.make_slots(count)
+            mine = count * lane.trie.capacity * len(self.model.windows)
+            if some and mask_bytes + mine > MOST_MASK_BYTES:
+                self._pass(some)
+                some, mask_bytes = [], 0
+            some.append((lane, count, none))
+            mask_bytes += mine
+        self._pass(some)
 
     @contextmanager
     def alone(self, lane: GpuLane, fresh: int) -> Iterator[OneGpuLane | None]:
@@ -69,11 +88,12 @@ class GpuPasses:
         lane.make_room(fresh)
         self._reserve(lane.trie.capacity)
         room = self.staging.holds(rows, 1, rows * lane.trie.capacity * len(self.model.windows))
-        way = self.graphs.for_loops(rows) if kernels.AVAILABLE and room else None
-        yield way and OneGpuLane(
-            lane.trie.arrays, lane.outputs.numpy(), self.model, self.staging.filled, lane.row, way.by_rows,
-            self.staging.addresses, way.stream, way.calls,
-        )  # fmt: skip
+        with self._on_device():
+            way = self.graphs.for_loops(rows) if kernels.AVAILABLE and room else None
+            yield way and OneGpuLane(
+                lane.trie.arrays, lane.outputs.numpy(), self.model, self.staging.filled, lane.row, way.by_rows,
+                self.staging.addresses, way.stream, way.calls,
+            )  # fmt: skip
 
     def _by_loop(self, lane: GpuLane, forest: Forest) -> Logits | None:
         with self.alone(lane, len(forest) - lane.trie.known) as one:
@@ -96,19 +116,22 @@ class GpuPasses:
         for (lane, _, nodes), before, start, (first, last) in zip(parts, stored, starts, pairwise(asked), strict=False):
             into.wanted[first:last] = lane.trie.local[nodes] - before + start
         into.wanted[asked[-1] : shape.wanted] = 0
-        with lap("model"):
-            staging.bring(mask_bytes)
-            logits = self.graphs.run(staging, shape)
-            for (lane, _, nodes), first in zip(parts, asked, strict=False):
-                for run in runs(nodes):
-                    rows = logits[first + run.start : first + run.stop]
-                    lane.outputs[nodes[run.start] : nodes[run.stop - 1] + 1].copy_(rows, non_blocking=True)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()  # what it read may be filled anew from here on
+        with lap("model"), self._on_device():
+            try:
+                staging.bring(mask_bytes)
+                logits = self.graphs.run(staging, shape)
+                for (lane, _, nodes), first in zip(parts, asked, strict=False):
+                    for run in runs(nodes):
+                        rows = logits[first + run.start : first + run.stop]
+                        lane.outputs[nodes[run.start] : nodes[run.stop - 1] + 1].copy_(rows, non_blocking=True)
+            finally:
+                if self.device.type == "cuda":
+                    torch.cuda.current_stream(self.device).synchronize()  # what it read may be filled anew from here on
 
     def _staged(self, parts: list[tuple[GpuLane, int, Nodes]], shape: PassShape) -> tuple[Staging, int]:
         """The rows of a pass, and how many bytes their mask has."""
         for lane, count, _ in parts:
+            check(lane.trie.arrays, count, self.model)
             lane.trie.make_slots(count)
         self._reserve(max(lane.trie.capacity for lane, *_ in parts))
         most = sum(lane.trie.capacity * count for lane, count, _ in parts) * len(self.model.windows)

@@ -19,9 +19,8 @@ class Inputs(NamedTuple):
     slots: torch.Tensor  # [rows] where keys and values go; 0: nowhere
     wanted: torch.Tensor  # [rows] whose logits are asked for
     sessions: (
-        torch.Tensor  # [6, sessions]: first row, how many, lane, slots to look at; its part of the mask: first byte, bytes
-    )
-    #                   for each kind of layer
+        torch.Tensor
+    )  # [6, sessions]: first row, how many, lane, slots looked at; in the mask: first byte, bytes per kind
     seen: torch.Tensor  # uint8[bytes] by session, kind of layer, row, slot: whether the row may look there
 
 
@@ -46,18 +45,24 @@ class Filled(NamedTuple):
 
 
 @compiled
+def check(trie: Trie, count: int, model: Model) -> None:
+    """Raise `IndexError` if the next local nodes of a session have tokens or positions that the model has not: kernels would
+    read beyond its arrays.
+    """
+    start, stop = trie.books[STORED], trie.books[STORED] + count
+    if count > 0 and trie.nodes[2, start:stop].max() >= model.positions:
+        raise IndexError("a position is beyond those of the model")
+    if count > 0 and (trie.nodes[0, start:stop].min() < 0 or trie.nodes[0, start:stop].max() >= model.vocab):
+        raise IndexError("a token is beyond those of the model")
+
+
+@compiled
 def laid_out(trie: Trie, count: int, lane: int, model: Model, into: Filled, session: int, row: int, byte: int) -> int:
     """Give slots to the next local nodes of a session, for which there is room, and write down what a pass has to know of
-    them, from this row and this byte of the mask on. Gives the byte behind its part of the mask.
-
-    Raises `IndexError` for tokens and positions that the model does not have: kernels would read beyond its arrays.
+    them, from this row and this byte of the mask on. Gives the byte behind its part of the mask. To be checked before.
     """
     start, stop = trie.books[STORED], trie.books[STORED] + count
     tokens, positions = trie.nodes[0, start:stop], trie.nodes[2, start:stop]
-    if count > 0 and positions.max() >= model.positions:
-        raise IndexError("a position is beyond those of the model")
-    if count > 0 and (tokens.min() < 0 or tokens.max() >= model.vocab):
-        raise IndexError("a token is beyond those of the model")
     slots = np.empty(count, dtype=np.int64)
     fed(trie, slots)
     here = slice(row, row + count)

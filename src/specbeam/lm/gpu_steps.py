@@ -19,7 +19,7 @@ from specbeam.lm.gpu_staging import Inputs
 
 WASTE = tl.constexpr(0)  # a slot that nobody sees, and where nothing is written: see lm/trie_steps.py
 UNSEEN = tl.constexpr(-1e30)
-SLOTS_AT_ONCE, MOST_ROWS, MOST_SPLITS = 64, 64, 16
+MOST_ROWS, MOST_SPLITS = 64, 16
 
 
 def step(function: Callable[..., Any]) -> Any:
@@ -29,7 +29,7 @@ def step(function: Callable[..., Any]) -> Any:
 
 @step
 def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = at < width
     value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
     factor = 1 / tl.sqrt(tl.sum(value * value) / width + eps)
@@ -39,7 +39,7 @@ def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
 
 @step
 def _gate(both, out, width, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     gate = tl.load(both + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
@@ -199,6 +199,7 @@ def attended(
     rows, heads, size = q.shape
     kv_heads, block = keys.shape[1], max(16, triton.next_power_of_2(size))
     places = most * heads // kv_heads
+    slots_at_once = max(16, min(64, 64 * 256 // (block * q.element_size())))  # tiles must fit the memory of a processor
     at_once = min(MOST_ROWS, max(16, triton.next_power_of_2(places)))
     programs = kv_heads * triton.cdiv(places, at_once) * sessions
     splits = (
@@ -211,7 +212,7 @@ def attended(
         sums, tops = q.new_empty(2, rows, heads, splits, dtype=torch.float32)
     _attend[(kv_heads * splits, triton.cdiv(places, at_once), sessions)](
         q, keys, values, inputs.seen, inputs.sessions, out if splits == 1 else parts, sums, tops,
-        size**-0.5, keys.shape[2], kind, inputs.sessions.shape[1], heads, kv_heads, size, block, at_once, SLOTS_AT_ONCE,
+        size**-0.5, keys.shape[2], kind, inputs.sessions.shape[1], heads, kv_heads, size, block, at_once, slots_at_once,
         splits, "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
     )  # fmt: skip
     if splits > 1:

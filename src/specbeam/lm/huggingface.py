@@ -1,5 +1,6 @@
 """Any causal language model of transformers, scoring forests of many sessions in one pass."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ class HuggingFaceLM:
             yield None
             return
         most = min(self.chunk, self.runner.most)
-        if lane.trie.waiting + fresh > most and lane.answered == 0:
+        trie = lane.trie
+        if trie.waiting + fresh > most >= trie.waiting - trie.ahead + fresh and lane.answered == 0:
             self._prefill([lane], most - fresh)
         if lane.trie.waiting + fresh > most:
             yield None
@@ -171,22 +173,29 @@ def _engine(
         if decoder is not None:
             return "lean", PaddedPasses(model, decoder, lanes)
     if wanted not in ("auto", "plain"):
+        where = "" if wanted == "gpu" else " in float32 on a CPU"
         raise NotSupported(
-            f"{_NAMES[wanted]} is for Llama, Mistral and Qwen2 models in float32 on a CPU; this is "
+            f"{_NAMES[wanted]} is for Llama, Mistral and Qwen2 models{where}; this is "
             f"{type(model).__name__} in {model.dtype} on {model.device}"
         )
     return "plain", PaddedPasses(model, None, lanes)
 
 
-@torch.no_grad()
 def _gpu_passes(model: "PreTrainedModel", lanes: list[Any], capture: bool) -> "GpuPasses | None":
-    """None where Triton is missing, or it would not be the same model."""
+    """None where Triton is missing or does not work, or it would not be the same model."""
     if not is_llama_like(model) or find_spec("triton") is None:
         return None
     from specbeam.lm.gpu_decoder import GpuDecoder
     from specbeam.lm.gpu_passes import GpuPasses
 
-    return GpuPasses(model, GpuDecoder(model), lanes, capture)
+    with torch.inference_mode(False), torch.no_grad():  # weights that are laid out anew can still be trained
+        passes = GpuPasses(model, GpuDecoder(model), lanes, capture)
+    try:
+        passes.try_out()
+    except Exception as error:  # no compiler for it, a GPU that it does not know, ...
+        warnings.warn(f"Triton does not work here, so transformers runs the model: {error!r}", stacklevel=2)
+        return None
+    return passes
 
 
 _NUMBA = ", which needs numba (pip install 'specbeam[fast]'),"

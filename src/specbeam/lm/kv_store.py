@@ -103,9 +103,9 @@ class KVStore(Cache):
         slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
         if (lanes, slots) == (self.lanes, self.slots):
             return
-        self.lanes, self.slots = lanes, slots
         with torch.inference_mode():
-            self.grow(lanes, slots)
+            self.grow(lanes, slots)  # where there is no memory for it, nothing has changed
+        self.lanes, self.slots = lanes, slots
 
     def grow(self, lanes: int, slots: int) -> None:
         for layer in self.layers:
@@ -120,6 +120,29 @@ class KVStore(Cache):
     def move_slots(self, lane: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
         for layer in self.layers:
             layer.move_slots(lane, source, goal)
+
+
+class SlotStore(KVStore):
+    """Keys and values of all layers in two buffers, [layers, lanes, heads, slots, size]."""
+
+    def __init__(self, layers: int, heads: int, size: int, like: Tensor, slots: int) -> None:
+        super().__init__(layers)
+        self.slots = slots
+        # Zeros, not empty: a masked slot still enters the product, and a stray NaN there would spread.
+        self.keys, self.values = (like.new_zeros(layers, self.lanes, heads, slots, size) for _ in range(2))
+
+    def grow(self, lanes: int, slots: int) -> None:
+        self.keys, self.values = (_larger(one, lanes, slots) for one in (self.keys, self.values))
+
+    @torch.inference_mode()
+    def move_lane(self, source: int, goal: int) -> None:
+        for one in (self.keys, self.values):
+            one[:, goal] = one[:, source]
+
+    @torch.inference_mode()
+    def move_slots(self, lane: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+        for one in (self.keys, self.values):
+            one[:, lane, :, goal] = one[:, lane, :, source]
 
 
 class PanelStore(KVStore):
@@ -158,7 +181,8 @@ class PanelStore(KVStore):
         values[:, :, goal.numpy()] = values[:, :, source.numpy()]
 
 
-def _larger(buffer: Float[Tensor, "lanes heads slots size"], lanes: int, slots: int) -> Tensor:
-    grown = buffer.new_zeros(lanes, buffer.shape[1], slots, buffer.shape[3])
-    grown[: buffer.shape[0], :, : buffer.shape[2]] = buffer
+def _larger(buffer: Float[Tensor, "*layers lanes heads slots size"], lanes: int, slots: int) -> Tensor:
+    *layers, before, heads, known, size = buffer.shape
+    grown = buffer.new_zeros(*layers, lanes, heads, slots, size)
+    grown[..., :before, :, :known, :] = buffer
     return grown

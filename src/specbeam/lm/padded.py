@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+FEW = 16  # lanes that may go along for the sake of one
+
+
 class PaddedPasses:
     """Of the model itself, or of its lean forward.
 
@@ -37,8 +40,10 @@ class PaddedPasses:
         self.masks = Masks(config, config._attn_implementation or "eager", model.dtype)
         self.store = KVStore(config.num_hidden_layers)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        on_gpu = self.device.type == "cuda"
-        self.captured: CapturedForward | None = CapturedForward(self._called, self.store) if on_gpu else None
+        self.on_gpu, self.captured = self.device.type == "cuda", None
+        if self.on_gpu:
+            weights = [one.detach() for one in (*model.parameters(), *model.buffers())]
+            self.captured = CapturedForward(self._called, self.store, weights)
 
     def lane(self, row: int, prompt: list[int]) -> Lane:
         return Lane(row, prompt)
@@ -68,12 +73,13 @@ class PaddedPasses:
         width = max(len(feed) for feed in by_row.values())
         extent = -(-max(self.lanes[row].trie.extent for row in by_row) // BLOCK)
         last = max(len(feed) - int(wanted[row].min(initial=len(feed) - 1)) for row, feed in by_row.items())
-        sparse, captured = len(rows) > 2 * len(by_row), False
-        if sparse:
-            rows = sorted(by_row)
-        elif self.captured is not None and width <= WIDEST:
-            rows, width, extent, captured = range(up(rows[-1] + 1)), up(width), up(extent), True
+        every, sparse = range(up(rows[-1] + 1)), len(rows) > 2 * len(by_row)
+        captured = self.on_gpu and width <= WIDEST and len(every) <= max(FEW, 2 * len(by_row))
+        if captured:
+            rows, width, extent, sparse = every, up(width), up(extent), False
             last = min(up(last), width)
+        elif sparse:
+            rows = sorted(by_row)
         inputs, masks = self._laid_out(rows, by_row, width, extent * BLOCK)
         slots = torch.from_numpy(inputs[2]).to(self.device)
         which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
@@ -81,6 +87,8 @@ class PaddedPasses:
         self.store.place = Place(which, slots, extent * BLOCK)
         with lap("model"):
             logits = self._logits(inputs, masks, last, captured)
+            if self.on_gpu:  # laws are made on the host
+                logits, rows = logits[[rows.index(row) for row in by_row]].float().cpu(), [*by_row]
         return {row: picked(logits[rows.index(row)], wanted[row] + last - len(feed)) for row, feed in by_row.items()}
 
     def _laid_out(
@@ -104,8 +112,7 @@ class PaddedPasses:
             real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
             return self.lean.forward(ids, places, masks, self.store, wanted, real)
         run = self.captured if captured and self.captured is not None else self._called
-        logits = run(ids, places, masks, wanted)
-        return logits.float().cpu() if self.device.type == "cuda" else logits  # laws are made on the host
+        return run(ids, places, masks, wanted)
 
     def _called(self, ids: torch.Tensor, places: torch.Tensor, masks: Mask, wanted: int) -> torch.Tensor:
         output = self.model(
