@@ -118,7 +118,7 @@ def test_keys_are_turned_and_stored_but_not_in_the_waste_slot(kind):
 
 
 ON_GPU = pytest.mark.gpu  # what takes the interpreter too long
-QUICK = ("qwen2-window", "llama, own head size")
+QUICK = ("qwen2-window",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in QUICK else ON_GPU) for one in MODELS])

@@ -18,9 +18,8 @@ class Inputs(NamedTuple):
     lanes: torch.Tensor  # [rows]
     slots: torch.Tensor  # [rows] where keys and values go; 0: nowhere
     wanted: torch.Tensor  # [rows] whose logits are asked for
-    sessions: (
-        torch.Tensor
-    )  # [6, sessions]: first row, how many, lane, slots looked at; in the mask: first byte, bytes per kind
+    # [6, sessions]: first row, how many, lane, slots looked at; in the mask: first byte, bytes for each kind of layer.
+    sessions: torch.Tensor
     seen: torch.Tensor  # uint8[bytes] by session, kind of layer, row, slot: whether the row may look there
 
 
