@@ -24,7 +24,7 @@ class EnergyMeter:
 
     def __enter__(self) -> "EnergyMeter":
         self._began, self._start = time.perf_counter(), _rapl()
-        self._gpus: dict[str, float] = {}
+        self._gpu_start: dict[str, float] = {}
         self._reader: threading.Thread | None = None
         if self.least_s == 0:
             self._read_gpus()
@@ -34,14 +34,14 @@ class EnergyMeter:
         return self
 
     def _read_gpus(self) -> None:
-        self._gpus = _nvml()
+        self._gpu_start = _nvml()
 
     def __exit__(self, *error: object) -> None:
         now, known = _rapl(), self._start
         if time.perf_counter() - self._began >= self.least_s:
             if self._reader is not None:
                 self._reader.join()
-            now, known = now | _nvml(), known | self._gpus
+            now, known = now | _nvml(), known | self._gpu_start
         elif _gpus():
             return  # a part of what it took would mislead
         used = {name: value - known[name] for name, value in now.items() if name in known}

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,10 +15,12 @@ pytest.importorskip("triton")
 
 import specbeam as sb
 from specbeam import kernels
+from specbeam.errors import NotSupported
 from specbeam.forest import Forest
 from specbeam.lm import gpu_passes
+from specbeam.lm.captured import MOST_GRAPHS
 from specbeam.lm.gpu_decoder import GpuDecoder, PassShape
-from specbeam.lm.gpu_graphs import FEW, MOST_GRAPHS, ForLoops, Graphs
+from specbeam.lm.gpu_graphs import FEW, ForLoops, Graphs
 from specbeam.lm.gpu_staging import Inputs, Staging
 from specbeam.lm.gpu_steps import attended, gated, normed, turned
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -164,7 +167,7 @@ def test_graphs_read_the_staging_that_they_were_captured_with():
     assert found == [1, 7, 2, 7]
     for shape in shapes[1:]:
         graphs.run(own, shape)
-    assert len(graphs._known) == MOST_GRAPHS
+    assert len(graphs.graphs.made) == MOST_GRAPHS
     assert int(graphs.run(own, shapes[0])[0, 0]) == 1, "it was to make room"
 
 
@@ -192,6 +195,17 @@ def test_the_model_stays_what_it_was(tmp_path):
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).to(DEVICE)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), twin.parameters(), strict=True))
+
+
+def test_where_triton_does_not_work_transformers_runs_the_model(monkeypatch):
+    def fails(self):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(gpu_passes.GpuPasses, "try_out", fails)
+    engine = "auto" if DEVICE == "cuda" else "gpu"
+    refuses = nullcontext() if DEVICE == "cuda" else pytest.raises(NotSupported, match="the forward for GPUs")
+    with refuses, pytest.warns(UserWarning, match=r"Triton does not work here.*no compiler"):
+        assert HuggingFaceLM(tiny("llama").to(DEVICE), engine=engine).engine == "plain"
 
 
 def test_weights_can_be_trained_wherever_they_were_laid_out():
@@ -270,7 +284,7 @@ def test_captured_passes_are_those_run_step_by_step(kind):
     for _ in range(4):
         assert torch.equal(scored(captured, prompt, forest), scored(plain, prompt, forest))
     graphs = captured.runner.graphs
-    assert graphs._of_loops or any(graphs._known.values())
+    assert graphs.of_loops or any(graphs.graphs.made.values())
 
 
 @ON_GPU
@@ -308,7 +322,7 @@ def test_graphs_of_any_model_have_its_logits(family):
             lm = HuggingFaceLM(model, chunk=5, engine="plain")
             check_random_turns(lm, model)
             looks_at_numbers = family == "falcon"
-            assert any(lm.runner.captured._known.values()) is not looks_at_numbers
+            assert any(lm.runner.captured.graphs.made.values()) is not looks_at_numbers
 
 
 @ON_GPU
@@ -318,4 +332,4 @@ def test_models_that_cannot_be_captured_are_called_as_they_are():
     lm = HuggingFaceLM(model, chunk=5)
     assert lm.engine == "plain"
     check_random_turns(lm, model)
-    assert not any(lm.runner.captured._known.values())
+    assert not any(lm.runner.captured.graphs.made.values())

@@ -1,8 +1,8 @@
 """A model's own forward on a GPU as captured graphs: kernels are started one by one only once for each size of a pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,9 +10,10 @@ from torch import Tensor
 from specbeam.lm.attention import Mask
 from specbeam.lm.kv_store import KVStore
 
+_T = TypeVar("_T")
 Forward = Callable[[Tensor, Tensor, Mask, int], Tensor]  # tokens, positions, masks, how many rows are wanted
 WIDEST = 64  # rows of a session; longer passes are bound by arithmetic
-MOST_GRAPHS = 64  # the one that was not used for longest makes room
+MOST_GRAPHS = 64
 
 
 class Capture:
@@ -39,6 +40,27 @@ class Capture:
             torch.cuda.set_stream(before)  # a capture that failed may leave its own behind
 
 
+class OfSecondTimes(Generic[_T]):
+    """What is made when its key is met for the second time; what was not used for longest makes room."""
+
+    def __init__(self) -> None:
+        self.made: dict[Hashable, _T | None] = {}  # the one that was used last stands last
+
+    def clear(self) -> None:
+        self.made.clear()
+
+    def get(self, key: Hashable, make: Callable[[], _T | None]) -> _T | None:
+        """None at first, and where it cannot be made."""
+        is_new = key not in self.made
+        known = self.made.pop(key, None)
+        if known is None and not is_new:
+            known = make()
+        self.made[key] = known
+        if len(self.made) > MOST_GRAPHS:
+            del self.made[next(iter(self.made))]
+        return known
+
+
 @dataclass(frozen=True, eq=False)
 class Captured:
     """A graph, what it reads, and what it writes."""
@@ -52,10 +74,8 @@ class Captured:
 
     def replayed(self, tokens: Tensor, positions: Tensor, slots: Tensor, masks: Mask) -> Tensor:
         """The logits are valid until the next pass."""
-        own, given = _flat(self.masks), _flat(masks)
-        for goal, source in zip(
-            (self.tokens, self.positions, self.slots, *own), (tokens, positions, slots, *given), strict=True
-        ):
+        own = self.tokens, self.positions, self.slots, *_flat(self.masks)
+        for goal, source in zip(own, (tokens, positions, slots, *_flat(masks)), strict=True):
             goal.copy_(source)
         self.graph.replay()
         return self.logits
@@ -75,7 +95,7 @@ class CapturedForward:
         self.forward, self.store, self._weights = forward, store, weights
         devices = {one.device for one in weights}
         self._capture = Capture(next(iter(devices))) if len(devices) == 1 else None
-        self._known: dict[Any, Captured | None] = {}
+        self.graphs = OfSecondTimes[Captured]()
         self._sizes, self._fails = (0, 0), self._capture is None
 
     def __call__(self, tokens: Tensor, positions: Tensor, masks: Mask, wanted: int) -> Tensor:
@@ -86,20 +106,14 @@ class CapturedForward:
             self._clear()
             self._sizes = sizes
         key = tokens.shape, place.extent, wanted
-        is_new = key not in self._known
-        known = self._known.pop(key, None)
-        if known is None and not is_new:
-            known = self._captured(tokens, positions, masks, wanted)
-        self._known[key] = known  # the one that was used last stands last
-        if len(self._known) > MOST_GRAPHS:
-            del self._known[next(iter(self._known))]
+        known = self.graphs.get(key, lambda: self._captured(tokens, positions, masks, wanted))
         if known is None:
             return self.forward(tokens, positions, masks, wanted)
         return known.replayed(tokens, positions, place.slots, masks)
 
     def _clear(self) -> None:
         """The store has moved: graphs write where nobody looks any more."""
-        self._known.clear()
+        self.graphs.clear()
         if self._capture is not None:
             self._capture.clear()
 

@@ -1,21 +1,21 @@
 """Passes of a model on a GPU as captured graphs, and the driver's calls that loops run them with."""
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
-from specbeam.lm.captured import Capture
+from specbeam.lm.captured import Capture, OfSecondTimes
 from specbeam.lm.gpu_decoder import GpuDecoder, PassShape
 from specbeam.lm.gpu_staging import Staging
 from specbeam.lm.kv_store import SlotStore
 from specbeam.lm.sizes import up
 
 FEW = 64  # rows for which the head costs what it costs for one
-MOST_GRAPHS = 64  # beside those of loops; the one that was not used for longest makes room
+Graph = tuple[torch.cuda.CUDAGraph, torch.Tensor]  # and the logits that it writes
 Calls = tuple[int, int, int, int]  # addresses of the driver's functions: copy there, launch a graph, copy here, wait
 
 
@@ -39,31 +39,26 @@ class Graphs:
         self.decoder, self.store, self.staging = decoder, store, staging
         self.capture = Capture(staging.device) if capture else None
         self.loops = capture and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and calls() is not None
-        self._known: dict[PassShape, tuple[torch.cuda.CUDAGraph, torch.Tensor] | None] = {}
-        self._of_loops: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # by rows
+        self.graphs = OfSecondTimes[Graph]()
+        self.of_loops: dict[int, Graph] = {}  # by rows
         self._by_rows = np.zeros((3, FEW + 1), dtype=np.int64)
 
     def clear(self) -> None:
         """The store has moved: graphs write where nobody looks any more."""
-        self._known.clear()
-        self._of_loops.clear()
+        self.graphs.clear()
+        self.of_loops.clear()
         self._by_rows[:] = 0
         if self.capture is not None:
             self.capture.clear()
 
     def run(self, staging: Staging, shape: PassShape) -> Float[torch.Tensor, "wanted vocab"]:
         """The logits are valid until the next pass."""
+        forward = partial(self.decoder.forward, staging.inputs, shape, self.store)
         if self.capture is None or staging is not self.staging:  # graphs read that one alone
-            return self.decoder.forward(staging.inputs, shape, self.store)
-        is_new = shape not in self._known
-        known = self._known.pop(shape, None)
-        if known is None and not is_new:
-            known = self.capture(lambda: self.decoder.forward(staging.inputs, shape, self.store))
-        self._known[shape] = known  # the one that was used last stands last
-        if len(self._known) > MOST_GRAPHS:
-            del self._known[next(iter(self._known))]
+            return forward()
+        known = self.graphs.get(shape, partial(self.capture, forward))
         if known is None:
-            return self.decoder.forward(staging.inputs, shape, self.store)
+            return forward()
         graph, logits = known
         graph.replay()
         return logits
@@ -88,14 +83,13 @@ class Graphs:
             size = up(count)
             if not self._by_rows[1, size]:
                 shape = PassShape(size, 1, size, size)
-                self.decoder.forward(
-                    self.staging.inputs, shape, self.store
-                )  # compiles what is compiled at its first use
-                known = self.capture(lambda shape=shape: self.decoder.forward(self.staging.inputs, shape, self.store))  # type: ignore[misc]
+                forward = partial(self.decoder.forward, self.staging.inputs, shape, self.store)
+                forward()  # what is compiled at its first use cannot be captured
+                known = self.capture(forward)
                 if known is None:
                     self.loops = False
                     return False
-                self._of_loops[size] = known
+                self.of_loops[size] = known
                 self._by_rows[:, size] = size, known[0].raw_cuda_graph_exec(), known[1].data_ptr()
             self._by_rows[:, count] = self._by_rows[:, size]
         return True

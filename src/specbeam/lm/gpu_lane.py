@@ -9,7 +9,7 @@ from jaxtyping import Int64
 
 from specbeam.forest import Forest
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
-from specbeam.lm.gpu_staging import Filled, Model, check, laid_out
+from specbeam.lm.gpu_staging import Inputs, Model, check, laid_out
 from specbeam.lm.kv_trie import KVTrie
 from specbeam.lm.lane import Logits, Nodes
 from specbeam.lm.trie_steps import KNOWN, SIZE, STORED, Trie, entered
@@ -78,7 +78,7 @@ class OneGpuLane(NamedTuple):
     trie: Trie
     outputs: Array  # float32[nodes, vocab] by forest node, in memory that the GPU writes
     model: Model
-    into: Filled
+    into: Inputs
     lane: int
     graphs: Array  # see `gpu_graphs.ForLoops`
     staging: tuple[int, int, int]  # addresses there and here, bytes before the mask

@@ -1,7 +1,7 @@
 """What a pass on a GPU reads, laid out on the host."""
 
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,16 +11,17 @@ from specbeam.lm.trie_steps import BLOCK, EXTENT, STORED, Trie, fed
 
 
 class Inputs(NamedTuple):
-    """What changes from pass to pass, int32 on the device unless said otherwise."""
+    """What changes from pass to pass: int32 unless said otherwise; tensors on the device, arrays on the host."""
 
-    tokens: torch.Tensor  # [rows]
-    positions: torch.Tensor  # [rows]
-    lanes: torch.Tensor  # [rows]
-    slots: torch.Tensor  # [rows] where keys and values go; 0: nowhere
-    wanted: torch.Tensor  # [rows] whose logits are asked for
-    # [6, sessions]: first row, how many, lane, slots looked at; in the mask: first byte, bytes for each kind of layer.
-    sessions: torch.Tensor
-    seen: torch.Tensor  # uint8[bytes] by session, kind of layer, row, slot: whether the row may look there
+    tokens: Any  # [rows]
+    positions: Any  # [rows]
+    lanes: Any  # [rows]
+    slots: Any  # [rows] where keys and values go; 0: nowhere
+    wanted: Any  # [rows] whose logits are asked for
+    sessions: (
+        Any  # [6, sessions]: first row, rows, lane, slots looked at; in the mask: first byte, bytes of a kind of layer
+    )
+    seen: Any  # uint8[bytes] by session, kind of layer, row, slot: whether the row may look there
 
 
 class Model(NamedTuple):
@@ -29,18 +30,6 @@ class Model(NamedTuple):
     windows: Array  # int64[kinds]: tokens that each kind of layer looks back on, itself included; 0: all
     positions: int
     vocab: int
-
-
-class Filled(NamedTuple):
-    """`Inputs` as loops see them, on the host."""
-
-    tokens: Array
-    positions: Array
-    lanes: Array
-    slots: Array
-    wanted: Array
-    sessions: Array
-    seen: Array
 
 
 @compiled
@@ -56,7 +45,7 @@ def check(trie: Trie, count: int, model: Model) -> None:
 
 
 @compiled
-def laid_out(trie: Trie, count: int, lane: int, model: Model, into: Filled, session: int, row: int, byte: int) -> int:
+def laid_out(trie: Trie, count: int, lane: int, model: Model, into: Inputs, session: int, row: int, byte: int) -> int:
     """Give slots to the next local nodes of a session, for which there is room, and write down what a pass has to know of
     them, from this row and this byte of the mask on. Gives the byte behind its part of the mask. To be checked before.
     """
@@ -90,7 +79,7 @@ class Staging:
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._there = torch.zeros(size, dtype=torch.uint8, device=device)
         self.inputs = Inputs(*self._views(self._there))
-        self.filled = Filled(*(one.numpy() for one in self._views(self._host)))
+        self.filled = Inputs(*(one.numpy() for one in self._views(self._host)))
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         numbers = buffer[: self._start].view(torch.int32)

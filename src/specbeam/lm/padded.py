@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from specbeam.clock import lap
 from specbeam.forest import Forest
 from specbeam.lm.attention import Mask, Masks
-from specbeam.lm.captured import WIDEST, CapturedForward
+from specbeam.lm.captured import WIDEST, CapturedForward, Forward
 from specbeam.lm.kv_store import KVStore, Place
 from specbeam.lm.kv_trie import BLOCK, WASTE, Feed
 from specbeam.lm.lane import Lane, Logits, Nodes
@@ -40,8 +40,8 @@ class PaddedPasses:
         self.masks = Masks(config, config._attn_implementation or "eager", model.dtype)
         self.store = KVStore(config.num_hidden_layers)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.on_gpu, self.captured = self.device.type == "cuda", None
-        if self.on_gpu:
+        self.captured: CapturedForward | None = None  # on a GPU
+        if self.device.type == "cuda":
             weights = [one.detach() for one in (*model.parameters(), *model.buffers())]
             self.captured = CapturedForward(self._called, self.store, weights)
 
@@ -74,9 +74,9 @@ class PaddedPasses:
         extent = -(-max(self.lanes[row].trie.extent for row in by_row) // BLOCK)
         last = max(len(feed) - int(wanted[row].min(initial=len(feed) - 1)) for row, feed in by_row.items())
         every, sparse = range(up(rows[-1] + 1)), len(rows) > 2 * len(by_row)
-        captured = self.on_gpu and width <= WIDEST and len(every) <= max(FEW, 2 * len(by_row))
-        if captured:
-            rows, width, extent, sparse = every, up(width), up(extent), False
+        run: Forward = self._called
+        if self.captured is not None and width <= WIDEST and len(every) <= max(FEW, 2 * len(by_row)):
+            run, rows, width, extent, sparse = self.captured, every, up(width), up(extent), False
             last = min(up(last), width)
         elif sparse:
             rows = sorted(by_row)
@@ -86,8 +86,8 @@ class PaddedPasses:
         self.store.reserve(max(len(self.lanes), rows[-1] + 1), extent * BLOCK)
         self.store.place = Place(which, slots, extent * BLOCK)
         with lap("model"):
-            logits = self._logits(inputs, masks, last, captured)
-            if self.on_gpu:  # laws are made on the host
+            logits = self._logits(inputs, masks, last, run)
+            if self.captured is not None:  # laws are made on the host
                 logits, rows = logits[[rows.index(row) for row in by_row]].float().cpu(), [*by_row]
         return {row: picked(logits[rows.index(row)], wanted[row] + last - len(feed)) for row, feed in by_row.items()}
 
@@ -105,13 +105,12 @@ class PaddedPasses:
         return inputs, self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
 
     def _logits(
-        self, inputs: Int64[np.ndarray, "3 batch width"], masks: Mask, wanted: int, captured: bool
+        self, inputs: Int64[np.ndarray, "3 batch width"], masks: Mask, wanted: int, run: Forward
     ) -> Float[torch.Tensor, "batch wanted vocab"]:
         ids, places, _ = torch.from_numpy(inputs).to(self.device)
         if self.lean is not None:
             real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
             return self.lean.forward(ids, places, masks, self.store, wanted, real)
-        run = self.captured if captured and self.captured is not None else self._called
         return run(ids, places, masks, wanted)
 
     def _called(self, ids: torch.Tensor, places: torch.Tensor, masks: Mask, wanted: int) -> torch.Tensor:
