@@ -641,6 +641,12 @@ def test_loading_says_what_is_wrong(tmp_path):
         sb.load(tmp_path / "t5")
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_devices_that_are_not_there_are_refused(device):
+    with pytest.raises(errors.BadSetting, match=f"device is '{device}'"):
+        sb.load("bundled", device=device)
+
+
 def test_tokenizers_that_differ_are_noticed(tmp_path):
     target, draft = words.saved(tmp_path)
     other = words.tokenizer()

@@ -80,9 +80,9 @@ def load(
         target, draft = BUNDLED / "target", draft or BUNDLED / "draft"
     if isinstance(draft, str) and draft == "bundled":
         draft = BUNDLED / "draft"
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    target_model = _model(target, dtype, device)
-    draft_model = None if draft is None else _model(draft, dtype, device)
+    there = _device(device)
+    target_model = _model(target, dtype, there)
+    draft_model = None if draft is None else _model(draft, dtype, there)
     words = _tokenizer(tokenizer if tokenizer is not None else target)
     if draft_model is not None:
         _check_same_vocabulary(target_model, draft_model, words, draft)
@@ -190,6 +190,22 @@ def _alone(lm: HuggingFaceLM, path: list[int]) -> torch.Tensor:
         return lm.extend([seat], [Forest.rooted([path[-1]])])[0][0].clone()
     finally:
         lm.close(seat)
+
+
+def _device(asked: str | torch.device | None) -> torch.device:
+    gpus = torch.cuda.device_count()
+    try:
+        device = torch.device(asked or ("cuda" if gpus else "cpu"))
+    except RuntimeError as error:
+        raise BadSetting(
+            f"device is {asked!r}; it must be 'cpu', 'cuda', 'cuda:1' or another one of torch's"
+        ) from error
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        has = f"has {gpus} GPUs" if gpus else "has no GPU that it can use"
+        raise BadSetting(
+            f"device is {str(asked)!r}, and torch {torch.__version__} {has} here; leave it out, or say 'cpu'"
+        )
+    return device
 
 
 def _model(source: Any, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel":

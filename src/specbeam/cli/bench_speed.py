@@ -90,15 +90,15 @@ def _pair(model: str, draft: str | None, grow: str | None, grow_draft: str | Non
     target = pair.target_model if grow is None else grown(pair.target_model, parameters(grow))
     small: Any = pair.draft_model
     if grow_draft is not None:
-        small = grown(small, parameters(grow_draft))
+        small = grown(small, parameters(grow_draft, "--grow-draft"))
     return load(target, small, pair.tokenizer, quantize=quantize)  # type: ignore[arg-type]
 
 
-def parameters(text: str) -> int:
+def parameters(text: str, option: str = "--grow") -> int:
     """From "100M" or "1.5B" or plain digits."""
     found = re.fullmatch(r"([0-9.]+)([MB]?)", text.strip(), re.IGNORECASE)
     if found is None:
-        raise BadSetting(f"--grow is {text!r}; it must be a number of parameters like 100M or 1.5B")
+        raise BadSetting(f"{option} is {text!r}; it must be a number of parameters like 100M or 1.5B")
     return round(float(found[1]) * {"": 1, "M": 1e6, "B": 1e9}[found[2].upper()])
 
 
