@@ -15,6 +15,7 @@ FLOORS = [
     {"lm", "settings", "drawing"},
     {"control", "grammar"},
     {"draft", "verify"},
+    {"ahead"},
     {"decode"},
     {"tune"},
     {"recipes"},

@@ -1,7 +1,7 @@
 """Where the time goes: laps inside laps, each with the time that was not spent in laps inside it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,7 +25,11 @@ class Clock:
 
     def move(self, name: str, seconds: float) -> None:
         """From the present lap to one inside it."""
-        for key, more in ((self._name, -seconds), (f"{self._name}/{name}", seconds)):
+        self.move_to(f"{self._name}/{name}", seconds)
+
+    def move_to(self, name: str, seconds: float) -> None:
+        """From the present lap to another one."""
+        for key, more in ((self._name, -seconds), (name, seconds)):
             self.seconds[key] = self.seconds.get(key, 0.0) + more
 
     def _switch(self, name: str) -> str:
@@ -50,6 +54,15 @@ def timed() -> Iterator[Clock]:
         yield clock
     finally:
         _RUNNING.reset(token)
+
+
+def apportion(parts: Mapping[str, float], since: float) -> None:
+    """Book the time since then on laps, in these proportions, and the rest of the present lap as it is."""
+    clock, whole = _RUNNING.get(), sum(parts.values())
+    if clock is not None and whole > 0:
+        seconds = time.perf_counter() - since
+        for name, part in parts.items():
+            clock.move_to(name, seconds * part / whole)
 
 
 def lap(name: str) -> AbstractContextManager[None]:

@@ -177,7 +177,7 @@ def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     if streamer is not None:
         return (yield from _streamed(request, line[0], streamer))
     inside: list[Session] = []
-    for _ in decode(request.pair.target, _started(line, inside), batch_size):
+    for _ in decode(request.pair.target, _started(line, inside), batch_size, ahead=True):
         for session in [one for one in inside if one.over]:
             inside.remove(session)
             yield session

@@ -7,6 +7,8 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
+from specbeam.kernels.stopping import Stop
+
 Decode = Callable[[list[int]], str]
 Paths = Callable[[], Int64[np.ndarray, "beams length"]]
 
@@ -41,6 +43,12 @@ class Limits:
     def ending(self) -> Int64[np.ndarray, " ends"]:
         """`eos` for array code."""
         return np.array(self.eos, dtype=np.int64)
+
+    @property
+    def for_loops(self) -> Stop:
+        """What stops a session, as loops see it; they know no stop strings."""
+        early = 2 if self.early_stopping == "never" else int(bool(self.early_stopping))
+        return Stop(self.max_new_tokens, self.keep, early, float(self.length_penalty))
 
     def ended(self, tokens: Int64[np.ndarray, " beams"], paths: Paths) -> Bool[np.ndarray, " beams"]:
         """Which beams end with their newest token; `paths()` gives all their new tokens and is called only if needed."""

@@ -236,6 +236,21 @@ class Session:
             live = Forest.rooted(self.beams.tokens[:0] if self.over else self.beams.tokens)
             self.warp.constraint.keep(self.new_tokens(live, np.arange(len(live))))
 
+    def leap(
+        self,
+        live: Beams,
+        origins: Int64[np.ndarray, " beams"],
+        texts: Int64[np.ndarray, "beams span"],
+        ended: list[Ended],
+    ) -> None:
+        """Move on over several turns at once, to beams that are so much longer than those they began as."""
+        tails = np.concatenate([self.tails[origins], texts], axis=1)
+        same = (tails == tails[:1]).all(0) if len(tails) else np.zeros(0, dtype=bool)
+        common = len(same) if same.all() else int(same.argmin())
+        self._text.append(tails[0, :common] if common else tails.ravel()[:0])
+        self.tails, self.beams, self.ended = tails[:, common:].copy(), live, [*self.ended, *ended]
+        self._noise.clear()
+
     def retired(self, forest: Forest, step: Step) -> list[Ended]:
         """The beams of a step that ended with it."""
         gone: list[Ended] = []

@@ -77,7 +77,7 @@ def _explain(console: "Console", control: DepthByCost, odds: float) -> None:
     from rich.table import Table
 
     seen = PassOdds(8)
-    seen.passed[:], seen.reached[:] = odds, 1.0
+    seen.seen[:] = [[odds], [1.0]]
     options = control.options(seen, control.beams)
     best = max(options, key=lambda option: option.rate)
     table = Table(

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from specbeam import kernels
+from specbeam.control.width import SureWidth
 from specbeam.laws import JointLaw
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -106,6 +107,11 @@ def _drafted(
 @cache
 def _noise() -> Float64[np.ndarray, "races n"]:
     return np.random.default_rng(0).exponential(size=(SAMPLES, ENTRANTS))
+
+
+def widths_by(width: SureWidth) -> kernels.Widths:
+    """A dynamic width under shared noise, as loops choose it."""
+    return kernels.Widths(True, width.most, width.least, float(width.threshold), _noise())
 
 
 def odds_under_shared_noise(

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from specbeam import kernels
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -16,6 +19,10 @@ class FixedShape:
 
     def plan(self, session: Session) -> Shape:
         return Shape(min(self.depth, session.remaining - self.beyond), self.width)
+
+    def for_loops(self, session: Session) -> kernels.Plan:
+        """What it decides by, as loops see it."""
+        return kernels.Plan(self.depth, self.width, self.beyond, np.zeros((1, 1)), 0.0, np.ones((2, 1)), 1)
 
     def settle(self, session: Session, turn: Turn) -> None:
         """Nothing to learn."""

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float64
 
+from specbeam import kernels
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
@@ -31,18 +33,16 @@ class PassOdds:
     """How often the k-th draft layer of a turn passed, when it was reached."""
 
     def __init__(self, most: int) -> None:
-        self.passed = np.full(most, GUESS * WEIGHT)
-        self.reached = np.full(most, WEIGHT)
+        self.seen = np.full((2, most), WEIGHT)  # passed, reached
+        self.seen[0] *= GUESS
 
     def learn(self, passed: Sequence[bool]) -> None:
-        for layer, fine in enumerate(passed):
-            self.passed[layer] += fine
-            self.reached[layer] += 1
+        self.seen[0, : len(passed)] += passed
+        self.seen[1, : len(passed)] += 1
 
     def layers(self) -> Float64[np.ndarray, " depths"]:
         """Layers that a turn emits, by the depth of its draft: 0, 1, 2, ..."""
-        survive = np.cumprod(self.passed / self.reached)
-        return 1 + np.concatenate([[0.0], np.cumsum(survive)])
+        return kernels.layers_by_depth(self.seen)
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,16 @@ class DepthByCost:
     host: HostCost = field(default_factory=HostCost)
     explore: int = 8
     alone: bool = False
-    known: dict[tuple[int, int], Float64[np.ndarray, " depths"]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def plan(self, session: Session) -> Shape:
-        layers = self._seen(session).layers()
-        beside = 1 if self.alone else session.beside
-        best = int((layers / self._turns_s(layers, len(session.beams), beside)).argmax())
-        if best == 0 and session.count.target_passes % self.explore == self.explore - 1:
-            best = 1
-        return Shape(min(best, session.remaining - 1), self.layers[0])
+        plan, count = self.for_loops(session), session.count
+        depth = kernels.planned(plan, len(session.beams), count.target_passes, session.remaining)
+        return Shape(depth, plan.width)
+
+    def for_loops(self, session: Session) -> kernels.Plan:
+        """What it decides by, as loops see it."""
+        seconds = self._passes_s(1 if self.alone else session.beside)
+        return kernels.Plan(-1, self.layers[0], 1, seconds, self.host.judge_s, self._seen(session).seen, self.explore)
 
     def settle(self, session: Session, turn: Turn) -> None:
         drafted = turn.forest.layers
@@ -92,30 +91,17 @@ class DepthByCost:
     def options(self, seen: PassOdds, roots: int, beside: int = 1) -> list[Option]:
         """What is expected of each depth, with so many sessions in a pass."""
         layers = seen.layers()
-        turns = zip(layers.tolist(), self._turns_s(layers, roots, beside).tolist(), strict=True)
+        turns_s = self._passes_s(beside)[max(roots, 1)] + layers * self.host.judge_s
+        turns = zip(layers.tolist(), turns_s.tolist(), strict=True)
         return [
             Option(depth, max(roots, 1) + sum(self._drafted(depth)), emitted, seconds)
             for depth, (emitted, seconds) in enumerate(turns)
         ]
 
-    def _turns_s(
-        self, layers: Float64[np.ndarray, " depths"], roots: int, beside: int
-    ) -> Float64[np.ndarray, " depths"]:
-        """Seconds of a turn by depth, in which so many layers are emitted."""
-        key = roots, beside
-        if key not in self.known:
-            self.known[key] = np.array([self._passes_s(depth, max(roots, 1), beside) for depth in range(len(layers))])
-        return self.known[key] + layers * self.host.judge_s
-
-    def _passes_s(self, depth: int, roots: int, beside: int) -> float:
-        """Seconds of a turn that emits nothing."""
-
-        def share(curve: CostCurve, nodes: int) -> float:
-            return curve.pass_s(beside * nodes) / beside
-
-        drafted = self._drafted(depth)
-        draft_s = sum(share(self.draft, nodes) for nodes in [roots, *drafted][:depth])
-        return share(self.target, roots + sum(drafted)) + draft_s + self.host.seconds(depth, 0)
+    def _passes_s(self, beside: int) -> Float64[np.ndarray, "roots depths"]:
+        """Seconds of a turn that emits nothing, by roots and depth, with so many sessions in a pass."""
+        drafted = [self._drafted(depth) for depth in range(self.most + 1)]
+        return _passes_s(self.target, self.draft, self.host, self.beams, tuple(map(tuple, drafted)), beside)
 
     def _drafted(self, depth: int) -> list[int]:
         """Nodes of each draft layer."""
@@ -123,3 +109,22 @@ class DepthByCost:
 
     def _seen(self, session: Session) -> PassOdds:
         return session.state.setdefault(self, PassOdds(self.most))
+
+
+@lru_cache(maxsize=64)
+def _passes_s(
+    target: CostCurve,
+    draft: CostCurve,
+    host: HostCost,
+    beams: int,
+    drafted: tuple[tuple[int, ...], ...],
+    beside: int,
+) -> Float64[np.ndarray, "roots depths"]:
+    def share(curve: CostCurve, nodes: int) -> float:
+        return curve.pass_s(beside * nodes) / beside
+
+    def seconds(roots: int, layers: tuple[int, ...]) -> float:
+        draft_s = sum(share(draft, nodes) for nodes in [roots, *layers][: len(layers)])
+        return share(target, roots + sum(layers)) + draft_s + host.seconds(len(layers), 0)
+
+    return np.array([[seconds(max(roots, 1), layers) for layers in drafted] for roots in range(beams + 1)])

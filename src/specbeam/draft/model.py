@@ -114,9 +114,13 @@ class BeamDrafter:
                         one.front = one.front.pick(np.zeros(0, dtype=np.int64))
         return [one.forest for one in growing]
 
+    def by_loops(self, session: Session) -> bool:
+        """Whether a loop may draft for it."""
+        return self.at_once and not self.search and (self.coupling == "noise" or session.warp.greedy)
+
     def _ahead(self, one: Growing) -> None:
         """What a loop can draft without looking at anything else."""
-        if self.at_once and not self.search and (self.coupling == "noise" or one.session.warp.greedy):
+        if self.by_loops(one.session):
             draft = draft_at_once(self.lm, one.session, one.shape, self.beams)
             if draft is not None:
                 one.take_over(draft)

@@ -13,6 +13,7 @@ from specbeam.forest import Forest, Group
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.cycles import cycles
 from specbeam.kernels.truncation import Way, layer
+from specbeam.kernels.widths import Fronts
 from specbeam.laws import JointLaw
 from specbeam.lm.any_lane import AnyLane, scored_alone
 from specbeam.lm.base import LM
@@ -34,17 +35,11 @@ class Front(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """A draft: layer n has the rows row_ends[n - 1] .. row_ends[n] of its front, and the draws draw_ends[n - 1] .. of it."""
+    """A draft. The logits of its fronts go on behind those of the layers, if one more was scored and not decided."""
 
-    tree: Array  # int64[2, nodes]: tokens and parents
+    tree: tuple[Array, Array]  # tokens and parents of all nodes
     draws: Array  # int64[3, draws]: row of the parent in the front, token, node or -1
-    front_nodes: Array  # int64[rows]
-    front_scores: Array
-    front_counts: Array
-    logits: Array  # float32[rows, vocab]; of the undecided layer too
-    norms: Array
-    row_ends: Array
-    draw_ends: Array
+    fronts: Fronts
 
 
 @compiled
@@ -53,7 +48,7 @@ def drafted(one: AnyLane, front: Front, answered: int, depth: int, way: Way) -> 
     these took. There is one pass more than layers if the last one could not be decided here.
     """
     began, inside, roots, vocab = cycles(), 0, len(front.tokens), one.model.vocab
-    rows, most = roots + (depth - 1) * way.width, depth * way.width
+    rows, most = roots + max(depth - 1, 0) * way.width, depth * way.width
     tree, draws = np.empty((2, roots + most), dtype=np.int64), np.empty((3, most), dtype=np.int64)
     tree[0, :roots], tree[1, :roots] = front.tokens, -1
     front_nodes, front_counts = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
@@ -90,11 +85,10 @@ def drafted(one: AnyLane, front: Front, answered: int, depth: int, way: Way) -> 
         row += size
         row_ends[layers], draw_ends[layers] = row, draw
         layers += 1
-    found = Layers(
-        tree[:, :nodes], draws, front_nodes, front_scores, front_counts, logits, norms, row_ends[:layers],
-        draw_ends[:layers],
-    )  # fmt: skip
-    return found, front, passes, inside / max(cycles() - began, 1)
+    fronts = Fronts(
+        front_nodes, front_scores, front_counts, logits, norms, row_ends[:layers], draw_ends[:layers], way.cut
+    )
+    return Layers((tree[0][:nodes], tree[1][:nodes]), draws, fronts), front, passes, inside / max(cycles() - began, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,14 +120,14 @@ def draft_at_once(lm: LM, session: Session, shape: Shape, beams: int) -> Draft |
 
 
 def _told(layers: Layers, front: Front, passes: int, cut: Truncation | None) -> Draft:
-    groups, row, draw = list[Group](), 0, 0
-    for row_end, draw_end in zip(layers.row_ends.tolist(), layers.draw_ends.tolist(), strict=True):
+    groups, row, draw, fronts = list[Group](), 0, 0, layers.fronts
+    for row_end, draw_end in zip(fronts.row_ends.tolist(), fronts.draw_ends.tolist(), strict=True):
         rows, law = slice(row, row_end), None
         if cut is not None:
-            logits, scores = torch.from_numpy(layers.logits[rows]), layers.front_scores[rows]
-            law = JointLaw(logits, scores, layers.norms[rows], layers.front_counts[rows], cut)
+            logits, scores = torch.from_numpy(fronts.logits[rows]), fronts.scores[rows]
+            law = JointLaw(logits, scores, fronts.norms[rows], fronts.counts[rows], cut)
         parents, tokens, nodes = layers.draws[:, draw:draw_end]
-        groups.append(Group(layers.front_nodes[rows], parents, tokens, nodes, law))
+        groups.append(Group(fronts.nodes[rows], parents, tokens, nodes, law))
         row, draw = row_end, draw_end
     decided, size, (tokens, parents) = len(groups), len(front.nodes), layers.tree
     return Draft(
@@ -142,5 +136,5 @@ def _told(layers: Layers, front: Front, passes: int, cut: Truncation | None) -> 
         front.core,
         decided,
         passes,
-        torch.from_numpy(layers.logits[row : row + size]) if passes > decided else None,
+        torch.from_numpy(fronts.logits[row : row + size]) if passes > decided else None,
     )

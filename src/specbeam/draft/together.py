@@ -1,5 +1,7 @@
 """DRAFT for all live sessions: those that share a drafter are drafted together."""
 
+import warnings
+
 from specbeam.forest import Forest
 from specbeam.records import Shape
 from specbeam.session import Session, failing_together
@@ -18,3 +20,12 @@ def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Fo
                 with one.failing_alone("draft: "):
                     forests[one] = forest.fitting(vocab)
     return [*forests.values()]
+
+
+def close_drafters(sessions: list[Session]) -> None:
+    """Let drafters forget sessions that are over."""
+    for session in sessions:
+        try:
+            session.parts.drafter.close(session)
+        except Exception as error:  # the text is there, and nobody else's work should be lost
+            warnings.warn(f"prompt {session.number}: the drafter could not close: {error!r}", stacklevel=2)

@@ -7,18 +7,22 @@ Pairs are beam * vocabulary + token, as in `laws`.
 from specbeam.kernels.compiling import AVAILABLE, start_threads, use_threads
 from specbeam.kernels.noise import child_keys, path_keys
 from specbeam.kernels.paths import prolonged
+from specbeam.kernels.planning import Plan, layers_by_depth, learnt, planned
 from specbeam.kernels.races import odds_of_noise
 from specbeam.kernels.ranking import best, largest, ranked
 from specbeam.kernels.sums import LONG, log_norm, pick
 from specbeam.kernels.truncation import Cut, Way, core_and_halo, first_ones, layer, shifts, truncated
-from specbeam.kernels.widths import Joint, accepted
+from specbeam.kernels.widths import Fronts, Joint, Widths, accepted
 
 __all__ = [
     "AVAILABLE",
     "LONG",
     "Cut",
+    "Fronts",
     "Joint",
+    "Plan",
     "Way",
+    "Widths",
     "accepted",
     "best",
     "child_keys",
@@ -26,10 +30,13 @@ __all__ = [
     "first_ones",
     "largest",
     "layer",
+    "layers_by_depth",
+    "learnt",
     "log_norm",
     "odds_of_noise",
     "path_keys",
     "pick",
+    "planned",
     "prolonged",
     "ranked",
     "shifts",

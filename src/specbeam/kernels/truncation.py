@@ -121,6 +121,17 @@ def core_and_halo(
     return pairs[:held], len(core), logj
 
 
+@compiled
+def whole(scores: Array, norm: Array, cut: Cut) -> float:
+    """The `log_total` of a law at temperature 1, where each row has the odds of its beam; NaN where nobody asks."""
+    if cut.looked <= 0 or cut.top_k > 0:
+        return np.nan
+    top, total = scores.max(), 0.0
+    for beam in range(len(scores)):
+        total += np.exp(scores[beam] - top) if norm[beam] > -np.inf else 0.0
+    return np.log(total)
+
+
 class Way(NamedTuple):
     """How a layer is chosen."""
 
@@ -153,12 +164,7 @@ def layer(
         sound &= norm[beam] < np.inf  # nor NaN
         some |= norm[beam] > -np.inf
     if sound and some:
-        log_total = np.nan
-        if cut.looked > 0 and cut.top_k == 0:  # each row has the odds of its beam
-            top, total = scores.max(), 0.0
-            for beam in range(len(scores)):
-                total += np.exp(scores[beam] - top) if norm[beam] > -np.inf else 0.0
-            log_total = np.log(total)
+        log_total = whole(scores, norm, cut)
         log_counts = np.log(counts) if way.noisy else np.zeros(len(counts))
         pairs, core, logj = core_and_halo(
             x, scores, norm, log_counts, keys if way.noisy else keys[:0], among, cut.temperature, cut.top_k, cut.top_p,

@@ -7,7 +7,7 @@ import numpy as np
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.races import odds_of_noise
 from specbeam.kernels.ranking import best
-from specbeam.kernels.truncation import Cut, first_ones, shifts
+from specbeam.kernels.truncation import Cut, first_ones, shifts, whole
 
 
 class Joint(NamedTuple):
@@ -84,3 +84,62 @@ def accepted(target: Joint, draft: Joint, row_of: Array, beam_of: Array, noise: 
         if row >= 0:
             q[place] = _odds_at(row * vocab + pairs[place] % vocab, drawn, q_drawn)
     return odds_of_noise(noise[:, :count], p, q, drafts, most, max(1.0 - q.sum(), 0.0), np.arange(count))
+
+
+class Widths(NamedTuple):
+    """How a layer's width is chosen: the most, or the widest that is accepted in full with enough odds."""
+
+    dynamic: bool
+    most: int
+    least: int
+    threshold: float
+    noise: Array  # float64[races, entrants], see `control.accepted`
+
+
+class Fronts(NamedTuple):
+    """What the layers of a draft were drawn from: layer n from the rows row_ends[n - 1] .. row_ends[n]."""
+
+    nodes: Array  # int64[rows]: forest nodes
+    scores: Array
+    counts: Array
+    logits: Array  # float32[rows, vocab]
+    norms: Array
+    row_ends: Array
+    draw_ends: Array  # the same of its draws
+    cut: Cut
+
+
+@compiled
+def from_to(ends: Array, place: int) -> tuple[int, int]:
+    """Where part `place` stands."""
+    return (ends[place - 1] if place > 0 else 0), ends[place]
+
+
+@compiled
+def joint(logits: Array, scores: Array, norm: Array, counts: Array, cut: Cut) -> Joint:
+    """A law as `JointLaw.for_loops` says it."""
+    return Joint(logits, scores, norm, np.log(counts), whole(scores, norm, cut), cut)
+
+
+@compiled
+def chosen(widths: Widths, target: Joint, nodes: Array, fronts: Fronts, layer: int) -> int:
+    """The width of a drafted layer above which these forest nodes live; -1 where the loop cannot tell."""
+    if not widths.dynamic:
+        return widths.most
+    start, stop = from_to(fronts.row_ends, layer)
+    rows = slice(start, stop)
+    first, last = from_to(fronts.draw_ends, layer)
+    row_of, beam_of = np.full(len(nodes), -1, dtype=np.int64), np.full(stop - start, -1, dtype=np.int64)
+    for beam in range(len(nodes)):
+        for row in range(stop - start):
+            if fronts.nodes[start + row] == nodes[beam]:
+                row_of[beam], beam_of[row] = row, beam
+    draft = joint(fronts.logits[rows], fronts.scores[rows], fronts.norms[rows], fronts.counts[rows], fronts.cut)
+    odds = accepted(target, draft, row_of, beam_of, widths.noise, last - first, widths.most)
+    if len(odds) == 0:
+        return -1
+    sure = 0
+    for width in range(len(odds)):
+        if odds[width] >= widths.threshold:
+            sure = width
+    return min(max(sure, widths.least), widths.most)

@@ -147,7 +147,7 @@ class CompiledDecoder:
         return layers, address_of(scored, some, self.last_norm, self.eps, self.head, some, 1)
 
 
-_ONE_AT_A_TIME = threading.Lock()  # numba's threads serve one caller
+_ONE_AT_A_TIME = threading.RLock()  # numba's threads serve one caller, who may run two models
 
 
 def _started() -> int:

@@ -80,9 +80,9 @@ class HuggingFaceLM:
         return self.runner.extend(lanes, forests)
 
     @contextmanager
-    def alone(self, session: Seat, fresh: int) -> Iterator[Alone | None]:
-        """A session for loops that run the model themselves and bring at most so many new nodes; None where its layers are
-        not compiled, or too much is pending.
+    def alone(self, session: Seat, fresh: int, more: int = 0) -> Iterator[Alone | None]:
+        """A session for loops that run the model themselves and bring at most so many new nodes, with room for `more` that
+        come later; None where its layers are not compiled, or too much is pending.
         """
         lane = self._lane(session)
         if isinstance(self.runner, PaddedPasses):
@@ -95,12 +95,27 @@ class HuggingFaceLM:
         if lane.trie.waiting + fresh > most:
             yield None
             return
-        with self.runner.alone(lane, fresh) as one:
+        with self.runner.alone(lane, fresh + more) as one:
             yield None if one is None else Alone(self, lane, one)
+
+    @property
+    def loops(self) -> bool:
+        """Whether loops can run whole turns on it."""
+        return isinstance(self.runner, PackedPasses)
+
+    def ran(self, session: Seat, passes: int) -> None:
+        """Keep the books for a loop that ran so many passes in whole turns."""
+        self.passes += passes
+        lane = session.state[self]
+        lane.ran()
+        self._tidy(session, lane)
 
     def settle(self, session: Seat, turn: Turn) -> None:
         lane = self._lane(session)  # new, if nothing was drafted so far: what is pending waits for the first draft
         lane.settle(turn)
+        self._tidy(session, lane)
+
+    def _tidy(self, session: Seat, lane: Any) -> None:
         if lane.trie.extent > 2 * lane.trie.held + BLOCK:
             self.compact(session)
 

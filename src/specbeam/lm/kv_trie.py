@@ -19,7 +19,7 @@ The books are arrays with room behind what is used; loops of `lm/trie_steps.py` 
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int64, Shaped
 
 from specbeam.forest import Forest
 from specbeam.lm.trie_steps import (
@@ -38,6 +38,13 @@ from specbeam.lm.trie_steps import (
     kept,
 )
 from specbeam.records import Turn
+
+
+def widened(array: Shaped[np.ndarray, "..."], *shape: int) -> Shaped[np.ndarray, "..."]:
+    """A copy of this shape, with zeros behind."""
+    wider = np.zeros(shape, dtype=array.dtype)
+    wider[tuple(slice(size) for size in array.shape)] = array
+    return wider
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,9 +160,9 @@ class KVTrie:
         arrays, size = self.arrays, self.size + more
         changed: dict[str, np.ndarray] = {}
         if size > arrays.nodes.shape[1]:
-            changed["nodes"] = np.pad(arrays.nodes, ((0, 0), (0, size)))
+            changed["nodes"] = widened(arrays.nodes, 3, arrays.nodes.shape[1] + size)
         if self.known + more > len(arrays.local):
-            changed["local"] = np.pad(arrays.local, (0, self.known + more))
+            changed["local"] = widened(arrays.local, len(arrays.local) + self.known + more)
         if changed:
             self.arrays = arrays._replace(**changed)
 
@@ -163,13 +170,14 @@ class KVTrie:
         """For so many more stored nodes. At least double, so that growing costs little in the long run."""
         arrays, rows, slots = self.arrays, self.stored + more, self.held + more + 1  # the waste slot is nobody's
         if rows > len(arrays.seen):
-            self.arrays = arrays = arrays._replace(seen=np.pad(arrays.seen, ((0, max(rows, len(arrays.seen))), (0, 0))))
+            rows = len(arrays.seen) + max(rows, len(arrays.seen))
+            self.arrays = arrays = arrays._replace(seen=widened(arrays.seen, rows, self.capacity))
         if slots > self.capacity:
-            wider = -(-max(2 * self.capacity, slots) // BLOCK) * BLOCK - self.capacity
+            slots = -(-max(2 * self.capacity, slots) // BLOCK) * BLOCK
             self.arrays = arrays._replace(
-                seen=np.pad(arrays.seen, ((0, 0), (0, wider))),
-                used=np.pad(arrays.used, (0, wider)),
-                slot_position=np.pad(arrays.slot_position, (0, wider)),
+                seen=widened(arrays.seen, len(arrays.seen), slots),
+                used=widened(arrays.used, slots),
+                slot_position=widened(arrays.slot_position, slots),
             )
 
     def feed(self, most: int) -> Feed:

@@ -5,7 +5,7 @@ import torch
 from jaxtyping import Float, Float32, Int64
 
 from specbeam.forest import Forest
-from specbeam.lm.kv_trie import KVTrie
+from specbeam.lm.kv_trie import KVTrie, widened
 from specbeam.probs import picked
 from specbeam.records import Turn
 
@@ -87,7 +87,11 @@ class CompiledLane:
 
     def _make_rows(self) -> None:
         if (rows := len(self.trie.arrays.seen)) > len(self.outputs):
-            self.outputs = np.pad(self.outputs, ((0, rows - len(self.outputs)), (0, 0)))
+            self.outputs = widened(self.outputs, rows, self.outputs.shape[1])
+
+    def ran(self) -> None:
+        """A loop has settled it."""
+        self.trie.root_at, self.answered = self.trie.local.copy(), 0
 
     def learn(self, rows: Float32[np.ndarray, "n hidden"]) -> None:
         """Outputs of the nodes that were stored last."""

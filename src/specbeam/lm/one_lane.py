@@ -6,7 +6,7 @@ import numpy as np
 
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
 from specbeam.lm.sums import WIDTH
-from specbeam.lm.trie_steps import BLOCK, EXTENT, KNOWN, SIZE, STORED, Trie, entered, fed
+from specbeam.lm.trie_steps import BLOCK, EXTENT, HELD, KNOWN, SIZE, STORED, Trie, entered, fed, hung, kept
 
 if AVAILABLE:
     from specbeam.kernels.compiling import call_at
@@ -84,3 +84,38 @@ def extended(one: OneLane, tokens: Array, parents: Array, answered: int) -> Arra
     if logits.shape[1] > model.vocab:
         logits = logits[:, : model.vocab].copy()
     return logits
+
+
+@compiled
+def has_room(one: OneLane, fresh: int, beams: int) -> bool:
+    """For a turn of so many new forest nodes, behind which so many beams live."""
+    trie, books = one.trie, one.trie.books
+    size, slots = books[SIZE] + fresh + beams, books[HELD] + books[SIZE] - books[STORED] + fresh + 1
+    rows = min(trie.nodes.shape[1], len(trie.seen), len(one.outputs))
+    return size <= rows and books[KNOWN] + fresh + beams <= len(trie.local) and slots <= len(trie.used)
+
+
+@compiled
+def settled(one: OneLane, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array) -> None:
+    """`LM.settle` of one session: keep the paths to the surviving beams, free the rest. There must be room.
+
+    Args:
+        tree: tokens and parents of the turn's forest.
+        nodes, tokens, parents: of the survivors; nodes are -1 where they were no draft.
+    """
+    entered(one.trie, tree[0], tree[1])
+    _keep(one, hung(one.trie, nodes, tokens, parents))
+
+
+@compiled
+def rewound(one: OneLane, roots: int) -> None:
+    """Back to the beginning of a turn of so many roots."""
+    _keep(one, one.trie.local[:roots].copy())
+
+
+@compiled
+def _keep(one: OneLane, leaves: Array) -> None:
+    former = kept(one.trie, leaves)
+    for node in range(one.trie.books[STORED]):  # names only get smaller
+        if former[node] != node:
+            one.outputs[node] = one.outputs[former[node]]

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 
+from specbeam import kernels
 from specbeam.choice import Choice, choose
-from specbeam.control.accepted import odds_of_noise, odds_of_rejection, odds_under_shared_noise
-from specbeam.control.width import FixedWidth, Width
+from specbeam.control.accepted import odds_of_noise, odds_of_rejection, odds_under_shared_noise, widths_by
+from specbeam.control.width import FixedWidth, SureWidth, Width
 from specbeam.errors import DeadEnd
 from specbeam.forest import Forest, Group
 from specbeam.laws import JointLaw, Pairs
@@ -21,7 +22,7 @@ from specbeam.limits import Ended
 from specbeam.probs import joint_law, picked
 from specbeam.records import Audit, Beams, Step, Trial, Verdict
 from specbeam.session import Session
-from specbeam.verify.beam_fast import steps_at_once
+from specbeam.verify.beam_fast import fixed, steps_at_once
 from specbeam.verify.draws import Taken, drawn, draws
 from specbeam.verify.draws_fast import draws_fast
 
@@ -215,6 +216,16 @@ class BeamRule:
     @property
     def tries(self) -> bool:
         return self.coupling == "rejection"
+
+    def for_loops(self, session: Session) -> kernels.Widths | None:
+        """How it chooses widths, if loops can judge by it."""
+        fine = self.at_once and not (self.trace or self.collapse or session.audited or session.limits.stop_strings)
+        warp, width = session.warp, self.width
+        if not fine or not (self.coupling == "noise" or warp.greedy) or not (warp.for_loops and warp.cut.told_at_once):
+            return None
+        if warp.greedy or isinstance(width, FixedWidth):
+            return fixed(width.most)
+        return widths_by(width) if isinstance(width, SureWidth) and warp.cut.cuts else None
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         live, ended = session.beams, list(session.ended)

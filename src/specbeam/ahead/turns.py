@@ -1,0 +1,170 @@
+"""`decode` for one session as one loop: plan, draft, score, verify, settle, turn after turn, without Python between."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specbeam.ahead.texts import SPAN, Texts, begun, moved_on, put_aside
+from specbeam.draft.model_fast import Front, Layers, drafted
+from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.cycles import cycles
+from specbeam.kernels.planning import Plan, learnt, planned
+from specbeam.kernels.stopping import Stop, enough
+from specbeam.kernels.truncation import Way
+from specbeam.kernels.widths import Widths, from_to
+from specbeam.lm.one_lane import OneLane, extended, has_room, rewound, settled
+from specbeam.lm.trie_steps import KNOWN, SIZE, STORED
+from specbeam.verify.beam_fast import Finished, Judged, judged
+
+TURNS = 32  # most turns of a run: between runs a user can interrupt
+DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)  # where the time goes
+PASSES, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, STEPS, SPANNED, GONE = range(8)
+
+
+class Course(NamedTuple):
+    """How the turns of a session go."""
+
+    plan: Plan
+    drafts: Way
+    choice: Way
+    widths: Widths
+    stop: Stop
+    drafting: bool  # False: there is no draft model, and another lane stands in its place
+
+
+class Live(NamedTuple):
+    """Beams between two turns."""
+
+    tokens: Array
+    scores: Array
+    counts: Array
+    keys: Array
+
+
+class Ran(NamedTuple):
+    """What came of a run."""
+
+    live: Live
+    texts: Texts
+    widths: Array  # draws of each step
+    numbers: (
+        Array  # int64[8], see above: passes as a session counts them, and as the models do; layers that drafts gave
+    )
+    time: Array  # int64[5]: cycles, see above
+    told: bool  # False: the next turn is not for this loop
+
+
+@compiled
+def _new(one: OneLane, nodes: int) -> bool:
+    """Whether a pass over a forest of so many nodes runs the layers."""
+    books = one.trie.books
+    return books[SIZE] > books[STORED] or nodes > books[KNOWN]
+
+
+@compiled
+def _guessed(
+    draft: OneLane, course: Course, live: Live, depth: int, numbers: Array, time: Array
+) -> tuple[Layers, bool]:
+    """A draft, and whether the loop could decide all of it."""
+    began, waiting, size = cycles(), _new(draft, 0), len(live.tokens)
+    every = np.ones(size, dtype=np.bool_)
+    front = Front(np.arange(size), live.tokens, live.scores, live.counts, live.keys, every)
+    layers, _, passes, share = drafted(draft, front, 0, depth, course.drafts)
+    numbers[DRAFT_PASSES] += passes
+    numbers[DRAFT_SCORED] += passes - (passes > 0 and not waiting)
+    took = cycles() - began
+    inside = int(share * took) if passes > 0 else 0
+    time[DRAFT_MODEL] += inside
+    time[DRAFT] += took - inside
+    return layers, passes == len(layers.fronts.row_ends)
+
+
+@compiled
+def _booked(
+    found: Judged, tree: tuple[Array, Array], texts: Texts, drafts: int, widths: Array, numbers: Array
+) -> Array:
+    """Keep what the layers of a turn gave; which of the drafted ones passed."""
+    layers = len(found.ends)
+    passed, span = np.zeros(min(drafts, layers)), numbers[SPANNED]
+    for number in range(layers):
+        first, last = from_to(found.ends, number)
+        widths[numbers[STEPS]] = last - first
+        numbers[STEPS] += 1
+        fine = True
+        for place in range(first, last):
+            fine &= found.ended[place] or found.nodes[place] >= 0
+            if found.ended[place]:
+                node, token = found.parents[place], found.tokens[place]
+                put_aside(texts, numbers[GONE], span + number + 1, tree, node, token, found.scores[place])
+                numbers[GONE] += 1
+        if number < drafts:
+            passed[number] = fine
+            numbers[ACCEPTED] += fine
+    return passed
+
+
+@compiled
+def _survivors(found: Judged) -> Array:
+    """Places of the beams that live on."""
+    first, last = from_to(found.ends, len(found.ends) - 1)
+    return first + np.flatnonzero(~found.ended[first:last])
+
+
+@compiled
+def turns(
+    target: OneLane, draft: OneLane, course: Course, live: Live, finished: Array, ended: int, length: int, passes: int
+) -> Ran:
+    """Run until the session is over, or for a while, or until something is not for this loop.
+
+    Args:
+        draft: the target's own lane, if nothing is drafted.
+        finished: normalised scores of the `ended` beams, with room behind.
+        length: tokens so far.
+        passes: turns so far.
+    """
+    most, drafting, stop = course.widths.most, course.drafting, course.stop
+    texts, widths = begun(len(live.tokens), most), np.empty(SPAN, dtype=np.int64)
+    numbers, time, told, over = np.zeros(8, dtype=np.int64), np.zeros(5, dtype=np.int64), True, False
+    while told and not over and numbers[PASSES] < TURNS:
+        roots, span, left = len(live.tokens), numbers[SPANNED], stop.most - length - numbers[SPANNED]
+        depth, before = planned(course.plan, roots, passes + numbers[PASSES], left), numbers.copy()
+        fresh = depth * course.drafts.width
+        if depth < 0 or span + depth + 1 > SPAN or not has_room(target, fresh, most):
+            break
+        if drafting and not has_room(draft, fresh, most):
+            break
+        layers, told = _guessed(draft, course, live, depth, numbers, time)
+        tree, drafts = layers.tree, len(layers.fronts.row_ends)
+        if told:
+            began = cycles()
+            numbers[SCORED] += _new(target, len(tree[0]))
+            logits = extended(target, tree[0], tree[1], 0)
+            numbers[PASSES] += 1
+            scored = cycles()
+            beams = (np.arange(roots), live.scores, live.counts, live.keys)
+            so_far = Finished(stop, finished, ended + numbers[GONE], length + span)
+            found = judged(
+                logits, tree, beams, course.choice, course.widths, layers.fronts, drafts, min(left, drafts + 1), so_far
+            )
+            told = found.told
+            time[SCORE] += scored - began
+            time[VERIFY] += cycles() - scored
+        if not told:
+            numbers[PASSES], numbers[DRAFT_PASSES] = before[PASSES], before[DRAFT_PASSES]
+            rewound(target, roots)
+            if drafting:
+                rewound(draft, roots)
+            break
+        began = cycles()
+        learnt(course.plan, _booked(found, tree, texts, drafts, widths, numbers))
+        going = _survivors(found)
+        numbers[SPANNED] += len(found.ends)
+        parents, tokens = found.parents[going], found.tokens[going]
+        moved_on(texts, span, numbers[SPANNED], tree, parents, tokens)
+        settled(target, tree, found.nodes[going], tokens, parents)
+        if drafting:
+            settled(draft, tree, found.nodes[going], tokens, parents)
+        live = Live(tokens, found.scores[going], np.ones(len(going), dtype=np.int64), found.keys[going])
+        over = enough(stop, finished[: ended + numbers[GONE]], live.scores, length + numbers[SPANNED])
+        time[SETTLE] += cycles() - began
+    return Ran(live, texts, widths[: numbers[STEPS]], numbers, time, told)

@@ -1,0 +1,159 @@
+"""Turns ahead in one loop against the same turns one by one: texts, scores, reports, and what the models hold."""
+
+import pytest
+
+import specbeam as sb
+from specbeam import kernels
+from specbeam.ahead import run
+from specbeam.ahead.turns import PASSES
+from specbeam.decode import decode
+from specbeam.errors import SomeFailed, TooFewAnswers
+from specbeam.generation import turns_of
+from specbeam.request import Request
+from specbeam.settings import Settings
+from tests.support.loops import OPTIONS, PROMPTS, known, pair
+from tests.support.tiny_models import tiny
+
+if not kernels.AVAILABLE:
+    pytest.skip("needs numba", allow_module_level=True)
+
+__all__ = ["pair"]  # a fixture
+METHODS = {
+    "fixed": sb.dsbd(3, 5, 4, "fixed"),
+    "dynamic": sb.dsbd(4, 5, 3),
+    "narrow": sb.dsbd(4, 4, 2, threshold=0.95, min_beams=2),
+    "by cost": sb.dsbd(3, width="fixed"),
+    "one beam": sb.dsbd(1, 3, 5, "fixed"),
+    "no draft": sb.beam_sampling(4),
+    "one sequence": sb.sampling(),
+}
+ENDS = [
+    {}, {"early_stopping": True}, {"early_stopping": "never", "length_penalty": 2.0}, {"num_return_sequences": 2},
+    {"length_penalty": 0.0, "early_stopping": False},
+]  # fmt: skip
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """What the loop was asked for."""
+    seen, loop = [], run.turns
+    monkeypatch.setattr(run, "turns", lambda *given: seen.append(loop(*given)) or seen[-1])
+    return seen
+
+
+def both(pair, prompt, method, monkeypatch, **options):
+    """What comes of a generation with the loop and without it."""
+    options = {"seed": 4, "max_new_tokens": 12, "eos_token_id": [9, 30], **options}
+    found = answers(pair, prompt, method, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_course", lambda target, session: None)
+        expected = answers(pair, prompt, method, **options)
+    return [known(one) for one in found], [known(one) for one in expected]
+
+
+def answers(*given, **options):
+    try:
+        return sb.generate(*given, **options)
+    except TooFewAnswers as error:  # a dynamic width may leave fewer beams than were asked for
+        return error.generations
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_texts_and_reports_are_the_same(pair, runs, monkeypatch, name, options):
+    for prompt in PROMPTS:
+        found, expected = both(pair, prompt, METHODS[name], monkeypatch, **options)
+        assert found == expected
+    cut = "top_k" in options or "top_p" in options
+    assert bool(runs) == (name not in ("dynamic", "narrow") or cut or options.get("temperature") == 0)
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "no draft"])
+def test_ends_come_where_they_came(pair, runs, monkeypatch, name, ends):
+    """Beams end often, and each of them may be enough."""
+    options = {"top_k": 12, **ends, "eos_token_id": list(range(0, 60, 6))}
+    for seed in range(4):
+        found, expected = both(pair, PROMPTS[0], METHODS[name], monkeypatch, seed=seed, **options)
+        assert found == expected
+    assert runs
+
+
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "one sequence"])
+def test_long_texts_take_several_runs(pair, runs, monkeypatch, name):
+    options = {"max_new_tokens": 250, "eos_token_id": [], "top_k": 8}
+    found, expected = both(pair, PROMPTS[0], METHODS[name], monkeypatch, **options)
+    assert found == expected
+    assert len(runs) > 3
+    assert sum(one.numbers[PASSES] for one in runs) == found[0][1]
+
+
+def test_what_is_not_for_the_loop_goes_turn_by_turn(pair, runs, monkeypatch):
+    """The support of a wide top-k is too long for the races behind a width."""
+    found, expected = both(pair, PROMPTS[0], METHODS["dynamic"], monkeypatch, top_k=64, temperature=3.0)
+    assert found == expected
+    (one,) = runs
+    assert not one.told
+
+
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost"])
+def test_single_turns_may_follow(pair, monkeypatch, name):
+    """A run leaves behind what single turns would have."""
+    states = []
+    for loop in (True, False):
+        request = Request(pair, [PROMPTS[0]], METHODS[name], Settings(max_new_tokens=60, top_k=6, eos_token_id=[]), 3)
+        (session,) = request.sessions
+        for _ in decode(pair.target, [session], ahead=loop):
+            monkeypatch.setattr(run, "_course", lambda target, session: None)
+        texts = [(one.tokens, one.loglik) for one in session.hypotheses()]
+        states.append((texts, session.count.target_passes, session.count.widths, session.count.peak_kv_tokens))
+        monkeypatch.undo()
+    assert states[0] == states[1]
+
+
+def test_a_pass_is_counted_once(pair, monkeypatch):
+    """By the models too, which know passes that ran no layer."""
+    counts = []
+    for loop in (True, False):
+        if not loop:
+            monkeypatch.setattr(run, "_course", lambda target, session: None)
+        before = pair.target.passes, pair.draft.passes
+        sb.generate(pair, PROMPTS[0], METHODS["fixed"], seed=1, max_new_tokens=24, top_k=6)
+        counts.append((pair.target.passes - before[0], pair.draft.passes - before[1]))
+    assert counts[0] == counts[1]
+
+
+def test_streams_and_single_turns_do_not_run_ahead(pair, runs):
+    seen = [*turns_of(pair, PROMPTS[0], METHODS["fixed"], max_new_tokens=6, seed=1)]
+    assert len(seen) > 0
+    assert not runs
+
+
+def test_prompts_one_after_the_other(pair, runs):
+    """A batch of one is a loop; the last of a batch is one as soon as it is alone."""
+    alone = sb.generate(pair, PROMPTS, METHODS["fixed"], seed=2, max_new_tokens=20, top_k=5, batch_size=1)
+    assert len(runs) >= len(PROMPTS)
+    together = sb.generate(pair, PROMPTS, METHODS["fixed"], seed=2, max_new_tokens=20, top_k=5, batch_size=3)
+    assert [one.tokens for one in alone] == [one.tokens for one in together]
+
+
+def test_a_model_with_more_words_than_the_target_drafts_turn_by_turn(runs):
+    own = sb.load(tiny("llama", seed=1, vocab_size=64), tiny("llama", seed=2, vocab_size=64))
+    own.draft.vocab = 65
+    sb.generate(own, PROMPTS[0], METHODS["fixed"], seed=2, max_new_tokens=4, top_k=5)
+    assert not runs
+
+
+def test_what_goes_wrong_costs_one_prompt(pair, monkeypatch):
+    loop, calls = run.turns, []
+
+    def broken(*given):
+        calls.append(given)
+        if len(calls) == 1:
+            raise IndexError("a token is beyond those of the model")
+        return loop(*given)
+
+    monkeypatch.setattr(run, "turns", broken)
+    with pytest.raises(SomeFailed, match=r"prompt 0.*IndexError: a token is beyond") as failed:
+        sb.generate(pair, [PROMPTS[0]] * 2, METHODS["fixed"], max_new_tokens=4, batch_size=1)
+    assert len(failed.value.generations[1].tokens) > 0
