@@ -340,6 +340,9 @@ def test_bad_prompts_fail_alone(pair):
         (lambda: sb.dsbd(coupling="glue"), "'glue'"),
         (lambda: sb.dsbd(replacement=True), "without replacement"),
         (lambda: sb.dsbd(threshold=2.0), "probability"),
+        (lambda: sb.dsbd(width="auto", worth=-1.0), "at least 0"),
+        (lambda: sb.dsbd(width="fixed", worth=1.0), "does not look at worth"),
+        (lambda: sb.dsbd(width="auto", coupling="rejection"), "coupling='noise'"),
         (lambda: sb.beam_sampling(-1), "beams is -1"),
     ],
 )

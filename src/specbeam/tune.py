@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specbeam import kernels, measured
+from specbeam.clock import timed
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.decode import decode
 from specbeam.limits import Limits
@@ -76,18 +77,22 @@ def measure(
     return curve
 
 
-def host_cost(vocab: int, parts: PartsOf, key: list[Any]) -> HostCost:
+def host_cost(vocab: int, parts: PartsOf, key: list[Any], models: tuple[LM, LM] | None = None) -> HostCost:
     """What these parts cost outside the models: from disk, or measured in some tenths of a second and kept.
 
     Args:
         vocab: tokens of the models.
         parts: of a session that drafts so many layers with this model.
         key: names what the cost depends on.
+        models: target and draft, where loops run them: then it is what these loops do beside them.
     """
     name = [vocab, kernels.AVAILABLE, *key]
     if (known := _HOST.get(repr(name))) is None:
         record = measured.load("host", name)
-        known = measure_host(vocab, parts) if record is None else HostCost(**record)
+        if record is not None:
+            known = HostCost(**record)
+        else:
+            known = measure_host(vocab, parts) if models is None else measure_loops(*models, parts)
         measured.keep("host", name, asdict(known))
     return _HOST.setdefault(repr(name), known)
 
@@ -109,6 +114,25 @@ def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
     alone, passing, failing = best.values()
     judge_s, draft_s = max(passing - failing, 0.0) / DEEP, max(failing - alone, 0.0) / DEEP
     return HostCost(max(alone - judge_s, 0.0), draft_s, judge_s)
+
+
+def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) -> HostCost:
+    """Time runs of turns ahead on the models themselves, by the laps that the loops keep. The best of rounds."""
+    best, began = [np.inf] * 3, time.perf_counter()
+    for number in range(5):
+        warp = Warp(truncation=Truncation(top_k=min(20, target.vocab)))
+        session = Session([0], parts(draft, DEEP), warp, Limits(TURNS), number)
+        with timed() as clock:
+            for _ in decode(target, [session], ahead=True):
+                pass
+        turns, layers, seconds = session.count.target_passes, len(session.count.widths), clock.seconds
+        costs = (seconds.get(name, 0.0) / count for name, count in
+                 (("settle", turns), ("draft", session.count.draft_passes), ("verify", layers)))  # fmt: skip
+        if number:  # the first round is warm-up
+            best = [min(pair) for pair in zip(best, costs, strict=True)]
+        if number and time.perf_counter() - began > budget_s:
+            break
+    return HostCost(*best)
 
 
 def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool) -> float:

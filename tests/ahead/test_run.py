@@ -23,6 +23,8 @@ METHODS = {
     "dynamic": sb.dsbd(4, 5, 3),
     "narrow": sb.dsbd(4, 4, 2, threshold=0.95, min_beams=2),
     "by cost": sb.dsbd(3, width="fixed"),
+    "by value": sb.dsbd(3, width="auto"),
+    "by value, of one shape": sb.dsbd(4, 4, 3, "auto", min_beams=2),
     "one beam": sb.dsbd(1, 3, 5, "fixed"),
     "no draft": sb.beam_sampling(4),
     "one sequence": sb.sampling(),
@@ -65,7 +67,11 @@ def test_texts_and_reports_are_the_same(pair, runs, monkeypatch, name, options):
         found, expected = both(pair, prompt, METHODS[name], monkeypatch, **options)
         assert found == expected
     cut = "top_k" in options or "top_p" in options
-    assert bool(runs) == (name not in ("dynamic", "narrow") or cut or options.get("temperature") == 0)
+    assert bool(runs) == (
+        name not in ("dynamic", "narrow", "by value", "by value, of one shape")
+        or cut
+        or options.get("temperature") == 0
+    )
 
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
@@ -79,7 +85,7 @@ def test_ends_come_where_they_came(pair, runs, monkeypatch, name, ends):
     assert runs
 
 
-@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "one sequence"])
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "by value", "one sequence"])
 def test_long_texts_take_several_runs(pair, runs, monkeypatch, name):
     options = {"max_new_tokens": 250, "eos_token_id": [], "top_k": 8}
     found, expected = both(pair, PROMPTS[0], METHODS[name], monkeypatch, **options)
@@ -96,7 +102,7 @@ def test_what_is_not_for_the_loop_goes_turn_by_turn(pair, runs, monkeypatch):
     assert not one.told
 
 
-@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost"])
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "by value"])
 def test_single_turns_may_follow(pair, monkeypatch, name):
     """A run leaves behind what single turns would have."""
     states = []

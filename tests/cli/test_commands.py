@@ -195,6 +195,10 @@ def test_settings_without_a_default_are_read_as_their_type(models):
     more = ("--method", "mtad", "--seed", "1", "--max-new-tokens", "3")
     code, _, err = specbeam("generate", "abc", *models, *more, "--set", "beams=2", "--set", "controller=confidence")
     assert code == 0, err
+    for name, value in (("depth", "auto"), ("width", "auto"), ("depth", "2")):
+        one = ("--method", "dsbd", "--max-new-tokens", "3", "--set", f"{name}={value}")
+        code, _, err = specbeam("generate", "abc", *models, *one)
+        assert code == 0, err
     code, _, err = specbeam("generate", "abc", *models, *more, "--set", "beams=two")
     assert code == 2
     assert "beams is 'two'; it must be an integer" in err

@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 
 from specbeam import kernels
-from specbeam.control.accepted import ENTRANTS, SAMPLES, accepted_pmf, odds_of_noise, odds_of_rejection
-from specbeam.control.width import SureWidth
+from specbeam.control.accepted import (
+    ENTRANTS,
+    SAMPLES,
+    _noise,
+    accepted_pmf,
+    odds_by_drafts,
+    odds_of_noise,
+    odds_of_rejection,
+)
+from specbeam.control.width import Outlook, SureWidth, ValuedWidth
 from specbeam.verify.draws import drawn, draws
 from tests.support.exact import exact_law
 
@@ -28,13 +36,17 @@ def test_the_worked_examples(name):
         np.testing.assert_allclose(accepted_pmf(P, q, drafts), pmf, atol=1e-12)
 
 
+def by_nobody(*given):
+    raise AssertionError("nobody should ask")
+
+
 @pytest.mark.parametrize(
     ("q", "widths"),
     [(A, {0.9: 0, 0.8: 0, 0.7: 1, 0.5: 2, 0.4: 2, 0.2: 3}), (B, {0.9: 0, 0.8: 1, 0.7: 2, 0.5: 3, 0.4: 3, 0.2: 4})],
 )
 def test_the_worked_widths(q, widths):
     for threshold, width in widths.items():
-        odds = partial(odds_of_rejection, P, q, 4)
+        odds = Outlook(partial(odds_of_rejection, P, q, 4), by_nobody, 4, 1, {})
         assert SureWidth(most=4, least=1, threshold=threshold).choose(odds) == max(width, 1)
         assert SureWidth(most=2, least=1, threshold=threshold).choose(odds) == min(max(width, 1), 2)
 
@@ -143,6 +155,69 @@ def test_compiled_races_are_those_of_array_code(cut):
             place = rng.permutation(size) if cut else None
             fast, plain = (odds_of_noise(p, q, drafts, most, place, compiled) for compiled in (True, False))
             assert fast == pytest.approx(plain, abs=1e-12)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_odds_by_drafts_are_the_odds_of_each_number_of_drafts(cut):
+    rng = np.random.default_rng(7)
+    for size, most in ((5, 2), (30, 4), (64, 5), (200, 4)):
+        p, q = rng.dirichlet(np.full(size, 0.3)), 0.9 * rng.dirichlet(np.full(size, 0.3))
+        q[rng.random(size) < 0.3] = 0
+        place = rng.permutation(size) if cut else None
+        found = odds_by_drafts(p, q, 9, most, place)
+        for drafts in range(most, 10):
+            assert found[:, drafts] == pytest.approx(odds_of_noise(p, q, drafts, most, place), abs=1e-12)
+        assert (np.diff(found, axis=0) <= 0).all()
+        assert (np.diff(found, axis=1) >= 0).all()
+
+
+def test_fewer_drafts_than_beams_are_the_first_to_arrive():
+    """A race that is cut: with one draft, the pair that arrives first at the draft model."""
+    rng = np.random.default_rng(3)
+    p, q = rng.dirichlet(np.ones(6)), rng.dirichlet(np.ones(6))
+    noise = _noise()[:, :6]
+    same = ((noise / p).argmin(1) == (noise / q).argmin(1)).mean()
+    found = odds_by_drafts(p, q, 6, 4, np.argsort(np.argsort(-q)))
+    assert found[:, 1] == pytest.approx([1, same, 0, 0, 0])
+    assert found[0].tolist() == [1.0] * 7
+    assert found[:, 6].tolist() == [1.0] * 5
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="numba is not installed")
+def test_compiled_odds_by_drafts_are_those_of_array_code():
+    rng = np.random.default_rng(9)
+    for size in (1, 2, 5, 30, 64):
+        for drafts, most in ((1, 1), (3, 4), (8, 4), (12, 8)):
+            p, q = rng.dirichlet(np.full(size, 0.3)), 0.8 * rng.dirichlet(np.full(size, 0.3))
+            q[rng.random(size) < 0.3] = 0
+            fast = kernels.odds_by_drafts(_noise()[:, :size], p, q, most, np.arange(size), drafts)
+            assert fast == pytest.approx(odds_by_drafts(p, q, drafts, most, np.arange(size)), abs=1e-12)
+
+
+def chosen(odds, left, width, drafts=3):
+    """By a policy whose layers behind are worth 2 for each that is left."""
+    policy, memory = ValuedWidth(2, 1, width, 3), {}
+    values = policy.values(memory)
+    values.sums[:] = 2.0 * np.arange(1, len(values.sums) + 1)[:, None] * values.count[0]
+    by_drafts = np.array([np.ones(4), *(np.full(4, one) for one in odds)])
+    return policy.choose(Outlook(by_nobody, lambda most: by_drafts, drafts, left, memory)), values
+
+
+def test_a_layer_is_as_wide_as_it_pays():
+    """Two beams for one cost worth 1 where they gain 1 layer: V(k - 1) times the odds that are lost, against the gain."""
+    assert chosen([0.9, 0.5], 1, 1.0)[0] == 2  # 1 + 1 + 0.5 * 2 against 1 + 0.9 * 2
+    assert chosen([0.9, 0.5], 2, 1.0)[0] == 1  # 1 + 1 + 0.5 * 4 against 1 + 0.9 * 4
+    assert chosen([0.9, 0.5], 2, 2.0)[0] == 2
+    assert chosen([0.9, 0.9], 8, 0.0)[0] == 2  # nothing is lost
+    assert chosen([0.9, 0.0], 1, 0.0)[0] == 1
+
+
+def test_values_are_means_over_the_layers_seen():
+    _, values = chosen([0.9, 0.5], 1, 1.0)
+    means = values.sums / values.count[0]
+    first = [2.0, 2 * 2.0, 3 * 2.0]  # WEIGHT layers of the guess
+    seen = [2.0, max(1 + 0.9 * 2, 2 + 0.5 * 2), max(1 + 0.9 * 4, 2 + 0.5 * 4)]
+    assert means[:3, 3] == pytest.approx([(3 * before + now) / 4 for before, now in zip(first, seen, strict=True)])
 
 
 def test_a_draft_that_is_the_target_is_always_accepted():

@@ -6,21 +6,23 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam import kernels
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.fixed import FixedShape
-from specbeam.control.width import FixedWidth
-from specbeam.control.worth import DepthByCost, PassOdds
+from specbeam.control.width import FixedWidth, ValuedWidth
+from specbeam.control.worth import DepthByCost, PassOdds, ShapeByValue
 from specbeam.draft.model import BeamDrafter
 from specbeam.errors import BadSetting
 from specbeam.lm.idle import IdleLM
 from specbeam.recipes.depth import depth_control
 from specbeam.records import Shape
 from specbeam.session import Parts
-from specbeam.tune import DEEP, curve_of, host_cost, known_curve, measure, measure_host
+from specbeam.tune import DEEP, curve_of, host_cost, known_curve, measure, measure_host, measure_loops
 from specbeam.verify.beam import BeamRule
 from specbeam.verify.search import SearchRule
 from tests.support import words
 from tests.support.programs import session_of
+from tests.support.tiny_models import tiny
 
 FLAT, STEEP = CostCurve((1, 100), (1.0, 1.0)), CostCurve((1, 100), (1.0, 100.0))
 CHEAP, DEAR = CostCurve((1,), (0.01,)), CostCurve((1,), (5.0,))
@@ -181,3 +183,48 @@ def test_of_a_shared_pass_a_session_pays_its_share():
         depths.append(control.plan(session).depth)
     assert depths[0] > 1
     assert depths[1] == 0
+
+
+SIZES = (2, 4, 6)
+
+
+def by_value(target, draft):
+    return ShapeByValue(target, draft, ValuedWidth(4, 1, 2.0, 8), SIZES)
+
+
+def test_a_shape_of_most_value_per_second():
+    """Free rows: as deep and wide as it goes. Dear rows: fewer. Dear drafts: none."""
+    session = session_of(sb.sampling(), None, steps=40)
+    assert by_value(FLAT, CHEAP).plan(session) == Shape(8, 6)
+    assert by_value(FLAT, DEAR).plan(session).depth == 0
+    some = by_value(CostCurve((1, 4, 100), (1.0, 1.0, 8.0)), CHEAP).plan(session)
+    assert 0 < some.depth < 8
+    assert some.width < 6
+    rates = by_value(FLAT, CHEAP).rates(ValuedWidth(4, 1, 2.0, 8).values({}), 4)
+    assert np.unravel_index(rates.argmax(), rates.shape) == (8, 2)
+
+
+def test_what_layers_were_worth_moves_the_shape():
+    session = session_of(sb.sampling(), None, steps=40)
+    control = by_value(CostCurve((1, 100), (1.0, 3.0)), CHEAP)
+    before = control.plan(session)
+    values = control.width.values(session.state)
+    values.sums[1:] = values.sums[0]  # no layer ever passed
+    assert before.depth > control.plan(session).depth == 0
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+def test_what_loops_do_beside_the_models_is_measured(pair_of_loops):
+    """Real models, by the laps of the loops; far less than a turn of Python."""
+    target, draft = pair_of_loops.target, pair_of_loops.draft
+
+    def parts(lm, depth):
+        return Parts(BeamDrafter(lm, 4), BeamRule(FixedWidth(4)), FixedShape(depth, 6), "")
+
+    cost = measure_loops(target, draft, parts, budget_s=0.2)
+    assert all(0 < one < 2e-3 for one in (cost.turn_s, cost.draft_s, cost.judge_s))
+
+
+@pytest.fixture(scope="module")
+def pair_of_loops():
+    return sb.load(tiny("llama", seed=1, vocab_size=64), tiny("llama", seed=2, vocab_size=64))

@@ -1,6 +1,7 @@
 """DSBD (arXiv 2409.16560) end to end on tables: the law of whole trajectories by enumeration."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from scipy import stats
 import specbeam as sb
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import FixedWidth
+from specbeam.decode import turns
 from specbeam.draft.model import BeamDrafter
 from specbeam.lm.table import TableLM
 from specbeam.probs import Warp
@@ -151,6 +153,24 @@ def test_shared_noise_gives_the_beams_of_beam_sampling_whatever_the_draft():
             np.testing.assert_allclose(
                 [one.loglik for one in fast.hypotheses()], [one.loglik for one in plain.hypotheses()], atol=1e-9
             )
+
+
+@pytest.mark.parametrize("width", ["dynamic", "auto"])
+def test_given_its_widths_shared_noise_gives_the_beams_of_beam_sampling(width):
+    """The same seed, and plain beam sampling that takes the widths that were chosen, step by step."""
+    widths = set()
+    for case in range(40):
+        target, draft = TableLM(random_table(case, 6)), TableLM(random_table(1000 + case, 6))
+        fast = session_of(sb.dsbd(4, 5, 1 + case % 3, width), draft, steps=8, eos=(0,), key=case)
+        taken = [step.width for turn in run(fast, target) for step in turn.verdict.steps]
+        plain = session_of(sb.beam_sampling(4), None, steps=8, eos=(0,), key=case)
+        for most in taken:
+            plain.parts = replace(plain.parts, rule=BeamRule(FixedWidth(most)))
+            (turn,) = turns(target, [plain])
+            assert len(turn[1].verdict.steps) == 1
+        assert texts(fast) == texts(plain)
+        widths |= {*taken}
+    assert widths == {1, 2, 3, 4}
 
 
 def test_with_the_target_as_its_draft_every_layer_passes():

@@ -76,19 +76,19 @@ def _course(target: LM, session: Session) -> tuple[list[HuggingFaceLM], Course] 
     if isinstance(drafter, BeamDrafter):
         if not drafter.by_loops(session):
             return None
-        core = min(drafter.beams, shape.width)
+        core = drafter.beams
     elif isinstance(drafter, NoDraft) and shape.depth == 0:
         core = 0
     else:
         return None
     warp, limits = session.warp, session.limits
-    drafts, choice = way(warp, limits, core, shape.width), way(warp, limits, widths.most, 0)
+    drafts, choice = way(warp, limits, core, int(shape.widths.max())), way(warp, limits, widths.most, 0)
     return able, Course(shape, drafts, choice, widths, limits.for_loops, core > 0)
 
 
 def _ran(models: list[HuggingFaceLM], session: Session, course: Course) -> Ran | None:
     beams, limits = session.beams, session.limits
-    deepest = course.plan.depth if course.plan.depth >= 0 else course.plan.seen.shape[1]
+    deepest = course.plan.depth if course.plan.depth >= 0 else course.plan.seconds.shape[1] - 1
     fresh, more = deepest * course.drafts.width + course.widths.most, min(session.remaining, SPAN)
     before = [limits.normalised(one.loglik, len(one.tokens)) for one in session.ended]
     finished = np.append(before, np.zeros(course.widths.most * SPAN))

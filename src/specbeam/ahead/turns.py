@@ -63,13 +63,15 @@ def _new(one: OneLane, nodes: int) -> bool:
 
 @compiled
 def _guessed(
-    draft: OneLane, course: Course, live: Live, depth: int, numbers: Array, time: Array
+    draft: OneLane, course: Course, live: Live, shape: tuple[int, int], numbers: Array, time: Array
 ) -> tuple[Layers, bool]:
     """A draft, and whether the loop could decide all of it."""
     began, waiting, size = cycles(), _new(draft, 0), len(live.tokens)
     every = np.ones(size, dtype=np.bool_)
     front = Front(np.arange(size), live.tokens, live.scores, live.counts, live.keys, every)
-    layers, _, passes, share = drafted(draft, front, 0, depth, course.drafts)
+    by = course.drafts
+    way = Way(by.noisy, by.cut, min(by.core, shape[1]), shape[1], by.eos)
+    layers, _, passes, share = drafted(draft, front, 0, shape[0], way)
     numbers[DRAFT_PASSES] += passes
     numbers[DRAFT_SCORED] += passes - (passes > 0 and not waiting)
     took = cycles() - began
@@ -122,18 +124,18 @@ def turns(
         length: tokens so far.
         passes: turns so far.
     """
-    most, drafting, stop = course.widths.most, course.drafting, course.stop
+    most, drafting, stop, values = course.widths.most, course.drafting, course.stop, course.widths.values
     texts, widths = begun(len(live.tokens), most), np.empty(SPAN, dtype=np.int64)
     numbers, time, told, over = np.zeros(8, dtype=np.int64), np.zeros(5, dtype=np.int64), True, False
     while told and not over and numbers[PASSES] < TURNS:
         roots, span, left = len(live.tokens), numbers[SPANNED], stop.most - length - numbers[SPANNED]
-        depth, before = planned(course.plan, roots, passes + numbers[PASSES], left), numbers.copy()
-        fresh = depth * course.drafts.width
+        depth, width = planned(course.plan, roots, passes + numbers[PASSES], left)
+        before, fresh = (numbers.copy(), values.sums.copy(), values.count.copy()), depth * width
         if depth < 0 or span + depth + 1 > SPAN or not has_room(target, fresh, most):
             break
         if drafting and not has_room(draft, fresh, most):
             break
-        layers, told = _guessed(draft, course, live, depth, numbers, time)
+        layers, told = _guessed(draft, course, live, (depth, width), numbers, time)
         tree, drafts = layers.tree, len(layers.fronts.row_ends)
         if told:
             began = cycles()
@@ -150,7 +152,8 @@ def turns(
             time[SCORE] += scored - began
             time[VERIFY] += cycles() - scored
         if not told:
-            numbers[PASSES], numbers[DRAFT_PASSES] = before[PASSES], before[DRAFT_PASSES]
+            numbers[PASSES], numbers[DRAFT_PASSES] = before[0][PASSES], before[0][DRAFT_PASSES]
+            values.sums[:], values.count[:] = before[1], before[2]
             rewound(target, roots)
             if drafting:
                 rewound(draft, roots)

@@ -37,8 +37,14 @@ def method_from(name: str, settings: list[str]) -> Method:
             raise BadSetting(f"--set {setting!r} has no value; write NAME=VALUE")
         if key not in known:
             raise BadSetting(f"{name} has no setting {key!r}; it has {', '.join(known) or 'none'}")
-        chosen[key] = _read(key, value, _example(known[key]))
+        chosen[key] = value if value in _words(known[key].annotation) else _read(key, value, _example(known[key]))
     return make(**chosen)
+
+
+def _words(annotation: Any) -> list[str]:
+    """Those that a type allows beside numbers: "auto", for one."""
+    words = [one for one in get_args(annotation) if isinstance(one, str)]
+    return sum((_words(one) for one in get_args(annotation) if not isinstance(one, str)), words)
 
 
 def _example(parameter: inspect.Parameter) -> Any:

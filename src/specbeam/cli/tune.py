@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from specbeam.cli.common import quiet_load
 from specbeam.control.cost import CostCurve
-from specbeam.control.worth import DepthByCost, PassOdds
+from specbeam.control.worth import DepthByCost, PassOdds, ShapeByValue
 from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import Pair
@@ -55,6 +55,7 @@ def run(
     if explain and "draft" in measured:
         target, drafted = (measured[name][contexts[0]] for name in ("target", "draft"))
         _explain(console, replace(_control(pair, beams, width), target=target, draft=drafted), odds)
+        _explain_value(console, replace(_by_value(pair, beams, width), target=target, draft=drafted))
     return 0
 
 
@@ -70,6 +71,34 @@ def _control(pair: Pair, beams: int, width: int | None) -> DepthByCost:
     control = dsbd(beams, width, width="fixed").parts(pair.draft, pair.target).controller
     assert isinstance(control, DepthByCost)
     return control
+
+
+def _by_value(pair: Pair, beams: int, width: int | None) -> ShapeByValue:
+    """What decides on the shape of `dsbd` with width="auto"."""
+    control = dsbd(beams, width, width="auto").parts(pair.draft, pair.target).controller
+    assert isinstance(control, ShapeByValue)
+    return control
+
+
+def _explain_value(console: "Console", control: ShapeByValue) -> None:
+    """What each shape promises a session that has seen nothing yet; it learns from its own layers."""
+    from rich.table import Table
+
+    rates = control.rates(control.width.values({}), control.width.most)
+    best = rates.max()
+    table = Table(
+        title='width="auto": value per second by draft layers and drafts of each, in layers of one beam, as guessed at first'
+    )
+    for head in ("draft layers", *map(str, control.sizes)):
+        table.add_column(head, justify="right")
+    for depth, row in enumerate(rates.tolist()):
+        table.add_row(str(depth), *(f"[bold green]{one:.1f}[/]" if one == best else f"{one:.1f}" for one in row))
+    console.print(table)
+    width = control.width
+    console.print(
+        f"a layer of w beams is worth 1 + {width.worth:g} log2 w; its width maximises that plus the odds that it passes "
+        "times what is behind it"
+    )
 
 
 def _explain(console: "Console", control: DepthByCost, odds: float) -> None:

@@ -4,13 +4,15 @@ Computed from the laws of the layer alone, never from its draws or its noise, so
 the layer as it is.
 """
 
+from collections.abc import Hashable
 from functools import cache
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from specbeam import kernels
-from specbeam.control.width import SureWidth
+from specbeam.control.width import NO_VALUES, FixedWidth, SureWidth, ValuedWidth, Width
 from specbeam.laws import JointLaw
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -73,9 +75,7 @@ def odds_of_noise(
         place: rank of each pair by draft likelihood, where a truncation cuts `q`: then the first `most` to arrive are
             drafted, and the likeliest others up to `drafts`.
     """
-    if len(p) > ENTRANTS:
-        likely = np.argpartition(-p, ENTRANTS)[:ENTRANTS]
-        p, q, place = p[likely], q[likely], None if place is None else place[likely]
+    p, q, place = _entrants(p, q, place)
     noise, rest = _noise()[:, : len(p)], max(1.0 - float(q.sum()), 0.0)
     likeliest = _NONE if place is None else np.argsort(place, kind="stable")
     if compiled:
@@ -91,6 +91,49 @@ def odds_of_noise(
     else:
         found = np.take_along_axis(_drafted(draft, likeliest, drafts, most), first, 1)
     return np.concatenate([[1.0], np.logical_and.accumulate(found, axis=1).mean(0)])
+
+
+def odds_by_drafts(
+    p: Float64[np.ndarray, " n"],
+    q: Float64[np.ndarray, " n"],
+    drafts: int,
+    most: int,
+    place: Int64[np.ndarray, " n"] | None = None,
+) -> Float64[np.ndarray, "widths counts"]:
+    """`odds_of_noise` for 0, 1, ..., `drafts` drafts, in the columns."""
+    p, q, place = _entrants(p, q, place)
+    noise = _noise()[:, : len(p)]
+    with np.errstate(divide="ignore"):
+        target, draft = noise / p, noise / q
+    first = np.argsort(target, axis=1)[:, : min(most, int(np.count_nonzero(p)))]
+    if place is None:
+        at, rest = np.take_along_axis(draft, first, 1), max(1.0 - float(q.sum()), 0.0)
+        before = (draft[:, None] < at[:, :, None]).sum(2) + rest * np.minimum(at, 1e9)
+        needed = np.floor(before) + 1
+    else:
+        needed = np.take_along_axis(_needed(draft, np.argsort(place, kind="stable"), most), first, 1)
+    needed = np.maximum.accumulate(np.concatenate([np.zeros((len(needed), 1)), needed], axis=1), axis=1)
+    return (needed[:, :, None] <= np.arange(drafts + 1)).mean(0)
+
+
+def _entrants(
+    p: Float64[np.ndarray, " n"], q: Float64[np.ndarray, " n"], place: Int64[np.ndarray, " n"] | None
+) -> tuple[Float64[np.ndarray, " m"], Float64[np.ndarray, " m"], Int64[np.ndarray, " m"] | None]:
+    if len(p) <= ENTRANTS:
+        return p, q, place
+    likely = np.argpartition(-p, ENTRANTS)[:ENTRANTS]
+    return p[likely], q[likely], None if place is None else place[likely]
+
+
+def _needed(
+    draft: Float64[np.ndarray, "races n"], likeliest: Int64[np.ndarray, " n"], most: int
+) -> Int64[np.ndarray, "races n"]:
+    """How many drafts it takes until each pair is one."""
+    rank = draft.argsort(1, kind="stable").argsort(1)
+    core = (rank < most) & np.isfinite(draft)
+    halo = np.empty_like(rank)
+    halo[:, likeliest] = np.cumsum(~core[:, likeliest], axis=1) + core.sum(1, keepdims=True)
+    return np.where(core, rank + 1, halo)
 
 
 def _drafted(
@@ -109,9 +152,15 @@ def _noise() -> Float64[np.ndarray, "races n"]:
     return np.random.default_rng(0).exponential(size=(SAMPLES, ENTRANTS))
 
 
-def widths_by(width: SureWidth) -> kernels.Widths:
-    """A dynamic width under shared noise, as loops choose it."""
-    return kernels.Widths(True, width.most, width.least, float(width.threshold), _noise())
+def widths_by(width: Width, memory: dict[Hashable, Any]) -> kernels.Widths | None:
+    """A width under shared noise, as loops choose it for a session that remembers this."""
+    if isinstance(width, FixedWidth):
+        return kernels.Widths(False, width.most, width.most, 0.0, _noise(), NO_VALUES)
+    if isinstance(width, SureWidth):
+        return kernels.Widths(True, width.most, width.least, float(width.threshold), _noise(), NO_VALUES)
+    if isinstance(width, ValuedWidth):
+        return kernels.Widths(True, width.most, width.least, 0.0, _noise(), width.values(memory))
+    return None
 
 
 def odds_under_shared_noise(
@@ -121,8 +170,9 @@ def odds_under_shared_noise(
     beam_of: Int64[np.ndarray, " rows"],
     drafts: int,
     most: int,
-) -> Float64[np.ndarray, " widths"] | None:
-    """`odds_of_noise` of a layer in one loop, where both laws are cut and short; else None.
+    each: bool = False,
+) -> Float64[np.ndarray, "..."] | None:
+    """`odds_of_noise` of a layer in one loop, where both laws are cut and short; else None. `each`: `odds_by_drafts`.
 
     Args:
         row_of: row in the draft's law of each beam of the target; `beam_of`: the other way round. -1 for none.
@@ -130,5 +180,6 @@ def odds_under_shared_noise(
     laws = target.for_loops(), draft.for_loops()
     if laws[0] is None or laws[1] is None:
         return None
-    odds = kernels.accepted(*laws, row_of, beam_of, _noise(), drafts, most)
+    by = kernels.accepted_by_drafts if each else kernels.accepted
+    odds = by(*laws, row_of, beam_of, _noise(), drafts, most)
     return odds if len(odds) else None

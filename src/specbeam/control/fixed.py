@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specbeam import kernels
+from specbeam.control.width import NO_VALUES
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -22,7 +23,9 @@ class FixedShape:
 
     def for_loops(self, session: Session) -> kernels.Plan:
         """What it decides by, as loops see it."""
-        return kernels.Plan(self.depth, self.width, self.beyond, np.zeros((1, 1)), 0.0, np.ones((2, 1)), 1)
+        return kernels.Plan(
+            self.depth, np.array([self.width]), self.beyond, np.zeros((1, 1, 1)), 0.0, np.ones((2, 1)), 1, NO_VALUES
+        )
 
     def settle(self, session: Session, turn: Turn) -> None:
         """Nothing to learn."""

@@ -9,10 +9,9 @@ from jaxtyping import Float64
 
 from specbeam import kernels
 from specbeam.control.cost import CostCurve, HostCost
+from specbeam.control.width import DEEPEST, GUESS, NO_VALUES, WEIGHT, ValuedWidth
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
-
-GUESS, WEIGHT = 0.6, 3.0  # odds that a layer passes, before any was seen, and how many layers the guess is worth
 
 
 @dataclass(frozen=True)
@@ -76,17 +75,18 @@ class DepthByCost:
 
     def plan(self, session: Session) -> Shape:
         plan, count = self.for_loops(session), session.count
-        depth = kernels.planned(plan, len(session.beams), count.target_passes, session.remaining)
-        return Shape(depth, plan.width)
+        return Shape(*kernels.planned(plan, len(session.beams), count.target_passes, session.remaining))
 
     def for_loops(self, session: Session) -> kernels.Plan:
         """What it decides by, as loops see it."""
-        seconds = self._passes_s(1 if self.alone else session.beside)
-        return kernels.Plan(-1, self.layers[0], 1, seconds, self.host.judge_s, self._seen(session).seen, self.explore)
+        seconds = self._passes_s(1 if self.alone else session.beside)[:, :, None]
+        return kernels.Plan(
+            kernels.BY_ODDS, np.array(self.layers[:1]), 1, seconds, self.host.judge_s, self._seen(session).seen,
+            self.explore, NO_VALUES,
+        )  # fmt: skip
 
     def settle(self, session: Session, turn: Turn) -> None:
-        drafted = turn.forest.layers
-        self._seen(session).learn([step.passed for step in turn.verdict.steps[:drafted]])
+        self._seen(session).learn(_passed(turn))
 
     def options(self, seen: PassOdds, roots: int, beside: int = 1) -> list[Option]:
         """What is expected of each depth, with so many sessions in a pass."""
@@ -111,7 +111,71 @@ class DepthByCost:
         return session.state.setdefault(self, PassOdds(self.most))
 
 
-@lru_cache(maxsize=64)
+@dataclass(frozen=True)
+class ShapeByValue:
+    """Depth and drafts per layer of most value per second: argmax V(d, n) / T(d, n).
+
+    V(d, n) is what a turn with d drafted layers of n nodes gains if widths are chosen by value, as this session has seen it
+    (`ValuedWidth`; known for every n, for the odds behind it follow from laws alone); T(d, n) as in `DepthByCost`. Texts
+    depend on it, so it plans as if passes were never shared.
+
+    Args:
+        target, draft: seconds of a pass by scored nodes; see `specbeam tune`.
+        width: what chooses widths.
+        sizes: drafts per layer to choose from.
+        host, explore: see `DepthByCost`.
+    """
+
+    target: CostCurve
+    draft: CostCurve
+    width: ValuedWidth
+    sizes: tuple[int, ...]
+    host: HostCost = field(default_factory=HostCost)
+    explore: int = 8
+
+    def plan(self, session: Session) -> Shape:
+        plan, count = self.for_loops(session), session.count
+        return Shape(*kernels.planned(plan, len(session.beams), count.target_passes, session.remaining))
+
+    def for_loops(self, session: Session) -> kernels.Plan:
+        """What it decides by, as loops see it."""
+        values = self.width.values(session.state)
+        return kernels.Plan(
+            kernels.BY_VALUE, np.array(self.sizes), 1, self.seconds, self.host.judge_s, self._seen(session).seen,
+            self.explore, values,
+        )  # fmt: skip
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        self._seen(session).learn(_passed(turn))
+
+    def rates(self, values: kernels.Values, roots: int) -> Float64[np.ndarray, "depths sizes"]:
+        """Value per second of each shape, in layers of one beam."""
+        means = values.sums[:, list(self.sizes)] / values.count[0]
+        return means / (self.seconds[roots] + PassOdds(DEEPEST).layers()[:, None] * self.host.judge_s)
+
+    @property
+    def seconds(self) -> Float64[np.ndarray, "roots depths sizes"]:
+        """Of a turn that emits nothing."""
+        tables = [
+            _passes_s(self.target, self.draft, self.host, self.width.most, _layers(size, DEEPEST), 1)
+            for size in self.sizes
+        ]
+        return np.stack(tables, axis=2)
+
+    def _seen(self, session: Session) -> PassOdds:
+        return session.state.setdefault(self, PassOdds(DEEPEST))
+
+
+def _layers(size: int, deepest: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((size,) * depth for depth in range(deepest + 1))
+
+
+def _passed(turn: Turn) -> list[bool]:
+    """Of the drafted layers that were judged."""
+    return [step.passed for step in turn.verdict.steps[: turn.forest.layers]]
+
+
+@lru_cache(maxsize=256)
 def _passes_s(
     target: CostCurve,
     draft: CostCurve,

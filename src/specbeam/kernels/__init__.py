@@ -7,23 +7,28 @@ Pairs are beam * vocabulary + token, as in `laws`.
 from specbeam.kernels.compiling import AVAILABLE, start_threads, use_threads
 from specbeam.kernels.noise import child_keys, path_keys
 from specbeam.kernels.paths import prolonged
-from specbeam.kernels.planning import Plan, layers_by_depth, learnt, planned
-from specbeam.kernels.races import odds_of_noise
+from specbeam.kernels.planning import BY_ODDS, BY_VALUE, Plan, layers_by_depth, learnt, planned
+from specbeam.kernels.races import odds_by_drafts, odds_of_noise
 from specbeam.kernels.ranking import best, largest, ranked
 from specbeam.kernels.sums import LONG, log_norm, pick
 from specbeam.kernels.truncation import Cut, Way, core_and_halo, first_ones, layer, shifts, truncated
-from specbeam.kernels.widths import Fronts, Joint, Widths, accepted
+from specbeam.kernels.values import Values
+from specbeam.kernels.widths import Fronts, Joint, Widths, accepted, accepted_by_drafts
 
 __all__ = [
     "AVAILABLE",
+    "BY_ODDS",
+    "BY_VALUE",
     "LONG",
     "Cut",
     "Fronts",
     "Joint",
     "Plan",
+    "Values",
     "Way",
     "Widths",
     "accepted",
+    "accepted_by_drafts",
     "best",
     "child_keys",
     "core_and_halo",
@@ -33,6 +38,7 @@ __all__ = [
     "layers_by_depth",
     "learnt",
     "log_norm",
+    "odds_by_drafts",
     "odds_of_noise",
     "path_keys",
     "pick",

@@ -80,3 +80,49 @@ def odds_of_noise(noise: Array, p: Array, q: Array, drafts: int, most: int, rest
                     break
             found[width + 1] += 1
     return found / races
+
+
+@compiled
+def _needed(arrival: Array, likeliest: Array, most: int, order: Array, needed: Array) -> None:
+    """How many drafts it takes until each pair is one: the first `most` that arrive come first, then the likeliest."""
+    core = 0
+    needed[:] = 0
+    _first(arrival, min(most, len(arrival)), order)
+    for place in order[: min(most, len(arrival))]:
+        if arrival[place] < np.inf:
+            core += 1
+            needed[place] = core
+    for place in likeliest:
+        if needed[place] == 0:
+            core += 1
+            needed[place] = core
+
+
+@compiled
+def odds_by_drafts(noise: Array, p: Array, q: Array, most: int, likeliest: Array, drafts: int) -> Array:
+    """float64[widths, drafts + 1]: `odds_of_noise` for 0, 1, ... drafts, where a truncation cuts the draft."""
+    races, size = noise.shape[0], len(p)
+    wanted = 0
+    for place in range(size):
+        wanted += p[place] > 0
+    wanted = min(wanted, most)
+    found = np.zeros((wanted + 1, drafts + 1))
+    target, draft = np.empty(size), np.empty(size)
+    first, order, needed = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    for race in range(races):
+        for place in range(size):
+            target[place] = noise[race, place] / p[place]
+            draft[place] = noise[race, place] / q[place]
+        _first(target, wanted, first)
+        _needed(draft, likeliest, most, order, needed)
+        deepest = 0
+        for width in range(wanted):
+            deepest = max(deepest, needed[first[width]])
+            if deepest > drafts:
+                break
+            found[width + 1, deepest] += 1
+    found[0, 0] = races
+    for width in range(wanted + 1):
+        for count in range(drafts):
+            found[width, count + 1] += found[width, count]
+    return found / races

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import numpy as np
 
 from specbeam.kernels.compiling import Array, compiled
-from specbeam.kernels.races import odds_of_noise
+from specbeam.kernels.races import odds_by_drafts, odds_of_noise
 from specbeam.kernels.ranking import best
 from specbeam.kernels.truncation import Cut, first_ones, shifts, whole
+from specbeam.kernels.values import Values, most_valued
 
 
 class Joint(NamedTuple):
@@ -49,20 +50,19 @@ def _odds_at(pair: int, pairs: Array, odds: Array) -> float:
 
 
 @compiled
-def accepted(target: Joint, draft: Joint, row_of: Array, beam_of: Array, noise: Array, drafts: int, most: int) -> Array:
-    """Odds that 0, 1, ... draws of the target are among the drafts; empty where this does not tell.
-
-    Args:
-        row_of: row in the draft's law of each beam; beam_of: the other way round. -1 for none.
-        noise: float64[races, entrants], see `control.accepted`.
+def _entrants(
+    target: Joint, draft: Joint, row_of: Array, beam_of: Array, most: int, wanted: int
+) -> tuple[Array, Array, bool]:
+    """Odds at target and draft of the pairs that run a race, the `wanted` likeliest drafts first; and whether these are all
+    that matter, and not too many.
     """
     vocab, nobody = target.logits.shape[1], np.empty(0, dtype=np.uint64)
     shift, every = shifts(draft.scores, draft.log_norm), np.ones(len(draft.scores), dtype=np.bool_)
     left, p_left, known = _law(target, shifts(target.scores, target.log_norm))
     drawn, q_drawn, told = _law(draft, shift)
     if not known or not told:
-        return np.empty(0)
-    wanted = min(drafts + most, draft.logits.size)
+        return p_left, q_drawn, False
+    wanted = min(wanted, draft.logits.size)
     beyond = best(draft.logits, shift, draft.cut.temperature, draft.log_counts, nobody, every, wanted)
     pairs, count = np.empty(len(beyond) + len(left), dtype=np.int64), 0
     for pair in beyond:  # likeliest first, as the halo is chosen
@@ -75,25 +75,51 @@ def accepted(target: Joint, draft: Joint, row_of: Array, beam_of: Array, noise: 
         if not (pairs[:named] == pair).any():
             pairs[count] = pair
             count += 1
-    if count > noise.shape[1]:
-        return np.empty(0)
+    if count > most:
+        return p_left, q_drawn, False
     p, q = np.zeros(count), np.zeros(count)
     for place in range(count):
         row = row_of[pairs[place] // vocab]
         p[place] = _odds_at(pairs[place], left, p_left)
         if row >= 0:
             q[place] = _odds_at(row * vocab + pairs[place] % vocab, drawn, q_drawn)
-    return odds_of_noise(noise[:, :count], p, q, drafts, most, max(1.0 - q.sum(), 0.0), np.arange(count))
+    return p, q, True
+
+
+@compiled
+def accepted(target: Joint, draft: Joint, row_of: Array, beam_of: Array, noise: Array, drafts: int, most: int) -> Array:
+    """Odds that 0, 1, ... draws of the target are among the drafts; empty where this does not tell.
+
+    Args:
+        row_of: row in the draft's law of each beam; beam_of: the other way round. -1 for none.
+        noise: float64[races, entrants], see `control.accepted`.
+    """
+    p, q, told = _entrants(target, draft, row_of, beam_of, noise.shape[1], drafts + most)
+    if not told:
+        return np.empty(0)
+    return odds_of_noise(noise[:, : len(p)], p, q, drafts, most, max(1.0 - q.sum(), 0.0), np.arange(len(p)))
+
+
+@compiled
+def accepted_by_drafts(
+    target: Joint, draft: Joint, row_of: Array, beam_of: Array, noise: Array, drafts: int, most: int
+) -> Array:
+    """float64[widths, drafts + 1]: the same for 0, 1, ... drafts."""
+    p, q, told = _entrants(target, draft, row_of, beam_of, noise.shape[1], drafts + most)
+    if not told:
+        return np.empty((0, drafts + 1))
+    return odds_by_drafts(noise[:, : len(p)], p, q, most, np.arange(len(p)), drafts)
 
 
 class Widths(NamedTuple):
-    """How a layer's width is chosen: the most, or the widest that is accepted in full with enough odds."""
+    """How a layer's width is chosen: the most, the widest that is accepted with enough odds, or that of most value."""
 
     dynamic: bool
     most: int
     least: int
     threshold: float
     noise: Array  # float64[races, entrants], see `control.accepted`
+    values: Values  # of no rows: go by the threshold
 
 
 class Fronts(NamedTuple):
@@ -124,8 +150,6 @@ def joint(logits: Array, scores: Array, norm: Array, counts: Array, cut: Cut) ->
 @compiled
 def chosen(widths: Widths, target: Joint, nodes: Array, fronts: Fronts, layer: int) -> int:
     """The width of a drafted layer above which these forest nodes live; -1 where the loop cannot tell."""
-    if not widths.dynamic:
-        return widths.most
     start, stop = from_to(fronts.row_ends, layer)
     rows = slice(start, stop)
     first, last = from_to(fronts.draw_ends, layer)
@@ -135,7 +159,13 @@ def chosen(widths: Widths, target: Joint, nodes: Array, fronts: Fronts, layer: i
             if fronts.nodes[start + row] == nodes[beam]:
                 row_of[beam], beam_of[row] = row, beam
     draft = joint(fronts.logits[rows], fronts.scores[rows], fronts.norms[rows], fronts.counts[rows], fronts.cut)
-    odds = accepted(target, draft, row_of, beam_of, widths.noise, last - first, widths.most)
+    drafts, left = last - first, len(fronts.row_ends) - layer
+    if len(widths.values.sums) > 0:
+        by_drafts = accepted_by_drafts(
+            target, draft, row_of, beam_of, widths.noise, widths.values.sums.shape[1] - 1, widths.most
+        )
+        return most_valued(widths.values, by_drafts, drafts, left, widths.least) if len(by_drafts) > 0 else -1
+    odds = accepted(target, draft, row_of, beam_of, widths.noise, drafts, widths.most)
     if len(odds) == 0:
         return -1
     sure = 0

@@ -5,13 +5,15 @@ from typing import Literal
 
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.fixed import FixedShape
-from specbeam.control.worth import DepthByCost
+from specbeam.control.width import FixedWidth, ValuedWidth
+from specbeam.control.worth import DepthByCost, ShapeByValue
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.idle import IdleLM
 from specbeam.session import Controller, Drafter, Parts, Rule
 from specbeam.tune import curve_of, host_cost
+from specbeam.verify.beam import BeamRule
 from specbeam.verify.match import MatchRule
 
 Depth = int | Literal["auto"]
@@ -34,8 +36,25 @@ def depth_control(
         return FixedShape(depth, width)
     if draft is None:
         return FixedShape(4, width)
-    host = _host(target.vocab, width, drafter, rule) if isinstance(target, HuggingFaceLM) else HostCost()
-    return DepthByCost(_curve(target, "target"), _curve(draft, "draft"), beams, (width,), host=host)
+    host = _host(target, draft, width, drafter, rule)
+    text_depends = isinstance(rule, BeamRule) and (rule.tries or not isinstance(rule.width, FixedWidth))
+    curves = _curve(target, "target"), _curve(draft, "draft")
+    return DepthByCost(*curves, beams, (width,), host=host, alone=text_depends)
+
+
+def shape_by_value(
+    width: ValuedWidth,
+    sizes: tuple[int, ...],
+    target: LM | None,
+    draft: LM | None,
+    drafter: DrafterOf,
+    rule: Rule,
+) -> Controller:
+    """The controller of depth and drafts per layer where `rule` chooses widths by value."""
+    if draft is None:
+        return FixedShape(4, sizes[-1])
+    host = _host(target, draft, sizes[-1], drafter, rule)
+    return ShapeByValue(_curve(target, "target"), _curve(draft, "draft"), width, sizes, host)
 
 
 def depth_by_cost(
@@ -51,16 +70,20 @@ def depth_by_cost(
     """
     if drafter is None or rule is None or draft is None:
         return DepthByCost(_curve(target, "target"), FREE, 1, layers, most)
-    host = _host(target.vocab, layers[0], drafter, rule) if isinstance(target, HuggingFaceLM) else HostCost()
+    host = _host(target, draft, layers[0], drafter, rule)
     curves, alone = (_curve(target, "target"), _curve(draft, "draft")), not isinstance(rule, MatchRule)
     return DepthByCost(*curves, 1, layers, most, host, alone=alone)
 
 
-def _host(vocab: int, width: int, drafter: DrafterOf, rule: Rule) -> HostCost:
+def _host(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rule: Rule) -> HostCost:
     def parts(lm: LM, depth: int) -> Parts:
         return Parts(drafter(lm), rule, FixedShape(depth, width), "")
 
-    return host_cost(vocab, parts, [repr(rule), repr(drafter(IdleLM(1, 0))), width])
+    if not isinstance(target, HuggingFaceLM):
+        return HostCost()
+    in_loops = isinstance(draft, HuggingFaceLM) and target.loops and draft.loops and isinstance(rule, BeamRule)
+    key = [repr(rule), repr(drafter(IdleLM(1, 0))), width, in_loops]
+    return host_cost(target.vocab, parts, key, (target, draft) if in_loops else None)
 
 
 def _curve(lm: LM | None, role: str) -> CostCurve:

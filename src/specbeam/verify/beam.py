@@ -13,8 +13,14 @@ from jaxtyping import Float, Float64, Int64
 
 from specbeam import kernels
 from specbeam.choice import Choice, choose
-from specbeam.control.accepted import odds_of_noise, odds_of_rejection, odds_under_shared_noise, widths_by
-from specbeam.control.width import FixedWidth, SureWidth, Width
+from specbeam.control.accepted import (
+    odds_by_drafts,
+    odds_of_noise,
+    odds_of_rejection,
+    odds_under_shared_noise,
+    widths_by,
+)
+from specbeam.control.width import FixedWidth, Outlook, Width
 from specbeam.errors import DeadEnd
 from specbeam.forest import Forest, Group
 from specbeam.laws import JointLaw, Pairs
@@ -22,7 +28,7 @@ from specbeam.limits import Ended
 from specbeam.probs import joint_law, picked
 from specbeam.records import Audit, Beams, Step, Trial, Verdict
 from specbeam.session import Session
-from specbeam.verify.beam_fast import fixed, steps_at_once
+from specbeam.verify.beam_fast import steps_at_once
 from specbeam.verify.draws import Taken, drawn, draws
 from specbeam.verify.draws_fast import draws_fast
 
@@ -38,6 +44,7 @@ class Layer:
     live: Beams
     scored: Float[torch.Tensor, "nodes vocab"]
     group: Group | None  # None behind the last draft layer
+    left: int = 0  # drafted layers from this one on
 
     @property
     def vocab(self) -> int:
@@ -72,6 +79,24 @@ class Layer:
         beams, tokens = np.divmod(pairs, self.vocab)
         return np.exp(self.law.logp_at(pairs)), self._q(beams, tokens)
 
+    def outlook(self, most: int, by_noise: bool) -> Outlook:
+        """What its width may be chosen by."""
+        return Outlook(
+            lambda: self.accepted(most, by_noise), lambda drafts: self.accepted_by(drafts, most), self.drafted,
+            self.left, self.session.state,
+        )  # fmt: skip
+
+    def accepted_by(self, drafts: int, most: int) -> Float64[np.ndarray, "widths counts"]:
+        """Odds that 0, 1, 2, ... draws are all drafts, under shared noise, if there were 0, 1, ..., `drafts` of these."""
+        draft = self.group.law if self.group is not None else None
+        if not isinstance(draft, JointLaw) or not draft.truncation.cuts:
+            return odds_by_drafts(*self.laws(self.law.head()), drafts, most)
+        found = odds_under_shared_noise(self.law, draft, self.row_of, self.known, drafts, most, each=True)
+        if found is not None:
+            return found
+        p, q = self._entrants(draft, drafts + most)
+        return odds_by_drafts(p, q, drafts, most, np.arange(len(p)))
+
     def accepted(self, most: int, by_noise: bool) -> Odds:
         """Odds that 0, 1, 2, ... draws are all drafts, from the pairs that carry the target's law."""
         draft = self.group.law if self.group is not None else None
@@ -84,12 +109,16 @@ class Layer:
 
     def _accepted_of_cut(self, draft: JointLaw, most: int) -> Odds:
         """The same for a draft law that is cut, by array code."""
-        beyond = self._named(draft.uncut.best(self.drafted + most))  # likeliest first, as the halo is chosen
+        p, q = self._entrants(draft, self.drafted + most)
+        return odds_of_noise(p, q, self.drafted, most, np.arange(len(p)))
+
+    def _entrants(self, draft: JointLaw, wanted: int) -> tuple[Odds, Odds]:
+        """Target and draft odds of the pairs that matter, the `wanted` likeliest drafts first, as the halo is chosen."""
+        beyond = self._named(draft.uncut.best(wanted))
         pairs = self.law.head()
         pairs = np.concatenate([beyond, pairs[~np.isin(pairs, beyond)]])
         beams, tokens = np.divmod(pairs, self.vocab)
-        p, q = self.law.odds(beams, tokens), self._q(beams, tokens)
-        return odds_of_noise(p, q, self.drafted, most, np.arange(len(pairs)))
+        return self.law.odds(beams, tokens), self._q(beams, tokens)
 
     @cached_property
     def known(self) -> Int64[np.ndarray, " rows"]:
@@ -223,9 +252,9 @@ class BeamRule:
         warp, width = session.warp, self.width
         if not fine or not (self.coupling == "noise" or warp.greedy) or not (warp.for_loops and warp.cut.told_at_once):
             return None
-        if warp.greedy or isinstance(width, FixedWidth):
-            return fixed(width.most)
-        return widths_by(width) if isinstance(width, SureWidth) and warp.cut.cuts else None
+        if warp.greedy:
+            width = FixedWidth(width.most)
+        return widths_by(width, session.state) if warp.cut.cuts or isinstance(width, FixedWidth) else None
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         live, ended = session.beams, list(session.ended)
@@ -237,7 +266,7 @@ class BeamRule:
                 more = self._ahead(session, forest, live, scored, len(steps), len(ended))
                 if not more:
                     group = forest.groups[len(steps)] if len(steps) < len(forest.groups) else None
-                    layer = Layer(session, forest, live, scored, group)
+                    layer = Layer(session, forest, live, scored, group, len(forest.groups) - len(steps))
                     step, judged, seen = self._step(layer)
                     more = [step]
                     if audit is not None:
@@ -276,8 +305,7 @@ class BeamRule:
         """The layer's outcome, how many drafts were looked at, and what an audit makes of it."""
         asked = self.width.most
         if layer.group is not None and not layer.session.warp.greedy:
-            by_noise = self.coupling == "noise"
-            asked = self.width.choose(lambda: layer.accepted(self.width.most, by_noise))
+            asked = self.width.choose(layer.outlook(self.width.most, self.coupling == "noise"))
         if self.coupling == "noise" or layer.session.warp.greedy:  # nothing is drawn at temperature 0
             choice = layer.chosen(asked)
             return layer.outcome(choice, np.ones_like(choice.tokens), asked), layer.drafted, layer.audit(choice)

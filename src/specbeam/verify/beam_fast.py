@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 
 from specbeam.choice import way
+from specbeam.control.accepted import widths_by
+from specbeam.control.width import FixedWidth
 from specbeam.forest import Forest
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.stopping import Stop, enough, normalised
@@ -54,7 +56,7 @@ def _asked(
     x: Array, scores: Array, counts: Array, by: Way, widths: Widths, nodes: Array, fronts: Fronts, number: int
 ) -> int:
     """The width of a drafted layer; -1 where the loop cannot tell."""
-    if not (widths.dynamic and by.noisy):
+    if not widths.dynamic:
         return widths.most
     norm = log_norm(x)
     if not norm.max() < np.inf:  # nor NaN
@@ -139,13 +141,13 @@ def steps_at_once(
     session: Session, forest: Forest, live: Beams, scored: Float[torch.Tensor, "nodes vocab"], width: int, done: int
 ) -> list[Step]:
     """The next steps of a turn of which `done` are done, as far as the loop can tell; perhaps none."""
-    warp, limits = session.warp, session.limits
+    warp, limits, widths = session.warp, session.limits, widths_by(FixedWidth(width), session.state)
     if not warp.for_loops or not warp.cut.told_at_once or limits.stop_strings or not on_host(scored):
         return []
     most, drafted = limits.max_new_tokens - session.length - done, len(forest.groups) - done
     found = judged(
         np.ascontiguousarray(scored.numpy()), (forest.tokens, forest.parents),
-        (live.nodes, live.scores, live.counts, live.keys), way(warp, limits, width, 0), fixed(width), _UNSEEN, drafted,
+        (live.nodes, live.scores, live.counts, live.keys), way(warp, limits, width, 0), widths, _UNSEEN, drafted,
         max(min(most, drafted + 1), 1), _UNTIL_ONE_ENDS,
     )  # fmt: skip
     steps, start = list[Step](), 0
@@ -157,7 +159,3 @@ def steps_at_once(
         steps.append(Step(found.parents[here], beams, ended, width, passed))
         start = end
     return steps
-
-
-def fixed(width: int) -> Widths:
-    return Widths(False, width, width, 0.0, np.zeros((0, 0)))
