@@ -58,6 +58,8 @@ def duels(pair: sb.Pair) -> Iterator[Duel]:
     fixed = sb.dsbd(BEAMS, width="fixed")
     yield "`dsbd`, width fixed, against beam sampling", *_pair(pair, "beam_sampling", fixed, DRAWN)
     yield "`dsbd`, width fixed, against sampling of one sequence", *_pair(pair, "sampling", fixed, DRAWN)
+    by_value = sb.dsbd(BEAMS, width="auto")
+    yield "`dsbd`, width by value, against beam sampling", *_pair(pair, "beam_sampling", by_value, DRAWN)
     yield "`beam_search` against beam search", *_pair(pair, "beam_search", sb.beam_search(BEAMS), SEARCHED)
     chain = sb.speculative_sampling(4)
     yield "`speculative_sampling` against assisted decoding", *_pair(pair, "assisted", chain, DRAWN)
