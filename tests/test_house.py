@@ -28,30 +28,54 @@ FLOORS = [
     {"cli"},
     {"__main__"},
 ]
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+INSIDE_LM = [
+    {"kv", "llama", "base"},
+    {"padded", "idle", "own", "table"},
+    {"compiled", "gpu"},
+    {"any_lane", "huggingface"},
+    {"context", "early_layers"},
+]
+
+
+def floor_of(floors):
+    return {room: number for number, rooms in enumerate(floors) for room in rooms}
+
+
+FLOOR_OF, FLOOR_IN_LM = floor_of(FLOORS), floor_of(INSIDE_LM)
 
 
 def files():
     return [path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py"]
 
 
-def room_of(path):
-    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+def room_of(path, above=SOURCE):
+    return path.relative_to(above).parts[0].removesuffix(".py")
 
 
-def imported_rooms(tree):
+def imported_rooms(tree, above="specbeam"):
+    depth = above.count(".") + 1
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("specbeam"):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{above}."):
             parts = node.module.split(".")
-            yield from parts[1:2] or [alias.name for alias in node.names]
+            yield from parts[depth : depth + 1] or [alias.name for alias in node.names]
+
+
+def check_imports_go_down(paths, floors, above, module):
+    for path in paths:
+        here = room_of(path, above)
+        for there in imported_rooms(ast.parse(path.read_text()), module):
+            if there in floors and there != here:
+                assert floors[there] < floors[here], f"{path}: {here} -> {there}"
 
 
 def test_imports_go_down_or_stay_in_their_room():
-    for path in files():
-        here = room_of(path)
-        for there in imported_rooms(ast.parse(path.read_text())):
-            if there in FLOOR_OF and there != here:
-                assert FLOOR_OF[there] < FLOOR_OF[here], f"{path}: {here} -> {there}"
+    check_imports_go_down(files(), FLOOR_OF, SOURCE, "specbeam")
+
+
+def test_imports_go_down_inside_lm():
+    inside = [path for path in (SOURCE / "lm").rglob("*.py") if path.parent != SOURCE / "lm" or path.stem != "__init__"]
+    assert {room_of(path, SOURCE / "lm") for path in inside} == set(FLOOR_IN_LM)
+    check_imports_go_down(inside, FLOOR_IN_LM, SOURCE / "lm", "specbeam.lm")
 
 
 def test_every_file_has_a_floor():

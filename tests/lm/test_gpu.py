@@ -17,15 +17,15 @@ import specbeam as sb
 from specbeam import kernels
 from specbeam.errors import NotSupported
 from specbeam.forest import Forest
-from specbeam.lm import gpu_passes
-from specbeam.lm.captured import MOST_GRAPHS
-from specbeam.lm.gpu_decoder import GpuDecoder, PassShape
-from specbeam.lm.gpu_graphs import FEW, ForLoops, Graphs
-from specbeam.lm.gpu_staging import Inputs, Staging
-from specbeam.lm.gpu_steps import attended, gated, normed, turned
+from specbeam.lm.gpu import passes
+from specbeam.lm.gpu.decoder import GpuDecoder, PassShape
+from specbeam.lm.gpu.graphs import FEW, ForLoops, Graphs
+from specbeam.lm.gpu.staging import Inputs, Staging
+from specbeam.lm.gpu.steps import attended, gated, normed, turned
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.kv_store import SlotStore
-from specbeam.lm.sizes import up
+from specbeam.lm.kv.store import SlotStore
+from specbeam.lm.padded.captured import MOST_GRAPHS
+from specbeam.lm.padded.sizes import up
 from specbeam.pair import Pair, check_scores_forests, language_model
 from tests.lm.test_huggingface import check_random_turns, plain_logits
 from tests.lm.test_lean import MODELS, scored
@@ -140,7 +140,7 @@ def test_logits_are_those_of_the_model(name):
 def test_prompts_are_split_where_their_masks_are_large(monkeypatch):
     model = tiny("llama").to(DEVICE)
     lm, seats = HuggingFaceLM(model, chunk=5, engine="gpu"), [seat(range(3, 12)), seat(range(20, 28))]
-    monkeypatch.setattr(gpu_passes, "MOST_MASK_BYTES", 1)
+    monkeypatch.setattr(passes, "MOST_MASK_BYTES", 1)
     rows = lm.extend(seats, [Forest.rooted([one.prompt[-1]]) for one in seats])
     for one, found in zip(seats, rows, strict=True):
         torch.testing.assert_close(found, plain_logits(model, [one.prompt]), atol=2e-4, rtol=2e-4)
@@ -201,7 +201,7 @@ def test_where_triton_does_not_work_transformers_runs_the_model(monkeypatch):
     def fails(self):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(gpu_passes.GpuPasses, "try_out", fails)
+    monkeypatch.setattr(passes.GpuPasses, "try_out", fails)
     engine = "auto" if DEVICE == "cuda" else "gpu"
     refuses = nullcontext() if DEVICE == "cuda" else pytest.raises(NotSupported, match="the forward for GPUs")
     with refuses, pytest.warns(UserWarning, match=r"Triton does not work here.*no compiler"):

@@ -12,8 +12,8 @@ import specbeam as sb
 from specbeam import kernels
 from specbeam.errors import NotSupported
 from specbeam.forest import Forest
+from specbeam.lm.compiled.panels import rounded
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.panels import rounded
 from specbeam.pair import language_model
 from tests.lm.test_huggingface import check_random_turns
 from tests.support import words

@@ -14,10 +14,10 @@ if not kernels.AVAILABLE:
 import numba
 
 from specbeam.forest import Forest
-from specbeam.lm import loops, sums
+from specbeam.lm.compiled import loops, sums
+from specbeam.lm.compiled.panels import _multiplier, fits_bfloat16, in_panels, multiply, rounded
+from specbeam.lm.compiled.sums import WIDTH
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.panels import _multiplier, fits_bfloat16, in_panels, multiply, rounded
-from specbeam.lm.sums import WIDTH
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
 

@@ -11,7 +11,7 @@ from specbeam.draft.children import Distinct
 from specbeam.draft.merged import Graph
 from specbeam.draft.tree import Branching, Sprout, TreeDrafter
 from specbeam.forest import Forest, Row, masses_left
-from specbeam.lm.kv_trie import KVTrie
+from specbeam.lm.kv.trie import KVTrie
 from specbeam.lm.table import TableLM
 from specbeam.records import Shape
 from specbeam.session import Parts

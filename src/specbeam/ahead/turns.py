@@ -12,8 +12,8 @@ from specbeam.kernels.planning import Plan, learnt, planned
 from specbeam.kernels.stopping import Stop, enough
 from specbeam.kernels.truncation import Way
 from specbeam.kernels.widths import Widths, from_to
-from specbeam.lm.one_lane import OneLane, extended, has_room, rewound, settled
-from specbeam.lm.trie_steps import KNOWN, SIZE, STORED
+from specbeam.lm.compiled.one_lane import OneLane, extended, has_room, rewound, settled
+from specbeam.lm.kv.steps import KNOWN, SIZE, STORED
 from specbeam.verify.beam_fast import Finished, Judged, judged
 
 TURNS = 32  # most turns of a run: between runs a user can interrupt

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.lm.lean import head_size
+from specbeam.lm.llama import head_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

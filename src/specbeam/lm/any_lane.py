@@ -4,8 +4,8 @@ import inspect
 from typing import Any
 
 from specbeam.kernels.compiling import AVAILABLE, Array
-from specbeam.lm.gpu_lane import OneGpuLane, gpu_extended
-from specbeam.lm.one_lane import OneLane, extended
+from specbeam.lm.compiled.one_lane import OneLane, extended
+from specbeam.lm.gpu.lane import OneGpuLane, gpu_extended
 
 if AVAILABLE:
     from numba.extending import overload

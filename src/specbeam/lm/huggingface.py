@@ -13,21 +13,22 @@ from jaxtyping import Float
 from specbeam.clock import book
 from specbeam.errors import NotSupported, UnsupportedModel
 from specbeam.forest import Forest
-from specbeam.lm.compiled import compiled_decoder
-from specbeam.lm.kv_trie import BLOCK, KVTrie
-from specbeam.lm.lane import CompiledLane
-from specbeam.lm.lean import LARGEST, is_llama_like, lean
-from specbeam.lm.one_lane import OneLane
-from specbeam.lm.packed import PackedPasses
-from specbeam.lm.padded import PaddedPasses
+from specbeam.lm.compiled.decoder import compiled_decoder
+from specbeam.lm.compiled.lane import CompiledLane
+from specbeam.lm.compiled.one_lane import OneLane
+from specbeam.lm.compiled.passes import PackedPasses
+from specbeam.lm.kv.trie import BLOCK, KVTrie
+from specbeam.lm.llama import is_llama_like
+from specbeam.lm.padded.lean import LARGEST, lean
+from specbeam.lm.padded.passes import PaddedPasses
 from specbeam.records import Turn
 from specbeam.session import Seat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specbeam.lm.gpu_lane import GpuLane, OneGpuLane
-    from specbeam.lm.gpu_passes import GpuPasses
+    from specbeam.lm.gpu.lane import GpuLane, OneGpuLane
+    from specbeam.lm.gpu.passes import GpuPasses
 
 CHUNK = 512  # prompt tokens per pass
 
@@ -200,8 +201,8 @@ def _gpu_passes(model: "PreTrainedModel", lanes: list[Any], capture: bool) -> "G
     """None where Triton is missing or does not work, or it would not be the same model."""
     if not is_llama_like(model) or find_spec("triton") is None:
         return None
-    from specbeam.lm.gpu_decoder import GpuDecoder
-    from specbeam.lm.gpu_passes import GpuPasses
+    from specbeam.lm.gpu.decoder import GpuDecoder
+    from specbeam.lm.gpu.passes import GpuPasses
 
     with torch.inference_mode(False), torch.no_grad():  # weights that are laid out anew can still be trained
         passes = GpuPasses(model, GpuDecoder(model), lanes, capture)

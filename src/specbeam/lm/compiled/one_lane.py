@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
-from specbeam.lm.sums import WIDTH
-from specbeam.lm.trie_steps import BLOCK, EXTENT, HELD, KNOWN, SIZE, STORED, Trie, entered, fed, hung, kept
+from specbeam.lm.compiled.sums import WIDTH
+from specbeam.lm.kv.steps import BLOCK, EXTENT, HELD, KNOWN, SIZE, STORED, Trie, entered, fed, hung, kept
 
 if AVAILABLE:
     from specbeam.kernels.compiling import call_at

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specbeam.lm.kv_store import KVStore
+from specbeam.lm.kv.store import KVStore
+from specbeam.lm.llama import head_size, is_plain_llama
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LARGEST = 300_000_000  # parameters; above, a second copy of the weights is dear
 PACKED_FROM = 1_000_000  # weights of a matrix; packing costs small ones more than it saves
-_FAMILIES = ("llama", "mistral", "qwen2")
-_ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
 
 
 class Matrix:
@@ -179,34 +178,3 @@ def _turns(rotary: nn.Module, positions: int, size: int) -> Tensor:
 def lean(model: "PreTrainedModel") -> LeanDecoder | None:
     """The lean forward of a model, or None if it would not be the same model."""
     return LeanDecoder(model) if is_plain_llama(model) else None
-
-
-def head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def is_plain_llama(model: "PreTrainedModel") -> bool:
-    """Whether a model does what a Llama, Mistral or Qwen2 does, in float32 on a CPU, and nothing is hooked into it."""
-    return is_llama_like(model) and model.dtype == torch.float32 and model.device.type == "cpu"
-
-
-def is_llama_like(model: "PreTrainedModel") -> bool:
-    """Whether a model does what a Llama, Mistral or Qwen2 does, and nothing is hooked into it."""
-    config = model.config
-    if (
-        config.model_type not in _FAMILIES
-        or type(model).__name__.removesuffix("ForCausalLM").lower() != config.model_type
-    ):
-        return False
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    linears = [one for one in model.modules() if hasattr(one, "weight") and hasattr(one, "in_features")]
-    plain = all(type(one) is nn.Linear for one in linears)  # no adapters, nothing quantised
-    hooked = any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in model.modules())
-    return (
-        plain
-        and not hooked
-        and config.hidden_act == "silu"
-        and not getattr(config, "mlp_bias", False)
-        and model.model.layers[0].self_attn.o_proj.bias is None
-        and rope.get("rope_type", "default") in _ROPES
-    )

@@ -9,10 +9,10 @@ from jaxtyping import Int64
 
 from specbeam.forest import Forest
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
-from specbeam.lm.gpu_staging import Inputs, Model, check, laid_out
-from specbeam.lm.kv_trie import KVTrie
-from specbeam.lm.lane import Logits, Nodes
-from specbeam.lm.trie_steps import KNOWN, SIZE, STORED, Trie, entered
+from specbeam.lm.gpu.staging import Inputs, Model, check, laid_out
+from specbeam.lm.kv.lane import Logits, Nodes
+from specbeam.lm.kv.steps import KNOWN, SIZE, STORED, Trie, entered
+from specbeam.lm.kv.trie import KVTrie
 from specbeam.records import Turn
 
 if AVAILABLE:

@@ -1,4 +1,4 @@
-"""The steps of a KV trie's books as loops (see lm/kv_trie.py), compiled where numba is installed."""
+"""The steps of a KV trie's books as loops (see lm/kv/trie.py), compiled where numba is installed."""
 
 from typing import NamedTuple
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
-from specbeam.lm.captured import Capture, OfSecondTimes
-from specbeam.lm.gpu_decoder import GpuDecoder, PassShape
-from specbeam.lm.gpu_staging import Staging
-from specbeam.lm.kv_store import SlotStore
-from specbeam.lm.sizes import up
+from specbeam.lm.gpu.decoder import GpuDecoder, PassShape
+from specbeam.lm.gpu.staging import Staging
+from specbeam.lm.kv.store import SlotStore
+from specbeam.lm.padded.captured import Capture, OfSecondTimes
+from specbeam.lm.padded.sizes import up
 
 FEW = 64  # rows for which the head costs what it costs for one
 Graph = tuple[torch.cuda.CUDAGraph, torch.Tensor]  # and the logits that it writes

@@ -1,7 +1,8 @@
 """Products of a few rows with a large matrix, in the time that reading the matrix takes.
 
 Libraries' float32 products take twice the time of one row from two to eight rows on. Here a matrix is laid out once in
-panels, a few columns wide, and a panel streams through registers in which the sums of up to `MOST` rows stay (lm/sums.py).
+panels, a few columns wide, and a panel streams through registers in which the sums of up to `MOST` rows stay
+(lm/compiled/sums.py).
 
 Weights that fit bfloat16 exactly, as those of most checkpoints do, are kept and read in it: half the time, and the same
 product. Rounded to 8 bits they are read in a quarter of it, and each row of x is rounded too, by its own largest number:
@@ -16,7 +17,7 @@ from jaxtyping import Float, Float32, Int8, Shaped
 
 from specbeam import kernels
 from specbeam.kernels.compiling import compiled
-from specbeam.lm.sums import MOST, STEP, WIDTH, sums
+from specbeam.lm.compiled.sums import MOST, STEP, WIDTH, sums
 
 if kernels.AVAILABLE:
     from numba import prange, types

@@ -10,13 +10,13 @@ from jaxtyping import Float, Int64
 
 from specbeam.clock import lap
 from specbeam.forest import Forest
-from specbeam.lm.attention import Mask, Masks
-from specbeam.lm.captured import WIDEST, CapturedForward, Forward
-from specbeam.lm.kv_store import KVStore, Place
-from specbeam.lm.kv_trie import BLOCK, WASTE, Feed
-from specbeam.lm.lane import Lane, Logits, Nodes
-from specbeam.lm.lean import LeanDecoder
-from specbeam.lm.sizes import up
+from specbeam.lm.kv.lane import Lane, Logits, Nodes
+from specbeam.lm.kv.masks import Mask, Masks
+from specbeam.lm.kv.store import KVStore, Place
+from specbeam.lm.kv.trie import BLOCK, WASTE, Feed
+from specbeam.lm.padded.captured import WIDEST, CapturedForward, Forward
+from specbeam.lm.padded.lean import LeanDecoder
+from specbeam.lm.padded.sizes import up
 from specbeam.probs import picked
 
 if TYPE_CHECKING:

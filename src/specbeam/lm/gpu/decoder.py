@@ -13,10 +13,10 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from specbeam.lm.gpu_staging import Inputs
-from specbeam.lm.gpu_steps import attended, gated, normed, turned
-from specbeam.lm.kv_store import SlotStore
-from specbeam.lm.lean import head_size
+from specbeam.lm.gpu.staging import Inputs
+from specbeam.lm.gpu.steps import attended, gated, normed, turned
+from specbeam.lm.kv.store import SlotStore
+from specbeam.lm.llama import head_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from specbeam import kernels
 from specbeam.kernels.compiling import Array, address_of
-from specbeam.lm.kv_store import PanelStore
-from specbeam.lm.lane import CompiledLane
-from specbeam.lm.lean import head_size, is_plain_llama
-from specbeam.lm.loops import all_layers, scored
-from specbeam.lm.one_lane import OneLane
-from specbeam.lm.panels import Kind, fits_bfloat16, in_panels
-from specbeam.lm.sums import STEP, WIDTH
+from specbeam.lm.compiled.lane import CompiledLane
+from specbeam.lm.compiled.loops import all_layers, scored
+from specbeam.lm.compiled.one_lane import OneLane
+from specbeam.lm.compiled.panels import Kind, fits_bfloat16, in_panels
+from specbeam.lm.compiled.sums import STEP, WIDTH
+from specbeam.lm.kv.store import PanelStore
+from specbeam.lm.llama import head_size, is_plain_llama
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

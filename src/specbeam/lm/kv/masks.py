@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int32, Int64
 
-from specbeam.lm.kv_trie import WASTE, Feed, KVTrie
+from specbeam.lm.kv.trie import WASTE, Feed, KVTrie
 
 _LOWEST = np.finfo(np.float32).min
 Mask = torch.Tensor | dict[str, torch.Tensor]

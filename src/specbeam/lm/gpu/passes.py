@@ -11,12 +11,12 @@ import torch
 from specbeam import kernels
 from specbeam.clock import lap
 from specbeam.forest import Forest
-from specbeam.lm.attention import Masks
-from specbeam.lm.gpu_decoder import GpuDecoder, PassShape
-from specbeam.lm.gpu_graphs import FEW, Graphs, shape_for
-from specbeam.lm.gpu_lane import GpuLane, OneGpuLane, gpu_extended, runs
-from specbeam.lm.gpu_staging import Model, Staging, check, laid_out
-from specbeam.lm.lane import Logits, Nodes
+from specbeam.lm.gpu.decoder import GpuDecoder, PassShape
+from specbeam.lm.gpu.graphs import FEW, Graphs, shape_for
+from specbeam.lm.gpu.lane import GpuLane, OneGpuLane, gpu_extended, runs
+from specbeam.lm.gpu.staging import Model, Staging, check, laid_out
+from specbeam.lm.kv.lane import Logits, Nodes
+from specbeam.lm.kv.masks import Masks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

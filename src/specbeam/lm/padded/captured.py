@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from specbeam.lm.attention import Mask
-from specbeam.lm.kv_store import KVStore
+from specbeam.lm.kv.masks import Mask
+from specbeam.lm.kv.store import KVStore
 
 _T = TypeVar("_T")
 Forward = Callable[[Tensor, Tensor, Mask, int], Tensor]  # tokens, positions, masks, how many rows are wanted

@@ -10,11 +10,12 @@ import torch
 
 from specbeam.clock import lap
 from specbeam.forest import Forest
-from specbeam.lm.attention import Masks
-from specbeam.lm.compiled import CompiledDecoder, Rows
-from specbeam.lm.kv_trie import BLOCK
-from specbeam.lm.lane import CompiledLane, Logits
-from specbeam.lm.one_lane import OneLane, extended
+from specbeam.lm.compiled.decoder import CompiledDecoder, Rows
+from specbeam.lm.compiled.lane import CompiledLane
+from specbeam.lm.compiled.one_lane import OneLane, extended
+from specbeam.lm.kv.lane import Logits
+from specbeam.lm.kv.masks import Masks
+from specbeam.lm.kv.trie import BLOCK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

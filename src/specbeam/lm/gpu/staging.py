@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from specbeam.kernels.compiling import Array, compiled
-from specbeam.lm.trie_steps import BLOCK, EXTENT, STORED, Trie, fed
+from specbeam.lm.kv.steps import BLOCK, EXTENT, STORED, Trie, fed
 
 
 class Inputs(NamedTuple):

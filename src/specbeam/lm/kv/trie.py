@@ -13,7 +13,7 @@ itself. They are stored with the next pass, each once, however many beams share 
     pending  a small forest on them
     root_at  local node of each root
 
-The books are arrays with room behind what is used; loops of `lm/trie_steps.py` keep them.
+The books are arrays with room behind what is used; loops of `lm/kv/steps.py` keep them.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Shaped
 
 from specbeam.forest import Forest
-from specbeam.lm.trie_steps import (
+from specbeam.lm.kv.steps import (
     BLOCK,
     EXTENT,
     HELD,

@@ -6,8 +6,8 @@ import numpy as np
 
 from specbeam.kernels.compiling import Array, compiled, compiled_in_any_order
 from specbeam.kernels.sums import exp_near_0
-from specbeam.lm.panels import multiply, parts, stood_up
-from specbeam.lm.sums import MOST, WIDTH, sums
+from specbeam.lm.compiled.panels import multiply, parts, stood_up
+from specbeam.lm.compiled.sums import MOST, WIDTH, sums
 
 _F0, _F1, _LOG2E = np.float32(0), np.float32(1), np.float32(1.4426950408889634)
 _LN2_HEAD = np.float32(0.693359375)  # of few bits: its multiples are exact

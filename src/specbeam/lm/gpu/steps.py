@@ -15,9 +15,9 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
-from specbeam.lm.gpu_staging import Inputs
+from specbeam.lm.gpu.staging import Inputs
 
-WASTE = tl.constexpr(0)  # a slot that nobody sees, and where nothing is written: see lm/trie_steps.py
+WASTE = tl.constexpr(0)  # a slot that nobody sees, and where nothing is written: see lm/kv/steps.py
 UNSEEN = tl.constexpr(-1e30)
 MOST_ROWS, MOST_SPLITS = 64, 16
 

@@ -1,0 +1,1 @@
+"""Llama-like models on a CPU: layers as compiled loops over panels of their weights."""

@@ -1,0 +1,50 @@
+"""One session in a compiled model: its trie, and what logits of stored nodes are made from."""
+
+import numpy as np
+from jaxtyping import Float32
+
+from specbeam.lm.kv.trie import KVTrie, widened
+from specbeam.records import Turn
+
+
+class CompiledLane:
+    """For the compiled forward, whose outputs are what logits are made from: few numbers a row, kept for every node."""
+
+    def __init__(self, row: int, prompt: list[int], hidden: int) -> None:
+        self.row = row
+        self.trie = KVTrie(prompt)
+        self.answered = 0
+        self.outputs = np.zeros((0, hidden), dtype=np.float32)  # by stored local node
+
+    def make_room(self, fresh: int) -> None:
+        """For a forest with so many new nodes, all of which are to be stored."""
+        self.trie.make_room(fresh)
+        self.trie.make_slots(self.trie.waiting + fresh)
+        self._make_rows()
+
+    def _make_rows(self) -> None:
+        if (rows := len(self.trie.arrays.seen)) > len(self.outputs):
+            self.outputs = widened(self.outputs, rows, self.outputs.shape[1])
+
+    def ran(self) -> None:
+        """A loop has settled it."""
+        self.trie.root_at, self.answered = self.trie.local.copy(), 0
+
+    def learn(self, rows: Float32[np.ndarray, "n hidden"]) -> None:
+        """Outputs of the nodes that were stored last."""
+        self._make_rows()
+        stored = self.trie.stored
+        self.outputs[stored - len(rows) : stored] = rows
+
+    def answer(self) -> Float32[np.ndarray, "n hidden"]:
+        """Outputs of the forest nodes not handed out yet."""
+        wanted = self.trie.local[self.answered :]
+        self.answered = self.trie.known
+        return self.outputs[wanted]
+
+    def settle(self, turn: Turn) -> None:
+        former, _ = self.trie.settle(turn)
+        self._make_rows()
+        stored = self.trie.stored
+        self.outputs[:stored] = self.outputs[former[:stored]]
+        self.answered = 0

@@ -1,0 +1,1 @@
+"""Llama-like models on a GPU: few kernels a layer, captured passes, loops that start them."""

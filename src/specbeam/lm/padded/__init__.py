@@ -1,0 +1,1 @@
+"""Any model of transformers: sessions side by side in a batch, padded to the longest."""
