@@ -15,6 +15,8 @@ if numba is not None:
     from numba import types
     from numba.extending import intrinsic
 
+    from specbeam.kernels.kept import Kept
+
 AVAILABLE = numba is not None and os.environ.get("SPECBEAM_KERNELS") != "off"
 Array = Any  # numba finds the types by itself
 BLOCK = 64  # values that are looked at together
@@ -24,7 +26,9 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     """Compiled at the first call and kept on disk. `unwrap`: tests wrap functions into type checks."""
     if not AVAILABLE:
         return function
-    return numba.njit(cache=True, error_model="numpy", boundscheck=False, **options)(inspect.unwrap(function))
+    made = numba.njit(error_model="numpy", boundscheck=False, **options)(inspect.unwrap(function))
+    made._cache = Kept(made.py_func)
+    return made
 
 
 def compiled_in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -93,7 +93,10 @@ def judged(
     stop, held, count, layers, going, told = finished.stop, finished.held, 0, 0, True, True
     while going and layers < most:
         x = _rows(logits, nodes)
-        asked = _asked(x, scores, counts, by, widths, nodes, fronts, layers) if layers < drafted else widths.most
+        # `np.int64`: the loop would be compiled twice, for a literal and for a number.
+        asked = (
+            _asked(x, scores, counts, by, widths, nodes, fronts, np.int64(layers)) if layers < drafted else widths.most
+        )
         every = np.ones(len(nodes), dtype=np.bool_)
         told = asked >= 0
         if not told:

@@ -1,0 +1,73 @@
+"""A compiled loop that was kept is read again only while all that was compiled into it is the same."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import specbeam
+from specbeam.kernels import AVAILABLE
+
+if not AVAILABLE:
+    pytest.skip("numba is not installed", allow_module_level=True)
+
+from specbeam.kernels import kept
+
+SOURCE = Path(specbeam.__file__).parent
+INNER = """
+from typing import NamedTuple
+from specbeam.kernels.compiling import compiled
+class {record}(NamedTuple):
+    number: int
+@compiled
+def inner(one):
+    return one.number {change}
+"""
+OUTER = """
+from specbeam.inner import {record}, inner
+from specbeam.kernels.compiling import compiled
+@compiled
+def outer(number):
+    return inner({record}(number))
+print(outer(5), sum(outer._cache_hits.values()))
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    shutil.copytree(SOURCE / "kernels", tmp_path / "specbeam" / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "specbeam" / "__init__.py").touch()
+    return tmp_path / "specbeam"
+
+
+def run(package, change, record="One"):
+    for name, text in (("inner", INNER), ("outer", OUTER)):
+        (package / f"{name}.py").write_text(text.format(change=change, record=record))
+    command = [sys.executable, "-c", "import specbeam.outer"]
+    done = subprocess.run(
+        command, cwd=package.parent, env={"PYTHONPATH": ""}, capture_output=True, text=True, check=True
+    )
+    return tuple(int(number) for number in done.stdout.split())
+
+
+def test_a_change_of_an_inner_loop_reaches_the_outer_one(package):
+    assert run(package, "+ 1") == (6, 0)
+    assert run(package, "+ 1") == (6, 1)
+    assert run(package, "+ 10") == (15, 0)
+    assert run(package, "+ 10", record="Another") == (15, 0)
+    assert len(list((package / "__pycache__").glob("outer.outer-*.nbi"))) == 1
+
+
+def test_sources_are_those_that_are_compiled_in():
+    turns = {str(path.relative_to(SOURCE)) for path in kept.sources(SOURCE / "ahead" / "turns.py")}
+    assert turns >= {
+        "ahead/texts.py",
+        "verify/beam_fast.py",
+        "kernels/noise.py",
+        "lm/kv/steps.py",
+        "lm/compiled/sums.py",
+    }
+    assert not turns & {"session.py", "lm/huggingface.py", "decode.py"}
+    assert "probs.py" in {path.name for path in kept.sources(SOURCE / "draft" / "tree_fast.py")}  # for a constant
