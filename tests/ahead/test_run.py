@@ -4,8 +4,8 @@ import pytest
 
 import specbeam as sb
 from specbeam import kernels
-from specbeam.ahead import run
-from specbeam.ahead.turns import PASSES
+from specbeam.ahead import beams, run, trees
+from specbeam.ahead.books import PASSES
 from specbeam.decode import decode
 from specbeam.errors import SomeFailed, TooFewAnswers
 from specbeam.generation import turns_of
@@ -28,7 +28,12 @@ METHODS = {
     "one beam": sb.dsbd(1, 3, 5, "fixed"),
     "no draft": sb.beam_sampling(4),
     "one sequence": sb.sampling(),
+    "chain": sb.speculative_sampling(4),
+    "chain by cost": sb.speculative_sampling(6, controller="cost"),
+    "tree": sb.specinfer((3, 2, 1)),
+    "tree of distinct draws": sb.rsd_c((2, 2, 1)),
 }
+TREES = ["chain", "chain by cost", "tree", "tree of distinct draws"]
 ENDS = [
     {}, {"early_stopping": True}, {"early_stopping": "never", "length_penalty": 2.0}, {"num_return_sequences": 2},
     {"length_penalty": 0.0, "early_stopping": False},
@@ -36,11 +41,24 @@ ENDS = [
 
 
 @pytest.fixture
-def runs(monkeypatch):
-    """What the loop was asked for."""
-    seen, loop = [], run.turns
-    monkeypatch.setattr(run, "turns", lambda *given: seen.append(loop(*given)) or seen[-1])
+def runs(pair, monkeypatch):
+    """What the loops were asked for, but to measure what they cost."""
+    measured(pair)
+    seen = []
+    for module, name in ((beams, "beam_turns"), (trees, "tree_turns")):
+        watch(monkeypatch, module, name, seen)
     return seen
+
+
+def measured(pair):
+    for method in METHODS.values():
+        method.parts(pair.draft, pair.target)
+    return pair
+
+
+def watch(monkeypatch, module, name, seen):
+    loop = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *given: seen.append(loop(*given)) or seen[-1])
 
 
 def both(pair, prompt, method, monkeypatch, **options):
@@ -48,7 +66,7 @@ def both(pair, prompt, method, monkeypatch, **options):
     options = {"seed": 4, "max_new_tokens": 12, "eos_token_id": [9, 30], **options}
     found = answers(pair, prompt, method, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "_course", lambda target, session: None)
+        patch.setattr(run, "turns_of", lambda target, session: None)
         expected = answers(pair, prompt, method, **options)
     return [known(one) for one in found], [known(one) for one in expected]
 
@@ -63,21 +81,16 @@ def answers(*given, **options):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_texts_and_reports_are_the_same(pair, runs, monkeypatch, name, options):
-    METHODS[name].parts(pair.draft, pair.target)  # measures what loops cost, by runs of them
-    runs.clear()
     for prompt in PROMPTS:
         found, expected = both(pair, prompt, METHODS[name], monkeypatch, **options)
         assert found == expected
-    cut = "top_k" in options or "top_p" in options
-    assert bool(runs) == (
-        name not in ("dynamic", "narrow", "by value", "by value, of one shape")
-        or cut
-        or options.get("temperature") == 0
-    )
+    cut, greedy = "top_k" in options or "top_p" in options, options.get("temperature") == 0
+    dynamic = name in ("dynamic", "narrow", "by value", "by value, of one shape")
+    assert bool(runs) == (cut or greedy if dynamic else not (greedy and name.startswith("tree")))
 
 
 @pytest.mark.parametrize("ends", ENDS, ids=str)
-@pytest.mark.parametrize("name", ["fixed", "dynamic", "no draft"])
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "no draft", "chain", "tree"])
 def test_ends_come_where_they_came(pair, runs, monkeypatch, name, ends):
     """Beams end often, and each of them may be enough."""
     options = {"top_k": 12, **ends, "eos_token_id": list(range(0, 60, 6))}
@@ -87,13 +100,13 @@ def test_ends_come_where_they_came(pair, runs, monkeypatch, name, ends):
     assert runs
 
 
-@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "by value", "one sequence"])
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "by value", "one sequence", *TREES])
 def test_long_texts_take_several_runs(pair, runs, monkeypatch, name):
     options = {"max_new_tokens": 250, "eos_token_id": [], "top_k": 8}
     found, expected = both(pair, PROMPTS[0], METHODS[name], monkeypatch, **options)
     assert found == expected
     assert len(runs) > 3
-    assert sum(one.numbers[PASSES] for one in runs) == found[0][1]
+    assert sum(one.books.numbers[PASSES] for one in runs) == found[0][1]
 
 
 def test_what_is_not_for_the_loop_goes_turn_by_turn(pair, runs, monkeypatch):
@@ -104,7 +117,20 @@ def test_what_is_not_for_the_loop_goes_turn_by_turn(pair, runs, monkeypatch):
     assert not one.told
 
 
-@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "by value"])
+@pytest.mark.parametrize("name", TREES)
+def test_a_law_that_the_loop_cannot_say_goes_turn_by_turn(runs, monkeypatch, name):
+    """Behind a flat row, top-p keeps more than is ranked one by one."""
+    flat, own = tiny("llama", seed=1, vocab_size=2048), tiny("llama", seed=2, vocab_size=2048)
+    flat.lm_head.weight.data.mul_(0.01)
+    for target, draft in ((flat, own), (own, flat)):
+        pair = measured(sb.load(target, draft))
+        runs.clear()
+        found, expected = both(pair, PROMPTS[0], METHODS[name], monkeypatch, top_p=0.9)
+        assert found == expected
+        assert not runs[-1].told
+
+
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "by value", *TREES])
 def test_single_turns_may_follow(pair, monkeypatch, name):
     """A run leaves behind what single turns would have."""
     states = []
@@ -112,7 +138,7 @@ def test_single_turns_may_follow(pair, monkeypatch, name):
         request = Request(pair, [PROMPTS[0]], METHODS[name], Settings(max_new_tokens=60, top_k=6, eos_token_id=[]), 3)
         (session,) = request.sessions
         for _ in decode(pair.target, [session], ahead=loop):
-            monkeypatch.setattr(run, "_course", lambda target, session: None)
+            monkeypatch.setattr(run, "turns_of", lambda target, session: None)
         texts = [(one.tokens, one.loglik) for one in session.hypotheses()]
         states.append((texts, session.count.target_passes, session.count.widths, session.count.peak_kv_tokens))
         monkeypatch.undo()
@@ -124,7 +150,7 @@ def test_a_pass_is_counted_once(pair, monkeypatch):
     counts = []
     for loop in (True, False):
         if not loop:
-            monkeypatch.setattr(run, "_course", lambda target, session: None)
+            monkeypatch.setattr(run, "turns_of", lambda target, session: None)
         before = pair.target.passes, pair.draft.passes
         sb.generate(pair, PROMPTS[0], METHODS["fixed"], seed=1, max_new_tokens=24, top_k=6)
         counts.append((pair.target.passes - before[0], pair.draft.passes - before[1]))
@@ -153,7 +179,7 @@ def test_a_model_with_more_words_than_the_target_drafts_turn_by_turn(runs):
 
 
 def test_what_goes_wrong_costs_one_prompt(pair, monkeypatch):
-    loop, calls = run.turns, []
+    loop, calls = beams.beam_turns, []
 
     def broken(*given):
         calls.append(given)
@@ -161,7 +187,7 @@ def test_what_goes_wrong_costs_one_prompt(pair, monkeypatch):
             raise IndexError("a token is beyond those of the model")
         return loop(*given)
 
-    monkeypatch.setattr(run, "turns", broken)
+    monkeypatch.setattr(beams, "beam_turns", broken)
     with pytest.raises(SomeFailed, match=r"prompt 0.*IndexError: a token is beyond") as failed:
         sb.generate(pair, [PROMPTS[0]] * 2, METHODS["fixed"], max_new_tokens=4, batch_size=1)
     assert len(failed.value.generations[1].tokens) > 0

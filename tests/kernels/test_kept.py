@@ -61,7 +61,7 @@ def test_a_change_of_an_inner_loop_reaches_the_outer_one(package):
 
 
 def test_sources_are_those_that_are_compiled_in():
-    turns = {str(path.relative_to(SOURCE)) for path in kept.sources(SOURCE / "ahead" / "turns.py")}
+    turns = {str(path.relative_to(SOURCE)) for path in kept.sources(SOURCE / "ahead" / "beam_turns.py")}
     assert turns >= {
         "ahead/texts.py",
         "verify/beam_fast.py",

@@ -1,36 +1,44 @@
 """Turns ahead: where one session is decoded by compiled loops alone, they run many turns at a time."""
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
-from specbeam.ahead.texts import SPAN
-from specbeam.ahead.turns import (
-    ACCEPTED,
-    DRAFT_PASSES,
-    DRAFT_SCORED,
-    GONE,
-    PASSES,
-    SCORED,
-    SPANNED,
-    Course,
-    Live,
-    Ran,
-    turns,
-)
-from specbeam.choice import way
+from specbeam.ahead.beams import beams_ahead
+from specbeam.ahead.books import ACCEPTED, DRAFT_PASSES, DRAFT_SCORED, PARTS, PASSES, SCORED, SPAN, Books
+from specbeam.ahead.trees import trees_ahead
 from specbeam.clock import apportion, lap
-from specbeam.draft.model import BeamDrafter, NoDraft
-from specbeam.limits import Ended
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.records import Beams
 from specbeam.session import Session
-from specbeam.verify.beam import BeamRule
 
-PARTS = ("draft", "draft/model", "score/model", "verify", "settle")
+
+@runtime_checkable
+class Ahead(Protocol):
+    """The turns of one session, ready to be run.
+
+    Attributes:
+        models: the target, and the draft model if there is one.
+    """
+
+    models: list[HuggingFaceLM]
+
+    @property
+    def fresh(self) -> int:
+        """Most new nodes of a turn."""
+        ...
+
+    def run(self, target: Any, draft: Any) -> tuple[Books, bool]:
+        """Run turns in these lanes (`OneLane`); whether the next one is for this loop too."""
+        ...
+
+    def keep(self) -> None:
+        """Leave the session where the run has led."""
+        ...
+
+
+KINDS: tuple[Callable[[HuggingFaceLM, Session], Ahead | None], ...] = (beams_ahead, trees_ahead)
 
 
 def ran_ahead(target: LM, live: list[Session]) -> bool:
@@ -45,86 +53,50 @@ def ran_ahead(target: LM, live: list[Session]) -> bool:
     return True  # it has failed
 
 
-def _moved_on(target: LM, session: Session) -> bool:
-    session.beside = 1
-    found = _course(target, session)
-    if found is None:
-        return False
-    models, course = found
-    ran = _ran(models, session, course)
-    if ran is None:
-        return False
-    _keep(session, models, ran)
-    return bool(ran.numbers[PASSES])
-
-
 class _Refused:
     """Left in the state of a session in which a turn was not for the loop: the rest goes turn by turn."""
 
 
-def _course(target: LM, session: Session) -> tuple[list[HuggingFaceLM], Course] | None:
-    """How its turns go, and by which models, if loops can run them."""
-    drafter, rule, controller = session.parts.drafter, session.parts.rule, session.parts.controller
-    models = [target, drafter.lm] if isinstance(drafter, BeamDrafter) else [target]
-    able = [lm for lm in models if isinstance(lm, HuggingFaceLM) and lm.loops and lm.vocab <= target.vocab]
-    if len(set(able)) < len(models) or not isinstance(rule, BeamRule) or _Refused in session.state:
-        return None
-    widths, plan = rule.for_loops(session), getattr(controller, "for_loops", None)
-    if widths is None or plan is None:
-        return None
-    shape = plan(session)
-    if isinstance(drafter, BeamDrafter):
-        if not drafter.by_loops(session):
-            return None
-        core = drafter.beams
-    elif isinstance(drafter, NoDraft) and shape.depth == 0:
-        core = 0
-    else:
-        return None
-    warp, limits = session.warp, session.limits
-    drafts, choice = way(warp, limits, core, int(shape.widths.max())), way(warp, limits, widths.most, 0)
-    return able, Course(shape, drafts, choice, widths, limits.for_loops, core > 0)
+def _moved_on(target: LM, session: Session) -> bool:
+    session.beside = 1
+    turns = turns_of(target, session)
+    return turns is not None and _ran(turns, session)
 
 
-def _ran(models: list[HuggingFaceLM], session: Session, course: Course) -> Ran | None:
-    beams, limits = session.beams, session.limits
-    deepest = course.plan.depth if course.plan.depth >= 0 else course.plan.seconds.shape[1] - 1
-    fresh, more = deepest * course.drafts.width + course.widths.most, min(session.remaining, SPAN)
-    before = [limits.normalised(one.loglik, len(one.tokens)) for one in session.ended]
-    finished = np.append(before, np.zeros(course.widths.most * SPAN))
-    live = Live(beams.tokens, beams.scores, beams.counts, beams.keys)
+def turns_of(target: LM, session: Session) -> Ahead | None:
+    """How its turns go, if loops can run them."""
+    if not isinstance(target, HuggingFaceLM) or not target.loops or _Refused in session.state:
+        return None
+    for kind in KINDS:
+        turns = kind(target, session)
+        if turns is not None and all(lm.loops and lm.vocab <= target.vocab for lm in turns.models):
+            return turns
+    return None
+
+
+def _ran(turns: Ahead, session: Session) -> bool:
     with ExitStack() as stack:
-        lanes = [stack.enter_context(lm.alone(session, fresh, more)) for lm in models]
+        more = min(session.remaining, SPAN)
+        lanes = [stack.enter_context(lm.alone(session, turns.fresh, more)) for lm in turns.models]
         arrays = [lane.arrays for lane in lanes if lane is not None]
-        if len(arrays) < len(models):  # a long prompt goes in first
-            return None
+        if len(arrays) < len(turns.models):  # a long prompt goes in first
+            return False
         began = time.perf_counter()
-        count = session.count.target_passes
-        ran = turns(arrays[0], arrays[-1], course, live, finished, len(before), session.length, count)
-    apportion(dict(zip(PARTS, ran.time.tolist(), strict=True)), began)
-    return ran
+        books, told = turns.run(arrays[0], arrays[-1])
+    apportion(dict(zip(PARTS, books.time.tolist(), strict=True)), began)
+    _keep(session, turns.models, books)
+    if not told:
+        session.state[_Refused] = True
+    turns.keep()
+    return bool(books.numbers[PASSES])
 
 
-def _keep(session: Session, models: list[HuggingFaceLM], ran: Ran) -> None:
-    """Let everybody know."""
-    numbers, count = ran.numbers, session.count
+def _keep(session: Session, models: list[HuggingFaceLM], books: Books) -> None:
+    """Let everybody know what was counted."""
+    numbers, count = books.numbers, session.count
     for lm, passes in zip(models, (numbers[SCORED], numbers[DRAFT_SCORED]), strict=False):
         lm.ran(session, int(passes))
-    if not ran.told:
-        session.state[_Refused] = True
     count.target_passes += int(numbers[PASSES])
     count.draft_passes += int(numbers[DRAFT_PASSES])
     count.accepted += int(numbers[ACCEPTED])
-    count.widths += ran.widths.tolist()
     count.peak_kv_tokens = models[0].peak(session)
-    texts, span, gone = ran.texts, int(numbers[SPANNED]), int(numbers[GONE])
-    ended = [_ended(session, texts, number) for number in range(gone)]
-    live = Beams(np.arange(len(ran.live.tokens)), *ran.live)
-    size = len(live)
-    session.leap(live, texts.origins[:size], texts.live[:size, :span], ended)
-
-
-def _ended(session: Session, texts: Any, number: int) -> Ended:
-    tokens = texts.gone[number, : texts.lengths[number]].tolist()
-    before = session.tails[texts.gone_origins[number]].tolist()
-    return Ended([*session.settled, *before, *tokens], float(texts.logliks[number]))

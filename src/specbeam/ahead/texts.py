@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specbeam.ahead.books import SPAN
 from specbeam.kernels.compiling import Array, compiled
-
-SPAN = 128  # most tokens of a run
 
 
 class Texts(NamedTuple):

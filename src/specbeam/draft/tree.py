@@ -163,7 +163,7 @@ class TreeDrafter:
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """One tree per session; see `Growth`. A controller that is `Stopping` may end a draft between layers."""
         sprouts = [Sprout.start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
-        if len(sprouts) == 1 and self.at_once:
+        if len(sprouts) == 1:
             self._ahead(sprouts[0])
         while active := [one for one in sprouts if self._wants(one)]:
             for one, logits in zip(active, self._rows(active), strict=True):
@@ -175,12 +175,20 @@ class TreeDrafter:
                 one.layers += 1
         return [self._finished(one) for one in sprouts]
 
+    def by_loops(self, session: Session, depth: int) -> tuple[list[int], bool] | None:
+        """Children per node, by layer, and whether they are distinct; None where a loop cannot grow them."""
+        growth = self.growth
+        if not self.at_once or not isinstance(growth, Branching) or not growth.loops:
+            return None
+        if _stops(type(session.parts.controller)):
+            return None
+        return [growth.count(layer) for layer in range(depth)], isinstance(growth.children, Distinct)
+
     def _ahead(self, one: Sprout) -> None:
         """What a loop can grow without asking anybody."""
-        growth = self.growth
-        if isinstance(growth, Branching) and not _stops(type(one.session.parts.controller)) and growth.loops:
-            counts = [growth.count(layer) for layer in range(one.shape.depth)]
-            tree = tree_at_once(self.lm, one.session, counts, isinstance(growth.children, Distinct))
+        children = self.by_loops(one.session, one.shape.depth)
+        if children is not None:
+            tree = tree_at_once(self.lm, one.session, *children)
             if tree is not None:
                 one.forest, one.front, one.undecided = tree.forest, tree.front, tree.undecided
                 one.layers = tree.passes - (tree.undecided is not None)

@@ -15,12 +15,12 @@ from specbeam.dice import Dice
 from specbeam.forest import Forest, Group, Row
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.cycles import cycles
-from specbeam.kernels.sums import log_norm, picked
-from specbeam.kernels.truncation import Cut, truncated
+from specbeam.kernels.sums import picked
+from specbeam.kernels.truncation import Cut, dense, truncated
 from specbeam.lm.any_lane import AnyLane, scored_alone
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.probs import MOST, Warp
+from specbeam.probs import MOST
 from specbeam.session import Session
 
 
@@ -33,6 +33,14 @@ class Draws(NamedTuple):
     cut: Cut  # `looked` is 0 where nothing is cut
     eos: Array
     uniforms: Array  # as many as there may be draws
+
+
+class Room(NamedTuple):
+    """What there may be of a tree."""
+
+    draws: int
+    groups: int
+    numbers: int  # of laws
 
 
 class Grown(NamedTuple):
@@ -51,24 +59,12 @@ class Grown(NamedTuple):
 
 
 @compiled
-def _dense(row: Array, temperature: float, logp: Array) -> bool:
-    """The law of a row of which nothing is cut, as `probs.row_logp` makes it; False if it is none."""
-    scaled = row.reshape(1, len(row))
-    if temperature != 1:
-        scaled = scaled / np.float32(temperature)
-    norm = log_norm(scaled)[0]
-    for token in range(len(row)):
-        logp[token] = np.float64(scaled[0, token]) - norm
-    return -np.inf < norm < np.inf
-
-
-@compiled
 def _laws(logits: Array, way: Draws, law_tokens: Array, law_logp: Array, law_ends: Array, group: int) -> bool:
     """Write the laws of these rows behind those of the groups before; False if a row has none, or is not told."""
     start = law_ends[group - 1] if group > 0 else 0
     if way.cut.looked == 0:
         for row in range(len(logits)):
-            if not _dense(logits[row], way.cut.temperature, law_logp[start : start + logits.shape[1]]):
+            if not dense(logits[row], way.cut.temperature, law_logp[start : start + logits.shape[1]]):
                 return False
             start += logits.shape[1]
             law_ends[group + row] = start
@@ -113,23 +109,21 @@ def _born(tree: Array, nodes: int, siblings: int, parent: int, token: int, eos: 
 
 
 @compiled
-def drafted(
-    one: AnyLane, roots: Array, answered: int, way: Draws, most: tuple[int, int, int]
-) -> tuple[Grown, int, int, float]:
+def drafted(one: AnyLane, roots: Array, answered: int, way: Draws, room: Room) -> tuple[Grown, int, int, float]:
     """Grow the layers that are counted in `way`. Gives the tree, the number of passes and of uniforms used, and which part
     of the time the passes took.
-
-    Args:
-        most: draws, groups and numbers of laws that there may be.
     """
     began, inside, vocab = cycles(), 0, one.model.vocab
-    tree, draws = np.empty((2, len(roots) + most[0]), dtype=np.int64), np.empty((2, most[0]), dtype=np.int64)
+    tree, draws = np.empty((2, len(roots) + room.draws), dtype=np.int64), np.empty((2, room.draws), dtype=np.int64)
     tree[0, : len(roots)], tree[1, : len(roots)] = roots, -1
-    logq = np.zeros(len(roots) + most[0])
-    parents, draw_ends, law_ends = np.empty((3, most[1]), dtype=np.int64)
-    law_tokens, law_logp = np.empty(most[2] if way.cut.looked > 0 else 0, dtype=np.int64), np.empty(most[2])
+    logq = np.zeros(len(roots) + room.draws)
+    parents, draw_ends, law_ends = np.empty((3, room.groups), dtype=np.int64)
+    law_tokens, law_logp = np.empty(room.numbers if way.cut.looked > 0 else 0, dtype=np.int64), np.empty(room.numbers)
     front, nodes, group, draw, used, passes = np.arange(len(roots)), len(roots), 0, 0, 0, 0
-    undecided, places = np.empty((0, vocab), dtype=np.float32), np.empty(way.counts.max(), dtype=np.int64)
+    undecided, places = (
+        np.empty((0, vocab), dtype=np.float32),
+        np.empty(way.counts.max() if len(way.counts) > 0 else 0, dtype=np.int64),
+    )
     for count in way.counts:
         if len(front) == 0:
             break
@@ -144,7 +138,8 @@ def drafted(
         for parent in front:
             start = law_ends[group - 1] if group > 0 else 0
             logp = law_logp[start : law_ends[group]]
-            drawn, siblings = _draw(np.exp(logp), count, way, used, places), nodes
+            left = logp if way.greedy else np.exp(logp)
+            drawn, siblings = _draw(left, count, way, used, places), nodes
             used += 0 if way.greedy else drawn
             for place in places[:drawn]:
                 token = law_tokens[start + place] if way.cut.looked > 0 else place
@@ -177,26 +172,18 @@ def tree_at_once(lm: LM, session: Session, counts: Sequence[int], distinct: bool
     """So many independent or distinct draws below each node of a layer, as far as the loop can say the laws; None where it
     cannot begin.
     """
-    warp, dice, live = session.warp, session.dice, session.beams
-    possible = type(dice) is Dice and warp.for_loops
-    if not possible or not counts or not isinstance(lm, HuggingFaceLM) or not _told(warp, counts):
+    if not counts or not isinstance(lm, HuggingFaceLM):
         return None
-    groups = [len(live)]
-    for count in counts[:-1]:
-        groups.append(groups[-1] * count)
-    draws = sum(size * count for size, count in zip(groups, counts, strict=True))
-    cut = warp.cut
-    kept = max(cut.top_k, cut.least) if cut.top_k else max(MOST, cut.least)
-    numbers = sum(groups) * (kept if cut.cuts else lm.vocab)
-    with lm.alone(session, draws) as alone:
-        if alone is None or numbers > LARGEST:
+    way, room = draws_of(session, counts, distinct), room_for(lm, session, counts)
+    if way is None or room is None:
+        return None
+    dice, roots = session.dice, session.beams.tokens
+    with lm.alone(session, room.draws) as alone:
+        if alone is None:
             return None
-        sizes, eos = np.array(counts, dtype=np.int64), session.limits.ending
-        way = Draws(sizes, distinct, warp.greedy, cut.for_loops, eos, dice.ahead(draws))
+        way = way._replace(uniforms=dice.ahead(room.draws))
         began = time.perf_counter()
-        found, passes, used, share = drafted(
-            alone.arrays, live.tokens, alone.lane.answered, way, (draws, sum(groups), numbers)
-        )
+        found, passes, used, share = drafted(alone.arrays, roots, alone.lane.answered, way, room)
         alone.ran(passes, began, share)
     dice.use(used)
     undecided = torch.from_numpy(found.undecided) if len(found.undecided) else None
@@ -206,9 +193,24 @@ def tree_at_once(lm: LM, session: Session, counts: Sequence[int], distinct: bool
 LARGEST = 10_000_000  # numbers of laws that are worth their room
 
 
-def _told(warp: Warp, counts: Sequence[int]) -> bool:
-    cut = warp.cut
-    return max(counts) == 1 if warp.greedy else (not cut.cuts or cut.looked > 0)
+def draws_of(session: Session, counts: Sequence[int], distinct: bool) -> Draws | None:
+    """How a loop draws such children, without the uniforms; None where it cannot."""
+    warp = session.warp
+    if type(session.dice) is not Dice or not warp.for_loops or warp.cut.looked < 0 or (warp.greedy and max(counts) > 1):
+        return None
+    sizes = np.array(counts, dtype=np.int64)
+    return Draws(sizes, distinct, warp.greedy, warp.cut.for_loops, session.limits.ending, np.zeros(0))
+
+
+def room_for(lm: HuggingFaceLM, session: Session, counts: Sequence[int]) -> Room | None:
+    """For such trees under all beams; None if it is too much."""
+    cut, groups = session.warp.cut, [len(session.beams)]
+    for count in counts[:-1]:
+        groups.append(groups[-1] * count)
+    draws = sum(size * count for size, count in zip(groups, counts, strict=True))
+    kept = max(cut.top_k, cut.least) if cut.top_k else max(MOST, cut.least)
+    numbers = sum(groups) * (kept if cut.cuts else lm.vocab)
+    return Room(draws, sum(groups), numbers) if numbers <= LARGEST else None
 
 
 def _forest(found: Grown, way: Draws, vocab: int) -> Forest:

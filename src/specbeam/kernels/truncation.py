@@ -203,6 +203,18 @@ def kept(row: Array, temperature: float, top_k: int, top_p: float, min_p: float,
 
 
 @compiled
+def dense(row: Array, temperature: float, logp: Array) -> bool:
+    """The law of a row of which nothing is cut, as `probs.row_logp` makes it; False if it is none."""
+    scaled = row.reshape(1, len(row))
+    if temperature != 1:
+        scaled = scaled / np.float32(temperature)
+    norm = log_norm(scaled)[0]
+    for token in range(len(row)):
+        logp[token] = np.float64(scaled[0, token]) - norm
+    return -np.inf < norm < np.inf
+
+
+@compiled
 def truncated(
     logits: Array, temperature: float, top_k: int, top_p: float, min_p: float, least: int, most: int
 ) -> tuple[Array, Array, Array]:

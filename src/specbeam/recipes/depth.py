@@ -7,6 +7,7 @@ from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import FixedWidth, ValuedWidth
 from specbeam.control.worth import DepthByCost, ShapeByValue
+from specbeam.draft.tree import Branching, TreeDrafter
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -15,6 +16,7 @@ from specbeam.session import Controller, Drafter, Parts, Rule
 from specbeam.tune import curve_of, host_cost
 from specbeam.verify.beam import BeamRule
 from specbeam.verify.match import MatchRule
+from specbeam.verify.path import PathRule
 
 Depth = int | Literal["auto"]
 DrafterOf = Callable[[LM], Drafter]
@@ -81,9 +83,17 @@ def _host(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rule: Ru
 
     if not isinstance(target, HuggingFaceLM):
         return HostCost()
-    in_loops = isinstance(draft, HuggingFaceLM) and target.loops and draft.loops and isinstance(rule, BeamRule)
+    in_loops = isinstance(draft, HuggingFaceLM) and target.loops and draft.loops and _run_ahead(drafter(draft), rule)
     key = [repr(rule), repr(drafter(IdleLM(1, 0))), width, in_loops]
     return host_cost(target.vocab, parts, key, (target, draft) if in_loops else None)
+
+
+def _run_ahead(drafter: Drafter, rule: Rule) -> bool:
+    """Whether such turns may be run ahead."""
+    if isinstance(rule, BeamRule):
+        return True
+    growth = drafter.growth if isinstance(drafter, TreeDrafter) else None
+    return isinstance(rule, PathRule) and isinstance(growth, Branching) and growth.loops
 
 
 def _curve(lm: LM | None, role: str) -> CostCurve:

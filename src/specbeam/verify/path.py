@@ -10,7 +10,7 @@ from specbeam.forest import Forest
 from specbeam.records import Verdict
 from specbeam.session import Session
 from specbeam.verify.draws import draws
-from specbeam.verify.path_fast import walk_at_once
+from specbeam.verify.path_fast import Laws, laws, walk_at_once
 from specbeam.verify.single import Walk, check_lawful
 
 
@@ -26,6 +26,10 @@ class PathRule:
 
     tries: ClassVar[bool] = True
     at_once: bool = field(default=True, repr=False)  # False: token by token, as the oracle of the loop
+
+    def for_loops(self, session: Session) -> Laws | None:
+        """What it tries drafts against, as loops see it; None if it is not for them."""
+        return laws(session) if self.at_once else None
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         check_lawful(forest, "PathRule")

@@ -1,10 +1,29 @@
-"""`decode` for one session as one loop: plan, draft, score, verify, settle, turn after turn, without Python between."""
+"""`decode` for the beams of one session as one loop: plan, draft, score, verify, settle without Python between turns."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from specbeam.ahead.texts import SPAN, Texts, begun, moved_on, put_aside
+from specbeam.ahead.books import (
+    ACCEPTED,
+    DRAFT_PASSES,
+    GONE,
+    PASSES,
+    SCORE,
+    SCORED,
+    SETTLE,
+    SPAN,
+    SPANNED,
+    STEPS,
+    TURNS,
+    VERIFY,
+    Books,
+    Live,
+    drafted_so,
+    opened,
+    runs_layers,
+)
+from specbeam.ahead.texts import Texts, begun, moved_on, put_aside
 from specbeam.draft.model_fast import Front, Layers, drafted
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.cycles import cycles
@@ -13,15 +32,10 @@ from specbeam.kernels.stopping import Stop, enough
 from specbeam.kernels.truncation import Way
 from specbeam.kernels.widths import Widths, from_to
 from specbeam.lm.compiled.one_lane import OneLane, extended, has_room, rewound, settled
-from specbeam.lm.kv.steps import KNOWN, SIZE, STORED
 from specbeam.verify.beam_fast import Finished, Judged, judged
 
-TURNS = 32  # most turns of a run: between runs a user can interrupt
-DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)  # where the time goes
-PASSES, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, STEPS, SPANNED, GONE = range(8)
 
-
-class Course(NamedTuple):
+class BeamCourse(NamedTuple):
     """How the turns of a session go."""
 
     plan: Plan
@@ -32,52 +46,28 @@ class Course(NamedTuple):
     drafting: bool  # False: there is no draft model, and another lane stands in its place
 
 
-class Live(NamedTuple):
-    """Beams between two turns."""
-
-    tokens: Array
-    scores: Array
-    counts: Array
-    keys: Array
-
-
-class Ran(NamedTuple):
+class BeamsRan(NamedTuple):
     """What came of a run."""
 
     live: Live
     texts: Texts
     widths: Array  # draws of each step
-    numbers: (
-        Array  # int64[8], see above: passes as a session counts them, and as the models do; layers that drafts gave
-    )
-    time: Array  # int64[5]: cycles, see above
+    books: Books
     told: bool  # False: the next turn is not for this loop
 
 
 @compiled
-def _new(one: OneLane, nodes: int) -> bool:
-    """Whether a pass over a forest of so many nodes runs the layers."""
-    books = one.trie.books
-    return books[SIZE] > books[STORED] or nodes > books[KNOWN]
-
-
-@compiled
 def _guessed(
-    draft: OneLane, course: Course, live: Live, shape: tuple[int, int], numbers: Array, time: Array
+    draft: OneLane, course: BeamCourse, live: Live, shape: tuple[int, int], books: Books
 ) -> tuple[Layers, bool]:
     """A draft, and whether the loop could decide all of it."""
-    began, waiting, size = cycles(), _new(draft, 0), len(live.tokens)
+    began, waiting, size = cycles(), runs_layers(draft, 0), len(live.tokens)
     every = np.ones(size, dtype=np.bool_)
     front = Front(np.arange(size), live.tokens, live.scores, live.counts, live.keys, every)
     by = course.drafts
     way = Way(by.noisy, by.cut, min(by.core, shape[1]), shape[1], by.eos)
     layers, _, passes, share = drafted(draft, front, 0, shape[0], way)
-    numbers[DRAFT_PASSES] += passes
-    numbers[DRAFT_SCORED] += passes - (passes > 0 and not waiting)
-    took = cycles() - began
-    inside = int(share * took) if passes > 0 else 0
-    time[DRAFT_MODEL] += inside
-    time[DRAFT] += took - inside
+    drafted_so(books, began, passes, share, waiting)
     return layers, passes == len(layers.fronts.row_ends)
 
 
@@ -113,9 +103,16 @@ def _survivors(found: Judged) -> Array:
 
 
 @compiled
-def turns(
-    target: OneLane, draft: OneLane, course: Course, live: Live, finished: Array, ended: int, length: int, passes: int
-) -> Ran:
+def beam_turns(
+    target: OneLane,
+    draft: OneLane,
+    course: BeamCourse,
+    live: Live,
+    finished: Array,
+    ended: int,
+    length: int,
+    passes: int,
+) -> BeamsRan:
     """Run until the session is over, or for a while, or until something is not for this loop.
 
     Args:
@@ -126,7 +123,8 @@ def turns(
     """
     most, drafting, stop, values = course.widths.most, course.drafting, course.stop, course.widths.values
     texts, widths = begun(len(live.tokens), most), np.empty(SPAN, dtype=np.int64)
-    numbers, time, told, over = np.zeros(8, dtype=np.int64), np.zeros(5, dtype=np.int64), True, False
+    books, told, over = opened(), True, False
+    numbers, time = books.numbers, books.time
     while told and not over and numbers[PASSES] < TURNS:
         roots, span, left = len(live.tokens), numbers[SPANNED], stop.most - length - numbers[SPANNED]
         depth, width = planned(course.plan, roots, passes + numbers[PASSES], left)
@@ -135,11 +133,11 @@ def turns(
             break
         if drafting and not has_room(draft, fresh, most):
             break
-        layers, told = _guessed(draft, course, live, (depth, width), numbers, time)
+        layers, told = _guessed(draft, course, live, (depth, width), books)
         tree, drafts = layers.tree, len(layers.fronts.row_ends)
         if told:
             began = cycles()
-            numbers[SCORED] += _new(target, len(tree[0]))
+            numbers[SCORED] += runs_layers(target, len(tree[0]))
             logits = extended(target, tree[0], tree[1], 0)
             numbers[PASSES] += 1
             scored = cycles()
@@ -170,4 +168,4 @@ def turns(
         live = Live(tokens, found.scores[going], np.ones(len(going), dtype=np.int64), found.keys[going])
         over = enough(stop, finished[: ended + numbers[GONE]], live.scores, length + numbers[SPANNED])
         time[SETTLE] += cycles() - began
-    return Ran(live, texts, widths[: numbers[STEPS]], numbers, time, told)
+    return BeamsRan(live, texts, widths[: numbers[STEPS]], books, told)
