@@ -245,10 +245,13 @@ class Session:
     ) -> None:
         """Move on over several turns at once, to beams that are so much longer than those they began as."""
         tails = np.concatenate([self.tails[origins], texts], axis=1)
-        same = (tails == tails[:1]).all(0) if len(tails) else np.zeros(0, dtype=bool)
-        common = len(same) if same.all() else int(same.argmin())
-        self._text.append(tails[0, :common] if common else tails.ravel()[:0])
-        self.tails, self.beams, self.ended = tails[:, common:].copy(), live, [*self.ended, *ended]
+        if len(tails):
+            common = tails.shape[1]
+            if len(tails) > 1 and not (same := (tails == tails[:1]).all(0)).all():
+                common = int(same.argmin())
+            self._text.append(tails[0, :common])
+            tails = tails[:, common:].copy()
+        self.tails, self.beams, self.ended = tails, live, [*self.ended, *ended]
         self._noise.clear()
 
     def retired(self, forest: Forest, step: Step) -> list[Ended]:

@@ -47,6 +47,10 @@ def show(clock: Clock, whole_s: float, answers: list[Generation]) -> None:
         value = seconds.get(name, 0.0)
         meaning = MEANINGS.get(name, "tokenizer, the loop itself, output")
         table.add_row(name, f"{1e3 * value / passes:.2f}", f"{value / whole_s:.1%}", meaning)
-    outside = whole_s - inside
-    table.add_row("outside models", f"{1e3 * outside / passes:.2f}", f"{outside / whole_s:.1%}", "", style="bold")
+    turns_s = whole_s - seconds["around"]
+    for name, part, of, meaning in (
+        ("outside models", turns_s - inside, turns_s, "of the turns alone"),
+        ("", whole_s - inside, whole_s, "of everything"),
+    ):
+        table.add_row(name, f"{1e3 * part / passes:.2f}", f"{part / max(of, 1e-9):.1%}", meaning, style="bold")
     Console(stderr=True, highlight=False).print(table)

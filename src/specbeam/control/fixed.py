@@ -1,6 +1,7 @@
 """PLAN: the same shape in every turn, cut to what may still be emitted."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -23,6 +24,11 @@ class FixedShape:
 
     def for_loops(self, session: Session) -> kernels.Plan:
         """What it decides by, as loops see it."""
+        return self._plan
+
+    @cached_property
+    def _plan(self) -> kernels.Plan:
+        """Nothing of it changes where the depth is given."""
         return kernels.Plan(
             self.depth, np.array([self.width]), self.beyond, np.zeros((1, 1, 1)), 0.0, np.ones((2, 1)), 1, NO_VALUES
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -80,9 +81,14 @@ class ValuedWidth:
 
     def values(self, memory: dict[Hashable, Any]) -> Values:
         """What a session has learnt so far."""
-        return memory.setdefault(self, self._guess())
+        if self not in memory:
+            sums = self._guess
+            memory[self] = Values(sums.copy(), np.full(1, WEIGHT), float(self.worth))
+        found: Values = memory[self]
+        return found
 
-    def _guess(self) -> Values:
+    @cached_property
+    def _guess(self) -> Float64[np.ndarray, "depths drafts"]:
         """As the bundled pair has it, two models that agree in most places: layers of about the root of the most beams. One
         drafted layer is worth most of the layer behind it, the next ones less and less, the more so the fewer drafts.
         """
@@ -91,7 +97,7 @@ class ValuedWidth:
         more = 0.33 + 0.5 * np.minimum(drafts / few, 1.0)
         behind = np.cumsum([np.zeros_like(first), *(first * more**depth for depth in range(DEEPEST))], axis=0)
         sums = (1 + self.worth * np.log2(self.most) / 2) * (1 + behind)
-        return Values(WEIGHT * sums, np.full(1, WEIGHT), float(self.worth))
+        return WEIGHT * sums
 
 
 NO_VALUES = Values(np.zeros((0, 1)), np.ones(1), 0.0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from jaxtyping import Float64
@@ -153,7 +153,7 @@ class ShapeByValue:
         means = values.sums[:, list(self.sizes)] / values.count[0]
         return means / (self.seconds[roots] + PassOdds(DEEPEST).layers()[:, None] * self.host.judge_s)
 
-    @property
+    @cached_property
     def seconds(self) -> Float64[np.ndarray, "roots depths sizes"]:
         """Of a turn that emits nothing."""
         tables = [

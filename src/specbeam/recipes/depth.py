@@ -21,6 +21,7 @@ from specbeam.verify.path import PathRule
 Depth = int | Literal["auto"]
 DrafterOf = Callable[[LM], Drafter]
 UNMEASURED = {"target": 1.0, "draft": 0.1}  # seconds of a pass of any size, for models whose cost means nothing
+NOBODY = IdleLM(1, 0)  # in place of a model, where it is all the same which
 FREE = CostCurve((1,), (0.0,))  # drafts that no model makes
 
 
@@ -84,7 +85,7 @@ def _host(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rule: Ru
     if not isinstance(target, HuggingFaceLM):
         return HostCost()
     in_loops = isinstance(draft, HuggingFaceLM) and target.loops and draft.loops and _run_ahead(drafter(draft), rule)
-    key = [repr(rule), repr(drafter(IdleLM(1, 0))), width, in_loops]
+    key = [repr(rule), repr(drafter(NOBODY)), width, in_loops]
     return host_cost(target.vocab, parts, key, (target, draft) if in_loops else None)
 
 

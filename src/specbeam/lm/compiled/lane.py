@@ -3,8 +3,11 @@
 import numpy as np
 from jaxtyping import Float32
 
+from specbeam.lm.kv.steps import BLOCK
 from specbeam.lm.kv.trie import KVTrie, widened
 from specbeam.records import Turn
+
+SHORT = 4 * BLOCK  # tokens of a short text, and of the drafts of a turn: to widen costs more than to have room
 
 
 class CompiledLane:
@@ -12,7 +15,7 @@ class CompiledLane:
 
     def __init__(self, row: int, prompt: list[int], hidden: int) -> None:
         self.row = row
-        self.trie = KVTrie(prompt)
+        self.trie = KVTrie(prompt, SHORT)
         self.answered = 0
         self.outputs = np.zeros((0, hidden), dtype=np.float32)  # by stored local node
 

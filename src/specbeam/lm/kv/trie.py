@@ -61,18 +61,22 @@ class Feed:
 
 
 class KVTrie:
-    """Bookkeeping of one lane, on the host. The keys and values themselves lie in a `KVStore`."""
+    """Bookkeeping of one lane, on the host. The keys and values themselves lie in a `KVStore`.
 
-    def __init__(self, prompt: list[int]) -> None:
+    Args:
+        more: room for so many tokens behind the prompt, to begin with.
+    """
+
+    def __init__(self, prompt: list[int], more: int = BLOCK) -> None:
         # Local node 0 is the empty path before the prompt: stored, sees nothing. Pending nodes stand behind stored ones.
         size = 1 + len(prompt)
-        nodes = np.zeros((3, -(-2 * size // BLOCK) * BLOCK), dtype=np.int64)
+        room = -(-(size + more) // BLOCK) * BLOCK
+        nodes, numbers = np.zeros((3, room), dtype=np.int64), np.zeros(2 * room, dtype=np.int64)
         nodes[0, :size], nodes[1:, :size] = [-1, *prompt], np.arange(-1, len(prompt))
-        local, books = np.zeros(BLOCK, dtype=np.int64), np.zeros(6, dtype=np.int64)
-        local[0], books[[SIZE, STORED, KNOWN, EXTENT]] = len(prompt), [size, 1, 1, WASTE + 1]
-        seen, slots = np.zeros((BLOCK, BLOCK), dtype=bool), np.zeros(BLOCK, dtype=np.int64)
-        self.arrays = Trie(nodes, local, seen, np.zeros(BLOCK, dtype=bool), slots, books)
-        self.root_at = local[:1].copy()
+        numbers[0], books = len(prompt), np.array([size, 1, 1, 0, WASTE + 1, 0])  # see `Trie.books`
+        seen = np.zeros((min(room, 2 * more), room), dtype=bool)
+        self.arrays = Trie(nodes, numbers[:room], seen, np.zeros(room, dtype=bool), numbers[room:], books)
+        self.root_at = numbers[:1].copy()
 
     @property
     def capacity(self) -> int:
