@@ -153,19 +153,19 @@ def test_compiled_races_are_those_of_array_code(cut):
             q[rng.random(size) < 0.3] = 0
             p = p / p.sum() if p.any() else np.full(size, 1 / size)
             place = rng.permutation(size) if cut else None
-            fast, plain = (odds_of_noise(p, q, drafts, most, place, compiled) for compiled in (True, False))
+            fast, plain = (odds_by_drafts(p, q, drafts, most, place, compiled) for compiled in (True, False))
             assert fast == pytest.approx(plain, abs=1e-12)
 
 
 @pytest.mark.parametrize("cut", [False, True])
-def test_the_odds_by_drafts_are_the_odds_of_each_number_of_drafts(cut):
+def test_more_drafts_and_fewer_draws_have_better_odds(cut):
     rng = np.random.default_rng(7)
     for size, most in ((5, 2), (30, 4), (64, 5), (200, 4)):
         p, q = rng.dirichlet(np.full(size, 0.3)), 0.9 * rng.dirichlet(np.full(size, 0.3))
         q[rng.random(size) < 0.3] = 0
         place = rng.permutation(size) if cut else None
         found = odds_by_drafts(p, q, 9, most, place)
-        for drafts in range(most, 10):
+        for drafts in range(10):
             assert found[:, drafts] == pytest.approx(odds_of_noise(p, q, drafts, most, place), abs=1e-12)
         assert (np.diff(found, axis=0) <= 0).all()
         assert (np.diff(found, axis=1) >= 0).all()
@@ -181,17 +181,6 @@ def test_fewer_drafts_than_beams_are_the_first_to_arrive():
     assert found[:, 1] == pytest.approx([1, same, 0, 0, 0])
     assert found[0].tolist() == [1.0] * 7
     assert found[:, 6].tolist() == [1.0] * 5
-
-
-@pytest.mark.skipif(not kernels.AVAILABLE, reason="numba is not installed")
-def test_compiled_odds_by_drafts_are_those_of_array_code():
-    rng = np.random.default_rng(9)
-    for size in (1, 2, 5, 30, 64):
-        for drafts, most in ((1, 1), (3, 4), (8, 4), (12, 8)):
-            p, q = rng.dirichlet(np.full(size, 0.3)), 0.8 * rng.dirichlet(np.full(size, 0.3))
-            q[rng.random(size) < 0.3] = 0
-            fast = kernels.odds_by_drafts(_noise()[:, :size], p, q, most, np.arange(size), drafts)
-            assert fast == pytest.approx(odds_by_drafts(p, q, drafts, most, np.arange(size)), abs=1e-12)
 
 
 def chosen(odds, left, width, drafts=3):

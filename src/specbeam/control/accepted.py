@@ -63,7 +63,19 @@ def odds_of_noise(
     place: Int64[np.ndarray, " n"] | None = None,
     compiled: bool = kernels.AVAILABLE,
 ) -> Float64[np.ndarray, " widths"]:
-    """Odds that the first 0, 1, ..., `most` draws from `p` are among `drafts` draft nodes, under shared noise.
+    """Odds that the first 0, 1, ..., `most` draws from `p` are among `drafts` draft nodes, under shared noise."""
+    return odds_by_drafts(p, q, drafts, most, place, compiled)[:, drafts]
+
+
+def odds_by_drafts(
+    p: Float64[np.ndarray, " n"],
+    q: Float64[np.ndarray, " n"],
+    drafts: int,
+    most: int,
+    place: Int64[np.ndarray, " n"] | None = None,
+    compiled: bool = kernels.AVAILABLE,
+) -> Float64[np.ndarray, "widths counts"]:
+    """`odds_of_noise` for 0, 1, ..., `drafts` drafts, in the columns.
 
     The pairs run a race: pair i arrives at e_i / p_i at the target and at e_i / q_i at the draft model, with the same
     exponential e_i; draws are the first ones to arrive. Estimated from `SAMPLES` races with noise of their own, the
@@ -73,45 +85,22 @@ def odds_of_noise(
         p, q: odds of the same pairs. `q` may sum to less than 1: the rest are pairs that the target does not care for,
             countless small ones, of which as many as expected arrive before.
         place: rank of each pair by draft likelihood, where a truncation cuts `q`: then the first `most` to arrive are
-            drafted, and the likeliest others up to `drafts`.
+            drafted, and the likeliest others.
     """
     p, q, place = _entrants(p, q, place)
     noise, rest = _noise()[:, : len(p)], max(1.0 - float(q.sum()), 0.0)
     likeliest = _NONE if place is None else np.argsort(place, kind="stable")
     if compiled:
-        return kernels.odds_of_noise(noise, p, q, drafts, most, rest, likeliest)
-    alive = int(np.count_nonzero(p))
-    with np.errstate(divide="ignore"):
-        target, draft = noise / p, noise / q
-    first = np.argsort(target, axis=1)[:, : min(most, alive)]
-    if place is None:
-        at = np.take_along_axis(draft, first, 1)
-        before = (draft[:, None] < at[:, :, None]).sum(2) + rest * np.minimum(at, 1e9)
-        found = before < drafts
-    else:
-        found = np.take_along_axis(_drafted(draft, likeliest, drafts, most), first, 1)
-    return np.concatenate([[1.0], np.logical_and.accumulate(found, axis=1).mean(0)])
-
-
-def odds_by_drafts(
-    p: Float64[np.ndarray, " n"],
-    q: Float64[np.ndarray, " n"],
-    drafts: int,
-    most: int,
-    place: Int64[np.ndarray, " n"] | None = None,
-) -> Float64[np.ndarray, "widths counts"]:
-    """`odds_of_noise` for 0, 1, ..., `drafts` drafts, in the columns."""
-    p, q, place = _entrants(p, q, place)
-    noise = _noise()[:, : len(p)]
+        return kernels.odds_by_drafts(noise, p, q, drafts, most, rest, likeliest)
     with np.errstate(divide="ignore"):
         target, draft = noise / p, noise / q
     first = np.argsort(target, axis=1)[:, : min(most, int(np.count_nonzero(p)))]
     if place is None:
-        at, rest = np.take_along_axis(draft, first, 1), max(1.0 - float(q.sum()), 0.0)
+        at = np.take_along_axis(draft, first, 1)
         before = (draft[:, None] < at[:, :, None]).sum(2) + rest * np.minimum(at, 1e9)
         needed = np.floor(before) + 1
     else:
-        needed = np.take_along_axis(_needed(draft, np.argsort(place, kind="stable"), most), first, 1)
+        needed = np.take_along_axis(_needed(draft, likeliest, most), first, 1)
     needed = np.maximum.accumulate(np.concatenate([np.zeros((len(needed), 1)), needed], axis=1), axis=1)
     return (needed[:, :, None] <= np.arange(drafts + 1)).mean(0)
 
@@ -134,17 +123,6 @@ def _needed(
     halo = np.empty_like(rank)
     halo[:, likeliest] = np.cumsum(~core[:, likeliest], axis=1) + core.sum(1, keepdims=True)
     return np.where(core, rank + 1, halo)
-
-
-def _drafted(
-    draft: Float64[np.ndarray, "races n"], likeliest: Int64[np.ndarray, " n"], drafts: int, most: int
-) -> np.ndarray:
-    """bool[races, n]: which pairs are drafted, the first `most` to arrive and the likeliest others."""
-    core = (draft.argsort(1).argsort(1) < most) & np.isfinite(draft)
-    others = np.cumsum(~core[:, likeliest], axis=1) <= drafts - core.sum(1, keepdims=True)
-    halo = np.zeros_like(core)
-    halo[:, likeliest] = others
-    return core | halo
 
 
 @cache
@@ -170,9 +148,8 @@ def odds_under_shared_noise(
     beam_of: Int64[np.ndarray, " rows"],
     drafts: int,
     most: int,
-    each: bool = False,
-) -> Float64[np.ndarray, "..."] | None:
-    """`odds_of_noise` of a layer in one loop, where both laws are cut and short; else None. `each`: `odds_by_drafts`.
+) -> Float64[np.ndarray, "widths counts"] | None:
+    """`odds_by_drafts` of a layer in one loop, where both laws are cut and short; else None.
 
     Args:
         row_of: row in the draft's law of each beam of the target; `beam_of`: the other way round. -1 for none.
@@ -180,6 +157,5 @@ def odds_under_shared_noise(
     laws = target.for_loops(), draft.for_loops()
     if laws[0] is None or laws[1] is None:
         return None
-    by = kernels.accepted_by_drafts if each else kernels.accepted
-    odds = by(*laws, row_of, beam_of, _noise(), drafts, most)
+    odds = kernels.accepted_by_drafts(*laws, row_of, beam_of, _noise(), drafts, most)
     return odds if len(odds) else None

@@ -8,12 +8,12 @@ from specbeam.kernels.compiling import AVAILABLE, start_threads, use_threads
 from specbeam.kernels.noise import child_keys, path_keys
 from specbeam.kernels.paths import prolonged
 from specbeam.kernels.planning import BY_ODDS, BY_VALUE, Plan, layers_by_depth, learnt, planned
-from specbeam.kernels.races import odds_by_drafts, odds_of_noise
+from specbeam.kernels.races import odds_by_drafts
 from specbeam.kernels.ranking import best, largest, ranked
 from specbeam.kernels.sums import LONG, log_norm, pick
 from specbeam.kernels.truncation import Cut, Way, core_and_halo, first_ones, layer, shifts, truncated
 from specbeam.kernels.values import Values
-from specbeam.kernels.widths import Fronts, Joint, Widths, accepted, accepted_by_drafts
+from specbeam.kernels.widths import Fronts, Joint, Widths, accepted_by_drafts
 
 __all__ = [
     "AVAILABLE",
@@ -27,7 +27,6 @@ __all__ = [
     "Values",
     "Way",
     "Widths",
-    "accepted",
     "accepted_by_drafts",
     "best",
     "child_keys",
@@ -39,7 +38,6 @@ __all__ = [
     "learnt",
     "log_norm",
     "odds_by_drafts",
-    "odds_of_noise",
     "path_keys",
     "pick",
     "planned",

@@ -24,66 +24,7 @@ def _first(arrival: Array, count: int, order: Array) -> None:
 
 
 @compiled
-def _choose(arrival: Array, likeliest: Array, drafts: int, most: int, order: Array, drafted: Array) -> None:
-    """Mark the first `most` that arrive at all, and the likeliest others up to `drafts`."""
-    drafted[:] = False
-    core = min(most, len(arrival))
-    _first(arrival, core, order)
-    left = drafts
-    for place in order[:core]:
-        if arrival[place] < np.inf:
-            drafted[place] = True
-            left -= 1
-    for place in likeliest:
-        if left <= 0:
-            break
-        if not drafted[place]:
-            drafted[place] = True
-            left -= 1
-
-
-@compiled
-def odds_of_noise(noise: Array, p: Array, q: Array, drafts: int, most: int, rest: float, likeliest: Array) -> Array:
-    """Odds that the first 0, 1, ... of a race at the target are drafted.
-
-    Args:
-        noise: float64[races, pairs].
-        rest: mass of the draft on pairs that are not here.
-        likeliest: pairs by draft likelihood, where a truncation cuts the draft; empty where none does.
-    """
-    races, size = noise.shape[0], len(p)
-    wanted = 0
-    for place in range(size):
-        wanted += p[place] > 0
-    wanted = min(wanted, most)
-    found = np.zeros(wanted + 1)
-    target, draft = np.empty(size), np.empty(size)
-    first, order, drafted = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.bool_)
-    for race in range(races):
-        for place in range(size):
-            target[place] = noise[race, place] / p[place]
-            draft[place] = noise[race, place] / q[place]
-        _first(target, wanted, first)
-        if len(likeliest) > 0:
-            _choose(draft, likeliest, drafts, most, order, drafted)
-        found[0] += 1
-        for width in range(wanted):
-            at = draft[first[width]]
-            if len(likeliest) > 0:
-                if not drafted[first[width]]:
-                    break
-            else:
-                before = rest * min(at, 1e9)
-                for place in range(size):
-                    before += draft[place] < at
-                if not before < drafts:
-                    break
-            found[width + 1] += 1
-    return found / races
-
-
-@compiled
-def _needed(arrival: Array, likeliest: Array, most: int, order: Array, needed: Array) -> None:
+def _needed_by_rank(arrival: Array, likeliest: Array, most: int, order: Array, needed: Array) -> None:
     """How many drafts it takes until each pair is one: the first `most` that arrive come first, then the likeliest."""
     core = 0
     needed[:] = 0
@@ -99,10 +40,28 @@ def _needed(arrival: Array, likeliest: Array, most: int, order: Array, needed: A
 
 
 @compiled
-def odds_by_drafts(noise: Array, p: Array, q: Array, most: int, likeliest: Array, drafts: int) -> Array:
-    """float64[widths, drafts + 1]: `odds_of_noise` for 0, 1, ... drafts, where a truncation cuts the draft."""
-    races, size = noise.shape[0], len(p)
-    wanted = 0
+def _needed_by_race(arrival: Array, among: Array, rest: float, needed: Array) -> None:
+    """The same of the pairs `among`, where drafts are the first to arrive: those before it, and as many as expected of the
+    `rest`.
+    """
+    for pair in among:
+        at = arrival[pair]
+        before = rest * min(at, 1e9)
+        for place in range(len(arrival)):
+            before += arrival[place] < at
+        needed[pair] = int(min(before, 1e9)) + 1
+
+
+@compiled
+def odds_by_drafts(noise: Array, p: Array, q: Array, drafts: int, most: int, rest: float, likeliest: Array) -> Array:
+    """float64[widths, drafts + 1]: odds that the first 0, 1, ... of a race at the target are among 0, 1, ... drafts.
+
+    Args:
+        noise: float64[races, pairs].
+        rest: mass of the draft on pairs that are not here.
+        likeliest: pairs by draft likelihood, where a truncation cuts the draft; empty where none does.
+    """
+    races, size, wanted = noise.shape[0], len(p), 0
     for place in range(size):
         wanted += p[place] > 0
     wanted = min(wanted, most)
@@ -114,7 +73,10 @@ def odds_by_drafts(noise: Array, p: Array, q: Array, most: int, likeliest: Array
             target[place] = noise[race, place] / p[place]
             draft[place] = noise[race, place] / q[place]
         _first(target, wanted, first)
-        _needed(draft, likeliest, most, order, needed)
+        if len(likeliest) > 0:
+            _needed_by_rank(draft, likeliest, most, order, needed)
+        else:
+            _needed_by_race(draft, first[:wanted], rest, needed)
         deepest = 0
         for width in range(wanted):
             deepest = max(deepest, needed[first[width]])

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specbeam.kernels.compiling import Array, compiled
-from specbeam.kernels.races import odds_by_drafts, odds_of_noise
+from specbeam.kernels.races import odds_by_drafts
 from specbeam.kernels.ranking import best
 from specbeam.kernels.truncation import Cut, first_ones, shifts, whole
 from specbeam.kernels.values import Values, most_valued
@@ -87,8 +87,11 @@ def _entrants(
 
 
 @compiled
-def accepted(target: Joint, draft: Joint, row_of: Array, beam_of: Array, noise: Array, drafts: int, most: int) -> Array:
-    """Odds that 0, 1, ... draws of the target are among the drafts; empty where this does not tell.
+def accepted_by_drafts(
+    target: Joint, draft: Joint, row_of: Array, beam_of: Array, noise: Array, drafts: int, most: int
+) -> Array:
+    """float64[widths, drafts + 1]: odds that 0, 1, ... draws of the target are among 0, 1, ... drafts; empty where this does
+    not tell.
 
     Args:
         row_of: row in the draft's law of each beam; beam_of: the other way round. -1 for none.
@@ -96,19 +99,8 @@ def accepted(target: Joint, draft: Joint, row_of: Array, beam_of: Array, noise: 
     """
     p, q, told = _entrants(target, draft, row_of, beam_of, noise.shape[1], drafts + most)
     if not told:
-        return np.empty(0)
-    return odds_of_noise(noise[:, : len(p)], p, q, drafts, most, max(1.0 - q.sum(), 0.0), np.arange(len(p)))
-
-
-@compiled
-def accepted_by_drafts(
-    target: Joint, draft: Joint, row_of: Array, beam_of: Array, noise: Array, drafts: int, most: int
-) -> Array:
-    """float64[widths, drafts + 1]: the same for 0, 1, ... drafts."""
-    p, q, told = _entrants(target, draft, row_of, beam_of, noise.shape[1], drafts + most)
-    if not told:
         return np.empty((0, drafts + 1))
-    return odds_by_drafts(noise[:, : len(p)], p, q, most, np.arange(len(p)), drafts)
+    return odds_by_drafts(noise[:, : len(p)], p, q, drafts, most, 0.0, np.arange(len(p)))
 
 
 class Widths(NamedTuple):
@@ -160,16 +152,15 @@ def chosen(widths: Widths, target: Joint, nodes: Array, fronts: Fronts, layer: i
                 row_of[beam], beam_of[row] = row, beam
     draft = joint(fronts.logits[rows], fronts.scores[rows], fronts.norms[rows], fronts.counts[rows], fronts.cut)
     drafts, left = last - first, len(fronts.row_ends) - layer
-    if len(widths.values.sums) > 0:
-        by_drafts = accepted_by_drafts(
-            target, draft, row_of, beam_of, widths.noise, widths.values.sums.shape[1] - 1, widths.most
-        )
-        return most_valued(widths.values, by_drafts, drafts, left, widths.least) if len(by_drafts) > 0 else -1
-    odds = accepted(target, draft, row_of, beam_of, widths.noise, drafts, widths.most)
+    by_value = len(widths.values.sums) > 0
+    counted = widths.values.sums.shape[1] - 1 if by_value else drafts
+    odds = accepted_by_drafts(target, draft, row_of, beam_of, widths.noise, counted, widths.most)
     if len(odds) == 0:
         return -1
+    if by_value:
+        return most_valued(widths.values, odds, drafts, left, widths.least)
     sure = 0
     for width in range(len(odds)):
-        if odds[width] >= widths.threshold:
+        if odds[width, drafts] >= widths.threshold:
             sure = width
     return min(max(sure, widths.least), widths.most)

@@ -15,7 +15,6 @@ from specbeam import kernels
 from specbeam.choice import Choice, choose
 from specbeam.control.accepted import (
     odds_by_drafts,
-    odds_of_noise,
     odds_of_rejection,
     odds_under_shared_noise,
     widths_by,
@@ -91,26 +90,21 @@ class Layer:
         draft = self.group.law if self.group is not None else None
         if not isinstance(draft, JointLaw) or not draft.truncation.cuts:
             return odds_by_drafts(*self.laws(self.law.head()), drafts, most)
-        found = odds_under_shared_noise(self.law, draft, self.row_of, self.known, drafts, most, each=True)
+        found = odds_under_shared_noise(self.law, draft, self.row_of, self.known, drafts, most)
         if found is not None:
             return found
+        return self.accepted_of_cut(draft, drafts, most)
+
+    def accepted_of_cut(self, draft: JointLaw, drafts: int, most: int) -> Float64[np.ndarray, "widths counts"]:
+        """The same for a draft law that is cut, from its likeliest pairs and the target's."""
         p, q = self._entrants(draft, drafts + most)
         return odds_by_drafts(p, q, drafts, most, np.arange(len(p)))
 
     def accepted(self, most: int, by_noise: bool) -> Odds:
         """Odds that 0, 1, 2, ... draws are all drafts, from the pairs that carry the target's law."""
-        draft = self.group.law if self.group is not None else None
-        if not by_noise:
-            return odds_of_rejection(*self.laws(self.law.head()), self.drafted)
-        if not isinstance(draft, JointLaw) or not draft.truncation.cuts:
-            return odds_of_noise(*self.laws(self.law.head()), self.drafted, most)
-        found = odds_under_shared_noise(self.law, draft, self.row_of, self.known, self.drafted, most)
-        return found if found is not None else self._accepted_of_cut(draft, most)
-
-    def _accepted_of_cut(self, draft: JointLaw, most: int) -> Odds:
-        """The same for a draft law that is cut, by array code."""
-        p, q = self._entrants(draft, self.drafted + most)
-        return odds_of_noise(p, q, self.drafted, most, np.arange(len(p)))
+        if by_noise:
+            return self.accepted_by(self.drafted, most)[:, self.drafted]
+        return odds_of_rejection(*self.laws(self.law.head()), self.drafted)
 
     def _entrants(self, draft: JointLaw, wanted: int) -> tuple[Odds, Odds]:
         """Target and draft odds of the pairs that matter, the `wanted` likeliest drafts first, as the halo is chosen."""
