@@ -14,12 +14,14 @@ if not kernels.AVAILABLE:
 import numba
 
 from specbeam.forest import Forest
-from specbeam.lm.compiled import loops, sums
+from specbeam.lm.compiled import decoder, loops, sums, tiles
 from specbeam.lm.compiled.panels import _multiplier, fits_bfloat16, in_panels, multiply, rounded
 from specbeam.lm.compiled.sums import WIDTH
 from specbeam.lm.huggingface import HuggingFaceLM
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
+
+KINDS = ["float32", "bfloat16", "int8"] + ["tiles"] * tiles.AVAILABLE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,9 +35,9 @@ def product(x, panels, threads=1):
     return out
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("columns", "depth"), [(1, 4), (33, 8), (96, 60), (200, 256)])
-@pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 30, 250])
+@pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 16, 17, 30, 32, 48, 250])
 def test_products_are_those_of_numpy(rows, columns, depth, kind):
     rng = np.random.default_rng(rows)
     matrix = in_bfloat16(rng.standard_normal((columns, depth)))
@@ -81,11 +83,12 @@ def in_bfloat16(x):
     return torch.from_numpy(x).to(torch.bfloat16).float().numpy()
 
 
-def test_threads_change_nothing(threads):
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_change_nothing(threads, kind):
     rng = np.random.default_rng(0)
-    matrix, x = rng.standard_normal((1200, 512)).astype(np.float32), rng.standard_normal((7, 512)).astype(np.float32)
+    matrix, x = rng.standard_normal((1200, 512)).astype(np.float32), rng.standard_normal((37, 512)).astype(np.float32)
     assert not fits_bfloat16(matrix)
-    panels = in_panels(matrix)
+    panels = in_panels(matrix if kind == "float32" else in_bfloat16(matrix), kind)
     kernels.use_threads(threads)
     assert (product(x, panels, threads=2) == product(x, panels)).all()
 
@@ -96,7 +99,7 @@ def test_loading_leaves_the_threads_of_torch_alone():
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_the_rows_beside_it(kind):
     rng = np.random.default_rng(0)
     panels = in_panels(in_bfloat16(rng.standard_normal((64, 128))), kind)
@@ -134,3 +137,27 @@ def test_weights_of_bfloat16_checkpoints_are_kept_in_it():
     path = [3, 4, 5]
     expected = model(torch.tensor([path])).logits[0, -1]
     torch.testing.assert_close(scored(lm, path, Forest.rooted([5]))[0], expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.skipif(not tiles.AVAILABLE, reason="the processor has no tile registers")
+def test_tiles_lose_nothing_of_a_float32():
+    """Against float64 they err as little as the sums of float32 do, over numbers of all sizes."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((40, 512)).astype(np.float32) * np.exp2(rng.integers(-20, 20, (40, 1))).astype(np.float32)
+    matrix = in_bfloat16(rng.standard_normal((96, 512)))
+    exact = x.astype(float) @ matrix.T.astype(float)
+    size = np.abs(x.astype(float)) @ np.abs(matrix.T.astype(float))
+    off = {kind: (np.abs(product(x, in_panels(matrix, kind)) - exact) / size).max() for kind in ("bfloat16", "tiles")}
+    assert off["tiles"] < 1.5 * off["bfloat16"] < 1e-6
+
+
+@pytest.mark.skipif(not tiles.AVAILABLE, reason="the processor has no tile registers")
+def test_a_model_by_tiles_is_the_same_model(monkeypatch):
+    model = tiny("llama").to(torch.bfloat16).float()
+    monkeypatch.setattr(decoder, "TILED_FROM", 0)
+    lm = HuggingFaceLM(model, engine="compiled")
+    assert lm.runner.decoder.head.dtype == np.uint16
+    forest = Forest.rooted([5]).grown([7, 8, 9], [0, 0, 1])
+    for found, path in zip(scored(lm, [3, 4, 5], forest), ([], [7], [8], [7, 9]), strict=True):
+        expected = model(torch.tensor([[3, 4, 5, *path]])).logits[0, -1]
+        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)

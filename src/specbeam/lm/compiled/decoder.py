@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from specbeam import kernels
 from specbeam.kernels.compiling import Array, address_of
+from specbeam.lm.compiled import tiles
 from specbeam.lm.compiled.lane import CompiledLane
 from specbeam.lm.compiled.loops import all_layers, scored
 from specbeam.lm.compiled.one_lane import OneLane
-from specbeam.lm.compiled.panels import Kind, fits_bfloat16, in_panels
+from specbeam.lm.compiled.panels import Kind, fits_bfloat16, in_lines, in_panels
 from specbeam.lm.compiled.sums import STEP, WIDTH
 from specbeam.lm.kv.store import PanelStore
 from specbeam.lm.llama import head_size, is_plain_llama
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+TILED_FROM = 30_000_000  # parameters: of fewer, that caches hold, vectors multiply few rows sooner than tiles do
+
+
 class Weights(NamedTuple):
     """Of all layers, one behind the other; matrices in panels, those that read the same rows side by side in one."""
 
     before_attention: Array  # float32[layers, hidden]: weights of norms
     before_inner: Array
     bias: Array  # float32[layers, columns] of qkv; no columns where there is none
-    qkv: Array  # float32, uint32 or int32[layers, panels, words], see `in_panels`
+    qkv: Array  # float32, uint32, uint16 or int32[layers, panels, words], see `in_panels`
     out: Array
     gate_up: Array
     down: Array
@@ -83,7 +87,8 @@ class CompiledDecoder:
         exact = fits_bfloat16(head) and all(
             fits_bfloat16(_numbers(one.weight)) for one in inner.layers.modules() if isinstance(one, nn.Linear)
         )
-        kind: Kind = "int8" if int8 else "bfloat16" if exact else "float32"
+        tiled = tiles.AVAILABLE and model.num_parameters() >= TILED_FROM
+        kind: Kind = "int8" if int8 else "float32" if not exact else "tiles" if tiled else "bfloat16"
         self.weights = _weights(list(inner.layers), kind)
         self.last_norm, self.head = _numbers(inner.norm.weight), in_panels(head, kind)
         named = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
@@ -172,9 +177,8 @@ def _on_threads(most: int) -> Iterator[int]:
 
 def _weights(layers: list[Any], kind: Kind) -> Weights:
     def panels(linears: Callable[[Any], list[nn.Linear]]) -> np.ndarray:
-        return np.stack(
-            [in_panels(np.concatenate([_numbers(one.weight) for one in linears(layer)]), kind) for layer in layers]
-        )
+        each = [in_panels(np.concatenate([_numbers(one.weight) for one in linears(layer)]), kind) for layer in layers]
+        return in_lines(np.stack(each))
 
     def qkv(layer: Any) -> list[nn.Linear]:
         return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]

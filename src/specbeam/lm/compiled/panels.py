@@ -5,8 +5,9 @@ panels, a few columns wide, and a panel streams through registers in which the s
 (lm/compiled/sums.py).
 
 Weights that fit bfloat16 exactly, as those of most checkpoints do, are kept and read in it: half the time, and the same
-product. Rounded to 8 bits they are read in a quarter of it, and each row of x is rounded too, by its own largest number:
-then a row takes a quarter of the arithmetic.
+product. Where the processor has tile registers sixteen rows are multiplied at once (lm/compiled/tiles.py), which pays for
+matrices that its caches do not hold. Rounded to 8 bits weights are read in a quarter of the time, and each row of x is
+rounded too, by its own largest number: then a row takes a quarter of the arithmetic.
 """
 
 import inspect
@@ -17,6 +18,7 @@ from jaxtyping import Float, Float32, Int8, Shaped
 
 from specbeam import kernels
 from specbeam.kernels.compiling import compiled
+from specbeam.lm.compiled import tiles
 from specbeam.lm.compiled.sums import MOST, STEP, WIDTH, sums
 
 if kernels.AVAILABLE:
@@ -25,12 +27,33 @@ if kernels.AVAILABLE:
 else:
     prange = range
 
+LINE = 64  # bytes of a cache line
 _UNPACKED_FROM = 16  # parts: with more, a panel's bfloat16 are unpacked once rather than for each part
 _SHARED_FROM = 300_000  # words of a matrix that is worth a second thread
 
-Kind = Literal["float32", "bfloat16", "int8"]
+Kind = Literal["float32", "bfloat16", "tiles", "int8"]
 Scales = Float32[np.ndarray, " columns"]
 Array = Any  # numba finds the types by itself
+
+
+def laid_out(x: Array, panels: Array) -> Array:
+    """x[rows, depth] as `panel_times` takes it: for tiles, or stood up."""
+    raise NotImplementedError("compiled alone")
+
+
+def begun(laid: Array, panels: Array) -> None:
+    """Get ready for `panel_times`."""
+    raise NotImplementedError("compiled alone")
+
+
+def done(panels: Array) -> None:
+    """Leave the processor as it was."""
+    raise NotImplementedError("compiled alone")
+
+
+def panel_times(panels: Array, panel: int, laid: Array, rows: int, depth: int, out: Array) -> None:
+    """Into `out` the products of all rows with one panel."""
+    raise NotImplementedError("compiled alone")
 
 
 def stood_up(x: Array, start: int, rows: int, tall: Array) -> None:
@@ -41,8 +64,8 @@ def stood_up(x: Array, start: int, rows: int, tall: Array) -> None:
     raise NotImplementedError("compiled alone")
 
 
-def standing(panels: Array, rows: int, depth: int) -> Array:
-    """Room for so many rows stood up, of the type that goes with the panels."""
+def room(panels: Array, rows: int, depth: int) -> Array:
+    """For so many rows stood up, of the type that goes with the panels."""
     raise NotImplementedError("compiled alone")
 
 
@@ -58,12 +81,30 @@ def _chosen(one: Any) -> Any:
 
 if kernels.AVAILABLE:
 
+    @overload(laid_out, strict=False)
+    def _laid_out(x: Any, panels: Any) -> Any:
+        by = tiles.laid_out if panels.dtype == types.uint16 else _standing
+        return _chosen(lambda x, panels: by(x, panels))
+
+    @overload(begun, strict=False)
+    def _begun(laid: Any, panels: Any) -> Any:
+        return _chosen(_tiles_begun if panels.dtype == types.uint16 else _nothing_begun)
+
+    @overload(done, strict=False)
+    def _done(panels: Any) -> Any:
+        return _chosen(_tiles_done if panels.dtype == types.uint16 else _nothing_done)
+
+    @overload(panel_times, strict=False)
+    def _panel_times(panels: Any, panel: Any, laid: Any, rows: Any, depth: Any, out: Any) -> Any:
+        by = tiles.panel_times if panels.dtype == types.uint16 else _panel_times_standing
+        return _chosen(lambda panels, panel, laid, rows, depth, out: by(panels, panel, laid, rows, depth, out))
+
     @overload(stood_up, strict=False)
     def _stood_up(x: Any, start: Any, rows: Any, tall: Any) -> Any:
         return _chosen(_stood_up_as_bytes if tall.dtype == types.int32 else _stood_up_as_floats)
 
-    @overload(standing, strict=False)
-    def _standing(panels: Any, rows: Any, depth: Any) -> Any:
+    @overload(room, strict=False)
+    def _room(panels: Any, rows: Any, depth: Any) -> Any:
         return _chosen(_room_for_bytes if panels.dtype == types.int32 else _room_for_floats)
 
     @overload(unpacked, strict=False)
@@ -126,35 +167,74 @@ def parts(rows: int) -> int:
     return (rows + MOST - 1) // MOST
 
 
+@compiled
+def _standing(x: Array, panels: Array) -> Array:
+    """All rows stood up, part by part."""
+    rows, depth = x.shape
+    count = parts(rows)
+    tall = room(panels, rows, depth)
+    each = len(tall) // rows  # words of a row
+    for part in range(count):
+        start = part * rows // count
+        stood_up(x, start, (part + 1) * rows // count - start, tall[start * each :])
+    return tall
+
+
+@compiled
+def _panel_times_standing(panels: Array, panel: int, tall: Array, rows: int, depth: int, out: Array) -> None:
+    words, columns, count, each = panels.shape[1], out.shape[1], parts(rows), len(tall) // rows
+    flat, result = panels.reshape(-1), out.reshape(-1)
+    if count < _UNPACKED_FROM:
+        for part in range(count):
+            start = part * rows // count
+            sums(
+                (part + 1) * rows // count - start, flat, panel * words, WIDTH, tall, start * each, result,
+                start * columns + panel * WIDTH, columns, depth,
+            )  # fmt: skip
+    else:
+        numbers = unpacked(panels[panel], depth)
+        for part in range(count):
+            start = part * rows // count
+            sums(
+                (part + 1) * rows // count - start, numbers, 0, WIDTH, tall, start * each, result,
+                start * columns + panel * WIDTH, columns, depth,
+            )  # fmt: skip
+
+
+def _nothing_begun(laid: Array, panels: Array) -> None:
+    pass
+
+
+def _tiles_begun(laid: Array, panels: Array) -> None:
+    tiles.tiles_begun(laid)
+
+
+def _nothing_done(panels: Array) -> None:
+    pass
+
+
+def _tiles_done(panels: Array) -> None:
+    tiles.tiles_done()
+
+
 def _multiplier(name: str, over: Any, **options: Any) -> Any:
     """`multiply` with a loop `over` the panels; numba knows what it has compiled, here and on disk, by its name."""
 
+    alone = over is range  # a thread of several says for every panel what its tiles look like
+
     def _multiply(x: Array, panels: Array, out: Array) -> None:
         rows, depth = x.shape
-        count = parts(rows)
-        tall = standing(panels, rows, depth)
-        each = len(tall) // rows  # words of a row
-        for part in range(count):
-            start = part * rows // count
-            stood_up(x, start, (part + 1) * rows // count - start, tall[start * each :])
-        words, columns = panels.shape[1], out.shape[1]
-        flat, result = panels.reshape(-1), out.reshape(-1)
+        laid = laid_out(x, panels)
+        if alone:
+            begun(laid, panels)
         for panel in over(len(panels)):
-            if count < _UNPACKED_FROM:
-                for part in range(count):
-                    start = part * rows // count
-                    sums(
-                        (part + 1) * rows // count - start, flat, panel * words, WIDTH, tall, start * each, result,
-                        start * columns + panel * WIDTH, columns, depth,
-                    )  # fmt: skip
-            else:
-                numbers = unpacked(panels[panel], depth)
-                for part in range(count):
-                    start = part * rows // count
-                    sums(
-                        (part + 1) * rows // count - start, numbers, 0, WIDTH, tall, start * each, result,
-                        start * columns + panel * WIDTH, columns, depth,
-                    )  # fmt: skip
+            if not alone:
+                begun(laid, panels)
+            panel_times(panels, panel, laid, rows, depth, out)
+            if not alone:
+                done(panels)
+        if alone:
+            done(panels)
 
     _multiply.__name__ = _multiply.__qualname__ = name
     return compiled(_multiply, **options)
@@ -188,8 +268,9 @@ def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32"
     """A matrix for `multiply`, with columns of zeros up to a multiple of `WIDTH`.
 
     Args:
-        kind: "float32"; "bfloat16", two steps of depth in each uint32, for numbers that fit; "int8", another matrix
-            (`rounded`), four steps in each int32, and behind them the scales and 128 times the sums of the columns.
+        kind: "float32"; "bfloat16", two steps of depth in each uint32, for numbers that fit; "tiles", the same as uint16,
+            for processors that have them (lm/compiled/tiles.py); "int8", another matrix (`rounded`), four steps in each
+            int32, and behind them the scales and 128 times the sums of the columns.
 
     Raises `ValueError` if the depth is no multiple of `STEP`.
     """
@@ -200,12 +281,22 @@ def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32"
     padded = np.zeros((count * WIDTH, depth), dtype=np.float32)
     padded[:columns] = matrix
     if kind == "int8":
-        return _panels_of_bytes(*rounded(padded))
+        return in_lines(_panels_of_bytes(*rounded(padded)))
     panels = np.ascontiguousarray(padded.reshape(count, WIDTH, depth).transpose(0, 2, 1))
     if kind == "float32":
-        return panels.reshape(count, -1)
+        return in_lines(panels.reshape(count, -1))
     bits = panels.view(np.uint32)
-    return ((bits[:, 0::2] >> 16) | bits[:, 1::2]).reshape(count, -1)
+    words = in_lines(((bits[:, 0::2] >> 16) | bits[:, 1::2]).reshape(count, -1))
+    return words.view(np.uint16) if kind == "tiles" else words
+
+
+def in_lines(array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
+    """A copy that begins where a line of the processor's cache does: otherwise each register is read from two of them."""
+    room = np.empty(array.nbytes + LINE, dtype=np.uint8)
+    start = -room.ctypes.data % LINE
+    lines = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    lines[...] = array
+    return lines
 
 
 def _panels_of_bytes(numbers: Int8[np.ndarray, "columns depth"], scales: Scales) -> Shaped[np.ndarray, "panels words"]:
