@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 def machine() -> list[Any]:
     """What the speed of arithmetic depends on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return [platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__, gpu]
+    vectors = torch.backends.cpu.get_cpu_capability()
+    return [
+        platform.machine(),
+        platform.processor(),
+        vectors,
+        os.cpu_count(),
+        torch.get_num_threads(),
+        torch.__version__,
+        gpu,
+    ]
 
 
 def model_key(model: "PreTrainedModel | None") -> list[str] | None:
@@ -51,7 +60,12 @@ def keep(kind: str, key: Any, record: dict[str, Any]) -> None:
         return
 
 
-def _place(kind: str, key: Any) -> Path:
+def folder() -> Path:
+    """Where it is kept."""
     root = os.environ.get("SPECBEAM_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "specbeam"
+
+
+def _place(kind: str, key: Any) -> Path:
     text = json.dumps([key, machine(), __version__])
-    return Path(root) / "specbeam" / f"{kind}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.json"
+    return folder() / f"{kind}-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}.json"

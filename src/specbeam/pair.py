@@ -59,6 +59,7 @@ def load(
     check: bool = True,
     quantize: "Quantize | None" = None,
     quantize_draft: "Quantize | None" = None,
+    compile: bool = False,
 ) -> Pair:
     """Load a pair.
 
@@ -72,6 +73,8 @@ def load(
             decoded; reports say so. For Llama, Mistral and Qwen2 in float32.
         quantize_draft: the same for the draft, which changes no law.
         check: compare a small token tree with plain forwards, once per model, and refuse a model that gets it wrong.
+        compile: by torch.compile, what transformers would run on a CPU: models that specbeam has no forward of its own for.
+            Takes some ten seconds for each of the first sizes of a pass; kept on disk.
 
     Raises:
         BadSetting, MissingFile, UnsupportedModel, VocabularyMismatch.
@@ -86,19 +89,27 @@ def load(
     words = _tokenizer(tokenizer if tokenizer is not None else target)
     if draft_model is not None:
         _check_same_vocabulary(target_model, draft_model, words, draft)
-    target_lm = language_model(target_model, check, quantize)
+    target_lm = language_model(target_model, check, quantize, compile)
     if draft_model is target_model:  # a model may draft for itself, but not out of the same cache
         draft_lm: HuggingFaceLM | None = HuggingFaceLM(draft_model, engine=quantize_draft or "auto")
     else:
-        draft_lm = None if draft_model is None else language_model(draft_model, check, quantize_draft)
+        draft_lm = None if draft_model is None else language_model(draft_model, check, quantize_draft, compile)
+    if compile and "torch" not in {lm.engine for lm in (target_lm, draft_lm) if lm is not None}:
+        raise BadSetting(
+            "compile=True is for models that transformers runs, and specbeam runs these itself, by loops that are compiled "
+            "already; leave it out"
+        )
     return Pair(target_model, draft_model, words, target_lm, draft_lm)
 
 
-def language_model(model: "PreTrainedModel", check: bool = True, quantize: "Quantize | None" = None) -> HuggingFaceLM:
+def language_model(
+    model: "PreTrainedModel", check: bool = True, quantize: "Quantize | None" = None, compile: bool = False
+) -> HuggingFaceLM:
     """The scorer of a model object; one per model, checked once, and made anew when the model has changed since, or is to be
-    quantised otherwise.
+    quantised or compiled otherwise.
     """
-    state, known = (_state(model), quantize), vars(model).get("_specbeam")
+    how, known = (quantize, compile), vars(model).get("_specbeam")
+    state = (_state(model), how)
     if known is None or known.state != state:
         check_decoder_only(model)
         _use_a_backend_with_masks(model)
@@ -106,9 +117,11 @@ def language_model(model: "PreTrainedModel", check: bool = True, quantize: "Quan
         if quantize not in (None, "int8"):
             raise BadSetting(f"quantize is {quantize!r}; it must be 'int8' or None")
         lm = HuggingFaceLM(model, engine=quantize or "auto")
+        if compile and lm.engine == "plain":
+            lm = HuggingFaceLM(model, engine="torch")
         if check:
             check_scores_forests(lm)
-        known = _Kept((_state(model), quantize), lm)  # an engine may have laid the weights out anew
+        known = _Kept((_state(model), how), lm)  # an engine may have laid the weights out anew
         object.__setattr__(model, "_specbeam", known)
     assert known.lm is not None
     return known.lm

@@ -14,14 +14,19 @@ from specbeam.records import Generation
 
 
 def quiet_load(
-    model: str, draft: str | None, device: str | None = None, dtype: str = "auto", quantize: Any = None
+    model: str,
+    draft: str | None,
+    device: str | None = None,
+    dtype: str = "auto",
+    quantize: Any = None,
+    compile: bool = False,
 ) -> Pair:
     """Load without the progress bars of the model library."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return load(model, draft, device=device, dtype=dtype, quantize=quantize)
+    return load(model, draft, device=device, dtype=dtype, quantize=quantize, compile=compile)
 
 
 def method_from(name: str, settings: list[str]) -> Method:

@@ -76,6 +76,7 @@ def run(
     draft: str | None,
     device: str | None,
     quantize: str | None,
+    compile: bool,
     method_name: str,
     settings: list[str],
     options: dict[str, Any],
@@ -94,7 +95,7 @@ def run(
     asked, unreadable = gather(prompts, files)
     if not asked and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
-    pair = quiet_load(model, draft, device, quantize=quantize)
+    pair = quiet_load(model, draft, device, quantize=quantize, compile=compile)
     writer = Writer(asked, json, options["num_return_sequences"])
     if asked:
         with _progress(len(asked)) as advance:

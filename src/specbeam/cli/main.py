@@ -65,6 +65,9 @@ def generate(
     batch_size: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 32,
     device: Annotated[Optional[str], typer.Option(help="cpu, cuda, ...")] = None,  # noqa: UP045
     quantize: Annotated[Optional[str], typer.Option(help="int8: the target's weights; another, faster model.")] = None,  # noqa: UP045
+    compile: Annotated[
+        bool, typer.Option("--compile", help="By torch.compile, models that transformers runs on a CPU.")
+    ] = False,
     audit: Annotated[
         bool, typer.Option("--audit", help="Test while decoding that the law is the declared one.")
     ] = False,
@@ -80,24 +83,11 @@ def generate(
         "length_penalty": length_penalty, "stop_strings": stop or None, "json_schema": json_schema, "regex": regex,
         "grammar": grammar, "grammar_backend": grammar_backend,
     }  # fmt: skip
-    raise typer.Exit(
-        run(
-            prompts or [],
-            file,
-            model,
-            draft,
-            device,
-            quantize,
-            method,
-            setting,
-            options,
-            seed,
-            batch_size,
-            audit,
-            profile,
-            json,
-        )
-    )
+    code = run(
+        prompts or [], file, model, draft, device, quantize, compile, method, setting, options, seed, batch_size, audit,
+        profile, json,
+    )  # fmt: skip
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -58,9 +58,9 @@ class HuggingFaceLM:
 
     Args:
         chunk: prompt tokens per pass.
-        engine: "plain" calls the model; "lean", "compiled" and "gpu" run its layers themselves (see the files of these names
-            in lm/); "auto" takes the fastest of these that fits; "int8" runs it with rounded weights: another model. Raises
-            `NotSupported` where it cannot.
+        engine: "plain" calls the model, "torch" calls what torch.compile makes of it; "lean", "compiled" and "gpu" run its
+            layers themselves (see the files of these names in lm/); "auto" takes the fastest of these that fits, but never
+            "torch"; "int8" runs it with rounded weights: another model. Raises `NotSupported` where it cannot.
     """
 
     def __init__(self, model: "PreTrainedModel", chunk: int = CHUNK, engine: str = "auto") -> None:
@@ -188,6 +188,12 @@ def _engine(
         decoder = lean(model)
         if decoder is not None:
             return "lean", PaddedPasses(model, decoder, lanes)
+    if wanted == "torch":
+        if on_gpu:
+            raise NotSupported(
+                "compile=True is for a CPU; on a GPU passes are captured as graphs already: leave it out"
+            )
+        return "torch", PaddedPasses(model, None, lanes, compile=True)
     if wanted not in ("auto", "plain"):
         where = "" if wanted == "gpu" else " in float32 on a CPU"
         raise NotSupported(

@@ -17,6 +17,7 @@ from specbeam.lm.kv.trie import BLOCK, WASTE, Feed
 from specbeam.lm.padded.captured import WIDEST, CapturedForward, Forward
 from specbeam.lm.padded.lean import LeanDecoder
 from specbeam.lm.padded.sizes import up
+from specbeam.lm.padded.torch_compiled import torch_compiled
 from specbeam.probs import picked
 
 if TYPE_CHECKING:
@@ -30,11 +31,15 @@ class PaddedPasses:
     """Of the model itself, or of its lean forward.
 
     Args:
+        compile: by what torch makes of the model's forward (`torch_compiled`).
         lanes: all sessions of the model; those that a pass leaves out may stand between those that it takes in.
     """
 
-    def __init__(self, model: "PreTrainedModel", lean: LeanDecoder | None, lanes: list[Lane]) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", lean: LeanDecoder | None, lanes: list[Lane], compile: bool = False
+    ) -> None:
         self.model, self.lean, self.lanes = model, lean, lanes
+        self.call = torch_compiled(model) if compile else model
         config = model.config.get_text_config()
         self.device = model.get_input_embeddings().weight.device
         self.masks = Masks(config, config._attn_implementation or "eager", model.dtype)
@@ -114,7 +119,7 @@ class PaddedPasses:
         return run(ids, places, masks, wanted)
 
     def _called(self, ids: torch.Tensor, places: torch.Tensor, masks: Mask, wanted: int) -> torch.Tensor:
-        output = self.model(
+        output = self.call(
             input_ids=ids,
             attention_mask=masks,
             position_ids=places,

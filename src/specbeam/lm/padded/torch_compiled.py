@@ -1,0 +1,31 @@
+"""A model's own forward by torch.compile: for models that transformers runs, on a CPU."""
+
+import os
+import shutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbeam import measured
+from specbeam.errors import NotSupported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def torch_compiled(model: "PreTrainedModel") -> Callable[..., Any]:
+    """The forward, for passes of any size; compiled at the first ones, and kept on disk for later processes (where
+    `TORCHINDUCTOR_CACHE_DIR` says, by default beside what specbeam has measured).
+
+    Raises `NotSupported` where there is no C++ compiler.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None and shutil.which("clang++") is None:
+        raise NotSupported(
+            f"compile=True needs a C++ compiler, and there is no {compiler} here; install one, name it in the variable CXX, "
+            "or leave compile out"
+        )
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(measured.folder() / "torch"))
+    compiled: Callable[..., Any] = torch.compile(model.forward, dynamic=True)
+    return compiled

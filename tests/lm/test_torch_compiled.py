@@ -1,0 +1,42 @@
+"""compile=True: models that transformers runs, by torch.compile."""
+
+import os
+import shutil
+
+import pytest
+
+import specbeam as sb
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.lm.huggingface import HuggingFaceLM
+from tests.lm.test_huggingface import check_random_turns
+from tests.support.tiny_models import tiny
+
+
+def test_models_that_specbeam_runs_itself_are_refused():
+    with pytest.raises(BadSetting, match="leave it out"):
+        sb.load(tiny("llama"), tiny("llama", seed=1), compile=True)
+
+
+def test_no_compiler(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(NotSupported, match="C\\+\\+ compiler"):
+        sb.load(tiny("gpt2"), compile=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(os.environ.get("SPECBEAM_TYPES") != "off", reason="wrappers that check types count their calls")
+def test_a_compiled_model_is_the_same_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+    target, draft = tiny("gpt2"), tiny("gpt2", seed=1)
+    plain = sb.load(tiny("gpt2"), tiny("gpt2", seed=1))
+    compiled = sb.load(target, draft, compile=True)
+    assert [lm.engine for lm in (compiled.target, compiled.draft)] == ["torch", "torch"]
+    for method in (sb.dsbd(3, 4, 3), sb.speculative_sampling(3)):
+        found, expected = (
+            [one.tokens for one in sb.generate(pair, [[3, 4, 5], [7] * 30], method=method, seed=3, top_k=8)]
+            for pair in (compiled, plain)
+        )
+        assert found == expected
+    assert any((tmp_path / "torch").rglob("*.so"))
+    check_random_turns(HuggingFaceLM(target, engine="torch"), target)
