@@ -1,6 +1,9 @@
 """A model's own forward on a GPU as captured graphs: kernels are started one by one only once for each size of a pass."""
 
-from collections.abc import Callable, Hashable, Sequence
+import gc
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -28,16 +31,33 @@ class Capture:
         self._pool = None
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-        """A graph of what was done, and the result that it writes; None if it cannot be captured."""
+        """A graph of what was done, and the result that it writes; None if it cannot be captured.
+
+        No garbage is collected meanwhile: graphs of a model that is gone would be freed, which ends a capture.
+        """
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"):
+            with (
+                _no_garbage_collected(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
+            ):
                 return graph, work()
         except RuntimeError:  # out of memory, or it looked at a number
             return None
         finally:
             torch.cuda.set_stream(before)  # a capture that failed may leave its own behind
+
+
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class OfSecondTimes(Generic[_T]):
@@ -128,6 +148,12 @@ class CapturedForward:
         finally:
             self.store.place = place
         self._fails = found is None
+        if self._fails:
+            warnings.warn(
+                "the model's forward cannot be captured as a CUDA graph (it looks at numbers on the host, or there is no "
+                "memory left): its kernels are started one by one from now on, which takes longer",
+                stacklevel=2,
+            )
         return None if found is None else Captured(found[0], tokens, positions, slots, masks, found[1])
 
 
