@@ -59,7 +59,8 @@ def turns(target: LM, live: list[Session]) -> Turns:
 def _planned(session: Session, beside: int) -> Shape:
     session.beside = beside
     with session.failing_alone():
-        return session.parts.controller.plan(session)
+        session.shape = session.parts.controller.plan(session)
+        return session.shape
     return Shape(0, 0)  # it has failed, and is over after this pass
 
 

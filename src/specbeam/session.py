@@ -140,6 +140,7 @@ class Session:
         self.failure: SpecbeamError | None = None
         self.state: dict[Hashable, Any] = {}
         self.beside = 1  # sessions that share the present pass, itself included; told by the loop
+        self.shape = Shape(0, 0)  # that was planned for the present turn; told by the loop
         self.audited, self.audit = audited, Audit()
         self.certificate: Certificate | None = None
         self.count = Counters()

@@ -1,16 +1,21 @@
 """Turns ahead in one loop against the same turns one by one: texts, scores, reports, and what the models hold."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 
 import specbeam as sb
 from specbeam import kernels
 from specbeam.ahead import beams, run, trees
 from specbeam.ahead.books import PASSES
+from specbeam.control.fixed import FixedShape
 from specbeam.decode import decode
 from specbeam.errors import SomeFailed, TooFewAnswers
 from specbeam.generation import turns_of
+from specbeam.records import Shape
 from specbeam.request import Request
 from specbeam.settings import Settings
+from specbeam.verify.path import PathRule
 from tests.support.loops import OPTIONS, PROMPTS, known, pair
 from tests.support.tiny_models import tiny
 
@@ -176,6 +181,57 @@ def test_a_model_with_more_words_than_the_target_drafts_turn_by_turn(runs):
     own.draft.vocab = 65
     sb.generate(own, PROMPTS[0], METHODS["fixed"], seed=2, max_new_tokens=4, top_k=5)
     assert not runs
+
+
+@dataclass(frozen=True)
+class Shallower(FixedShape):
+    """Somebody's own: it decides otherwise than the part that it is derived from."""
+
+    def plan(self, session):
+        return Shape(min(2, session.remaining - 1), 1)
+
+
+class Counting(PathRule):
+    def verify(self, session, forest, scored):
+        verdicts.append(verdict := super().verify(session, forest, scored))
+        return verdict
+
+
+verdicts = []
+
+
+def test_parts_that_are_derived_are_obeyed(pair, runs):
+    verdicts.clear()
+    own = sb.speculative_sampling(4, controller=Shallower(4, 1))
+    (found,) = sb.generate(pair, PROMPTS[0], own, seed=3, max_new_tokens=12, top_k=6, eos_token_id=[])
+    assert found.report.draft_passes <= 2 * found.report.target_passes
+    plain = sb.speculative_sampling(4)
+    parts = replace(plain.parts(pair.draft, pair.target), rule=Counting())
+    method = replace(plain, build=lambda target, draft: parts)
+    (found,) = sb.generate(pair, PROMPTS[0], method, seed=3, max_new_tokens=12, top_k=6)
+    assert len(verdicts) == found.report.target_passes
+    assert not runs
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_new_token_and_no_draft_at_all(pair, monkeypatch, name):
+    for options in ({"max_new_tokens": 1}, {"max_new_tokens": 2, "eos_token_id": []}):
+        found, expected = both(pair, PROMPTS[1], METHODS[name], monkeypatch, top_k=6, **options)
+        assert found == expected
+    shape = sb.speculative_sampling(3, controller=FixedShape(0, 1))
+    found, expected = both(pair, PROMPTS[0], shape, monkeypatch, top_k=6)
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "chain", "tree"])
+def test_long_prompts_go_in_by_chunks(runs, monkeypatch, name):
+    own = sb.load(tiny("llama", seed=1, vocab_size=64), tiny("llama", seed=2, vocab_size=64))
+    own.target.chunk = own.draft.chunk = 24
+    for length in (10, 23, 24, 40, 100):
+        prompt = [*range(3, 60), *range(3, 60)][:length]
+        found, expected = both(measured(own), prompt, METHODS[name], monkeypatch, top_k=6)
+        assert found == expected
+    assert runs
 
 
 def test_what_goes_wrong_costs_one_prompt(pair, monkeypatch):

@@ -33,6 +33,18 @@ def outer(number):
     return inner({record}(number))
 print(outer(5), sum(outer._cache_hits.values()))
 """
+RECORD = """
+from typing import NamedTuple
+class Record(NamedTuple):
+    {first}: int
+    {second}: int
+"""
+TAKES = """
+from specbeam.kernels.compiling import compiled
+@compiled
+def takes(record):
+    return 10 * record.tens + record.ones
+"""
 
 
 @pytest.fixture
@@ -45,7 +57,11 @@ def package(tmp_path):
 def run(package, change, record="One"):
     for name, text in (("inner", INNER), ("outer", OUTER)):
         (package / f"{name}.py").write_text(text.format(change=change, record=record))
-    command = [sys.executable, "-c", "import specbeam.outer"]
+    return printed(package, "import specbeam.outer")
+
+
+def printed(package, program):
+    command = [sys.executable, "-c", program]
     done = subprocess.run(
         command, cwd=package.parent, env={"PYTHONPATH": ""}, capture_output=True, text=True, check=True
     )
@@ -58,6 +74,15 @@ def test_a_change_of_an_inner_loop_reaches_the_outer_one(package):
     assert run(package, "+ 10") == (15, 0)
     assert run(package, "+ 10", record="Another") == (15, 0)
     assert len(list((package / "__pycache__").glob("outer.outer-*.nbi"))) == 1
+
+
+def test_a_record_goes_by_its_fields_wherever_it_comes_from(package):
+    """The loop does not name it: it takes what it is given."""
+    program = "from specbeam.record import Record; from specbeam.takes import takes; print(takes(Record(1, 2)))"
+    (package / "takes.py").write_text(TAKES)
+    for fields, expected in ((("tens", "ones"), 12), (("ones", "tens"), 21), (("tens", "ones"), 12)):
+        (package / "record.py").write_text(RECORD.format(first=fields[0], second=fields[1]) + "#" * expected)
+        assert printed(package, program) == (expected,)
 
 
 def test_sources_are_those_that_are_compiled_in():

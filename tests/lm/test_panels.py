@@ -15,13 +15,14 @@ import numba
 
 from specbeam.forest import Forest
 from specbeam.lm.compiled import decoder, loops, sums, tiles
-from specbeam.lm.compiled.panels import _multiplier, fits_bfloat16, in_panels, multiply, rounded
+from specbeam.lm.compiled import panels as panels_module
+from specbeam.lm.compiled.panels import fits_bfloat16, in_panels, multiply, rounded
 from specbeam.lm.compiled.sums import WIDTH
 from specbeam.lm.huggingface import HuggingFaceLM
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
 
-KINDS = ["float32", "bfloat16", "int8"] + ["tiles"] * tiles.AVAILABLE
+KINDS = ["float32", "bfloat16", "int8"] + ["tiles"] * tiles.available()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,11 +73,17 @@ def test_bytes_are_summed_alike_on_machines_that_have_no_instruction_for_it(rows
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, 256)).astype(np.float32)
     panels = in_panels(rng.standard_normal((96, 256)).astype(np.float32), "int8")
+    expected, written = product(x, panels), []
     monkeypatch.setattr(sums, "DOTS_BYTES", False)
-    plain = inspect.unwrap(_multiplier(f"multiply_bytes_{rows}", range).py_func)
+    product_of = sums._LoopOfBytes._product
+    monkeypatch.setattr(sums._LoopOfBytes, "_product", lambda *given: written.append(1) or product_of(*given))
+    standing = numba.njit(inspect.unwrap(panels_module._standing.py_func))
+    times = numba.njit(error_model="numpy")(inspect.unwrap(panels_module._panel_times_standing.py_func))
     out = np.full((rows, len(panels) * WIDTH), np.nan, dtype=np.float32)
-    numba.njit(error_model="numpy")(plain)(x, panels, out)
-    assert (out == product(x, panels)).all()
+    for panel in range(len(panels)):
+        times(panels, panel, standing(x, panels), *x.shape, out)
+    assert written
+    assert (out == expected).all()
 
 
 def in_bfloat16(x):
@@ -86,9 +93,10 @@ def in_bfloat16(x):
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_change_nothing(threads, kind):
     rng = np.random.default_rng(0)
-    matrix, x = rng.standard_normal((1200, 512)).astype(np.float32), rng.standard_normal((37, 512)).astype(np.float32)
+    matrix, x = rng.standard_normal((2400, 512)).astype(np.float32), rng.standard_normal((37, 512)).astype(np.float32)
     assert not fits_bfloat16(matrix)
     panels = in_panels(matrix if kind == "float32" else in_bfloat16(matrix), kind)
+    assert panels.size >= panels_module._SHARED_FROM
     kernels.use_threads(threads)
     assert (product(x, panels, threads=2) == product(x, panels)).all()
 
@@ -139,7 +147,7 @@ def test_weights_of_bfloat16_checkpoints_are_kept_in_it():
     torch.testing.assert_close(scored(lm, path, Forest.rooted([5]))[0], expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.skipif(not tiles.AVAILABLE, reason="the processor has no tile registers")
+@pytest.mark.skipif(not tiles.available(), reason="the processor has no tile registers")
 def test_tiles_lose_nothing_of_a_float32():
     """Against float64 they err as little as the sums of float32 do, over numbers of all sizes."""
     rng = np.random.default_rng(1)
@@ -151,7 +159,7 @@ def test_tiles_lose_nothing_of_a_float32():
     assert off["tiles"] < 1.5 * off["bfloat16"] < 1e-6
 
 
-@pytest.mark.skipif(not tiles.AVAILABLE, reason="the processor has no tile registers")
+@pytest.mark.skipif(not tiles.available(), reason="the processor has no tile registers")
 def test_a_model_by_tiles_is_the_same_model(monkeypatch):
     model = tiny("llama").to(torch.bfloat16).float()
     monkeypatch.setattr(decoder, "TILED_FROM", 0)

@@ -9,7 +9,7 @@ from scipy import stats
 
 import specbeam as sb
 from specbeam.control.fixed import FixedShape
-from specbeam.control.width import FixedWidth
+from specbeam.control.width import FixedWidth, SureWidth, ValuedWidth
 from specbeam.decode import turns
 from specbeam.draft.model import BeamDrafter
 from specbeam.lm.table import TableLM
@@ -171,6 +171,25 @@ def test_given_its_widths_shared_noise_gives_the_beams_of_beam_sampling(width):
         assert texts(fast) == texts(plain)
         widths |= {*taken}
     assert widths == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    "width", [ValuedWidth(2, 1, 0.38, 2), ValuedWidth(2, 1, 2.0, 2), SureWidth(2, 1, 0.5)], ids=str
+)
+def test_a_first_width_is_the_same_for_every_seed(width):
+    """Nothing was drawn before it. A draft whose beams have all ended is shorter, which tells of the noise of its layers: a
+    width must not look at that, for the target draws by the same noise.
+    """
+    target, draft = TableLM([0.35, 0.15, 0.35, 0.15]), TableLM([0.2, 0.3, 0.3, 0.2])
+    method = sb.Method("", "", 2, lambda _, lm: Parts(BeamDrafter(lm, 2), BeamRule(width), FixedShape(4, 2), ""))
+    widths, layers = set(), set()
+    for key in range(150):
+        session = session_of(method, draft, steps=8, eos=(0, 1), key=key)
+        ((_, turn),) = turns(target, [session])
+        widths.add(turn.verdict.steps[0].width)
+        layers.add(turn.forest.layers)
+    assert len(widths) == 1
+    assert layers == {1, 2, 3, 4}
 
 
 def test_with_the_target_as_its_draft_every_layer_passes():

@@ -56,11 +56,12 @@ def test_what_the_loop_leaves_alone(pair):
         assert not walk_at_once(session, forest, walk)
         assert walk.node == 0
     session, forest, scored = turn(pair, {"top_k": 6}, sb.speculative_sampling(3))
-    assert _drawn(forest) is not None
+    assert _drawn(forest, forest.groups[0].law.vocab) is not None
     first: Group = forest.groups[0]
-    assert _drawn(Forest(forest.tokens, forest.parents, (first, first))) is None
-    assert _drawn(forest.lost()) is None
-    assert _drawn(forest, greedy=True) is None
+    assert _drawn(Forest(forest.tokens, forest.parents, (first, first)), first.law.vocab) is None
+    assert _drawn(forest, first.law.vocab + 1) is None
+    assert _drawn(forest.lost(), first.law.vocab) is None
+    assert _drawn(forest, first.law.vocab, greedy=True) is None
     session.audited = True
     assert not walk_at_once(session, forest, Walk(session, forest, scored))
 

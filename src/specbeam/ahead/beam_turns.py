@@ -144,8 +144,9 @@ def beam_turns(
             beams = (np.arange(roots), live.scores, live.counts, live.keys)
             so_far = Finished(stop, finished, ended + numbers[GONE], length + span)
             found = judged(
-                logits, tree, beams, course.choice, course.widths, layers.fronts, drafts, min(left, drafts + 1), so_far
-            )
+                logits, tree, beams, course.choice, course.widths, layers.fronts, depth, drafts, min(left, drafts + 1),
+                so_far,
+            )  # fmt: skip
             told = found.told
             time[SCORE] += scored - began
             time[VERIFY] += cycles() - scored

@@ -6,6 +6,7 @@ import numpy as np
 
 from specbeam.ahead.beam_turns import BeamCourse, BeamsRan, beam_turns
 from specbeam.ahead.books import GONE, SPAN, SPANNED, Books, Live
+from specbeam.ahead.plans import deepest_of, plan_of
 from specbeam.choice import way as way_of
 from specbeam.draft.model import BeamDrafter, NoDraft
 from specbeam.limits import Ended
@@ -27,9 +28,7 @@ class BeamsAhead:
 
     @property
     def fresh(self) -> int:
-        plan = self.course.plan
-        deepest = plan.depth if plan.depth >= 0 else plan.seconds.shape[1] - 1
-        return int(deepest * self.course.drafts.width + self.course.widths.most)
+        return deepest_of(self.course.plan) * self.course.drafts.width + self.course.widths.most
 
     def run(self, target: OneLane, draft: OneLane) -> tuple[Books, bool]:
         session, beams = self.session, self.session.beams
@@ -58,20 +57,19 @@ class BeamsAhead:
 
 def beams_ahead(target: HuggingFaceLM, session: Session) -> BeamsAhead | None:
     """None unless its parts are for loops."""
-    drafter, rule, controller = session.parts.drafter, session.parts.rule, session.parts.controller
-    plan = getattr(controller, "for_loops", None)
-    if not isinstance(rule, BeamRule) or plan is None:
+    drafter, rule, plan = session.parts.drafter, session.parts.rule, plan_of(session)
+    if type(rule) is not BeamRule or plan is None:
         return None
-    widths, shape = rule.for_loops(session), plan(session)
+    widths = rule.for_loops(session)
     if widths is None:
         return None
     models, core = [target], 0
-    if isinstance(drafter, BeamDrafter):
+    if type(drafter) is BeamDrafter:
         if not isinstance(drafter.lm, HuggingFaceLM) or not drafter.by_loops(session):
             return None
         models, core = [target, drafter.lm], drafter.beams
-    elif not isinstance(drafter, NoDraft) or shape.depth != 0:
+    elif type(drafter) is not NoDraft or plan.depth != 0:
         return None
     warp, limits = session.warp, session.limits
-    drafts, choice = way_of(warp, limits, core, int(shape.widths.max())), way_of(warp, limits, widths.most, 0)
-    return BeamsAhead(session, models, BeamCourse(shape, drafts, choice, widths, limits.for_loops, core > 0))
+    drafts, choice = way_of(warp, limits, core, int(plan.widths.max())), way_of(warp, limits, widths.most, 0)
+    return BeamsAhead(session, models, BeamCourse(plan, drafts, choice, widths, limits.for_loops, core > 0))

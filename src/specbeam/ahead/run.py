@@ -69,7 +69,7 @@ def turns_of(target: LM, session: Session) -> Ahead | None:
         return None
     for kind in KINDS:
         turns = kind(target, session)
-        if turns is not None and all(lm.loops and lm.vocab <= target.vocab for lm in turns.models):
+        if turns is not None and all(lm.loops and lm.vocab == target.vocab for lm in turns.models):
             return turns
     return None
 

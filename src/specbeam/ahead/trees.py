@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specbeam.ahead.books import SPANNED, TURNS, Books, Live
+from specbeam.ahead.plans import deepest_of, plan_of
 from specbeam.ahead.tree_turns import TreeCourse, TreesRan, tree_turns
 from specbeam.draft.tree import TreeDrafter
 from specbeam.draft.tree_fast import draws_of, room_for
@@ -47,13 +48,11 @@ class TreesAhead:
 
 def trees_ahead(target: HuggingFaceLM, session: Session) -> TreesAhead | None:
     """None unless its parts are for loops."""
-    drafter, rule, controller = session.parts.drafter, session.parts.rule, session.parts.controller
-    plan = getattr(controller, "for_loops", None)
-    if not isinstance(rule, PathRule) or not isinstance(drafter, TreeDrafter) or plan is None:
+    drafter, rule, plan = session.parts.drafter, session.parts.rule, plan_of(session)
+    if type(rule) is not PathRule or type(drafter) is not TreeDrafter or plan is None or not drafter.books:
         return None
-    laws, shape, lm = rule.for_loops(session), plan(session), drafter.lm
-    deepest = shape.depth if shape.depth >= 0 else shape.seconds.shape[1] - 1
-    children = drafter.by_loops(session, deepest)
+    laws, lm, deepest = rule.for_loops(session), drafter.lm, deepest_of(plan)
+    children = drafter.by_loops(session, deepest) if deepest > 0 else None
     if laws is None or children is None or not isinstance(lm, HuggingFaceLM):
         return None
     counts, distinct = children
@@ -61,5 +60,5 @@ def trees_ahead(target: HuggingFaceLM, session: Session) -> TreesAhead | None:
     if draws is None or room is None:
         return None
     uniforms = session.dice.ahead(TURNS * (2 * room.draws + 2))  # a turn's draws, trials, and the last draw
-    course = TreeCourse(shape, draws._replace(uniforms=uniforms), room, laws, session.limits.max_new_tokens)
+    course = TreeCourse(plan, draws._replace(uniforms=uniforms), room, laws, session.limits.max_new_tokens)
     return TreesAhead(session, [target, lm], course)

@@ -132,11 +132,11 @@ def _noise() -> Float64[np.ndarray, "races n"]:
 
 def widths_by(width: Width, memory: dict[Hashable, Any]) -> kernels.Widths | None:
     """A width under shared noise, as loops choose it for a session that remembers this."""
-    if isinstance(width, FixedWidth):
+    if type(width) is FixedWidth:
         return kernels.Widths(False, width.most, width.most, 0.0, _noise(), NO_VALUES)
-    if isinstance(width, SureWidth):
+    if type(width) is SureWidth:
         return kernels.Widths(True, width.most, width.least, float(width.threshold), _noise(), NO_VALUES)
-    if isinstance(width, ValuedWidth):
+    if type(width) is ValuedWidth:
         return kernels.Widths(True, width.most, width.least, 0.0, _noise(), width.values(memory))
     return None
 

@@ -21,7 +21,7 @@ class Outlook:
     odds: Callable[[], Float64[np.ndarray, " widths"]]  # that 0, 1, 2, ... draws are all drafts (`control.accepted`)
     by_drafts: Callable[[int], Float64[np.ndarray, "widths drafts"]]  # the same if there were 0, 1, ..., so many drafts
     drafted: int  # drafts that there are
-    left: int  # drafted layers from this one on
+    left: int  # layers that were to be drafted from this one on
     memory: dict[Hashable, Any]  # of the session; each policy has an entry of its own
 
 
@@ -58,7 +58,8 @@ class SureWidth:
 
 @dataclass(frozen=True)
 class ValuedWidth:
-    """The width of most value: argmax over w of gain(w) + odds(w) V(k - 1), for a layer with k drafted ones left.
+    """The width of most value: argmax over w of gain(w) + odds(w) V(k - 1), for a layer from which on k were
+    to be drafted.
 
     A layer of w beams gains 1 + `worth` log2(w) layers of one beam. V(k) is what a turn gains from there on if it passes;
     V(0) is the gain of the layer behind the draft, V(k) the mean over all layers judged so far of the maximum above. Where

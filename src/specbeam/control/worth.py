@@ -10,6 +10,7 @@ from jaxtyping import Float64
 from specbeam import kernels
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.width import DEEPEST, GUESS, NO_VALUES, WEIGHT, ValuedWidth
+from specbeam.errors import BadSetting
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -133,17 +134,29 @@ class ShapeByValue:
     host: HostCost = field(default_factory=HostCost)
     explore: int = 8
 
+    def __post_init__(self) -> None:
+        if max(self.sizes) > self.width.drafts:
+            raise BadSetting(
+                f"sizes go up to {max(self.sizes)} drafts, and values are known for {self.width.drafts} at most; "
+                f"say ValuedWidth(..., drafts={max(self.sizes)})"
+            )
+
     def plan(self, session: Session) -> Shape:
         plan, count = self.for_loops(session), session.count
         return Shape(*kernels.planned(plan, len(session.beams), count.target_passes, session.remaining))
 
     def for_loops(self, session: Session) -> kernels.Plan:
-        """What it decides by, as loops see it."""
+        """What it decides by, as loops see it. At temperature 0 no width is chosen, and depth goes by layers alone."""
+        seen, judge_s = self._seen(session).seen, self.host.judge_s
+        if session.warp.greedy:
+            seconds = np.ascontiguousarray(self.seconds[:, :, -1:])
+            return kernels.Plan(
+                kernels.BY_ODDS, np.array(self.sizes[-1:]), 1, seconds, judge_s, seen, self.explore, NO_VALUES
+            )
         values = self.width.values(session.state)
         return kernels.Plan(
-            kernels.BY_VALUE, np.array(self.sizes), 1, self.seconds, self.host.judge_s, self._seen(session).seen,
-            self.explore, values,
-        )  # fmt: skip
+            kernels.BY_VALUE, np.array(self.sizes), 1, self.seconds, judge_s, seen, self.explore, values
+        )
 
     def settle(self, session: Session, turn: Turn) -> None:
         self._seen(session).learn(_passed(turn))

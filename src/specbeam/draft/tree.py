@@ -178,7 +178,7 @@ class TreeDrafter:
     def by_loops(self, session: Session, depth: int) -> tuple[list[int], bool] | None:
         """Children per node, by layer, and whether they are distinct; None where a loop cannot grow them."""
         growth = self.growth
-        if not self.at_once or not isinstance(growth, Branching) or not growth.loops:
+        if not self.at_once or type(growth) is not Branching or not growth.loops:
             return None
         if _stops(type(session.parts.controller)):
             return None

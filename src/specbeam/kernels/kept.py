@@ -89,10 +89,22 @@ class Kept(FunctionCache):
 
     _impl_class = _Where
 
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """A form of a loop goes by the fields of its records too: numba knows a record by its class and types alone."""
+        return super()._index_key(sig, codegen), _fields(sig)
+
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep this form of the loop, and nothing of what it was before."""
+        """Keep this form of the loop, and nothing of what it was before for this version of Python."""
         super().save_overload(sig, data)
-        name, _, _ = self._impl.filename_base.partition("-")
-        for path in Path(self._cache_path).glob(f"{name}-*.nb[ic]"):
-            if not path.name.startswith(self._impl.filename_base):
+        base = self._impl.filename_base
+        (name, _, _), (_, _, version) = base.partition("-"), base.rpartition(".")
+        for path in Path(self._cache_path).glob(f"{name}-*.{version}.*nb[ic]"):
+            if not path.name.startswith(base):
                 path.unlink(missing_ok=True)
+
+
+def _fields(kind: Any) -> tuple[Any, ...]:
+    """The names of all fields of the records in a signature."""
+    inside = kind if isinstance(kind, tuple) else getattr(kind, "types", ())
+    own = getattr(getattr(kind, "instance_class", None), "_fields", ())
+    return (*own, *(found for one in inside if (found := _fields(one))))

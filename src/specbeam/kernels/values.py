@@ -27,7 +27,7 @@ def most_valued(values: Values, odds: Array, drafts: int, left: int, least: int)
 
     Args:
         odds: float64[widths, drafts + 1]: that 0, 1, ... draws are accepted in full, by the number of drafts.
-        drafts: how many there are. left: drafted layers, this one included.
+        drafts: how many there are. left: layers that were to be drafted, this one included.
     """
     sums, count, most = values.sums, values.count[0], len(odds) - 1
     means = sums / count

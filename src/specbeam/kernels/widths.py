@@ -140,8 +140,10 @@ def joint(logits: Array, scores: Array, norm: Array, counts: Array, cut: Cut) ->
 
 
 @compiled
-def chosen(widths: Widths, target: Joint, nodes: Array, fronts: Fronts, layer: int) -> int:
-    """The width of a drafted layer above which these forest nodes live; -1 where the loop cannot tell."""
+def chosen(widths: Widths, target: Joint, nodes: Array, fronts: Fronts, layer: int, planned: int) -> int:
+    """The width of a drafted layer above which these forest nodes live, in a turn that was to draft `planned` layers; -1
+    where the loop cannot tell.
+    """
     start, stop = from_to(fronts.row_ends, layer)
     rows = slice(start, stop)
     first, last = from_to(fronts.draw_ends, layer)
@@ -151,7 +153,7 @@ def chosen(widths: Widths, target: Joint, nodes: Array, fronts: Fronts, layer: i
             if fronts.nodes[start + row] == nodes[beam]:
                 row_of[beam], beam_of[row] = row, beam
     draft = joint(fronts.logits[rows], fronts.scores[rows], fronts.norms[rows], fronts.counts[rows], fronts.cut)
-    drafts, left = last - first, len(fronts.row_ends) - layer
+    drafts, left = last - first, max(planned - layer, 1)
     by_value = len(widths.values.sums) > 0
     counted = widths.values.sums.shape[1] - 1 if by_value else drafts
     odds = accepted_by_drafts(target, draft, row_of, beam_of, widths.noise, counted, widths.most)

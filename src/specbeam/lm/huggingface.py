@@ -102,7 +102,7 @@ class HuggingFaceLM:
     @property
     def loops(self) -> bool:
         """Whether loops can run whole turns on it."""
-        return isinstance(self.runner, PackedPasses)
+        return type(self) is HuggingFaceLM and isinstance(self.runner, PackedPasses)
 
     def ran(self, session: Seat, passes: int) -> None:
         """Keep the books for a loop that ran so many passes in whole turns."""

@@ -9,6 +9,7 @@ from specbeam.control.width import FixedWidth, ValuedWidth
 from specbeam.control.worth import DepthByCost, ShapeByValue
 from specbeam.draft.tree import Branching, TreeDrafter
 from specbeam.errors import BadSetting
+from specbeam.kernels.cycles import TICKS
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.idle import IdleLM
@@ -84,7 +85,9 @@ def _host(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rule: Ru
 
     if not isinstance(target, HuggingFaceLM):
         return HostCost()
-    in_loops = isinstance(draft, HuggingFaceLM) and target.loops and draft.loops and _run_ahead(drafter(draft), rule)
+    in_loops = (
+        TICKS and isinstance(draft, HuggingFaceLM) and target.loops and draft.loops and _run_ahead(drafter(draft), rule)
+    )
     key = [repr(rule), repr(drafter(NOBODY)), width, in_loops]
     return host_cost(target.vocab, parts, key, (target, draft) if in_loops else None)
 

@@ -43,7 +43,7 @@ class Layer:
     live: Beams
     scored: Float[torch.Tensor, "nodes vocab"]
     group: Group | None  # None behind the last draft layer
-    left: int = 0  # drafted layers from this one on
+    left: int = 1  # layers that were to be drafted from this one on; how many were would tell of draws to come
 
     @property
     def vocab(self) -> int:
@@ -248,7 +248,7 @@ class BeamRule:
             return None
         if warp.greedy:
             width = FixedWidth(width.most)
-        return widths_by(width, session.state) if warp.cut.cuts or isinstance(width, FixedWidth) else None
+        return widths_by(width, session.state) if warp.cut.cuts or type(width) is FixedWidth else None
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         live, ended = session.beams, list(session.ended)
@@ -260,7 +260,7 @@ class BeamRule:
                 more = self._ahead(session, forest, live, scored, len(steps), len(ended))
                 if not more:
                     group = forest.groups[len(steps)] if len(steps) < len(forest.groups) else None
-                    layer = Layer(session, forest, live, scored, group, len(forest.groups) - len(steps))
+                    layer = Layer(session, forest, live, scored, group, max(session.shape.depth - len(steps), 1))
                     step, judged, seen = self._step(layer)
                     more = [step]
                     if audit is not None:
@@ -290,7 +290,7 @@ class BeamRule:
         """Steps that a loop can make: nobody looks at what is between them, and no beam ends before the last of them."""
         greedy = session.warp.greedy
         watched = self.trace or session.audited or not self.at_once
-        fixed = greedy or (self.coupling == "noise" and isinstance(self.width, FixedWidth))
+        fixed = greedy or (self.coupling == "noise" and type(self.width) is FixedWidth)
         if watched or not fixed or ended >= session.limits.keep:  # then scores alone may say that it is enough
             return []
         return steps_at_once(session, forest, live, scored, self.width.most, done)

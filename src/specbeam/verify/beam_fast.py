@@ -53,7 +53,15 @@ def _rows(logits: Array, nodes: Array) -> Array:
 
 @compiled
 def _asked(
-    x: Array, scores: Array, counts: Array, by: Way, widths: Widths, nodes: Array, fronts: Fronts, number: int
+    x: Array,
+    scores: Array,
+    counts: Array,
+    by: Way,
+    widths: Widths,
+    nodes: Array,
+    fronts: Fronts,
+    number: int,
+    planned: int,
 ) -> int:
     """The width of a drafted layer; -1 where the loop cannot tell."""
     if not widths.dynamic:
@@ -61,7 +69,7 @@ def _asked(
     norm = log_norm(x)
     if not norm.max() < np.inf:  # nor NaN
         return -1
-    return chosen(widths, joint(x, scores, norm, counts, by.cut), nodes, fronts, number)
+    return chosen(widths, joint(x, scores, norm, counts, by.cut), nodes, fronts, number, planned)
 
 
 @compiled
@@ -76,14 +84,15 @@ def _found(tree: tuple[Array, Array], parent: int, token: int) -> int:
 @compiled
 def judged(
     logits: Array, tree: tuple[Array, Array], live: tuple[Array, Array, Array, Array], by: Way, widths: Widths,
-    fronts: Fronts, drafted: int, most: int, finished: Finished,
+    fronts: Fronts, planned: int, drafted: int, most: int, finished: Finished,
 ) -> Judged:  # fmt: skip
     """Judge up to `most` layers, of which the first ones are `drafted`: until one has a beam that is no draft, or the beams
     that ended are enough; where the limit is of no tokens, until one ends.
 
     Args:
         tree: tokens and parents of the forest. live: nodes, scores, counts and keys of the beams.
-        fronts: what the drafted layers were drawn from; nobody looks at it if the width is fixed.
+        fronts: what the drafted layers were drawn from, of which so many were `planned`; nobody looks at these if the
+            width is fixed.
     """
     nodes, scores, counts, keys = live
     size, none = max(widths.most, 1) * most, np.empty(0, dtype=np.int64)
@@ -94,9 +103,9 @@ def judged(
     while going and layers < most:
         x = _rows(logits, nodes)
         # `np.int64`: the loop would be compiled twice, for a literal and for a number.
-        asked = (
-            _asked(x, scores, counts, by, widths, nodes, fronts, np.int64(layers)) if layers < drafted else widths.most
-        )
+        asked = widths.most
+        if layers < drafted:
+            asked = _asked(x, scores, counts, by, widths, nodes, fronts, np.int64(layers), planned)
         every = np.ones(len(nodes), dtype=np.bool_)
         told = asked >= 0
         if not told:
@@ -150,7 +159,7 @@ def steps_at_once(
     most, drafted = limits.max_new_tokens - session.length - done, len(forest.groups) - done
     found = judged(
         np.ascontiguousarray(scored.numpy()), (forest.tokens, forest.parents),
-        (live.nodes, live.scores, live.counts, live.keys), way(warp, limits, width, 0), widths, _UNSEEN, drafted,
+        (live.nodes, live.scores, live.counts, live.keys), way(warp, limits, width, 0), widths, _UNSEEN, drafted, drafted,
         max(min(most, drafted + 1), 1), _UNTIL_ONE_ENDS,
     )  # fmt: skip
     steps, start = list[Step](), 0

@@ -161,7 +161,7 @@ def walk_at_once(session: Session, forest: Forest, walk: Walk) -> bool:
     by = laws(session)
     if by is None or not on_host(walk.scored):
         return False
-    drawn = _drawn(forest, by.greedy)
+    drawn = _drawn(forest, walk.scored.shape[1], by.greedy)
     if drawn is None:
         return False
     most = min(session.remaining, len(forest))
@@ -174,15 +174,15 @@ def walk_at_once(session: Session, forest: Forest, walk: Walk) -> bool:
     return over or not going
 
 
-def _drawn(forest: Forest, greedy: bool = False) -> Drawn | None:
-    """The groups as arrays; None where one of them states no law, or is not alone under its node."""
+def _drawn(forest: Forest, vocab: int, greedy: bool = False) -> Drawn | None:
+    """The groups as arrays; None where one of them states no law on this vocabulary, or is not alone under its node."""
     groups = forest.groups
     group_of = np.full(len(forest), -1, dtype=np.int64)
     for number, group in enumerate(groups):
         if len(group.parents) != 1 or group_of[group.parents[0]] >= 0:
             return None
         group_of[group.parents[0]] = number
-    rows = _stated(groups, greedy)
+    rows = _stated(groups, vocab, greedy)
     if not groups or rows is None:
         return None
     tokens = [row.tokens for row in rows if row.tokens is not None]
@@ -199,7 +199,7 @@ def _drawn(forest: Forest, greedy: bool = False) -> Drawn | None:
     )
 
 
-def _stated(groups: Sequence[Group], greedy: bool) -> list[Row] | None:
+def _stated(groups: Sequence[Group], vocab: int, greedy: bool) -> list[Row] | None:
     """The laws of all groups, none of the best tokens; None unless they are of one kind."""
     if greedy:
         return [] if all(group.sure for group in groups) else None
@@ -207,4 +207,4 @@ def _stated(groups: Sequence[Group], greedy: bool) -> list[Row] | None:
         return None
     rows = [cast(Row, group.law) for group in groups]
     kinds = {(group.replacement, row.tokens is None) for group, row in zip(groups, rows, strict=True)}
-    return rows if len(kinds) == 1 else None
+    return rows if len(kinds) == 1 and all(row.vocab == vocab for row in rows) else None

@@ -87,7 +87,7 @@ class CompiledDecoder:
         exact = fits_bfloat16(head) and all(
             fits_bfloat16(_numbers(one.weight)) for one in inner.layers.modules() if isinstance(one, nn.Linear)
         )
-        tiled = tiles.AVAILABLE and model.num_parameters() >= TILED_FROM
+        tiled = model.num_parameters() >= TILED_FROM and tiles.available()
         kind: Kind = "int8" if int8 else "float32" if not exact else "tiles" if tiled else "bfloat16"
         self.weights = _weights(list(inner.layers), kind)
         self.last_norm, self.head = _numbers(inner.norm.weight), in_panels(head, kind)

@@ -2,12 +2,14 @@
 
 A tile holds 16 rows of 64 bytes. One instruction adds to 16 x 16 sums the products of 16 rows of x with 16 columns of the
 matrix over 32 steps of depth, all in bfloat16: sixteen times what a vector instruction does. A float32 is exactly the sum of
-three bfloat16, so three of them multiply it with a matrix of bfloat16, and nothing is lost but the order of the sums.
-Panels are laid out as tiles want them already: a word holds the two steps of a column that are multiplied together.
+three bfloat16, so three of them multiply it with a matrix of bfloat16, and nothing is lost but the order of the sums, and
+what is below 1e-33: tiles take denormals as zero. An infinity becomes NaN. Panels are laid out as tiles want them already:
+a word holds the two steps of a column that are multiplied together.
 """
 
 import ctypes
 import platform
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ if kernels.AVAILABLE:
 else:
     _FEATURES = {}
     tile_sums: Any = None  # nothing here is called
+    tiles_begun: Any = None
     tiles_done: Any = None
 
 
@@ -41,7 +44,10 @@ def _permitted() -> bool:
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA) == 0
 
 
-AVAILABLE = WIDTH == 2 * _WORDS and all(_FEATURES.get(f"amx-{name}") for name in ("tile", "bf16")) and _permitted()
+@cache
+def available() -> bool:
+    """Whether this process may use tiles."""
+    return WIDTH == 2 * _WORDS and all(_FEATURES.get(f"amx-{name}") for name in ("tile", "bf16")) and _permitted()
 
 
 class _Tiles:
