@@ -71,7 +71,7 @@ def both(pair, prompt, method, monkeypatch, **options):
     options = {"seed": 4, "max_new_tokens": 12, "eos_token_id": [9, 30], **options}
     found = answers(pair, prompt, method, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(run, "turns_of", lambda target, session: None)
+        patch.setattr(run, "ahead_of", lambda target, session: None)
         expected = answers(pair, prompt, method, **options)
     return [known(one) for one in found], [known(one) for one in expected]
 
@@ -143,7 +143,7 @@ def test_single_turns_may_follow(pair, monkeypatch, name):
         request = Request(pair, [PROMPTS[0]], METHODS[name], Settings(max_new_tokens=60, top_k=6, eos_token_id=[]), 3)
         (session,) = request.sessions
         for _ in decode(pair.target, [session], ahead=loop):
-            monkeypatch.setattr(run, "turns_of", lambda target, session: None)
+            monkeypatch.setattr(run, "ahead_of", lambda target, session: None)
         texts = [(one.tokens, one.loglik) for one in session.hypotheses()]
         states.append((texts, session.count.target_passes, session.count.widths, session.count.peak_kv_tokens))
         monkeypatch.undo()
@@ -155,7 +155,7 @@ def test_a_pass_is_counted_once(pair, monkeypatch):
     counts = []
     for loop in (True, False):
         if not loop:
-            monkeypatch.setattr(run, "turns_of", lambda target, session: None)
+            monkeypatch.setattr(run, "ahead_of", lambda target, session: None)
         before = pair.target.passes, pair.draft.passes
         sb.generate(pair, PROMPTS[0], METHODS["fixed"], seed=1, max_new_tokens=24, top_k=6)
         counts.append((pair.target.passes - before[0], pair.draft.passes - before[1]))

@@ -13,17 +13,16 @@ SPAN = 128  # most tokens of a run
 TURNS = 32  # most turns of a run: between runs a user can interrupt
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
-NUMBERS = ("passes", "draft_passes", "scored", "draft_scored", "accepted", "steps", "spanned", "gone")
 PASSES, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, STEPS, SPANNED, GONE = range(8)
 
 
 class Books(NamedTuple):
     """Of a run."""
 
-    numbers: (
-        Array  # int64[8], see above: passes as a session counts them, and as the models do; layers that drafts gave
-    )
-    time: Array  # int64[5]: cycles, see above
+    # int64[8], see above: passes as a session counts them (PASSES, DRAFT_PASSES), and as the models do (SCORED,
+    # DRAFT_SCORED); layers that drafts gave; steps; tokens; beams that ended.
+    numbers: Array
+    time: Array  # int64[5], see above: cycles
 
 
 class Live(NamedTuple):

@@ -59,11 +59,11 @@ class _Refused:
 
 def _moved_on(target: LM, session: Session) -> bool:
     session.beside = 1
-    turns = turns_of(target, session)
+    turns = ahead_of(target, session)
     return turns is not None and _ran(turns, session)
 
 
-def turns_of(target: LM, session: Session) -> Ahead | None:
+def ahead_of(target: LM, session: Session) -> Ahead | None:
     """How its turns go, if loops can run them."""
     if not isinstance(target, HuggingFaceLM) or not target.loops or _Refused in session.state:
         return None

@@ -26,6 +26,7 @@ from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.cycles import cycles
 from specbeam.kernels.noise import path_keys
 from specbeam.kernels.planning import Plan, learnt, planned
+from specbeam.kernels.stopping import is_end
 from specbeam.lm.compiled.one_lane import OneLane, extended, has_room, rewound, settled
 from specbeam.verify.path_fast import Drawn, Laws, walked
 
@@ -74,14 +75,6 @@ def _candidates(grown: Grown, by: Draws) -> Drawn:
         group_of, grown.draw_ends, grown.draws[0], grown.draws[1], by.distinct, grown.law_ends, grown.law_tokens[:size],
         np.exp(grown.law_logp[:size]),
     )  # fmt: skip
-
-
-@compiled
-def _ends(token: int, eos: Array) -> bool:
-    found = False
-    for end in eos:
-        found |= token == end
-    return found
 
 
 @compiled
@@ -139,11 +132,11 @@ def tree_turns(target: OneLane, draft: OneLane, course: TreeCourse, live: Live, 
         numbers[ACCEPTED] += steps[2].sum()
         numbers[SPANNED] += count
         token, key = steps[1, count - 1], path_keys(key, steps[1])[count]
-        alive = not _ends(token, by.eos)
+        alive = not is_end(token, by.eos)
         _settled(target, grown, steps, alive)
         _settled(draft, grown, steps, alive)
         over = not alive or numbers[SPANNED] + length >= course.most
         time[SETTLE] += cycles() - began
-    size = 0 if over and numbers[SPANNED] > 0 and _ends(token, by.eos) else 1
+    size = 0 if over and numbers[SPANNED] > 0 and is_end(token, by.eos) else 1
     found = Live(np.full(size, token), np.full(size, score), np.ones(size, dtype=np.int64), np.full(size, key))
     return TreesRan(found, tokens[: numbers[SPANNED]], score, used, books, told)

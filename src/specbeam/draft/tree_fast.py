@@ -15,6 +15,7 @@ from specbeam.dice import Dice
 from specbeam.forest import Forest, Group, Row
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.cycles import cycles
+from specbeam.kernels.stopping import is_end
 from specbeam.kernels.sums import picked
 from specbeam.kernels.truncation import Cut, dense, truncated
 from specbeam.lm.any_lane import AnyLane, scored_alone
@@ -98,9 +99,8 @@ def _draw(left: Array, count: int, way: Draws, first: int, tokens: Array) -> int
 @compiled
 def _born(tree: Array, nodes: int, siblings: int, parent: int, token: int, eos: Array) -> tuple[int, bool]:
     """The node of a drawn token, that of an earlier sibling or the next one; -1 for an end token. And whether it is new."""
-    for end in eos:
-        if token == end:
-            return -1, False
+    if is_end(token, eos):
+        return -1, False
     for node in range(siblings, nodes):
         if tree[0, node] == token:
             return node, False

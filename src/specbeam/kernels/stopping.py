@@ -17,6 +17,15 @@ class Stop(NamedTuple):
 
 
 @compiled
+def is_end(token: int, eos: Array) -> bool:
+    """Whether it is an end token."""
+    found = False
+    for end in eos:
+        found |= token == end
+    return found
+
+
+@compiled
 def normalised(stop: Stop, loglik: float, length: int) -> float:
     return loglik / max(length, 1) ** stop.penalty
 

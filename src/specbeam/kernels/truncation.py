@@ -7,6 +7,7 @@ import numpy as np
 from specbeam.kernels.compiling import BLOCK, Array, compiled
 from specbeam.kernels.noise import child_keys
 from specbeam.kernels.ranking import best, largest, ranked
+from specbeam.kernels.stopping import is_end
 from specbeam.kernels.sums import INF_RANK, MINUS_INF_RANK, extremes, log_norm
 
 
@@ -172,12 +173,10 @@ def layer(
         )  # fmt: skip
     held = len(pairs) if core >= 0 else 0
     parents, tokens = np.empty(held, dtype=np.int64), np.empty(held, dtype=np.int64)
-    above, ends = np.empty(held, dtype=np.uint64), np.zeros(held, dtype=np.bool_)
+    above, ends = np.empty(held, dtype=np.uint64), np.empty(held, dtype=np.bool_)
     for place in range(held):
         parents[place], tokens[place] = pairs[place] // vocab, pairs[place] % vocab
-        above[place] = keys[parents[place]]
-        for end in way.eos:
-            ends[place] |= tokens[place] == end
+        above[place], ends[place] = keys[parents[place]], is_end(tokens[place], way.eos)
     return norm, parents, tokens, logj, child_keys(above, tokens), ends, core
 
 

@@ -8,8 +8,10 @@ import numpy as np
 from specbeam.dice import Dice
 from specbeam.forest import Forest, Group, Row
 from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.stopping import is_end
 from specbeam.kernels.sums import log_norm, picked
 from specbeam.kernels.truncation import Cut, dense, truncated
+from specbeam.kernels.widths import from_to
 from specbeam.probs import MOST, NOTHING, on_host
 from specbeam.session import Session
 from specbeam.verify.single import Walk
@@ -66,18 +68,12 @@ def _on(tokens: Array, law_tokens: Array, law_p: Array) -> Array:
 
 
 @compiled
-def _from_to(ends: Array, group: int) -> tuple[int, int]:
-    """Where a group stands."""
-    return (ends[group - 1] if group > 0 else 0), ends[group]
-
-
-@compiled
 def _tried(rest: Array, tokens: Array, drawn: Drawn, group: int, uniforms: Array, used: int) -> tuple[int, int]:
     """Try the draws of a group in order (`draws.draws`), with what is left of the target's law in `rest`. Gives the accepted
     one, or -1, and how many uniforms are used then.
     """
-    first, last = _from_to(drawn.draw_ends, group)
-    start, end = _from_to(drawn.law_ends, group)
+    first, last = from_to(drawn.draw_ends, group)
+    start, end = from_to(drawn.law_ends, group)
     names, left = drawn.law_tokens[start:end], drawn.law_p[start:end].copy()
     q = _on(tokens, names, left)
     for draw in range(first, last):
@@ -104,7 +100,7 @@ def _tried(rest: Array, tokens: Array, drawn: Drawn, group: int, uniforms: Array
 def _drafted(drawn: Drawn, group: int, token: int) -> int:
     """The draw of a group that is this token; -1 if there is none."""
     if group >= 0:
-        first, last = _from_to(drawn.draw_ends, group)
+        first, last = from_to(drawn.draw_ends, group)
         for draw in range(first, last):
             if drawn.tokens[draw] == token:
                 return draw
@@ -136,9 +132,7 @@ def walked(logits: Array, by: Laws, drawn: Drawn, most: int, uniforms: Array) ->
                 token = tokens[picked(rest, uniforms[used])]
                 used += 1
         logp[count] = np.float64(logits[node, token]) - norm
-        node, ended = child, False
-        for end in by.eos:
-            ended |= token == end
+        node, ended = child, is_end(token, by.eos)
         steps[0, count], steps[1, count] = child, token
         steps[2, count] = child >= 0 or (ended and _drafted(drawn, group, token) >= 0)
         count += 1
