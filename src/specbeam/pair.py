@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from specbeam.errors import BadSetting, MissingFile, SpecbeamError, UnsupportedModel, VocabularyMismatch
+from specbeam.errors import (
+    BadSetting,
+    MissingFile,
+    NotSupported,
+    SpecbeamError,
+    UnsupportedModel,
+    VocabularyMismatch,
+)
 from specbeam.forest import Forest
 from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
 
@@ -74,7 +81,8 @@ def load(
         quantize_draft: the same for the draft, which changes no law.
         check: compare a small token tree with plain forwards, once per model, and refuse a model that gets it wrong.
         compile: by torch.compile, what transformers would run on a CPU: models that specbeam has no forward of its own for.
-            Takes some ten seconds for each of the first sizes of a pass; kept on disk.
+            Takes some five seconds for each form of a pass (one prompt or several, one token or several, ...), of which a
+            model has up to a dozen; kept on disk.
 
     Raises:
         BadSetting, MissingFile, UnsupportedModel, VocabularyMismatch.
@@ -91,7 +99,8 @@ def load(
         _check_same_vocabulary(target_model, draft_model, words, draft)
     target_lm = language_model(target_model, check, quantize, compile)
     if draft_model is target_model:  # a model may draft for itself, but not out of the same cache
-        draft_lm: HuggingFaceLM | None = HuggingFaceLM(draft_model, engine=quantize_draft or "auto")
+        engine = quantize_draft or ("torch" if target_lm.engine == "torch" else "auto")
+        draft_lm: HuggingFaceLM | None = HuggingFaceLM(draft_model, engine=engine)
     else:
         draft_lm = None if draft_model is None else language_model(draft_model, check, quantize_draft, compile)
     if compile and "torch" not in {lm.engine for lm in (target_lm, draft_lm) if lm is not None}:
@@ -176,6 +185,10 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
     except SpecbeamError:
         raise
     except Exception as error:
+        if lm.engine == "torch":
+            raise NotSupported(
+                f"torch could not compile {name}: {type(error).__name__}: {error}. Leave compile out"
+            ) from error
         raise UnsupportedModel(
             f"{name} could not score a token tree: {type(error).__name__}: {error}. It must take a 4-dimensional "
             "attention mask, position_ids and a transformers Cache"

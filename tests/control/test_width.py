@@ -12,7 +12,6 @@ from specbeam.control.accepted import (
     _noise,
     accepted_pmf,
     odds_by_drafts,
-    odds_of_noise,
     odds_of_rejection,
 )
 from specbeam.control.width import Outlook, SureWidth, ValuedWidth
@@ -104,6 +103,11 @@ def test_the_published_double_update_is_something_else(q, published):
     """Reproduces the numbers of the authors' code and shows that ours are not they."""
     np.testing.assert_allclose(doubly_updated(P, q, 4), published, atol=6e-5)
     assert np.abs(accepted_pmf(P, q, 4) - published).max() > 0.01
+
+
+def odds_of_noise(p, q, drafts, most, place=None):
+    """For one number of drafts."""
+    return odds_by_drafts(p, q, drafts, most, place)[:, drafts]
 
 
 def raced(p, q, drafts, most, halo, seed, races=4000):

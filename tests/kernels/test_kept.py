@@ -85,6 +85,15 @@ def test_a_record_goes_by_its_fields_wherever_it_comes_from(package):
         assert printed(package, program) == (expected,)
 
 
+def test_an_older_numba_is_said_and_left_alone():
+    """Its cache has other names."""
+    program = "import numba.core.caching as old; del old.InTreeCacheLocator; from specbeam import kernels; print(kernels.AVAILABLE)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert "is too old for specbeam's loops, which need 0.62" in done.stderr
+
+
 def test_sources_are_those_that_are_compiled_in():
     turns = {str(path.relative_to(SOURCE)) for path in kept.sources(SOURCE / "ahead" / "beam_turns.py")}
     assert turns >= {

@@ -165,6 +165,10 @@ def test_a_model_by_tiles_is_the_same_model(monkeypatch):
     monkeypatch.setattr(decoder, "TILED_FROM", 0)
     lm = HuggingFaceLM(model, engine="compiled")
     assert lm.runner.decoder.head.dtype == np.uint16
+    tiles.available.cache_clear()
+    monkeypatch.setenv("SPECBEAM_TILES", "off")
+    assert HuggingFaceLM(model, engine="compiled").runner.decoder.head.dtype == np.uint32
+    tiles.available.cache_clear()
     forest = Forest.rooted([5]).grown([7, 8, 9], [0, 0, 1])
     for found, path in zip(scored(lm, [3, 4, 5], forest), ([], [7], [8], [7, 9]), strict=True):
         expected = model(torch.tensor([[3, 4, 5, *path]])).logits[0, -1]

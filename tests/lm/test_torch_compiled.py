@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+import torch
 
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
@@ -23,10 +24,26 @@ def test_no_compiler(monkeypatch):
         sb.load(tiny("gpt2"), compile=True)
 
 
+def test_what_torch_cannot_compile_is_said(monkeypatch):
+    def fails(*given, **options):
+        raise RuntimeError("a graph that breaks")
+
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: fails)
+    with pytest.raises(NotSupported, match="could not compile GPT2LMHeadModel: RuntimeError: a graph that breaks"):
+        sb.load(tiny("gpt2"), compile=True)
+
+
+def test_a_model_that_drafts_for_itself_is_compiled_twice(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
+    model = tiny("gpt2")
+    pair = sb.load(model, model, compile=True)
+    assert [lm.engine for lm in (pair.target, pair.draft)] == ["torch", "torch"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.skipif(os.environ.get("SPECBEAM_TYPES") != "off", reason="wrappers that check types count their calls")
-def test_a_compiled_model_is_the_same_model(tmp_path, monkeypatch):
+def test_a_compiled_model_is_the_same_model(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     target, draft = tiny("gpt2"), tiny("gpt2", seed=1)
     plain = sb.load(tiny("gpt2"), tiny("gpt2", seed=1))
@@ -40,3 +57,4 @@ def test_a_compiled_model_is_the_same_model(tmp_path, monkeypatch):
         assert found == expected
     assert any((tmp_path / "torch").rglob("*.so"))
     check_random_turns(HuggingFaceLM(target, engine="torch"), target)
+    assert "recompile_limit" not in caplog.text  # then torch would go on without what it compiled

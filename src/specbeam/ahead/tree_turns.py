@@ -96,7 +96,7 @@ def tree_turns(target: OneLane, draft: OneLane, course: TreeCourse, live: Live, 
         passes: turns so far.
     """
     tokens, used, uniforms = np.empty(SPAN, dtype=np.int64), 0, course.draws.uniforms
-    books, told, over, by = opened(), True, False, course.laws
+    books, told, over, alive, by = opened(), True, False, True, course.laws
     numbers, time, token, score, key = books.numbers, books.time, live.tokens[0], live.scores[0], live.keys[0]
     while told and not over and numbers[PASSES] < TURNS:
         span, left = numbers[SPANNED], course.most - length - numbers[SPANNED]
@@ -137,6 +137,6 @@ def tree_turns(target: OneLane, draft: OneLane, course: TreeCourse, live: Live, 
         _settled(draft, grown, steps, alive)
         over = not alive or numbers[SPANNED] + length >= course.most
         time[SETTLE] += cycles() - began
-    size = 0 if over and numbers[SPANNED] > 0 and is_end(token, by.eos) else 1
+    size = 1 if alive else 0
     found = Live(np.full(size, token), np.full(size, score), np.ones(size, dtype=np.int64), np.full(size, key))
     return TreesRan(found, tokens[: numbers[SPANNED]], score, used, books, told)

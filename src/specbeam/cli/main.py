@@ -20,7 +20,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per l
 MethodName = Annotated[str, typer.Option("--method", help="A recipe; `specbeam methods` lists them.")]
 Settings = Annotated[
     list[str],
-    typer.Option("--set", "-s", metavar="NAME=VALUE", help="A setting of the method, e.g. beams=4 width=fixed."),
+    typer.Option("--set", "-s", metavar="NAME=VALUE", help="A setting of the method, e.g. -s beams=4 -s width=fixed."),
 ]
 
 

@@ -55,18 +55,6 @@ def odds_of_rejection(
     return np.cumsum(accepted_pmf(p, q, drafts)[::-1])[::-1]
 
 
-def odds_of_noise(
-    p: Float64[np.ndarray, " n"],
-    q: Float64[np.ndarray, " n"],
-    drafts: int,
-    most: int,
-    place: Int64[np.ndarray, " n"] | None = None,
-    compiled: bool = kernels.AVAILABLE,
-) -> Float64[np.ndarray, " widths"]:
-    """Odds that the first 0, 1, ..., `most` draws from `p` are among `drafts` draft nodes, under shared noise."""
-    return odds_by_drafts(p, q, drafts, most, place, compiled)[:, drafts]
-
-
 def odds_by_drafts(
     p: Float64[np.ndarray, " n"],
     q: Float64[np.ndarray, " n"],
@@ -75,7 +63,7 @@ def odds_by_drafts(
     place: Int64[np.ndarray, " n"] | None = None,
     compiled: bool = kernels.AVAILABLE,
 ) -> Float64[np.ndarray, "widths counts"]:
-    """`odds_of_noise` for 0, 1, ..., `drafts` drafts, in the columns.
+    """Odds that the first 0, 1, ..., `most` draws from `p` are among 0, 1, ..., `drafts` draft nodes, under shared noise.
 
     The pairs run a race: pair i arrives at e_i / p_i at the target and at e_i / q_i at the draft model, with the same
     exponential e_i; draws are the first ones to arrive. Estimated from `SAMPLES` races with noise of their own, the

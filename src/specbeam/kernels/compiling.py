@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,13 +10,21 @@ try:
     import numba
 except ImportError:  # pip install 'specbeam[fast]'
     numba = None
+else:
+    try:
+        from specbeam.kernels.kept import Kept
+    except ImportError:
+        warnings.warn(
+            f"numba {numba.__version__} is too old for specbeam's loops, which need 0.62 (pip install 'specbeam[fast]'); "
+            "array code takes their place, and is slower",
+            stacklevel=2,
+        )
+        numba = None
 
 if numba is not None:
     from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
-
-    from specbeam.kernels.kept import Kept
 
 AVAILABLE = numba is not None and os.environ.get("SPECBEAM_KERNELS") != "off"
 Array = Any  # numba finds the types by itself

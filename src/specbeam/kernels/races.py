@@ -1,4 +1,4 @@
-"""How often the first ones of a race are drafted: the twin of `control.accepted.odds_of_noise`."""
+"""How often the first ones of a race are drafted: the twin of `control.accepted.odds_by_drafts`."""
 
 import numpy as np
 

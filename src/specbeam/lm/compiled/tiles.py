@@ -8,6 +8,7 @@ a word holds the two steps of a column that are multiplied together.
 """
 
 import ctypes
+import os
 import platform
 from functools import cache
 from typing import Any
@@ -46,7 +47,9 @@ def _permitted() -> bool:
 
 @cache
 def available() -> bool:
-    """Whether this process may use tiles."""
+    """Whether this process may use tiles. `SPECBEAM_TILES=off` leaves them alone."""
+    if os.environ.get("SPECBEAM_TILES") == "off":
+        return False
     return WIDTH == 2 * _WORDS and all(_FEATURES.get(f"amx-{name}") for name in ("tile", "bf16")) and _permitted()
 
 
@@ -102,8 +105,11 @@ class _Panel:
         self.part = builder.mul(self.words, self.rows)
 
     def write(self, blocks: int, x: tuple[int, ...], columns: int, rest: tuple[int, int] | None, pitch: Any) -> None:
-        """Args:
-        x: tiles of x, one for each block; columns: the first of two tiles; rest: the same for what depth is left.
+        """Into the block where the builder stands: the sums, from zero to their places in `out`.
+
+        Args:
+            x: tiles of x, one for each block. columns: the first of two tiles. rest: the same for what depth is left.
+            pitch: bytes of a row of `out`.
         """
         b, each = self.builder, _number(_WORDS)
         for tile in range(2 * blocks):
@@ -141,7 +147,7 @@ class _Panel:
                     self.tiles.add_product(2 * block + side, tile, columns + side)
 
     def _call_ahead(self, at: Any) -> None:
-        """Call from memory what comes two steps later."""
+        """Call from memory what comes four steps later."""
         b, word = self.builder, ir.IntType(32)
         name, kinds = "llvm.prefetch.p0", [self.tiles.pointer, word, word, word]
         known = b.module.globals.get(name)

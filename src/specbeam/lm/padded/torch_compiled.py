@@ -1,5 +1,6 @@
 """A model's own forward by torch.compile: for models that transformers runs, on a CPU."""
 
+import inspect
 import os
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from specbeam.errors import NotSupported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+MOST_FORMS = 64  # of one forward: one or several sessions, one or several tokens, rows, ...; beyond, it is run as it is
 
 
 def torch_compiled(model: "PreTrainedModel") -> Callable[..., Any]:
@@ -27,5 +30,8 @@ def torch_compiled(model: "PreTrainedModel") -> Callable[..., Any]:
             "or leave compile out"
         )
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(measured.folder() / "torch"))
-    compiled: Callable[..., Any] = torch.compile(model.forward, dynamic=True)
+    known, forms = inspect.signature(torch.compile).parameters, dict[str, Any]()
+    if "recompile_limit" in known:  # in older versions of torch it is one for all models of a class, and low
+        forms = {"recompile_limit": MOST_FORMS, "isolate_recompiles": True}
+    compiled: Callable[..., Any] = torch.compile(model.forward, dynamic=True, **forms)
     return compiled
