@@ -219,6 +219,9 @@ def test_diff_compares_with_transformers(models):
     assert {one["prompt"] for one in records} == {0, 1}
     assert all(one["difference"] is None for one in records)
     assert all(len(one["options"]) > 3 for one in records)
+    code, out, err = specbeam("diff", models[1], "--prompt", "abc", "--beams", "2", "--every-option")
+    assert code == 0, err
+    assert out.startswith(f"beam_search: {len(records)} of {len(records)} runs give the same 2 beams")
     code, out, err = specbeam("diff", models[1], *prompts, "--prompt", "a" * 300)
     assert code == 1, err
     assert "argument 3, beam_search: prompt 0 has 300 tokens" in out

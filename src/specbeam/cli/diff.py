@@ -39,7 +39,8 @@ def run(
     asked = asked[:rows]
     found = _found(pair, [one.text for one in asked], methods, every_option, batch_size, max_new_tokens)
     places, seen = [one.place for one in asked], []
-    bar = track(found, "comparing", len(asked) * len(methods), console=Console(stderr=True), transient=True)
+    total = None if every_option else len(asked) * len(methods)
+    bar = track(found, "comparing", total, console=Console(stderr=True), transient=True)
     for one in bar:
         seen.append(one.comparison)
         if json:
@@ -50,7 +51,7 @@ def run(
             _show(pair, places[one.comparison.prompt], one, one.comparison.difference)
     bad = [one for one in seen if one.failure is not None or not _is_fine(one)]
     if not json:
-        print(_summary(seen, len(asked), beams))
+        print(_summary(seen, "runs" if every_option else "prompts", beams))
     return int(bool(bad or unreadable))
 
 
@@ -107,13 +108,13 @@ def _why(difference: Difference) -> str:
     return f"rounding: transformers' search finds the same in the logits that specbeam saw, {distance}"
 
 
-def _summary(seen: list[Comparison], prompts: int, beams: int) -> str:
+def _summary(seen: list[Comparison], unit: str, beams: int) -> str:
     lines = []
     for name in dict.fromkeys(one.method for one in seen):
         mine = [one for one in seen if one.method == name]
         counts = Counter(map(_kind, mine))
         off = max((one.off for one in mine if _kind(one) == "same"), default=0.0)
-        line = f"{name}: {counts['same']} of {prompts} prompts give the same {beams} beams"
+        line = f"{name}: {counts['same']} of {len(mine)} {unit} give the same {beams} beams"
         line += f", scores within {off:.2g}" if counts["same"] else ""
         line += "".join(f"; {counts[kind]} {said}" for kind, said in _OTHERS.items() if counts[kind])
         lines.append(line)
