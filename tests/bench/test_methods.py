@@ -224,7 +224,7 @@ def test_bleu_is_added_up_from_its_counts():
 
 
 def compared(files, picture, metric=None):
-    return run(files, "nowhere", None, metric, (2, 2, 0.5), 9, 1, 4, picture, False)
+    return run(files, "nowhere", None, None, metric, (2, 2, 0.5), 9, 1, 4, picture, False)
 
 
 def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path, monkeypatch):
@@ -245,7 +245,7 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(tmp_path, monkeypatc
 
 
 def test_figures_are_printed_before_they_are_drawn(tmp_path, monkeypatch, capsys, lines):
-    monkeypatch.setattr("specbeam.cli.bench_methods.quiet_load", lambda *given: words.pair())
+    monkeypatch.setattr("specbeam.cli.bench_methods.grown_pair", lambda *given: words.pair())
     monkeypatch.setattr("specbeam.cli.bench_methods.measure", lambda *given: lines)
 
     def broken(lines, path):

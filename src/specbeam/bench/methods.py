@@ -29,15 +29,18 @@ class Contender:
 
 
 def contenders(beams: int = 4, depth: int = 4, threshold: float = 0.5) -> dict[str, Contender]:
-    """One of each kind, at equal draft depth and equal beams."""
+    """One of each kind, at equal beams and equal draft depth; those that are called "auto" choose their own."""
     return {
         "greedy": Contender(greedy(), {}),
         SAMPLING: Contender(sampling(), {}),
         SPECULATIVE: Contender(speculative_sampling(depth), {}),
         "beam search": Contender(beam_search(beams), {}),
         "speculative beam search": Contender(speculative_beam_search(beams, beams + 2, depth), {}),
+        "speculative beam search, depth auto": Contender(speculative_beam_search(beams), {}),
         "beam sampling": Contender(beam_sampling(beams), {}),
         "DSBD": Contender(dsbd(beams, beams + 2, depth, "fixed"), {}),
+        "DSBD, depth auto": Contender(dsbd(beams, width="fixed"), {}),
+        "DSBD, width auto": Contender(dsbd(beams, width="auto"), {}),
         "MTAD": Contender(mtad(beams, depth, threshold), {}),
         "MMTAD": Contender(mmtad(beams, depth, threshold), {}),
         "MTAD, temperature 0": Contender(mtad(beams, depth, threshold), {"temperature": 0.0}),

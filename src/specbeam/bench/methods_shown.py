@@ -64,7 +64,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     if all(line.joules_per_token is not None for line in lines):
         costs.append(("joules per token", "joules_per_token", 1))
     names = list(dict.fromkeys(line.method for line in lines))
-    colours = {name: pyplot.get_cmap("tab10")(place % 10) for place, name in enumerate(names)}
+    colours = {name: pyplot.get_cmap("tab20")(place % 20) for place, name in enumerate(names)}
     panels = [(task, cost) for task in tasks for cost in costs]
     figure, every = pyplot.subplots(len(panels), 2, figsize=(10, 3.6 * len(panels) + 1), squeeze=False)
     for (task, (label, cost, scale)), pair in zip(panels, every, strict=True):

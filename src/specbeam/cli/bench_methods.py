@@ -11,7 +11,7 @@ from specbeam.bench.methods import contenders, measure
 from specbeam.bench.methods_shown import as_markdown, plot
 from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
-from specbeam.cli.common import quiet_load
+from specbeam.cli.growing import grown_pair
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, one_of
 from specbeam.evaluate.lines import lines_of
 from specbeam.evaluate.task import check_bleu
@@ -19,8 +19,8 @@ from specbeam.pair import BUNDLED
 
 
 def run(
-    pairs: list[Path], model: str, draft: str | None, metric: str | None, shape: tuple[int, int, float], rows: int,
-    seeds: int, max_new_tokens: int, picture: Path | None, json: bool,
+    pairs: list[Path], model: str, draft: str | None, grow: str | None, metric: str | None,
+    shape: tuple[int, int, float], rows: int, seeds: int, max_new_tokens: int, picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     from rich.console import Console
     from rich.progress import Progress
@@ -36,7 +36,7 @@ def run(
     tasks = tasks_of(pairs, metric or "BLEU") or bundled_tasks()
     if any(task.metric == "BLEU" for task in tasks):
         check_bleu()
-    methods, loaded = contenders(*shape), quiet_load(model, draft)
+    methods, loaded = contenders(*shape), grown_pair(model, draft, grow)
     console = Console(stderr=True, highlight=False)
     lines = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

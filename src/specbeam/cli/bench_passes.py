@@ -9,8 +9,8 @@ from specbeam.bench.passes import Plan, fits, passes
 from specbeam.bench.passes_shown import as_markdown, as_records, plot
 from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
-from specbeam.cli.bench_speed import parameters
 from specbeam.cli.common import quiet_load
+from specbeam.cli.growing import parameters
 from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import load

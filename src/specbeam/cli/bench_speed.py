@@ -2,23 +2,22 @@
 
 import dataclasses
 import json as json_format
-import re
 import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specbeam.bench.baselines import MAKERS
-from specbeam.bench.growth import grown
 from specbeam.bench.outcome import Contender, specbeam
 from specbeam.bench.pictures import check_picture
 from specbeam.bench.prompts import Row, read, spread
 from specbeam.bench.provenance import provenance
 from specbeam.bench.speed import speed
 from specbeam.bench.speed_shown import as_markdown, plot
-from specbeam.cli.common import method_from, quiet_load
+from specbeam.cli.common import method_from
+from specbeam.cli.growing import grown_pair
 from specbeam.errors import BadSetting
-from specbeam.pair import BUNDLED, Pair, load
+from specbeam.pair import BUNDLED, Pair
 
 DEFAULT = [
     "transformers/sampling",
@@ -47,7 +46,7 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     asked = spread(demo_rows() if source is None else read(source, None, columns), rows)
-    pair = _pair(model, draft, grow, grow_draft, quantize)
+    pair = grown_pair(model, draft, grow, grow_draft, quantize)
     running = [_contender(pair, text, options) for text in contenders or DEFAULT]
     console = Console(stderr=True, highlight=False)
     lines = []
@@ -79,27 +78,6 @@ def _check(rows: int, batch_sizes: list[int], repeats: int, picture: Path | None
             raise BadSetting(f"{name} is {value}; it must be at least 1")
     if picture is not None:
         check_picture(picture)
-
-
-def _pair(model: str, draft: str | None, grow: str | None, grow_draft: str | None, quantize: str | None) -> Pair:
-    pair = quiet_load(model, draft)
-    if grow is None and grow_draft is None and quantize is None:
-        return pair
-    if grow_draft is not None and pair.draft_model is None:
-        raise BadSetting("--grow-draft enlarges the draft model, and there is none; give --draft")
-    target = pair.target_model if grow is None else grown(pair.target_model, parameters(grow))
-    small: Any = pair.draft_model
-    if grow_draft is not None:
-        small = grown(small, parameters(grow_draft, "--grow-draft"))
-    return load(target, small, pair.tokenizer, quantize=quantize)  # type: ignore[arg-type]
-
-
-def parameters(text: str, option: str = "--grow") -> int:
-    """From "100M" or "1.5B" or plain digits."""
-    found = re.fullmatch(r"([0-9.]+)([MB]?)", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise BadSetting(f"{option} is {text!r}; it must be a number of parameters like 100M or 1.5B")
-    return round(float(found[1]) * {"": 1, "M": 1e6, "B": 1e9}[found[2].upper()])
 
 
 def _contender(pair: Pair, text: str, options: dict[str, Any]) -> Contender:

@@ -17,6 +17,7 @@ app = typer.Typer(
 Model = Annotated[str, typer.Option("--model", "-m", help="Target: a path, a hub id, or 'bundled'.")]
 Draft = Annotated[Optional[str], typer.Option("--draft", "-d", help="Draft: a path or a hub id.")]  # noqa: UP045
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
+Grow = Annotated[Optional[str], typer.Option(help="Enlarge the target, as it is, to 100M, 1B, ... weights.")]  # noqa: UP045
 MethodName = Annotated[str, typer.Option("--method", help="A recipe; `specbeam methods` lists them.")]
 Settings = Annotated[
     list[str],
@@ -235,9 +236,10 @@ def compare(
     ] = [],  # noqa: B006
     model: Model = "bundled",
     draft: Draft = None,
+    grow: Grow = None,
     metric: Annotated[Optional[str], typer.Option(help="Of the files: BLEU (if not said) or 'exact match'.")] = None,  # noqa: UP045
     beams: Annotated[int, typer.Option(help="Beams of all methods that have some.")] = 4,
-    depth: Annotated[int, typer.Option(help="Draft tokens per pass of all methods that draft.")] = 4,
+    depth: Annotated[int, typer.Option(help="Draft tokens per pass, where a method is not said to choose.")] = 4,
     threshold: Annotated[float, typer.Option(help="Of MTAD and MMTAD.")] = 0.5,
     rows: Annotated[int, typer.Option(help="Most prompts of a task.")] = 400,
     seeds: Annotated[int, typer.Option(help="How often each prompt is answered.")] = 3,
@@ -249,7 +251,7 @@ def compare(
     from specbeam.cli.bench_methods import run
 
     raise typer.Exit(
-        run(pairs, model, draft, metric, (beams, depth, threshold), rows, seeds, max_new_tokens, plot, json)
+        run(pairs, model, draft, grow, metric, (beams, depth, threshold), rows, seeds, max_new_tokens, plot, json)
     )
 
 
@@ -269,7 +271,7 @@ def speed(
     columns: Annotated[tuple[int, int], typer.Option(help="Of a .tsv: prompt and answer.")] = (1, 2),
     model: Model = "bundled",
     draft: Draft = None,
-    grow: Annotated[Optional[str], typer.Option(help="Enlarge the target, as it is, to 100M, 1B, ... weights.")] = None,  # noqa: UP045
+    grow: Grow = None,
     grow_draft: Annotated[Optional[str], typer.Option(help="Enlarge the draft model likewise.")] = None,  # noqa: UP045
     quantize: Annotated[Optional[str], typer.Option(help="int8: the target's weights, for specbeam's methods.")] = None,  # noqa: UP045
     rows: Annotated[int, typer.Option(help="Most prompts, evenly over all.")] = 30,
@@ -311,7 +313,7 @@ def speed(
 @bench.command("passes")
 def pass_cost(
     model: Model = "bundled",
-    grow: Annotated[Optional[str], typer.Option(help="Enlarge the model, as it is, to 100M, 1B, ... weights.")] = None,  # noqa: UP045
+    grow: Grow = None,
     rows: Annotated[list[int], typer.Option(help="Rows of a pass.")] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128],  # noqa: B006
     beams: Annotated[list[int], typer.Option(help="Beams of a step, beside transformers.")] = [1, 4, 16, 64],  # noqa: B006
     length: Annotated[list[int], typer.Option(help="Tokens in the cache.")] = [128, 512, 1024, 2048, 4096],  # noqa: B006
