@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 help:
 	@echo "make demo      install, then translate German sentences by sampling, beam sampling and DSBD"
 	@echo "make test      install, then run the tests (about ten minutes on two cores)"
-	@echo "make test-all  the slow tests too"
+	@echo "make test-all  the slow tests too (an hour and a half more)"
 	@echo "make lint      formatting, lint, types"
 	@echo "make bench     the figures of the README"
 
