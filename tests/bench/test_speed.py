@@ -101,7 +101,8 @@ def test_wrong_input_is_named():
         transformers(pair, "nothing")
     with pytest.raises(BadSetting, match="needs a draft model"):
         transformers(pair, "assisted")
-    with pytest.raises(BadSetting, match="a number of parameters like 100M"):
-        parameters("many")
+    for text in ("many", "1.2.3M", ".", "-5", ""):
+        with pytest.raises(BadSetting, match="a number of parameters like 100M"):
+            parameters(text)
     assert parameters("1.5B") == 1_500_000_000
     assert parameters("100m") == 100_000_000

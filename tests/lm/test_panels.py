@@ -23,6 +23,7 @@ from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
 
 KINDS = ["float32", "bfloat16", "int8"] + ["tiles"] * tiles.available()
+needs_tiles = pytest.mark.skipif(not tiles.available(), reason="the processor has no tile registers")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -147,7 +148,7 @@ def test_weights_of_bfloat16_checkpoints_are_kept_in_it():
     torch.testing.assert_close(scored(lm, path, Forest.rooted([5]))[0], expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.skipif(not tiles.available(), reason="the processor has no tile registers")
+@needs_tiles
 def test_tiles_lose_nothing_of_a_float32():
     """Against float64 they err as little as the sums of float32 do, over numbers of all sizes."""
     rng = np.random.default_rng(1)
@@ -159,16 +160,16 @@ def test_tiles_lose_nothing_of_a_float32():
     assert off["tiles"] < 1.5 * off["bfloat16"] < 1e-6
 
 
-@pytest.mark.skipif(not tiles.available(), reason="the processor has no tile registers")
+@needs_tiles
 def test_a_model_by_tiles_is_the_same_model(monkeypatch):
     model = tiny("llama").to(torch.bfloat16).float()
     monkeypatch.setattr(decoder, "TILED_FROM", 0)
     lm = HuggingFaceLM(model, engine="compiled")
     assert lm.runner.decoder.head.dtype == np.uint16
-    tiles.available.cache_clear()
-    monkeypatch.setenv("SPECBEAM_TILES", "off")
-    assert HuggingFaceLM(model, engine="compiled").runner.decoder.head.dtype == np.uint32
-    tiles.available.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(tiles, "available", tiles.available.__wrapped__)
+        patch.setenv("SPECBEAM_TILES", "off")
+        assert HuggingFaceLM(model, engine="compiled").runner.decoder.head.dtype == np.uint32
     forest = Forest.rooted([5]).grown([7, 8, 9], [0, 0, 1])
     for found, path in zip(scored(lm, [3, 4, 5], forest), ([], [7], [8], [7, 9]), strict=True):
         expected = model(torch.tensor([[3, 4, 5, *path]])).logits[0, -1]
