@@ -6,6 +6,7 @@ from itertools import islice
 from specbeam.ahead.run import ran_ahead
 from specbeam.clock import lap
 from specbeam.draft.together import close_drafters, drafted
+from specbeam.kernels.interrupts import interrupts_held
 from specbeam.lm.base import LM
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
@@ -14,16 +15,16 @@ Turns = list[tuple[Session, Turn]]
 
 
 def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: bool = False) -> Iterator[Turns]:
-    """Decode sessions until all are over, at most `at_once` side by side; yield the turns of each pass.
-
-    Sessions may differ in everything but the target. One that fails keeps its error in `session.failure`, has no turn,
-    and takes nothing from the others. When a session is over its place goes to the next in line. With `ahead` many turns
-    may be one loop, and are not shown.
+    """Decode sessions until all are over, at most `at_once` side by side; yield the turns of each pass. They may differ in
+    all but the target. One that fails keeps its error in `session.failure`, has no turn, and takes nothing from the others.
+    When one is over its place goes to the next in line. With `ahead` many turns may be one loop, and are not shown.
     """
     line, live = iter(waiting), list[Session]()
     try:
         while live := live + list(islice(line, at_once - len(live))):
-            yield [] if ahead and ran_ahead(target, live) else turns(target, live)
+            with interrupts_held():
+                done = [] if ahead and ran_ahead(target, live) else turns(target, live)
+            yield done
             _close(target, [session for session in live if session.over])
             live = [session for session in live if not session.over]
     finally:
@@ -57,11 +58,10 @@ def turns(target: LM, live: list[Session]) -> Turns:
 
 
 def _planned(session: Session, beside: int) -> Shape:
-    session.beside = beside
+    session.beside, session.shape = beside, Shape(0, 0)  # if it fails: it is over after this pass
     with session.failing_alone():
         session.shape = session.parts.controller.plan(session)
-        return session.shape
-    return Shape(0, 0)  # it has failed, and is over after this pass
+    return session.shape
 
 
 def _close(target: LM, sessions: list[Session]) -> None:
