@@ -14,7 +14,7 @@ from transformers import LogitsProcessor
 import specbeam as sb
 from specbeam.draft.every_block import EveryBlock
 from specbeam.lm.table import TableLM
-from specbeam.probs import Warp
+from specbeam.laws.warp import Warp
 from specbeam.recipes.catalogue import RECIPES
 from specbeam.settings import Settings
 from specbeam.verify.search import SearchRule

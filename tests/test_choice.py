@@ -11,10 +11,10 @@ from specbeam.choice import choose
 from specbeam.dice import child_keys, coarse
 from specbeam.errors import BrokenLaw, DeadEnd
 from specbeam.laws import JointLaw
-from specbeam.limits import Limits
+from specbeam.core.limits import Limits
 from specbeam.probs import Warp, joint_law
 from specbeam.records import Beams
-from specbeam.truncation import Truncation
+from specbeam.laws.truncation import Truncation
 from tests.test_laws import NO_PATHS, TRUNCATIONS
 
 LIMITS = Limits(10, eos=(2, 40))

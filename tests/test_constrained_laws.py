@@ -14,12 +14,12 @@ import specbeam as sb
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import SureWidth
 from specbeam.dice import child_keys, gumbel_at
-from specbeam.draft.model import BeamDrafter
+from specbeam.draft.beams import BeamDrafter
 from specbeam.lm.table import TableLM
 from specbeam.session import Parts
-from specbeam.truncation import Truncation
-from specbeam.verify.beam import BeamRule
-from specbeam.verify.match import MatchRule
+from specbeam.laws.truncation import Truncation
+from specbeam.verify.beams import BeamRule
+from specbeam.verify.walk import MatchRule
 from specbeam.verify.search import SearchRule
 from tests.methods.test_sequences import DRAWN, MATCHED, parts_on
 from tests.support.constraints import Automaton, renormalised, warp_of

@@ -22,7 +22,7 @@ from specbeam.errors import SomeFailed
 from specbeam.generation import settled_tokens, turns_of
 from specbeam.request import Request
 from specbeam.settings import Settings
-from specbeam.truncation import Truncation
+from specbeam.laws.truncation import Truncation
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny

@@ -18,7 +18,7 @@ from specbeam.forest import Row
 from specbeam.kernels import noise
 from specbeam.laws import JointLaw, log_norm
 from specbeam.probs import Warp, best, cut, joint_law, row_logp
-from specbeam.truncation import Truncation
+from specbeam.laws.truncation import Truncation
 
 TRUNCATIONS = st.builds(
     Truncation,

@@ -3,27 +3,33 @@
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from specbeam.ahead.run import ran_ahead
 from specbeam.clock import lap
 from specbeam.draft.together import close_drafters, drafted
 from specbeam.kernels.interrupts import interrupts_held
 from specbeam.lm.base import LM
 from specbeam.records import Shape, Turn
+from specbeam.runs import run_ahead
 from specbeam.session import Session
 
 Turns = list[tuple[Session, Turn]]
 
 
-def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: bool = False) -> Iterator[Turns]:
-    """Decode sessions until all are over, at most `at_once` side by side; yield the turns of each pass. They may differ in
-    all but the target. One that fails keeps its error in `session.failure`, has no turn, and takes nothing from the others.
-    When one is over its place goes to the next in line. With `ahead` many turns may be one loop, and are not shown.
+def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int = 0) -> Iterator[Turns]:
+    """Decode sessions until all are over; yield the turns of each pass.
+
+    Sessions may differ in all but the target. One that fails keeps its error in `session.failure`, has no turn, and takes
+    nothing from the others. When one is over its place goes to the next in line.
+
+    Args:
+        at_once: the most sessions side by side.
+        ahead: the most turns that may be one compiled run, which are not shown.
     """
-    line, live = iter(waiting), list[Session]()
+    line = iter(waiting)
+    live: list[Session] = []
     try:
         while live := live + list(islice(line, at_once - len(live))):
             with interrupts_held():
-                done = [] if ahead and ran_ahead(target, live) else turns(target, live)
+                done = [] if ahead and len(live) == 1 and _ran(target, live[0], ahead) else turns(target, live)
             yield done
             _close(target, [session for session in live if session.over])
             live = [session for session in live if not session.over]
@@ -32,7 +38,7 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: boo
 
 
 def turns(target: LM, live: list[Session]) -> Turns:
-    """One turn of each session that does not fail in it."""
+    """Take one turn of each session that does not fail in it."""
     with lap("plan"):
         shapes = [_planned(session, len(live)) for session in live]  # how deep, how wide
     with lap("draft"):
@@ -57,8 +63,16 @@ def turns(target: LM, live: list[Session]) -> Turns:
     return done
 
 
+def _ran(target: LM, session: Session, most_turns: int) -> bool:
+    """Take several turns of the only session as one run. Returns False if there was none."""
+    with lap("settle"), session.failing_alone():
+        return run_ahead(target, session, most_turns)
+    return True  # it has failed
+
+
 def _planned(session: Session, beside: int) -> Shape:
-    session.beside, session.shape = beside, Shape(0, 0)  # if it fails: it is over after this pass
+    session.beside = beside
+    session.shape = Shape(0, 0)  # if it fails: it is over after this pass
     with session.failing_alone():
         session.shape = session.parts.controller.plan(session)
     return session.shape

@@ -18,6 +18,7 @@ from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
 from specbeam.records import Audit, Generation, Report, Turn
 from specbeam.request import Request, many
+from specbeam.runs import TURNS
 from specbeam.session import Session
 from specbeam.settings import Settings
 
@@ -177,7 +178,7 @@ def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     if streamer is not None:
         return (yield from _streamed(request, line[0], streamer))
     inside: list[Session] = []
-    for _ in decode(request.pair.target, _started(line, inside), batch_size, ahead=True):
+    for _ in decode(request.pair.target, _started(line, inside), batch_size, ahead=TURNS):
         for session in [one for one in inside if one.over]:
             inside.remove(session)
             yield session

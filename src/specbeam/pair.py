@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from specbeam.core.forest import Forest
 from specbeam.errors import (
     BadSetting,
     MissingFile,
@@ -16,7 +17,6 @@ from specbeam.errors import (
     UnsupportedModel,
     VocabularyMismatch,
 )
-from specbeam.forest import Forest
 from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
     name = type(lm.model).__name__
     try:
         found = lm.extend([seat], [forest])[0].float()
-        paths = [prompt + forest.path(node) for node in range(len(forest))]
+        paths = [prompt + forest.path(node) for node in range(forest.size)]
         plain = [_alone(lm, path) for path in paths]
     except SpecbeamError:
         raise

@@ -6,9 +6,10 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Float64, Int64, UInt64
+from jaxtyping import Float, Float64, Int64
 
-from specbeam.forest import Forest
+from specbeam.core.beams import Beams, Layer, Layers, live_of, live_parents_of
+from specbeam.core.forest import Forest
 
 
 @dataclass(frozen=True)
@@ -17,59 +18,6 @@ class Shape:
 
     depth: int  # draft layers; 0 means no draft
     width: int  # draft nodes per layer
-
-
-@dataclass(frozen=True, eq=False)
-class Beams:
-    """Live beams of one session: distinct token paths of equal length, best guess of the next roots.
-
-    A path that was drawn several times (draws with replacement) stands here once, with its count.
-    """
-
-    nodes: Int64[np.ndarray, " beams"]  # forest nodes; -1 where the last token has no node yet
-    tokens: Int64[np.ndarray, " beams"]  # the last token
-    scores: Float64[np.ndarray, " beams"]  # log-likelihood of the generated tokens
-    counts: Int64[np.ndarray, " beams"]
-    keys: UInt64[np.ndarray, " beams"]  # names of the paths, for their noise
-
-    @classmethod
-    def start(cls, token: int, key: int) -> "Beams":
-        """One empty path after the prompt, whose last token is the root."""
-        zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
-        return cls(zero, np.array([token]), np.zeros(1), one, np.array([key], dtype=np.uint64))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def pick(self, which: np.ndarray) -> "Beams":
-        """The beams at these indices or where this mask is True."""
-        fields = (self.nodes, self.tokens, self.scores, self.counts, self.keys)
-        return Beams(*(values[which] for values in fields))
-
-    def rooted(self) -> "Beams":
-        """The same beams at the start of the next turn, where beam k is root k."""
-        return Beams(np.arange(len(self)), self.tokens, self.scores, self.counts, self.keys)
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """One layer: what was drawn, and what each drawn pair became."""
-
-    parents: Int64[np.ndarray, " beams"]  # forest nodes
-    beams: Beams
-    ended: Bool[np.ndarray, " beams"]  # by an end token, a stop string or the length limit
-    width: int  # draws that were asked for
-    passed: bool  # every live draw was a draft node, so that the next layer can be judged
-
-    @classmethod
-    def dead_end(cls) -> "Step":
-        """No live beam has a way on: nothing was drawn."""
-        none = np.zeros(0, dtype=np.int64)
-        return cls(none, Beams.start(0, 0).pick(none), none.astype(bool), 0, False)
-
-    @cached_property
-    def live(self) -> Beams:
-        return self.beams.pick(~self.ended) if self.ended.any() else self.beams
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,29 +129,34 @@ class Certificate:
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What a turn decided: one step per layer, the last one not passed or past the drafts."""
+    """What a turn decided: layers, of which the last one did not pass or lies past the drafts."""
 
-    steps: tuple[Step, ...]
+    layers: Layers
     trials: tuple[Trial, ...] = ()
     audit: Audit | None = None  # only if the session is audited
     collapsed: int | None = None  # index of the only live beam that is kept, if the method collapses
     certificate: Certificate | None = None  # only by rules of joint likelihood
 
+    @cached_property
+    def steps(self) -> tuple[Layer, ...]:
+        """Each layer by itself."""
+        return self.layers.all()
+
     @property
     def accepted(self) -> int:
-        """Layers that were emitted from drafts; a turn emits one more layer than passed, unless it ended there."""
-        return sum(step.passed for step in self.steps)
+        """The number of layers that were emitted from drafts; a turn emits one more than passed, unless it ended there."""
+        return int(self.layers.passed.sum())
 
     @cached_property
     def beams(self) -> Beams:
-        live = self.steps[-1].live
+        """The survivors."""
+        live = live_of(self.layers)
         return live if self.collapsed is None else live.pick(np.array([self.collapsed]))
 
     @cached_property
     def parents(self) -> Int64[np.ndarray, " beams"]:
-        """Forest nodes under which the surviving beams hang."""
-        last = self.steps[-1]
-        parents = last.parents[~last.ended]
+        """The forest nodes under which the survivors hang."""
+        parents = live_parents_of(self.layers)
         return parents if self.collapsed is None else parents[[self.collapsed]]
 
 
@@ -217,14 +170,15 @@ class Turn:
     verdict: Verdict
 
     def on(self, forest: Forest, names: Int64[np.ndarray, " nodes"]) -> "Turn":
-        """The same turn told on another forest, in which node k of this one is node ``names[k]``.
+        """Return the same turn told on another forest, in which node k of this one is node ``names[k]``.
 
         For a drafter whose model scored more nodes than it handed on.
         """
-        last = self.verdict.steps[-1]
-        nodes = np.where(last.beams.nodes >= 0, names[last.beams.nodes], -1)
-        step = replace(last, parents=names[last.parents], beams=replace(last.beams, nodes=nodes))
-        return replace(self, forest=forest, verdict=replace(self.verdict, steps=(*self.verdict.steps[:-1], step)))
+        layers = self.verdict.layers
+        drafts = layers.beams.nodes
+        nodes = np.where(drafts >= 0, names[drafts], -1)
+        renamed = layers._replace(parents=names[layers.parents], beams=layers.beams._replace(nodes=nodes))
+        return replace(self, forest=forest, verdict=replace(self.verdict, layers=renamed))
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from specbeam.dice import request_key
+from specbeam.core.limits import Ended
+from specbeam.core.noise import request_key
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import spelled
-from specbeam.limits import Ended
 from specbeam.option_checks import is_integer, require
 from specbeam.pair import Pair
 from specbeam.recipes.method import Asked, Method

@@ -8,14 +8,26 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64, UInt32, UInt64
+from jaxtyping import Bool, Float, Int64
 
-from specbeam import dice, kernels
+from specbeam.core.beams import (
+    LENGTH,
+    Beams,
+    EndedTexts,
+    Finished,
+    is_session_over,
+    paths_to,
+    room_for_ended,
+    room_for_texts,
+    rooted_beams,
+    settle_turn,
+)
+from specbeam.core.dice import Dice
+from specbeam.core.forest import Forest
+from specbeam.core.limits import Ended, Limits
 from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
-from specbeam.forest import Forest
-from specbeam.limits import Ended, Limits
-from specbeam.probs import Warp
-from specbeam.records import Audit, Beams, Certificate, Report, Shape, Step, Turn, Verdict
+from specbeam.laws.warp import Warp
+from specbeam.records import Audit, Certificate, Report, Shape, Turn, Verdict
 
 
 @runtime_checkable
@@ -97,25 +109,6 @@ class Counters:
         self.began = time.perf_counter()
 
 
-class Tape:
-    """Tokens in a buffer that grows."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._room, self._size = np.array(tokens, dtype=np.int64), len(tokens)
-
-    @property
-    def tokens(self) -> Int64[np.ndarray, " length"]:
-        """A view, valid until the next `append`."""
-        return self._room[: self._size]
-
-    def append(self, tokens: Int64[np.ndarray, " more"]) -> None:
-        size = self._size + len(tokens)
-        if size > len(self._room):
-            self._room = np.append(self.tokens, np.zeros(size, dtype=np.int64))
-        self._room[self._size : size] = tokens
-        self._size = size
-
-
 class Session:
     """One generation. Rooms read it; only `advance` and each part's own entry in `state` change."""
 
@@ -132,11 +125,12 @@ class Session:
     ) -> None:
         self.prompt, self.parts, self.warp, self.limits, self.place = prompt, parts, warp, limits, place
         self.number = place if number is None else number  # of the prompt, of which several sessions may be drawn
-        self.dice = dice.Dice(key)
+        self.dice = Dice(key)
         self.beams = Beams.start(prompt[-1], self.dice.key)
+        self.texts = room_for_texts(None, 1, 64)
         self.pad([])
-        self.tails = np.zeros((1, 0), dtype=np.int64)  # what each live beam has behind them
         self.ended: list[Ended] = []
+        self.finished = Finished(np.zeros(0), np.zeros(1, dtype=np.int64))  # the normalised scores of those
         self.failure: SpecbeamError | None = None
         self.state: dict[Hashable, Any] = {}
         self.beside = 1  # sessions that share the present pass, itself included; told by the loop
@@ -144,34 +138,39 @@ class Session:
         self.audited, self.audit = audited, Audit()
         self.certificate: Certificate | None = None
         self.count = Counters()
-        self._noise: dict[int, np.ndarray] = {}
 
     def pad(self, padding: list[int]) -> None:
-        """What stands before the prompt in a padded batch: logits processors see it. For sessions that have not begun."""
-        self._head = len(padding) + len(self.prompt)
-        self._text = Tape([*padding, *self.prompt])
+        """Set what stands before the prompt in a padded batch: logits processors see it. Before the first turn."""
+        self.head = np.array([*padding, *self.prompt], dtype=np.int64)
         if self.warp.constraint is not None:
-            self.warp.constraint.prompt_length = self._head
+            self.warp.constraint.prompt_length = len(self.head)
 
     @property
     def settled(self) -> list[int]:
-        """New tokens that all live beams share."""
-        return self._text.tokens[self._head :].tolist()
+        """The new tokens that all live beams share."""
+        return self.texts.settled.tolist()
+
+    @property
+    def tails(self) -> Int64[np.ndarray, "beams length"]:
+        """What each live beam has after the tokens that all share."""
+        return self.texts.tails
 
     @property
     def length(self) -> int:
-        """Tokens generated so far."""
-        return len(self._text.tokens) - self._head + self.tails.shape[1]
+        """The number of tokens generated so far."""
+        return int(self.texts.sizes[LENGTH])
 
     @property
     def remaining(self) -> int:
+        """The number of tokens that may still be generated."""
         return self.limits.max_new_tokens - self.length
 
     @property
     def over(self) -> bool:
+        """Whether no turn is left to take."""
         if self.failure is not None:
             return True
-        return self.limits.enough(self.ended, self.beams.scores, self.length)
+        return bool(is_session_over(self.finished, self.limits.stop, self.beams.scores, self.length))
 
     def failing_alone(self, who: str = "") -> AbstractContextManager[None]:
         """What goes wrong for this prompt ends this session and no other."""
@@ -187,18 +186,12 @@ class Session:
         self.failure.__cause__ = error
 
     def new_tokens(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
-        """Generated tokens up to and with each node; the nodes must be equally deep."""
-        return self.paths(forest, nodes)[:, self._head :]
+        """Return the generated tokens up to and with each node; the nodes must be equally deep."""
+        return self.paths(forest, nodes)[:, len(self.head) :]
 
     def paths(self, forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n length"]:
-        """Padding, prompt and generated tokens up to and with each node: what logits processors look at."""
-        shared, below = self._text.tokens, forest.below(nodes)
-        known = len(shared) + self.tails.shape[1]
-        paths = np.empty((len(nodes), known + below.shape[1]), dtype=np.int64)
-        paths[:, : len(shared)] = shared
-        paths[:, len(shared) : known] = self.tails[forest.root_of(nodes)]
-        paths[:, known:] = below
-        return paths
+        """Return padding, prompt and generated tokens up to and with each node: what logits processors look at."""
+        return paths_to(self.texts, self.head, forest, nodes)
 
     def permits(
         self, forest: Forest, nodes: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]
@@ -208,63 +201,53 @@ class Session:
             return np.ones(len(nodes), dtype=bool)
         return self.warp.constraint.permits(self.paths(forest, nodes), tokens)
 
-    def coarse_noise(self, keys: UInt64[np.ndarray, " n"], vocab: int) -> UInt32[np.ndarray, "n vocab"]:
-        """`dice.coarse` of the next token after each path; draft and target ask for the same rows within a turn."""
-        missing = [key for key in dict.fromkeys(keys.tolist()) if key not in self._noise]
-        if missing:
-            self._noise.update(zip(missing, dice.coarse(np.array(missing, dtype=np.uint64), vocab), strict=True))
-        return np.stack([self._noise[key] for key in keys.tolist()])
+    def finished_with_room(self, draws: int) -> Finished:
+        """Return the scores of the beams that ended, with room for so many more."""
+        held = int(self.finished.held[0])
+        if held + draws > len(self.finished.scores):
+            scores = np.zeros(2 * (held + draws))
+            scores[:held] = self.finished.scores[:held]
+            self.finished = Finished(scores, self.finished.held)
+        return self.finished
 
     def advance(self, turn: Turn) -> None:
         """Move on to where the verdict leads: ended beams are put aside, the others live on."""
-        for step in turn.verdict.steps:
-            self.ended += self.retired(turn.forest, step)
-            if len(step.beams):
-                self.count.widths.append(int(step.beams.counts.sum()))
         verdict = turn.verdict
-        common, self.tails = kernels.prolonged(
-            self.tails, turn.forest.tokens, turn.forest.parents, verdict.parents, verdict.beams.tokens
-        )
-        self._text.append(common)
-        self.beams = verdict.beams.rooted()
+        layers = verdict.layers
+        counts = layers.beams.counts
+        draws = int(counts.sum())
+        length = self.length + layers.size
+        self.texts = room_for_texts(self.texts, max(verdict.beams.size, 1), length)
+        ended = room_for_ended(int(counts[layers.ended].sum()), length)
+        finished = self.finished_with_room(draws)
+        settle_turn(self.texts, finished, ended, turn.forest, layers, verdict.beams, verdict.parents, self.limits.stop)
+        self.put_aside(ended)
+        start = 0
+        for stop in layers.draw_ends.tolist():
+            if stop > start:
+                self.count.widths.append(int(counts[start:stop].sum()))
+            start = stop
+        self.beams = rooted_beams(verdict.beams)
         self.count.accepted += verdict.accepted
-        self._noise.clear()
         if verdict.audit is not None:
             self.audit += verdict.audit
         if verdict.certificate is not None:
             self.certificate = (self.certificate or Certificate()) + verdict.certificate
+        self.tell_constraint()
+
+    def put_aside(self, ended: EndedTexts) -> None:
+        """Add texts that ended to the answers there are."""
+        start = 0
+        for number in range(int(ended.sizes[0])):
+            stop = int(ended.ends[number])
+            self.ended.append(Ended(ended.tokens[start:stop].tolist(), float(ended.logliks[number])))
+            start = stop
+
+    def tell_constraint(self) -> None:
+        """Let the constraint forget all paths but those of the live beams."""
         if self.warp.constraint is not None:
             live = Forest.rooted(self.beams.tokens[:0] if self.over else self.beams.tokens)
-            self.warp.constraint.keep(self.new_tokens(live, np.arange(len(live))))
-
-    def leap(
-        self,
-        live: Beams,
-        origins: Int64[np.ndarray, " beams"],
-        texts: Int64[np.ndarray, "beams span"],
-        ended: list[Ended],
-    ) -> None:
-        """Move on over several turns at once, to beams that are so much longer than those they began as."""
-        tails = np.concatenate([self.tails[origins], texts], axis=1)
-        if len(tails):
-            common = tails.shape[1]
-            if len(tails) > 1 and not (same := (tails == tails[:1]).all(0)).all():
-                common = int(same.argmin())
-            self._text.append(tails[0, :common])
-            tails = tails[:, common:].copy()
-        self.tails, self.beams, self.ended = tails, live, [*self.ended, *ended]
-        self._noise.clear()
-
-    def retired(self, forest: Forest, step: Step) -> list[Ended]:
-        """The beams of a step that ended with it."""
-        gone: list[Ended] = []
-        if step.ended.any():
-            which = np.flatnonzero(step.ended)
-            before = self.new_tokens(forest, step.parents[which])
-            for path, beam in zip(before, which, strict=True):
-                tokens = [*path.tolist(), int(step.beams.tokens[beam])]
-                gone += [Ended(tokens, float(step.beams.scores[beam]))] * int(step.beams.counts[beam])
-        return gone
+            self.warp.constraint.keep(self.new_tokens(live, np.arange(live.size)))
 
     def hypotheses(self) -> Iterator[Ended]:
         """Everything the session can answer with: ended beams, then live ones that were cut off."""

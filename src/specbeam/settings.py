@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from specbeam.constraint import Constrained, Constraint, Form
+from specbeam.core.limits import Decode, Limits
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.generation_config import OF_MODELS, WARPERS, read
-from specbeam.limits import Decode, Limits
+from specbeam.laws.truncation import NO_TRUNCATION, Truncation
+from specbeam.laws.warp import Warp, warpers_of
 from specbeam.option_checks import FORMS, check, listed, require, texts
-from specbeam.probs import Warp
-from specbeam.truncation import NO_TRUNCATION, Truncation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,8 +127,8 @@ class Settings:
             processors = _joined(processors, [bans])
         truncation = NO_TRUNCATION if greedy else self._truncation()
         if search:
-            truncation = replace(truncation, least=max(2, 1 + len(eos)))
-            return Warp(_joined(processors, truncation.processors()), NO_TRUNCATION, greedy, True, bans)
+            truncation = truncation._replace(least=max(2, 1 + len(eos)))
+            return Warp(_joined(processors, warpers_of(truncation)), NO_TRUNCATION, greedy, True, bans)
         return Warp(processors, truncation, greedy, constraint=bans)
 
     def new_tokens(self, prompt_length: int) -> int | None:

@@ -11,15 +11,15 @@ import numpy as np
 from specbeam import kernels, measured
 from specbeam.clock import timed
 from specbeam.control.cost import CostCurve, HostCost
+from specbeam.core.limits import Limits
 from specbeam.decode import decode
-from specbeam.limits import Limits
+from specbeam.laws.truncation import Truncation
+from specbeam.laws.warp import Warp
 from specbeam.lm.base import LM
 from specbeam.lm.context import Context
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.idle import IdleLM
-from specbeam.probs import Warp
 from specbeam.session import Parts, Session
-from specbeam.truncation import Truncation
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 QUICK = (1, 4, 8, 12, 16, 24, 32)  # what is measured when somebody needs a curve now
@@ -123,7 +123,7 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
         warp = Warp(truncation=Truncation(top_k=min(20, target.vocab)))
         session = Session([0], parts(draft, DEEP), warp, Limits(TURNS), number)
         with timed() as clock:
-            for _ in decode(target, [session], ahead=True):
+            for _ in decode(target, [session], ahead=TURNS):
                 pass
         turns, layers, seconds = session.count.target_passes, len(session.count.widths), clock.seconds
         costs = (seconds.get(name, 0.0) / count for name, count in

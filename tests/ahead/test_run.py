@@ -15,7 +15,7 @@ from specbeam.generation import turns_of
 from specbeam.records import Shape
 from specbeam.request import Request
 from specbeam.settings import Settings
-from specbeam.verify.path import PathRule
+from specbeam.verify.walk import PathRule
 from tests.support.loops import OPTIONS, PROMPTS, known, pair
 from tests.support.tiny_models import tiny
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from specbeam.cli.main import main
-from specbeam.limits import Limits
+from specbeam.core.limits import Limits
 from tests.support import words
 
 

@@ -84,7 +84,7 @@ def test_no_controller_changes_the_law(controller, rule):
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_controllers_change_no_greedy_text(controller):
     target, draft = TableLM(random_table(1, 5)), TableLM(random_table(2, 5))
-    from specbeam.probs import Warp
+    from specbeam.laws.warp import Warp
 
     plain = session_of(sb.greedy(), None, steps=20, warp=Warp(greedy=True))
     run(plain, target)

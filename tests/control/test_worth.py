@@ -11,14 +11,14 @@ from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import FixedWidth, ValuedWidth
 from specbeam.control.worth import DepthByCost, PassOdds, ShapeByValue
-from specbeam.draft.model import BeamDrafter
+from specbeam.draft.beams import BeamDrafter
 from specbeam.errors import BadSetting
 from specbeam.lm.idle import IdleLM
 from specbeam.recipes.depth import depth_control
 from specbeam.records import Shape
 from specbeam.session import Parts
 from specbeam.tune import DEEP, curve_of, host_cost, known_curve, measure, measure_host, measure_loops
-from specbeam.verify.beam import BeamRule
+from specbeam.verify.beams import BeamRule
 from specbeam.verify.search import SearchRule
 from tests.support import words
 from tests.support.programs import session_of

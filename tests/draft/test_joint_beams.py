@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.dice import Dice
+from specbeam.core.dice import Dice
 from specbeam.draft.every_block import EveryBlock
 from specbeam.draft.joint import JointBeams, taken
 from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting
-from specbeam.limits import Limits
+from specbeam.core.limits import Limits
 from specbeam.lm.table import TableLM
-from specbeam.probs import Warp
+from specbeam.laws.warp import Warp
 from specbeam.records import Shape
-from specbeam.truncation import Truncation
+from specbeam.laws.truncation import Truncation
 from tests.support import words
 from tests.support.exact import exact_law, successive
 from tests.support.joint import P, Q, drafted, first_order, letters, odds_of

@@ -7,7 +7,7 @@ import pytest
 
 import specbeam as sb
 from specbeam import kernels
-from specbeam.draft.model import BeamDrafter
+from specbeam.draft.beams import BeamDrafter
 from specbeam.draft.model_fast import draft_at_once
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Shape

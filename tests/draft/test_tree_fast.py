@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 import specbeam as sb
 from specbeam import kernels
-from specbeam.dice import Dice
+from specbeam.core.dice import Dice
 from specbeam.draft import tree_fast
 from specbeam.draft.children import BestAndOne, Distinct, Independent
 from specbeam.draft.tree import Branching, TreeDrafter

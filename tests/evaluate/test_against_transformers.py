@@ -10,7 +10,7 @@ from specbeam import errors
 from specbeam.evaluate.against_transformers import comparisons
 from specbeam.evaluate.replay import EqualsInOrder, leaves, replaying, whole
 from specbeam.laws import JointLaw
-from specbeam.limits import Limits
+from specbeam.core.limits import Limits
 from specbeam.lm.huggingface import HuggingFaceLM
 from tests.support import words
 

@@ -10,7 +10,7 @@ import torch
 import specbeam as sb
 from specbeam import errors
 from specbeam.probs import Warp, row_logp
-from specbeam.truncation import Truncation
+from specbeam.laws.truncation import Truncation
 from tests.grammar.forms import characters
 
 BEAMS = {

@@ -11,7 +11,7 @@ import torch
 import specbeam as sb
 from specbeam import kernels
 from specbeam.errors import NotSupported
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.lm.compiled.panels import rounded
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import language_model

@@ -13,7 +13,7 @@ if not kernels.AVAILABLE:
 
 import numba
 
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.lm.compiled import decoder, loops, sums, tiles
 from specbeam.lm.compiled import panels as panels_module
 from specbeam.lm.compiled.panels import fits_bfloat16, in_panels, multiply, rounded

@@ -19,12 +19,12 @@ from specbeam.draft.recycle import Successors, TokenRecycling
 from specbeam.draft.tree import Branching, TreeDrafter
 from specbeam.errors import BadSetting, LostLaw
 from specbeam.lm.table import TableLM
-from specbeam.probs import Warp
+from specbeam.laws.warp import Warp
 from specbeam.recipes.catalogue import RECIPES
 from specbeam.session import Parts
-from specbeam.verify.beam import BeamRule
-from specbeam.verify.match import MatchRule
-from specbeam.verify.path import PathRule
+from specbeam.verify.beams import BeamRule
+from specbeam.verify.walk import MatchRule
+from specbeam.verify.walk import PathRule
 from specbeam.verify.search import SearchRule
 from specbeam.verify.traversal import TraversalRule
 from tests.support import words

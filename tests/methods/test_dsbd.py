@@ -11,11 +11,11 @@ import specbeam as sb
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import FixedWidth, SureWidth, ValuedWidth
 from specbeam.decode import turns
-from specbeam.draft.model import BeamDrafter
+from specbeam.draft.beams import BeamDrafter
 from specbeam.lm.table import TableLM
-from specbeam.probs import Warp
+from specbeam.laws.warp import Warp
 from specbeam.session import Parts
-from specbeam.verify.beam import BeamRule
+from specbeam.verify.beams import BeamRule
 from specbeam.verify.draws import drawn, draws
 from specbeam.verify.draws_fast import draws_fast
 from tests.support.exact import beam_sampling_law, distance, exact_law

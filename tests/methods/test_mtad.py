@@ -19,7 +19,7 @@ from specbeam.fastest import candidates
 from specbeam.generation import turns_of
 from specbeam.lm.table import TableLM
 from specbeam.pair import BUNDLED
-from specbeam.probs import Warp
+from specbeam.laws.warp import Warp
 from specbeam.request import Request
 from specbeam.session import Parts
 from specbeam.settings import Settings

@@ -10,9 +10,9 @@ from specbeam.draft.lookup import GramIndex, SuffixAutomaton
 from specbeam.draft.recycle import Successors, template
 from specbeam.draft.tree import Complete
 from specbeam.lm.table import TableLM
-from specbeam.probs import Warp
+from specbeam.laws.warp import Warp
 from specbeam.records import Shape
-from specbeam.verify.match import MatchRule
+from specbeam.verify.walk import MatchRule
 from tests.support.checking import refused
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn

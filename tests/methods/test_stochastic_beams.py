@@ -7,7 +7,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.draft.tree import StochasticBeam, TreeDrafter, truncated
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.lm.table import TableLM
 from specbeam.records import Shape
 from tests.support.exact import exact_law

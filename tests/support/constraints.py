@@ -7,7 +7,7 @@ import numpy as np
 from transformers import LogitsProcessorList
 
 from specbeam.constraint import Constrained
-from specbeam.probs import Warp
+from specbeam.laws.warp import Warp
 
 
 @dataclass

@@ -6,11 +6,13 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
-from specbeam.dice import Dice
+from tests.support.steps import source_of_steps
 
 
-class WalkingDice(Dice):
-    """Dice that follow a script and then take the first way, noting which other ways there were."""
+class WalkingDice:
+    """Dice that follow a script and then take the first way, noting which other ways there were. Steps and sessions take them
+    in place of a session's own.
+    """
 
     key = 1
 
@@ -26,6 +28,9 @@ class WalkingDice(Dice):
         self.odds *= odds[possible[place]]
         return possible[place]
 
+    def ready(self, count: int) -> "WalkingDice":
+        return self
+
     def flip(self, odds: float) -> bool:
         odds = min(1.0, max(0.0, float(odds)))
         return self._choose([1.0 - odds, odds]) == 1
@@ -36,7 +41,12 @@ class WalkingDice(Dice):
 
 
 def exact_law(program: Callable[[WalkingDice], Hashable], most: int = 400_000) -> dict[Hashable, float]:
-    """Odds of every outcome of `program(dice)`."""
+    """Odds of every outcome of `program(dice)`, in which steps run as the source that they are compiled from."""
+    with source_of_steps():
+        return _exact_law(program, most)
+
+
+def _exact_law(program: Callable[[WalkingDice], Hashable], most: int) -> dict[Hashable, float]:
     law: dict[Hashable, list[float]] = defaultdict(list)
     script: list[int] | None = []
     runs = 0

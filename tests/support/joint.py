@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from specbeam.limits import Limits
+from specbeam.core.limits import Limits
 from specbeam.lm.table import TableLM
-from specbeam.probs import Warp
+from specbeam.laws.warp import Warp
 from specbeam.records import Shape
 from specbeam.session import Session
 from specbeam.verify.paths import Paths

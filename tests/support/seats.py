@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.records import Beams, Shape, Step, Turn, Verdict
 
 

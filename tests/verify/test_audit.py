@@ -15,7 +15,7 @@ from specbeam.records import Audit
 from specbeam.session import Parts
 from specbeam.verify import single
 from specbeam.verify.draws import draws
-from specbeam.verify.path import PathRule
+from specbeam.verify.walk import PathRule
 from specbeam.verify.traversal import TraversalRule
 from tests.support import words
 from tests.support.examples import PAIRS

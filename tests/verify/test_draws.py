@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specbeam.dice import Dice
+from specbeam.core.dice import Dice
 from specbeam.forest import masses_left
 from specbeam.verify.draws import Candidate, Taken, drawn, sure
 from specbeam.verify.draws import draws as kernel_draws

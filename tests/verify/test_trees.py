@@ -12,11 +12,11 @@ from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
 from specbeam.draft.merged import ManyDrafters, Pruned, united
 from specbeam.draft.tree import Branching, FixedTree, TreeDrafter
 from specbeam.errors import LostLaw
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.lm.table import TableLM
 from specbeam.session import Parts
-from specbeam.verify.match import MatchRule
-from specbeam.verify.path import PathRule
+from specbeam.verify.walk import MatchRule
+from specbeam.verify.walk import PathRule
 from specbeam.verify.traversal import TraversalRule
 from tests.support.exact import distance, exact_law
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn

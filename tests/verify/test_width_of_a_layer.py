@@ -10,14 +10,14 @@ from specbeam import kernels
 from specbeam.control.accepted import odds_under_shared_noise
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import FixedWidth
-from specbeam.draft.model import NoDraft
+from specbeam.draft.beams import NoDraft
 from specbeam.forest import Forest, Group
-from specbeam.limits import Limits
+from specbeam.core.limits import Limits
 from specbeam.probs import Warp, joint_law
 from specbeam.records import Beams
 from specbeam.session import Parts, Session
-from specbeam.truncation import Truncation
-from specbeam.verify.beam import BeamRule, Layer
+from specbeam.laws.truncation import Truncation
+from specbeam.verify.beams import BeamRule, Layer
 from tests.test_laws import NO_PATHS
 
 if not kernels.AVAILABLE:

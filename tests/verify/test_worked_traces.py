@@ -5,7 +5,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.control.fixed import FixedShape
-from specbeam.dice import Dice
+from specbeam.core.dice import Dice
 from specbeam.draft import merged
 from specbeam.draft.children import Distinct
 from specbeam.draft.merged import Graph
@@ -16,7 +16,7 @@ from specbeam.lm.table import TableLM
 from specbeam.records import Shape
 from specbeam.session import Parts
 from specbeam.verify.draws import drawn, draws
-from specbeam.verify.path import PathRule
+from specbeam.verify.walk import PathRule
 from tests.support.exact import exact_law
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import run, session_of

@@ -31,7 +31,7 @@ def acceptance(pair: Pair, prompts: Sequence[Prompt], children: int = 8, seed: i
     taken = np.zeros(children + 1)
     for prompt in prompts:
         for turn in turns_of(pair, prompt, flat, seed=seed, **options):
-            if turn.forest.groups:
+            if turn.forest.siblings.size:
                 taken[_accepted(turn)] += 1
     nodes = int(taken.sum())
     return Acceptance(tuple((taken[:-1] / max(nodes, 1)).round(4).tolist()), nodes)
@@ -42,5 +42,5 @@ def _accepted(turn: Turn) -> int:
     step = turn.verdict.steps[0]
     if not step.passed:
         return -1
-    tried = [token for group in turn.forest.groups_under(0) for token in group.draw_tokens.tolist()]
+    tried = [token for group in turn.forest.groups_under(0) for token in group.tokens.tolist()]
     return tried.index(int(step.beams.tokens[0]))

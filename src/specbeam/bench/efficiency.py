@@ -99,7 +99,7 @@ def _cell(
     for prompt in prompts:
         turns = list(turns_of(pair, prompt, method, seed=seed, **options))
         emitted = sum(len(turn.verdict.steps) for turn in turns)
-        nodes = sum(len(turn.forest) - 1 for turn in turns)
+        nodes = sum(turn.forest.size - 1 for turn in turns)
         rows.append((emitted, len(turns), nodes, sum(turn.shape.depth for turn in turns)))
     table = np.array(rows, dtype=float)
     emitted, passes, nodes, layers = table.sum(0)

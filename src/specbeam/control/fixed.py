@@ -5,8 +5,8 @@ from functools import cached_property
 
 import numpy as np
 
-from specbeam import kernels
-from specbeam.control.width import NO_VALUES
+from specbeam.control.planning import Plan
+from specbeam.control.values import NO_VALUES
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -22,14 +22,14 @@ class FixedShape:
     def plan(self, session: Session) -> Shape:
         return Shape(min(self.depth, session.remaining - self.beyond), self.width)
 
-    def for_loops(self, session: Session) -> kernels.Plan:
-        """What it decides by, as loops see it."""
+    def numbers(self, session: Session) -> Plan:
+        """Return what it decides by, for steps."""
         return self._plan
 
     @cached_property
-    def _plan(self) -> kernels.Plan:
+    def _plan(self) -> Plan:
         """Nothing of it changes where the depth is given."""
-        return kernels.Plan(
+        return Plan(
             self.depth, np.array([self.width]), self.beyond, np.zeros((1, 1, 1)), 0.0, np.ones((2, 1)), 1, NO_VALUES
         )
 

@@ -26,7 +26,8 @@ class Learnt:
         return self.hits / self.tries
 
     def see(self, turn: Turn) -> None:
-        children = {int(group.parents[0]): group.draw_tokens.tolist() for group in turn.forest.groups}
+        groups = turn.forest.siblings.groups()
+        children = {int(group.parents[0]): group.tokens.tolist() for group in groups}
         for layer, step in enumerate(turn.verdict.steps[: len(self.hits)]):
             candidates = children.get(int(step.parents[0]), [])[: self.hits.shape[1]]
             self.tries[layer, : len(candidates)] += 1

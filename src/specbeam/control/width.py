@@ -1,45 +1,99 @@
 """PLAN, inside a turn: how many beams the next layer draws, decided before its drafts are looked at."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64
 
-from specbeam.kernels.values import Values, most_valued
+from specbeam.control.races import ENTRANTS, RACE_NOISE, odds_by_drafts, odds_of_rejection
+from specbeam.control.values import NO_VALUES, Values, choose_most_valued
+from specbeam.core.beams import Beams
+from specbeam.core.forest import Forest, Fronts, start_of
+from specbeam.core.steps import Array, compiled_as, step
+from specbeam.laws.joint import HEAD, JointLaw, head_of, joint_law, likeliest_pairs, odds_at
+from specbeam.laws.truncation import Truncation, cuts
 
 DEEPEST = 8  # layers that a value is known for
-GUESS, WEIGHT = 0.6, 3.0  # odds that a layer passes, before any was seen, and how many layers the guess is worth
+GUESS = 0.6  # odds that a layer passes, before any was seen
+WEIGHT = 3.0  # how many layers the guess counts for
+BY_THRESHOLD, BY_VALUE = range(2)
+
+
+class FixedWidths(NamedTuple):
+    """Every layer gets the same number of draws."""
+
+    most: int
+
+
+class ChosenWidths(NamedTuple):
+    """How a layer's width is chosen: the widest that is accepted with enough odds, or that of most value."""
+
+    kind: int  # BY_THRESHOLD or BY_VALUE
+    most: int
+    least: int
+    threshold: float
+    by_noise: bool  # whether draft and target share noise; otherwise drafts are tried
+    noise: Array  # float64[races, entrants], see `control.races`
+    values: Values
 
 
 @dataclass(frozen=True, eq=False)
-class Outlook:
+class WidthContext:
     """What the width of a drafted layer may be chosen by: laws of the layer, never its draws."""
 
-    odds: Callable[[], Float64[np.ndarray, " widths"]]  # that 0, 1, 2, ... draws are all drafts (`control.accepted`)
-    by_drafts: Callable[[int], Float64[np.ndarray, "widths drafts"]]  # the same if there were 0, 1, ..., so many drafts
-    drafted: int  # drafts that there are
-    left: int  # layers that were to be drafted from this one on
-    memory: dict[Hashable, Any]  # of the session; each policy has an entry of its own
+    law: JointLaw  # of the target, over live beams
+    live: Beams
+    forest: Forest
+    number: int  # of the layer
+    planned: int  # layers that were to be drafted from the first one on
+
+    @property
+    def drafted(self) -> int:
+        """The number of drafts that there are."""
+        ends = self.forest.siblings.draw_ends
+        return int(ends[self.number] - start_of(ends, self.number))
+
+    @property
+    def left(self) -> int:
+        """The number of layers that were to be drafted from this one on."""
+        return max(self.planned - self.number, 1)
+
+    def odds(self, most: int, by_noise: bool = True) -> Float64[np.ndarray, " widths"]:
+        """Return the odds that 0, 1, 2, ... draws are all drafts."""
+        if by_noise:
+            return self.by_drafts(self.drafted, most)[:, self.drafted]
+        return odds_when_tried(self.law, self.live, self.forest, self.number)
+
+    def by_drafts(self, drafts: int, most: int) -> Float64[np.ndarray, "widths drafts"]:
+        """Return the same if there were 0, 1, ..., `drafts` drafts, under shared noise."""
+        return odds_when_shared(self.law, self.live, self.forest, self.number, drafts, most, RACE_NOISE)
 
 
 @runtime_checkable
 class Width(Protocol):
-    """A width policy."""
+    """A width policy. One of one's own decides in Python, in `choose`."""
 
     @property
-    def most(self) -> int: ...
+    def most(self) -> int:
+        """The most draws of a layer."""
+        ...
 
-    def choose(self, layer: Outlook) -> int: ...
+    def choose(self, layer: WidthContext) -> int:
+        """Return the number of draws of a drafted layer."""
+        ...
 
 
 @dataclass(frozen=True)
 class FixedWidth:
+    """Always the same number of draws."""
+
     most: int
 
-    def choose(self, layer: Outlook) -> int:
+    def choose(self, layer: WidthContext) -> int:
+        """Return the number of draws."""
         return self.most
 
 
@@ -51,9 +105,9 @@ class SureWidth:
     least: int = 1
     threshold: float = 0.7
 
-    def choose(self, layer: Outlook) -> int:
-        sure = int(np.flatnonzero(layer.odds() >= self.threshold).max(initial=0))
-        return min(max(sure, self.least), self.most)
+    def choose(self, layer: WidthContext) -> int:
+        """Return the number of draws."""
+        return int(widest(layer.odds(self.most), self.threshold, self.least, self.most))
 
 
 @dataclass(frozen=True)
@@ -62,8 +116,8 @@ class ValuedWidth:
     to be drafted.
 
     A layer of w beams gains 1 + `worth` log2(w) layers of one beam. V(k) is what a turn gains from there on if it passes;
-    V(0) is the gain of the layer behind the draft, V(k) the mean over all layers judged so far of the maximum above. Where
-    a threshold narrows every layer alike, this narrows where much is behind it, and where the odds turn on it.
+    V(0) is the gain of the layer after the draft, V(k) the mean over all layers judged so far of the maximum above. Where
+    a threshold narrows every layer alike, this narrows where much comes after it, and where the odds turn on it.
 
     Args:
         most, least: beams.
@@ -76,29 +130,249 @@ class ValuedWidth:
     worth: float = 2.0
     drafts: int = 8
 
-    def choose(self, layer: Outlook) -> int:
-        odds = layer.by_drafts(self.drafts)
-        return most_valued(self.values(layer.memory), odds, layer.drafted, layer.left, self.least)
+    def choose(self, layer: WidthContext) -> int:
+        """Return the number of draws by the guess alone, without what a session has learnt."""
+        odds = layer.by_drafts(self.drafts, self.most)
+        return int(choose_most_valued(self.values({}), odds, layer.drafted, layer.left, self.least))
 
     def values(self, memory: dict[Hashable, Any]) -> Values:
-        """What a session has learnt so far."""
+        """Return what a session has learnt so far."""
         if self not in memory:
-            sums = self._guess
-            memory[self] = Values(sums.copy(), np.full(1, WEIGHT), float(self.worth))
+            memory[self] = Values(self._guess.copy(), np.full(1, WEIGHT), float(self.worth))
         found: Values = memory[self]
         return found
 
     @cached_property
     def _guess(self) -> Float64[np.ndarray, "depths drafts"]:
-        """As the bundled pair has it, two models that agree in most places: layers of about the root of the most beams. One
-        drafted layer is worth most of the layer behind it, the next ones less and less, the more so the fewer drafts.
+        """Prior for the value table, fitted on the bundled pair: a layer is about sqrt(most) wide; each further drafted
+        layer adds less, the more so the fewer drafts it has.
         """
-        drafts, few = np.arange(self.drafts + 1), self.most + 2
+        drafts = np.arange(self.drafts + 1)
+        few = self.most + 2
         first = np.where(drafts > 0, 1 - 0.4 / np.maximum(drafts, 1) ** 0.8, 0.0)
         more = 0.33 + 0.5 * np.minimum(drafts / few, 1.0)
-        behind = np.cumsum([np.zeros_like(first), *(first * more**depth for depth in range(DEEPEST))], axis=0)
-        sums = (1 + self.worth * np.log2(self.most) / 2) * (1 + behind)
+        after = np.cumsum([np.zeros_like(first), *(first * more**depth for depth in range(DEEPEST))], axis=0)
+        sums = (1 + self.worth * np.log2(self.most) / 2) * (1 + after)
         return WEIGHT * sums
 
 
-NO_VALUES = Values(np.zeros((0, 1)), np.ones(1), 0.0)
+def width_spec(width: Width, memory: dict[Hashable, Any], by_noise: bool) -> "FixedWidths | ChosenWidths | Width":
+    """Return how steps choose a width for a session that remembers this; a policy of one's own as it is."""
+    if type(width) is FixedWidth:
+        return FixedWidths(width.most)
+    if type(width) is SureWidth:
+        threshold = float(width.threshold)
+        return ChosenWidths(BY_THRESHOLD, width.most, width.least, threshold, by_noise, RACE_NOISE, NO_VALUES)
+    if type(width) is ValuedWidth:
+        return ChosenWidths(BY_VALUE, width.most, width.least, 0.0, by_noise, RACE_NOISE, width.values(memory))
+    return width
+
+
+def asked_width(widths: Any, law: JointLaw, live: Beams, forest: Forest, number: int, planned: int) -> int:
+    """Return the number of draws that drafted layer `number` gets.
+
+    Args:
+        widths: `FixedWidths`, `ChosenWidths`, or a policy that decides in Python.
+        law: the target's, over live beams.
+        planned: number of layers that were to be drafted; how many were tells of draws to come.
+    """
+    if isinstance(widths, FixedWidths):
+        return widths.most
+    if isinstance(widths, ChosenWidths):
+        return choose_width(widths, law, live, forest, number, planned)
+    return widths.choose(WidthContext(law, live, forest, number, planned))
+
+
+@compiled_as(asked_width)
+def _compiled_asked_width(widths: Any, law: Any, live: Any, forest: Any, number: Any, planned: Any) -> Any:
+    if widths.instance_class is FixedWidths:
+        return lambda widths, law, live, forest, number, planned: widths.most
+    return choose_width
+
+
+class LearntWidths(NamedTuple):
+    """What a session had learnt for its widths before a turn."""
+
+    sums: Array
+    count: Array
+
+
+def save_widths(widths: Any) -> LearntWidths:
+    """Return a copy of what is learnt."""
+    if isinstance(widths, ChosenWidths):
+        return LearntWidths(widths.values.sums.copy(), widths.values.count.copy())
+    return LearntWidths(np.zeros((0, 1)), np.ones(1))
+
+
+def restore_widths(widths: Any, saved: LearntWidths) -> None:
+    """Forget what was learnt since."""
+    if isinstance(widths, ChosenWidths):
+        widths.values.sums[:] = saved.sums
+        widths.values.count[:] = saved.count
+
+
+@step
+def _restore_values(widths: ChosenWidths, saved: LearntWidths) -> None:
+    widths.values.sums[:] = saved.sums
+    widths.values.count[:] = saved.count
+
+
+@compiled_as(save_widths)
+def _compiled_save_widths(widths: Any) -> Any:
+    if widths.instance_class is FixedWidths:
+        return lambda widths: LearntWidths(np.zeros((0, 1)), np.ones(1))
+    return lambda widths: LearntWidths(widths.values.sums.copy(), widths.values.count.copy())
+
+
+@compiled_as(restore_widths)
+def _compiled_restore_widths(widths: Any, saved: Any) -> Any:
+    if widths.instance_class is FixedWidths:
+        return lambda widths, saved: None
+    return _restore_values
+
+
+@step
+def widest(odds: Array, threshold: float, least: int, most: int) -> int:
+    """Return the largest width whose odds are at least the threshold, within these bounds."""
+    sure = 0
+    for width in range(len(odds)):
+        if odds[width] >= threshold:
+            sure = width
+    return min(max(sure, least), most)
+
+
+@step
+def choose_width(spec: ChosenWidths, law: JointLaw, live: Beams, forest: Forest, number: int, planned: int) -> int:
+    """Return the number of draws of drafted layer `number`; see `asked_width`."""
+    ends = forest.siblings.draw_ends
+    drafts = ends[number] - start_of(ends, number)
+    left = max(planned - number, 1)
+    if spec.kind == BY_VALUE:
+        counted = spec.values.sums.shape[1] - 1
+        odds = odds_when_shared(law, live, forest, number, counted, spec.most, spec.noise)
+        return choose_most_valued(spec.values, odds, drafts, left, spec.least)
+    if spec.by_noise:
+        shared = odds_when_shared(law, live, forest, number, drafts, spec.most, spec.noise)
+        return widest(shared[:, drafts], spec.threshold, spec.least, spec.most)
+    return widest(odds_when_tried(law, live, forest, number), spec.threshold, spec.least, spec.most)
+
+
+@step
+def draft_law(fronts: Fronts, number: int, truncation: Truncation) -> JointLaw:
+    """Return the law that layer `number` of a draft was chosen from, over its front."""
+    start = start_of(fronts.row_ends, number)
+    stop = fronts.row_ends[number]
+    rows = fronts.logits[start:stop]
+    return joint_law(rows, fronts.scores[start:stop], fronts.counts[start:stop], truncation, True)
+
+
+@step
+def _beams_of_rows(nodes: Array, live: Beams) -> tuple[Array, Array]:
+    """Return which of these nodes each live beam is, and which beam each node is; -1 for none."""
+    row_of = np.full(len(live.nodes), -1, dtype=np.int64)
+    beam_of = np.full(len(nodes), -1, dtype=np.int64)
+    for beam in range(len(live.nodes)):
+        for row in range(len(nodes)):
+            if nodes[row] == live.nodes[beam]:
+                row_of[beam] = row
+                beam_of[row] = beam
+    return row_of, beam_of
+
+
+@step
+def _odds_at(pairs: Array, odds: Array, pair: int) -> float:
+    """Return the odds of a pair among ascending pairs; 0 if it is not among them."""
+    place = np.searchsorted(pairs, pair)
+    if place < len(pairs) and pairs[place] == pair:
+        return odds[place]
+    return 0.0
+
+
+@step
+def odds_when_shared(
+    law: JointLaw, live: Beams, forest: Forest, number: int, drafts: int, most: int, noise: Array
+) -> Array:
+    """Return the odds that 0, 1, ... draws are among 0, 1, ..., `drafts` drafts of a layer, under shared noise.
+
+    Returns float64[widths, drafts + 1].
+    """
+    fronts = forest.fronts
+    vocab = law.logits.shape[1]
+    draft = draft_law(fronts, number, law.truncation)
+    own_vocab = draft.logits.shape[1]
+    nodes = fronts.nodes[start_of(fronts.row_ends, number) : fronts.row_ends[number]]
+    row_of, beam_of = _beams_of_rows(nodes, live)
+    if not cuts(law.truncation):
+        return _odds_of_whole_laws(law, draft, row_of, drafts, most, noise)
+    left, p_left = head_of(law)
+    drawn, q_drawn = head_of(draft)
+    # The likeliest drafts come first, as the extra ones of a layer are chosen.
+    likeliest = likeliest_pairs(draft, drafts + most)
+    pairs = np.empty(len(likeliest) + len(left), dtype=np.int64)
+    count = 0
+    for pair in likeliest:
+        beam = beam_of[pair // own_vocab]
+        if beam >= 0 and pair % own_vocab < vocab:
+            pairs[count] = beam * vocab + pair % own_vocab
+            count += 1
+    named = count
+    for pair in left:
+        if not (pairs[:named] == pair).any():
+            pairs[count] = pair
+            count += 1
+    p = np.zeros(count)
+    q = np.zeros(count)
+    for place in range(count):
+        p[place] = _odds_at(left, p_left, pairs[place])
+        row = row_of[pairs[place] // vocab]
+        token = pairs[place] % vocab
+        if row >= 0 and token < own_vocab:
+            q[place] = _odds_at(drawn, q_drawn, row * own_vocab + token)
+    if count > ENTRANTS:
+        edge = np.partition(p, count - ENTRANTS)[count - ENTRANTS]
+        runs = np.flatnonzero(p >= edge)[:ENTRANTS]
+        p = p[runs]
+        q = q[runs]
+    return odds_by_drafts(p, q, drafts, most, 0.0, np.arange(len(p)), noise)
+
+
+@step
+def _odds_of_whole_laws(law: JointLaw, draft: JointLaw, row_of: Array, drafts: int, most: int, noise: Array) -> Array:
+    """Return `odds_when_shared` of laws of which nothing is cut: the likeliest pairs of the target run."""
+    vocab = law.logits.shape[1]
+    own_vocab = draft.logits.shape[1]
+    pairs = likeliest_pairs(law, ENTRANTS)
+    p = odds_at(law, pairs)
+    near = np.sort(pairs[p >= p[0] * np.exp(-HEAD)])
+    p = odds_at(law, near)
+    q = np.zeros(len(near))
+    known = np.full(len(near), -1, dtype=np.int64)
+    for place in range(len(near)):
+        row = row_of[near[place] // vocab]
+        token = near[place] % vocab
+        if row >= 0 and token < own_vocab:
+            known[place] = row * own_vocab + token
+    places = np.flatnonzero(known >= 0)
+    q[places] = odds_at(draft, known[places])
+    return odds_by_drafts(p, q, drafts, most, max(1.0 - q.sum(), 0.0), np.arange(0), noise)
+
+
+@step
+def odds_when_tried(law: JointLaw, live: Beams, forest: Forest, number: int) -> Array:
+    """Return the odds that 0, 1, ... draws are accepted from the drafts of a layer, which are tried. float64[widths]."""
+    groups = forest.siblings
+    vocab = law.logits.shape[1]
+    nodes = groups.parents[start_of(groups.parent_ends, number) : groups.parent_ends[number]]
+    row_of, _ = _beams_of_rows(nodes, live)
+    start = start_of(groups.law_ends, number)
+    named = groups.law_pairs[start : groups.law_ends[number]]
+    odds = groups.law_odds[start : groups.law_ends[number]]
+    pairs, p = head_of(law)
+    q = np.zeros(len(pairs))
+    for place in range(len(pairs)):
+        row = row_of[pairs[place] // vocab]
+        token = pairs[place] % vocab
+        if row >= 0 and token < groups.vocab:
+            q[place] = _odds_at(named, odds, row * groups.vocab + token)
+    drafts = groups.draw_ends[number] - start_of(groups.draw_ends, number)
+    return odds_of_rejection(p, q, drafts)

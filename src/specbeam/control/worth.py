@@ -7,9 +7,10 @@ from functools import cached_property, lru_cache
 import numpy as np
 from jaxtyping import Float64
 
-from specbeam import kernels
 from specbeam.control.cost import CostCurve, HostCost
-from specbeam.control.width import DEEPEST, GUESS, NO_VALUES, WEIGHT, ValuedWidth
+from specbeam.control.planning import BY_ODDS, BY_VALUE, Plan, layers_by_depth, plan_shape
+from specbeam.control.values import NO_VALUES, Values
+from specbeam.control.width import DEEPEST, GUESS, WEIGHT, ValuedWidth
 from specbeam.errors import BadSetting
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
@@ -42,7 +43,7 @@ class PassOdds:
 
     def layers(self) -> Float64[np.ndarray, " depths"]:
         """Layers that a turn emits, by the depth of its draft: 0, 1, 2, ..."""
-        return kernels.layers_by_depth(self.seen)
+        return layers_by_depth(self.seen)
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,14 @@ class DepthByCost:
     alone: bool = False
 
     def plan(self, session: Session) -> Shape:
-        plan, count = self.for_loops(session), session.count
-        return Shape(*kernels.planned(plan, len(session.beams), count.target_passes, session.remaining))
+        plan, count = self.numbers(session), session.count
+        return Shape(*plan_shape(plan, session.beams.size, count.target_passes, session.remaining))
 
-    def for_loops(self, session: Session) -> kernels.Plan:
-        """What it decides by, as loops see it."""
+    def numbers(self, session: Session) -> Plan:
+        """Return what it decides by, for steps."""
         seconds = self._passes_s(1 if self.alone else session.beside)[:, :, None]
-        return kernels.Plan(
-            kernels.BY_ODDS, np.array(self.layers[:1]), 1, seconds, self.host.judge_s, self._seen(session).seen,
+        return Plan(
+            BY_ODDS, np.array(self.layers[:1]), 1, seconds, self.host.judge_s, self._seen(session).seen,
             self.explore, NO_VALUES,
         )  # fmt: skip
 
@@ -142,26 +143,22 @@ class ShapeByValue:
             )
 
     def plan(self, session: Session) -> Shape:
-        plan, count = self.for_loops(session), session.count
-        return Shape(*kernels.planned(plan, len(session.beams), count.target_passes, session.remaining))
+        plan, count = self.numbers(session), session.count
+        return Shape(*plan_shape(plan, session.beams.size, count.target_passes, session.remaining))
 
-    def for_loops(self, session: Session) -> kernels.Plan:
-        """What it decides by, as loops see it. At temperature 0 no width is chosen, and depth goes by layers alone."""
+    def numbers(self, session: Session) -> Plan:
+        """Return what it decides by, for steps. At temperature 0 no width is chosen, and depth goes by layers alone."""
         seen, judge_s = self._seen(session).seen, self.host.judge_s
         if session.warp.greedy:
             seconds = np.ascontiguousarray(self.seconds[:, :, -1:])
-            return kernels.Plan(
-                kernels.BY_ODDS, np.array(self.sizes[-1:]), 1, seconds, judge_s, seen, self.explore, NO_VALUES
-            )
+            return Plan(BY_ODDS, np.array(self.sizes[-1:]), 1, seconds, judge_s, seen, self.explore, NO_VALUES)
         values = self.width.values(session.state)
-        return kernels.Plan(
-            kernels.BY_VALUE, np.array(self.sizes), 1, self.seconds, judge_s, seen, self.explore, values
-        )
+        return Plan(BY_VALUE, np.array(self.sizes), 1, self.seconds, judge_s, seen, self.explore, values)
 
     def settle(self, session: Session, turn: Turn) -> None:
         self._seen(session).learn(_passed(turn))
 
-    def rates(self, values: kernels.Values, roots: int) -> Float64[np.ndarray, "depths sizes"]:
+    def rates(self, values: Values, roots: int) -> Float64[np.ndarray, "depths sizes"]:
         """Value per second of each shape, in layers of one beam."""
         means = values.sums[:, list(self.sizes)] / values.count[0]
         return means / (self.seconds[roots] + PassOdds(DEEPEST).layers()[:, None] * self.host.judge_s)

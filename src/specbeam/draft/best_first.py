@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from specbeam.draft.children import Draws
-from specbeam.draft.tree import Complete, Litter, Sprout
-from specbeam.forest import Row
-from specbeam.probs import best
+from specbeam.draft.tree import Complete, Family, GrowingTree
+from specbeam.laws.rows import RowLaw
+from specbeam.laws.warp import best_places
 
 
 @dataclass(frozen=True)
@@ -28,77 +28,77 @@ class BestFirst:
     within_layer: bool = False
     least_gain: float = 0.0
 
-    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
-        value: dict[int, float] = sprout.memory.setdefault("value", sprout.standing())
-        waiting: list[tuple[float, int, int]] = sprout.memory.setdefault("waiting", [])  # (log value, parent, token)
-        ends = sprout.session.limits.eos
+    def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
+        value: dict[int, float] = tree.memory.setdefault("value", tree.standing())
+        waiting: list[tuple[float, int, int]] = tree.memory.setdefault("waiting", [])  # (log value, parent, token)
+        ends = tree.session.limits.eos
         fresh = [
-            (value[node] + float(row.logp[place]), node, token)
-            for node, row in zip(sprout.front.tolist(), rows, strict=True)
-            for place in best(row.logp, self.top).tolist()
-            if (token := row.token(place)) not in ends
+            (value[node] + float(law.logp[place]), node, token)
+            for node, law in zip(tree.front.tolist(), laws, strict=True)
+            for place in best_places(law.logp, self.top).tolist()
+            if (token := law.token(place)) not in ends
         ]
-        before = self._expected(sprout)
+        before = self._expected(tree)
         waiting += fresh
         ranked = sorted(fresh if self.within_layer else waiting, reverse=True)
-        worth = self._threshold(sprout)
+        worth = self._threshold(tree)
         chosen = [one for one in ranked[: self.widest] if one[0] >= worth]
-        gain = self._expected(sprout) - before
-        last = layer + 1 >= sprout.shape.depth or gain <= self.least_gain
-        start = len(sprout.forest)
+        gain = self._expected(tree) - before
+        last = layer + 1 >= tree.shape.depth or gain <= self.least_gain
+        start = tree.forest.size
         if not last:
             for node, one in enumerate(chosen, start):
                 waiting.remove(one)
                 value[node] = one[0]
             scores, parents, tokens = map(list, zip(*chosen, strict=True)) if chosen else ([], [], [])
-            sprout.forest = sprout.forest.grown(tokens, parents, np.array(scores))
-        sprout.front = np.arange(start, len(sprout.forest))
+            tree.forest = tree.forest.grown(tokens, parents, np.array(scores))
+        tree.front = np.arange(start, tree.forest.size)
 
-    def _values(self, sprout: Sprout) -> list[float]:
+    def _values(self, tree: GrowingTree) -> list[float]:
         """Log values of all nodes seen, best first, the roots left out."""
-        seen = [score for node, score in sprout.memory["value"].items() if node not in sprout.roots]
-        return sorted([*seen, *(one[0] for one in sprout.memory["waiting"])], reverse=True)
+        seen = [score for node, score in tree.memory["value"].items() if node not in tree.roots]
+        return sorted([*seen, *(one[0] for one in tree.memory["waiting"])], reverse=True)
 
-    def _threshold(self, sprout: Sprout) -> float:
+    def _threshold(self, tree: GrowingTree) -> float:
         """The value of the last node within the budget so far."""
-        values, budget = self._values(sprout), sprout.shape.width
+        values, budget = self._values(tree), tree.shape.width
         return values[budget - 1] if len(values) >= budget else -np.inf
 
-    def _expected(self, sprout: Sprout) -> float:
+    def _expected(self, tree: GrowingTree) -> float:
         """Expected accepted tokens of the best tree so far, if draft odds were acceptance odds."""
-        return float(np.exp(self._values(sprout)[: sprout.shape.width]).sum())
+        return float(np.exp(self._values(tree)[: tree.shape.width]).sum())
 
-    def finish(self, sprout: Sprout) -> None:
-        if "waiting" not in sprout.memory:
+    def finish(self, tree: GrowingTree) -> None:
+        if "waiting" not in tree.memory:
             return
-        value: dict[int, float] = sprout.memory["value"]
-        inner = [(score, node) for node, score in value.items() if node not in sprout.roots]
+        value: dict[int, float] = tree.memory["value"]
+        inner = [(score, node) for node, score in value.items() if node not in tree.roots]
         # Among equal values an ancestor goes first, so that no node is kept without its parent.
-        leaves = [(one[0], -1, one) for one in sprout.memory["waiting"]]
-        depth = sprout.forest.depths()
+        leaves = [(one[0], -1, one) for one in tree.memory["waiting"]]
+        depth = tree.forest.depths()
         ranked = sorted(
             [(-score, int(depth[node]), node, None) for score, node in inner]
             + [(-score, int(depth[one[1]]) + 1, one[1], one) for score, _, one in leaves],
             key=lambda entry: entry[:3],
-        )[: sprout.shape.width]
-        kept = {*sprout.roots, *(node for _, _, node, leaf in ranked if leaf is None)}
+        )[: tree.shape.width]
+        kept = {*tree.roots, *(node for _, _, node, leaf in ranked if leaf is None)}
         for _, _, _, leaf in ranked:
             if leaf is not None:
-                kept.add(len(sprout.forest))
-                sprout.forest = sprout.forest.grown([leaf[2]], [leaf[1]], np.array([leaf[0]]))
-        sprout.kept = np.array(sorted(kept), dtype=np.int64)
-        _group_as_sure(sprout)
+                kept.add(tree.forest.size)
+                tree.forest = tree.forest.grown([leaf[2]], [leaf[1]], np.array([leaf[0]]))
+        tree.kept = np.array(sorted(kept), dtype=np.int64)
+        _group_as_sure(tree)
 
 
-def _group_as_sure(sprout: Sprout) -> None:
+def _group_as_sure(tree: GrowingTree) -> None:
     """State for every parent that its children were chosen, not drawn."""
-    assert sprout.kept is not None
-    kept, litters = set(sprout.kept.tolist()), list[Litter]()
-    for parent in sprout.kept.tolist():
-        tokens = [token for token, node in sprout.children_of(parent).items() if node in kept]
+    assert tree.kept is not None
+    kept, families = set(tree.kept.tolist()), list[Family]()
+    for parent in tree.kept.tolist():
+        tokens = [token for token, node in tree.children_of(parent).items() if node in kept]
         if tokens:
-            litters.append(Litter(parent, Draws(tokens, sure=True)))
-    sprout.bear(litters)
+            families.append(Family(parent, Draws(tokens, sure=True)))
+    tree.add_children(families)
 
 
 @dataclass(frozen=True)
@@ -112,38 +112,38 @@ class BestFirstDraws(Complete):
 
     least: float = 0.05
 
-    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
-        worth: dict[int, float] = sprout.memory.setdefault("worth", _odds(sprout))
-        greedy, left = sprout.session.warp.greedy, [row.p.copy() for row in rows]
-        nodes = sprout.front.tolist()
+    def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
+        worth: dict[int, float] = tree.memory.setdefault("worth", _odds(tree))
+        greedy, left = tree.session.warp.greedy, [law.p for law in laws]
+        nodes = tree.front.tolist()
         tokens: list[list[int]] = [[] for _ in nodes]
         odds: list[list[float]] = [[] for _ in nodes]
         heap = [(-worth[node], row) for row, node in enumerate(nodes)]
         heapq.heapify(heap)
-        budget = sprout.shape.width - (len(sprout.forest) - len(sprout.roots))
+        budget = tree.shape.width - (tree.forest.size - len(tree.roots))
         while heap and budget > 0 and -heap[0][0] >= self.least:
             negative, row = heapq.heappop(heap)
             mass = left[row].sum()
             if mass <= 0:
                 continue
-            token = int(left[row].argmax()) if greedy else sprout.session.dice.pick(left[row])
+            token = int(left[row].argmax()) if greedy else tree.session.dice.pick(left[row])
             share = float(left[row][token] / mass)
             tokens[row].append(token)
             odds[row].append(-negative * share)
             left[row][token] = 0.0
             heapq.heappush(heap, (negative * (1 - share), row))
             budget -= 1
-        litters = [
-            Litter(node, Draws(drawn, sure=True) if greedy else Draws(drawn, law.p), law)
-            for node, law, drawn in zip(nodes, rows, tokens, strict=True)
+        families = [
+            Family(node, Draws(drawn, sure=True) if greedy else Draws(drawn, law.p), law)
+            for node, law, drawn in zip(nodes, laws, tokens, strict=True)
             if drawn
         ]
-        born = [child for children in sprout.bear(litters) for child in children]
+        born = [child for children in tree.add_children(families) for child in children]
         values = [value for some in odds for value in some]
         going = {child: value for child, value in zip(born, values, strict=True) if child >= 0}
         worth |= going
-        sprout.front = np.array([*going], dtype=np.int64)
+        tree.front = np.array([*going], dtype=np.int64)
 
 
-def _odds(sprout: Sprout) -> dict[int, float]:
-    return {root: math.exp(score) for root, score in sprout.standing().items()}
+def _odds(tree: GrowingTree) -> dict[int, float]:
+    return {root: math.exp(score) for root, score in tree.standing().items()}

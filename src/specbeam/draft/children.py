@@ -7,15 +7,15 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float64
 
-from specbeam.dice import Dice
-from specbeam.probs import best
+from specbeam.core.dice import Dice
 
 Law = Float64[np.ndarray, " vocab"]
+ONE_BY_ONE, STRUCK_OUT, STRUCK_OUT_THEN_ANY, LIKELIEST, LIKELIEST_AND_ONE = range(5)  # ways that steps know
 
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Siblings drawn together; see `forest.Group` for what is known of them."""
+    """Siblings drawn together; see `core.forest.Siblings` for what is known of them."""
 
     tokens: list[int]
     law: Law | None = None
@@ -25,7 +25,8 @@ class Draws:
 
 @runtime_checkable
 class Children(Protocol):
-    """Draw `count` children of a node whose next token has the draft law `q`: odds of the tokens that its truncation left.
+    """A way of drawing `count` children of a node whose next token has the draft law `q`: odds of the tokens that its
+    truncation left.
 
     Tokens of the draws are places in `q`, and their laws are of its length.
     """
@@ -37,8 +38,7 @@ class Children(Protocol):
 class Independent:
     """Independent draws; a token may come twice (SpecInfer, arXiv 2305.09781)."""
 
-    def draw(self, q: Law, count: int, dice: Dice) -> list[Draws]:
-        return [Draws([dice.pick(q) for _ in range(count)], q, replacement=True)]
+    way: int = ONE_BY_ONE
 
 
 @dataclass(frozen=True)
@@ -51,23 +51,17 @@ class Distinct:
 
     fallback: bool = False
 
-    def draw(self, q: Law, count: int, dice: Dice) -> list[Draws]:
-        groups = [Draws(_struck_draws(q, count, dice), q)]
-        missing = count - len(groups[0].tokens)
-        if missing and self.fallback and len(groups[0].tokens) < len(q):
-            untried = np.ones_like(q)
-            untried[groups[0].tokens] = 0.0
-            untried /= untried.sum()
-            groups.append(Draws(_struck_draws(untried, missing, dice), untried))
-        return groups
+    @property
+    def way(self) -> int:
+        """How steps draw them."""
+        return STRUCK_OUT_THEN_ANY if self.fallback else STRUCK_OUT
 
 
 @dataclass(frozen=True)
 class Best:
     """The likeliest tokens; nothing is drawn (EAGLE-2, OPT-Tree, Medusa trees)."""
 
-    def draw(self, q: Law, count: int, dice: Dice) -> list[Draws]:
-        return [Draws(best(_support(q), count).tolist(), sure=True)]
+    way: int = LIKELIEST
 
 
 @dataclass(frozen=True)
@@ -77,29 +71,12 @@ class BestAndOne:
     With two children this is SpecHub (arXiv 2411.05289).
     """
 
-    def draw(self, q: Law, count: int, dice: Dice) -> list[Draws]:
-        top = best(_support(q), count - 1).tolist()
-        rest = q.copy()
-        rest[top] = 0.0
-        groups = [Draws(top, sure=True)]
-        if rest.sum() > 0:
-            rest /= rest.sum()
-            groups.insert(0, Draws([dice.pick(rest)], rest))
-        return [group for group in groups if group.tokens]
+    way: int = LIKELIEST_AND_ONE
 
 
-def _struck_draws(q: Law, count: int, dice: Dice) -> list[int]:
-    left, tokens = q.copy(), list[int]()
-    while len(tokens) < count and left.any():
-        tokens.append(dice.pick(left))
-        left[tokens[-1]] = 0.0
-    return tokens
-
-
-def _support(q: Law) -> Law:
-    return np.where(q > 0, q, -np.inf)
+KNOWN = (Independent, Distinct, Best, BestAndOne)
 
 
 def distinct(tokens: Sequence[int]) -> list[int]:
-    """Tokens without repeats, in the order of their first coming."""
+    """Return tokens without repeats, in the order of their first coming."""
     return list(dict.fromkeys(tokens))

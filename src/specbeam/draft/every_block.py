@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specbeam.core.forest import Forest
 from specbeam.errors import BadSetting
-from specbeam.forest import Forest
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -46,9 +46,9 @@ class EveryBlock:
         with session.failing_alone():
             self.check(depth, session.limits.eos)
             going = np.setdiff1d(np.arange(self.vocab), session.limits.eos)
-            front = np.arange(len(forest))
+            front = np.arange(forest.size)
             for _ in range(depth):
-                start, count = len(forest), len(front) * len(going)
+                start, count = forest.size, len(front) * len(going)
                 forest = forest.grown(np.tile(going, len(front)), np.repeat(front, len(going)))
                 front = np.arange(start, start + count)
         return forest

@@ -1,20 +1,21 @@
 """DRAFT: beams ranked by their joint likelihood under the draft model, for rules that judge whole paths.
 
-Unlike the layers of `draft/model.py`, which share the law of beam sampling with the target, these rank a path by the sum
+Unlike the layers of `draft/beams.py`, which share the law of beam sampling with the target, these rank a path by the sum
 of its warped conditionals alone, keep a beam that ended in the race, and may hand on only the best of them.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from specbeam.dice import Dice
-from specbeam.draft.tree import Sprout
-from specbeam.forest import Forest, Group, Row, spread
-from specbeam.probs import best
+from specbeam.core.dice import Dice
+from specbeam.core.forest import CHOSEN, LOST, Forest, siblings
+from specbeam.draft.tree import GrowingTree
+from specbeam.laws.rows import RowLaw
+from specbeam.laws.warp import best_places
 
 FAINT = 1e-100  # odds from which on precision is worth another look
 
@@ -33,9 +34,9 @@ class Slots:
     counts: Int64[np.ndarray, " slots"]  # how often each was drawn, with replacement
 
     @classmethod
-    def start(cls, sprout: Sprout) -> "Slots":
-        roots, counts = len(sprout.roots), sprout.session.beams.counts
-        return cls(np.arange(roots), np.array([*sprout.standing().values()]), np.zeros(roots, dtype=bool), counts)
+    def start(cls, tree: GrowingTree) -> "Slots":
+        roots, counts = len(tree.roots), tree.session.beams.counts
+        return cls(np.arange(roots), np.array([*tree.standing().values()]), np.zeros(roots, dtype=bool), counts)
 
     def prolonged(
         self, front: Int64[np.ndarray, " front"], logq: Float64[np.ndarray, "front vocab"]
@@ -71,39 +72,39 @@ class JointBeams:
     chains: int | None = None
     lost_ends: bool = False
 
-    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
-        slots: Slots = sprout.memory.get("slots") or Slots.start(sprout)
-        logq = spread(rows)
-        scores = slots.prolonged(sprout.front, logq).ravel()
-        drawn = self.mode == "sample" and not sprout.session.warp.greedy
+    def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
+        slots: Slots = tree.memory.get("slots") or Slots.start(tree)
+        logq = np.stack([law.spread().logp for law in laws])
+        scores = slots.prolonged(tree.front, logq).ravel()
+        drawn = self.mode == "sample" and not tree.session.warp.greedy
         if drawn:
             odds = np.repeat(slots.counts, logq.shape[1])
-            chosen, counts = taken(scores, odds, sprout.shape.width, self.replacement, sprout.session.dice)
+            chosen, counts = taken(scores, odds, tree.shape.width, self.replacement, tree.session.dice)
         else:
-            chosen = best(scores, sprout.shape.width)
+            chosen = best_places(scores, tree.shape.width)
             counts = np.ones_like(chosen)
         parents, tokens = np.divmod(chosen, logq.shape[1])
         stays = slots.ended[parents]
-        new = _hang(sprout, slots.nodes[parents][~stays], tokens[~stays], scores[chosen][~stays], sure=not drawn)
+        new = _hang(tree, slots.nodes[parents][~stays], tokens[~stays], scores[chosen][~stays], sure=not drawn)
         nodes = slots.nodes[parents]
         nodes[~stays] = new
-        ended = stays | np.isin(tokens, sprout.session.limits.eos)
-        sprout.memory["slots"] = Slots(nodes, scores[chosen], ended, counts)
-        sprout.front = new if not ended.all() else new[:0]
+        ended = stays | np.isin(tokens, tree.session.limits.eos)
+        tree.memory["slots"] = Slots(nodes, scores[chosen], ended, counts)
+        tree.front = new if not ended.all() else new[:0]
 
-    def finish(self, sprout: Sprout) -> None:
+    def finish(self, tree: GrowingTree) -> None:
         """Hand on the paths of the best beams; of a whole forest all but the ended beams that lost the race."""
-        slots: Slots | None = sprout.memory.get("slots")
+        slots: Slots | None = tree.memory.get("slots")
         if slots is None:
             return
-        sprout.forest = forest = replace(sprout.forest, beams=slots.nodes[: self.chains])
+        tree.forest = forest = tree.forest._replace(beams=slots.nodes[: self.chains])
         if self.chains is not None:
-            sprout.kept = _ancestry(forest, slots.nodes[: self.chains])
+            tree.kept = _ancestry(forest, slots.nodes[: self.chains])
         elif not self.lost_ends:
-            ends = np.isin(forest.tokens, sprout.session.limits.eos) & (forest.parents >= 0)
-            sprout.kept = np.flatnonzero(~ends | np.isin(np.arange(len(forest)), slots.nodes))
-        if sprout.kept is not None and len(sprout.kept) == len(forest):
-            sprout.kept = None
+            ends = np.isin(forest.tokens, tree.session.limits.eos) & (forest.parents >= 0)
+            tree.kept = np.flatnonzero(~ends | np.isin(np.arange(forest.size), slots.nodes))
+        if tree.kept is not None and len(tree.kept) == forest.size:
+            tree.kept = None
 
 
 def _ancestry(forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " kept"]:
@@ -141,18 +142,17 @@ def taken(
 
 
 def _hang(
-    sprout: Sprout,
+    tree: GrowingTree,
     parents: Int64[np.ndarray, " n"],
     tokens: Int64[np.ndarray, " n"],
     logq: Float64[np.ndarray, " n"],
     sure: bool,
 ) -> Int64[np.ndarray, " n"]:
     """The nodes of a new layer, a group per parent: chosen ones are sure, of drawn ones the law is lost."""
-    nodes = len(sprout.forest) + np.arange(len(tokens))
-    forest = sprout.forest.grown(tokens, parents, logq)
+    nodes = tree.forest.size + np.arange(len(tokens))
+    groups = []
     for parent in dict.fromkeys(parents.tolist()):
         mine = parents == parent
-        zeros = np.zeros(np.count_nonzero(mine), dtype=np.int64)
-        forest = forest.with_group(Group(np.array([parent]), zeros, tokens[mine], nodes[mine], None, sure=sure))
-    sprout.forest = forest
+        groups.append(siblings(CHOSEN if sure else LOST, [parent], tokens[mine], nodes[mine]))
+    tree.forest = tree.forest.grown(tokens, parents, logq, groups)
     return nodes

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from specbeam.forest import Forest, Group
+from specbeam.core.forest import LOST, Forest, Siblings, siblings
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -28,8 +28,8 @@ def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
                 or not permitted(session, forest, np.array([parent]), np.array([token])).all()
             ):
                 break
-            node = len(forest)
-            forest = forest.grown([token], [parent]).with_group(retrieved([token], parent, [node]))
+            node = forest.size
+            forest = forest.grown([token], [parent], groups=[retrieved([token], parent, [node])])
             parent = node
     return forest
 
@@ -44,10 +44,9 @@ def permitted(
     return np.full(len(tokens), session.failure is None)
 
 
-def retrieved(tokens: list[int], parent: int, nodes: list[int]) -> Group:
-    """Siblings whose law is not known."""
-    zeros = np.zeros(len(tokens), dtype=np.int64)
-    return Group(np.array([parent]), zeros, np.array(tokens, dtype=np.int64), np.array(nodes, dtype=np.int64), None)
+def retrieved(tokens: list[int], parent: int, nodes: list[int]) -> Siblings:
+    """Return siblings whose law is not known."""
+    return siblings(LOST, [parent], tokens, nodes)
 
 
 class Index(Protocol):

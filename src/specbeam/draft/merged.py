@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
+from specbeam.core.forest import Forest, Siblings
 from specbeam.draft.lookup import retrieved
-from specbeam.draft.tree import Complete, Sprout, TreeDrafter
-from specbeam.forest import Forest, Group, Row
+from specbeam.draft.tree import Complete, GrowingTree, TreeDrafter
+from specbeam.laws.rows import RowLaw
+from specbeam.laws.warp import best_places
 from specbeam.lm.base import LM
-from specbeam.probs import best
 from specbeam.records import Shape, Turn
 from specbeam.session import Drafter, Session
 
@@ -25,33 +26,31 @@ def united(forests: list[Forest]) -> tuple[Forest, list[Int64[np.ndarray, " _"]]
     whole = Forest.rooted(forests[0].tokens[:roots])
     renamings = []
     for forest in forests:
-        names = np.zeros(len(forest) + 1, dtype=np.int64)
+        names = np.zeros(forest.size + 1, dtype=np.int64)
         names[:roots], names[-1] = range(roots), -1
-        for node in range(roots, len(forest)):
+        for node in range(roots, forest.size):
             parent, token = names[forest.parents[node]], forest.tokens[node]
             known = int(whole.find(np.array([parent]), np.array([token]))[0])
-            names[node] = known if known >= 0 else len(whole)
+            names[node] = known if known >= 0 else whole.size
             if known < 0:
                 whole = whole.grown([int(token)], [int(parent)])
-        for group in forest.groups:
-            whole = whole.with_group(_renamed(group, names))
+        whole = whole.grown([], [], groups=[_renamed(forest.siblings, names)])
         renamings.append(names[:-1])
     return whole, renamings
 
 
-def _renamed(group: Group, names: Int64[np.ndarray, " nodes"]) -> Group:
-    fields = {name: getattr(group, name) for name in ("draw_parents", "draw_tokens", "law", "replacement", "sure")}
-    return Group(parents=names[group.parents], draw_nodes=names[group.draw_nodes], **fields)
+def _renamed(groups: Siblings, names: Int64[np.ndarray, " nodes"]) -> Siblings:
+    return groups._replace(parents=names[groups.parents], nodes=names[groups.nodes])
 
 
 def completed(
     own: Forest, whole: Forest, names: Int64[np.ndarray, " own"]
 ) -> tuple[Forest, Int64[np.ndarray, " whole"]]:
     """`own` with the nodes of `whole` that it lacks hung behind, and where it has each node of `whole`."""
-    back = np.full(len(whole), -1, dtype=np.int64)
+    back = np.full(whole.size, -1, dtype=np.int64)
     back[names] = np.arange(len(names))
     for node in np.flatnonzero(back < 0).tolist():
-        back[node] = len(own)
+        back[node] = own.size
         own = own.grown([int(whole.tokens[node])], [int(back[whole.parents[node]])])
     return own, back
 
@@ -110,8 +109,8 @@ class Pruned:
 
     def _hopeful(self, forest: Forest, rows: Float[torch.Tensor, "nodes vocab"]) -> Int64[np.ndarray, " kept"]:
         likely = rows.topk(min(self.top, rows.shape[1]), dim=-1).indices.cpu().numpy()
-        kept = np.ones(len(forest), dtype=bool)
-        for node in range(forest.roots, len(forest)):
+        kept = np.ones(forest.size, dtype=bool)
+        for node in range(forest.roots, forest.size):
             parent = forest.parents[node]
             kept[node] = kept[parent] and forest.tokens[node] in likely[parent]
         return np.flatnonzero(kept)
@@ -165,72 +164,76 @@ class Graph(Complete):
     most_nodes: int = 64
     law_lost: ClassVar[str] = "merges its drafts"
 
-    def grow(self, sprout: Sprout, layer: int, rows: list[Row]) -> None:
-        edges: dict[int, list[int]] = sprout.memory.setdefault("edges", {root: [] for root in sprout.roots})
-        leaves: set[int] = sprout.memory.setdefault("leaves", set())
+    def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
+        edges: dict[int, list[int]] = tree.memory.setdefault("edges", {root: [] for root in tree.roots})
+        leaves: set[int] = tree.memory.setdefault("leaves", set())
         front: list[int] = []
-        for node, row in zip(sprout.front.tolist(), rows, strict=True):
+        for node, law in zip(tree.front.tolist(), laws, strict=True):
             if node in leaves:
                 continue
-            for place in best(row.p, self.top).tolist():
-                odds, token = row.p[place], row.token(place)
-                if odds < self.least_sibling * row.p.max() or token in sprout.session.limits.eos:
+            p = law.p
+            for place in best_places(p, self.top).tolist():
+                odds = p[place]
+                token = law.token(place)
+                if odds < self.least_sibling * p.max() or token in tree.session.limits.eos:
                     continue
-                twin = self._twin(sprout, edges, node, token)
+                twin = self._twin(tree, edges, node, token)
                 if twin is None:
-                    twin = len(sprout.forest)
-                    sprout.forest = sprout.forest.grown([token], [node])
+                    twin = tree.forest.size
+                    tree.forest = tree.forest.grown([token], [node])
                     edges[twin] = []
                     front.append(twin)
                     if odds < self.least:
                         leaves.add(twin)
                 edges[node].append(twin)
-        sprout.front = np.array(front, dtype=np.int64)
+        tree.front = np.array(front, dtype=np.int64)
         if all(node in leaves for node in front):
-            sprout.front = sprout.front[:0]
+            tree.front = tree.front[:0]
 
-    def _twin(self, sprout: Sprout, edges: dict[int, list[int]], node: int, token: int) -> int | None:
+    def _twin(self, tree: GrowingTree, edges: dict[int, list[int]], node: int, token: int) -> int | None:
         """An earlier node that this candidate repeats and that does not lead back to `node`."""
         if self.context < 0:
             return None
-        wanted = [*self._tail(sprout, node, self.context), token]
-        for other in range(len(sprout.roots), len(sprout.forest)):
-            same = self._tail(sprout, other, self.context + 1) == wanted
+        wanted = [*self._tail(tree, node, self.context), token]
+        for other in range(len(tree.roots), tree.forest.size):
+            same = self._tail(tree, other, self.context + 1) == wanted
             if same and other not in edges[node] and not _reaches(edges, other, node):
                 return other
         return None
 
-    def _tail(self, sprout: Sprout, node: int, size: int) -> list[int]:
+    def _tail(self, tree: GrowingTree, node: int, size: int) -> list[int]:
         if size == 0:
             return []
-        root = int(sprout.forest.root_of(np.array([node]))[0])
-        before = [*sprout.session.prompt[-size:], *sprout.session.settled, *sprout.session.tails[root].tolist()]
-        return [*before, *sprout.forest.path(node)][-size:]
+        root = int(tree.forest.root_of(np.array([node]))[0])
+        before = [*tree.session.prompt[-size:], *tree.session.settled, *tree.session.tails[root].tolist()]
+        return [*before, *tree.forest.path(node)][-size:]
 
-    def finish(self, sprout: Sprout) -> None:
+    def finish(self, tree: GrowingTree) -> None:
         """Unroll; each copy hangs in the forest too, unscored, so that the draft model's cache knows where it is."""
-        edges: dict[int, list[int]] = sprout.memory.get("edges", {})
-        kept = [*sprout.roots]
+        edges: dict[int, list[int]] = tree.memory.get("edges", {})
+        kept = [*tree.roots]
         queue = [(root, root, 0) for root in kept]  # (node, node of the graph that it stands for, its depth)
         while queue and len(kept) < self.most_nodes:
             node, origin, depth = queue.pop(0)
-            if depth >= sprout.session.remaining - 1:  # merged edges may lead deeper than was drafted
+            if depth >= tree.session.remaining - 1:  # merged edges may lead deeper than was drafted
                 continue
             for target in edges.get(origin, []):
                 if len(kept) == self.most_nodes:
                     break
-                token = int(sprout.forest.tokens[target])
-                child = target if int(sprout.forest.parents[target]) == node else len(sprout.forest)
-                if child == len(sprout.forest):
-                    sprout.forest = sprout.forest.grown([token], [node])
+                token = int(tree.forest.tokens[target])
+                child = target if int(tree.forest.parents[target]) == node else tree.forest.size
+                if child == tree.forest.size:
+                    tree.forest = tree.forest.grown([token], [node])
                 kept.append(child)
                 queue.append((child, target, depth + 1))
-        sprout.kept = np.array(sorted(kept), dtype=np.int64)
-        for parent in sprout.kept.tolist():
-            nodes = [node for node in kept if int(sprout.forest.parents[node]) == parent]
+        tree.kept = np.array(sorted(kept), dtype=np.int64)
+        groups = []
+        for parent in tree.kept.tolist():
+            nodes = [node for node in kept if int(tree.forest.parents[node]) == parent]
             if nodes:
-                tokens = sprout.forest.tokens[nodes].tolist()
-                sprout.forest = sprout.forest.with_group(retrieved(tokens, parent, nodes))
+                tokens = tree.forest.tokens[nodes].tolist()
+                groups.append(retrieved(tokens, parent, nodes))
+        tree.forest = tree.forest.grown([], [], groups=groups)
 
 
 def _reaches(edges: dict[int, list[int]], start: int, goal: int) -> bool:

@@ -8,9 +8,9 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int32
 
+from specbeam.core.forest import Forest, Siblings
 from specbeam.draft.lookup import RETRIEVED, permitted, retrieved
 from specbeam.errors import BadSetting, MissingFile
-from specbeam.forest import Forest, Group
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -88,8 +88,8 @@ class TokenRecycling:
 
     def _tree(self, session: Session, shape: Shape) -> Forest:
         forest = Forest.rooted(session.beams.tokens)
-        nodes_of: dict[Ranks, dict[int, int]] = {(): {root: root for root in range(len(forest))}}  # root -> node
-        groups = list[Group]()
+        nodes_of: dict[Ranks, dict[int, int]] = {(): {root: root for root in range(forest.size)}}  # root -> node
+        groups = list[Siblings]()
         for depth in range(1, shape.depth + 1):
             wanted = self._children(depth, nodes_of)
             if not wanted:
@@ -102,7 +102,7 @@ class TokenRecycling:
                     fresh = {rank: after[parent][rank] for rank in ranks if rank < len(after[parent])}
                     fresh = {token: rank for rank, token in reversed(fresh.items()) if token not in session.limits.eos}
                     siblings = list(reversed(fresh))
-                    start = len(forest) + len(tokens)
+                    start = forest.size + len(tokens)
                     for node, token in enumerate(siblings, start):
                         nodes_of.setdefault((*path, fresh[token]), {})[root] = node
                     tokens += siblings

@@ -2,7 +2,7 @@
 
 import warnings
 
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.records import Shape
 from specbeam.session import Session, failing_together
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch.overrides import TorchFunctionMode
 
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.lm.base import LM
 from specbeam.records import Turn
 from specbeam.session import Session
@@ -36,7 +36,7 @@ class Recorder:
         for session, forest, rows in zip(sessions, forests, scored, strict=True):
             known = self.rows.setdefault(session.place, {})
             before = [(*session.prompt, *session.settled, *tail) for tail in session.tails.tolist()]
-            for node, row in enumerate(rows.cpu().clone(), len(forest) - len(rows)):
+            for node, row in enumerate(rows.cpu().clone(), forest.size - len(rows)):
                 root = node
                 while forest.parents[root] >= 0:
                     root = int(forest.parents[root])

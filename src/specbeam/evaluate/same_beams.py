@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from specbeam.core.beams import Beams
+from specbeam.core.noise import gumbel, path_keys
 from specbeam.decode import decode
-from specbeam.dice import child_keys, gumbel
 from specbeam.generation import Prompt, generate
+from specbeam.laws.joint import all_pairs, odds_among
+from specbeam.laws.warp import law_of_beams, on_host, processed_rows
 from specbeam.pair import Pair
-from specbeam.probs import joint_law
 from specbeam.recipes.beams import beam_sampling
 from specbeam.recipes.method import Method
 from specbeam.records import Beam
@@ -103,13 +105,16 @@ def _gap(pair: Pair, session: Session, live: list[Path], beams: int) -> float:
         logp = logits.double().log_softmax(-1)
         scores.append(float(sum(logp[place, token] for place, token in enumerate(path))))
         rows.append(logits[-1])
-        key = np.array([session.dice.key], dtype=np.uint64)
-        for token in path:
-            key = child_keys(key, np.array([token]))
-        keys.append(key[0])
+        keys.append(path_keys(np.uint64(session.dice.key), np.array(path, dtype=np.int64))[-1])
     paths = np.array([[*session.prompt, *path] for path in live])
-    counts = np.ones(len(live), dtype=np.int64)
-    law = joint_law(torch.stack(rows), np.array(scores), counts, session.warp, lambda: paths)
-    noise = 0.0 if session.warp.greedy else gumbel(np.array(keys, dtype=np.uint64), law.vocab)
-    values = np.sort((law.logp + noise).ravel())[::-1]
+    numbers = np.arange(len(live))
+    beams_now = Beams(numbers, numbers, np.array(scores), np.ones_like(numbers), np.array(keys, dtype=np.uint64))
+    processed = processed_rows(on_host(torch.stack(rows)), session.warp, lambda: paths)
+    law = law_of_beams(processed, beams_now, session.warp)
+    pairs = all_pairs(law)
+    found = np.log(odds_among(law, pairs))
+    if not session.warp.greedy:
+        vocab = law.logits.shape[1]
+        found += [gumbel(beams_now.keys[pair // vocab], pair % vocab) for pair in pairs]
+    values = np.sort(found)[::-1]
     return float(values[beams - 1] - values[beams])

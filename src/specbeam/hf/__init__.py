@@ -28,7 +28,7 @@ from specbeam.recipes.search import DrafterName, drafted, speculative
 from specbeam.recipes.search import beam_search as beam_search_recipe
 from specbeam.recipes.search import speculative_beam_search as speculative_beam_search_recipe
 from specbeam.session import Drafter
-from specbeam.verify.match import MatchRule
+from specbeam.verify.walk import MatchRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from specbeam.errors import NotSupported
-from specbeam.probs import Warp
+from specbeam.laws.truncation import NO_TRUNCATION
+from specbeam.laws.warp import Warp, truncation_of
 from specbeam.settings import allowed_after
-from specbeam.truncation import NO_TRUNCATION, Truncation
 
 # What transformers builds of the temperature, top_k, ... of a call: these see the joint law, all others each beam.
 _WARPERS = {
@@ -41,7 +41,8 @@ def warp_of(processors: Sequence[Any] | None, greedy: bool, prompt: int, prompts
     if late:
         raise NotSupported(f"{', '.join(late)} comes after {type(joint[0]).__name__}; leave one of them out")
     each = LogitsProcessorList([one for one in mine if type(one).__name__ not in _WARPERS])
-    return Warp(each or None, NO_TRUNCATION if greedy else Truncation.of(joint), greedy)
+    truncation, others = (NO_TRUNCATION, ()) if greedy else truncation_of(joint)
+    return Warp(each or None, truncation, greedy, others=others)
 
 
 def _for_prompt(processor: Any, prompt: int, prompts: int, search: bool) -> Any:

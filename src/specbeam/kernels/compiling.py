@@ -35,7 +35,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     """Compiled at the first call and kept on disk. `unwrap`: tests wrap functions into type checks."""
     if not AVAILABLE:
         return function
-    made = numba.njit(error_model="numpy", boundscheck=False, **options)(inspect.unwrap(function))
+    made = numba.njit(nogil=True, error_model="numpy", boundscheck=False, **options)(inspect.unwrap(function))
     made._cache = Kept(made.py_func)
     return made
 

@@ -1,14 +1,11 @@
 """A pass of a session that is alone, inside a loop, whatever runs the model."""
 
-import inspect
 from typing import Any
 
-from specbeam.kernels.compiling import AVAILABLE, Array
+from specbeam.core.cycles import cycles
+from specbeam.core.steps import Array, compiled_as, step
 from specbeam.lm.compiled.one_lane import OneLane, extended
 from specbeam.lm.gpu.lane import OneGpuLane, gpu_extended
-
-if AVAILABLE:
-    from numba.extending import overload
 
 AnyLane = OneLane | OneGpuLane
 
@@ -19,13 +16,36 @@ def scored_alone(one: AnyLane, tokens: Array, parents: Array, answered: int) -> 
     return by(one, tokens, parents, answered)
 
 
-if AVAILABLE:
+@compiled_as(scored_alone)
+def _of_kind(one: Any, tokens: Any, parents: Any, answered: Any) -> Any:
+    by = gpu_extended if one.instance_class is OneGpuLane else extended
 
-    @overload(scored_alone)
-    def _of_kind(one: Any, tokens: Any, parents: Any, answered: Any) -> Any:
-        by = gpu_extended if one.instance_class is OneGpuLane else extended
+    def found(one: Any, tokens: Any, parents: Any, answered: Any) -> Any:
+        return by(one, tokens, parents, answered)
 
-        def found(one: Any, tokens: Any, parents: Any, answered: Any) -> Any:
-            return by(one, tokens, parents, answered)
+    return found
 
-        return inspect.unwrap(found)  # tests wrap functions into type checks
+
+PASSES, CYCLES = range(2)  # of what is spent
+
+
+@step
+def run_pass(one: Any, tokens: Array, parents: Array, answered: int, spent: Array) -> Array:
+    """Return the logits of the forest nodes from `answered` on, after one pass of a session that is alone.
+
+    Args:
+        one: a session in a model.
+        tokens, parents: of the forest.
+        spent: int64[2], to which the pass and its cycles are added.
+    """
+    began = cycles()
+    rows = scored_alone(one, tokens, parents, answered)
+    spent[PASSES] += 1
+    spent[CYCLES] += cycles() - began
+    return rows
+
+
+@step
+def now() -> int:
+    """Return the processor's clock, see `core.cycles`."""
+    return cycles()

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Float
 
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.records import Turn
 from specbeam.session import Session
 
@@ -54,8 +54,8 @@ class Uncached:
     def fresh(self, session: Session, forest: Forest) -> range:
         """The nodes that were not scored in this turn; from here on they count as scored."""
         start = session.state.get(self, 0)
-        session.state[self] = len(forest)
-        return range(start, len(forest))
+        session.state[self] = forest.size
+        return range(start, forest.size)
 
     def settle(self, session: Session, turn: Turn) -> None:
         session.state.pop(self, None)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from specbeam.forest import Forest
+from specbeam.core.beams import Beams, Layers
+from specbeam.core.forest import Forest
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.records import Beams, Shape, Step, Turn, Verdict
+from specbeam.records import Shape, Turn, Verdict
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,15 @@ def _turn(forest: Forest, nodes: np.ndarray, parents: np.ndarray) -> Turn:
     count = len(nodes)
     tokens = np.where(nodes < 0, 0, forest.tokens[nodes])
     beams = Beams(nodes, tokens, np.zeros(count), np.ones(count, dtype=np.int64), np.arange(count, dtype=np.uint64))
-    step = Step(parents, beams, np.zeros(count, dtype=bool), count, passed=False)
-    return Turn(Shape(1, count), forest, torch.zeros(0, 0), Verdict((step,)))
+    layers = Layers(
+        parents=parents,
+        beams=beams,
+        ended=np.zeros(count, dtype=bool),
+        draw_ends=np.array([count]),
+        widths=np.array([count]),
+        passed=np.zeros(1, dtype=bool),
+    )
+    return Turn(Shape(1, count), forest, torch.zeros(0, 0), Verdict(layers))
 
 
 def timed(device: torch.device, work: Callable[[], object]) -> float:

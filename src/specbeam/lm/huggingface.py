@@ -1,5 +1,6 @@
 """Any causal language model of transformers, scoring forests of many sessions in one pass."""
 
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,12 +8,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 
 from specbeam.clock import book
+from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported, UnsupportedModel
-from specbeam.forest import Forest
+from specbeam.lm.any_lane import CYCLES, PASSES, now
 from specbeam.lm.compiled.decoder import compiled_decoder
 from specbeam.lm.compiled.lane import CompiledLane
 from specbeam.lm.compiled.one_lane import OneLane
@@ -44,11 +47,20 @@ class Alone:
     def __post_init__(self) -> None:
         self.waiting = self.lane.trie.waiting > 0  # otherwise the first logits are known, and their pass runs no layer
 
-    def ran(self, passes: int, since: float, share: float) -> None:
-        """Keep the books for a loop that began then, and spent that share of its time on so many passes."""
-        book("model", since, share)
+    @contextmanager
+    def booked(self, spent: Int64[np.ndarray, " 2"]) -> Iterator[None]:
+        """Count the passes that steps run inside, and book their share of the time on the model.
+
+        Args:
+            spent: passes, and cycles inside of them.
+        """
+        since = time.perf_counter()
+        began = now()
+        yield
+        whole = max(now() - began, 1)
+        book("model", since, float(spent[CYCLES]) / whole)
         self.lane.answered = self.lane.trie.known
-        self.lm.passes += passes - (not self.waiting)
+        self.lm.passes += int(spent[PASSES]) - (not self.waiting and spent[PASSES] > 0)
 
 
 class HuggingFaceLM:
@@ -167,7 +179,7 @@ class HuggingFaceLM:
 
 
 def _needs_a_pass(trie: KVTrie, forest: Forest) -> bool:
-    return trie.waiting > 0 or len(forest) > trie.known
+    return trie.waiting > 0 or forest.size > trie.known
 
 
 def _engine(

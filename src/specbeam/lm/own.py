@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.lm.base import LM
 from specbeam.records import Turn
 from specbeam.session import Session

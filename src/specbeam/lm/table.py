@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.lm.base import Uncached
 from specbeam.session import Session
 

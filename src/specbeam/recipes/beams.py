@@ -6,14 +6,14 @@ from typing import Literal
 
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import FixedWidth, SureWidth, ValuedWidth, Width
-from specbeam.draft.model import BeamDrafter, NoDraft
+from specbeam.draft.beams import BeamDrafter, NoDraft
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
 from specbeam.recipes.depth import Depth, check_depth, depth_control, shape_by_value
 from specbeam.recipes.method import EXACT, Build, Method, at_least_one, ignored_unless
 from specbeam.recipes.search import drafted, speculative
 from specbeam.session import Parts
-from specbeam.verify.beam import BeamRule
+from specbeam.verify.beams import BeamRule
 from specbeam.verify.search import SearchRule
 
 Coupling = Literal["noise", "rejection"]

@@ -15,9 +15,8 @@ from specbeam.lm.base import LM
 from specbeam.recipes.depth import DrafterOf, depth_by_cost
 from specbeam.recipes.method import EXACT, Method
 from specbeam.session import Controller, Parts, Rule, is_part
-from specbeam.verify.match import MatchRule
-from specbeam.verify.path import PathRule
 from specbeam.verify.traversal import TraversalRule
+from specbeam.verify.walk import MatchRule, PathRule
 
 RuleName = Literal["path", "traversal", "match"]
 ControllerName = Literal[

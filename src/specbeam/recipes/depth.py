@@ -7,17 +7,16 @@ from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import FixedWidth, ValuedWidth
 from specbeam.control.worth import DepthByCost, ShapeByValue
-from specbeam.draft.tree import Branching, TreeDrafter
+from specbeam.core.cycles import READABLE
+from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting
-from specbeam.kernels.cycles import TICKS
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.idle import IdleLM
 from specbeam.session import Controller, Drafter, Parts, Rule
 from specbeam.tune import curve_of, host_cost
-from specbeam.verify.beam import BeamRule
-from specbeam.verify.match import MatchRule
-from specbeam.verify.path import PathRule
+from specbeam.verify.beams import BeamRule
+from specbeam.verify.walk import MatchRule
 
 Depth = int | Literal["auto"]
 DrafterOf = Callable[[LM], Drafter]
@@ -86,18 +85,21 @@ def _host(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rule: Ru
     if not isinstance(target, HuggingFaceLM):
         return HostCost()
     in_loops = (
-        TICKS and isinstance(draft, HuggingFaceLM) and target.loops and draft.loops and _run_ahead(drafter(draft), rule)
+        READABLE
+        and isinstance(draft, HuggingFaceLM)
+        and target.loops
+        and draft.loops
+        and _are_steps(drafter(draft), rule)
     )
     key = [repr(rule), repr(drafter(NOBODY)), width, in_loops]
     return host_cost(target.vocab, parts, key, (target, draft) if in_loops else None)
 
 
-def _run_ahead(drafter: Drafter, rule: Rule) -> bool:
-    """Whether such turns may be run ahead."""
-    if isinstance(rule, BeamRule):
-        return True
-    growth = drafter.growth if isinstance(drafter, TreeDrafter) else None
-    return isinstance(rule, PathRule) and isinstance(growth, Branching) and growth.loops
+def _are_steps(drafter: Drafter, rule: Rule) -> bool:
+    """Return whether such turns may be runs."""
+    if isinstance(drafter, TreeDrafter):
+        return hasattr(rule, "spec") and hasattr(drafter.growth, "spec")
+    return hasattr(rule, "spec") and hasattr(drafter, "spec")
 
 
 def _curve(lm: LM | None, role: str) -> CostCurve:

@@ -5,8 +5,8 @@ from functools import partial
 from typing import Literal, get_args
 
 from specbeam.control.fixed import FixedShape
+from specbeam.draft.beams import BeamDrafter, NoDraft
 from specbeam.draft.lookup import PromptLookup, SuffixMatch
-from specbeam.draft.model import BeamDrafter, NoDraft
 from specbeam.draft.recycle import Successors, TokenRecycling, likeliest
 from specbeam.errors import BadSetting, one_of
 from specbeam.lm.base import LM

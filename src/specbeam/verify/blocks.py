@@ -7,13 +7,13 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float64
 
+from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
-from specbeam.forest import Forest
 from specbeam.records import Verdict
 from specbeam.session import Session
 from specbeam.verify.joint import refuse_audit
 from specbeam.verify.layers import TIE, layers
-from specbeam.verify.single import Walk
+from specbeam.verify.walk import WalkInputs, emit_path, emitted_layers, start_walk
 
 BlockMode = Literal["argmax", "ancestral", "joint_temperature", "joint_topk"]
 
@@ -41,18 +41,29 @@ class BlockRule:
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         self.check(session.warp.greedy, session.audited)
-        walk = Walk(session, forest, scored)
         logp = block_logp(session, forest, scored)
         last, token = divmod(self._chosen(session, forest, logp), logp.shape[1])
         nodes: list[int] = []
         while last > 0:
             nodes.insert(0, last)
             last = int(forest.parents[last])
-        for node in nodes:
-            if not walk.emit(int(forest.tokens[node]), node):
-                return walk.verdict()
-        walk.emit(token, -1)
-        return walk.verdict()
+        tokens = [*forest.tokens[nodes].tolist(), token]
+        drafted = [True] * len(nodes) + [False]
+        inputs = WalkInputs.of(session, forest, scored)
+        walk = start_walk(len(tokens))
+        inputs.run(
+            emit_path,
+            walk,
+            inputs.rows,
+            session.beams,
+            session.limits.stop,
+            session.length,
+            np.array(tokens),
+            np.array([*nodes, -1]),
+            np.array(drafted),
+            inputs.eye,
+        )
+        return Verdict(emitted_layers(walk), audit=inputs.audit())
 
     def check(self, greedy: bool, audited: bool) -> None:
         """Refuse what the mode cannot do."""

@@ -9,17 +9,34 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 
+from specbeam.core.forest import Forest
 from specbeam.errors import BadSetting, LostLaw, NotSupported, one_of
-from specbeam.forest import Forest
+from specbeam.laws.joint import SOUND
 from specbeam.lm.own import TargetAsDraft
 from specbeam.records import Certificate, Verdict
 from specbeam.session import Rule, Session
 from specbeam.verify.layers import layers
 from specbeam.verify.paths import Paths, Prefix, Theta, deepest_in_chains, deepest_in_tree
-from specbeam.verify.single import Coupling, Walk
+from specbeam.verify.walk import (
+    MATCH_BY_DICE,
+    MATCH_BY_NOISE,
+    NODE,
+    Emitted,
+    WalkInputs,
+    WalkSpec,
+    checked,
+    condition_of_norm,
+    drawn_token,
+    emit_path,
+    emitted_layers,
+    norm_of,
+    row_at,
+    start_walk,
+)
 
+Coupling = Literal["noise", "dice"]
 Bonus = Literal["sample", "argmax", "none"]
 
 
@@ -60,20 +77,38 @@ class JointRule:
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         refuse_audit(session.audited)
-        walk, going = Walk(session, forest, scored), True
-        node, certificate = 0, None
-        if len(forest) > 1:
+        inputs = WalkInputs.of(session, forest, scored)
+        walk = start_walk(forest.size + 1)
+        node = 0
+        paths = None
+        if forest.size > 1:
             paths = judged(session, forest, scored)
             node = self.accepted(paths)
-            for step in paths.path(node):
-                going = walk.emit(int(forest.tokens[step]), step)
-                if not going:
-                    break
-            if node and walk.node == node:
-                certificate = self._certificate(paths, node)
+        nodes = np.array([] if paths is None else paths.path(node), dtype=np.int64)
+        going = self._emit(inputs, walk, session, forest.tokens[nodes], nodes, np.ones(len(nodes), dtype=bool))
+        certificate = None
+        if paths is not None and node and walk.state[NODE] == node:
+            certificate = self._certificate(paths, node)
         if going and (node == 0 or self.bonus != "none"):
-            self._emit_bonus(walk)
-        return replace(walk.verdict(), certificate=certificate)
+            condition = self._emit_bonus(inputs, walk, session)
+            checked(emitted_layers(walk), condition, session, scored)
+        return Verdict(emitted_layers(walk), certificate=certificate)
+
+    def _emit(
+        self,
+        inputs: WalkInputs,
+        walk: Emitted,
+        session: Session,
+        tokens: Int64[np.ndarray, " n"],
+        nodes: Int64[np.ndarray, " n"],
+        drafted: Bool[np.ndarray, " n"],
+    ) -> bool:
+        stop = session.limits.stop
+        return bool(
+            inputs.run(
+                emit_path, walk, inputs.rows, session.beams, stop, session.length, tokens, nodes, drafted, inputs.eye
+            )
+        )
 
     def accepted(self, paths: Paths) -> int:
         """The last accepted node; 0 if none is."""
@@ -81,10 +116,20 @@ class JointRule:
             return deepest_in_chains(paths, self.threshold, self.chains, self.prefix)
         return deepest_in_tree(paths, self.threshold, self.theta, self.prefix)
 
-    def _emit_bonus(self, walk: Walk) -> None:
-        best = self.bonus == "argmax"
-        token = int(walk.law(walk.node).best(1)[0]) if best else walk.drawn(self.coupling)
-        walk.emit(token, -1, drafted=False)  # an end token may have been drafted too
+    def _emit_bonus(self, inputs: WalkInputs, walk: Emitted, session: Session) -> int:
+        """Emit a token of the target's own. Returns SOUND, or why there is no law to draw it from."""
+        warp = session.warp
+        way = MATCH_BY_NOISE if self.coupling == "noise" else MATCH_BY_DICE
+        spec = WalkSpec(way, warp.greedy or self.bonus == "argmax", warp.cut, session.limits.stop)
+        row = row_at(inputs.rows, int(walk.state[NODE]))
+        condition = condition_of_norm(norm_of(row))
+        if condition != SOUND:
+            return int(condition)
+        token = inputs.run(drawn_token, walk, inputs.rows, row, session.beams, spec, inputs.dice)
+        tokens = np.array([token])
+        # An end token may have been drafted too, but the bonus is none of the drafts.
+        self._emit(inputs, walk, session, tokens, np.array([-1]), np.array([False]))
+        return SOUND
 
     def _certificate(self, paths: Paths, node: int) -> Certificate | None:
         if self.threshold == 0:  # then nothing is promised
@@ -106,7 +151,8 @@ class OnOwnRows:
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "new vocab"]) -> Verdict:
         verdict = self.rule.verify(session, forest, self.lm.all_rows(session, scored))
-        return replace(verdict, steps=tuple(replace(step, passed=False) for step in verdict.steps))
+        layers = verdict.layers
+        return replace(verdict, layers=layers._replace(passed=np.zeros_like(layers.passed)))
 
 
 def judged(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Paths:
@@ -114,20 +160,22 @@ def judged(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes 
 
     Where the drafter does not say which beams it ended with, they are the leaves that are deepest or have ended.
     """
-    if forest.logq is None or not np.isfinite(forest.logq).all():
+    if len(forest.logq) == 0 or not np.isfinite(forest.logq).all():
         raise LostLaw(
             "JointRule compares paths by their joint draft likelihood, but these drafts have none (retrieved, merged, "
             "pruned, or of no odds); draft with a model, or verify them with MatchRule"
         )
-    depths, logp, escape = forest.depths(), np.zeros(len(forest)), np.full(len(forest), -np.inf)
+    depths = forest.depths()
+    logp = np.zeros(forest.size)
+    escape = np.full(forest.size, -np.inf)
     for nodes, known, children, rows in layers(session, forest, scored, int(depths.max())):
         logp[children] = known[rows, forest.tokens[children]]
         known[rows, forest.tokens[children]] = -np.inf
         escape[nodes] = known.max(1)
     ended = np.isin(forest.tokens, session.limits.eos) & (depths > 0)
-    if forest.beams is not None:
+    if len(forest.beams):
         return Paths(forest.parents, logp, forest.logq, forest.beams, ended, escape)
-    leaves = ~np.isin(np.arange(len(forest)), forest.parents) & (ended | (depths == depths.max()))
+    leaves = ~np.isin(np.arange(forest.size), forest.parents) & (ended | (depths == depths.max()))
     chains = np.flatnonzero(leaves)[np.argsort(-forest.logq[leaves], kind="stable")]
     return Paths(forest.parents, logp, forest.logq, chains, ended, escape)
 

@@ -1,13 +1,13 @@
 """VERIFY: joint log-likelihoods under the target, layer by layer."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 
-from specbeam.forest import Forest
-from specbeam.probs import row_logp
+from specbeam.core.forest import Forest
+from specbeam.laws.warp import dense_logp, on_host, processed_rows
 from specbeam.session import Session
 
 TIE = 1e-12  # log-likelihoods closer than this are equal up to rounding
@@ -21,16 +21,19 @@ def layers(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes 
     logp[n, v] belongs to the path to the n-th node and the token v behind it, each conditional warped by itself. End tokens
     have no row: nothing comes after them, and a logits processor need not know what would.
     """
-    depths, above = forest.depths(), np.zeros(len(forest))
+    depths = forest.depths()
+    above = np.zeros(forest.size)
+    rows_of_all = on_host(scored)
     going = ~np.isin(forest.tokens, session.limits.eos) | (depths == 0)  # a prompt may end with an end token
     for depth in range(count):
         nodes = np.flatnonzero((depths == depth) & going)
-        logp = above[nodes][:, None] + row_logp(
-            scored[torch.from_numpy(nodes).to(scored.device)],
-            session.warp,
-            lambda nodes=nodes: session.paths(forest, nodes),  # type: ignore[misc]
-        )
+        rows = processed_rows(rows_of_all[nodes], session.warp, _paths_of(session, forest, nodes))
+        logp = above[nodes][:, None] + dense_logp(rows, session.warp)
         children = np.flatnonzero(depths == depth + 1)
-        rows = np.searchsorted(nodes, forest.parents[children])  # `nodes` ascends, and holds every parent
-        above[children] = logp[rows, forest.tokens[children]]
-        yield nodes, logp, children, rows
+        places = np.searchsorted(nodes, forest.parents[children])  # `nodes` ascends, and holds every parent
+        above[children] = logp[places, forest.tokens[children]]
+        yield nodes, logp, children, places
+
+
+def _paths_of(session: Session, forest: Forest, nodes: Nodes) -> Callable[[], Int64[np.ndarray, "n length"]]:
+    return lambda: session.paths(forest, nodes)

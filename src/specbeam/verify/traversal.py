@@ -1,31 +1,185 @@
 """VERIFY: from the leaves to the root. A node is judged when everything below it has failed."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 
-from specbeam.forest import Forest
-from specbeam.probs import NOTHING
-from specbeam.records import Verdict
+from specbeam.control.width import FixedWidths
+from specbeam.core.beams import Beams, Layers
+from specbeam.core.dice import flip, pick
+from specbeam.core.forest import Forest, groups_by_node, start_of
+from specbeam.core.limits import Stop
+from specbeam.core.steps import Array, step
+from specbeam.laws.joint import SOUND
+from specbeam.laws.rows import RowLaw, greedy_law
+from specbeam.laws.truncation import Truncation
+from specbeam.records import Audit, Verdict
 from specbeam.session import Session
-from specbeam.verify.draws import Candidate
-from specbeam.verify.single import Walk, check_lawful
+from specbeam.verify.trials import NOTHING, Drafts, Watched, law_on_trial, note_trial
+from specbeam.verify.walk import (
+    ONE_SEQUENCE,
+    WalkInputs,
+    check_has_laws,
+    checked,
+    condition_of_norm,
+    drafts_under,
+    emit_path,
+    emitted_layers,
+    is_drafted,
+    law_at_row,
+    norm_of,
+    row_at,
+    start_walk,
+)
 
 
-@dataclass
-class Standing:
-    """What is left of one node while its subtree is judged."""
+class ClimbSpec(NamedTuple):
+    """How tokens are taken on the way up."""
 
-    node: int  # forest node; -1 at an end token
-    token: int
-    odds: float  # of ending at this node or below, given everything that failed so far
-    law: Float64[np.ndarray, " n"] | None = None  # of the next token, given that, on `Walk.row`; None at a leaf
-    drafts: list[tuple[Candidate, tuple[int, int]]] = field(
-        default_factory=list
-    )  # children not tried yet, in order: on trial, and as token and node
+    greedy: bool
+    truncation: Truncation
+    stop: Stop
+
+
+@step
+def climb(
+    rows: Any, forest: Forest, live: Beams, spec: ClimbSpec, widths: Any, planned: int, length: int, finished: Any,
+    dice: Any, watched: Watched, eye: Any,
+) -> tuple[Layers, int]:  # fmt: skip
+    """Follow the first drafts down to a leaf and accept the whole path with its odds; if not, drop the leaf, and go on.
+
+    A child's odds are what its parent can still give it. Dropping a leaf takes its law off what its parent still owes.
+
+    Arguments and results as in `walk.walk_down`, but that `watched` notes what each candidate is worth.
+    """
+    groups = forest.siblings
+    under = groups_by_node(groups, len(forest.tokens))
+    no_odds = np.empty(0)
+    no_tokens = np.empty(0, dtype=np.int64)
+    # An entry for each node of the path from the root down. `owed` is the law of the next token given what has failed, on
+    # the tokens `names`; it is empty until drafts are tried. `own` and `on_wanted` are the laws of the group on trial.
+    nodes = [np.int64(0)]
+    draws = [np.int64(-1)]
+    odds = [1.0]
+    group_of = [under.first[0]]
+    draw_of = [np.int64(0)]
+    owed = [no_odds]
+    names = [no_tokens]
+    own = [no_odds]
+    on_wanted = [no_odds]
+    while True:
+        top = len(nodes) - 1
+        while nodes[top] >= 0 and group_of[top] >= 0:
+            group = group_of[top]
+            if len(owed[top]) == 0:
+                row = row_at(rows, nodes[top])
+                condition = condition_of_norm(norm_of(row))
+                if condition != SOUND:
+                    return emitted_layers(start_walk(1)), condition
+                law = greedy_law(row) if spec.greedy else law_at_row(rows, row, spec.truncation)
+                owed[top] = np.exp(law.logp)
+                names[top] = law.tokens
+            drafts = drafts_under(groups, group, RowLaw(names[top], owed[top], 0))
+            if draw_of[top] == 0:
+                own[top] = drafts.own
+                on_wanted[top] = drafts.on_wanted
+            place = drafts.places[draw_of[top]]
+            candidate = law_on_trial(
+                _struck(drafts, own[top], on_wanted[top]), place, _mass(drafts, own[top]), len(owed[top])
+            )
+            share = 0.0  # of a token that the target cannot say
+            if place >= 0:
+                wanted = odds[top] * owed[top][place]
+                share = 1.0 if wanted >= candidate[place] else wanted / candidate[place]
+            if len(watched.accepted) > 0:
+                note_trial(watched, odds[top] * owed[top], candidate, share)
+            draw = start_of(groups.draw_ends, group) + draw_of[top]
+            child = groups.nodes[draw]
+            nodes.append(child)
+            draws.append(draw)
+            odds.append(share)
+            group_of.append(under.first[child] if child >= 0 else np.int64(-1))
+            draw_of.append(np.int64(0))
+            owed.append(no_odds)
+            names.append(no_tokens)
+            own.append(no_odds)
+            on_wanted.append(no_odds)
+            top += 1
+        if top == 0 or flip(dice, odds[top]):
+            break
+        nodes.pop()
+        draws.pop()
+        odds.pop()
+        group_of.pop()
+        draw_of.pop()
+        owed.pop()
+        names.pop()
+        own.pop()
+        on_wanted.pop()
+        top -= 1
+        drafts = drafts_under(groups, group_of[top], RowLaw(names[top], owed[top], 0))
+        number = draw_of[top]
+        place = drafts.places[number]
+        left = _struck(drafts, own[top], on_wanted[top])
+        candidate = law_on_trial(left, place, _mass(drafts, own[top]), len(owed[top]))
+        missing = np.maximum(odds[top] * owed[top] - candidate, 0.0)
+        total = missing.sum()
+        if total > NOTHING:
+            owed[top] = missing / total
+            odds[top] = total / (total + 1.0 - odds[top])
+        else:
+            odds[top] = 1.0 if top == 0 else 0.0
+        if drafts.distinct:
+            own[top][drafts.own_places[number]] = 0.0
+            if place >= 0:
+                on_wanted[top][place] = 0.0
+        draw_of[top] = number + 1
+        if number + 1 == len(drafts.places):
+            draw_of[top] = 0
+            group_of[top] = under.after[group_of[top]]
+    # The path is accepted: its tokens, and one more after its last node.
+    walk = start_walk(len(nodes) + 1)
+    count = len(nodes) - 1
+    tokens = np.empty(count, dtype=np.int64)
+    found = np.empty(count, dtype=np.int64)
+    for place in range(count):
+        tokens[place] = groups.tokens[draws[place + 1]]
+        found[place] = nodes[place + 1]
+    stop = spec.stop
+    going = emit_path(walk, rows, live, stop, length, tokens, found, np.ones(count, dtype=np.bool_), eye)
+    last = nodes[count]
+    if not going or last < 0:
+        return emitted_layers(walk), SOUND
+    rest = owed[count]
+    kept = names[count]
+    if len(rest) == 0:
+        row = row_at(rows, last)
+        condition = condition_of_norm(norm_of(row))
+        if condition != SOUND:
+            return emitted_layers(walk), condition
+        law = greedy_law(row) if spec.greedy else law_at_row(rows, row, spec.truncation)
+        rest = np.exp(law.logp)
+        kept = law.tokens
+    place = pick(dice, rest)
+    token = kept[place] if len(kept) > 0 else place
+    ends = (stop.eos == token).any() and is_drafted(groups, under, last, token)
+    emit_path(walk, rows, live, stop, length, np.full(1, token), np.full(1, -1), np.full(1, ends), eye)
+    return emitted_layers(walk), SOUND
+
+
+@step
+def _struck(drafts: Drafts, own: Array, on_wanted: Array) -> Drafts:
+    """Return drafts whose law is what is left of it, with the draws before struck out."""
+    return Drafts(drafts.places, drafts.own_places, own, on_wanted, drafts.distinct, drafts.chosen)
+
+
+@step
+def _mass(drafts: Drafts, own: Array) -> float:
+    """Return the mass that is left of the law of drafts."""
+    return own.sum() if drafts.distinct and not drafts.chosen else 1.0
 
 
 @dataclass(frozen=True)
@@ -40,56 +194,28 @@ class TraversalRule:
 
     tries: ClassVar[bool] = True
 
+    def spec(self, session: Session) -> ClimbSpec:
+        """Return how tokens are taken for a session."""
+        return ClimbSpec(session.warp.greedy, session.warp.cut, session.limits.stop)
+
+    def widths(self, session: Session) -> FixedWidths:
+        """Return that one sequence is decoded."""
+        return ONE_SEQUENCE
+
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
-        check_lawful(forest, "TraversalRule")
-        walk = Walk(session, forest, scored)
-        path = [self._standing(walk, 0, int(forest.tokens[0]), 1.0)]
-        while True:
-            self._descend(walk, path)
-            if len(path) == 1 or session.dice.flip(path[-1].odds):
-                break
-            self._give_up_leaf(path)
-        return self._emitted(walk, path)
+        """Return what lives on."""
+        check_has_laws(forest, "TraversalRule")
+        inputs = WalkInputs.of(session, forest, scored)
+        layers, condition = inputs.take_turn(climb, session, forest, self.spec(session))
+        audit = None
+        if inputs.eye is not None and inputs.eye.audit is not None:
+            audit = inputs.eye.audit + _audit_of_worths(inputs.watched)
+        return Verdict(checked(layers, condition, session, scored), audit=audit)
 
-    def _standing(self, walk: Walk, node: int, token: int, odds: float) -> Standing:
-        if node < 0:
-            return Standing(node, token, odds)
-        children = walk.candidates(node)
-        drafts = list(zip(walk.trials_under(node), children, strict=True)) if children else []
-        return Standing(node, token, odds, walk.row(node).p if drafts else None, drafts)
 
-    def _descend(self, walk: Walk, path: list[Standing]) -> None:
-        """Down to a leaf. A child's odds: what its parent can still give it."""
-        while path[-1].drafts:
-            above = path[-1]
-            (place, law), (token, node) = above.drafts[0]
-            assert above.law is not None
-            odds = 0.0  # of a token that the target cannot say
-            if place >= 0:
-                share = above.odds * above.law[place]
-                odds = 1.0 if share >= law[place] else float(share / law[place])
-            walk.watch_odds(above.odds * above.law, law, odds)
-            path.append(self._standing(walk, node, token, odds))
-
-    def _give_up_leaf(self, path: list[Standing]) -> None:
-        path.pop()
-        above = path[-1]
-        (_, law), _ = above.drafts.pop(0)
-        assert above.law is not None
-        owed = np.maximum(above.odds * above.law - law, 0.0)
-        total = float(owed.sum())
-        if total > NOTHING:
-            above.law = owed / total
-            above.odds = total / (total + 1.0 - above.odds)
-        else:
-            above.odds = 1.0 if len(path) == 1 else 0.0
-
-    def _emitted(self, walk: Walk, path: list[Standing]) -> Verdict:
-        for standing in path[1:]:
-            if not walk.emit(standing.token, standing.node):
-                return walk.verdict()
-        last = path[-1]
-        if last.node >= 0:
-            row = walk.row(last.node)
-            walk.emit(row.token(walk.session.dice.pick(row.p if last.law is None else last.law)), -1)
-        return walk.verdict()
+def _audit_of_worths(watched: Watched) -> Audit:
+    """Return the audit of what candidates were worth; the coin is tossed later."""
+    audit = Audit()
+    for number in range(int(watched.count[0])):
+        audit += Audit.of_odds(watched.wanted[number], watched.drafted[number], float(watched.accepted[number]))
+    return audit

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from specbeam.clock import lap
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.lm.compiled.decoder import CompiledDecoder, Rows
 from specbeam.lm.compiled.lane import CompiledLane
 from specbeam.lm.compiled.one_lane import OneLane, extended
@@ -67,7 +67,7 @@ class PackedPasses:
             lane.learn(outputs[start : start + len(feed)])
 
     def _alone(self, lane: CompiledLane, forest: Forest) -> Logits:
-        with self.alone(lane, len(forest) - lane.trie.known) as one, lap("model"):
+        with self.alone(lane, forest.size - lane.trie.known) as one, lap("model"):
             logits = extended(one, forest.tokens, forest.parents, lane.answered)
         lane.answered = lane.trie.known
         return torch.from_numpy(logits)

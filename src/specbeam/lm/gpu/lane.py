@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
 from specbeam.lm.gpu.staging import Inputs, Model, check, laid_out
 from specbeam.lm.kv.lane import Logits, Nodes

@@ -10,7 +10,7 @@ import torch
 
 from specbeam import kernels
 from specbeam.clock import lap
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.lm.gpu.decoder import GpuDecoder, PassShape
 from specbeam.lm.gpu.graphs import FEW, Graphs, shape_for
 from specbeam.lm.gpu.lane import GpuLane, OneGpuLane, gpu_extended, runs
@@ -96,7 +96,7 @@ class GpuPasses:
             )  # fmt: skip
 
     def _by_loop(self, lane: GpuLane, forest: Forest) -> Logits | None:
-        with self.alone(lane, len(forest) - lane.trie.known) as one:
+        with self.alone(lane, forest.size - lane.trie.known) as one:
             if one is None:
                 return None
             with lap("model"):

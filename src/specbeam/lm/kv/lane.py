@@ -4,9 +4,9 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
+from specbeam.lm.kv.rows import picked
 from specbeam.lm.kv.trie import KVTrie
-from specbeam.probs import picked
 from specbeam.records import Turn
 
 Nodes = Int64[np.ndarray, " _"]

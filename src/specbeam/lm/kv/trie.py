@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int64, Shaped
 
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.lm.kv.steps import (
     BLOCK,
     EXTENT,
@@ -155,8 +155,8 @@ class KVTrie:
 
     def enter(self, forest: Forest) -> None:
         """Take in the nodes of the forest that are new."""
-        if len(forest) > self.known:
-            self.make_room(len(forest) - self.known)
+        if forest.size > self.known:
+            self.make_room(forest.size - self.known)
             entered(self.arrays, forest.tokens, forest.parents)
 
     def make_room(self, more: int) -> None:

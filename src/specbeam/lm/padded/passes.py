@@ -9,16 +9,16 @@ import torch
 from jaxtyping import Float, Int64
 
 from specbeam.clock import lap
-from specbeam.forest import Forest
+from specbeam.core.forest import Forest
 from specbeam.lm.kv.lane import Lane, Logits, Nodes
 from specbeam.lm.kv.masks import Mask, Masks
+from specbeam.lm.kv.rows import picked
 from specbeam.lm.kv.store import KVStore, Place
 from specbeam.lm.kv.trie import BLOCK, WASTE, Feed
 from specbeam.lm.padded.captured import WIDEST, CapturedForward, Forward
 from specbeam.lm.padded.lean import LeanDecoder
 from specbeam.lm.padded.sizes import up
 from specbeam.lm.padded.torch_compiled import torch_compiled
-from specbeam.probs import picked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,0 +1,36 @@
+"""The processor's clock, for steps that tell where their time goes."""
+
+import platform
+import time
+from typing import Any
+
+from specbeam.core.steps import AVAILABLE, compiled_as
+
+if AVAILABLE:
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+READABLE = platform.machine().lower() in ("x86_64", "amd64")  # elsewhere a program may not read the counter
+
+
+def cycles() -> int:
+    """Return ticks of constant length, of which only differences mean something; 0 where there are none to be read."""
+    return time.perf_counter_ns()
+
+
+if AVAILABLE:
+
+    @intrinsic
+    def _read(typing: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            if not READABLE:
+                return ir.Constant(ir.IntType(64), 0)
+            kind = ir.FunctionType(ir.IntType(64), [])
+            return builder.call(builder.module.declare_intrinsic("llvm.readcyclecounter", [], kind), [])
+
+        return types.int64(), code
+
+    @compiled_as(cycles)
+    def _compiled_cycles() -> Any:
+        return lambda: _read()

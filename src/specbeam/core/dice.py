@@ -1,0 +1,100 @@
+"""Chance: the dice of a session, and the uniforms that steps take from them.
+
+A session's dice are seeded by (seed, prompt, occurrence) and by nothing else, so that the batch it happens to run in cannot
+change its text.
+"""
+
+import math
+import secrets
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+
+from specbeam.core.steps import Array, compiled_as
+from specbeam.kernels.sums import picked as place_of
+
+TAKEN_TOGETHER = 64  # uniforms that are taken from a stream together
+SMALLEST = 2.0**-53
+
+
+class Uniforms(NamedTuple):
+    """Uniform numbers of one session, consumed in order."""
+
+    values: Array  # float64[n] in [0, 1)
+    used: Array  # int64[1]: how many of them are consumed
+
+    def flip(self, odds: float) -> bool:
+        """Return True with probability `odds`."""
+        return bool(self._next() < odds)
+
+    def pick(self, law: Array) -> int:
+        """Return an index drawn from `law`, which need not sum to one and holds something."""
+        return int(place_of(law, self._next()))
+
+    def _next(self) -> float:
+        self.used[0] += 1
+        return float(self.values[self.used[0] - 1])
+
+
+def flip(dice: Any, odds: float) -> bool:
+    """Return True with probability `odds` (1 and above: always; 0 and below: never)."""
+    return dice.flip(odds)
+
+
+def pick(dice: Any, law: Array) -> int:
+    """Return an index drawn from `law`, float64[n], which need not sum to one and holds something."""
+    return dice.pick(law)
+
+
+@compiled_as(flip)
+def _compiled_flip(dice: Any, odds: Any) -> Any:
+    def run(dice: Any, odds: Any) -> Any:
+        dice.used[0] += 1
+        return dice.values[dice.used[0] - 1] < odds
+
+    return run
+
+
+@compiled_as(pick)
+def _compiled_pick(dice: Any, law: Any) -> Any:
+    def run(dice: Any, law: Any) -> Any:
+        dice.used[0] += 1
+        return place_of(law, dice.values[dice.used[0] - 1])
+
+    return run
+
+
+class Dice:
+    """The dice of one session: an endless stream of uniforms. Tests replace them by dice that walk through every outcome."""
+
+    def __init__(self, key: int | None = None) -> None:
+        self.key = secrets.randbits(64) if key is None else key
+        self._stream = np.random.Generator(np.random.Philox(key=self.key))
+        self._uniforms = Uniforms(np.zeros(0), np.zeros(1, dtype=np.int64))
+
+    def ready(self, count: int) -> Uniforms:
+        """Return the uniforms, of which at least `count` are not consumed. Valid until the next call of any method."""
+        values, used = self._uniforms
+        missing = int(used[0]) + count - len(values)
+        if missing > 0:
+            more = self._stream.random(max(missing, TAKEN_TOGETHER))
+            left = np.concatenate([values[used[0] :], more])
+            self._uniforms = Uniforms(left, np.zeros(1, dtype=np.int64))
+        return self._uniforms
+
+    def flip(self, odds: float) -> bool:
+        """Return True with probability `odds` (1 and above: always; 0 and below: never)."""
+        return self.ready(1).flip(odds)
+
+    def pick(self, law: Float64[np.ndarray, " n"]) -> int:
+        """Return an index drawn from `law`, which need not sum to one and holds something."""
+        return self.ready(1).pick(law)
+
+    def uniform(self, shape: tuple[int, ...]) -> Float64[np.ndarray, "*shape"]:
+        """Return independent uniforms in (0, 1)."""
+        count = math.prod(shape)
+        values, used = self.ready(count)
+        found = values[used[0] : used[0] + count]
+        used[0] += count
+        return np.maximum(found, SMALLEST).reshape(shape)

@@ -1,0 +1,427 @@
+"""The token trees of one turn, flat, and what is known of how they were drawn."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+
+from specbeam.core.steps import Array, step
+from specbeam.errors import BadForest
+
+INDEPENDENT, DISTINCT, CHOSEN, SHARED, LOST = range(5)  # kinds of siblings, see `Siblings`
+_HAVE_LAWS = (INDEPENDENT, DISTINCT, CHOSEN)
+_NO_NUMBERS = np.zeros(0, dtype=np.int64)
+_NO_ODDS = np.zeros(0)
+
+
+class Siblings(NamedTuple):
+    """Groups of draws, in the order in which they were drawn: group k has the draws draw_ends[k - 1] .. draw_ends[k].
+
+    A token tree has one group under each parent, or several that are tried one after the other; a layer of draft beams is
+    one group over all its parents. What a rule may do with the draws of a group depends on its kind:
+
+    - INDEPENDENT, DISTINCT: they were drawn from the law that is stated, each by itself or each struck out once drawn;
+    - CHOSEN: they were chosen and not drawn, like the best tokens of a model; each stands for all the mass of its law;
+    - SHARED: they are what the draft model takes under the noise that the target will use; they can be compared with it;
+    - LOST: their law is not known (pruned by content, merged, retrieved); they can be matched, not tried.
+    """
+
+    kinds: Array  # int64[groups]
+    parents: Array  # int64[...]: the forest nodes that each group ranges over
+    parent_ends: Array  # int64[groups]
+    draw_ends: Array  # int64[groups]
+    rows: Array  # int64[draws]: which of its group's parents each draw hangs under
+    tokens: Array  # int64[draws]
+    nodes: Array  # int64[draws]: the drawn forest node; -1 where the draw ends its beam and needs no node
+    law_ends: Array  # int64[groups]
+    law_pairs: Array  # int64[...]: row * vocab + token, ascending, of each odds; of no pairs: all pairs, in order
+    law_odds: (
+        Array  # float64[...]: the laws of all groups, one after the other; CHOSEN, SHARED and LOST ones state none
+    )
+    vocab: int
+
+    @property
+    def size(self) -> int:
+        """The number of groups."""
+        return len(self.kinds)
+
+    def group(self, number: int) -> "Siblings":
+        """Return one group alone."""
+        draws = part(self.draw_ends, number)
+        parents = part(self.parent_ends, number)
+        law = part(self.law_ends, number)
+        return Siblings(
+            self.kinds[number : number + 1],
+            self.parents[parents],
+            np.array([parents.stop - parents.start]),
+            np.array([draws.stop - draws.start]),
+            self.rows[draws],
+            self.tokens[draws],
+            self.nodes[draws],
+            np.array([law.stop - law.start]),
+            self.law_pairs[law] if len(self.law_pairs) else self.law_pairs,
+            self.law_odds[law],
+            self.vocab,
+        )
+
+    def groups(self) -> "list[Siblings]":
+        """Return each group alone."""
+        return [self.group(number) for number in range(self.size)]
+
+    @property
+    def draw_parents(self) -> Array:
+        """The forest node above each draw, int64[draws]."""
+        starts = np.append(0, self.parent_ends[:-1]) if self.size else self.parent_ends
+        counts = np.diff(self.draw_ends, prepend=0)
+        return self.parents[self.rows + np.repeat(starts, counts)]
+
+    @property
+    def have_laws(self) -> bool:
+        """Whether every draw can be tried against the law that it was drawn from."""
+        return bool(np.isin(self.kinds, _HAVE_LAWS).all())
+
+
+NO_SIBLINGS = Siblings(
+    kinds=_NO_NUMBERS,
+    parents=_NO_NUMBERS,
+    parent_ends=_NO_NUMBERS,
+    draw_ends=_NO_NUMBERS,
+    rows=_NO_NUMBERS,
+    tokens=_NO_NUMBERS,
+    nodes=_NO_NUMBERS,
+    law_ends=_NO_NUMBERS,
+    law_pairs=_NO_NUMBERS,
+    law_odds=_NO_ODDS,
+    vocab=0,
+)
+
+
+def part(ends: Array, number: int) -> slice:
+    """Return where part `number` stands among parts that end at `ends`."""
+    return slice(int(ends[number - 1]) if number > 0 else 0, int(ends[number]))
+
+
+@step
+def start_of(ends: Array, number: int) -> int:
+    """Return where part `number` begins among parts that end at `ends`."""
+    return ends[number - 1] if number > 0 else 0
+
+
+def siblings(
+    kind: int,
+    parents: Iterable[int],
+    tokens: Sequence[int] | Array,
+    nodes: Sequence[int] | Array,
+    rows: Array | None = None,
+    law: tuple[Array, Array] = (_NO_NUMBERS, _NO_ODDS),
+    vocab: int = 0,
+) -> Siblings:
+    """Return one group of draws.
+
+    Args:
+        kind: INDEPENDENT, DISTINCT, CHOSEN, SHARED or LOST.
+        parents: the forest nodes that it ranges over.
+        tokens, nodes: of the draws, in draw order; -1 for a draw without a node.
+        rows: which of the parents each draw hangs under; None: the first.
+        law: pairs and odds, see `Siblings`.
+        vocab: tokens of the law.
+    """
+    above = np.asarray(list(parents), dtype=np.int64)
+    pairs, odds = law
+    return Siblings(
+        kinds=np.array([kind]),
+        parents=above,
+        parent_ends=np.array([len(above)]),
+        draw_ends=np.array([len(tokens)]),
+        rows=np.zeros(len(tokens), dtype=np.int64) if rows is None else rows,
+        tokens=np.asarray(tokens, dtype=np.int64),
+        nodes=np.asarray(nodes, dtype=np.int64),
+        law_ends=np.array([len(odds)]),
+        law_pairs=pairs,
+        law_odds=odds,
+        vocab=vocab,
+    )
+
+
+def joined(parts: Sequence[Siblings]) -> Siblings:
+    """Return the groups of all parts, one after the other."""
+    parts = [one for one in parts if one.size]
+    if len(parts) < 2:
+        return parts[0] if parts else NO_SIBLINGS
+
+    def together(name: str) -> Array:
+        return np.concatenate([getattr(one, name) for one in parts])
+
+    def ends(name: str) -> Array:
+        return np.cumsum(np.concatenate([np.diff(getattr(one, name), prepend=0) for one in parts]))
+
+    stated = [one for one in parts if len(one.law_odds)]
+    some_are_short = any(len(one.law_pairs) for one in stated)
+    pairs = [_pairs_in_full(one) for one in stated] if some_are_short else []
+    return Siblings(
+        kinds=together("kinds"),
+        parents=together("parents"),
+        parent_ends=ends("parent_ends"),
+        draw_ends=ends("draw_ends"),
+        rows=together("rows"),
+        tokens=together("tokens"),
+        nodes=together("nodes"),
+        law_ends=ends("law_ends"),
+        law_pairs=np.concatenate([_NO_NUMBERS, *pairs]),
+        law_odds=together("law_odds"),
+        vocab=max(one.vocab for one in parts),
+    )
+
+
+def _pairs_in_full(one: Siblings) -> Array:
+    """Return the pair of each odds, also where they are all pairs in order."""
+    if len(one.law_pairs):
+        return one.law_pairs
+    sizes = np.diff(one.law_ends, prepend=0)
+    return np.concatenate([np.arange(size) for size in sizes])
+
+
+class Fronts(NamedTuple):
+    """What layers of draft beams were drawn from: layer k from the rows row_ends[k - 1] .. row_ends[k]."""
+
+    nodes: Array  # int64[rows]: forest nodes
+    scores: Array  # float64[rows]: log-likelihood of the beams that end there
+    counts: Array  # int64[rows]
+    row_ends: Array  # int64[layers]
+    logits: Array  # float[room, vocab]: of the draft model, after the processors; of no rows where nobody asks for them
+
+
+def no_fronts(rows: int = 0, vocab: int = 0, dtype: type = np.float32) -> Fronts:
+    """Return the fronts of a draft without layers, with room for so many rows of logits."""
+    return Fronts(_NO_NUMBERS, _NO_ODDS, _NO_NUMBERS, _NO_NUMBERS, np.empty((rows, vocab), dtype=dtype))
+
+
+@step
+def add_front(fronts: Fronts, nodes: Array, scores: Array, counts: Array, rows: Array) -> Fronts:
+    """Return the fronts with those of one more layer, which was drawn from these rows of logits."""
+    start = len(fronts.nodes)
+    stop = start + len(nodes)
+    fronts.logits[start:stop] = rows
+    return Fronts(
+        np.concatenate((fronts.nodes, nodes)),
+        np.concatenate((fronts.scores, scores)),
+        np.concatenate((fronts.counts, counts)),
+        np.append(fronts.row_ends, stop),
+        fronts.logits,
+    )
+
+
+class Forest(NamedTuple):
+    """Token trees, one under each live beam. A parent always stands before its children; roots come first.
+
+    >>> forest = Forest.rooted([7]).grown([4, 5], [0, 0]).grown([9], [2])
+    >>> forest.parents.tolist(), forest.depths().tolist(), forest.path(3)
+    ([-1, 0, 0, 2], [0, 1, 1, 2], [5, 9])
+    """
+
+    tokens: Array  # int64[nodes]; a root holds the last committed token of its beam
+    parents: Array  # int64[nodes]: index of the parent node, -1 at a root
+    siblings: Siblings = NO_SIBLINGS
+    logq: Array = (
+        _NO_ODDS  # float64[nodes]: of the path from the root, by the draft model, NaN: unknown; of no nodes: of none
+    )
+    beams: Array = _NO_NUMBERS  # int64[beams]: last nodes of the beams that the drafter ended with, best first
+    fronts: Fronts = no_fronts()
+
+    @classmethod
+    def rooted(cls, tokens: Array | Sequence[int]) -> "Forest":
+        """Return the roots alone."""
+        tokens = np.asarray(tokens, dtype=np.int64)
+        return cls(tokens, np.full(len(tokens), -1, dtype=np.int64))
+
+    @property
+    def size(self) -> int:
+        """The number of nodes."""
+        return len(self.tokens)
+
+    @property
+    def roots(self) -> int:
+        """The number of roots; they are the nodes 0 .. roots - 1."""
+        return int(np.count_nonzero(self.parents < 0))
+
+    def grown(
+        self,
+        tokens: Array | Sequence[int],
+        parents: Array | Sequence[int],
+        logq: Array | None = None,
+        groups: Sequence[Siblings] = (),
+    ) -> "Forest":
+        """Return the forest with more nodes after the present ones, and more groups of siblings."""
+        together = joined([self.siblings, *groups]) if groups else self.siblings
+        if len(tokens) == 0:
+            return self._replace(siblings=together)
+        tokens = np.asarray(tokens, dtype=np.int64)
+        parents = np.asarray(parents, dtype=np.int64)
+        scores = self.logq
+        if logq is not None or len(scores):
+            before = scores if len(scores) else np.where(self.parents < 0, 0.0, np.nan)
+            scores = np.append(before, np.full(len(tokens), np.nan) if logq is None else logq)
+        return self._replace(
+            tokens=np.concatenate([self.tokens, tokens]),
+            parents=np.concatenate([self.parents, parents]),
+            siblings=together,
+            logq=scores,
+        )
+
+    def fitting(self, vocab: int) -> "Forest":
+        """Return the forest if a model of so many tokens can read it; else raise `BadForest`."""
+        if self.size and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < vocab:
+            strange = sorted({token for token in self.tokens.tolist() if not 0 <= token < vocab})
+            raise BadForest(f"it holds tokens {strange[:5]}, and the target knows 0 to {vocab - 1}")
+        return self
+
+    @property
+    def layers(self) -> int:
+        """The number of layers that were drafted below the roots, drafts that end their beam included."""
+        return int(drafted_layers(self))
+
+    def groups_under(self, node: int) -> list[Siblings]:
+        """Return the groups of one parent, in the order in which they are tried."""
+        found = []
+        for number in range(self.siblings.size):
+            parents = part(self.siblings.parent_ends, number)
+            if parents.stop - parents.start == 1 and self.siblings.parents[parents.start] == node:
+                found.append(self.siblings.group(number))
+        return found
+
+    def selected(self, nodes: Int64[np.ndarray, " kept"]) -> "Forest":
+        """Return the forest of these nodes alone: ascending, roots and all parents among them.
+
+        A group that loses a draw loses its law, for which draws are left says something about them; one that loses all of
+        them stays, without a draw, so that no rule takes its parent for a leaf. Guesses that were chosen and not drawn stay
+        so. Where nodes are selected by what they hold, `lost` has to follow: that all draws are left says something too.
+        """
+        names = np.full(self.size + 1, -1, dtype=np.int64)  # the last entry renames -1 to itself
+        names[nodes] = np.arange(len(nodes))
+        groups = []
+        for group in self.siblings.groups():
+            kept = (names[group.nodes] >= 0) | (group.nodes < 0)
+            is_chosen = group.kinds[0] == CHOSEN
+            if (names[group.parents] < 0).all() or (is_chosen and not kept.any()):
+                continue
+            whole = bool(kept.all())
+            groups.append(
+                siblings(
+                    int(group.kinds[0]) if whole or is_chosen else LOST,
+                    names[group.parents],
+                    group.tokens[kept],
+                    names[group.nodes[kept]],
+                    group.rows[kept],
+                    (group.law_pairs, group.law_odds) if whole else (_NO_NUMBERS, _NO_ODDS),
+                    group.vocab,
+                )
+            )
+        return Forest(
+            tokens=self.tokens[nodes],
+            parents=names[self.parents[nodes]],
+            siblings=joined(groups),
+            logq=self.logq[nodes] if len(self.logq) else self.logq,
+            beams=names[self.beams][names[self.beams] >= 0],
+        )
+
+    def lost(self) -> "Forest":
+        """Return the forest with no law for what was drawn; guesses that were chosen stay so."""
+        groups = []
+        for group in self.siblings.groups():
+            if group.kinds[0] == CHOSEN:
+                groups.append(group)
+            else:
+                groups.append(siblings(LOST, group.parents, group.tokens, group.nodes, group.rows))
+        return self._replace(siblings=joined(groups))
+
+    def depths(self) -> Int64[np.ndarray, " nodes"]:
+        """Return how many nodes stand above each node; 0 at roots."""
+        return depths_of(self.parents)
+
+    def path(self, node: int | np.integer) -> list[int]:
+        """Return the tokens from below the root down to `node`."""
+        tokens: list[int] = []
+        while self.parents[node] >= 0:
+            tokens.append(int(self.tokens[node]))
+            node = self.parents[node]
+        return tokens[::-1]
+
+    def root_of(self, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Return the root above each node."""
+        above = nodes
+        while (self.parents[above] >= 0).any():
+            above = np.where(self.parents[above] >= 0, self.parents[above], above)
+        return above
+
+    def below(self, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n depth"]:
+        """Return the tokens under the root on the paths to nodes of one depth, one row per node."""
+        columns: list[np.ndarray] = []
+        above = nodes
+        while len(above) and self.parents[above[0]] >= 0:
+            columns.append(self.tokens[above])
+            above = self.parents[above]
+        if not columns:
+            return np.zeros((len(nodes), 0), dtype=np.int64)
+        return np.stack(columns[::-1], 1)
+
+    def find(self, parents: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Return the nodes that are the children `tokens` of `parents`; -1 where there is none."""
+        found = np.empty(len(parents), dtype=np.int64)
+        for place in range(len(parents)):
+            found[place] = find_child(self.tokens, self.parents, parents[place], tokens[place])
+        return found
+
+
+@step
+def depths_of(parents: Array) -> Array:
+    """Return the depth of each node, int64[nodes]; parents stand before their children."""
+    depths = np.zeros(len(parents), dtype=np.int64)
+    for node in range(len(parents)):
+        if parents[node] >= 0:
+            depths[node] = depths[parents[node]] + 1
+    return depths
+
+
+@step
+def find_child(tokens: Array, parents: Array, parent: int, token: int) -> int:
+    """Return the forest node that is this child; -1 if there is none. Newer nodes are looked at first."""
+    node = len(tokens) - 1
+    while node >= 0 and not (parents[node] == parent and tokens[node] == token):
+        node -= 1
+    return node
+
+
+class GroupsUnder(NamedTuple):
+    """Which groups of siblings stand under which node, in the order of their trials."""
+
+    first: Array  # int64[nodes]: the first group under each node, -1 for none
+    after: Array  # int64[groups]: the next group under the same node, -1 for none
+
+
+@step
+def groups_by_node(groups: Siblings, nodes: int) -> GroupsUnder:
+    """Return the groups under each node of a forest of so many nodes; groups over several parents stand under none."""
+    first = np.full(nodes, -1, dtype=np.int64)
+    after = np.full(len(groups.kinds), -1, dtype=np.int64)
+    last = np.full(nodes, -1, dtype=np.int64)
+    for group in range(len(groups.kinds)):
+        start = start_of(groups.parent_ends, group)
+        if groups.parent_ends[group] - start != 1:
+            continue
+        node = groups.parents[start]
+        if last[node] < 0:
+            first[node] = group
+        else:
+            after[last[node]] = group
+        last[node] = group
+    return GroupsUnder(first, after)
+
+
+@step
+def drafted_layers(forest: Forest) -> int:
+    """Return the number of layers that were drafted below the roots, drafts that end their beam included."""
+    groups = forest.siblings
+    if len(groups.parents) == 0:
+        return 0
+    return 1 + depths_of(forest.parents)[groups.parents].max()

@@ -1,0 +1,113 @@
+"""When a beam ends, and when a session does."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+
+from specbeam.core.steps import Array, step
+
+Decode = Callable[[list[int]], str]
+BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER = range(3)  # early_stopping False, True and "never"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A beam that left the live ones."""
+
+    tokens: list[int]
+    loglik: float
+    finished: bool = True  # by an end token or stop string, not by a limit
+
+
+class Stop(NamedTuple):
+    """The numbers that stop a session."""
+
+    most: int  # new tokens
+    keep: int  # finished beams that are wanted
+    early: int  # BEST_LIVE_MAY_WIN, FIRST_ENOUGH or NEVER
+    penalty: float
+    eos: Array  # int64[ends]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Stop rules of one session. They look at outcomes only, never at drafts, so that no law depends on them.
+
+    `early_stopping` as in transformers: True stops at `keep` finished beams; False when the best live beam, at its
+    present length, cannot beat the worst of the `keep` best finished ones; "never" when it could not at any length. One
+    beam stops when it finishes.
+    """
+
+    max_new_tokens: int
+    eos: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    decode: Decode | None = None  # needed for stop strings
+    keep: int = 1
+    early_stopping: bool | str = False
+    length_penalty: float = 1.0
+
+    @cached_property
+    def stop(self) -> Stop:
+        """The numbers, for steps."""
+        early = FIRST_ENOUGH if self.early_stopping is True else BEST_LIVE_MAY_WIN
+        if self.early_stopping == "never":
+            early = NEVER
+        return Stop(self.max_new_tokens, self.keep, early, float(self.length_penalty), self.ending)
+
+    @cached_property
+    def ending(self) -> Int64[np.ndarray, " ends"]:
+        """The end tokens."""
+        return np.array(self.eos, dtype=np.int64)
+
+    def stopped_by(self, tokens: list[int]) -> str | None:
+        """Return the stop string that the newest token completed, or None.
+
+        A stop string is never longer than its bytes in tokens, so only so many tokens are decoded.
+        """
+        if not self.stop_strings or self.decode is None:
+            return None
+        longest = max(len(stop.encode()) for stop in self.stop_strings)
+        tail = self.decode(tokens[-longest - 4 :])
+        return next((stop for stop in self.stop_strings if stop in tail), None)
+
+    def normalised(self, loglik: float, length: int) -> float:
+        """Return the score by which texts of different length are compared."""
+        return float(normalised_score(self.stop, loglik, length))
+
+
+@step
+def is_end(token: int, eos: Array) -> bool:
+    """Return whether a token is one of the end tokens, int64[ends]."""
+    found = False
+    for end in eos:
+        found |= token == end
+    return found
+
+
+@step
+def normalised_score(stop: Stop, loglik: float, length: int) -> float:
+    """Return the score by which texts of different length are compared."""
+    return loglik / max(length, 1) ** stop.penalty
+
+
+@step
+def is_over(stop: Stop, finished: Array, live: Array, length: int) -> bool:
+    """Return whether a session is over, though beams may be alive.
+
+    Args:
+        finished: float64[n], normalised scores of the beams that ended.
+        live: float64[beams], log-likelihoods of the others, which are `length` tokens long.
+    """
+    if length >= stop.most or len(live) == 0:
+        return True
+    if len(finished) < stop.keep:
+        return False
+    if stop.early == FIRST_ENOUGH or stop.keep == 1:  # one beam is greedy search or sampling, which ends at an end
+        return True
+    longest = stop.early == NEVER and stop.penalty > 0
+    best = normalised_score(stop, live.max(), stop.most if longest else length)
+    return best <= np.sort(finished)[len(finished) - stop.keep]

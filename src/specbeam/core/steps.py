@@ -1,0 +1,38 @@
+"""Steps: pure functions of arrays, written once. Python runs their source in proofs, numba compiles it for users."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from specbeam.kernels.compiling import AVAILABLE, BLOCK, Array, compiled
+
+if AVAILABLE:
+    from numba.extending import overload
+
+__all__ = ["AVAILABLE", "BLOCK", "Array", "compiled_as", "step"]
+
+step = compiled
+
+
+def compiled_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say what stands for a Python function in compiled steps.
+
+    The decorated function gets the types of the arguments and returns what numba compiles, a function or a step. So a step
+    can call something that goes by the type of its arguments, or that Python and compiled code do in different ways, like
+    looking at an object. Only what a type needs is compiled.
+    """
+
+    def decorate(choose: Callable[..., Any]) -> Callable[..., Any]:
+        if not AVAILABLE:
+            return choose
+
+        @functools.wraps(inspect.unwrap(choose))
+        def chosen(*kinds: Any) -> Any:
+            body = choose(*kinds)
+            return inspect.unwrap(getattr(body, "py_func", body))  # tests wrap functions into type checks
+
+        overload(function, strict=False)(chosen)
+        return choose
+
+    return decorate

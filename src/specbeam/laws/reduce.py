@@ -1,0 +1,65 @@
+"""Reductions over the vocabulary: the norm of a row of logits, the place of a draw in a law."""
+
+from typing import Any
+
+import numpy as np
+
+from specbeam.core.steps import BLOCK, Array, compiled_as, step
+from specbeam.kernels.sums import INF_RANK, MINUS_INF_RANK, extremes
+from specbeam.kernels.sums import log_norm as log_norm_of_singles
+from specbeam.kernels.sums import picked as place_of
+
+__all__ = ["BLOCK", "INF_RANK", "MINUS_INF_RANK", "extremes", "log_norm", "log_sum", "place_of"]
+
+
+def log_norm(logits: Array) -> Array:
+    """Return the logsumexp of each row, float64[rows]; -inf where all of a row is -inf, NaN where it holds NaN or +inf.
+
+    Args:
+        logits: float32 or float64[rows, vocab], contiguous. Sums are made in the precision of the logits.
+    """
+    if logits.dtype == np.float32:
+        return log_norm_of_singles(logits)
+    return log_norm_of_doubles(logits)
+
+
+@step
+def log_norm_of_doubles(logits: Array) -> Array:
+    """Return `log_norm` of float64 rows."""
+    norms = np.empty(len(logits))
+    for row in range(len(logits)):
+        top = -np.inf
+        broken = False
+        for value in logits[row]:
+            broken |= not value < np.inf
+            top = max(top, value)
+        if broken:
+            norms[row] = np.nan
+        elif top == -np.inf:
+            norms[row] = -np.inf
+        else:
+            total = 0.0
+            for value in logits[row]:
+                total += np.exp(value - top)
+            norms[row] = top + np.log(total)
+    return norms
+
+
+@compiled_as(log_norm)
+def _by_precision(logits: Any) -> Any:
+    chosen = log_norm_of_singles if str(logits.dtype) == "float32" else log_norm_of_doubles
+    return lambda logits: chosen(logits)
+
+
+@step
+def log_sum(values: Array) -> float:
+    """Return the logsumexp of float64[n]; -inf where there is no finite value."""
+    top = -np.inf
+    for value in values:
+        top = max(top, value)
+    if top == -np.inf:
+        return top
+    total = 0.0
+    for value in values:
+        total += np.exp(value - top)
+    return top + np.log(total)

@@ -1,0 +1,140 @@
+"""The law of the token after one node, on the tokens that a truncation leaves."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specbeam.core.steps import Array, step
+from specbeam.laws.joint import BROKEN, DEAD, SOUND
+from specbeam.laws.reduce import log_norm
+from specbeam.laws.truncation import Truncation, cuts, kept_pairs
+
+NO_SHIFT = np.zeros(1)
+
+
+class RowLaw(NamedTuple):
+    """The law of one token: a truncation keeps few of many thousands.
+
+    >>> law = RowLaw(np.array([3, 7]), np.log([0.25, 0.75]), 10)
+    >>> [law.place(token) for token in (3, 7, 4)], law.at([4, 7]).tolist()
+    ([0, 1, -1], [0.0, 0.75])
+    """
+
+    tokens: Array  # int64[n]: what `logp` is of, ascending; of no tokens: the whole vocabulary
+    logp: Array  # float64[n]
+    vocab: int
+
+    @property
+    def p(self) -> Array:
+        """The odds, float64[n]."""
+        return np.exp(self.logp)
+
+    @property
+    def size(self) -> int:
+        """The number of tokens that the law is stated on."""
+        return len(self.logp)
+
+    @property
+    def possible(self) -> bool:
+        """Whether any token has odds."""
+        return len(self.logp) > 0 and bool(self.logp.max() > -np.inf)
+
+    def token(self, place: int) -> int:
+        """Return the token that `logp[place]` is of."""
+        return int(self.tokens[place]) if len(self.tokens) else int(place)
+
+    def tokens_at(self, places: Array) -> Array:
+        """Return the tokens of places, int64[n]."""
+        places = np.asarray(places, dtype=np.int64)
+        return self.tokens[places] if len(self.tokens) else places
+
+    def place(self, token: int) -> int:
+        """Return where a token stands; -1 if it has no odds."""
+        return int(place_in(self.tokens, token))
+
+    def at(self, tokens: Array) -> Array:
+        """Return the odds of tokens, float64[n]."""
+        places = np.array([self.place(token) for token in tokens], dtype=np.int64)
+        return np.where(places >= 0, self.p[places] if self.size else 0.0, 0.0)
+
+    def spread(self) -> "RowLaw":
+        """Return the same law on the whole vocabulary."""
+        if len(self.tokens) == 0:
+            return self
+        logp = np.full(self.vocab, -np.inf)
+        logp[self.tokens] = self.logp
+        return RowLaw(self.tokens[:0], logp, self.vocab)
+
+
+@step
+def place_in(tokens: Array, token: int) -> int:
+    """Return where a token stands among ascending tokens; -1 if it does not. Of no tokens: among all."""
+    if len(tokens) == 0:
+        return token
+    place = np.searchsorted(tokens, token)
+    if place < len(tokens) and tokens[place] == token:
+        return place
+    return -1
+
+
+@step
+def condition_of_row(row: Array) -> int:
+    """Return whether the logits of a row are SOUND, DEAD (all are -inf) or BROKEN (NaN or +inf among them)."""
+    norm = log_norm(row.reshape(1, len(row)))[0]
+    if not norm < np.inf:
+        return BROKEN
+    return SOUND if norm > -np.inf else DEAD
+
+
+@step
+def row_law(row: Array, truncation: Truncation) -> RowLaw:
+    """Return the law of a row of logits, float[vocab], which must be SOUND."""
+    rows = row.reshape(1, len(row))
+    temperature = truncation.temperature
+    scaled = rows
+    if temperature != 1:
+        scaled = rows / row.dtype.type(temperature)
+    nothing = np.empty(0, dtype=np.int64)
+    if not cuts(truncation):
+        return RowLaw(nothing, scaled[0].astype(np.float64) - log_norm(scaled)[0], len(row))
+    log_total = np.nan
+    if truncation.top_k == 0:
+        log_total = log_norm(scaled)[0]
+    tokens = np.sort(kept_pairs(rows, NO_SHIFT, 0.0, truncation, log_total))
+    logp = np.empty(len(tokens))
+    for place in range(len(tokens)):
+        logp[place] = np.float64(row[tokens[place]]) / temperature
+    top = logp.max()
+    total = np.exp(logp - top).sum()
+    return RowLaw(tokens, logp - (top + np.log(total)), len(row))
+
+
+@step
+def best_token(row: Array) -> int:
+    """Return the token of largest logit; of equal tokens the first."""
+    return np.int64(row.argmax())
+
+
+@step
+def greedy_law(row: Array) -> RowLaw:
+    """Return the law that gives everything to the best token."""
+    return RowLaw(np.full(1, best_token(row)), np.zeros(1), len(row))
+
+
+@step
+def odds_on(tokens: Array, size: int, law_tokens: Array, law_p: Array) -> Array:
+    """Return the odds of a law on other tokens, float64[size]. Both ascend; of no tokens means the whole vocabulary."""
+    if len(law_tokens) == 0:
+        return law_p.copy() if len(tokens) == 0 else law_p[tokens]
+    p = np.zeros(size)
+    if len(tokens) == 0:
+        for place in range(len(law_tokens)):
+            p[law_tokens[place]] = law_p[place]
+        return p
+    place = 0
+    for wanted in range(size):
+        while place < len(law_tokens) and law_tokens[place] < tokens[wanted]:
+            place += 1
+        if place < len(law_tokens) and law_tokens[place] == tokens[wanted]:
+            p[wanted] = law_p[place]
+    return p

@@ -1,0 +1,256 @@
+"""What turns logits into the law that is decoded, and the rows that steps make laws of."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, Int64
+
+from specbeam.constraint import Constrained
+from specbeam.core.beams import Beams
+from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd, NotSupported, SpecbeamError
+from specbeam.laws.joint import BROKEN, DEAD, JointLaw, all_pairs, condition_of, joint_law, odds_among
+from specbeam.laws.ranking import largest
+from specbeam.laws.rows import SOUND, RowLaw, condition_of_row, row_law
+from specbeam.laws.truncation import NO_TRUNCATION, Truncation
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessorList
+
+Paths = Callable[[], Int64[np.ndarray, "beams length"]]
+Rows = Float[np.ndarray, "rows vocab"]
+_NO_SHIFT = np.zeros(1)
+_FIELDS = {
+    "TemperatureLogitsWarper": "temperature",
+    "TopKLogitsWarper": "top_k",
+    "TopPLogitsWarper": "top_p",
+    "MinPLogitsWarper": "min_p",
+}
+_OPTIONS = {
+    "NoRepeatNGramLogitsProcessor": "no_repeat_ngram_size",
+    "NoBadWordsLogitsProcessor": "bad_words_ids",
+    "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
+    "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Warp:
+    """What turns logits into the law that is decoded.
+
+    `processors` (transformers' own: penalties, bans, the user's) depend on the path and see each beam's row by itself;
+    the `truncation` (temperature, top-k, top-p, min-p) sees the flattened joint over all beams, as in DSBD
+    (arXiv 2409.16560, sec. 3.1). `greedy` takes the best pairs instead of drawing: temperature 0.
+
+    `search` is the order of transformers' beam modes: all processors, warpers too, see the log-probabilities of each beam's
+    row, and what they leave is not normalised again.
+
+    `constraint` is the one of the processors that keeps states of paths: the session tells it which of them live on.
+    `others` are further warpers of transformers; they come last, see the joint law, and may only ban.
+    """
+
+    processors: "LogitsProcessorList | None" = None
+    truncation: Truncation = NO_TRUNCATION
+    greedy: bool = False
+    search: bool = False
+    constraint: Constrained | None = None
+    others: tuple[Any, ...] = ()
+
+    def __post_init__(self) -> None:
+        temperature, top_k, top_p, min_p, least = self.truncation
+        exact = Truncation(float(temperature), int(top_k), float(top_p), float(min_p), int(least))
+        object.__setattr__(self, "truncation", exact)  # steps are compiled for these very types
+
+    @property
+    def takes_raw_rows(self) -> bool:
+        """Whether laws are made of a model's logits as they are: nothing in Python sees a row."""
+        return not self.processors and not self.others
+
+    @property
+    def cut(self) -> Truncation:
+        """What is cut: nothing at temperature 0."""
+        return NO_TRUNCATION if self.greedy else self.truncation
+
+
+def truncation_of(warpers: Sequence[Any]) -> tuple[Truncation, tuple[Any, ...]]:
+    """Return the truncation that transformers' warpers make, and those that stand outside of its order, as they are."""
+    made: dict[str, Any] = {}
+    others: list[Any] = []
+    order = list(_FIELDS)
+    for one in warpers:
+        name = type(one).__name__
+        if name == order[0] and (made or others):
+            raise NotSupported("the temperature comes after other warpers; put it first")
+        later = order[order.index(name) :] if name in order else []
+        if later and not others and not any(_FIELDS[kind] in made for kind in later):
+            made[_FIELDS[name]] = getattr(one, _FIELDS[name])
+            made["least"] = max(getattr(one, "min_tokens_to_keep", 1), made.get("least", 1))
+        else:
+            others.append(one)
+    return Truncation(**made), tuple(others)
+
+
+def warpers_of(truncation: Truncation) -> "LogitsProcessorList | None":
+    """Return transformers' own warpers for a truncation; None if it does nothing."""
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    chosen = LogitsProcessorList()
+    least = truncation.least
+    if truncation.temperature != 1:
+        chosen.append(TemperatureLogitsWarper(float(truncation.temperature)))
+    if truncation.top_k:
+        chosen.append(TopKLogitsWarper(truncation.top_k, min_tokens_to_keep=least))
+    if truncation.top_p < 1:
+        chosen.append(TopPLogitsWarper(truncation.top_p, min_tokens_to_keep=least))
+    if truncation.min_p > 0:
+        chosen.append(MinPLogitsWarper(truncation.min_p, min_tokens_to_keep=least))
+    return chosen or None
+
+
+def on_host(logits: Float[torch.Tensor, "rows vocab"]) -> Rows:
+    """Return logits as a contiguous array, float32 or float64; no copy where they are one already."""
+    logits = logits.detach()
+    if logits.device.type != "cpu":
+        logits = logits.cpu()
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    return np.ascontiguousarray(logits.numpy())
+
+
+def processed_rows(rows: Rows, warp: Warp, paths: Paths) -> Rows:
+    """Return rows after the logits processors.
+
+    Args:
+        paths: gives prompt and tokens of each row, int64[rows, length]; called only if a processor needs it.
+
+    Raises `BrokenLaw` if the model's rows hold NaN or +inf, `BrokenProcessor` if a processor's do, or if it raises.
+    """
+    if not warp.processors:
+        return rows
+    logits = torch.from_numpy(rows)
+    _check(logits)
+    if warp.search:
+        logits = torch.log_softmax(logits, -1)
+    return on_host(_processed(logits, warp.processors, paths()))
+
+
+def law_of_beams(rows: Rows, beams: Beams, warp: Warp) -> JointLaw:
+    """Return the warped law of (beam, token) pairs, of rows after the processors.
+
+    Raises `BrokenLaw` if the rows are no logits, `DeadEnd` if nothing is left to draw.
+    """
+    counts = np.ones_like(beams.counts) if warp.greedy else beams.counts
+    normalise = not (warp.search and bool(warp.processors))
+    law = joint_law(rows, beams.scores, counts, warp.cut, normalise)
+    check_condition(condition_of(law), rows, warp)
+    return left_by_others(law, warp) if warp.others and not warp.greedy else law
+
+
+def check_condition(condition: int, rows: Rows, warp: Warp) -> None:
+    """Raise `BrokenLaw` if rows are BROKEN, `DeadEnd` if they are DEAD."""
+    if condition == BROKEN:
+        _check(torch.from_numpy(rows))
+    if condition == DEAD:
+        raise DeadEnd(f"every token is banned: {_banning(warp)} left nothing to draw")
+
+
+def row_laws(rows: Rows, warp: Warp) -> list[RowLaw | None]:
+    """Return the law of each processed row by itself; None for a row from which everything is banned.
+
+    At temperature 0 nothing is cut: only the order of the tokens matters then. Raises `BrokenLaw` if rows are no logits.
+    """
+    laws: list[RowLaw | None] = []
+    for row in rows:
+        condition = condition_of_row(row)
+        if condition == BROKEN:
+            _check(torch.from_numpy(row[None]))
+        laws.append(None if condition != SOUND else _law_of_row(row, warp))
+    return laws
+
+
+def dense_logp(rows: Rows, warp: Warp) -> Float64[np.ndarray, "rows vocab"]:
+    """Return the log-law of each processed row on the whole vocabulary; -inf where nothing is left.
+
+    At temperature 0 nothing is cut: only the order of the tokens matters then. Raises `BrokenLaw` if rows are no logits.
+    """
+    found = np.full(rows.shape, -np.inf)
+    for number, law in enumerate(row_laws(rows, warp)):
+        if law is not None:
+            found[number] = law.spread().logp
+    return found
+
+
+def _law_of_row(row: Float[np.ndarray, " vocab"], warp: Warp) -> RowLaw:
+    if not warp.others or warp.greedy:
+        return row_law(row, warp.cut)
+    beams = Beams.start(0, 0)
+    law = law_of_beams(row[None], beams, warp)
+    pairs = all_pairs(law)
+    return RowLaw(pairs, np.log(odds_among(law, pairs)), len(row))
+
+
+def best_places(values: Float64[np.ndarray, " n"], count: int) -> Int64[np.ndarray, " k"]:
+    """Return the places of the `count` largest values above -inf, best first; of equal values the first comes first."""
+    if count <= 0:
+        return np.zeros(0, dtype=np.int64)
+    return largest(values[None], _NO_SHIFT, count)[:count]
+
+
+def left_by_others(law: JointLaw, warp: Warp) -> JointLaw:
+    """Return the law without the pairs that further warpers ban; they see the joint law after the truncation."""
+    pairs = all_pairs(law)
+    left = torch.full((law.logits.size,), -torch.inf, dtype=torch.float64)
+    left[torch.from_numpy(pairs)] = torch.from_numpy(np.log(odds_among(law, pairs)))
+    for one in warp.others:
+        left = one(torch.zeros(1, 0, dtype=torch.long), left[None].clone())[0]
+    banned = (left == -torch.inf).numpy().reshape(law.logits.shape)
+    logits = np.where(banned, law.logits.dtype.type(-np.inf), law.logits)
+    return law._replace(logits=logits, truncation=Truncation(law.truncation.temperature))
+
+
+def _banning(warp: Warp) -> str:
+    """Return the options that can have banned every token."""
+    kinds = [type(one).__name__ for one in warp.processors or [] if not isinstance(one, Constrained)]
+    kinds = [kind for kind in kinds if not kind.endswith("Warper") and kind != "RepetitionPenaltyLogitsProcessor"]
+    names = [_OPTIONS.get(kind, kind) for kind in kinds]
+    if warp.constraint is not None:
+        names.append(warp.constraint.name)
+    return " and ".join(names) or "the model"
+
+
+def _check(logits: Float[torch.Tensor, "rows vocab"]) -> None:
+    """Raise `BrokenLaw` if logits hold NaN or +inf."""
+    if not bool((logits.amax(1) < torch.inf).all()):  # also false for NaN
+        what = "NaN" if bool(logits.isnan().any()) else "+inf"
+        raise BrokenLaw(f"the model returned {what} logits; try float32, or look for overflow in the weights")
+
+
+def _processed(
+    logits: Float[torch.Tensor, "beams vocab"], processors: "LogitsProcessorList", paths: np.ndarray
+) -> Float[torch.Tensor, "beams vocab"]:
+    if all(isinstance(one, Constrained) for one in processors):
+        return processors(torch.from_numpy(paths), logits)
+    try:
+        with torch.no_grad():  # a processor may have weights
+            processed = processors(torch.from_numpy(paths), logits.clone())  # a user's processor may write in place
+    except SpecbeamError:
+        raise
+    except Exception as error:  # whatever a user's code raises belongs to this prompt and to no other
+        raise BrokenProcessor(f"a logits processor raised {type(error).__name__}: {error}") from error
+    if processed.shape != logits.shape:
+        raise BrokenProcessor(
+            f"a logits processor returned {tuple(processed.shape)} for scores of {tuple(logits.shape)}"
+        )
+    if not bool((processed.amax(1) < torch.inf).all()):  # also false for NaN
+        _check(logits)  # or was it the model?
+        what = "NaN" if bool(processed.isnan().any()) else "+inf"
+        raise BrokenProcessor(f"a logits processor returned {what}; banned tokens must get -inf, others a finite score")
+    return processed

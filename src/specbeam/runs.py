@@ -1,0 +1,449 @@
+"""Runs: many turns of one session as one compiled loop, by the very steps that single turns are made of."""
+
+import time
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specbeam.clock import apportion
+from specbeam.control.planning import Plan, deepest_of, learn_passed, plan_shape
+from specbeam.control.width import ChosenWidths, FixedWidths, restore_widths, save_widths
+from specbeam.core.beams import (
+    LENGTH,
+    TEXTS,
+    USED,
+    Beams,
+    EndedTexts,
+    Finished,
+    Layers,
+    Texts,
+    is_session_over,
+    live_of,
+    live_parents_of,
+    room_for_ended,
+    room_for_texts,
+    rooted_beams,
+    settle_turn,
+)
+from specbeam.core.cycles import cycles
+from specbeam.core.forest import Forest, Fronts, Siblings, drafted_layers, start_of
+from specbeam.core.limits import Stop
+from specbeam.core.steps import Array, compiled_as, step
+from specbeam.draft.beams import DrawnLayers, NoDraft, SearchedLayers, SharedLayers, draft_layers, start_draft
+from specbeam.draft.tree import ROOM, TreeSpec, draws_of, grow_tree, start_tree
+from specbeam.laws.joint import BROKEN, SOUND
+from specbeam.lm.any_lane import run_pass
+from specbeam.lm.base import LM
+from specbeam.lm.compiled.one_lane import has_room, rewound, settled
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.kv.steps import KNOWN, SIZE, STORED
+from specbeam.session import Session
+from specbeam.verify.beams import judge
+from specbeam.verify.traversal import ClimbSpec, climb
+from specbeam.verify.trials import Watched, watch_for
+from specbeam.verify.walk import WalkSpec, walk_down
+
+SPAN = 128  # most tokens of a run
+TURNS = 32  # most turns of a run: between runs a user can interrupt
+PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
+DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
+DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, LAYERS = range(6)  # of `RunCounters.numbers`
+
+
+class NoDraftSpec(NamedTuple):
+    """Nothing is drafted."""
+
+    vocab: int
+
+
+class RunSpec(NamedTuple):
+    """How the turns of a session go."""
+
+    plan: Plan
+    drafts: Any  # SharedLayers, SearchedLayers, DrawnLayers, TreeSpec or NoDraftSpec
+    drafting: bool  # whether there is a draft model
+    rule: Any  # SharedSpec, SearchSpec, TriedSpec, WalkSpec or ClimbSpec
+    widths: FixedWidths | ChosenWidths
+    stop: Stop
+    most_beams: int
+    most_turns: int
+
+
+class RunRoom(NamedTuple):
+    """What a run writes into."""
+
+    texts: Texts
+    finished: Finished
+    ended: EndedTexts
+    widths: Array  # int64[SPAN]: draws of each layer
+    fronts: Array  # float32[rows, vocab]: rows that layers are drawn from
+    numbers: Array  # int64[6]: turns (DONE), passes as a session counts them and as the models do, layers
+    cycles: Array  # int64[5], by `PARTS`
+
+
+@step
+def roots_of(tokens: Array, fronts: Array) -> Forest:
+    """Return the roots alone, with room for the rows that layers are drawn from."""
+    groups = Siblings(
+        np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64),
+        np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64),
+        np.empty(0, dtype=np.int64), np.empty(0), 0,
+    )  # fmt: skip
+    none = np.empty(0, dtype=np.int64)
+    rows = Fronts(none, np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), fronts)
+    above = np.full(len(tokens), -1, dtype=np.int64)
+    return Forest(tokens, above, groups, np.empty(0), np.empty(0, dtype=np.int64), rows)
+
+
+def nodes_of(drafts: Any, roots: int, depth: int, width: int) -> int:
+    """Return the most nodes that a draft of this shape adds."""
+    raise NotImplementedError("compiled alone")
+
+
+def draft_turn(
+    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, dice: Any, spent: Array
+) -> tuple[Forest, int]:
+    """Return the forest that is drafted below the roots, and SOUND, DEAD or BROKEN."""
+    raise NotImplementedError("compiled alone")
+
+
+@step
+def _draft_shared(
+    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, dice: Any, spent: Array
+) -> tuple[Forest, int]:
+    spec = SharedLayers(drafts.noisy, drafts.core, width, drafts.truncation, drafts.eos, drafts.keeps_rows)
+    drafted, condition = draft_layers(model, start_draft(live, roots), 0, depth, spec, dice, spent)
+    return drafted.forest, condition
+
+
+@step
+def _draft_searched(
+    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, dice: Any, spent: Array
+) -> tuple[Forest, int]:
+    spec = SearchedLayers(drafts.noisy, drafts.core, width, drafts.truncation, drafts.eos)
+    drafted, condition = draft_layers(model, start_draft(live, roots), 0, depth, spec, dice, spent)
+    return drafted.forest, condition
+
+
+@step
+def _draft_drawn(
+    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, dice: Any, spent: Array
+) -> tuple[Forest, int]:
+    spec = DrawnLayers(drafts.again, width, drafts.truncation, drafts.eos)
+    drafted, condition = draft_layers(model, start_draft(live, roots), 0, depth, spec, dice, spent)
+    return drafted.forest, condition
+
+
+@step
+def _draft_tree(
+    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, dice: Any, spent: Array
+) -> tuple[Forest, int]:
+    draft, condition = grow_tree(model, start_tree(roots, ROOM), 0, depth, drafts, dice, spent)
+    return draft.forest, condition
+
+
+@step
+def _nodes_of_tree(drafts: Any, roots: int, depth: int, width: int) -> int:
+    """Return the most nodes of a tree: all children of all places, layer by layer."""
+    places = np.zeros(roots, dtype=np.int64)
+    total = 0
+    for _ in range(depth):
+        size = 0
+        for place in places:
+            size += drafts.counts[place]
+        below = np.empty(size, dtype=np.int64)
+        held = 0
+        for place in places:
+            for child in range(drafts.counts[place]):
+                below[held] = drafts.first[place] + child * drafts.apart
+                held += 1
+        total += size
+        places = below
+    return total
+
+
+BEAM_DRAFTS = {SharedLayers: _draft_shared, SearchedLayers: _draft_searched, DrawnLayers: _draft_drawn}
+
+
+@compiled_as(nodes_of)
+def _compiled_nodes_of(drafts: Any, roots: Any, depth: Any, width: Any) -> Any:
+    if drafts.instance_class is TreeSpec:
+        return _nodes_of_tree
+    if drafts.instance_class is NoDraftSpec:
+        return lambda drafts, roots, depth, width: 0
+    return lambda drafts, roots, depth, width: depth * width
+
+
+@compiled_as(draft_turn)
+def _compiled_draft_turn(
+    drafts: Any, model: Any, roots: Any, live: Any, depth: Any, width: Any, dice: Any, spent: Any
+) -> Any:
+    kind = drafts.instance_class
+    if kind is TreeSpec:
+        return _draft_tree
+    if kind is NoDraftSpec:
+        return lambda drafts, model, roots, live, depth, width, dice, spent: (roots, SOUND)
+    return BEAM_DRAFTS[kind]
+
+
+def verify_turn(
+    rows: Array, forest: Forest, live: Beams, rule: Any, widths: Any, planned: int, length: int, finished: Finished,
+    dice: Any, watched: Watched, eye: None,
+) -> tuple[Layers, int]:  # fmt: skip
+    """Return the layers that a turn decides, and SOUND, DEAD or BROKEN."""
+    raise NotImplementedError("compiled alone")
+
+
+@compiled_as(verify_turn)
+def _compiled_verify_turn(
+    rows: Any, forest: Any, live: Any, rule: Any, widths: Any, planned: Any, length: Any, finished: Any, dice: Any,
+    watched: Any, eye: Any,
+) -> Any:  # fmt: skip
+    return {WalkSpec: walk_down, ClimbSpec: climb}.get(rule.instance_class, judge)
+
+
+@step
+def runs_layers(model: Any, nodes: int) -> bool:
+    """Return whether a pass over a forest of so many nodes runs the layers of the model."""
+    books = model.trie.books
+    return books[SIZE] > books[STORED] or nodes > books[KNOWN]
+
+
+@step
+def _has_room(room: RunRoom, draws: int, layers: int, uniforms: int, dice: Any) -> bool:
+    """Return whether there is room for a turn that decides so many layers, of so many draws in all."""
+    length = room.texts.sizes[LENGTH] + layers
+    ended = room.ended
+    texts = ended.sizes[TEXTS] + draws
+    tokens = ended.sizes[USED] + draws * length
+    return (
+        length <= room.texts.tokens.shape[1]
+        and texts <= len(ended.ends)
+        and tokens <= len(ended.tokens)
+        and room.finished.held[0] + 2 * draws <= len(room.finished.scores)
+        and room.numbers[LAYERS] + layers <= len(room.widths)
+        and dice.used[0] + uniforms <= len(dice.values)
+    )
+
+
+@step
+def run_turns(
+    target: Any, draft: Any, spec: RunSpec, live: Beams, room: RunRoom, turns: int, dice: Any
+) -> tuple[Beams, int]:
+    """Run turns until the session is over, for a while, or until the next one does not fit or has no law.
+
+    Returns the live beams, and SOUND; or BROKEN where the last turn was taken back and has to be taken in Python.
+
+    Args:
+        target, draft: the session in its models; the target's own, if nothing is drafted.
+        turns: number of turns so far.
+    """
+    stop = spec.stop
+    numbers = room.numbers
+    spent_cycles = room.cycles
+    over = False
+    while not over and numbers[DONE] < spec.most_turns:
+        roots = len(live.tokens)
+        length = room.texts.sizes[LENGTH]
+        depth, width = plan_shape(spec.plan, roots, turns + numbers[DONE], stop.most - length)
+        if depth < 0:
+            break
+        fresh = nodes_of(spec.drafts, roots, depth, width)
+        draws = fresh + spec.most_beams * (depth + 1)
+        if not _has_room(room, draws, depth + 1, 2 * draws + fresh, dice):
+            break
+        if not has_room(target, fresh, spec.most_beams) or not has_room(draft, fresh, spec.most_beams):
+            break
+        used = dice.used[0]
+        held = room.finished.held[0]
+        learnt = save_widths(spec.widths)
+        spent = np.zeros(2, dtype=np.int64)
+        began = cycles()
+        waiting = runs_layers(draft, 0)
+        forest, condition = draft_turn(
+            spec.drafts, draft, roots_of(live.tokens, room.fronts), live, depth, width, dice, spent
+        )
+        inside = spent[1]
+        passes = spent[0]
+        drafted = cycles()
+        layers_run = runs_layers(target, len(forest.tokens))
+        told = condition != BROKEN
+        if told:
+            rows = run_pass(target, forest.tokens, forest.parents, 0, spent)
+            scored = cycles()
+            layers, condition = verify_turn(
+                rows, forest, live, spec.rule, spec.widths, depth, length, room.finished, dice, watch_for(0, 0), None
+            )
+            told = condition == SOUND
+        if not told:
+            dice.used[0] = used
+            room.finished.held[0] = held
+            restore_widths(spec.widths, learnt)
+            rewound(target, roots)
+            if spec.drafting:
+                rewound(draft, roots)
+            return live, BROKEN
+        room.finished.held[0] = held  # settling adds them again, with their texts
+        verified = cycles()
+        judged = len(layers.draw_ends)
+        learn_passed(spec.plan, layers.passed[: min(drafted_layers(forest), judged)])
+        survivors = live_of(layers)
+        above = live_parents_of(layers)
+        settle_turn(room.texts, room.finished, room.ended, forest, layers, survivors, above, stop)
+        for number in range(judged):
+            draw = start_of(layers.draw_ends, number)
+            counted = 0
+            for one in range(draw, layers.draw_ends[number]):
+                counted += layers.beams.counts[one]
+            if counted > 0:
+                room.widths[numbers[LAYERS]] = counted
+                numbers[LAYERS] += 1
+            numbers[ACCEPTED] += layers.passed[number]
+        tree = (forest.tokens, forest.parents)
+        settled(target, tree, survivors.nodes, survivors.tokens, above)
+        if spec.drafting:
+            settled(draft, tree, survivors.nodes, survivors.tokens, above)
+        live = rooted_beams(survivors)
+        over = is_session_over(room.finished, stop, live.scores, room.texts.sizes[LENGTH])
+        numbers[DONE] += 1
+        numbers[DRAFT_PASSES] += passes
+        numbers[SCORED] += layers_run
+        numbers[DRAFT_SCORED] += passes - (passes > 0 and not waiting)
+        spent_cycles[DRAFT] += drafted - began - inside
+        spent_cycles[DRAFT_MODEL] += inside
+        spent_cycles[SCORE] += scored - drafted
+        spent_cycles[VERIFY] += verified - scored
+        spent_cycles[SETTLE] += cycles() - verified
+    return live, SOUND
+
+
+class _Refused:
+    """A mark in the state of a session in which a turn was not for a run: the rest goes turn by turn."""
+
+
+def spec_of(part: object, verb: str, session: Session) -> Any:
+    """Return the numbers by which steps do the verb of a part; None if it has none.
+
+    A part that is derived from one of ours and does the verb in its own way does it in Python.
+    """
+    for kind in type(part).__mro__:
+        if verb in vars(kind):
+            return part.spec(session) if "spec" in vars(kind) else None  # type: ignore[attr-defined]
+    return None
+
+
+def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, list[HuggingFaceLM]] | None:
+    """Return how the turns of a session go, and its models; None if a part decides in Python, or Python looks at rows."""
+    warp = session.warp
+    if not isinstance(target, HuggingFaceLM) or not target.loops or _Refused in session.state:
+        return None
+    if not warp.takes_raw_rows or session.audited or session.limits.stop_strings:
+        return None
+    parts = session.parts
+    rule = spec_of(parts.rule, "verify", session)
+    plan = numbers_of(parts.controller, session)
+    if rule is None or plan is None:
+        return None
+    widths = parts.rule.widths(session)  # type: ignore[attr-defined]
+    if not isinstance(widths, (FixedWidths, ChosenWidths)):
+        return None
+    models = [target]
+    if type(parts.drafter) is NoDraft:
+        if plan.depth != 0:
+            return None
+        drafts: Any = NoDraftSpec(target.vocab)
+    else:
+        drafts = spec_of(parts.drafter, "draft", session)
+        lm = getattr(parts.drafter, "lm", None)
+        if drafts is None or not isinstance(lm, HuggingFaceLM) or not lm.loops or lm.vocab != target.vocab:
+            return None
+        models.append(lm)
+    stop = session.limits.stop
+    return RunSpec(plan, drafts, len(models) > 1, rule, widths, stop, widths.most, most_turns), models
+
+
+def numbers_of(controller: object, session: Session) -> Plan | None:
+    """Return the numbers by which a controller plans; None if it plans in Python."""
+    for kind in type(controller).__mro__:
+        if "plan" in vars(kind):
+            return controller.numbers(session) if "numbers" in vars(kind) else None  # type: ignore[attr-defined]
+    return None
+
+
+def run_ahead(target: LM, session: Session, most_turns: int = TURNS) -> bool:
+    """Advance the only live session by as many turns as a run supports, leaving the same state as turn-by-turn decoding.
+
+    Returns True if any turn ran.
+    """
+    session.beside = 1
+    found = run_spec(target, session, most_turns)
+    if found is None:
+        return False
+    spec, models = found
+    room = _room_for(spec, session)
+    deepest = deepest_of(spec.plan)
+    fresh = _most_nodes(spec, session, deepest)
+    more = min(session.remaining, SPAN)
+    dice = session.dice.ready(_uniforms_of(spec, fresh, deepest))
+    with ExitStack() as stack:
+        lanes = [stack.enter_context(lm.alone(session, fresh + spec.most_beams, more)) for lm in models]
+        arrays = [lane.arrays for lane in lanes if lane is not None]
+        if len(arrays) < len(models):  # a long prompt goes in first
+            return False
+        began = time.perf_counter()
+        live, condition = run_turns(arrays[0], arrays[-1], spec, session.beams, room, session.count.target_passes, dice)
+    apportion(dict(zip(PARTS, room.cycles.tolist(), strict=True)), began)
+    _keep(session, models, room, live)
+    if condition != SOUND:
+        session.state[_Refused] = True
+    return bool(room.numbers[DONE])
+
+
+def _most_nodes(spec: RunSpec, session: Session, deepest: int) -> int:
+    """Return the most nodes that a turn drafts."""
+    if isinstance(spec.drafts, TreeSpec):
+        return draws_of(spec.drafts, session.beams.size, deepest)
+    return deepest * int(spec.plan.widths.max()) if spec.drafting else 0
+
+
+def _uniforms_of(spec: RunSpec, fresh: int, deepest: int) -> int:
+    """Return how many uniforms the turns of a run may take; none where everything is drawn by noise."""
+    draws = fresh + spec.most_beams * (deepest + 1)
+    return spec.most_turns * (2 * draws + fresh)
+
+
+def _room_for(spec: RunSpec, session: Session) -> RunRoom:
+    length = session.length + SPAN
+    session.texts = room_for_texts(session.texts, max(spec.most_beams, session.beams.size), length)
+    draws = spec.most_beams * SPAN
+    ended = 2 * spec.most_beams * (deepest_of(spec.plan) + 2) + 64
+    rows = 0
+    drafts = spec.drafts
+    if isinstance(drafts, SharedLayers) and drafts.keeps_rows:
+        rows = spec.most_beams + deepest_of(spec.plan) * int(spec.plan.widths.max())
+    vocab = session.parts.drafter.lm.vocab if rows else 0  # type: ignore[attr-defined]
+    return RunRoom(
+        texts=session.texts,
+        finished=session.finished_with_room(2 * draws + 2 * ended),
+        ended=room_for_ended(ended, length),
+        widths=np.empty(SPAN, dtype=np.int64),
+        fronts=np.empty((rows, vocab), dtype=np.float32),
+        numbers=np.zeros(6, dtype=np.int64),
+        cycles=np.zeros(5, dtype=np.int64),
+    )
+
+
+def _keep(session: Session, models: list[HuggingFaceLM], room: RunRoom, live: Beams) -> None:
+    """Leave the session where the run has led, and let everybody know what was counted."""
+    numbers = room.numbers
+    count = session.count
+    for lm, passes in zip(models, (numbers[SCORED], numbers[DRAFT_SCORED]), strict=False):
+        lm.ran(session, int(passes))
+    count.target_passes += int(numbers[DONE])
+    count.draft_passes += int(numbers[DRAFT_PASSES])
+    count.accepted += int(numbers[ACCEPTED])
+    count.widths += room.widths[: numbers[LAYERS]].tolist()
+    count.peak_kv_tokens = models[0].peak(session)
+    session.put_aside(room.ended)
+    session.beams = live

@@ -1,0 +1,601 @@
+"""VERIFY: beams, layer by layer. What survives has the law of beam sampling with the width the layer was given.
+
+Both couplings and transformers' beam modes are judged by one loop, and by the same joint law; they differ in how they draw.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from specbeam.control.width import (
+    ChosenWidths,
+    FixedWidth,
+    FixedWidths,
+    Width,
+    asked_width,
+    draft_law,
+    width_spec,
+)
+from specbeam.core.beams import (
+    Beams,
+    Finished,
+    Layers,
+    add_finished,
+    add_layer,
+    first_layers,
+    is_session_over,
+    live_of,
+    no_layers,
+)
+from specbeam.core.forest import CHOSEN, DISTINCT, SHARED, Forest, find_child, start_of
+from specbeam.core.limits import Stop
+from specbeam.core.steps import Array, compiled_as, step
+from specbeam.draft.beams import candidate_count, draw_pairs, going_on
+from specbeam.errors import DeadEnd
+from specbeam.laws.joint import (
+    SOUND,
+    Choice,
+    JointLaw,
+    all_pairs,
+    choice_of,
+    choose,
+    condition_of,
+    core_and_extra,
+    joint_law,
+    odds_among,
+)
+from specbeam.laws.truncation import Truncation
+from specbeam.laws.warp import Rows, check_condition, left_by_others, on_host, processed_rows
+from specbeam.records import Audit, Trial, Verdict
+from specbeam.session import Session
+from specbeam.verify.trials import Drafts, Watched, audit_of_trials, take_draws, watch_for
+
+
+class SharedSpec(NamedTuple):
+    """Layers are the target's own best pairs under noise that drafts share, or its best pairs at temperature 0."""
+
+    noisy: bool  # False: nothing is drawn
+    beams: int  # the most draws of a layer
+    truncation: Truncation
+    stop: Stop
+
+
+class TriedSpec(NamedTuple):
+    """Layers are draws by dice, for which draft draws are tried."""
+
+    again: bool  # independent draws, with replacement
+    beams: int
+    truncation: Truncation
+    stop: Stop
+
+
+class SearchSpec(NamedTuple):
+    """Layers are drawn as transformers' beam modes do it: candidates, of which some go on."""
+
+    noisy: bool  # False: nothing is drawn, unless by dice
+    by_dice: bool
+    beams: int
+    truncation: Truncation
+    stop: Stop
+
+
+JudgeSpec = SharedSpec | TriedSpec | SearchSpec
+
+
+def law_at(rows: Any, live: Beams, spec: JudgeSpec) -> JointLaw:
+    """Return the target's law of the pairs that prolong live beams, which stand at forest nodes.
+
+    Args:
+        rows: float[nodes, vocab], the logits of all forest nodes; or an object that makes laws in Python.
+    """
+    if isinstance(rows, np.ndarray):
+        return joint_law(rows[live.nodes], live.scores, live.counts, spec.truncation, True)
+    return rows.law(live, spec)
+
+
+@step
+def _rows_at(rows: Array, nodes: Array) -> Array:
+    """Return the rows of these nodes, contiguous."""
+    found = np.empty((len(nodes), rows.shape[1]), dtype=rows.dtype)
+    for place in range(len(nodes)):
+        found[place] = rows[nodes[place]]
+    return found
+
+
+def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
+    """Let Python look at what a layer drew, and mark texts that ended; None: nobody looks.
+
+    Args:
+        looked: number of drafts that were looked at.
+    """
+    if eye is not None:
+        eye.look(law, live, choice, looked)
+
+
+@compiled_as(law_at)
+def _compiled_law_at(rows: Any, live: Any, spec: Any) -> Any:
+    def run(rows: Any, live: Any, spec: Any) -> Any:
+        return joint_law(_rows_at(rows, live.nodes), live.scores, live.counts, spec.truncation, True)
+
+    return run
+
+
+@compiled_as(look_at)
+def _compiled_look_at(eye: Any, law: Any, live: Any, choice: Any, looked: Any) -> Any:
+    return lambda eye, law, live, choice, looked: None
+
+
+@step
+def rows_of_beams(forest: Forest, number: int, live: Beams) -> tuple[Array, Array]:
+    """Return which row of layer `number` of the draft each live beam is, and which beam each row is; -1 for none."""
+    groups = forest.siblings
+    start = start_of(groups.parent_ends, number)
+    stop = groups.parent_ends[number]
+    row_of = np.full(len(live.nodes), -1, dtype=np.int64)
+    beam_of = np.full(stop - start, -1, dtype=np.int64)
+    for beam in range(len(live.nodes)):
+        for row in range(stop - start):
+            if groups.parents[start + row] == live.nodes[beam]:
+                row_of[beam] = row
+                beam_of[row] = beam
+    return row_of, beam_of
+
+
+@step
+def drafts_on(forest: Forest, number: int, live: Beams, pairs: Array, vocab: int) -> Drafts:
+    """Return the drafts of layer `number` on trial against a law over these pairs of live beams, ascending.
+
+    What the draft law has under dead parents is left out, so its sum may be below 1: such a draft is refused, and the
+    residual learns from the refusal (docs/exactness.md).
+    """
+    groups = forest.siblings
+    row_of, beam_of = rows_of_beams(forest, number, live)
+    law_start = start_of(groups.law_ends, number)
+    own = groups.law_odds[law_start : groups.law_ends[number]].copy()
+    named = groups.law_pairs[law_start : groups.law_ends[number]] if len(groups.law_pairs) > 0 else groups.law_pairs
+    first = start_of(groups.draw_ends, number)
+    count = groups.draw_ends[number] - first
+    places = np.full(count, -1, dtype=np.int64)
+    own_places = np.full(count, -1, dtype=np.int64)
+    for draw in range(count):
+        row = groups.rows[first + draw]
+        token = groups.tokens[first + draw]
+        own_places[draw] = np.searchsorted(named, row * groups.vocab + token)
+        if beam_of[row] >= 0:
+            pair = beam_of[row] * vocab + token
+            place = np.searchsorted(pairs, pair)
+            if place < len(pairs) and pairs[place] == pair:
+                places[draw] = place
+    on_wanted = odds_on_pairs(pairs, vocab, row_of, named, own, groups.vocab)
+    kind = groups.kinds[number]
+    return Drafts(places, own_places, own, on_wanted, kind == DISTINCT, kind == CHOSEN)
+
+
+@step
+def odds_on_pairs(pairs: Array, vocab: int, row_of: Array, named: Array, odds: Array, own_vocab: int) -> Array:
+    """Return the draft odds of pairs of live beams, float64[pairs]; 0 where the draft has none."""
+    found = np.zeros(len(pairs))
+    for place in range(len(pairs)):
+        row = row_of[pairs[place] // vocab]
+        token = pairs[place] % vocab
+        if row < 0 or token >= own_vocab:
+            continue
+        pair = row * own_vocab + token
+        at = np.searchsorted(named, pair)
+        if at < len(named) and named[at] == pair:
+            found[place] = odds[at]
+    return found
+
+
+@step
+def no_drafts(size: int) -> Drafts:
+    """Return no drafts against a law over so many pairs."""
+    none = np.empty(0, dtype=np.int64)
+    return Drafts(none, none, np.empty(0), np.zeros(size), False, False)
+
+
+def draw_layer(
+    spec: Any, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, watched: Watched
+) -> tuple[Choice, Array, int]:
+    """Return what a layer drew, how often each pair was drawn, and how many drafts were looked at.
+
+    For transformers' beam modes these are candidates, of which some go on (`settle_layer`).
+    """
+    draw = {SharedSpec: draw_shared, TriedSpec: draw_tried, SearchSpec: draw_candidates}[type(spec)]
+    return draw(spec, law, live, forest, number, width, dice, watched)
+
+
+@step
+def _drafts_of(forest: Forest, number: int) -> int:
+    """Return the number of drafts of a layer."""
+    ends = forest.siblings.draw_ends
+    return ends[number] - start_of(ends, number) if number < len(ends) else 0
+
+
+@step
+def draw_shared(
+    spec: SharedSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, watched: Watched
+) -> tuple[Choice, Array, int]:
+    """Return the best pairs under shared noise; see `draw_layer`."""
+    every = np.ones(len(live.tokens), dtype=np.bool_)
+    choice = choose(law, live.keys, spec.noisy, every, width, 0, spec.stop.eos)
+    return choice, np.ones_like(choice.tokens), _drafts_of(forest, number)
+
+
+@step
+def draw_candidates(
+    spec: SearchSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, watched: Watched
+) -> tuple[Choice, Array, int]:
+    """Return the candidates of a layer of transformers' beam modes; see `draw_layer`."""
+    eos = spec.stop.eos
+    count = candidate_count(spec.beams, len(eos))
+    if spec.by_dice:
+        pairs = all_pairs(law)
+        pairs = pairs[draw_pairs(odds_among(law, pairs), min(count, len(pairs)), False, dice)]
+    else:
+        every = np.ones(len(live.tokens), dtype=np.bool_)
+        keys = live.keys if spec.noisy else live.keys[:0]
+        pairs, _ = core_and_extra(law, keys, every, count, 0)
+    choice = choice_of(law, live.keys, pairs, len(pairs), eos)
+    return choice, np.ones_like(choice.tokens), _drafts_of(forest, number)
+
+
+@step
+def draw_tried(
+    spec: TriedSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, watched: Watched
+) -> tuple[Choice, Array, int]:
+    """Return draws by dice, for which draft draws were tried; see `draw_layer`."""
+    vocab = law.logits.shape[1]
+    pairs = all_pairs(law)
+    drafts = no_drafts(len(pairs))
+    if number < len(forest.siblings.kinds):
+        drafts = drafts_on(forest, number, live, pairs, vocab)
+    taken, looked = take_draws(odds_among(law, pairs), drafts, width, spec.again, dice, watched)
+    distinct, counts = _counted(taken)
+    return choice_of(law, live.keys, pairs[distinct], len(distinct), spec.stop.eos), counts, looked
+
+
+@compiled_as(draw_layer)
+def _compiled_draw_layer(
+    spec: Any, law: Any, live: Any, forest: Any, number: Any, width: Any, dice: Any, watched: Any
+) -> Any:
+    return {SharedSpec: draw_shared, TriedSpec: draw_tried, SearchSpec: draw_candidates}[spec.instance_class]
+
+
+@step
+def _counted(drawn: Array) -> tuple[Array, Array]:
+    """Return the distinct draws in the order of their first coming, and how often each came."""
+    distinct = np.empty(len(drawn), dtype=np.int64)
+    counts = np.zeros(len(drawn), dtype=np.int64)
+    held = 0
+    for one in drawn:
+        place = 0
+        while place < held and distinct[place] != one:
+            place += 1
+        if place == held:
+            distinct[held] = one
+            held += 1
+        counts[place] += 1
+    return distinct[:held], counts[:held]
+
+
+def which_settle(spec: Any, choice: Choice, is_last: bool) -> Array:
+    """Return which of the pairs that were drawn make the layer, int64[pairs].
+
+    In transformers' beam modes the best-scored candidates that did not end go on, and the first ones may finish; the last
+    layer of a text takes its beams from the first candidates too.
+    """
+    if isinstance(spec, SearchSpec):
+        return _which_go_on_or_finish(spec, choice, is_last)
+    return np.arange(len(choice.tokens))
+
+
+@step
+def _which_go_on_or_finish(spec: SearchSpec, choice: Choice, is_last: bool) -> Array:
+    first = min(spec.beams, len(choice.tokens))
+    looked = first if is_last else len(choice.tokens)
+    going = going_on(choice.scores[:looked], choice.ends[:looked], spec.beams)
+    return np.concatenate((going, np.flatnonzero(choice.ends[:first])))
+
+
+@compiled_as(which_settle)
+def _compiled_which_settle(spec: Any, choice: Any, is_last: Any) -> Any:
+    if spec.instance_class is SearchSpec:
+        return _which_go_on_or_finish
+    return lambda spec, choice, is_last: np.arange(len(choice.tokens))
+
+
+@step
+def settle_layer(choice: Choice, counts: Array, which: Array, live: Beams, forest: Forest) -> Layers:
+    """Return the one layer that these of the drawn pairs make."""
+    found = no_layers(len(which), 1)
+    beams = found.beams
+    for place in range(len(which)):
+        drawn = which[place]
+        parent = live.nodes[choice.parents[drawn]]
+        token = choice.tokens[drawn]
+        found.parents[place] = parent
+        found.ended[place] = choice.ends[drawn]
+        beams.nodes[place] = find_child(forest.tokens, forest.parents, parent, token)
+        beams.tokens[place] = token
+        beams.scores[place] = choice.scores[drawn]
+        beams.counts[place] = counts[drawn]
+        beams.keys[place] = choice.keys[drawn]
+    found.draw_ends[0] = len(which)
+    found.widths[0] = len(which)
+    return found
+
+
+@step
+def are_drafts(layer: Layers) -> bool:
+    """Return whether every draw of a layer that did not end is a draft node."""
+    for place in range(len(layer.parents)):
+        if not layer.ended[place] and layer.beams.nodes[place] < 0:
+            return False
+    return True
+
+
+@step
+def judge(
+    rows: Any, forest: Forest, live: Beams, spec: Any, widths: Any, planned: int, length: int, finished: Finished,
+    dice: Any, watched: Watched, eye: Any,
+) -> tuple[Layers, int]:  # fmt: skip
+    """Judge the drafted layers until one has a beam that is no draft, then, or after the last one, stop.
+
+    Returns the layers, and SOUND; or DEAD or BROKEN if the target had no law to draw the next layer from.
+
+    Args:
+        rows: logits of all forest nodes, or an object that makes laws in Python; see `law_at`.
+        live: the beams between two turns, which are the roots.
+        widths: how many draws a drafted layer gets; see `control.width.asked_width`.
+        planned: number of layers that were to be drafted; how many were tells of draws to come.
+        length: number of tokens before the first layer.
+        finished: scores of the beams that ended; those that end here are added.
+        watched: trials are noted for audits; eye: looks at each layer, see `look_at`.
+    """
+    drafted = len(forest.siblings.kinds)
+    most = candidate_count(spec.beams, len(spec.stop.eos))
+    room = no_layers(most * (drafted + 1), drafted + 1)
+    number = 0
+    going = True
+    while going:
+        law = law_at(rows, live, spec)
+        condition = condition_of(law)
+        if condition != SOUND:
+            return first_layers(room, number), condition
+        width = spec.beams
+        if number < drafted:
+            width = asked_width(widths, law, live, forest, number, planned)
+        choice, counts, looked = draw_layer(spec, law, live, forest, number, width, dice, watched)
+        look_at(eye, law, live, choice, looked)
+        longer = length + number + 1
+        which = which_settle(spec, choice, longer >= spec.stop.most)
+        layer = settle_layer(choice, counts, which, live, forest)
+        passed = number < drafted and are_drafts(layer)
+        add_layer(room, number, layer, width, passed)
+        add_finished(finished, spec.stop, layer, longer)
+        live = live_of(layer)
+        number += 1
+        going = passed and not is_session_over(finished, spec.stop, live.scores, longer)
+    return first_layers(room, number), SOUND
+
+
+@dataclass(eq=False)
+class LawsInPython:
+    """Makes the laws of a turn where Python has to see the rows: for logits processors, and warpers of others."""
+
+    session: Session
+    forest: Forest
+    rows: Rows
+
+    def law(self, live: Beams, spec: JudgeSpec) -> JointLaw:
+        """Return the law of the pairs that prolong live beams. Raises `BrokenProcessor`."""
+        warp = self.session.warp
+        rows = processed_rows(self.rows[live.nodes], warp, lambda: self.session.paths(self.forest, live.nodes))
+        counts = np.ones_like(live.counts) if warp.greedy else live.counts
+        law = joint_law(rows, live.scores, counts, spec.truncation, not (warp.search and bool(warp.processors)))
+        if warp.others and not warp.greedy and condition_of(law) == SOUND:
+            return left_by_others(law, warp)
+        return law
+
+
+@dataclass(eq=False)
+class Eye:
+    """Looks at the layers of a turn: marks texts that a stop string ended, and remembers what audits and pictures need."""
+
+    session: Session
+    forest: Forest
+    trace: bool
+    audit: Audit | None
+    seen: "list[tuple[JointLaw, Beams, int]]"
+
+    def look(self, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
+        """Look at what the next layer drew, for which so many drafts were looked at."""
+        limits = self.session.limits
+        if limits.stop_strings:
+            nodes = live.nodes[choice.parents]
+            before = self.session.new_tokens(self.forest, nodes)
+            for place, path in enumerate(before.tolist()):
+                text = [*path, int(choice.tokens[place])]
+                choice.ends[place] |= limits.stopped_by(text) is not None
+        if self.audit is not None and not self.session.warp.greedy:
+            self.audit += first_draw_audit(law, choice)
+        if self.trace:
+            self.seen.append((law, live, looked))
+
+
+def first_draw_audit(law: JointLaw, choice: Choice) -> Audit:
+    """Return the audit of a layer's first pair, which has the joint law, whatever the coupling."""
+    pairs = all_pairs(law)
+    first = int(choice.parents[0]) * law.logits.shape[1] + int(choice.tokens[0])
+    place = int(np.searchsorted(pairs, first))
+    if place == len(pairs) or pairs[place] != first:
+        return Audit(draws=1, impossible=1)
+    return Audit.of_draw(np.log(odds_among(law, pairs)), place)
+
+
+@dataclass(frozen=True)
+class BeamRule:
+    """Judge the drafts of each layer until one of the drawn beams is no draft; then, or after the last layer, stop.
+
+    Args:
+        width: how many draws a layer gets; fixed before its drafts are looked at.
+        coupling: "noise": the target takes its own best pairs under the noise of (seed, path, token), and the layer
+            passes if they are drafts. "rejection": draft draws are accepted or refused one by one.
+        replacement: draws with replacement (coupling "rejection" only).
+        collapse: keep only the live beam of highest likelihood after each turn (arXiv 2409.16560, sec. 3.4).
+        trace: record every trial in the verdict, for pictures.
+
+    Law: given the widths, every layer is `width` draws from the target's joint law over (live beam, token) pairs
+    (docs/exactness.md, trajectory theorem). With a fixed width this is beam sampling.
+    """
+
+    width: Width
+    coupling: str = "noise"
+    replacement: bool = False
+    collapse: bool = False
+    trace: bool = False
+
+    @property
+    def tries(self) -> bool:
+        """Whether drafts are tried against their law."""
+        return self.coupling == "rejection"
+
+    def spec(self, session: Session) -> JudgeSpec | None:
+        """Return how a run of turns is judged; None if something is done in Python after each turn."""
+        return None if self.collapse or self.trace else self.judge_spec(session)
+
+    def judge_spec(self, session: Session) -> JudgeSpec:
+        """Return how layers are drawn for a session; nothing is drawn at temperature 0."""
+        warp = session.warp
+        stop = session.limits.stop
+        if self.coupling == "rejection" and not warp.greedy:
+            return TriedSpec(self.replacement, self.width.most, warp.cut, stop)
+        return SharedSpec(not warp.greedy, self.width.most, warp.cut, stop)
+
+    def widths(self, session: Session) -> "FixedWidths | ChosenWidths | Width":
+        """Return what chooses widths for a session: numbers for steps, or a part of one's own."""
+        width = FixedWidth(self.width.most) if session.warp.greedy else self.width
+        return width_spec(width, session.state, self.coupling == "noise")
+
+    def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
+        """Return what lives on."""
+        found = judged(session, forest, scored, self.judge_spec(session), self.widths(session), self.trace)
+        collapsed = None
+        if self.collapse and found.beams.size:
+            collapsed = int(np.argmax(found.beams.scores))
+        return Verdict(found.layers, found.trials, found.audit, collapsed)
+
+
+def judged(
+    session: Session,
+    forest: Forest,
+    scored: Float[torch.Tensor, "nodes vocab"],
+    spec: JudgeSpec,
+    widths: Any,
+    trace: bool,
+) -> Verdict:
+    """Return the verdict of `judge`: compiled, or its source where Python has to see rows or to look at layers.
+
+    Raises `BrokenLaw`; `DeadEnd` if no live beam has a way on and none ended before. Layers that were made before a dead
+    end stand, and the next turn meets it again.
+    """
+    rows = on_host(scored)
+    most = max(candidate_count(spec.beams, len(spec.stop.eos)), spec.beams)
+    finished = session.finished_with_room(most * (forest.siblings.size + 1))
+    before = int(finished.held[0])
+    draws = len(forest.siblings.tokens) + most * (forest.siblings.size + 1)
+    dice = session.dice.ready(2 * draws + spec.beams)
+    watched = watch_for(draws, scored.shape[1] * spec.beams) if session.audited else watch_for(0, 0)
+    eye = None
+    makes_laws = not session.warp.takes_raw_rows
+    is_custom = not isinstance(widths, (FixedWidths, ChosenWidths))
+    if trace or session.audited or session.limits.stop_strings:
+        eye = Eye(session, forest, trace, Audit() if session.audited else None, [])
+    given = (session.shape.depth, session.length, finished, dice, watched, eye)
+    if eye is None and not makes_laws and not is_custom:
+        layers, condition = judge(rows, forest, session.beams, spec, widths, *given)
+    else:
+        source = getattr(judge, "py_func", judge)
+        laws = LawsInPython(session, forest, rows) if makes_laws else rows
+        layers, condition = source(laws, forest, session.beams, spec, widths, *given)
+    finished.held[0] = before  # the session adds them when it moves on
+    if condition != SOUND and layers.size == 0:
+        try:
+            check_condition(condition, rows[session.beams.nodes], session.warp)
+        except DeadEnd:
+            if not session.ended:
+                raise
+            layers = dead_end()
+    audit = None
+    if eye is not None and eye.audit is not None:
+        audit = eye.audit + audit_of_trials(watched)
+    trials = trials_of(eye.seen, forest, layers) if eye is not None and trace else ()
+    return Verdict(layers, trials, audit)
+
+
+def dead_end() -> Layers:
+    """Return one layer in which nothing was drawn, as no live beam has a way on."""
+    found = no_layers(0, 1)
+    found.draw_ends[0] = 0
+    found.widths[0] = 0
+    return found
+
+
+def trials_of(seen: "list[tuple[JointLaw, Beams, int]]", forest: Forest, layers: Layers) -> tuple[Trial, ...]:
+    """Return every draft of each layer that was judged, and every pair that was drawn in place of one."""
+    trials: list[Trial] = []
+    for number, (law, live, looked) in enumerate(seen[: layers.size]):
+        trials += _trials_of_layer(law, live, looked, forest, layers, number)
+    return tuple(trials)
+
+
+def _trials_of_layer(
+    law: JointLaw, live: Beams, looked: int, forest: Forest, layers: Layers, number: int
+) -> list[Trial]:
+    layer = layers.layer(number)
+    drawn = set(zip(layer.parents.tolist(), layer.beams.tokens.tolist(), strict=True))
+    vocab = law.logits.shape[1]
+    target = _odds_by_pair(law)
+    beam_of = {int(node): beam for beam, node in enumerate(live.nodes)}
+    draft, row_of, own_vocab = _draft_odds(forest, number, law.truncation)
+
+    def trial(parent: int, token: int, node: int, fate: str) -> Trial:
+        p = target.get(beam_of[parent] * vocab + token, 0.0) if parent in beam_of else 0.0
+        q = draft.get(row_of[parent] * own_vocab + token, 0.0) if parent in row_of else 0.0
+        return Trial(number + 1, parent, token, node, p, q, fate)
+
+    trials: list[Trial] = []
+    drafts: set[tuple[int, int]] = set()
+    if number < forest.siblings.size:
+        group = forest.siblings.group(number)
+        above = group.draw_parents.tolist()
+        for place, (parent, token) in enumerate(zip(above, group.tokens.tolist(), strict=True)):
+            fate = "rejected" if place < looked else "unused"
+            if (parent, token) in drawn:
+                fate = "accepted"
+            drafts.add((parent, token))
+            trials.append(trial(parent, token, int(group.nodes[place]), fate))
+    return trials + [trial(parent, token, -1, "resampled") for parent, token in sorted(drawn - drafts)]
+
+
+def _odds_by_pair(law: JointLaw) -> dict[int, float]:
+    pairs = all_pairs(law)
+    return dict(zip(pairs.tolist(), odds_among(law, pairs).tolist(), strict=True))
+
+
+def _draft_odds(forest: Forest, number: int, truncation: Truncation) -> tuple[dict[int, float], dict[int, int], int]:
+    """Return the draft odds of pairs of a layer, as far as they are known; which row each parent is; and the vocabulary."""
+    if number >= forest.siblings.size:
+        return {}, {}, 0
+    group = forest.siblings.group(number)
+    row_of = {int(node): row for row, node in enumerate(group.parents)}
+    if group.kinds[0] != SHARED:
+        named = group.law_pairs if len(group.law_pairs) else np.arange(len(group.law_odds))
+        return dict(zip(named.tolist(), group.law_odds.tolist(), strict=True)), row_of, group.vocab
+    if number >= len(forest.fronts.row_ends):
+        return {}, row_of, group.vocab
+    return _odds_by_pair(draft_law(forest.fronts, number, truncation)), row_of, group.vocab

@@ -1,0 +1,184 @@
+"""VERIFY: the kernel. Try draft draws, in order, against the law that is still wanted.
+
+One lemma serves everything: a candidate of law q is accepted with odds min(1, r / q); after a refusal the missing mass is
+norm((r - q)^+). Whatever is emitted in the end has law r (docs/exactness.md).
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specbeam.core.dice import flip, pick
+from specbeam.core.steps import Array, step
+from specbeam.records import Audit
+
+NOTHING = 1e-12  # missing mass below this is rounding
+
+
+class Watched(NamedTuple):
+    """Trials that an audit looks at afterwards, with room for more; of no room where nobody does."""
+
+    wanted: Array  # float64[room, n]: the law still wanted before each trial
+    drafted: Array  # float64[room, n]: the law of the candidate
+    accepted: Array  # float64[room]: 1 or 0; what the candidate is worth, in rules that toss the coin later
+    count: Array  # int64[1]
+
+
+@step
+def watch_for(room: int, size: int) -> Watched:
+    """Return room for so many trials of laws of at most that size."""
+    return Watched(np.zeros((room, size)), np.zeros((room, size)), np.zeros(room), np.zeros(1, dtype=np.int64))
+
+
+@step
+def note_trial(watched: Watched, wanted: Array, drafted: Array, accepted: float) -> None:
+    """Note a trial, if there is room."""
+    number = watched.count[0]
+    if number < len(watched.accepted):
+        watched.wanted[number, : len(wanted)] = wanted
+        watched.drafted[number, : len(drafted)] = drafted
+        watched.accepted[number] = accepted
+        watched.count[0] += 1
+
+
+def audit_of_trials(watched: Watched) -> Audit:
+    """Return the audit of all trials that were noted."""
+    audit = Audit()
+    for number in range(int(watched.count[0])):
+        audit += Audit.of_trial(watched.wanted[number], watched.drafted[number], watched.accepted[number] > 0)
+    return audit
+
+
+@step
+def residual(wanted: Array, drafted: Array) -> Array:
+    """Return norm((wanted - drafted)^+): the law of what is still missing after a draw from `drafted` was refused.
+
+    If nothing is missing, both are equal up to rounding and the refusal had odds of about 0: then it is `wanted` itself.
+    """
+    missing = np.maximum(wanted - drafted, 0.0)
+    total = missing.sum()
+    return missing / total if total > NOTHING else wanted
+
+
+class Drafts(NamedTuple):
+    """Draft draws on trial against a law over n tokens or pairs, and the law that they were drawn from."""
+
+    places: Array  # int64[draws]: where each stands in the wanted law; -1 where this cannot contain it
+    own_places: Array  # int64[draws]: where each stands in its own law
+    own: Array  # float64[...]: the own law, whole; struck out where draws are distinct
+    on_wanted: Array  # float64[n]: the own law where the wanted one stands; may sum to less than 1; struck out likewise
+    distinct: bool
+    chosen: bool  # not drawn: each stands for all the mass of its law
+
+
+@step
+def law_on_trial(drafts: Drafts, place: int, mass: float, size: int) -> Array:
+    """Return the law of a candidate, given the draws before it, on the wanted law's tokens or pairs."""
+    if not drafts.chosen:
+        return drafts.on_wanted / mass
+    law = np.zeros(size)
+    if place >= 0:
+        law[place] = 1.0
+    return law
+
+
+@step
+def refuse(rest: Array, drafts: Drafts, place: int, mass: float) -> None:
+    """Take the law of a refused candidate off the law that is still wanted, and normalise it: `residual`, in place."""
+    if drafts.chosen:
+        if place < 0 or rest.sum() - rest[place] <= NOTHING:
+            return
+        rest[place] = 0.0
+        rest /= rest.sum()
+        return
+    total = 0.0
+    for one in range(len(rest)):
+        missing = rest[one] - drafts.on_wanted[one] / mass
+        if missing > 0:
+            total += missing
+    if total <= NOTHING:
+        return
+    for one in range(len(rest)):
+        missing = rest[one] - drafts.on_wanted[one] / mass
+        rest[one] = missing / total if missing > 0 else 0.0
+
+
+@step
+def try_drafts(rest: Array, drafts: Drafts, start: int, dice: Any, watched: Watched) -> int:
+    """Try the draws from `start` on until one is accepted. Returns which one, or the number of draws if none is.
+
+    `rest`, float64[n], the law that is still wanted, becomes the residual of the refusals.
+    """
+    places = drafts.places
+    struck = drafts.distinct and not drafts.chosen
+    for draw in range(start, len(places)):
+        place = places[draw]
+        mass = drafts.own.sum() if struck else 1.0
+        accepted = False
+        if place >= 0 and rest[place] > 0:
+            odds = 1.0
+            if drafts.chosen:
+                odds = rest[place]
+            elif drafts.on_wanted[place] > 0:  # a draw whose odds were rounded away to 0 is judged as if they were tiny
+                odds = rest[place] / (drafts.on_wanted[place] / mass)
+            accepted = flip(dice, min(1.0, odds))
+        if len(watched.accepted) > 0:
+            note_trial(watched, rest, law_on_trial(drafts, place, mass, len(rest)), 1.0 if accepted else 0.0)
+        if not accepted:
+            refuse(rest, drafts, place, mass)
+        if struck:
+            drafts.own[drafts.own_places[draw]] = 0.0
+            if place >= 0:
+                drafts.on_wanted[place] = 0.0
+        if accepted:
+            return draw
+    return len(places)
+
+
+@step
+def without(law: Array, place: int) -> Array:
+    """Return a law after `place` was drawn from it for good."""
+    left = law.copy()
+    left[place] = 0.0
+    total = left.sum()
+    return left / total if total > 0 else left
+
+
+@step
+def take_draws(
+    wanted: Array, drafts: Drafts, count: int, again: bool, dice: Any, watched: Watched
+) -> tuple[Array, int]:
+    """Return the places of `count` draws from the law `wanted`, int64[draws], and how many draft draws were looked at.
+
+    Draft draws are used where possible, and looked at only as far as needed.
+
+    Args:
+        wanted: float64[n], sums to 1.
+        again: independent draws; otherwise each is struck out once drawn, and there are fewer if few have odds.
+
+    Law: `count` independent draws from `wanted`, or successive draws without replacement, whatever the drafts.
+    Source: speculative sampling (arXiv 2211.17192) for one candidate and one draw; SpecInfer (2305.09781) and RSD
+    (2402.14160) for several candidates; DSBD (2409.16560, alg. 1), corrected, for several draws.
+    """
+    if not again:
+        count = min(count, np.count_nonzero(wanted))
+    taken = np.empty(count, dtype=np.int64)
+    open_law = wanted
+    rest = wanted.copy()
+    draw = 0
+    held = 0
+    while held < count and draw < len(drafts.places):
+        found = try_drafts(rest, drafts, draw, dice, watched)
+        draw = min(found + 1, len(drafts.places))
+        if found < len(drafts.places):
+            taken[held] = drafts.places[found]
+            held += 1
+            open_law = wanted if again else without(open_law, drafts.places[found])
+            rest[:] = open_law
+    complete = held == count
+    while held < count:
+        taken[held] = pick(dice, rest)
+        open_law = wanted if again else without(open_law, taken[held])
+        rest[:] = open_law
+        held += 1
+    return taken, draw if complete else len(drafts.places)

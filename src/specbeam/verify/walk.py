@@ -1,0 +1,497 @@
+"""VERIFY: one sequence walks down its tree; each step emits one token."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from specbeam.control.width import FixedWidths
+from specbeam.core.beams import Beams, Layers, first_layers, no_layers
+from specbeam.core.dice import pick
+from specbeam.core.forest import (
+    CHOSEN,
+    DISTINCT,
+    Forest,
+    GroupsUnder,
+    Siblings,
+    find_child,
+    groups_by_node,
+    start_of,
+)
+from specbeam.core.limits import Stop, is_end
+from specbeam.core.noise import child_key
+from specbeam.core.steps import Array, compiled_as, step
+from specbeam.errors import LostLaw
+from specbeam.laws.joint import BROKEN, DEAD, SOUND
+from specbeam.laws.ranking import best_pairs, rank_pairs
+from specbeam.laws.reduce import log_norm
+from specbeam.laws.rows import RowLaw, best_token, odds_on, place_in, row_law
+from specbeam.laws.truncation import Truncation, cuts
+from specbeam.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
+from specbeam.records import Audit, Verdict
+from specbeam.session import Session
+from specbeam.verify.trials import Drafts, Watched, audit_of_trials, try_drafts, watch_for
+
+TRY, MATCH_BY_NOISE, MATCH_BY_DICE = range(3)
+ONE_SEQUENCE = FixedWidths(1)
+
+
+class WalkSpec(NamedTuple):
+    """How tokens are taken on the way down."""
+
+    way: int  # TRY: drafts are tried against their laws; MATCH: tokens are drawn, by noise or by dice, and looked up
+    greedy: bool
+    truncation: Truncation
+    stop: Stop
+
+
+class Emitted(NamedTuple):
+    """What a walk has emitted so far: where it stands, and the layers, of one token each."""
+
+    layers: Layers
+    state: Array  # int64[2]: number of layers, node where the walk stands (-1: it left the tree)
+
+
+COUNT, NODE = range(2)
+
+
+def row_at(rows: Any, node: int) -> Array:
+    """Return the logits of a forest node, float[vocab].
+
+    Args:
+        rows: float[nodes, vocab], or an object that processes rows in Python.
+    """
+    if isinstance(rows, np.ndarray):
+        return rows[node]
+    return rows.at(node)
+
+
+def law_at_row(rows: Any, row: Array, truncation: Truncation) -> RowLaw:
+    """Return the law of a row of logits; `rows` is what gave it."""
+    if isinstance(rows, np.ndarray):
+        return row_law(row, truncation)
+    return rows.law(row)
+
+
+def is_whole(rows: Any, truncation: Truncation) -> bool:
+    """Return whether the laws of these rows are on the whole vocabulary."""
+    if isinstance(rows, np.ndarray):
+        return not cuts(truncation)
+    return rows.is_whole
+
+
+def look_at_token(eye: Any, rows: Any, row: Array, node: int, token: int) -> bool:
+    """Let Python look at a token that is emitted after a node, and say whether the text ended with it; None: nobody does."""
+    return eye is not None and eye.look(rows, row, node, token)
+
+
+@compiled_as(row_at)
+def _compiled_row_at(rows: Any, node: Any) -> Any:
+    return lambda rows, node: rows[node]
+
+
+@compiled_as(law_at_row)
+def _compiled_law_at_row(rows: Any, row: Any, truncation: Any) -> Any:
+    return lambda rows, row, truncation: row_law(row, truncation)
+
+
+@compiled_as(is_whole)
+def _compiled_is_whole(rows: Any, truncation: Any) -> Any:
+    return lambda rows, truncation: not cuts(truncation)
+
+
+@compiled_as(look_at_token)
+def _compiled_look_at_token(eye: Any, rows: Any, row: Any, node: Any, token: Any) -> Any:
+    return lambda eye, rows, row, node, token: False
+
+
+@step
+def start_walk(steps: int) -> Emitted:
+    """Return a walk that stands at the root, with room for so many tokens."""
+    return Emitted(no_layers(steps, steps), np.zeros(2, dtype=np.int64))
+
+
+@step
+def emit(walk: Emitted, live: Beams, logp: float, token: int, node: int, ended: bool, drafted: bool) -> None:
+    """Emit a token after the node where the walk stands, and move on to `node`, which is -1 if the token has none.
+
+    Args:
+        live: the one live beam between two turns.
+        logp: log-likelihood of the token, before the truncation.
+        drafted: whether a draft supplied it.
+    """
+    layers = walk.layers
+    number = walk.state[COUNT]
+    score = live.scores[0]
+    key = live.keys[0]
+    if number > 0:
+        score = layers.beams.scores[number - 1]
+        key = layers.beams.keys[number - 1]
+    layers.parents[number] = walk.state[NODE]
+    layers.ended[number] = ended
+    layers.beams.nodes[number] = node
+    layers.beams.tokens[number] = token
+    layers.beams.scores[number] = score + logp
+    layers.beams.counts[number] = live.counts[0]
+    layers.beams.keys[number] = child_key(key, token)
+    layers.draw_ends[number] = number + 1
+    layers.widths[number] = 1
+    layers.passed[number] = drafted
+    walk.state[COUNT] = number + 1
+    walk.state[NODE] = node
+
+
+@step
+def norm_of(row: Array) -> float:
+    """Return the logsumexp of a row; -inf where all of it is -inf, NaN where it holds NaN or +inf."""
+    return log_norm(row.reshape(1, len(row)))[0]
+
+
+@step
+def condition_of_norm(norm: float) -> int:
+    """Return whether a row with this norm is SOUND, DEAD or BROKEN."""
+    if not norm < np.inf:
+        return BROKEN
+    return SOUND if norm > -np.inf else DEAD
+
+
+@step
+def emit_path(
+    walk: Emitted,
+    rows: Any,
+    live: Beams,
+    stop: Stop,
+    length: int,
+    tokens: Array,
+    nodes: Array,
+    drafted: Array,
+    eye: Any,
+) -> bool:
+    """Emit these tokens, one after the other, until the text ends. Returns whether it may go on.
+
+    Args:
+        tokens: int64[n]; nodes: int64[n], their forest nodes or -1; drafted: bool[n], whether drafts supplied them.
+    """
+    for place in range(len(tokens)):
+        here = walk.state[NODE]
+        row = row_at(rows, here)
+        ended = is_end(tokens[place], stop.eos) or look_at_token(eye, rows, row, here, tokens[place])
+        logp = np.float64(row[tokens[place]]) - norm_of(row)
+        emit(walk, live, logp, tokens[place], nodes[place], ended, drafted[place])
+        if ended or length + walk.state[COUNT] >= stop.most:
+            return False
+    return True
+
+
+@step
+def emitted_layers(walk: Emitted) -> Layers:
+    """Return the layers that a walk has emitted."""
+    return first_layers(walk.layers, walk.state[COUNT])
+
+
+@step
+def drafts_under(groups: Siblings, group: int, law: RowLaw) -> Drafts:
+    """Return the drafts of one group on trial against the target's law after its parent."""
+    first = start_of(groups.draw_ends, group)
+    count = groups.draw_ends[group] - first
+    start = start_of(groups.law_ends, group)
+    stop = groups.law_ends[group]
+    own = groups.law_odds[start:stop].copy()
+    named = groups.law_pairs[start:stop]
+    kind = groups.kinds[group]
+    places = np.empty(count, dtype=np.int64)
+    own_places = np.zeros(count, dtype=np.int64)
+    for draw in range(count):
+        token = groups.tokens[first + draw]
+        places[draw] = place_in(law.tokens, token)
+        if kind == DISTINCT:
+            own_places[draw] = np.searchsorted(named, token)
+    on_wanted = own[:0]
+    if kind != CHOSEN:
+        on_wanted = odds_on(law.tokens, len(law.logp), named, own)
+    return Drafts(places, own_places, own, on_wanted, kind == DISTINCT, kind == CHOSEN)
+
+
+@step
+def try_groups(
+    rest: Array, groups: Siblings, under: GroupsUnder, node: int, law: RowLaw, dice: Any, watched: Watched
+) -> int:
+    """Try all drafts under a node, group by group. Returns the accepted draw, or -1; `rest` becomes the residual."""
+    group = under.first[node]
+    while group >= 0:
+        drafts = drafts_under(groups, group, law)
+        found = try_drafts(rest, drafts, 0, dice, watched)
+        if found < len(drafts.places):
+            return start_of(groups.draw_ends, group) + found
+        group = under.after[group]
+    return -1
+
+
+@step
+def is_drafted(groups: Siblings, under: GroupsUnder, node: int, token: int) -> bool:
+    """Return whether a token was drafted under a node, be it as an end token without a node."""
+    group = under.first[node]
+    while group >= 0:
+        for draw in range(start_of(groups.draw_ends, group), groups.draw_ends[group]):
+            if groups.tokens[draw] == token:
+                return True
+        group = under.after[group]
+    return False
+
+
+@step
+def draw_by_noise(rows: Any, row: Array, key: Array, truncation: Truncation) -> int:
+    """Return the token of largest log-odds plus noise: a draw from the law of a row."""
+    alone = row.reshape(1, len(row))
+    nothing = np.zeros(1)
+    keys = np.full(1, key)
+    if is_whole(rows, truncation):
+        every = np.ones(1, dtype=np.bool_)
+        return best_pairs(alone, nothing, truncation.temperature, nothing, keys, every, 1)[0]
+    law = law_at_row(rows, row, truncation)
+    return rank_pairs(law.tokens, alone, nothing, truncation.temperature, nothing, keys, 1)[0]
+
+
+@step
+def drawn_token(walk: Emitted, rows: Any, row: Array, live: Beams, spec: WalkSpec, dice: Any) -> int:
+    """Return the target's own token where the walk stands: the best at temperature 0, else a draw by noise or by dice."""
+    if spec.greedy:
+        return best_token(row)
+    if spec.way == MATCH_BY_DICE:
+        law = law_at_row(rows, row, spec.truncation)
+        place = pick(dice, np.exp(law.logp))
+        return law.tokens[place] if len(law.tokens) > 0 else place
+    number = walk.state[COUNT]
+    key = live.keys[0] if number == 0 else walk.layers.beams.keys[number - 1]
+    return draw_by_noise(rows, row, key, spec.truncation)
+
+
+@step
+def walk_down(
+    rows: Any, forest: Forest, live: Beams, spec: WalkSpec, widths: Any, planned: int, length: int, finished: Any, dice: Any,
+    watched: Watched, eye: Any,
+) -> tuple[Layers, int]:  # fmt: skip
+    """Walk down from the root until the text leaves the tree or ends.
+
+    At each node the drafts are tried in order, each against its own law, or the target's own token is drawn and looked up.
+
+    Returns the layers, of one token each, and SOUND; or DEAD or BROKEN if the target had no law to draw the next token from.
+
+    Args:
+        rows: logits of all forest nodes, or an object that processes rows in Python; see `row_at`.
+        live: the one live beam between two turns, which is the root.
+        widths, planned, finished: of rules for beams; not looked at.
+        length: number of tokens before the first.
+        watched: trials are noted for audits; eye: looks at each token, see `look_at_token`.
+    """
+    groups = forest.siblings
+    under = groups_by_node(groups, len(forest.tokens))
+    walk = start_walk(max(min(len(forest.tokens), spec.stop.most - length), 1))
+    going = True
+    while going:
+        node = walk.state[NODE]
+        row = row_at(rows, node)
+        norm = norm_of(row)
+        condition = condition_of_norm(norm)
+        if condition != SOUND:
+            return emitted_layers(walk), condition
+        child = -1
+        if spec.way == TRY and not spec.greedy:
+            law = law_at_row(rows, row, spec.truncation)
+            rest = np.exp(law.logp)
+            draw = try_groups(rest, groups, under, node, law, dice, watched)
+            if draw >= 0:
+                token = groups.tokens[draw]
+                child = groups.nodes[draw]
+            else:
+                place = pick(dice, rest)
+                token = law.tokens[place] if len(law.tokens) > 0 else place
+        else:
+            token = drawn_token(walk, rows, row, live, spec, dice)
+            child = find_child(forest.tokens, forest.parents, node, token)
+        ended = is_end(token, spec.stop.eos) or look_at_token(eye, rows, row, node, token)
+        drafted = child >= 0 or (ended and is_drafted(groups, under, node, token))
+        emit(walk, live, np.float64(row[token]) - norm, token, child, ended, drafted)
+        going = child >= 0 and not ended and length + walk.state[COUNT] < spec.stop.most
+    return emitted_layers(walk), SOUND
+
+
+@dataclass(eq=False)
+class RowsInPython:
+    """Gives the rows of a turn where Python has to see them: for logits processors, and warpers of others."""
+
+    session: Session
+    forest: Forest
+    rows: Rows
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether laws are on the whole vocabulary."""
+        return not self.session.warp.others and not cuts(self.session.warp.cut)
+
+    def at(self, node: int) -> Float[np.ndarray, " vocab"]:
+        """Return the processed logits of a forest node. Raises `BrokenLaw`, `BrokenProcessor`."""
+        nodes = np.array([node])
+        rows = self.rows[node : node + 1]
+        return processed_rows(rows, self.session.warp, lambda: self.session.paths(self.forest, nodes))[0]
+
+    def law(self, row: Float[np.ndarray, " vocab"]) -> RowLaw:
+        """Return the law of a processed row."""
+        (law,) = row_laws(row[None], self.session.warp)
+        assert law is not None, "rows from which everything is banned are told apart before"
+        return law
+
+
+@dataclass(eq=False)
+class TokenEye:
+    """Looks at the tokens of a walk: for stop strings, and for audits."""
+
+    session: Session
+    forest: Forest
+    audit: Audit | None
+
+    def look(self, rows: Any, row: Float[np.ndarray, " vocab"], node: int, token: int) -> bool:
+        """Note the token for the audit, and return whether the text ends with it."""
+        warp = self.session.warp
+        if self.audit is not None and not warp.greedy:
+            self.audit += token_audit(law_at_row(rows, row, warp.cut), int(token))
+        if not self.session.limits.stop_strings:
+            return False
+        before = self.session.new_tokens(self.forest, np.array([node]))[0].tolist()
+        return self.session.limits.stopped_by([*before, int(token)]) is not None
+
+
+def token_audit(law: RowLaw, token: int) -> Audit:
+    """Return the audit of a token that was drawn from a law."""
+    place = law.place(token)
+    if place < 0:
+        return Audit(draws=1, impossible=1)
+    return Audit.of_draw(law.logp, place)
+
+
+@dataclass(eq=False)
+class WalkInputs:
+    """What the steps of a walk take: compiled, or their source where Python has to see rows or to look at tokens."""
+
+    rows: Any
+    dice: Any
+    watched: Watched
+    eye: TokenEye | None
+
+    @classmethod
+    def of(cls, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> "WalkInputs":
+        """Return the inputs for one turn of a session."""
+        rows = on_host(scored)
+        draws = len(forest.siblings.tokens)
+        dice = session.dice.ready(2 * (draws + forest.size + 1))
+        watched = watch_for(2 * draws + 1, rows.shape[1]) if session.audited else watch_for(0, 0)
+        eye = None
+        if session.audited or session.limits.stop_strings:
+            eye = TokenEye(session, forest, Audit() if session.audited else None)
+        if session.warp.takes_raw_rows:
+            return cls(rows, dice, watched, eye)
+        return cls(RowsInPython(session, forest, rows), dice, watched, eye)
+
+    def run(self, one: Callable[..., Any], *given: Any) -> Any:
+        """Run a step, or its source."""
+        if self.eye is None and isinstance(self.rows, np.ndarray):
+            return one(*given)
+        return getattr(one, "py_func", one)(*given)
+
+    def take_turn(self, walk: Callable[..., Any], session: Session, forest: Forest, spec: Any) -> tuple[Layers, int]:
+        """Return what `walk_down`, or another step of its kind, makes of a turn."""
+        given = (ONE_SEQUENCE, 0, session.length, session.finished_with_room(1))
+        found: tuple[Layers, int] = self.run(
+            walk, self.rows, forest, session.beams, spec, *given, self.dice, self.watched, self.eye
+        )
+        return found
+
+    def audit(self) -> Audit | None:
+        """Return the audit of what was seen; None if nobody looked."""
+        if self.eye is None or self.eye.audit is None:
+            return None
+        return self.eye.audit + audit_of_trials(self.watched)
+
+
+def checked(layers: Layers, condition: int, session: Session, scored: Float[torch.Tensor, "nodes vocab"]) -> Layers:
+    """Return the layers of a walk.
+
+    Raises `BrokenLaw`, and `DeadEnd` if the text has no way on. Tokens before a dead end stand, and the next turn meets it.
+    """
+    if condition != SOUND and layers.size == 0:
+        check_condition(condition, on_host(scored)[:1], session.warp)
+    return layers
+
+
+def walked(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"], spec: WalkSpec) -> Verdict:
+    """Return the verdict of `walk_down`. Raises `BrokenLaw`, and `DeadEnd` if the text has no way on."""
+    inputs = WalkInputs.of(session, forest, scored)
+    layers, condition = inputs.take_turn(walk_down, session, forest, spec)
+    return Verdict(checked(layers, condition, session, scored), audit=inputs.audit())
+
+
+def check_has_laws(forest: Forest, rule: str) -> None:
+    """Raise `LostLaw` if the law of a draft is not known."""
+    if not forest.siblings.have_laws:
+        raise LostLaw(
+            f"{rule} tries drafts against the law they were drawn from, but the law of these drafts is lost "
+            "(pruned by content, merged or retrieved); verify them with MatchRule"
+        )
+
+
+@dataclass(frozen=True)
+class PathRule:
+    """At each node try the drafts in order, each against its own law; go down into the accepted one, or leave the tree.
+
+    One rule for speculative sampling (arXiv 2211.17192), SpecInfer (2305.09781), RSD (2402.14160), Sequoia (2402.12374),
+    SpecHub and greedy + 1 (2411.05289, 2502.18779): they differ in the laws of their drafts.
+
+    Law: exact: the target's.
+    """
+
+    tries: ClassVar[bool] = True
+
+    def spec(self, session: Session) -> WalkSpec:
+        """Return how tokens are taken for a session."""
+        return WalkSpec(TRY, session.warp.greedy, session.warp.cut, session.limits.stop)
+
+    def widths(self, session: Session) -> FixedWidths:
+        """Return that one sequence is decoded."""
+        return ONE_SEQUENCE
+
+    def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
+        """Return what lives on."""
+        check_has_laws(forest, "PathRule")
+        return walked(session, forest, scored, self.spec(session))
+
+
+@dataclass(frozen=True)
+class MatchRule:
+    """Draw the next token from the target's law; go down if it is among the drafts, else leave the tree with it.
+
+    How the drafts were made does not matter, so this rule takes greedy, pruned, merged and retrieved trees.
+
+    Args:
+        coupling: "noise" draws by the noise of (seed, path, token): the text is that of plain sampling with the same
+            seed, whatever the drafts. "dice" draws by the session's dice.
+
+    Law: exact: the target's.
+    """
+
+    coupling: str = "noise"
+
+    def spec(self, session: Session) -> WalkSpec:
+        """Return how tokens are taken for a session."""
+        way = MATCH_BY_NOISE if self.coupling == "noise" else MATCH_BY_DICE
+        return WalkSpec(way, session.warp.greedy, session.warp.cut, session.limits.stop)
+
+    def widths(self, session: Session) -> FixedWidths:
+        """Return that one sequence is decoded."""
+        return ONE_SEQUENCE
+
+    def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
+        """Return what lives on."""
+        return walked(session, forest, scored, self.spec(session))
