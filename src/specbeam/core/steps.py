@@ -10,7 +10,7 @@ from specbeam.kernels.compiling import AVAILABLE, BLOCK, Array, compiled
 if AVAILABLE:
     from numba.extending import overload
 
-__all__ = ["AVAILABLE", "BLOCK", "Array", "compiled_as", "step"]
+__all__ = ["AVAILABLE", "BLOCK", "Array", "compiled_as", "open_step", "step"]
 
 step = compiled
 
@@ -36,3 +36,13 @@ def compiled_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
         return choose
 
     return decorate
+
+
+def open_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that is compiled inside of compiled steps, while Python runs its source.
+
+    For steps that hand on what may be an object of Python, like the rows of a turn that go through logits processors.
+    """
+    source = inspect.unwrap(function)
+    compiled_as(source)(lambda *kinds: source)
+    return source

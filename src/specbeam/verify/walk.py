@@ -23,7 +23,7 @@ from specbeam.core.forest import (
 )
 from specbeam.core.limits import Stop, is_end
 from specbeam.core.noise import child_key
-from specbeam.core.steps import Array, compiled_as, step
+from specbeam.core.steps import Array, compiled_as, open_step, step
 from specbeam.errors import LostLaw
 from specbeam.laws.joint import BROKEN, DEAD, SOUND
 from specbeam.laws.ranking import best_pairs, rank_pairs
@@ -158,7 +158,7 @@ def condition_of_norm(norm: float) -> int:
     return SOUND if norm > -np.inf else DEAD
 
 
-@step
+@open_step
 def emit_path(
     walk: Emitted,
     rows: Any,
@@ -242,7 +242,7 @@ def is_drafted(groups: Siblings, under: GroupsUnder, node: int, token: int) -> b
     return False
 
 
-@step
+@open_step
 def draw_by_noise(rows: Any, row: Array, key: Array, truncation: Truncation) -> int:
     """Return the token of largest log-odds plus noise: a draw from the law of a row."""
     alone = row.reshape(1, len(row))
@@ -255,7 +255,7 @@ def draw_by_noise(rows: Any, row: Array, key: Array, truncation: Truncation) -> 
     return rank_pairs(law.tokens, alone, nothing, truncation.temperature, nothing, keys, 1)[0]
 
 
-@step
+@open_step
 def drawn_token(walk: Emitted, rows: Any, row: Array, live: Beams, spec: WalkSpec, dice: Any) -> int:
     """Return the target's own token where the walk stands: the best at temperature 0, else a draw by noise or by dice."""
     if spec.greedy:
