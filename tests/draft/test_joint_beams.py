@@ -40,7 +40,7 @@ def test_beam_search_of_the_worked_draft(width, beams):
 def test_only_the_best_chains_are_handed_on():
     for chains, nodes in ((1, {"b", "ba", "baa"}), (2, {"b", "ba", "baa", "bab"})):
         forest, _ = drafted(JointBeams("search", chains=chains), Q, 3, 3)
-        assert {letters(forest.path(node)) for node in range(1, len(forest))} == nodes
+        assert {letters(forest.path(node)) for node in range(1, forest.size)} == nodes
 
 
 STEEP = first_order((0.5, 0.45, 0.05), (0.5, 0.25, 0.25), (0.34, 0.33, 0.33), (0.05, 0.05, 0.9))
@@ -76,7 +76,7 @@ def test_scores_are_those_of_the_paths(mode, replacement):
     for key in range(20):
         draft = random_table(key, 4)
         forest, _ = drafted(JointBeams(mode, replacement and mode == "sample"), draft, 4, 3, key=key)
-        for node in range(1, len(forest)):
+        for node in range(1, forest.size):
             assert forest.logq[node] == pytest.approx(math.log(odds_of(draft, forest.path(node))))
 
 
@@ -122,7 +122,7 @@ def test_no_path_twice_and_none_of_no_odds(mode):
         draft = random_table(key, 4, zeros=True)
         for warp in (Warp(), Warp(truncation=Truncation(top_p=0.5))):
             forest, _ = drafted(JointBeams(mode), draft, 3, 6, key=key, warp=warp)
-            paths = [tuple(forest.path(node)) for node in range(len(forest))]
+            paths = [tuple(forest.path(node)) for node in range(forest.size)]
             assert len(set(paths)) == len(paths)
             assert np.isfinite(forest.logq).all()
     forest, _ = drafted(JointBeams(mode), lambda path: np.array([0.0, 1.0, 0.0]), 3, 4)
@@ -146,7 +146,7 @@ def test_repeated_draws_are_one_beam_that_weighs_twice():
     counts = set()
     for key in range(60):
         forest, _ = drafted(JointBeams("sample", replacement=True), draft, 2, 3, key=key)
-        paths = [tuple(forest.path(node)) for node in range(len(forest))]
+        paths = [tuple(forest.path(node)) for node in range(forest.size)]
         assert len(set(paths)) == len(paths)
         counts.add(len(layer(forest, 1)))
     assert counts == {1, 2, 3}
@@ -162,7 +162,7 @@ def test_an_ended_beam_stays_in_the_race_and_is_not_prolonged():
     """c ends. As the draft's best path it is handed on at its own length; nothing hangs below it."""
     sure = first_order((0.1, 0.2, 0.7), (0.4, 0.4, 0.2), (0.4, 0.4, 0.2), (1 / 3, 1 / 3, 1 / 3))
     forest = ending(sure, chains=1)
-    assert [letters(forest.path(node)) for node in range(1, len(forest))] == ["c"]
+    assert [letters(forest.path(node)) for node in range(1, forest.size)] == ["c"]
     whole = ending(sure)
     assert "c" in layer(whole, 1)
     assert all("c" not in path[:-1] for depth in (1, 2, 3) for path in layer(whole, depth))
@@ -191,7 +191,7 @@ def test_the_beams_that_were_left_are_handed_on():
             np.exp(forest.logq[forest.beams])
         )
         assert (np.diff(forest.logq[forest.beams]) <= 0).all()
-        dead += ends == ["c"] and len(forest) > 2
+        dead += ends == ["c"] and forest.size > 2
         chained, _ = drafted(JointBeams("sample", True, chains=1), draft, 2, 2, eos=(2,), key=key)
         assert [letters(chained.path(node)) for node in chained.beams] == ends[:1]
     assert dead > 5
@@ -268,18 +268,18 @@ def test_at_temperature_zero_nothing_is_drawn():
     for key in range(3):
         forest, _ = drafted(JointBeams("sample"), Q, 3, 3, key=key, warp=Warp(greedy=True))
         assert forest.tokens.tolist() == searched.tokens.tolist()
-        assert forest.lawful
+        assert forest.siblings.have_laws
 
 
 def test_every_block_is_every_path():
     session = session_of(sb.sampling(), None, steps=9, eos=(1,))
     forest = EveryBlock(3).draft([session], [Shape(2, 0)])[0]
-    assert [letters(forest.path(node)) for node in range(1, len(forest))] == ["a", "c", "aa", "ac", "ca", "cc"]
+    assert [letters(forest.path(node)) for node in range(1, forest.size)] == ["a", "c", "aa", "ac", "ca", "cc"]
     other = session_of(sb.sampling(), None, steps=9)
     every = EveryBlock(7, most=50).draft([other, session], [Shape(2, 0)] * 2)
     assert isinstance(other.failure, BadSetting)  # 7 + 49 nodes; without an end token 6 + 36
     assert session.failure is None
-    assert [len(forest) for forest in every] == [1, 43]
+    assert [forest.size for forest in every] == [1, 43]
 
 
 def test_more_candidates_than_a_multinomial_takes():

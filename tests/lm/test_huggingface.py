@@ -22,7 +22,7 @@ def plain_logits(model, paths):
 
 
 def node_paths(texts, forest):
-    roots = forest.root_of(np.arange(len(forest)))
+    roots = forest.root_of(np.arange(forest.size))
     return [texts[root] + forest.path(node) for node, root in enumerate(roots)]
 
 
@@ -88,11 +88,11 @@ def test_drafting_layer_by_layer_gives_the_rows_of_the_new_nodes(family):
         forest = random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 0)
         rows = lm.extend([one], [forest])[0]
         for _ in range(3):
-            grown = forest.grown(rng.integers(0, lm.vocab, 2), rng.integers(max(0, len(forest) - 2), len(forest), 2))
+            grown = forest.grown(rng.integers(0, lm.vocab, 2), rng.integers(max(0, forest.size - 2), forest.size, 2))
             fresh = lm.extend([one], [grown])[0]
-            assert len(fresh) == len(grown) - len(forest)
+            assert len(fresh) == grown.size - forest.size
             rows, forest = torch.cat([rows, fresh]), grown
-        forest = forest.grown(rng.integers(0, lm.vocab, 2), [len(forest) - 1] * 2)  # a last layer that is never scored
+        forest = forest.grown(rng.integers(0, lm.vocab, 2), [forest.size - 1] * 2)  # a last layer that is never scored
         expected = plain_logits(model, node_paths(one.texts, forest)[: len(rows)])
         torch.testing.assert_close(rows, expected, atol=2e-4, rtol=2e-4)
         turn = random_turn(rng, forest, lm.vocab)
@@ -192,7 +192,7 @@ def test_logits_of_roots_are_found_in_whatever_order_they_stand():
     lm, one = HuggingFaceLM(model), seat([3, 4, 5])
     for _ in range(12):
         forest = random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 6)
-        known = forest.selected(np.arange(len(forest) - 3))  # the last ones are never scored
+        known = forest.selected(np.arange(forest.size - 3))  # the last ones are never scored
         expected = plain_logits(model, node_paths(one.texts, known))
         torch.testing.assert_close(lm.extend([one], [known])[0], expected, atol=2e-4, rtol=2e-4)
         turn = random_turn(rng, forest, lm.vocab, most=6)

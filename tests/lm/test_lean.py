@@ -105,7 +105,7 @@ def test_int8_is_near_the_model_and_the_same_in_every_batch(family):
     prompt, tokens = [3, 4, 5, 6], [7, 8, 9]
     forest = Forest.rooted([6]).grown(tokens, [0, 0, 1])
     rows = scored(lm, prompt, forest)
-    for node in range(len(forest)):
+    for node in range(forest.size):
         path = prompt + forest.path(node)
         alone = scored(lm, path, Forest.rooted([path[-1]]))[0]
         torch.testing.assert_close(rows[node], alone, atol=1e-4, rtol=1e-4)

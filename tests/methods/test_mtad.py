@@ -250,8 +250,8 @@ class Recomputing:
         rows = []
         for session, forest in zip(sessions, forests, strict=True):
             start = session.state.get(self, 0)
-            session.state[self] = len(forest)
-            paths = [session.paths(forest, np.array([node]))[0] for node in range(start, len(forest))]
+            session.state[self] = forest.size
+            paths = [session.paths(forest, np.array([node]))[0] for node in range(start, forest.size)]
             with torch.inference_mode():
                 rows.append(torch.stack([self.model(torch.tensor([path])).logits[0, -1] for path in paths]))
         return rows
@@ -283,8 +283,7 @@ def test_tree_attention_gives_what_recomputation_gives(family, name):
         assert text_of(sessions[0]) == text_of(sessions[1])
         for (fast,), (slow,) in zip(*runs, strict=True):
             assert fast[1].forest.tokens.tolist() == slow[1].forest.tokens.tolist()
-            if fast[1].forest.logq is not None:
-                np.testing.assert_allclose(fast[1].forest.logq, slow[1].forest.logq, atol=1e-5)
+            np.testing.assert_allclose(fast[1].forest.logq, slow[1].forest.logq, atol=1e-5)
             torch.testing.assert_close(
                 fast[1].scored.log_softmax(-1), slow[1].scored.log_softmax(-1), atol=1e-5, rtol=1e-5
             )
@@ -338,8 +337,8 @@ def test_scores_and_certificates_are_those_of_the_model():
 def test_mjsd_scores_no_more_than_its_chains():
     pair = words.pair()
     for turn in turns_of(pair, "abc", sb.mjsd(chains=2, beams=6, depth=3), seed=1, max_new_tokens=12):
-        assert len(turn.forest) - 1 <= 2 * 3
-        leaves = set(range(len(turn.forest))) - set(turn.forest.parents.tolist())
+        assert turn.forest.size - 1 <= 2 * 3
+        leaves = set(range(turn.forest.size)) - set(turn.forest.parents.tolist())
         assert len(leaves) <= 2
 
 

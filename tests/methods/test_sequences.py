@@ -72,8 +72,8 @@ def test_dyspec_keeps_to_its_budget():
         for key in range(20):
             session = session_of(sb.dyspec(nodes, 4, 0.01), draft, steps=9, key=key)
             (forest,) = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])
-            assert len(forest) - 1 <= nodes
-            sizes.add(len(forest) - 1)
+            assert forest.size - 1 <= nodes
+            sizes.add(forest.size - 1)
     assert {1, 3, 7} <= sizes
 
 
@@ -82,7 +82,7 @@ def test_gsd_keeps_to_its_budget():
     for nodes in (1, 5, 9):
         session = session_of(sb.gsd(4, 3, nodes=nodes), draft, steps=20)
         (forest,) = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])
-        assert len(forest) - 1 == nodes
+        assert forest.size - 1 == nodes
 
 
 def test_recycling_drafts_no_end_and_no_token_twice_and_learns_from_the_deepest():
@@ -205,22 +205,24 @@ def test_recycling_learns_saves_and_loads(tmp_path):
 def test_gsd_on_its_worked_example():
     """Two candidates, two layers: four drafted nodes instead of six, two merge edges, eight nodes unrolled, three deep."""
     from specbeam.draft.merged import Graph
-    from specbeam.draft.tree import Sprout
-    from specbeam.forest import Row
+    from specbeam.draft.tree import GrowingTree
+    from specbeam.laws.rows import RowLaw
 
+    every = np.zeros(0, dtype=np.int64)
     draft = PAIRS["EX3M"][1]
     session = session_of(sb.sampling(), None, steps=9)
-    sprout, growth = Sprout.start(session, Shape(2, 0)), Graph(2, 0, 0.0, 0.0, 100)
+    growing = GrowingTree.start(session, Shape(2, 0))
+    growth = Graph(2, 0, 0.0, 0.0, 100)
     for layer in range(2):
-        paths = [tuple(sprout.forest.path(node)) for node in sprout.front]
-        growth.grow(sprout, layer, [Row(np.log(draft(path)), 3) for path in paths])
-    edges = sprout.memory["edges"]
-    assert len(sprout.forest) == 5
+        paths = [tuple(growing.forest.path(node)) for node in growing.front]
+        growth.grow(growing, layer, [RowLaw(every, np.log(draft(path)), 3) for path in paths])
+    edges = growing.memory["edges"]
+    assert growing.forest.size == 5
     assert sum(map(len, edges.values())) - 4 == 2
-    growth.finish(sprout)
-    tree = sprout.forest.selected(sprout.kept)
-    assert (len(tree) - 1, tree.depths().max()) == (8, 3)
-    assert not tree.lawful
+    growth.finish(growing)
+    tree = growing.forest.selected(growing.kept)
+    assert (tree.size - 1, tree.depths().max()) == (8, 3)
+    assert not tree.siblings.have_laws
 
 
 @pytest.mark.parametrize(("context", "drafted", "unrolled"), [(0, 6, 24), (1, 9, 30), (-1, 14, 14)])
@@ -236,15 +238,15 @@ def test_gsd_three_layers_deep(context, drafted, unrolled):
 
     @dataclass(frozen=True)
     class Watched(Complete):
-        def grow(self, sprout, layer, rows):
-            growth.grow(sprout, layer, rows)
-            sizes.append(len(sprout.forest) - 1)
+        def grow(self, growing, layer, laws):
+            growth.grow(growing, layer, laws)
+            sizes.append(growing.forest.size - 1)
 
-        def finish(self, sprout):
-            growth.finish(sprout)
+        def finish(self, growing):
+            growth.finish(growing)
 
     (tree,) = TreeDrafter(TableLM(draft), Watched()).draft([session], [Shape(3, 0)])
-    assert (sizes[-1], len(tree) - 1) == (drafted, unrolled)
+    assert (sizes[-1], tree.size - 1) == (drafted, unrolled)
 
 
 @pytest.mark.parametrize(

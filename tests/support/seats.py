@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import Forest
-from specbeam.records import Beams, Shape, Step, Turn, Verdict
+from specbeam.records import Shape, Turn, Verdict
 
 
 def seat(prompt):
@@ -21,9 +22,9 @@ def random_forest(rng, roots, vocab, nodes):
         count = int(rng.integers(1, nodes + 1))
         pairs = rng.choice(len(front) * vocab, size=min(count, len(front) * vocab), replace=False)
         parents, tokens = front[pairs // vocab], pairs % vocab
-        start = len(forest)
+        start = forest.size
         forest = forest.grown(tokens, parents)
-        front = np.arange(start, len(forest))
+        front = np.arange(start, forest.size)
         nodes -= len(pairs)
     return forest
 
@@ -42,11 +43,21 @@ def random_turn(rng, forest, vocab, most=3):
     parents, tokens = pairs // vocab, pairs % vocab
     count = len(pairs)
     beams = Beams(
-        forest.find(parents, tokens), tokens, np.zeros(count), np.ones(count, dtype=np.int64),
-        np.arange(count, dtype=np.uint64),
-    )  # fmt: skip
-    step = Step(parents, beams, np.zeros(count, dtype=bool), count, passed=False)
-    return Turn(Shape(depth, most), forest, torch.zeros(0, 0), Verdict((step,)))
+        nodes=forest.find(parents, tokens),
+        tokens=tokens,
+        scores=np.zeros(count),
+        counts=np.ones(count, dtype=np.int64),
+        keys=np.arange(count, dtype=np.uint64),
+    )
+    one_layer = Layers(
+        parents=parents,
+        beams=beams,
+        ended=np.zeros(count, dtype=bool),
+        draw_ends=np.array([count]),
+        widths=np.array([count]),
+        passed=np.array([False]),
+    )
+    return Turn(Shape(depth, most), forest, torch.zeros(0, 0), Verdict(one_layer))
 
 
 def moved(texts, forest, turn):

@@ -300,7 +300,7 @@ def test_the_worked_bound(tau, bound):
     run(best, other)
     assert letters(text_of(best)) == "aba"
     whole, forest = forest_of(P, Q, JointBeams("search"), 3, 27)
-    (node,) = [node for node in range(len(forest)) if letters(forest.path(node)) == "aba"]
+    (node,) = [node for node in range(forest.size) if letters(forest.path(node)) == "aba"]
     gap = whole.logp[node] - verdict.certificate.logp
     assert gap == pytest.approx(0.19329, abs=1e-5)
     assert gap < verdict.certificate.gap
@@ -342,7 +342,7 @@ def test_every_theta_certifies_what_it_compared(theta):
         if seen is None:
             continue
         tokens = [int(step.beams.tokens[0]) for step in verdict.steps[: verdict.accepted]]
-        deep = [node for node in range(len(forest)) if len(forest.path(node)) == len(tokens)]
+        deep = [node for node in range(forest.size) if len(forest.path(node)) == len(tokens)]
         chain = forest.path(forest.beams[0])[: len(tokens)]
         compared = {
             "own": math.log(odds_of(draft, tokens)),
@@ -396,7 +396,7 @@ def test_every_growth_knows_the_likelihood_of_its_paths(make):
     """The score of a node is the teacher-forced sum over its path."""
     for key in range(5):
         forest, _ = drafted(make(), Q, 3, 6, key=key)
-        for node in range(1, len(forest)):
+        for node in range(1, forest.size):
             path = forest.path(node)
             expected = sum(math.log(Q(tuple(path[:place]))[token]) for place, token in enumerate(path))
             assert forest.logq[node] == pytest.approx(expected)
@@ -435,8 +435,8 @@ def test_exact_rules_may_take_searched_beams_and_refuse_drawn_ones():
     """Chosen and not drawn: sure guesses. Drawn over several beams at once: a law that PathRule cannot try."""
     searched, _ = drafted("search", Q, 3, 3)
     sampled, _ = drafted("sample", Q, 3, 3)
-    assert searched.lawful
-    assert not sampled.lawful
+    assert searched.siblings.have_laws
+    assert not sampled.siblings.have_laws
 
 
 def test_verification_draws_nothing():

@@ -96,8 +96,8 @@ def odds_by_drafts(p: Array, q: Array, drafts: int, most: int, rest: float, like
     """Return the odds that the first 0, 1, ..., `most` draws from `p` are among 0, 1, ..., `drafts` draft nodes.
 
     The pairs run an exponential race (Gumbel-max in another form): pair i arrives at e_i / p_i at the target and at
-    e_i / q_i at the draft model, with the same e_i; draws are the first ones to arrive. Estimated from races with noise of their own,
-    the same for all layers, to about 0.06.
+    e_i / q_i at the draft model, with the same e_i; draws are the first ones to arrive. Estimated from races with noise
+    of their own, the same for all layers, to about 0.06.
 
     Args:
         p, q: odds of the same pairs, float64[pairs], at most `ENTRANTS` of them.

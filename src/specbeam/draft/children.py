@@ -75,6 +75,7 @@ class BestAndOne:
 
 
 KNOWN = (Independent, Distinct, Best, BestAndOne)
+AnyChildren = Independent | Distinct | Best | BestAndOne | Children
 
 
 def distinct(tokens: Sequence[int]) -> list[int]:

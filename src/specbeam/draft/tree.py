@@ -687,10 +687,10 @@ class Branching(Complete):
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
         """Add a layer of children of one's own."""
-        families = []
+        families: list[Family] = []
         for node, law in zip(tree.front.tolist(), laws, strict=True):
-            for draws in draw_children(self.children, law, self.count(layer), tree.session):
-                families.append(Family(node, draws, law))
+            drawn = draw_children(self.children, law, self.count(layer), tree.session)
+            families.extend(Family(node, draws, law) for draws in drawn)
         front = [node for nodes in tree.add_children(families) for node in nodes if node >= 0]
         tree.front = np.array(distinct(front), dtype=np.int64)
 
@@ -737,8 +737,8 @@ class FixedTree(Complete):
         nodes = tree.front.tolist()
         families: list[Family] = []
         for node, law in zip(nodes, laws, strict=True):
-            for draws in draw_children(self.children, law, len(subtree_of[node]), tree.session):
-                families.append(Family(node, draws, law))
+            siblings = draw_children(self.children, law, len(subtree_of[node]), tree.session)
+            families.extend(Family(node, draws, law) for draws in siblings)
         drawn: dict[int, list[int]] = {node: [] for node in nodes}
         for family, born in zip(families, tree.add_children(families), strict=True):
             drawn[family.parent] += born

@@ -96,9 +96,8 @@ def _log_weights_at(law: JointLaw, pairs: Array) -> Array:
 def _log_totals(law: JointLaw) -> Array:
     """Return the logsumexp of (logit + shift) / temperature over each beam's tokens, float64[beams]."""
     temperature = law.truncation.temperature
-    if temperature == 1:
-        totals = law.log_norm.copy()
-    else:
+    totals = law.log_norm.copy()
+    if temperature != 1:
         totals = log_norm(law.logits / law.logits.dtype.type(temperature))
     shift = shift_of(law)
     for beam in range(len(totals)):

@@ -38,7 +38,7 @@ def _reaches(block: Array, edge: float) -> bool:
     some = np.uint8(0)
     for place in range(len(block)):
         some |= np.uint8(block[place] >= edge)
-    return some > 0
+    return bool(some > 0)
 
 
 @step
@@ -216,7 +216,7 @@ def _largest_by_sorting(x: Array, near: Array, count: int) -> Array:
 @step
 def _bucket_of(below: float) -> int:
     """Return the bucket of a value that is so far below the largest one."""
-    return min(np.int64(min(below, 1e6) * BUCKETS_PER_NAT), BUCKETS - 1)
+    return min(int(min(below, 1e6) * BUCKETS_PER_NAT), BUCKETS - 1)
 
 
 @step

@@ -71,7 +71,7 @@ def place_in(tokens: Array, token: int) -> int:
     """Return where a token stands among ascending tokens; -1 if it does not. Of no tokens: among all."""
     if len(tokens) == 0:
         return token
-    place = np.searchsorted(tokens, token)
+    place = int(np.searchsorted(tokens, token))
     if place < len(tokens) and tokens[place] == token:
         return place
     return -1
@@ -112,7 +112,7 @@ def row_law(row: Array, truncation: Truncation) -> RowLaw:
 @step
 def best_token(row: Array) -> int:
     """Return the token of largest logit; of equal tokens the first."""
-    return np.int64(row.argmax())
+    return int(row.argmax())
 
 
 @step

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from specbeam.control.best_tree import Topology, depth_of, fastest_tree, layers_of, sequoia_tree
 from specbeam.control.cost import CostCurve
 from specbeam.draft.best_first import BestFirstDraws
-from specbeam.draft.children import BestAndOne, Children, Distinct, Independent
+from specbeam.draft.children import AnyChildren, BestAndOne, Children, Distinct, Independent
 from specbeam.draft.merged import ManyDrafters
 from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
 from specbeam.errors import BadSetting, NotSupported, one_of
@@ -190,7 +190,7 @@ def traversal(
             draw from the rest), or a part.
         controller: who chooses the length of a draft, as in `speculative_sampling`.
     """
-    known: dict[str, Children] = {"distinct": Distinct(), "independent": Independent(), "best_and_one": BestAndOne()}
+    known: dict[str, AnyChildren] = {"distinct": Distinct(), "independent": Independent(), "best_and_one": BestAndOne()}
     if isinstance(children, str):
         one_of("children", children, known)
     chosen = known[children] if isinstance(children, str) else children
@@ -264,7 +264,7 @@ def multi_draft(
 
 
 def _branching(
-    name: str, counts: Sequence[int], children: Children, rule: RuleName, controller: "ControllerName | Controller"
+    name: str, counts: Sequence[int], children: AnyChildren, rule: RuleName, controller: "ControllerName | Controller"
 ) -> Method:
     _check_counts(counts)
     growth = Branching(tuple(counts), children)

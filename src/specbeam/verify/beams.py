@@ -332,10 +332,8 @@ def settle_layer(choice: Choice, counts: Array, which: Array, live: Beams, fores
 @step
 def are_drafts(layer: Layers) -> bool:
     """Return whether every draw of a layer that did not end is a draft node."""
-    for place in range(len(layer.parents)):
-        if not layer.ended[place] and layer.beams.nodes[place] < 0:
-            return False
-    return True
+    goes_on_as_draft = layer.beams.nodes >= 0
+    return bool((layer.ended | goes_on_as_draft).all())
 
 
 @step

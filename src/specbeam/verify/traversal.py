@@ -61,11 +61,11 @@ def climb(
     no_tokens = np.empty(0, dtype=np.int64)
     # An entry for each node of the path from the root down. `owed` is the law of the next token given what has failed, on
     # the tokens `names`; it is empty until drafts are tried. `own` and `on_wanted` are the laws of the group on trial.
-    nodes = [np.int64(0)]
-    draws = [np.int64(-1)]
+    nodes = [0]
+    draws = [-1]
     odds = [1.0]
     group_of = [under.first[0]]
-    draw_of = [np.int64(0)]
+    draw_of = [0]
     owed = [no_odds]
     names = [no_tokens]
     own = [no_odds]
@@ -101,8 +101,8 @@ def climb(
             nodes.append(child)
             draws.append(draw)
             odds.append(share)
-            group_of.append(under.first[child] if child >= 0 else np.int64(-1))
-            draw_of.append(np.int64(0))
+            group_of.append(under.first[child] if child >= 0 else -1)
+            draw_of.append(0)
             owed.append(no_odds)
             names.append(no_tokens)
             own.append(no_odds)

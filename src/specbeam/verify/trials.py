@@ -161,7 +161,7 @@ def take_draws(
     (2402.14160) for several candidates; DSBD (2409.16560, alg. 1), corrected, for several draws.
     """
     if not again:
-        count = min(count, np.count_nonzero(wanted))
+        count = min(count, int(np.count_nonzero(wanted)))
     taken = np.empty(count, dtype=np.int64)
     open_law = wanted
     rest = wanted.copy()
