@@ -12,17 +12,20 @@ from scipy import stats
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, TextStreamer
 
 import specbeam as sb
-from specbeam import errors, measured, probs
+from specbeam import errors, measured
 from specbeam.control.confidence import SureDraft
 from specbeam.control.fixed import FixedShape
+from specbeam.core.beams import Beams
 from specbeam.decode import decode
 from specbeam.draft.best_first import BestFirst
 from specbeam.draft.lookup import PromptLookup
 from specbeam.errors import SomeFailed
 from specbeam.generation import settled_tokens, turns_of
+from specbeam.laws.joint import all_pairs, support_of
+from specbeam.laws.truncation import Truncation
+from specbeam.laws.warp import Warp, law_of_beams
 from specbeam.request import Request
 from specbeam.settings import Settings
-from specbeam.laws.truncation import Truncation
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny
@@ -694,12 +697,12 @@ def test_at_temperature_zero_a_dynamic_width_is_beam_search_too(pair):
 
 def test_banned_tokens_are_never_drawn_to_fill_up(pair):
     """Truncations that keep some tokens in any case keep no banned ones."""
-    law = probs.joint_law(
-        torch.tensor([[1.0, *[-torch.inf] * 9]]), np.zeros(1), np.ones(1, dtype=np.int64),
-        probs.Warp(truncation=Truncation(min_p=0.1, top_p=0.9, least=2)), lambda: None,
-    )  # fmt: skip
-    assert law.best(4).tolist() == [0]
-    assert law.size == 1
+    row = np.full((1, 10), -np.inf, dtype=np.float32)
+    row[0, 0] = 1.0
+    keeps_two = Warp(truncation=Truncation(min_p=0.1, top_p=0.9, least=2))
+    law = law_of_beams(row, Beams.start(0, 0), keeps_two)
+    assert support_of(law).tolist() == [0]
+    assert all_pairs(law).tolist() == [0]
     ids = torch.tensor([[5, 6, 7]])
     out = pair.target_model.generate(
         ids, attention_mask=torch.ones_like(ids), num_beams=3, do_sample=True, min_p=0.1, max_new_tokens=4,

@@ -5,17 +5,16 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
-    {"errors", "kernels", "measured"},
-    {"dice", "energy", "clock", "option_checks", "generation_config", "truncation", "forest", "constraint"},
+    {"errors", "kernels", "clock", "constraint", "energy"},
+    {"core", "measured", "option_checks", "generation_config"},
     {"laws"},
-    {"probs", "limits"},
     {"records"},
-    {"choice"},
     {"session"},
     {"lm", "settings", "drawing"},
     {"control", "grammar"},
-    {"draft", "verify"},
-    {"ahead"},
+    {"draft"},
+    {"verify"},
+    {"runs"},
     {"decode"},
     {"tune"},
     {"recipes"},
@@ -32,7 +31,8 @@ INSIDE_LM = [
     {"kv", "llama", "base"},
     {"padded", "idle", "own", "table"},
     {"compiled", "gpu"},
-    {"any_lane", "huggingface"},
+    {"any_lane"},
+    {"huggingface"},
     {"context", "early_layers"},
 ]
 

@@ -9,6 +9,7 @@ from scipy import stats
 
 import specbeam as sb
 from specbeam.decode import decode
+from specbeam.laws.warp import warpers_of
 from specbeam.request import Request
 from specbeam.settings import Settings
 from tests.support.tiny_models import tiny
@@ -63,7 +64,7 @@ def softened(model):
 
 def plain_law(pair, settings):
     """Odds of every text, by plain forwards and transformers' own warpers."""
-    warpers = Settings(**settings).warp((END,), False, len(PROMPT)).truncation.processors()
+    warpers = warpers_of(Settings(**settings).warp((END,), False, len(PROMPT)).truncation)
     law = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}

@@ -1,17 +1,18 @@
 """The tool that compares beams with those of transformers."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 import specbeam as sb
 from specbeam import errors
+from specbeam.core.limits import FIRST_ENOUGH, Limits
 from specbeam.evaluate.against_transformers import comparisons
 from specbeam.evaluate.replay import EqualsInOrder, leaves, replaying, whole
-from specbeam.laws import JointLaw
-from specbeam.core.limits import Limits
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.verify.search import SearchRule
 from tests.support import words
 
 PROMPTS = ["abc", "Hello there", "no"]
@@ -51,21 +52,31 @@ def test_differences_in_bfloat16_are_rounding(rounded):
     assert any(one.difference.step is not None for one in found if one.difference is not None)
 
 
-def no_penalty(limits, loglik, length):
-    return loglik
+HONEST_STOP = Limits.stop.func
+HONEST_VERIFY = SearchRule.verify
 
 
-def always_early(limits, finished, live, length):
-    return length >= limits.max_new_tokens or len(live) == 0 or len(finished) >= limits.keep
+@property
+def no_penalty(limits):
+    return HONEST_STOP(limits)._replace(penalty=0.0)
 
 
-def a_little_off(law, pairs, honest=JointLaw.logj_at):
-    return honest(law, pairs) - 0.05 * (pairs % 7) / 7
+@property
+def always_early(limits):
+    return HONEST_STOP(limits)._replace(early=FIRST_ENOUGH)
+
+
+def a_little_off(rule, session, forest, scored):
+    """Return a verdict whose beams carry on wrong scores."""
+    verdict = HONEST_VERIFY(rule, session, forest, scored)
+    beams = verdict.layers.beams
+    wrong = beams._replace(scores=beams.scores - 0.05 * (beams.tokens % 7) / 7)
+    return replace(verdict, layers=verdict.layers._replace(beams=wrong))
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
-    [(Limits, "normalised", no_penalty), (Limits, "enough", always_early), (JointLaw, "logj_at", a_little_off)],
+    [(Limits, "stop", no_penalty), (Limits, "stop", always_early), (SearchRule, "verify", a_little_off)],
     ids=["length", "end", "score"],
 )
 def test_mistakes_of_a_search_are_no_rounding_even_in_bfloat16(rounded, monkeypatch, owner, name, wrong):

@@ -9,8 +9,8 @@ import torch
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.probs import Warp, row_logp
 from specbeam.laws.truncation import Truncation
+from specbeam.laws.warp import Warp, dense_logp
 from tests.grammar.forms import characters
 
 BEAMS = {
@@ -69,7 +69,7 @@ CUTS = [
 def test_a_draft_row_of_which_all_is_banned_stays_so(cuts):
     logits = torch.randn(3, 20)
     logits[1] = -torch.inf
-    rows = row_logp(logits, Warp(truncation=Truncation(0.7, **cuts)), lambda: np.zeros((3, 0), dtype=np.int64))
+    rows = dense_logp(logits.numpy(), Warp(truncation=Truncation(0.7, **cuts)))
     assert (rows[1] == -np.inf).all()
     assert np.exp(rows[[0, 2]]).sum(1) == pytest.approx(1.0)
 

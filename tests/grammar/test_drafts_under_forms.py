@@ -29,7 +29,7 @@ def drafted(pair, method, prompt="true, true, "):
     bans = Constrained(compiled(Form("regex", FORM), "llguidance", pair.tokenizer, vocab, (1,)), (1,), 0)
     text, nodes, banned, accepted = [], 0, 0, 0
     for turn in turns_of(pair, prompt, method, seed=0, max_new_tokens=60, regex=FORM):
-        for node in range(1, len(turn.forest)):
+        for node in range(1, turn.forest.size):
             *above, token = turn.forest.path(node)
             nodes += 1
             banned += not bans.allowed(np.array([[*text, *above]], dtype=np.int64), vocab)[0, token]

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 import specbeam as sb
 from specbeam import kernels
-from specbeam.errors import NotSupported
 from specbeam.core.forest import Forest
+from specbeam.errors import NotSupported
 from specbeam.lm.gpu import passes
 from specbeam.lm.gpu.decoder import GpuDecoder, PassShape
 from specbeam.lm.gpu.graphs import FEW, ForLoops, Graphs

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from specbeam import kernels
-from specbeam.errors import UnsupportedModel
 from specbeam.core.forest import Forest
+from specbeam.errors import UnsupportedModel
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import check_scores_forests, language_model
 from tests.support.seats import moved, random_forest, random_turn, seat

@@ -10,8 +10,8 @@ import torch
 
 import specbeam as sb
 from specbeam import kernels
-from specbeam.errors import NotSupported
 from specbeam.core.forest import Forest
+from specbeam.errors import NotSupported
 from specbeam.lm.compiled.panels import rounded
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import language_model

@@ -1,36 +1,62 @@
 """RSD-S: its noise on the worked numbers; the law of what follows each tree by enumeration, averaged over many trees."""
 
-from dataclasses import replace
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.draft.tree import StochasticBeam, TreeDrafter, truncated
-from specbeam.core.forest import Forest
+from specbeam.core.forest import Forest, joined
+from specbeam.draft.tree import StochasticBeam, TreeDrafter, perturbed
 from specbeam.lm.table import TableLM
 from specbeam.records import Shape
-from tests.support.exact import exact_law
 from tests.support.examples import PAIRS, completed
+from tests.support.exact import exact_law
 from tests.support.programs import random_table, session_of
+from tests.support.steps import source_of, source_of_steps
+
+
+def uniforms_of(g):
+    """The uniforms behind Gumbel values."""
+    return np.exp(-np.exp(-np.asarray(g)))
 
 
 def test_the_worked_vector():
-    phi = np.log(0.6) + np.log([0.25, 0.5, 0.25])
-    g = phi + np.array([0.1, -0.3, 0.8])
+    logp = np.log([0.25, 0.5, 0.25])
+    phi = np.log(0.6) + logp
+    noise = np.array([0.1, -0.3, 0.8])
     assert phi == pytest.approx([-1.897120, -1.203973, -1.897120], abs=1e-6)
-    assert g == pytest.approx([-1.797120, -1.503973, -1.097120], abs=1e-6)
-    found = truncated(g[None], np.array([-0.25]))[0]
+    assert phi + noise == pytest.approx([-1.797120, -1.503973, -1.097120], abs=1e-6)
+    places, found = perturbed(logp, np.log(0.6), -0.25, uniforms_of(noise), 3)
+    assert places.tolist() == [0, 1, 2]
     assert found == pytest.approx([-1.463429, -1.025335, -0.250000], abs=1e-6)
+    places, found = perturbed(logp, np.log(0.6), -0.25, uniforms_of(noise), 2)
+    assert places.tolist() == [1, 2]
+    assert found == pytest.approx([-1.025335, -0.250000], abs=1e-6)
 
 
-def test_the_stable_form_is_the_plain_one():
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_stable_form_is_the_plain_one(compiled):
+    """Of the largest values alone too, and never of a token without odds."""
+    draw = perturbed if compiled else source_of(perturbed)
     rng = np.random.default_rng(0)
-    g, top = rng.gumbel(size=(200, 7)), rng.gumbel(size=200)
-    plain = -np.log(np.exp(-top)[:, None] - np.exp(-g.max(1, keepdims=True)) + np.exp(-g))
-    found = truncated(g, top)
-    assert found == pytest.approx(plain, abs=1e-9)
-    assert (found.max(1) == top).all()
+    with source_of_steps() if not compiled else nullcontext():
+        for number in range(200):
+            p = rng.dirichlet(np.ones(7))
+            p[: number % 3] = 0.0
+            with np.errstate(divide="ignore"):
+                logp = np.log(p)
+            u = rng.random(7)
+            path, top = -float(rng.exponential()), float(rng.gumbel())
+            g = path + logp - np.log(-np.log(u))
+            with np.errstate(divide="ignore"):
+                plain = -np.log(np.exp(-top) - np.exp(-g.max()) + np.exp(-g))
+            for count in (1, 3, 7):
+                expected = np.sort(np.argsort(-g, kind="stable")[: min(count, 7 - number % 3)])
+                places, found = draw(logp, path, top, u, count)
+                assert places.tolist() == expected.tolist()
+                assert found == pytest.approx(plain[expected], abs=1e-9)
+                assert found.max() == top
 
 
 class Noises:
@@ -44,7 +70,7 @@ class Noises:
     def uniform(self, shape):
         row = np.array(self.rows.pop(0))
         assert row.shape == shape
-        return np.exp(-np.exp(-row))
+        return uniforms_of(row)
 
 
 def test_the_worked_trace():
@@ -53,10 +79,10 @@ def test_the_worked_trace():
     session = session_of(sb.rsd_s(2, 2), TableLM(PAIRS["EX3M"][1]), dice, steps=9)
     (tree,) = session.parts.drafter.draft([session], [Shape(2, 2)])
     assert [tree.path(node) for node in range(1, 5)] == [[1], [0], [1, 2], [1, 0]]
-    first, second = tree.groups
-    assert first.draw_tokens.tolist() == [1, 0]
-    assert (second.parents.tolist(), second.draw_tokens.tolist()) == ([1], [2, 0])
-    assert tree.lawful
+    first, second = tree.siblings.groups()
+    assert first.tokens.tolist() == [1, 0]
+    assert (second.parents.tolist(), second.tokens.tolist()) == ([1], [2, 0])
+    assert tree.siblings.have_laws
 
 
 def trees(draft, width, depth, count, seed):
@@ -67,7 +93,8 @@ def trees(draft, width, depth, count, seed):
         session = session_of(sb.rsd_s(width, depth), TableLM(draft), steps=9, key=seed + number * 7919)
         (forest,) = drafter.draft([session], [Shape(depth, width)])
         drafter.close(session)
-        key = tuple((tuple(forest.path(int(g.parents[0]))), tuple(g.draw_tokens.tolist())) for g in forest.groups)
+        groups = forest.siblings.groups()
+        key = tuple((tuple(forest.path(int(group.parents[0]))), tuple(group.tokens.tolist())) for group in groups)
         found[key] = (forest, found.get(key, (forest, 0))[1] + 1)
     return list(found.values())
 
@@ -147,10 +174,10 @@ def test_siblings_out_of_order_are_seen():
     law = np.zeros(3)
     for forest, times in trees(draft, 2, 2, 8_000, 5):
         groups = []
-        for group in forest.groups:
-            order = np.argsort(group.draw_tokens)
-            fields = {name: getattr(group, name)[order] for name in ("draw_parents", "draw_tokens", "draw_nodes")}
-            groups.append(replace(group, **fields))
-        wrong, _ = after(replace(forest, groups=tuple(groups)), sb.rsd_s(2, 2), target, draft, 1)
+        for group in forest.siblings.groups():
+            order = np.argsort(group.tokens)
+            fields = {name: getattr(group, name)[order] for name in ("rows", "tokens", "nodes")}
+            groups.append(group._replace(**fields))
+        wrong, _ = after(forest._replace(siblings=joined(groups)), sb.rsd_s(2, 2), target, draft, 1)
         law += [wrong.get((token,), 0.0) * times / 8_000 for token in range(3)]
     assert law == pytest.approx([0.462, 0.233, 0.305], abs=0.01)

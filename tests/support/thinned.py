@@ -1,12 +1,12 @@
 """A drafter that prunes by content: what is left of its draws has no law any more, whatever it claims."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from specbeam.core.forest import DISTINCT, joined, siblings
 from specbeam.draft.tree import TreeDrafter
-from specbeam.forest import Row
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Thinned:
 
     Args:
         q: draft odds after a path.
-        claims: that what is left was drawn from q, which is wrong.
+        claims: that what is left was drawn from q without replacement, which is wrong.
     """
 
     drafter: TreeDrafter
@@ -25,15 +25,19 @@ class Thinned:
     def draft(self, sessions, shapes):
         (forest,) = self.drafter.draft(sessions, shapes)
         kept = [0]
-        for node in range(1, len(forest)):
+        for node in range(1, forest.size):
             parent = int(forest.parents[node])
             if parent in kept and self.q(tuple(forest.path(parent)))[forest.tokens[node]] >= 0.2:
                 kept.append(node)
         thin = forest.selected(np.array(kept))
         if not self.claims:
             return [thin.lost()]
-        laws = [Row(np.log(self.q(tuple(thin.path(int(group.parents[0]))))), 3) for group in thin.groups]
-        return [replace(thin, groups=tuple(replace(g, law=law) for g, law in zip(thin.groups, laws, strict=True)))]
+        return [thin._replace(siblings=joined([self._claimed(thin, group) for group in thin.siblings.groups()]))]
+
+    def _claimed(self, thin, group):
+        """The same draws, said to be drawn from q."""
+        q = self.q(tuple(thin.path(int(group.parents[0]))))
+        return siblings(DISTINCT, group.parents, group.tokens, group.nodes, law=(np.arange(3), q), vocab=3)
 
     def settle(self, session, turn):
         raise AssertionError("one turn alone")

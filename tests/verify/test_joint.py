@@ -1,6 +1,7 @@
 """The rule of joint likelihood on tables: worked examples, properties, known mistakes. No model, no cache."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -442,15 +443,18 @@ def test_exact_rules_may_take_searched_beams_and_refuse_drawn_ones():
 def test_verification_draws_nothing():
     """Only the bonus is drawn: with bonus 'none' and an accepted draft the dice stay where they were."""
 
-    class NoDice(Dice):
-        def flip(self, odds):
-            raise AssertionError
+    def next_after_a_turn(bonus):
+        session, lm = seated(sb.mtad(3, 3, 0.5, draft="search", bonus=bonus), P, Q, Dice(1))
+        session.parts = replace(session.parts, rule=replace(session.parts.rule, coupling="dice"))
+        verdict, _ = first_turn(session, lm)
+        tokens = [int(step.beams.tokens[0]) for step in verdict.steps]
+        return tokens, session.dice.uniform((1,)).tolist()
 
-        pick = uniform = flip
-
-    session, lm = seated(sb.mtad(3, 3, 0.5, draft="search", bonus="none"), P, Q, NoDice(1))
-    verdict, _ = first_turn(session, lm)
-    assert [int(step.beams.tokens[0]) for step in verdict.steps] == [1, 0, 0]
+    stream = Dice(1).uniform((2,)).tolist()
+    assert next_after_a_turn("none") == ([1, 0, 0], stream[:1])
+    tokens, after = next_after_a_turn("sample")
+    assert tokens[:3] == [1, 0, 0]
+    assert after == stream[1:]
 
 
 def test_audits_are_refused():

@@ -5,10 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from specbeam.forest import masses_left
-from specbeam.probs import residual
-from specbeam.verify.draws import Candidate, drawn, draws, sure
+from specbeam.verify.trials import residual, try_drafts, watch_for
 from tests.support.exact import distance, exact_law
+from tests.support.trials import drawn, sure, token_of
 
 P, Q = np.array([0.3, 0.4, 0.3]), np.array([0.6, 0.3, 0.1])
 
@@ -21,12 +20,8 @@ def struck(dice, count):
     return tokens
 
 
-def tried(candidates, dice):
-    return draws(candidates, P, 1, dice)[0].token
-
-
-def masses_of(tokens):
-    return masses_left(Q, np.array(tokens)).tolist()
+def tried(drafts, dice):
+    return token_of(drafts, P, dice)
 
 
 def resample_from_p(dice):  # N1
@@ -37,7 +32,7 @@ def resample_from_p(dice):  # N1
 def duplicates_removed(count):  # N2, N2'
     def program(dice):
         tokens = list(dict.fromkeys(dice.pick(Q) for _ in range(count)))
-        return tried(drawn(tokens, [1.0] * len(tokens), Q, True), dice)
+        return tried(drawn(tokens, Q, 3, distinct=False), dice)
 
     return program
 
@@ -46,25 +41,25 @@ def in_random_order(dice):  # N3
     tokens = struck(dice, 2)
     if dice.flip(0.5):
         tokens = tokens[::-1]
-    return tried(drawn(tokens, masses_of(tokens), Q, False), dice)
+    return tried(drawn(tokens, Q, 3, distinct=True), dice)
 
 
 def sorted_by_q(dice):  # N4
     tokens = sorted(struck(dice, 2), key=lambda token: -Q[token])
-    return tried(drawn(tokens, masses_of(tokens), Q, False), dice)
+    return tried(drawn(tokens, Q, 3, distinct=True), dice)
 
 
 def law_not_struck(dice):  # N5
     tokens = struck(dice, 2)
-    return tried(drawn(tokens, [1.0] * len(tokens), Q, True), dice)
+    return tried(drawn(tokens, Q, 3, distinct=False), dice)
 
 
 def best_as_if_drawn(dice):  # N6
-    return tried(drawn([0, 1], [1.0] * 2, Q, True), dice)
+    return tried(drawn([0, 1], Q, 3, distinct=False), dice)
 
 
 def best_as_if_drawn_without_replacement(dice):  # N7
-    return tried(drawn([0, 1], masses_of([0, 1]), Q, False), dice)
+    return tried(drawn([0, 1], Q, 3, distinct=True), dice)
 
 
 def residual_forgotten(dice):  # N8
@@ -77,7 +72,7 @@ def residual_forgotten(dice):  # N8
 
 def pruned_by_content(dice):  # N9
     tokens = [token for token in struck(dice, 2) if Q[token] >= 0.2]
-    return tried(drawn(tokens, masses_of(tokens), Q, False), dice)
+    return tried(drawn(tokens, Q, 3, distinct=True), dice)
 
 
 CONTROLS = {
@@ -116,8 +111,13 @@ def test_two_models_in_either_order():
     for laws, accepted in (((Q, other), 47 / 50), ((other, Q), 89 / 100)):
 
         def program(dice, laws=laws):
-            taken = draws([Candidate(dice.pick(law), law) for law in laws], P, 1, dice)[0]
-            return taken.token, taken.draft >= 0
+            """One group of drafts after the other, as a walk tries those of a node."""
+            rest = P.copy()
+            for law in laws:
+                draft = drawn([dice.pick(law)], law, 3, distinct=False)
+                if try_drafts(rest, draft, 0, dice, watch_for(0, 0)) == 0:
+                    return int(draft.places[0]), True
+            return dice.pick(rest), False
 
         found = exact_law(program)
         assert sum(odds for (_, hit), odds in found.items() if hit) == pytest.approx(accepted, abs=1e-12)

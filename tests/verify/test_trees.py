@@ -8,18 +8,17 @@ import pytest
 import specbeam as sb
 from specbeam.control.best_tree import depth_of, sequoia_tree
 from specbeam.control.fixed import FixedShape
+from specbeam.core.forest import Forest
 from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
 from specbeam.draft.merged import ManyDrafters, Pruned, united
 from specbeam.draft.tree import Branching, FixedTree, TreeDrafter
 from specbeam.errors import LostLaw
-from specbeam.core.forest import Forest
 from specbeam.lm.table import TableLM
 from specbeam.session import Parts
-from specbeam.verify.walk import MatchRule
-from specbeam.verify.walk import PathRule
 from specbeam.verify.traversal import TraversalRule
-from tests.support.exact import distance, exact_law
+from specbeam.verify.walk import MatchRule, PathRule
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
+from tests.support.exact import distance, exact_law
 from tests.support.programs import random_table, session_of
 from tests.support.thinned import Thinned
 
@@ -172,10 +171,16 @@ def test_a_tree_that_was_pruned_by_content_is_matched_and_not_tried(pair, counts
 
 def _has_no_law(method, draft, dice):
     """Also where nothing was dropped, which says something too."""
+    forest = drafted(method, draft, dice)
+    assert forest.siblings.size
+    assert not forest.siblings.have_laws
+
+
+def drafted(method, draft, dice):
+    """What a method drafts in its first turn."""
     session = session_of(method(TableLM(draft)), TableLM(draft), dice, 9)
     (forest,) = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])
-    assert forest.groups
-    assert not forest.lawful
+    return forest
 
 
 def chains_merged(count, depth):
@@ -201,14 +206,14 @@ def random_forest(seed):
     rng = np.random.default_rng(seed)
     forest = Forest.rooted([7])
     for _ in range(int(rng.integers(0, 9))):
-        parent, token = int(rng.integers(len(forest))), int(rng.integers(3))
+        parent, token = int(rng.integers(forest.size)), int(rng.integers(3))
         if forest.find(np.array([parent]), np.array([token]))[0] < 0:
             forest = forest.grown([token], [parent])
     return forest
 
 
 def paths_of(forest):
-    return {tuple(forest.path(node)) for node in range(len(forest))}
+    return {tuple(forest.path(node)) for node in range(forest.size)}
 
 
 def test_a_union_of_trees_has_the_paths_of_all_and_each_once():
@@ -216,8 +221,8 @@ def test_a_union_of_trees_has_the_paths_of_all_and_each_once():
         one, other = random_forest(seed), random_forest(seed + 100)
         whole, (names, _) = united([one, other])
         assert paths_of(whole) == paths_of(one) | paths_of(other) == paths_of(united([other, one])[0])
-        assert len(paths_of(whole)) == len(whole)
-        assert [whole.path(names[node]) for node in range(len(one))] == [one.path(node) for node in range(len(one))]
+        assert len(paths_of(whole)) == whole.size
+        assert [whole.path(names[node]) for node in range(one.size)] == [one.path(node) for node in range(one.size)]
         again = united([one, one])[0]
         assert (again.tokens.tolist(), again.parents.tolist()) == (one.tokens.tolist(), one.parents.tolist())
 
@@ -248,7 +253,9 @@ def best_possible(p, drawn):
 
 
 def law_of_draws(q, children, count):
-    return exact_law(lambda dice: tuple(token for draws in children.draw(q, count, dice) for token in draws.tokens))
+    """The law of the children of one node, in the order in which they are tried."""
+    method = method_of((count,), children, PathRule())
+    return exact_law(lambda dice: tuple(drafted(method, lambda path: q, dice).siblings.tokens.tolist()))
 
 
 @pytest.mark.parametrize("children", [W, R, G, K], ids=lambda one: type(one).__name__)

@@ -5,31 +5,33 @@ import pytest
 
 import specbeam as sb
 from specbeam.control.fixed import FixedShape
-from specbeam.core.dice import Dice
+from specbeam.core.forest import Forest
 from specbeam.draft import merged
 from specbeam.draft.children import Distinct
 from specbeam.draft.merged import Graph
-from specbeam.draft.tree import Branching, Sprout, TreeDrafter
-from specbeam.forest import Forest, Row, masses_left
+from specbeam.draft.tree import Branching, GrowingTree, TreeDrafter
+from specbeam.laws.rows import RowLaw
 from specbeam.lm.kv.trie import KVTrie
 from specbeam.lm.table import TableLM
 from specbeam.records import Shape
 from specbeam.session import Parts
-from specbeam.verify.draws import drawn, draws
 from specbeam.verify.walk import PathRule
-from tests.support.exact import exact_law
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
+from tests.support.exact import exact_law
 from tests.support.programs import run, session_of
 from tests.support.thinned import Thinned
+from tests.support.trials import drawn, tried
 
-P, Q = np.array([0.3, 0.4, 0.3]), np.array([0.6, 0.3, 0.1])
+P = np.array([0.3, 0.4, 0.3])
+Q = np.array([0.6, 0.3, 0.1])
 
 
-class Coins(Dice):
+class Coins:
     """Dice that toss these uniforms and note what they are asked to pick from."""
 
     def __init__(self, *coins):
-        self.coins, self.laws = list(coins), []
+        self.coins = list(coins)
+        self.laws = []
 
     def flip(self, odds):
         return self.coins.pop(0) < odds
@@ -42,7 +44,7 @@ class Coins(Dice):
 def test_a_refused_draft_is_replaced_from_the_residual():
     """Draft a, coin 0.7: 0.7 * 0.6 >= 0.3, so the token comes from (0, 1/3, 2/3)."""
     dice = Coins(0.7)
-    (taken,) = draws(drawn([0], [1.0], Q, True), P, 1, dice)
+    (taken,) = tried(drawn([0], Q, 3, distinct=False), P, 1, dice, True)
     assert taken.draft == -1
     assert dice.laws == [pytest.approx([0, 1 / 3, 2 / 3])]
 
@@ -50,8 +52,8 @@ def test_a_refused_draft_is_replaced_from_the_residual():
 @pytest.mark.parametrize(("coin", "token", "draft"), [(0.3, 1, 1), (0.6, 2, -1)])
 def test_siblings_without_replacement(coin, token, draft):
     """Draws (a, b): a fails at 0.7; b of law (0, 3/4, 1/4) is tried against (0, 1/3, 2/3); if it fails, c is sure."""
-    dice, masses = Coins(0.7, coin), masses_left(Q, np.array([0, 1])).tolist()
-    (taken,) = draws(drawn([0, 1], masses, Q, False), P, 1, dice)
+    dice = Coins(0.7, coin)
+    (taken,) = tried(drawn([0, 1], Q, 3, distinct=True), P, 1, dice, True)
     if coin == 0.6:  # 0.6 * 3/4 >= 1/3
         assert dice.laws == [pytest.approx([0, 0, 1])]
     assert (taken.token, taken.draft) == (token, draft)
@@ -105,11 +107,17 @@ def test_trying_what_was_pruned_by_content_is_biased(pair, error):
 def test_without_its_check_a_graph_has_a_cycle_that_fills_the_cap(monkeypatch):
     draft = PAIRS["EX3M"][1]
     monkeypatch.setattr(merged, "_reaches", lambda *_: False)
-    session, growth = session_of(sb.sampling(), None, steps=99), Graph(2, 0, 0.0, 0.0, 40)
+    session = session_of(sb.sampling(), None, steps=99)
     session.prompt = [9]
-    sprout = Sprout.start(session, Shape(2, 0))
+    growth = Graph(2, 0, 0.0, 0.0, 40)
+    tree = GrowingTree.start(session, Shape(2, 0))
     for layer in range(2):
-        paths = [tuple(sprout.forest.path(node)) for node in sprout.front]
-        growth.grow(sprout, layer, [Row(np.log(draft(path)), 3) for path in paths])
-    growth.finish(sprout)
-    assert len(sprout.forest.selected(sprout.kept)) - 1 == 39
+        paths = [tuple(tree.forest.path(node)) for node in tree.front]
+        growth.grow(tree, layer, [whole_law(draft(path)) for path in paths])
+    growth.finish(tree)
+    assert tree.forest.selected(tree.kept).size - 1 == 39
+
+
+def whole_law(odds):
+    """A law on the whole vocabulary."""
+    return RowLaw(np.zeros(0, dtype=np.int64), np.log(odds), len(odds))

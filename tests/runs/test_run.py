@@ -1,0 +1,351 @@
+"""Runs of turns in one compiled loop against the same turns one by one: texts, scores, reports, and what models hold."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import pytest
+
+import specbeam as sb
+from specbeam import kernels, runs
+from specbeam.control.fixed import FixedShape
+from specbeam.decode import decode
+from specbeam.errors import SomeFailed, TooFewAnswers
+from specbeam.generation import turns_of
+from specbeam.laws.joint import BROKEN, SOUND
+from specbeam.records import Shape
+from specbeam.request import Request
+from specbeam.settings import Settings
+from specbeam.verify.walk import PathRule
+from tests.support.loops import OPTIONS, PROMPTS, known, pair
+from tests.support.tiny_models import tiny
+
+if not kernels.AVAILABLE:
+    pytest.skip("needs numba", allow_module_level=True)
+
+__all__ = ["pair"]  # a fixture
+METHODS = {
+    "fixed": sb.dsbd(3, 5, 4, "fixed"),
+    "dynamic": sb.dsbd(4, 5, 3),
+    "narrow": sb.dsbd(4, 4, 2, threshold=0.95, min_beams=2),
+    "by cost": sb.dsbd(3, width="fixed"),
+    "by value": sb.dsbd(3, width="auto"),
+    "by value, of one shape": sb.dsbd(4, 4, 3, "auto", min_beams=2),
+    "one beam": sb.dsbd(1, 3, 5, "fixed"),
+    "no draft": sb.beam_sampling(4),
+    "one sequence": sb.sampling(),
+    "chain": sb.speculative_sampling(4),
+    "chain by cost": sb.speculative_sampling(6, controller="cost"),
+    "tree": sb.specinfer((3, 2, 1)),
+    "tree of distinct draws": sb.rsd_c((2, 2, 1)),
+    "tree of fixed shape": sb.sequoia(7, 4),
+    "tree of the likeliest and one": sb.spechub(3),
+    "matched chain": sb.speculative_sampling(4, rule="match"),
+    "block": sb.block_verification(4),
+    "tree from its leaves": sb.traversal((2, 2, 1)),
+    "tried": sb.dsbd(3, 5, 3, "fixed", coupling="rejection"),
+    "tried, dynamic": sb.dsbd(3, 4, 3, coupling="rejection"),
+    "tried, independent": sb.dsbd(3, 4, 3, "fixed", coupling="rejection", replacement=True),
+    "no draft, independent": sb.beam_sampling(3, replacement=True),
+    "transformers' sampling": sb.beam_sampling(3, semantics="hf"),
+    "transformers' sampling, drafted": sb.dsbd(3, 5, 3, "fixed", semantics="hf"),
+}
+SEARCHES = {
+    "search": sb.beam_search(3),
+    "search, drafted": sb.speculative_beam_search(3, 5, 3),
+    "search, drafted by cost": sb.speculative_beam_search(3),
+    "greedy": sb.greedy(),
+}
+TREES = ["chain", "chain by cost", "tree", "tree of distinct draws", "tree of fixed shape", "block"]
+TRIED = ["tried", "tried, dynamic", "no draft, independent"]
+ENDS = [
+    {}, {"early_stopping": True}, {"early_stopping": "never", "length_penalty": 2.0}, {"num_return_sequences": 2},
+    {"length_penalty": 0.0, "early_stopping": False},
+]  # fmt: skip
+
+
+class Run(NamedTuple):
+    """What came of one compiled run."""
+
+    turns: int
+    condition: int
+
+
+@pytest.fixture
+def seen(pair, monkeypatch):
+    """The runs of a test, but not those that measure what turns cost."""
+    measured(pair)
+    return watched_runs(monkeypatch)
+
+
+def measured(pair):
+    for method in (METHODS | SEARCHES).values():
+        method.parts(pair.draft, pair.target)
+    return pair
+
+
+def watched_runs(monkeypatch):
+    """A list to which each run from now on is added."""
+    loop, seen = runs.run_turns, []
+
+    def run_turns(target, draft, spec, live, room, turns, dice):
+        live, condition = loop(target, draft, spec, live, room, turns, dice)
+        seen.append(Run(int(room.numbers[runs.DONE]), condition))
+        return live, condition
+
+    monkeypatch.setattr(runs, "run_turns", run_turns)
+    return seen
+
+
+def turn_by_turn(patch):
+    """Let no turn be taken in a run."""
+    patch.setattr("specbeam.decode.run_ahead", lambda target, session, most_turns: False)
+
+
+def both(pair, prompt, method, monkeypatch, **options):
+    """What comes of a generation with runs and without them."""
+    options = {"seed": 4, "max_new_tokens": 12, "eos_token_id": [9, 30], **options}
+    found = answers(pair, prompt, method, **options)
+    with monkeypatch.context() as patch:
+        turn_by_turn(patch)
+        expected = answers(pair, prompt, method, **options)
+    return found, expected
+
+
+def answers(*given, **options):
+    """What is known of each answer; of one that fails, what is said."""
+    try:
+        found = sb.generate(*given, **options)
+    except TooFewAnswers as error:  # a dynamic width may leave fewer beams than were asked for
+        found = error.generations
+    except sb.SpecbeamError as error:
+        return [str(error)]
+    return [known(one) for one in found]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_texts_and_reports_are_the_same(pair, seen, monkeypatch, name, options):
+    for prompt in PROMPTS:
+        found, expected = both(pair, prompt, METHODS[name], monkeypatch, **options)
+        assert found == expected
+    assert len(seen) >= len(PROMPTS)
+    assert {one.condition for one in seen} == {SOUND}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_searches_find_the_same(pair, seen, monkeypatch, name):
+    for prompt in PROMPTS:
+        for ends in ENDS:
+            found, expected = both(pair, prompt, SEARCHES[name], monkeypatch, **ends_of(name, ends))
+            assert found == expected
+    assert len(seen) >= len(PROMPTS) * len(ENDS)
+    assert {one.condition for one in seen} == {SOUND}
+
+
+def ends_of(name, ends):
+    """Greedy search has one answer, and no scores to compare."""
+    return {} if name == "greedy" else ends
+
+
+@pytest.mark.parametrize("ends", ENDS, ids=str)
+@pytest.mark.parametrize(
+    "name", ["fixed", "dynamic", "no draft", "chain", "tree", "tried", "transformers' sampling, drafted"]
+)
+def test_ends_come_where_they_came(pair, seen, monkeypatch, name, ends):
+    """Beams end often, and each of them may be enough."""
+    options = {"top_k": 12, **ends, "eos_token_id": list(range(0, 60, 6))}
+    for seed in range(4):
+        found, expected = both(pair, PROMPTS[0], METHODS[name], monkeypatch, seed=seed, **options)
+        assert found == expected
+    assert seen
+
+
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "by value", "one sequence", *TREES, *TRIED])
+def test_long_texts_take_several_runs(pair, seen, monkeypatch, name):
+    options = {"max_new_tokens": 250, "eos_token_id": [], "top_k": 8}
+    found, expected = both(pair, PROMPTS[0], METHODS[name], monkeypatch, **options)
+    assert found == expected
+    assert len(seen) > 3
+    assert sum(one.turns for one in seen) == found[0][1]
+
+
+@pytest.mark.parametrize("name", ["dynamic", "by value", "tried, dynamic"])
+def test_laws_with_a_long_support_are_run_too(pair, seen, monkeypatch, name):
+    """All tokens are left by a wide top-k, more of them than there are places in the races that a width is chosen by."""
+    found, expected = both(pair, PROMPTS[0], METHODS[name], monkeypatch, top_k=64, temperature=3.0)
+    assert found == expected
+    assert {one.condition for one in seen} == {SOUND}
+
+
+@pytest.mark.parametrize("name", [*TREES, "fixed", "tried"])
+def test_a_flat_row_is_run_too(seen, monkeypatch, name):
+    """After it, top-p keeps a great part of a large vocabulary."""
+    flat, own = tiny("llama", seed=1, vocab_size=2048), tiny("llama", seed=2, vocab_size=2048)
+    flat.lm_head.weight.data.mul_(0.01)
+    for target, draft in ((flat, own), (own, flat)):
+        pair = measured(sb.load(target, draft))
+        seen.clear()
+        found, expected = both(pair, PROMPTS[0], METHODS[name], monkeypatch, top_p=0.9)
+        assert found == expected
+        assert {one.condition for one in seen} == {SOUND}
+
+
+@pytest.mark.parametrize("broken", ["target", "draft"])
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "chain", "tree from its leaves", "tried"])
+def test_a_turn_without_a_law_is_taken_back_and_goes_turn_by_turn(seen, monkeypatch, name, broken):
+    """Of some tokens a model makes NaN: those that come upon them say so, at the same step."""
+    own = measured(sb.load(tiny("llama", seed=1, vocab_size=64), tiny("llama", seed=2, vocab_size=64), check=False))
+    lm = getattr(own, broken)
+    embedding = lm.model.get_input_embeddings().weight.data
+    embedding[40:44] = float("nan")
+    refused, failed = 0, 0
+    for seed in range(8):
+        seen.clear()
+        found, expected = both(own, PROMPTS[0], METHODS[name], monkeypatch, seed=seed, temperature=1.5)
+        assert found == expected
+        refused += any(one.condition == BROKEN for one in seen)
+        failed += isinstance(found[0], str) and "NaN" in found[0]
+    assert refused >= failed > 0
+
+
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "by value", "search, drafted", *TREES, *TRIED])
+def test_single_turns_may_follow(pair, monkeypatch, name):
+    """A run leaves behind what single turns would have."""
+    measured(pair)
+    states = []
+    for most_turns in (32, 3, 0):
+        settings = Settings(max_new_tokens=60, eos_token_id=[], **({} if name in SEARCHES else {"top_k": 6}))
+        request = Request(pair, [PROMPTS[0]], (METHODS | SEARCHES)[name], settings, 3)
+        (session,) = request.sessions
+        for _ in decode(pair.target, [session], ahead=most_turns):
+            turn_by_turn(monkeypatch)
+        states.append(state_of(session))
+        monkeypatch.undo()
+    assert states[0] == states[2]
+    assert states[1] == states[2]
+
+
+def state_of(session):
+    """Texts, counters, and the chance that is to come."""
+    count = session.count
+    texts = [(one.tokens, one.loglik) for one in session.hypotheses()]
+    numbers = count.target_passes, count.draft_passes, count.accepted, count.peak_kv_tokens
+    return texts, numbers, count.widths, session.dice.uniform((4,)).tolist()
+
+
+@pytest.mark.parametrize("name", ["fixed", "by value", "tree", "tried, dynamic"])
+def test_runs_of_any_length_give_the_same(pair, name):
+    measured(pair)
+    states = []
+    for most_turns in (0, 1, 2, 5):
+        settings = Settings(max_new_tokens=40, top_k=6, eos_token_id=[])
+        (session,) = Request(pair, [PROMPTS[0]], METHODS[name], settings, 3).sessions
+        for _ in decode(pair.target, [session], ahead=most_turns):
+            pass
+        states.append(state_of(session))
+    assert states == states[:1] * 4
+
+
+def test_a_pass_is_counted_once(pair, monkeypatch):
+    """By the models too, which know passes that ran no layer."""
+    counts = []
+    for runs_turns in (True, False):
+        if not runs_turns:
+            turn_by_turn(monkeypatch)
+        before = pair.target.passes, pair.draft.passes
+        sb.generate(pair, PROMPTS[0], METHODS["fixed"], seed=1, max_new_tokens=24, top_k=6)
+        counts.append((pair.target.passes - before[0], pair.draft.passes - before[1]))
+    assert counts[0] == counts[1]
+
+
+def test_streams_and_single_turns_do_not_run_ahead(pair, seen):
+    turns = [*turns_of(pair, PROMPTS[0], METHODS["fixed"], max_new_tokens=6, seed=1)]
+    assert len(turns) > 0
+    assert not seen
+
+
+@pytest.mark.parametrize("more", [{"collapse": True}, {"trace": True}], ids=str)
+def test_what_python_does_after_each_turn_is_no_run(pair, seen, more):
+    sb.generate(pair, PROMPTS[0], sb.dsbd(3, 5, 2, "fixed", **more), seed=1, max_new_tokens=6, top_k=5)
+    assert not seen
+
+
+def test_prompts_one_after_the_other(pair, seen):
+    """A batch of one is run; the last of a batch is as soon as it is alone."""
+    alone = sb.generate(pair, PROMPTS, METHODS["fixed"], seed=2, max_new_tokens=20, top_k=5, batch_size=1)
+    assert len(seen) >= len(PROMPTS)
+    together = sb.generate(pair, PROMPTS, METHODS["fixed"], seed=2, max_new_tokens=20, top_k=5, batch_size=3)
+    assert [one.tokens for one in alone] == [one.tokens for one in together]
+
+
+def test_a_model_with_more_words_than_the_target_drafts_turn_by_turn(seen):
+    own = sb.load(tiny("llama", seed=1, vocab_size=64), tiny("llama", seed=2, vocab_size=64))
+    own.draft.vocab = 65
+    sb.generate(own, PROMPTS[0], METHODS["fixed"], seed=2, max_new_tokens=4, top_k=5)
+    assert not seen
+
+
+@dataclass(frozen=True)
+class Shallower(FixedShape):
+    """Somebody's own: it decides otherwise than the part that it is derived from."""
+
+    def plan(self, session):
+        return Shape(min(2, session.remaining - 1), 1)
+
+
+class Counting(PathRule):
+    def verify(self, session, forest, scored):
+        verdicts.append(verdict := super().verify(session, forest, scored))
+        return verdict
+
+
+verdicts = []
+
+
+def test_parts_that_are_derived_are_obeyed(pair, seen):
+    verdicts.clear()
+    own = sb.speculative_sampling(4, controller=Shallower(4, 1))
+    (found,) = sb.generate(pair, PROMPTS[0], own, seed=3, max_new_tokens=12, top_k=6, eos_token_id=[])
+    assert found.report.draft_passes <= 2 * found.report.target_passes
+    plain = sb.speculative_sampling(4)
+    parts = replace(plain.parts(pair.draft, pair.target), rule=Counting())
+    method = replace(plain, build=lambda target, draft: parts)
+    (found,) = sb.generate(pair, PROMPTS[0], method, seed=3, max_new_tokens=12, top_k=6)
+    assert len(verdicts) == found.report.target_passes
+    assert not seen
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_new_token_and_no_draft_at_all(pair, monkeypatch, name):
+    for options in ({"max_new_tokens": 1}, {"max_new_tokens": 2, "eos_token_id": []}):
+        found, expected = both(pair, PROMPTS[1], METHODS[name], monkeypatch, top_k=6, **options)
+        assert found == expected
+    shape = sb.speculative_sampling(3, controller=FixedShape(0, 1))
+    found, expected = both(pair, PROMPTS[0], shape, monkeypatch, top_k=6)
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "chain", "tree"])
+def test_long_prompts_go_in_by_chunks(seen, monkeypatch, name):
+    own = sb.load(tiny("llama", seed=1, vocab_size=64), tiny("llama", seed=2, vocab_size=64))
+    own.target.chunk = own.draft.chunk = 24
+    for length in (10, 23, 24, 40, 100):
+        prompt = [*range(3, 60), *range(3, 60)][:length]
+        found, expected = both(measured(own), prompt, METHODS[name], monkeypatch, top_k=6)
+        assert found == expected
+    assert seen
+
+
+def test_what_goes_wrong_costs_one_prompt(pair, monkeypatch):
+    loop, calls = runs.run_turns, []
+
+    def broken(*given):
+        calls.append(given)
+        if len(calls) == 1:
+            raise IndexError("a token is beyond those of the model")
+        return loop(*given)
+
+    monkeypatch.setattr(runs, "run_turns", broken)
+    with pytest.raises(SomeFailed, match=r"prompt 0.*IndexError: a token is beyond") as failed:
+        sb.generate(pair, [PROMPTS[0]] * 2, METHODS["fixed"], max_new_tokens=4, batch_size=1)
+    assert len(failed.value.generations[1].tokens) > 0

@@ -1,0 +1,57 @@
+"""What tests of drafts compare: forests with all that is known of their siblings, and rows that a loop was given."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from specbeam.laws.warp import on_host
+
+NAMED = ("kinds", "parents", "parent_ends", "draw_ends", "rows", "tokens", "nodes", "law_ends")
+
+
+def assert_same_forests(found, expected, near=0.0):
+    """Check that two forests are the same, and odds to a share of `near`."""
+    for name in ("tokens", "parents", "beams"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), name)
+    np.testing.assert_allclose(found.logq, expected.logq, rtol=near, atol=near)
+    for name in NAMED:
+        np.testing.assert_array_equal(getattr(found.siblings, name), getattr(expected.siblings, name), name)
+    np.testing.assert_array_equal(found.siblings.law_pairs, expected.siblings.law_pairs)
+    np.testing.assert_allclose(found.siblings.law_odds, expected.siblings.law_odds, rtol=near)
+    assert found.siblings.vocab == expected.siblings.vocab
+    for name in ("nodes", "counts", "row_ends"):
+        np.testing.assert_array_equal(getattr(found.fronts, name), getattr(expected.fronts, name), name)
+    np.testing.assert_allclose(found.fronts.scores, expected.fronts.scores, rtol=near, atol=near)
+    held = len(expected.fronts.nodes)
+    np.testing.assert_array_equal(found.fronts.logits[:held], expected.fronts.logits[:held])
+
+
+@contextmanager
+def recorded_rows(lm):
+    """Collect the rows of logits that a model gives, pass by pass."""
+    rows = []
+    extend = lm.extend
+
+    def noting(sessions, forests):
+        scored = extend(sessions, forests)
+        rows.extend(on_host(logits).copy() for logits in scored)
+        return scored
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm, "extend", noting)
+        yield rows
+
+
+@contextmanager
+def passes_that_give(module, rows):
+    """Let the passes inside of a step of this module give these rows, one after the other. For steps that run as source."""
+    line = iter(rows)
+
+    def run_pass(model, tokens, parents, answered, spent):
+        spent[0] += 1
+        return next(line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "run_pass", run_pass)
+        yield
