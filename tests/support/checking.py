@@ -1,13 +1,24 @@
-"""The type checker of the test run: beartype, with int accepted where float is asked for, as Python's typing has it."""
+"""The type checker of the test run: beartype, for which a number out of an array is a number.
+
+Steps run as Python source in most tests, and take their numbers from arrays: numba has one type for both kinds.
+"""
 
 import functools
 import inspect
 import os
 
 import jaxtyping
-from beartype import BeartypeConf, beartype
+import numpy as np
+from beartype import BeartypeConf, BeartypeHintOverrides, beartype
 
-checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
+NUMBERS = BeartypeHintOverrides(
+    {
+        bool: bool | np.bool_,
+        int: int | np.integer,
+        float: float | int | np.floating | np.integer,
+    }
+)
+checked = beartype(conf=BeartypeConf(hint_overrides=NUMBERS))
 FIRST, EVERY = 50, 200  # calls of each function that are checked: so many at first, then one of so many
 _jaxtyped = jaxtyping.jaxtyped
 

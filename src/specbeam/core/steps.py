@@ -30,12 +30,23 @@ def compiled_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
         @functools.wraps(inspect.unwrap(choose))
         def chosen(*kinds: Any) -> Any:
             body = choose(*kinds)
-            return inspect.unwrap(getattr(body, "py_func", body))  # tests wrap functions into type checks
+            if hasattr(body, "py_func"):
+                return _call_of(body)
+            return inspect.unwrap(body)  # tests wrap functions into type checks
 
         overload(function, strict=False)(chosen)
         return choose
 
     return decorate
+
+
+def _call_of(one: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the arguments of a step that calls it, so that it is compiled once for all callers."""
+    names = ", ".join(inspect.signature(one.py_func).parameters)  # type: ignore[attr-defined]
+    made: dict[str, Any] = {"one": one}
+    exec(f"def call({names}):\n    return one({names})", made)
+    call: Callable[..., Any] = made["call"]
+    return call
 
 
 def open_step(function: Callable[..., Any]) -> Callable[..., Any]:

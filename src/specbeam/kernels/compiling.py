@@ -13,6 +13,7 @@ except ImportError:  # pip install 'specbeam[fast]'
 else:
     try:
         from specbeam.kernels.kept import Kept
+        from specbeam.kernels.linking import call_where_it_stands
     except ImportError:
         warnings.warn(
             f"numba {numba.__version__} is too old for specbeam's loops, which need 0.62 (pip install 'specbeam[fast]'); "
@@ -35,8 +36,10 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     """Compiled at the first call and kept on disk. `unwrap`: tests wrap functions into type checks."""
     if not AVAILABLE:
         return function
-    made = numba.njit(nogil=True, error_model="numpy", boundscheck=False, **options)(inspect.unwrap(function))
+    fixed = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
+    made = numba.njit(**fixed, **options)(inspect.unwrap(function))
     made._cache = Kept(made.py_func)
+    call_where_it_stands(made)
     return made
 
 

@@ -1,4 +1,9 @@
-"""The layers of a Llama-like model as compiled loops: norms, rotary positions, attention, the gated inner layer."""
+"""The layers of a Llama-like model as compiled loops: norms, rotary positions, attention, the gated inner layer.
+
+A row's numbers are the same, to the last bit, whatever stands beside it: sums are added up in an order that is written
+down, never in one that the compiler finds, and functions of single numbers go over blocks of a fixed length, so that no
+number falls into the rest of a loop in one pass and not in another.
+"""
 
 from typing import Any
 
@@ -13,16 +18,14 @@ _F0, _F1, _LOG2E = np.float32(0), np.float32(1), np.float32(1.4426950408889634)
 _LN2_HEAD = np.float32(0.693359375)  # of few bits: its multiples are exact
 _LN2_REST = np.float32(-2.12194440e-4)
 _SIDE_BY_SIDE = 64  # maxima
+SUMMED = 32  # sums that grow side by side: every so many numbers one is added to each
 _HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
 
 
 @compiled_in_any_order
-def exponential(x: Array, powers: Array) -> None:
-    """x becomes exp(x), float32, to 2e-7 of it, between -87 and 87; outside, that of these.
-
-    `powers`: scratch, int32 of the same length.
-    """
-    for place in range(len(x)):
+def _exponential_of_panel(x: Array, powers: Array) -> None:
+    """`exponential` of float32[WIDTH]: of a fixed length, so that each number is treated like every other."""
+    for place in range(WIDTH):
         y = _LEAST if x[place] < _LEAST else x[place]
         y = _MOST if y > _MOST else y
         whole = np.floor(y * _LOG2E + _HALF)
@@ -30,17 +33,68 @@ def exponential(x: Array, powers: Array) -> None:
         x[place] = exp_near_0(f)
         powers[place] = (np.int32(whole) + 127) << 23
     scale = powers.view(np.float32)
-    for place in range(len(x)):
+    for place in range(WIDTH):
         x[place] *= scale[place]
 
 
-@compiled_in_any_order
+@compiled
+def exponential(x: Array, powers: Array) -> None:
+    """x becomes exp(x), float32, to 2e-7 of it, between -87 and 87; outside, that of these.
+
+    Args:
+        x: float32[n], where n is a multiple of `WIDTH`.
+        powers: scratch, int32[WIDTH].
+    """
+    for start in range(0, len(x), WIDTH):
+        _exponential_of_panel(x[start : start + WIDTH], powers)
+
+
+@compiled
+def total_of(parts: Array) -> Array:
+    """Return the sum of float32[SUMMED], half on half: `parts` is overwritten."""
+    width = SUMMED
+    while width > 1:
+        width //= 2
+        for place in range(width):
+            parts[place] += parts[place + width]
+    return parts[0]
+
+
+@compiled
+def sum_of(x: Array, parts: Array) -> Array:
+    """Return the sum of float32[n], in an order that is the same on every processor; `parts` is overwritten.
+
+    Zeros behind the last number do not change it.
+    """
+    parts[:] = _F0
+    whole = len(x) // SUMMED * SUMMED
+    for start in range(0, whole, SUMMED):
+        for place in range(SUMMED):
+            parts[place] += x[start + place]
+    for place in range(whole, len(x)):
+        parts[place - whole] += x[place]
+    return total_of(parts)
+
+
+@compiled
+def sum_of_squares(x: Array, parts: Array) -> Array:
+    """Return the sum of the squares of float32[n], in the order of `sum_of`; `parts` is overwritten."""
+    parts[:] = _F0
+    whole = len(x) // SUMMED * SUMMED
+    for start in range(0, whole, SUMMED):
+        for place in range(SUMMED):
+            parts[place] += x[start + place] * x[start + place]
+    for place in range(whole, len(x)):
+        parts[place - whole] += x[place] * x[place]
+    return total_of(parts)
+
+
+@compiled
 def normed(x: Array, weight: Array, eps: float, out: Array) -> None:
     """RMSNorm of rows."""
+    parts = np.empty(SUMMED, dtype=np.float32)
     for row in range(len(x)):
-        square = _F0
-        for place in range(x.shape[1]):
-            square += x[row, place] * x[row, place]
+        square = sum_of_squares(x[row], parts)
         factor = np.float32(1 / np.sqrt(square / x.shape[1] + eps))
         for place in range(x.shape[1]):
             out[row, place] = x[row, place] * factor * weight[place]
@@ -78,19 +132,18 @@ def largest(x: Array) -> Array:
     return top
 
 
-@compiled_in_any_order
-def softmax(scores: Array, seen: Array, powers: Array) -> None:
-    """In place, over what is seen."""
+@compiled
+def softmax(scores: Array, seen: Array, powers: Array, parts: Array) -> None:
+    """In place, over what is seen; the length is a multiple of `WIDTH`. `powers`, `parts`: scratch."""
     for slot in range(len(scores)):
         scores[slot] = scores[slot] if seen[slot] else _UNSEEN
     top = largest(scores)
     for slot in range(len(scores)):
         scores[slot] = scores[slot] - top
     exponential(scores, powers)
-    total = _F0
     for slot in range(len(scores)):
         scores[slot] = scores[slot] if seen[slot] else _F0
-        total += scores[slot]
+    total = sum_of(scores, parts)
     share = _F1 / total
     for slot in range(len(scores)):
         scores[slot] *= share
@@ -133,7 +186,8 @@ def attend(
     flat_scores = scores.reshape(-1)
     tall = np.empty(MOST * max(size, most), dtype=np.float32)
     mixed = np.empty((MOST, width), dtype=np.float32)
-    powers = np.empty(most, dtype=np.int32)
+    powers = np.empty(WIDTH, dtype=np.int32)
+    summed = np.empty(SUMMED, dtype=np.float32)
     for session in range(len(rows)):
         lane, first, last = rows[session]
         queries = (last - first) * group
@@ -149,7 +203,7 @@ def attend(
                         panel * WIDTH, most, size,
                     )  # fmt: skip
                 for one in range(count):
-                    softmax(scores[one, :extent], seen[first + (start + one) // group], powers[:extent])
+                    softmax(scores[one, :extent], seen[first + (start + one) // group], powers, summed)
                 stood_up(scores[:, :extent], 0, count, tall)
                 for panel in range(width // WIDTH):
                     sums(
@@ -164,8 +218,8 @@ def attend(
 @compiled_in_any_order
 def gated(both: Array, inner: int, out: Array) -> None:
     """SiLU of the first `inner` columns times the next ones."""
-    powers = np.empty(inner, dtype=np.int32)
-    falling = np.empty(inner, dtype=np.float32)
+    powers = np.empty(WIDTH, dtype=np.int32)
+    falling = np.zeros(-(-inner // WIDTH) * WIDTH, dtype=np.float32)
     for row in range(len(both)):
         for place in range(inner):
             falling[place] = -both[row, place]

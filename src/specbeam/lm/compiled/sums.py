@@ -8,15 +8,16 @@ from typing import Any
 from specbeam import kernels
 
 if kernels.AVAILABLE:
-    from llvmlite import binding, ir
+    from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
 
-    _FEATURES = binding.get_host_cpu_features()
-    LANES = 16 if _FEATURES.get("avx512f") else 8 if _FEATURES.get("avx2") else 4  # 4-byte numbers in a register
+    from specbeam.kernels.processor import features
+
+    LANES = 16 if "avx512f" in features() else 8 if "avx2" in features() else 4  # 4-byte numbers in a register
     MOST = 6 if LANES == 8 else 12  # rows at a time: so many sums fit the registers
     # Whether one instruction multiplies four bytes of each lane and adds them up.
-    DOTS_BYTES = {16: "avx512vnni", 8: "avxvnni"}.get(LANES) in {name for name, has in _FEATURES.items() if has}
+    DOTS_BYTES = {16: "avx512vnni", 8: "avxvnni"}.get(LANES) in features()
 else:
     LANES, MOST, DOTS_BYTES = 16, 12, False
     sums: Any = None  # nothing here is called

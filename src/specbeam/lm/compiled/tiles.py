@@ -26,13 +26,16 @@ _SHAPE = 16  # words that say what the tiles look like
 _ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18
 
 if kernels.AVAILABLE:
-    from llvmlite import binding, ir
+    from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
 
-    _FEATURES, _INDEX = binding.get_host_cpu_features(), ir.IntType(64)
+    from specbeam.kernels.processor import features
+
+    _FEATURES = features()
+    _INDEX = ir.IntType(64)
 else:
-    _FEATURES = {}
+    _FEATURES = frozenset()
     tile_sums: Any = None  # nothing here is called
     tiles_begun: Any = None
     tiles_done: Any = None
@@ -50,7 +53,7 @@ def available() -> bool:
     """Whether this process may use tiles. `SPECBEAM_TILES=off` leaves them alone."""
     if os.environ.get("SPECBEAM_TILES") == "off":
         return False
-    return WIDTH == 2 * _WORDS and all(_FEATURES.get(f"amx-{name}") for name in ("tile", "bf16")) and _permitted()
+    return WIDTH == 2 * _WORDS and _FEATURES >= {"amx-tile", "amx-bf16"} and _permitted()
 
 
 class _Tiles:

@@ -1,0 +1,45 @@
+"""Which instructions compiled code may use: those of the processor that numba compiles for, which the user can name.
+
+numba compiles for the processor it runs on, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another one.
+"""
+
+from functools import cache
+
+from llvmlite import binding
+from numba import config
+from numba.core.codegen import get_host_cpu_features
+
+_REGISTERS = {"zmm": "avx512f", "ymm": "avx2"}  # how the widest registers are called in assembly, and who has them
+
+_SUM_OF_INTEGERS = """
+define <16 x i32> @sum(<16 x i32> %a, <16 x i32> %b) {
+  %c = add <16 x i32> %a, %b
+  ret <16 x i32> %c
+}
+"""
+
+
+@cache
+def features() -> frozenset[str]:
+    """Return the names of the features that compiled code may use, as LLVM calls them.
+
+    Of a processor that is known by name alone, only the width of its registers is found out.
+    """
+    stated = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
+    switches = [switch.strip() for switch in stated.split(",")]
+    found = {switch[1:] for switch in switches if switch.startswith("+")}
+    assembly = _assembly(config.CPU_NAME or binding.get_host_cpu_name(), stated)
+    found |= {feature for register, feature in _REGISTERS.items() if register in assembly}
+    if "avx512f" in found:
+        found.add("avx2")
+    return frozenset(found)
+
+
+def _assembly(name: str, stated: str) -> str:
+    """Return how a sum of sixteen integers is written for a processor."""
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    target = binding.Target.from_default_triple()
+    machine = target.create_target_machine(cpu=name, features=stated)
+    module = binding.parse_assembly(_SUM_OF_INTEGERS)
+    return str(machine.emit_assembly(module))
