@@ -9,9 +9,9 @@ from scipy import stats
 
 import specbeam as sb
 from specbeam.decode import decode
-from specbeam.laws.warp import warpers_of
 from specbeam.request import Request
 from specbeam.settings import Settings
+from tests.oracles.laws import warpers_of
 from tests.support.tiny_models import tiny
 
 SETTINGS = {"plain": {}, "cold": {"temperature": 0.5}, "top-k": {"top_k": 3}, "top-p": {"top_p": 0.8}}

@@ -11,7 +11,7 @@ from specbeam.core.limits import Decode, Limits
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.generation_config import OF_MODELS, WARPERS, read
 from specbeam.laws.truncation import NO_TRUNCATION, Truncation
-from specbeam.laws.warp import Warp, warpers_of
+from specbeam.laws.warp import Warp
 from specbeam.option_checks import FORMS, check, listed, require, texts
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class Settings:
         truncation = NO_TRUNCATION if greedy else self._truncation()
         if search:
             truncation = truncation._replace(least=max(2, 1 + len(eos)))
-            return Warp(_joined(processors, warpers_of(truncation)), NO_TRUNCATION, greedy, True, bans)
+            return Warp(processors, truncation, greedy, True, bans)
         return Warp(processors, truncation, greedy, constraint=bans)
 
     def new_tokens(self, prompt_length: int) -> int | None:

@@ -20,6 +20,7 @@ from specbeam.lm.context import Context
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.idle import IdleLM
 from specbeam.session import Parts, Session
+from specbeam.verify.search import SearchRule
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 QUICK = (1, 4, 8, 12, 16, 24, 32)  # what is measured when somebody needs a curve now
@@ -120,8 +121,8 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
     """Time runs of turns ahead on the models themselves, by the laps that the loops keep. The best of rounds."""
     best, began = [np.inf] * 3, time.perf_counter()
     for number in range(5):
-        warp = Warp(truncation=Truncation(top_k=min(20, target.vocab)))
-        session = Session([0], parts(draft, DEEP), warp, Limits(TURNS), number)
+        made = parts(draft, DEEP)
+        session = Session([0], made, _warp_of(made, min(20, target.vocab)), Limits(TURNS), number)
         with timed() as clock:
             for _ in decode(target, [session], ahead=TURNS):
                 pass
@@ -138,8 +139,11 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
 def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool) -> float:
     """Seconds of a turn outside the models, the draft of which is so deep and always or never what the target wants."""
     target, draft = IdleLM(vocab, 0), IdleLM(vocab, 0 if agree else 1)
-    limits, warp = Limits((TURNS + 1) * (depth + 1)), Warp(truncation=Truncation(top_k=min(50, vocab)))
-    session, seconds, before = Session([0], parts(draft, depth), warp, limits, 0), list[float](), 0.0
+    made = parts(draft, depth)
+    limits = Limits((TURNS + 1) * (depth + 1))
+    session = Session([0], made, _warp_of(made, min(50, vocab)), limits, 0)
+    seconds = list[float]()
+    before = 0.0
     began = time.perf_counter()
     for _ in decode(target, [session]):
         inside = target.seconds + draft.seconds
@@ -148,6 +152,11 @@ def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool) -> float:
         if len(seconds) == TURNS:
             break
     return float(np.median(seconds))
+
+
+def _warp_of(parts: Parts, top_k: int) -> Warp:
+    """Return the warp by which these parts decode: rules of transformers' beam modes go with laws of these modes."""
+    return Warp(truncation=Truncation(top_k=top_k), search=isinstance(parts.rule, SearchRule))
 
 
 def _key(lm: HuggingFaceLM, context: int) -> list[Any]:

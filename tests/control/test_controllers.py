@@ -11,10 +11,16 @@ from specbeam.control.cost import CostCurve, PassTimes
 from specbeam.control.size import SizeByLatency, best_size
 from specbeam.control.survival import Survival
 from specbeam.control.thompson import Thompson, best_length
+from specbeam.core.beams import Beams, Layers
+from specbeam.core.forest import Forest
+from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
 from specbeam.draft.lookup import retrieved
-from specbeam.forest import Forest, Row
+from specbeam.draft.tree import Branching, TreeDrafter, _confidence
+from specbeam.laws.rows import RowLaw
+from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
-from specbeam.records import Beams, Shape, Step, Turn, Verdict
+from specbeam.records import Shape, Turn, Verdict
+from specbeam.session import Parts
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import random_table, run, session_of
@@ -84,8 +90,6 @@ def test_no_controller_changes_the_law(controller, rule):
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_controllers_change_no_greedy_text(controller):
     target, draft = TableLM(random_table(1, 5)), TableLM(random_table(2, 5))
-    from specbeam.laws.warp import Warp
-
     plain = session_of(sb.greedy(), None, steps=20, warp=Warp(greedy=True))
     run(plain, target)
     session = session_of(sb.speculative_sampling(6, controller=controller), draft, steps=20, warp=Warp(greedy=True))
@@ -104,7 +108,7 @@ def test_thompson_learns_the_rate():
         lengths[name] = np.mean([turn.shape.depth for turn in turns[-10:-2]])
         belief = session.state[controller]
         assert belief.accepted - 1 == sum(turn.verdict.accepted for turn in turns)
-        assert belief.refused - 1 == sum(turn.verdict.accepted < len(turn.forest.groups) for turn in turns)
+        assert belief.refused - 1 == sum(turn.verdict.accepted < turn.forest.siblings.size for turn in turns)
     assert lengths["twin"] > 6
     assert lengths["stranger"] < 5
 
@@ -144,9 +148,17 @@ def told(accepted, drafted):
     forest = Forest.rooted([0])
     for depth in range(drafted):
         forest = forest.grown([0], [depth], groups=[retrieved([0], depth, [depth + 1])])
-    here, ended = Beams.start(0, 0), np.zeros(1, dtype=bool)
-    steps = [Step(np.array([depth]), here, ended, 1, passed=depth < accepted) for depth in range(accepted + 1)]
-    return Turn(Shape(drafted, drafted), forest, torch.zeros(1, 2), Verdict(tuple(steps)))
+    number = np.arange(accepted + 1)
+    zeros = np.zeros_like(number)
+    layers = Layers(
+        parents=number,
+        beams=Beams(zeros, zeros, zeros.astype(float), zeros + 1, zeros.astype(np.uint64)),
+        ended=zeros > 0,
+        draw_ends=number + 1,
+        widths=zeros + 1,
+        passed=number < accepted,
+    )
+    return Turn(Shape(drafted, drafted), forest, torch.zeros(1, 2), Verdict(layers))
 
 
 def test_survival_counts_what_it_spent():
@@ -166,10 +178,8 @@ def test_survival_counts_what_it_spent():
 def test_a_tracked_threshold_is_not_lowered_by_a_draft_of_full_length():
     ends = {}
     for drafted in (4, 3):
-        session, controller = (
-            session_of(sb.speculative_sampling(4), TableLM([0.5, 0.5]), steps=9),
-            TrackedThreshold(most=4),
-        )
+        session = session_of(sb.speculative_sampling(4), TableLM([0.5, 0.5]), steps=9)
+        controller = TrackedThreshold(most=4)
         controller.settle(session, told(accepted=drafted, drafted=drafted))
         ends[drafted] = session.state[controller][0]
     assert ends[4] == pytest.approx(0.6)  # it could not have drafted more
@@ -205,11 +215,44 @@ def test_the_first_turn_of_a_session_holds_its_prompt_and_says_nothing_of_nodes(
 
 
 def test_the_confidence_of_a_layer_is_that_of_its_surest_token():
-    from specbeam.draft.tree import _confidence
-
     before = Forest.rooted([0])
-    law = Row(np.log([0.7, 0.2, 0.1]), 3)
+    law = RowLaw(np.zeros(0, dtype=np.int64), np.log([0.7, 0.2, 0.1]), 3)
     assert _confidence(before.grown([1, 0, 2], [0, 0, 0]), before, {0: law}) == pytest.approx(0.7)
+
+
+class Hearing(SureDraft):
+    """Drafts on, and remembers how sure it was told to be of each layer."""
+
+    def more(self, session, depth, confidence):
+        session.state.setdefault(self, []).append(confidence)
+        return True
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+@pytest.mark.parametrize(
+    "children", [Independent(), Distinct(), Distinct(fallback=True), Best(), BestAndOne()], ids=str
+)
+def test_controllers_are_told_draft_odds_however_children_are_drawn(children, greedy):
+    """Of all tokens that were drawn, ends too; never the odds among what another draw had left."""
+    table = random_table(2, 5)
+    controller = Hearing(most=2)
+    layers = 0
+    for key in range(8):
+        drafter = TreeDrafter(TableLM(table), Branching((2, 2), children))
+        parts = Parts(drafter, None, controller, "")
+        method = sb.Method("", "", 1, lambda *_, parts=parts: parts)
+        session = session_of(method, None, steps=9, eos=(4,), key=key, warp=Warp(greedy=greedy))
+        (forest,) = drafter.draft([session], [controller.plan(session)])
+        groups = forest.siblings.groups()
+        odds = {}
+        for group in groups:
+            parent = int(group.parents[0])
+            law = table(tuple(forest.path(parent)))
+            odds.setdefault(int(forest.depths()[parent]), []).extend(law[group.tokens])
+        told = session.state.get(controller, [])
+        layers += len(told)
+        assert told == pytest.approx([max(odds[layer]) for layer in range(len(told))])
+    assert layers > 8
 
 
 def test_pass_times_follow_a_planted_line_through_noise_and_a_step():
@@ -262,7 +305,7 @@ def test_survival_drafts_as_far_as_the_draft_is_good_and_cheap():
             sb.speculative_sampling(8, controller=controller), TableLM(random_table(seed, 6)), steps=200
         )
         turns = run(session, TableLM(random_table(1, 6)))
-        lengths[name] = np.mean([len(turn.forest.groups) for turn in turns[5:-5]])
+        lengths[name] = np.mean([turn.forest.siblings.size for turn in turns[5:-5]])
     assert lengths["twin"] > 5
     assert lengths["dear twin"] < 2
     assert lengths["stranger"] < lengths["twin"] - 2

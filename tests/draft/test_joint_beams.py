@@ -7,15 +7,15 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.dice import Dice
+from specbeam.core.limits import Limits
 from specbeam.draft.every_block import EveryBlock
 from specbeam.draft.joint import JointBeams, taken
 from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting
-from specbeam.core.limits import Limits
-from specbeam.lm.table import TableLM
-from specbeam.laws.warp import Warp
-from specbeam.records import Shape
 from specbeam.laws.truncation import Truncation
+from specbeam.laws.warp import Warp
+from specbeam.lm.table import TableLM
+from specbeam.records import Shape
 from tests.support import words
 from tests.support.exact import exact_law, successive
 from tests.support.joint import P, Q, drafted, first_order, letters, odds_of

@@ -11,7 +11,8 @@ def perturbed_plainly(logp, path, top, u):
     """Gumbel values of all places, conditioned on their maximum being `top` (Kool et al. 2019, app. B.3)."""
     values = path + logp - np.log(-np.log(u))
     with np.errstate(divide="ignore"):
-        return -np.log(np.exp(-top) - np.exp(-values.max()) + np.exp(-values))
+        below = np.exp(-values) - np.exp(-values.max())  # by itself, as it is nothing for the largest, however small
+        return -np.log(np.exp(-top) + below)
 
 
 @pytest.mark.parametrize("step", [perturbed, source_of(perturbed)], ids=["compiled", "source"])

@@ -169,9 +169,7 @@ def test_children_take_the_places_of_their_topology_in_draw_order():
 
 def test_what_a_law_cannot_supply_has_no_draft_odds():
     spec = spec_of(Branching((3,), Distinct(fallback=True)))
-    draft, _ = grow_layer(
-        start_tree(Forest.rooted([7]), 8), logits_of([1.0, 0.0, 0.0]), spec, scripted(0.5, 0.7, 0.2)
-    )
+    draft, _ = grow_layer(start_tree(Forest.rooted([7]), 8), logits_of([1.0, 0.0, 0.0]), spec, scripted(0.5, 0.7, 0.2))
     forest = draft.forest
     assert forest.tokens.tolist() == [7, 0, 2, 1]
     assert forest.siblings.draw_ends.tolist() == [1, 3]

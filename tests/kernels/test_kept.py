@@ -95,13 +95,16 @@ def test_an_older_numba_is_said_and_left_alone():
 
 
 def test_sources_are_those_that_are_compiled_in():
-    turns = {str(path.relative_to(SOURCE)) for path in kept.sources(SOURCE / "ahead" / "beam_turns.py")}
+    turns = {str(path.relative_to(SOURCE)) for path in kept.sources(SOURCE / "runs.py")}
     assert turns >= {
-        "ahead/texts.py",
-        "verify/beam_fast.py",
-        "kernels/noise.py",
+        "core/beams.py",
+        "core/noise.py",
+        "verify/beams.py",
         "lm/kv/steps.py",
         "lm/compiled/sums.py",
+        "draft/children.py",  # for constants: it has no steps of its own
     }
     assert not turns & {"session.py", "lm/huggingface.py", "decode.py"}
-    assert "probs.py" in {path.name for path in kept.sources(SOURCE / "draft" / "tree_fast.py")}  # for a constant
+    laws = {str(path.relative_to(SOURCE)) for path in kept.sources(SOURCE / "laws" / "joint.py")}
+    assert "laws/reduce.py" in laws
+    assert not laws & {"runs.py", "verify/beams.py"}

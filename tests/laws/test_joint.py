@@ -162,10 +162,11 @@ def test_a_choice_says_what_becomes_of_its_pairs(truncation, seed, beams, vocab,
     assert found.scores == pytest.approx(carried, abs=1e-9 if way == "source" else 1e-5)
 
 
-def test_the_compiled_choice_is_that_of_its_source():
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_compiled_choice_is_that_of_its_source(dtype):
     for seed in range(6):
         for truncation in (Truncation(), Truncation(0.7, top_k=4), Truncation(top_p=0.9, min_p=0.01)):
-            one = Example(seed, 3, 60, truncation, banned=0.2)
+            one = Example(seed, 3, 60, truncation, banned=0.2, dtype=dtype)
             given_to_both = one.keys, True, one.some, 2, 5, EOS
             compiled = choose(one.law, *given_to_both)
             with source_of_steps():

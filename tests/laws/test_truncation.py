@@ -9,11 +9,11 @@ from transformers import TypicalLogitsWarper
 
 from specbeam.core.beams import Beams
 from specbeam.errors import BrokenLaw, NotSupported
-from specbeam.laws.joint import all_pairs, odds_among
+from specbeam.laws.joint import all_pairs, odds_among, odds_at
 from specbeam.laws.rows import RowLaw
 from specbeam.laws.truncation import NO_TRUNCATION, Truncation
-from specbeam.laws.warp import Warp, dense_logp, law_of_beams, row_laws, truncation_of, warpers_of
-from tests.oracles.laws import log_softmax, warped
+from specbeam.laws.warp import Warp, dense_logp, law_of_beams, row_laws, truncation_of
+from tests.oracles.laws import log_softmax, warped, warpers_of
 from tests.support.steps import source_of_steps
 
 TRUNCATIONS = st.builds(
@@ -93,6 +93,7 @@ def test_other_warpers_of_transformers_come_last():
     pairs = all_pairs(law)
     assert pairs.tolist() == np.flatnonzero(expected).tolist()
     assert odds_among(law, pairs) == pytest.approx(expected[pairs], abs=1e-6)
+    assert odds_at(law, pairs) == pytest.approx(expected[pairs], abs=1e-6)
     assert np.exp(dense_logp(row[None], warp)[0]) == pytest.approx(expected, abs=1e-6)
     with pytest.raises(NotSupported, match="put it first"):
         truncation_of([typical, *warpers_of(Truncation(0.7))])
@@ -153,6 +154,10 @@ def test_a_law_on_few_tokens_is_the_law_on_all():
     assert law.tokens_at([2, 0]).tolist() == [6, 1]
     assert [law.token(place) for place in range(3)] == [1, 4, 6]
     assert [law.spread().place(token) for token in range(8)] == list(range(8))
+    assert law.possible
+    nothing = RowLaw(np.zeros(0, dtype=np.int64), np.zeros(0), 8)
+    assert nothing.at(every).tolist() == [0.0] * 8
+    assert not nothing.possible
 
 
 def test_at_temperature_zero_nothing_is_cut():

@@ -18,15 +18,14 @@ from specbeam.draft.merged import Graph, ManyDrafters, Pruned
 from specbeam.draft.recycle import Successors, TokenRecycling
 from specbeam.draft.tree import Branching, TreeDrafter
 from specbeam.errors import BadSetting, LostLaw
-from specbeam.lm.table import TableLM
 from specbeam.laws.warp import Warp
+from specbeam.lm.table import TableLM
 from specbeam.recipes.catalogue import RECIPES
 from specbeam.session import Parts
 from specbeam.verify.beams import BeamRule
-from specbeam.verify.walk import MatchRule
-from specbeam.verify.walk import PathRule
 from specbeam.verify.search import SearchRule
 from specbeam.verify.traversal import TraversalRule
+from specbeam.verify.walk import MatchRule, PathRule
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.exact import distance, exact_law

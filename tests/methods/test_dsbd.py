@@ -6,18 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import stats
+from specbeam.verify.draws import drawn, draws
+from specbeam.verify.draws_fast import draws_fast
 
 import specbeam as sb
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import FixedWidth, SureWidth, ValuedWidth
 from specbeam.decode import turns
 from specbeam.draft.beams import BeamDrafter
-from specbeam.lm.table import TableLM
 from specbeam.laws.warp import Warp
+from specbeam.lm.table import TableLM
 from specbeam.session import Parts
 from specbeam.verify.beams import BeamRule
-from specbeam.verify.draws import drawn, draws
-from specbeam.verify.draws_fast import draws_fast
 from tests.support.exact import beam_sampling_law, distance, exact_law
 from tests.support.programs import outcome_of, random_table, run, session_of, texts
 

@@ -17,9 +17,9 @@ from specbeam.errors import BadSetting, SomeFailed
 from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.fastest import candidates
 from specbeam.generation import turns_of
+from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
 from specbeam.pair import BUNDLED
-from specbeam.laws.warp import Warp
 from specbeam.request import Request
 from specbeam.session import Parts
 from specbeam.settings import Settings
@@ -253,7 +253,7 @@ class Recomputing:
             session.state[self] = forest.size
             paths = [session.paths(forest, np.array([node]))[0] for node in range(start, forest.size)]
             with torch.inference_mode():
-                rows.append(torch.stack([self.model(torch.tensor([path])).logits[0, -1] for path in paths]))
+                rows.append(torch.stack([self.model(torch.from_numpy(path)[None]).logits[0, -1] for path in paths]))
         return rows
 
     def settle(self, session, turn):

@@ -8,8 +8,8 @@ import pytest
 
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.laws.warp import Warp
 from specbeam.laws.truncation import Truncation
+from specbeam.laws.warp import Warp
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.exact import distance, exact_law

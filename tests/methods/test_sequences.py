@@ -9,8 +9,8 @@ import specbeam as sb
 from specbeam.draft.lookup import GramIndex, SuffixAutomaton
 from specbeam.draft.recycle import Successors, template
 from specbeam.draft.tree import Complete
-from specbeam.lm.table import TableLM
 from specbeam.laws.warp import Warp
+from specbeam.lm.table import TableLM
 from specbeam.records import Shape
 from specbeam.verify.walk import MatchRule
 from tests.support.checking import refused

@@ -10,8 +10,8 @@ from specbeam.core.forest import Forest, joined
 from specbeam.draft.tree import StochasticBeam, TreeDrafter, perturbed
 from specbeam.lm.table import TableLM
 from specbeam.records import Shape
-from tests.support.examples import PAIRS, completed
 from tests.support.exact import exact_law
+from tests.support.examples import PAIRS, completed
 from tests.support.programs import random_table, session_of
 from tests.support.steps import source_of, source_of_steps
 

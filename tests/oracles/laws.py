@@ -6,8 +6,28 @@ count * exp((score + log p(token)) / temperature). Transformers' own warpers cut
 
 import numpy as np
 import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from specbeam.laws.warp import warpers_of
+
+def warpers_of(truncation):
+    """Transformers' own warpers for a truncation; None if it does nothing."""
+    chosen = LogitsProcessorList()
+    least = truncation.least
+    if truncation.temperature != 1:
+        chosen.append(TemperatureLogitsWarper(float(truncation.temperature)))
+    if truncation.top_k:
+        chosen.append(TopKLogitsWarper(truncation.top_k, min_tokens_to_keep=least))
+    if truncation.top_p < 1:
+        chosen.append(TopPLogitsWarper(truncation.top_p, min_tokens_to_keep=least))
+    if truncation.min_p > 0:
+        chosen.append(MinPLogitsWarper(truncation.min_p, min_tokens_to_keep=least))
+    return chosen or None
 
 
 def log_softmax(logits):

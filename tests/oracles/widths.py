@@ -29,7 +29,7 @@ def odds_by_drafts(p, q, drafts, most, rest, by_rank, noise):
     else:
         at = np.take_along_axis(draft, first, 1)
         before = (draft[:, None] < at[:, :, None]).sum(2) + rest * np.minimum(at, 1e9)
-        needed = np.floor(before) + 1
+        needed = np.where(np.isfinite(at), np.floor(before) + 1, np.inf)
     nothing = np.zeros((len(needed), 1))
     needed = np.maximum.accumulate(np.concatenate([nothing, needed], axis=1), axis=1)
     return (needed[:, :, None] <= np.arange(drafts + 1)).mean(0)

@@ -194,18 +194,28 @@ def test_a_flat_row_is_run_too(seen, monkeypatch, name):
 @pytest.mark.parametrize("name", ["fixed", "dynamic", "chain", "tree from its leaves", "tried"])
 def test_a_turn_without_a_law_is_taken_back_and_goes_turn_by_turn(seen, monkeypatch, name, broken):
     """Of some tokens a model makes NaN: those that come upon them say so, at the same step."""
-    own = measured(sb.load(tiny("llama", seed=1, vocab_size=64), tiny("llama", seed=2, vocab_size=64), check=False))
-    lm = getattr(own, broken)
-    embedding = lm.model.get_input_embeddings().weight.data
-    embedding[40:44] = float("nan")
+    measured(pair_with_holes(broken=None))
+    options = {"temperature": 1.5, "max_new_tokens": 12, "eos_token_id": [9, 30]}
     refused, failed = 0, 0
     for seed in range(8):
         seen.clear()
-        found, expected = both(own, PROMPTS[0], METHODS[name], monkeypatch, seed=seed, temperature=1.5)
+        found = answers(pair_with_holes(broken), PROMPTS[0], METHODS[name], seed=seed, **options)
+        with monkeypatch.context() as patch:
+            turn_by_turn(patch)
+            expected = answers(pair_with_holes(broken), PROMPTS[0], METHODS[name], seed=seed, **options)
         assert found == expected
         refused += any(one.condition == BROKEN for one in seen)
         failed += isinstance(found[0], str) and "NaN" in found[0]
     assert refused >= failed > 0
+
+
+def pair_with_holes(broken):
+    """A pair of which the model named `broken` makes NaN of four tokens; a new one, for NaN stays in a cache."""
+    own = sb.load(tiny("llama", seed=1, vocab_size=64), tiny("llama", seed=2, vocab_size=64), check=False)
+    if broken is not None:
+        embedding = getattr(own, broken).model.get_input_embeddings().weight.data
+        embedding[40:44] = float("nan")
+    return own
 
 
 @pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "by value", "search, drafted", *TREES, *TRIED])
@@ -276,13 +286,6 @@ def test_prompts_one_after_the_other(pair, seen):
     assert len(seen) >= len(PROMPTS)
     together = sb.generate(pair, PROMPTS, METHODS["fixed"], seed=2, max_new_tokens=20, top_k=5, batch_size=3)
     assert [one.tokens for one in alone] == [one.tokens for one in together]
-
-
-def test_a_model_with_more_words_than_the_target_drafts_turn_by_turn(seen):
-    own = sb.load(tiny("llama", seed=1, vocab_size=64), tiny("llama", seed=2, vocab_size=64))
-    own.draft.vocab = 65
-    sb.generate(own, PROMPTS[0], METHODS["fixed"], seed=2, max_new_tokens=4, top_k=5)
-    assert not seen
 
 
 @dataclass(frozen=True)

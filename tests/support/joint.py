@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from specbeam.core.limits import Limits
-from specbeam.lm.table import TableLM
 from specbeam.laws.warp import Warp
+from specbeam.lm.table import TableLM
 from specbeam.records import Shape
 from specbeam.session import Session
 from specbeam.verify.paths import Paths

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from specbeam.decode import decode
 from specbeam.core.limits import Limits
+from specbeam.decode import decode
 from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
 from specbeam.session import Session

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from specbeam.verify.draws import draws
 
 import specbeam as sb
 from specbeam import errors
@@ -14,9 +15,8 @@ from specbeam.lm.table import TableLM
 from specbeam.records import Audit
 from specbeam.session import Parts
 from specbeam.verify import single
-from specbeam.verify.draws import draws
-from specbeam.verify.walk import PathRule
 from specbeam.verify.traversal import TraversalRule
+from specbeam.verify.walk import PathRule
 from tests.support import words
 from tests.support.examples import PAIRS
 from tests.support.programs import run, session_of

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-
-from specbeam.core.dice import Dice
 from specbeam.forest import masses_left
 from specbeam.verify.draws import Candidate, Taken, drawn, sure
 from specbeam.verify.draws import draws as kernel_draws
 from specbeam.verify.draws_fast import draws_fast
+
+from specbeam.core.dice import Dice
 from tests.support.exact import distance, exact_law, successive
 
 CLOSE = 1e-12

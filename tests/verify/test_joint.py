@@ -8,11 +8,11 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.dice import Dice
+from specbeam.core.forest import Forest
 from specbeam.draft.children import Distinct, Independent
 from specbeam.draft.joint import JointBeams
 from specbeam.draft.tree import Branching
 from specbeam.errors import BadSetting, LostLaw, NotSupported
-from specbeam.core.forest import Forest
 from specbeam.lm.table import TableLM
 from specbeam.verify.joint import JointRule, judged
 from specbeam.verify.paths import Paths, deepest_in_chains, deepest_in_tree, passing

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-
-import specbeam as sb
-from specbeam import kernels
 from specbeam.forest import Forest, Group
 from specbeam.verify.path_fast import _drawn, walk_at_once
 from specbeam.verify.single import Walk
+
+import specbeam as sb
+from specbeam import kernels
 from tests.draft.test_tree_fast import begun
 from tests.support.loops import OPTIONS, assert_same, pair
 from tests.support.tiny_models import tiny

@@ -17,8 +17,8 @@ from specbeam.lm.table import TableLM
 from specbeam.session import Parts
 from specbeam.verify.traversal import TraversalRule
 from specbeam.verify.walk import MatchRule, PathRule
-from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.exact import distance, exact_law
+from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import random_table, session_of
 from tests.support.thinned import Thinned
 

@@ -83,6 +83,7 @@ def random_layer(rng, truncation, beams, rows, vocab, agreement):
         top_k=st.sampled_from([0, 1, 3, 20]),
         top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
         min_p=st.sampled_from([0.0, 0.02]),
+        least=st.sampled_from([1, 3]),
     ),
     beams=st.integers(1, 5),
     rows=st.integers(1, 6),
@@ -127,10 +128,11 @@ def test_of_more_pairs_than_can_run_the_likeliest_do():
     np.testing.assert_allclose(layer.odds(6), layer.expected(6), atol=1e-12)
 
 
-def test_pairs_that_the_target_cannot_draw_keep_none_that_it_can_from_the_race():
-    """The draft likes pairs that the target cuts away, more of them than can run."""
+@pytest.mark.parametrize("beams", [3, 12])
+def test_pairs_that_the_target_cannot_draw_keep_none_that_it_can_from_the_race(beams):
+    """The draft likes pairs that the target cuts away; with twelve beams, which all have rows, more of them than can run."""
     rng = np.random.default_rng(0)
-    layer = random_layer(rng, Truncation(top_k=10), 3, 3, 700, 0.0)
+    layer = random_layer(rng, Truncation(top_k=10), beams, beams, 700, 0.0)
     drafts = 2 * ENTRANTS
     odds = layer.odds(drafts)
     assert len(odds) == 1 + MOST

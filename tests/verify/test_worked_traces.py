@@ -16,8 +16,8 @@ from specbeam.lm.table import TableLM
 from specbeam.records import Shape
 from specbeam.session import Parts
 from specbeam.verify.walk import PathRule
-from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.exact import exact_law
+from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import run, session_of
 from tests.support.thinned import Thinned
 from tests.support.trials import drawn, tried

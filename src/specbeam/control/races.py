@@ -10,6 +10,7 @@ from specbeam.core.steps import Array, step
 
 RACES = 64  # exponential races that are run
 ENTRANTS = 64  # likeliest pairs that run in them
+NEVER = 10**9  # drafts that a pair takes which is none of them
 RACE_NOISE = np.random.default_rng(0).exponential(size=(RACES, ENTRANTS))
 
 
@@ -85,10 +86,13 @@ def _needed_by_race(arrival: Array, among: Array, rest: float, needed: Array) ->
     """Write the same for the pairs `among`, where drafts are the first to arrive: those before, and as many of the rest."""
     for pair in among:
         at = arrival[pair]
+        if at == np.inf:
+            needed[pair] = NEVER
+            continue
         before = rest * min(at, 1e9)
         for place in range(len(arrival)):
             before += arrival[place] < at
-        needed[pair] = int(min(before, 1e9)) + 1
+        needed[pair] = int(min(before, NEVER)) + 1
 
 
 @step

@@ -14,6 +14,7 @@ from specbeam.core.beams import Beams
 from specbeam.core.forest import Forest, Fronts, start_of
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.laws.joint import HEAD, JointLaw, head_of, joint_law, likeliest_pairs, odds_at
+from specbeam.laws.ranking import sorted_places
 from specbeam.laws.truncation import Truncation, cuts
 
 DEEPEST = 8  # layers that a value is known for
@@ -329,8 +330,7 @@ def odds_when_shared(
         if row >= 0 and token < own_vocab:
             q[place] = _odds_at(drawn, q_drawn, row * own_vocab + token)
     if count > ENTRANTS:
-        edge = np.partition(p, count - ENTRANTS)[count - ENTRANTS]
-        runs = np.flatnonzero(p >= edge)[:ENTRANTS]
+        runs = np.sort(sorted_places(p)[:ENTRANTS])
         p = p[runs]
         q = q[runs]
     return odds_by_drafts(p, q, drafts, most, 0.0, np.arange(len(p)), noise)

@@ -1,7 +1,7 @@
 """The token trees of one turn, flat, and what is known of how they were drawn."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
@@ -192,7 +192,7 @@ class Fronts(NamedTuple):
     logits: Array  # float[room, vocab]: of the draft model, after the processors; of no rows where nobody asks for them
 
 
-def no_fronts(rows: int = 0, vocab: int = 0, dtype: type = np.float32) -> Fronts:
+def no_fronts(rows: int = 0, vocab: int = 0, dtype: Any = np.float32) -> Fronts:
     """Return the fronts of a draft without layers, with room for so many rows of logits."""
     return Fronts(_NO_NUMBERS, _NO_ODDS, _NO_NUMBERS, _NO_NUMBERS, np.empty((rows, vocab), dtype=dtype))
 
@@ -425,3 +425,9 @@ def drafted_layers(forest: Forest) -> int:
     if len(groups.parents) == 0:
         return 0
     return 1 + depths_of(forest.parents)[groups.parents].max()
+
+
+@step
+def most_layers(forest: Forest) -> int:
+    """Return how many layers of beams a forest can hold: the number of its groups, or of its depths where there are more."""
+    return max(len(forest.siblings.kinds), depths_of(forest.parents).max())

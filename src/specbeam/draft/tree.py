@@ -560,6 +560,8 @@ class TreeDrafter:
         spec = self.spec(one.session)
         before = one.forest
         parents = one.front
+        controller = one.session.parts.controller
+        stops = _stops(type(controller))
         if spec is not None:
             draft = one.memory.setdefault("draft", start_tree(one.forest, ROOM))
             rows = one.processed(rows)
@@ -571,15 +573,16 @@ class TreeDrafter:
             one.forest = draft.forest
             one.front = draft.front
             laws: dict[int, RowLaw] = {}
+            if stops:
+                every = zip(parents.tolist(), row_laws(rows, one.session.warp), strict=True)
+                laws = {node: law for node, law in every if law is not None}
         else:
-            found = one.laws(rows)
-            if not found:
+            sound = one.laws(rows)
+            if not sound:
                 return
-            parents = one.front
-            laws = dict(zip(parents.tolist(), found, strict=True))
-            self.growth.grow(one, one.layers, found)
-        controller = one.session.parts.controller
-        if _stops(type(controller)) and len(one.front):
+            laws = dict(zip(one.front.tolist(), sound, strict=True))
+            self.growth.grow(one, one.layers, sound)
+        if stops and len(one.front):
             sure = _confidence(one.forest, before, laws)
             if not cast(Stopping, controller).more(one.session, one.layers + 1, sure):
                 one.front = one.front[:0]
@@ -612,23 +615,18 @@ def _stops(kind: type) -> bool:
 
 def _confidence(forest: Forest, before: Forest, laws: dict[int, RowLaw]) -> float:
     """Return the largest draft odds of a token of the newest layer."""
+    drawn: list[tuple[int, int]] = []
+    for number in range(before.siblings.size, forest.siblings.size):
+        group = forest.siblings.group(number)
+        drawn += zip(group.draw_parents.tolist(), group.tokens.tolist(), strict=True)
+    if not drawn:  # a growth that groups its nodes at the end
+        drawn += zip(forest.parents[before.size :].tolist(), forest.tokens[before.size :].tolist(), strict=True)
     odds: list[float] = []
-    groups = [forest.siblings.group(number) for number in range(before.siblings.size, forest.siblings.size)]
-    for group in groups:
-        parent = int(group.parents[0])
+    for parent, token in drawn:
         if parent in laws:
-            odds += laws[parent].at(group.tokens.tolist()).tolist()
-        elif len(group.law_odds):
-            odds += group.law_odds[np.searchsorted(group.law_pairs, group.tokens)].tolist()
-        else:
-            nodes = group.nodes[group.nodes >= 0]
-            odds += np.exp(forest.logq[nodes] - forest.logq[parent]).tolist()
-    if not groups:  # a growth that groups its nodes at the end
-        for node in range(before.size, forest.size):
-            parent = int(forest.parents[node])
-            if parent in laws:
-                odds += laws[parent].at([int(forest.tokens[node])]).tolist()
-    return float(max(odds, default=1.0))
+            place = laws[parent].place(token)
+            odds.append(float(np.exp(laws[parent].logp[place])) if place >= 0 else 0.0)
+    return max(odds, default=1.0)
 
 
 def draws_of(spec: TreeSpec, roots: int, depth: int) -> int:

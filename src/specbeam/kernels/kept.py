@@ -21,7 +21,9 @@ from numba.core.caching import (
 
 _ROOT = Path(__file__).parents[2]
 _IMPORT = re.compile(r"^\s*from (specbeam[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
-_COMPILES = re.compile(r"^\s*(from specbeam\.(kernels\.compiling|core\.steps)|import numba|from numba|from llvmlite)", re.MULTILINE)
+_COMPILES = re.compile(
+    r"^\s*(from specbeam\.(kernels\.compiling|core\.steps)|import numba|from numba|from llvmlite)", re.MULTILINE
+)
 
 
 @cache

@@ -20,8 +20,11 @@ def call_where_it_stands(function: Any) -> None:
     add = function.add_overload
 
     def add_overload(result: Any) -> None:
+        # A form that was read from disk is compiled into callers too, and they need all that it needs.
+        result.library._reload_init.update(result.reload_init or ())
         add(result)
-        if is_long(result.library):
+        is_found_by_name = "<locals>" not in function.py_func.__qualname__
+        if is_found_by_name and is_long(result.library):
             _name(function, result)
 
     function.add_overload = add_overload
@@ -29,7 +32,7 @@ def call_where_it_stands(function: Any) -> None:
 
 def is_long(library: Any) -> bool:
     """Return whether there is much in a function, with all that was compiled into it."""
-    module = library._final_module
+    module = library._get_module_for_linking()  # it is there in libraries that were read from disk, too
     lines = 0
     for function in module.functions:
         if function.is_declaration or function.name.startswith("_ZN7cpython"):
@@ -42,14 +45,11 @@ def is_long(library: Any) -> bool:
 
 
 def _name(function: Any, result: Any) -> None:
-    """Give a form of a function a name, by which it is found in this process, and in others that read its callers."""
+    """Let callers compile a call by name in, in place of the function."""
     context = result.target_context
     source = function.py_func
     kinds = tuple(result.signature.args)
-    place = f"{source.__module__}.{source.__qualname__}"
-    name = f"specbeam.{place}.{sha256(str(kinds).encode()).hexdigest()[:16]}"
-    address = result.library.get_pointer_to_function(result.fndesc.mangled_name)
-    binding.add_symbol(name, address)
+    name = _add_symbol(function, result)
     described = copy.copy(result.fndesc)
     described.mangled_name = name
     needs = context.codegen().create_library(f"needs {name}")
@@ -62,9 +62,20 @@ def _name(function: Any, result: Any) -> None:
     context.insert_user_function(result.entry_point, described, [needs])
 
 
+def _add_symbol(function: Any, result: Any) -> str:
+    """Let machine code find a form of a function in this process. Returns its name, which is the same in every process."""
+    source = function.py_func
+    kinds = str(tuple(result.signature.args))
+    form = sha256(kinds.encode()).hexdigest()[:16]
+    name = f"{source.__module__}.{source.__qualname__}.{form}"
+    binding.add_symbol(name, result.library.get_pointer_to_function(result.fndesc.mangled_name))
+    return name
+
+
 def get_ready(module: str, name: str, kinds: tuple[Any, ...]) -> None:
     """Load a form of a function, or compile it, before one that calls it is loaded."""
     function: Any = import_module(module)
     for part in name.split("."):
         function = getattr(function, part)
     function.compile(kinds)
+    _add_symbol(function, function.overloads[kinds])

@@ -24,9 +24,10 @@ class JointLaw(NamedTuple):
 
     logits: Array  # float[beams, vocab], after the logits processors; -inf bans a token
     scores: Array  # float64[beams]: log-likelihood of each beam so far
-    log_norm: Array  # float64[beams]: logsumexp of each row of logits; -inf if all of it is banned
+    log_norm: Array  # float64[beams]: what log-likelihoods are below logits; -inf if all of the row is banned
     log_counts: Array  # float64[beams]: of how often each beam occurs
     truncation: Truncation
+    normalised: bool  # whether `log_norm` is the logsumexp of each row, so that the odds of its tokens sum to 1
 
 
 @step
@@ -42,7 +43,7 @@ def joint_law(logits: Array, scores: Array, counts: Array, truncation: Truncatio
         for beam in range(len(norms)):
             if norms[beam] > -np.inf and norms[beam] < np.inf:
                 norms[beam] = 0.0
-    return JointLaw(logits, scores, norms, np.log(counts), truncation)
+    return JointLaw(logits, scores, norms, np.log(counts), truncation, normalise)
 
 
 @step
@@ -97,7 +98,7 @@ def _log_totals(law: JointLaw) -> Array:
     """Return the logsumexp of (logit + shift) / temperature over each beam's tokens, float64[beams]."""
     temperature = law.truncation.temperature
     totals = law.log_norm.copy()
-    if temperature != 1:
+    if temperature != 1 or not law.normalised:
         totals = log_norm(law.logits / law.logits.dtype.type(temperature))
     shift = shift_of(law)
     for beam in range(len(totals)):

@@ -13,7 +13,7 @@ from specbeam.core.beams import Beams
 from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd, NotSupported, SpecbeamError
 from specbeam.laws.joint import BROKEN, DEAD, JointLaw, all_pairs, condition_of, joint_law, odds_among
 from specbeam.laws.ranking import largest
-from specbeam.laws.rows import SOUND, RowLaw, condition_of_row, row_law
+from specbeam.laws.rows import SOUND, RowLaw, condition_of_row, row_law, searched_law
 from specbeam.laws.truncation import NO_TRUNCATION, Truncation
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class Warp:
     the `truncation` (temperature, top-k, top-p, min-p) sees the flattened joint over all beams, as in DSBD
     (arXiv 2409.16560, sec. 3.1). `greedy` takes the best pairs instead of drawing: temperature 0.
 
-    `search` is the order of transformers' beam modes: all processors, warpers too, see the log-probabilities of each beam's
-    row, and what they leave is not normalised again.
+    `search` is the order of transformers' beam modes: processors and the truncation see the log-probabilities of each
+    beam's row by itself, and what they leave is not normalised again.
 
     `constraint` is the one of the processors that keeps states of paths: the session tells it which of them live on.
     `others` are further warpers of transformers; they come last, see the joint law, and may only ban.
@@ -92,29 +92,6 @@ def truncation_of(warpers: Sequence[Any]) -> tuple[Truncation, tuple[Any, ...]]:
     return Truncation(**made), tuple(others)
 
 
-def warpers_of(truncation: Truncation) -> "LogitsProcessorList | None":
-    """Return transformers' own warpers for a truncation; None if it does nothing."""
-    from transformers import (
-        LogitsProcessorList,
-        MinPLogitsWarper,
-        TemperatureLogitsWarper,
-        TopKLogitsWarper,
-        TopPLogitsWarper,
-    )
-
-    chosen = LogitsProcessorList()
-    least = truncation.least
-    if truncation.temperature != 1:
-        chosen.append(TemperatureLogitsWarper(float(truncation.temperature)))
-    if truncation.top_k:
-        chosen.append(TopKLogitsWarper(truncation.top_k, min_tokens_to_keep=least))
-    if truncation.top_p < 1:
-        chosen.append(TopPLogitsWarper(truncation.top_p, min_tokens_to_keep=least))
-    if truncation.min_p > 0:
-        chosen.append(MinPLogitsWarper(truncation.min_p, min_tokens_to_keep=least))
-    return chosen or None
-
-
 def on_host(logits: Float[torch.Tensor, "rows vocab"]) -> Rows:
     """Return logits as a contiguous array, float32 or float64; no copy where they are one already."""
     logits = logits.detach()
@@ -148,10 +125,18 @@ def law_of_beams(rows: Rows, beams: Beams, warp: Warp) -> JointLaw:
     Raises `BrokenLaw` if the rows are no logits, `DeadEnd` if nothing is left to draw.
     """
     counts = np.ones_like(beams.counts) if warp.greedy else beams.counts
-    normalise = not (warp.search and bool(warp.processors))
-    law = joint_law(rows, beams.scores, counts, warp.cut, normalise)
+    law = law_of_processed(rows, beams.scores, counts, warp)
     check_condition(condition_of(law), rows, warp)
     return left_by_others(law, warp) if warp.others and not warp.greedy else law
+
+
+def law_of_processed(
+    rows: Rows, scores: Float64[np.ndarray, " beams"], counts: Int64[np.ndarray, " beams"], warp: Warp
+) -> JointLaw:
+    """Return the joint law of rows after the processors, before further warpers."""
+    if warp.search:
+        return searched_law(rows, scores, counts, warp.cut, not warp.processors)
+    return joint_law(rows, scores, counts, warp.cut, True)
 
 
 def check_condition(condition: int, rows: Rows, warp: Warp) -> None:
@@ -213,7 +198,7 @@ def left_by_others(law: JointLaw, warp: Warp) -> JointLaw:
         left = one(torch.zeros(1, 0, dtype=torch.long), left[None].clone())[0]
     banned = (left == -torch.inf).numpy().reshape(law.logits.shape)
     logits = np.where(banned, law.logits.dtype.type(-np.inf), law.logits)
-    return law._replace(logits=logits, truncation=Truncation(law.truncation.temperature))
+    return law._replace(logits=logits, truncation=Truncation(law.truncation.temperature), normalised=False)
 
 
 def _banning(warp: Warp) -> str:

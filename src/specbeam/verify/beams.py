@@ -30,7 +30,7 @@ from specbeam.core.beams import (
     live_of,
     no_layers,
 )
-from specbeam.core.forest import CHOSEN, DISTINCT, SHARED, Forest, find_child, start_of
+from specbeam.core.forest import CHOSEN, DISTINCT, SHARED, Forest, find_child, most_layers, start_of
 from specbeam.core.limits import Stop
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import candidate_count, draw_pairs, going_on
@@ -47,8 +47,9 @@ from specbeam.laws.joint import (
     joint_law,
     odds_among,
 )
+from specbeam.laws.rows import searched_law
 from specbeam.laws.truncation import Truncation
-from specbeam.laws.warp import Rows, check_condition, left_by_others, on_host, processed_rows
+from specbeam.laws.warp import Rows, check_condition, law_of_processed, left_by_others, on_host, processed_rows
 from specbeam.records import Audit, Trial, Verdict
 from specbeam.session import Session
 from specbeam.verify.trials import Drafts, Watched, audit_of_trials, take_draws, watch_for
@@ -91,9 +92,11 @@ def law_at(rows: Any, live: Beams, spec: JudgeSpec) -> JointLaw:
     Args:
         rows: float[nodes, vocab], the logits of all forest nodes; or an object that makes laws in Python.
     """
-    if isinstance(rows, np.ndarray):
-        return joint_law(rows[live.nodes], live.scores, live.counts, spec.truncation, True)
-    return rows.law(live, spec)
+    if not isinstance(rows, np.ndarray):
+        return rows.law(live)
+    if isinstance(spec, SearchSpec):
+        return searched_law(rows[live.nodes], live.scores, live.counts, spec.truncation, True)
+    return joint_law(rows[live.nodes], live.scores, live.counts, spec.truncation, True)
 
 
 @step
@@ -117,8 +120,10 @@ def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -
 
 @compiled_as(law_at)
 def _compiled_law_at(rows: Any, live: Any, spec: Any) -> Any:
+    make = searched_law if spec.instance_class is SearchSpec else joint_law
+
     def run(rows: Any, live: Any, spec: Any) -> Any:
-        return joint_law(_rows_at(rows, live.nodes), live.scores, live.counts, spec.truncation, True)
+        return make(_rows_at(rows, live.nodes), live.scores, live.counts, spec.truncation, True)
 
     return run
 
@@ -354,7 +359,8 @@ def judge(
         finished: scores of the beams that ended; those that end here are added.
         watched: trials are noted for audits; eye: looks at each layer, see `look_at`.
     """
-    drafted = len(forest.siblings.kinds)
+    drafted = most_layers(forest)
+    groups = len(forest.siblings.kinds)
     most = candidate_count(spec.beams, len(spec.stop.eos))
     room = no_layers(most * (drafted + 1), drafted + 1)
     number = 0
@@ -365,7 +371,7 @@ def judge(
         if condition != SOUND:
             return first_layers(room, number), condition
         width = spec.beams
-        if number < drafted:
+        if number < groups:
             width = asked_width(widths, law, live, forest, number, planned)
         choice, counts, looked = draw_layer(spec, law, live, forest, number, width, dice, watched)
         look_at(eye, law, live, choice, looked)
@@ -389,12 +395,12 @@ class LawsInPython:
     forest: Forest
     rows: Rows
 
-    def law(self, live: Beams, spec: JudgeSpec) -> JointLaw:
+    def law(self, live: Beams) -> JointLaw:
         """Return the law of the pairs that prolong live beams. Raises `BrokenProcessor`."""
         warp = self.session.warp
         rows = processed_rows(self.rows[live.nodes], warp, lambda: self.session.paths(self.forest, live.nodes))
         counts = np.ones_like(live.counts) if warp.greedy else live.counts
-        law = joint_law(rows, live.scores, counts, spec.truncation, not (warp.search and bool(warp.processors)))
+        law = law_of_processed(rows, live.scores, counts, warp)
         if warp.others and not warp.greedy and condition_of(law) == SOUND:
             return left_by_others(law, warp)
         return law
@@ -503,9 +509,10 @@ def judged(
     """
     rows = on_host(scored)
     most = max(candidate_count(spec.beams, len(spec.stop.eos)), spec.beams)
-    finished = session.finished_with_room(most * (forest.siblings.size + 1))
+    layers_at_most = most_layers(forest) + 1
+    finished = session.finished_with_room(most * layers_at_most)
     before = int(finished.held[0])
-    draws = len(forest.siblings.tokens) + most * (forest.siblings.size + 1)
+    draws = len(forest.siblings.tokens) + most * layers_at_most
     dice = session.dice.ready(2 * draws + spec.beams)
     watched = watch_for(draws, scored.shape[1] * spec.beams) if session.audited else watch_for(0, 0)
     eye = None

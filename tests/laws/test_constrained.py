@@ -13,15 +13,15 @@ import pytest
 import specbeam as sb
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import SureWidth
-from specbeam.dice import child_keys, gumbel_at
 from specbeam.draft.beams import BeamDrafter
+from specbeam.laws.truncation import Truncation
 from specbeam.lm.table import TableLM
 from specbeam.session import Parts
-from specbeam.laws.truncation import Truncation
 from specbeam.verify.beams import BeamRule
-from specbeam.verify.walk import MatchRule
 from specbeam.verify.search import SearchRule
+from specbeam.verify.walk import MatchRule
 from tests.methods.test_sequences import DRAWN, MATCHED, parts_on
+from tests.oracles.noise import child_keys, gumbel
 from tests.support.constraints import Automaton, renormalised, warp_of
 from tests.support.exact import beam_sampling_law, distance, exact_law, hf_beam_sampling_law, successive
 from tests.support.examples import completed, law_and_mean, one_turn
@@ -107,7 +107,7 @@ def by_definition(law, beams, steps, eos, key, cut):
         if not pairs:
             break
         joint = warped(cut)(np.exp([logp + np.log(odds) for _, logp, _, _, odds in pairs]))
-        noise = [float(gumbel_at(path_key, np.array([token]))[0]) for _, _, path_key, token, _ in pairs]
+        noise = [float(gumbel(path_key, np.array([token]))[0]) for _, _, path_key, token, _ in pairs]
         with np.errstate(divide="ignore"):
             value = np.log(joint) + noise
         best = [place for place in np.argsort(-value)[:beams] if joint[place] > 0]
