@@ -21,6 +21,7 @@ from specbeam.core.beams import (
     is_session_over,
     live_of,
     live_parents_of,
+    no_layers,
     room_for_ended,
     room_for_texts,
     rooted_beams,
@@ -30,7 +31,7 @@ from specbeam.core.cycles import cycles
 from specbeam.core.forest import Forest, Fronts, Siblings, drafted_layers, start_of
 from specbeam.core.limits import Stop
 from specbeam.core.steps import Array, compiled_as, step
-from specbeam.draft.beams import DrawnLayers, NoDraft, SearchedLayers, SharedLayers, draft_layers, start_draft
+from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draft
 from specbeam.draft.tree import ROOM, TreeSpec, draws_of, grow_tree, start_tree
 from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.lm.any_lane import run_pass
@@ -109,29 +110,10 @@ def draft_turn(
 
 
 @step
-def _draft_shared(
+def _draft_beams(
     drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, dice: Any, spent: Array
 ) -> tuple[Forest, int]:
-    spec = SharedLayers(drafts.noisy, drafts.core, width, drafts.truncation, drafts.eos, drafts.keeps_rows)
-    drafted, condition = draft_layers(model, start_draft(live, roots), 0, depth, spec, dice, spent)
-    return drafted.forest, condition
-
-
-@step
-def _draft_searched(
-    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, dice: Any, spent: Array
-) -> tuple[Forest, int]:
-    spec = SearchedLayers(drafts.noisy, drafts.core, width, drafts.truncation, drafts.eos)
-    drafted, condition = draft_layers(model, start_draft(live, roots), 0, depth, spec, dice, spent)
-    return drafted.forest, condition
-
-
-@step
-def _draft_drawn(
-    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, dice: Any, spent: Array
-) -> tuple[Forest, int]:
-    spec = DrawnLayers(drafts.again, width, drafts.truncation, drafts.eos)
-    drafted, condition = draft_layers(model, start_draft(live, roots), 0, depth, spec, dice, spent)
+    drafted, condition = draft_layers(model, start_draft(live, roots), 0, depth, width, drafts, dice, spent)
     return drafted.forest, condition
 
 
@@ -163,9 +145,6 @@ def _nodes_of_tree(drafts: Any, roots: int, depth: int, width: int) -> int:
     return total
 
 
-BEAM_DRAFTS = {SharedLayers: _draft_shared, SearchedLayers: _draft_searched, DrawnLayers: _draft_drawn}
-
-
 @compiled_as(nodes_of)
 def _compiled_nodes_of(drafts: Any, roots: Any, depth: Any, width: Any) -> Any:
     if drafts.instance_class is TreeSpec:
@@ -184,7 +163,7 @@ def _compiled_draft_turn(
         return _draft_tree
     if kind is NoDraftSpec:
         return lambda drafts, model, roots, live, depth, width, dice, spent: (roots, SOUND)
-    return BEAM_DRAFTS[kind]
+    return _draft_beams
 
 
 def verify_turn(
@@ -227,6 +206,88 @@ def _has_room(room: RunRoom, draws: int, layers: int, uniforms: int, dice: Any) 
     )
 
 
+class RunTurn(NamedTuple):
+    """A turn of a run that was decided and not yet settled."""
+
+    forest: Forest
+    layers: Layers
+    condition: int  # SOUND, or the turn has to be taken in Python
+    passes: int  # of the draft model
+    layers_run: bool  # whether the pass of the target ran its layers
+    spans: Array  # int64[5]: cycles, by `PARTS`; those of "settle" are added later
+
+
+@step
+def take_turn(
+    target: Any, draft: Any, spec: RunSpec, live: Beams, room: RunRoom, depth: int, width: int, dice: Any
+) -> RunTurn:
+    """Draft, score and verify one turn.
+
+    Args:
+        depth, width: of the draft.
+    """
+    spans = np.zeros(len(PARTS), dtype=np.int64)
+    spent = np.zeros(2, dtype=np.int64)
+    roots = roots_of(live.tokens, room.fronts)
+    length = room.texts.sizes[LENGTH]
+    began = cycles()
+    forest, condition = draft_turn(spec.drafts, draft, roots, live, depth, width, dice, spent)
+    passes = spent[0]
+    spans[DRAFT_MODEL] = spent[1]
+    spans[DRAFT] = cycles() - began - spent[1]
+    layers_run = runs_layers(target, len(forest.tokens))
+    layers = no_layers(0, 1)
+    if condition != BROKEN:
+        began = cycles()
+        rows = run_pass(target, forest.tokens, forest.parents, 0, spent)
+        spans[SCORE] = cycles() - began
+        began = cycles()
+        layers, condition = verify_turn(
+            rows, forest, live, spec.rule, spec.widths, depth, length, room.finished, dice, watch_for(0, 0), None
+        )
+        spans[VERIFY] = cycles() - began
+    return RunTurn(forest, layers, condition, passes, layers_run, spans)
+
+
+@step
+def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room: RunRoom) -> Beams:
+    """Move texts, caches and what is learnt to the end of a turn. Returns the live beams."""
+    forest = turn.forest
+    layers = turn.layers
+    learn_passed(spec.plan, layers.passed[: min(drafted_layers(forest), len(layers.draw_ends))])
+    survivors = live_of(layers)
+    above = live_parents_of(layers)
+    settle_turn(room.texts, room.finished, room.ended, forest, layers, survivors, above, spec.stop)
+    tree = (forest.tokens, forest.parents)
+    settled(target, tree, survivors.nodes, survivors.tokens, above)
+    if spec.drafting:
+        settled(draft, tree, survivors.nodes, survivors.tokens, above)
+    return rooted_beams(survivors)
+
+
+@step
+def count_turn(room: RunRoom, turn: RunTurn, was_waiting: bool) -> None:
+    """Add a turn to the numbers of a run.
+
+    Args:
+        was_waiting: whether the draft model had anything to run before its first pass.
+    """
+    numbers = room.numbers
+    layers = turn.layers
+    for number in range(len(layers.draw_ends)):
+        counted = 0
+        for draw in range(start_of(layers.draw_ends, number), layers.draw_ends[number]):
+            counted += layers.beams.counts[draw]
+        if counted > 0:
+            room.widths[numbers[LAYERS]] = counted
+            numbers[LAYERS] += 1
+        numbers[ACCEPTED] += layers.passed[number]
+    numbers[DONE] += 1
+    numbers[DRAFT_PASSES] += turn.passes
+    numbers[SCORED] += turn.layers_run
+    numbers[DRAFT_SCORED] += turn.passes - (turn.passes > 0 and not was_waiting)
+
+
 @step
 def run_turns(
     target: Any, draft: Any, spec: RunSpec, live: Beams, room: RunRoom, turns: int, dice: Any
@@ -241,12 +302,11 @@ def run_turns(
     """
     stop = spec.stop
     numbers = room.numbers
-    spent_cycles = room.cycles
     over = False
     while not over and numbers[DONE] < spec.most_turns:
         roots = len(live.tokens)
-        length = room.texts.sizes[LENGTH]
-        depth, width = plan_shape(spec.plan, roots, turns + numbers[DONE], stop.most - length)
+        remaining = stop.most - room.texts.sizes[LENGTH]
+        depth, width = plan_shape(spec.plan, roots, turns + numbers[DONE], remaining)
         if depth < 0:
             break
         fresh = nodes_of(spec.drafts, roots, depth, width)
@@ -258,63 +318,23 @@ def run_turns(
         used = dice.used[0]
         held = room.finished.held[0]
         learnt = save_widths(spec.widths)
-        spent = np.zeros(2, dtype=np.int64)
-        began = cycles()
-        waiting = runs_layers(draft, 0)
-        forest, condition = draft_turn(
-            spec.drafts, draft, roots_of(live.tokens, room.fronts), live, depth, width, dice, spent
-        )
-        inside = spent[1]
-        passes = spent[0]
-        drafted = cycles()
-        layers_run = runs_layers(target, len(forest.tokens))
-        told = condition != BROKEN
-        if told:
-            rows = run_pass(target, forest.tokens, forest.parents, 0, spent)
-            scored = cycles()
-            layers, condition = verify_turn(
-                rows, forest, live, spec.rule, spec.widths, depth, length, room.finished, dice, watch_for(0, 0), None
-            )
-            told = condition == SOUND
-        if not told:
+        was_waiting = runs_layers(draft, 0)
+        turn = take_turn(target, draft, spec, live, room, depth, width, dice)
+        room.finished.held[0] = held  # settling adds them again, with their texts
+        if turn.condition != SOUND:
             dice.used[0] = used
-            room.finished.held[0] = held
             restore_widths(spec.widths, learnt)
             rewound(target, roots)
             if spec.drafting:
                 rewound(draft, roots)
             return live, BROKEN
-        room.finished.held[0] = held  # settling adds them again, with their texts
-        verified = cycles()
-        judged = len(layers.draw_ends)
-        learn_passed(spec.plan, layers.passed[: min(drafted_layers(forest), judged)])
-        survivors = live_of(layers)
-        above = live_parents_of(layers)
-        settle_turn(room.texts, room.finished, room.ended, forest, layers, survivors, above, stop)
-        for number in range(judged):
-            draw = start_of(layers.draw_ends, number)
-            counted = 0
-            for one in range(draw, layers.draw_ends[number]):
-                counted += layers.beams.counts[one]
-            if counted > 0:
-                room.widths[numbers[LAYERS]] = counted
-                numbers[LAYERS] += 1
-            numbers[ACCEPTED] += layers.passed[number]
-        tree = (forest.tokens, forest.parents)
-        settled(target, tree, survivors.nodes, survivors.tokens, above)
-        if spec.drafting:
-            settled(draft, tree, survivors.nodes, survivors.tokens, above)
-        live = rooted_beams(survivors)
+        began = cycles()
+        live = settle_run_turn(target, draft, spec, turn, room)
+        count_turn(room, turn, was_waiting)
         over = is_session_over(room.finished, stop, live.scores, room.texts.sizes[LENGTH])
-        numbers[DONE] += 1
-        numbers[DRAFT_PASSES] += passes
-        numbers[SCORED] += layers_run
-        numbers[DRAFT_SCORED] += passes - (passes > 0 and not waiting)
-        spent_cycles[DRAFT] += drafted - began - inside
-        spent_cycles[DRAFT_MODEL] += inside
-        spent_cycles[SCORE] += scored - drafted
-        spent_cycles[VERIFY] += verified - scored
-        spent_cycles[SETTLE] += cycles() - verified
+        turn.spans[SETTLE] = cycles() - began
+        for part in range(len(turn.spans)):
+            room.cycles[part] += turn.spans[part]
     return live, SOUND
 
 

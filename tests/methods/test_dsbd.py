@@ -6,8 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import stats
-from specbeam.verify.draws import drawn, draws
-from specbeam.verify.draws_fast import draws_fast
 
 import specbeam as sb
 from specbeam.control.fixed import FixedShape
@@ -44,16 +42,11 @@ def test_fixed_width_has_the_law_of_beam_sampling(depth, draft_beams, steps, voc
     assert distance(found, expected) < CLOSE
 
 
-def plain_kernel(proposals, masses, q, p, want, dice, drafted_with_replacement, replacement):
-    return draws(drawn(proposals, masses, q, drafted_with_replacement), p, want, dice, replacement)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("replacement", [True, False])
-@pytest.mark.parametrize("kernel", [plain_kernel, draws_fast])
-def test_fixed_width_on_three_tokens_and_two_layers(replacement, kernel):
+def test_fixed_width_on_three_tokens_and_two_layers(replacement):
     target, draft = random_table(3, 3, zeros=True), random_table(4, 3)
-    rule = BeamRule(FixedWidth(2), "rejection", replacement, kernel=kernel)
+    rule = BeamRule(FixedWidth(2), "rejection", replacement)
     method = sb.Method(
         "dsbd", "", 2, lambda _, lm: Parts(BeamDrafter(lm, 2, "rejection", replacement), rule, FixedShape(2, 2), "")
     )

@@ -1,21 +1,31 @@
-"""The kernel: its law, its twin, its worked numbers, and the mistakes that the same test must catch."""
+"""The kernel: its law, its oracle, its worked numbers, and the mistakes that the same test must catch."""
 
 import numpy as np
 import pytest
-from specbeam.forest import masses_left
-from specbeam.verify.draws import Candidate, Taken, drawn, sure
-from specbeam.verify.draws import draws as kernel_draws
-from specbeam.verify.draws_fast import draws_fast
 
-from specbeam.core.dice import Dice
+from specbeam.core.dice import Dice, Uniforms
+from specbeam.verify import trials
+from specbeam.verify.trials import law_on_trial, refuse, residual, watch_for
+from tests.oracles import draws as oracle
+from tests.oracles.draws import Candidate, Taken
 from tests.support.exact import distance, exact_law, successive
+from tests.support.steps import source_of_steps
+from tests.support.trials import drawn, sure, tried
 
 CLOSE = 1e-12
 
 
-def draws(proposals, masses, q, p, want, dice, drafted_with_replacement, replacement):
-    """The plain kernel with the arguments of its twin."""
-    return kernel_draws(drawn(proposals, masses, q, drafted_with_replacement), p, want, dice, replacement)
+def by_kernel(tokens, rho, p, want, dice, distinct, replacement):
+    """Draws from p by the source of the kernel, for drafts from rho: tokens from len(p) on hang under dead parents."""
+    return tried(drawn(tokens, rho, len(p), distinct), p, want, dice, replacement)
+
+
+def by_oracle(tokens, rho, p, want, dice, distinct, replacement):
+    """The same, line by line as the lemma says it."""
+    return oracle.draws(oracle.drawn(tokens, rho, len(p), not distinct), p, want, dice, replacement)
+
+
+WAYS = {"kernel": by_kernel, "oracle": by_oracle}
 
 
 def random_law(rng, size, zeros=0):
@@ -39,111 +49,106 @@ def cases(count=12, size=4):
         yield p, rho
 
 
-def drafted(dice, rho, drafts, replacement):
+def drafted(dice, rho, drafts, distinct):
     """Draft draws in draw order."""
-    left, drawn = rho.copy(), []
+    left = rho.copy()
+    tokens = []
     for _ in range(drafts):
         if left.sum() == 0:
             break
-        drawn.append(dice.pick(left))
-        if not replacement:
-            left[drawn[-1]] = 0
-    return drawn
+        tokens.append(dice.pick(left))
+        if distinct:
+            left[tokens[-1]] = 0
+    return tokens
 
 
-def masses_of(rho, drawn, replacement):
-    return [1.0] * len(drawn) if replacement else masses_left(rho, np.array(drawn, dtype=int)).tolist()
-
-
-def layer(kernel, dice, p, rho, drafts, want, drafted_with, with_replacement):
-    """Draft from rho, whose pairs behind p's are dead, and verify. The outcome is the ordered draws."""
-    drawn = drafted(dice, rho, drafts, drafted_with)
-    proposals = [token if token < len(p) else -1 for token in drawn]
-    masses = masses_of(rho, drawn, drafted_with)
-    taken = kernel(proposals, masses, rho[: len(p)], p, want, dice, drafted_with, with_replacement)
+def tokens_of(taken):
     return tuple(one.token for one in taken)
 
 
-@pytest.mark.parametrize("kernel", [draws, draws_fast])
-@pytest.mark.parametrize("with_replacement", [True, False])
-@pytest.mark.parametrize("drafted_with", [True, False])
-def test_a_layer_has_the_target_law(kernel, drafted_with, with_replacement):
+def layer(way, dice, p, rho, drafts, want, distinct, replacement):
+    """Draft from rho, whose pairs behind p's are dead, and verify. The outcome is the ordered draws."""
+    return tokens_of(way(drafted(dice, rho, drafts, distinct), rho, p, want, dice, distinct, replacement))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("distinct", [False, True])
+def test_a_layer_has_the_target_law(way, distinct, replacement):
     for p, rho in cases():
         for drafts, want in ((0, 2), (1, 1), (2, 2), (3, 2), (3, 1)):
-            found = exact_law(lambda dice: layer(kernel, dice, p, rho, drafts, want, drafted_with, with_replacement))  # noqa: B023
-            assert distance(found, successive(p, want, with_replacement)) < CLOSE
+            found = exact_law(lambda dice: layer(WAYS[way], dice, p, rho, drafts, want, distinct, replacement))  # noqa: B023
+            assert distance(found, successive(p, want, replacement)) < CLOSE
 
 
-@pytest.mark.parametrize("kernel", [draws, draws_fast])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("rest", [1e-6, 1e-13, 1e-15, 3e-16, 1e-17, 1e-30])
-def test_a_draft_that_is_nearly_sure_still_has_its_law(kernel, rest):
+def test_a_draft_that_is_nearly_sure_still_has_its_law(way, rest):
     """The law of the second draw is what is left of the first, however little that is; by subtraction it was noise."""
     p, rho = np.array([0.1, 0.6, 0.3]), np.array([1.0 - rest, 0.7 * rest, 0.3 * rest])
     for want in (1, 2):
-        found = exact_law(lambda dice: layer(kernel, dice, p, rho, 2, want, False, False))  # noqa: B023
+        found = exact_law(lambda dice: layer(WAYS[way], dice, p, rho, 2, want, True, False))  # noqa: B023
         assert distance(found, successive(p, want, False)) < CLOSE
 
 
-def test_dead_drafts_may_also_be_dropped_if_rho_is_renormalised():
+@pytest.mark.parametrize("way", WAYS)
+def test_dead_drafts_may_also_be_dropped_if_rho_is_renormalised(way):
     """The two exact treatments of dead parents give the same law."""
     for p, rho in cases():
         live = rho[: len(p)] / max(rho[: len(p)].sum(), 1e-300)
 
         def filtered(dice, p=p, rho=rho, live=live):
-            drawn = [token for token in drafted(dice, rho, 3, True) if token < len(p)]
-            return tuple(one.token for one in draws(drawn, [1.0] * len(drawn), live, p, 2, dice, True, True))
+            tokens = [token for token in drafted(dice, rho, 3, False) if token < len(p)]
+            return tokens_of(WAYS[way](tokens, live, p, 2, dice, False, True))
 
         assert distance(exact_law(filtered), successive(p, 2, True)) < CLOSE
 
 
-def test_equal_laws_accept_everything():
-    rng = np.random.default_rng(0)
-    p = random_law(rng, 6)
-    for kernel in (draws, draws_fast):
-        law = exact_law(
-            lambda dice, kernel=kernel: all(
-                one.draft >= 0 for one in kernel(*_all_of(dice, p, 3), p, p, 3, dice, False, False)
-            )
-        )
-        assert law.get(False, 0.0) < CLOSE
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_laws_accept_everything(way):
+    p = random_law(np.random.default_rng(0), 6)
+
+    def program(dice):
+        taken = WAYS[way](drafted(dice, p, 3, True), p, p, 3, dice, True, False)
+        return all(one.draft >= 0 for one in taken)
+
+    assert exact_law(program).get(False, 0.0) < CLOSE
 
 
-def _all_of(dice, rho, drafts):
-    drawn = drafted(dice, rho, drafts, False)
-    return drawn, masses_of(rho, drawn, False)
-
-
-def test_the_worked_refusals_without_replacement():
+@pytest.mark.parametrize("way", WAYS)
+def test_the_worked_refusals_without_replacement(way):
     """Acceptance odds 1/4 and 0, then a residual that is sure."""
     p, rho = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.2, 0.3, 0.4])
-    for kernel in (draws, draws_fast):
-        asked = []
+    asked = []
 
-        class Watching(Dice):
-            def flip(self, odds):
-                asked.append(odds)  # noqa: B023
-                return False
+    class Watching(Dice):
+        def flip(self, odds):
+            asked.append(odds)
+            return False
 
-            def pick(self, law):
-                asked.append((law / law.sum()).round(12).tolist())  # noqa: B023
-                return 0
+        def pick(self, law):
+            asked.append((law / law.sum()).round(12).tolist())
+            return 0
 
-        taken = kernel([3, 2], masses_of(rho, [3, 2], False), rho, p, 1, Watching(), False, False)
-        assert taken == [Taken(0, -1)]
-        assert [one for one in asked if one != 0] == [pytest.approx(0.25), [1, 0, 0, 0]]
+    assert WAYS[way]([3, 2], rho, p, 1, Watching(), True, False) == [Taken(0, -1)]
+    assert [one for one in asked if one != 0] == [pytest.approx(0.25), [1, 0, 0, 0]]
 
 
-def test_the_twins_agree_on_long_random_chains():
+def long_chains():
+    """Random laws and drafts: (number, p, rho, tokens, distinct, replacement)."""
     rng = np.random.default_rng(9)
     for number in range(300):
-        size, drafts, want = 12, 6, 3
+        size = 12
         p, rho = random_law(rng, size, zeros=number % 4), random_law(rng, size + 3)
-        with_draft, with_target = bool(number % 2), bool(number // 2 % 2)
-        drawn = rng.choice(size + 3, drafts, replace=with_draft, p=rho).tolist()
-        proposals = [token if token < size else -1 for token in drawn]
-        masses = masses_of(rho, drawn, with_draft)
+        distinct, replacement = not number % 2, bool(number // 2 % 2)
+        tokens = rng.choice(size + 3, 6, replace=not distinct, p=rho).tolist()
+        yield number, p, rho, tokens, distinct, replacement
+
+
+def test_kernel_and_oracle_agree_on_long_random_chains():
+    for number, p, rho, tokens, distinct, replacement in long_chains():
         logs = []
-        for kernel in (draws, draws_fast):
+        for way in WAYS.values():
             coins = np.random.default_rng(number)
             log = []
 
@@ -156,11 +161,61 @@ def test_the_twins_agree_on_long_random_chains():
                     log.append(law / law.sum())  # noqa: B023
                     return int(np.searchsorted(np.cumsum(law), coins.random() * law.sum()))  # noqa: B023
 
-            kernel(proposals, masses, rho[:size], p, want, Logging(), with_draft, with_target)
+            way(tokens, rho, p, 3, Logging(), distinct, replacement)
             logs.append([one for one in log if np.ndim(one) or one > 0])
         assert len(logs[0]) == len(logs[1])
         for first, second in zip(*logs, strict=True):
             np.testing.assert_allclose(first, second, atol=1e-9)
+
+
+def watched_draws(tokens, p, rho, room, values, distinct, replacement):
+    """Three draws by the kernel, compiled or not, and the trials that it notes."""
+    dice = Uniforms(values, np.zeros(1, dtype=np.int64))
+    watched = watch_for(room, len(p))
+    drafts = drawn(tokens, rho, len(p), distinct)
+    taken, looked = trials.take_draws(p, drafts, 3, replacement, dice, watched)
+    return (taken.tolist(), int(looked), int(dice.used[0])), watched
+
+
+def test_the_compiled_kernel_is_its_source():
+    """Equal draws of equal uniforms, as many drafts looked at, and the same trials noted, also where there is little room."""
+    for number, p, rho, tokens, distinct, replacement in long_chains():
+        values = np.random.default_rng(number).random(20)
+        for room in (6, 2, 0):
+            given = (tokens, p, rho, room, values, distinct, replacement)
+            found, watched = watched_draws(*given)
+            with source_of_steps():
+                expected, noted = watched_draws(*given)
+            assert found == expected
+            for one, other in zip(watched, noted, strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+def test_a_refusal_takes_the_law_of_the_draft_off_what_is_wanted():
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        p, rho = random_law(rng, 5, zeros=1), random_law(rng, 7)
+        struck = rho.copy()
+        struck[rng.choice(7)] = 0
+        for drafts in (drawn([1], rho, 5, False), drawn([1], struck, 5, True), sure([1], 5), sure([-1], 5)):
+            place = int(drafts.places[0])
+            mass = drafts.own.sum() if drafts.distinct else 1.0
+            law = law_on_trial(drafts, place, mass, 5)
+            rest = p.copy()
+            refuse(rest, drafts, place, mass)
+            np.testing.assert_allclose(rest, oracle.residual(p, law), atol=1e-12)
+            np.testing.assert_allclose(residual(p, law), oracle.residual(p, law), atol=1e-12)
+
+
+def test_a_refusal_that_had_no_odds_takes_nothing():
+    p = np.array([0.4, 0.6, 0.0])
+    for drafts in (drawn([2], p.copy(), 3, False), drawn([2], p * 0.3, 3, True)):
+        rest = p.copy()
+        refuse(rest, drafts, 2, drafts.own.sum())
+        assert rest.tolist() == p.tolist()
+    sure_of_one = np.array([0.0, 1.0, 0.0])
+    refuse(sure_of_one, sure([1], 3), 1, 1.0)
+    assert sure_of_one.tolist() == [0, 1, 0]
 
 
 # What must fail: each is found in a public implementation or a tempting shortcut.
@@ -168,7 +223,7 @@ def test_the_twins_agree_on_long_random_chains():
 
 def upside_down(dice, p, rho, want):
     rest, taken = p, []
-    for token in drafted(dice, rho, 3, True):
+    for token in drafted(dice, rho, 3, False):
         if len(taken) == want:
             break
         if dice.flip(min(1.0, rho[token] / rest[token]) if rest[token] > 0 else 1.0):
@@ -183,32 +238,28 @@ def upside_down(dice, p, rho, want):
 
 
 def marginal_test_of_struck_drafts(dice, p, rho, want):
-    drawn = drafted(dice, rho, 3, False)
-    masses = [1.0] * len(drawn)
-    return tuple(one.token for one in draws(drawn, masses, rho, p, want, dice, True, True))
+    return tokens_of(by_kernel(drafted(dice, rho, 3, True), rho, p, want, dice, False, True))
 
 
 def fill_may_repeat(dice, p, rho, want):
-    drawn = drafted(dice, rho, 3, False)
-    taken = draws(drawn, [float(rho[token]) for token in drawn], rho, p, want, dice, False, False)
+    taken = by_kernel(drafted(dice, rho, 3, True), rho, p, want, dice, True, False)
     kept = [one.token for one in taken if one.draft >= 0]
     return tuple(kept + [dice.pick(p) for _ in range(want - len(kept))])
 
 
 def sorted_drafts(dice, p, rho, want, replacement):
-    drawn = sorted(drafted(dice, rho, 3, replacement), key=lambda token: -rho[token])
-    masses = masses_of(rho, drawn, replacement)
-    return tuple(one.token for one in draws(drawn, masses, rho, p, want, dice, replacement, replacement))
+    tokens = sorted(drafted(dice, rho, 3, not replacement), key=lambda token: -rho[token])
+    return tokens_of(by_kernel(tokens, rho, p, want, dice, not replacement, replacement))
 
 
 def without_duplicates(dice, p, rho, want):
-    drawn = list(dict.fromkeys(drafted(dice, rho, 3, True)))
-    return tuple(one.token for one in draws(drawn, [float(rho[t]) for t in drawn], rho, p, want, dice, True, True))
+    tokens = list(dict.fromkeys(drafted(dice, rho, 3, False)))
+    return tokens_of(by_kernel(tokens, rho, p, want, dice, False, True))
 
 
 def best_tokens_as_draws(dice, p, rho, want):
-    drawn = np.argsort(-rho)[:3].tolist()
-    return tuple(one.token for one in draws(drawn, [float(rho[t]) for t in drawn], rho, p, want, dice, True, True))
+    tokens = np.argsort(-rho)[:3].tolist()
+    return tokens_of(by_kernel(tokens, rho, p, want, dice, False, True))
 
 
 def small_odds_replaced(dice, p, rho, want):
@@ -221,17 +272,14 @@ def small_odds_replaced(dice, p, rho, want):
 
 def dead_drafts_dropped(dice, p, rho, want):
     """rho is left as it is although the drafts on dead pairs (here the last pair of rho) are dropped."""
-    drawn = [token for token in drafted(dice, rho, 3, True) if token < len(p)]
-    return tuple(
-        one.token for one in draws(drawn, [float(rho[t]) for t in drawn], rho[: len(p)], p, want, dice, True, True)
-    )
+    tokens = [token for token in drafted(dice, rho, 3, False) if token < len(p)]
+    return tokens_of(by_kernel(tokens, rho, p, want, dice, False, True))
 
 
 def dead_drafts_burnt(dice, p, rho, want):
     """rho is renormalised on live pairs, and yet each dead draft counts as a refusal."""
     live = rho[: len(p)] / rho[: len(p)].sum()
-    drawn = [token if token < len(p) else -1 for token in drafted(dice, rho, 3, True)]
-    return tuple(one.token for one in draws(drawn, [1.0] * len(drawn), live, p, want, dice, True, True))
+    return tokens_of(by_kernel(drafted(dice, rho, 3, False), live, p, want, dice, False, True))
 
 
 P, RHO = np.array([0.45, 0.3, 0.2495, 0.0005]), np.array([0.15, 0.25, 0.2, 0.4])
@@ -277,37 +325,43 @@ def worst_given_width(program):
 def test_the_width_may_depend_on_anything_known_before_the_drafts():
     def fair(dice):
         width = 1 + dice.pick(np.array([0.3, 0.7]))
-        return width, layer(draws, dice, P, DEAD, 2, width, True, True)
+        return width, layer(by_kernel, dice, P, DEAD, 2, width, False, True)
 
     assert worst_given_width(fair) < CLOSE
 
 
 def as_many_as_were_accepted(dice):
-    drawn = drafted(dice, RHO, 3, True)
-    taken = draws(drawn, [float(RHO[token]) for token in drawn], RHO, P, 3, dice, True, True)
+    taken = by_kernel(drafted(dice, RHO, 3, False), RHO, P, 3, dice, False, True)
     kept = max(1, sum(one.draft >= 0 for one in taken))
-    return kept, tuple(one.token for one in taken[:kept])
+    return kept, tokens_of(taken[:kept])
 
 
 def as_many_as_have_live_parents(dice):
-    drawn = drafted(dice, DEAD, 2, True)
-    width = max(1, sum(token < len(P) for token in drawn))
-    proposals = [token if token < len(P) else -1 for token in drawn]
-    taken = draws(proposals, [float(DEAD[t]) for t in drawn], DEAD[: len(P)], P, width, dice, True, True)
-    return width, tuple(one.token for one in taken)
+    tokens = drafted(dice, DEAD, 2, False)
+    width = max(1, sum(token < len(P) for token in tokens))
+    return width, tokens_of(by_kernel(tokens, DEAD, P, width, dice, False, True))
 
 
 def wider_after_a_failure(dice):
-    drawn = drafted(dice, RHO, 2, True)
-    taken = draws(drawn, [float(RHO[token]) for token in drawn], RHO, P, 3, dice, True, True)
+    taken = by_kernel(drafted(dice, RHO, 2, False), RHO, P, 3, dice, False, True)
     passed = sum(one.draft >= 0 for one in taken[:1]) == 1
     width = 1 if passed else 3
-    return width, tuple(one.token for one in taken[:width])
+    return width, tokens_of(taken[:width])
 
 
 @pytest.mark.parametrize("mistake", [as_many_as_were_accepted, as_many_as_have_live_parents, wider_after_a_failure])
 def test_widths_that_look_at_the_drafts_are_caught(mistake):
     assert worst_given_width(mistake) > 1e-2
+
+
+def first_accepted(groups, p, dice):
+    """The token of one draw, for which groups of drafts of different laws are tried, one after the other."""
+    rest = p.copy()
+    for drafts in groups:
+        found = trials.try_drafts(rest, drafts, 0, dice, watch_for(0, 0))
+        if found < len(drafts.places):
+            return int(drafts.places[found])
+    return dice.pick(rest)
 
 
 def test_candidates_of_mixed_laws():
@@ -319,17 +373,30 @@ def test_candidates_of_mixed_laws():
         rest = first.copy()
         rest[top] = 0
         rest /= rest.sum()
+        best_two = np.argsort(-first)[:2].tolist()
 
         def two_models(dice, p=p, first=first, second=second):
-            candidates = [Candidate(dice.pick(first), first), Candidate(dice.pick(second), second)]
-            return kernel_draws(candidates, p, 1, dice)[0].token
+            groups = [drawn([dice.pick(law)], law, 4, False) for law in (first, second)]
+            return first_accepted(groups, p, dice)
 
         def greedy_and_one(dice, p=p, rest=rest, top=top):
-            return kernel_draws([Candidate(dice.pick(rest), rest), *sure([top], 4)], p, 1, dice)[0].token
+            return first_accepted([drawn([dice.pick(rest)], rest, 4, False), sure([top], 4)], p, dice)
 
-        def top_two(dice, p=p, first=first):
-            return kernel_draws(sure(np.argsort(-first)[:2].tolist(), 4), p, 1, dice)[0].token
+        def top_two(dice, p=p, best_two=best_two):
+            return first_accepted([sure(best_two, 4)], p, dice)
 
-        for program in (two_models, greedy_and_one, top_two):
+        def two_models_by_oracle(dice, p=p, first=first, second=second):
+            candidates = [Candidate(dice.pick(law), law) for law in (first, second)]
+            return oracle.draws(candidates, p, 1, dice)[0].token
+
+        def greedy_and_one_by_oracle(dice, p=p, rest=rest, top=top):
+            candidates = [Candidate(dice.pick(rest), rest), *oracle.sure([top], 4)]
+            return oracle.draws(candidates, p, 1, dice)[0].token
+
+        def top_two_by_oracle(dice, p=p, best_two=best_two):
+            return oracle.draws(oracle.sure(best_two, 4), p, 1, dice)[0].token
+
+        programs = (two_models, greedy_and_one, top_two)
+        for program in (*programs, two_models_by_oracle, greedy_and_one_by_oracle, top_two_by_oracle):
             found = exact_law(program)
             assert distance(found, {token: float(odds) for token, odds in enumerate(p)}) < CLOSE

@@ -39,7 +39,6 @@ class SharedLayers(NamedTuple):
 
     noisy: bool  # False: nothing is drawn
     core: int  # pairs that the draft model itself would keep
-    width: int  # pairs in all
     truncation: Truncation
     eos: Array  # int64[ends]
     keeps_rows: bool  # whether widths are chosen by the laws that the layers were drawn from
@@ -50,7 +49,6 @@ class SearchedLayers(NamedTuple):
 
     noisy: bool
     core: int
-    width: int
     truncation: Truncation
     eos: Array
 
@@ -59,7 +57,6 @@ class DrawnLayers(NamedTuple):
     """Layers are drawn by dice from the draft's law, which is stated."""
 
     again: bool  # independent draws, with replacement
-    width: int
     truncation: Truncation
     eos: Array
 
@@ -86,21 +83,21 @@ def going_on(scores: Array, ends: Array, beams: int) -> Array:
 
 
 @step
-def _chosen_as_search_does(law: JointLaw, front: Beams, core: Array, spec: SearchedLayers) -> Choice:
+def _chosen_as_search_does(law: JointLaw, front: Beams, core: Array, width: int, spec: SearchedLayers) -> Choice:
     """Return a layer for transformers' beam modes: the core are those that would go on; ends are not drafted."""
     vocab = law.logits.shape[1]
     keys = front.keys if spec.noisy else front.keys[:0]
     every = np.ones(len(core), dtype=np.bool_)
     looked, _ = core_and_extra(law, keys, core, candidate_count(spec.core, len(spec.eos)), 0)
     candidates = choice_of(law, front.keys, looked, 0, spec.eos)
-    best = looked[going_on(candidates.scores, candidates.ends, min(spec.core, spec.width))]
-    wider, _ = core_and_extra(law, keys, every, spec.width + len(spec.eos) * len(core), 0)
-    pairs = np.empty(max(spec.width, len(best)), dtype=np.int64)
+    best = looked[going_on(candidates.scores, candidates.ends, min(spec.core, width))]
+    wider, _ = core_and_extra(law, keys, every, width + len(spec.eos) * len(core), 0)
+    pairs = np.empty(max(width, len(best)), dtype=np.int64)
     held = len(best)
     pairs[:held] = best
     for pair in wider:
         is_end = (spec.eos == pair % vocab).any()
-        if held < spec.width and not is_end and not (best == pair).any():
+        if held < width and not is_end and not (best == pair).any():
             pairs[held] = pair
             held += 1
     return choice_of(law, front.keys, pairs[:held], len(best), spec.eos)
@@ -201,10 +198,13 @@ def _compiled_law_of_front(spec: Any, rows: Any, front: Any) -> Any:
     return lambda spec, rows, front: make(rows, front.scores, front.counts, spec.truncation, True)
 
 
-def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, dice: Any) -> Drafted:
-    """Return a draft with one more layer, chosen or drawn from the law of its front, which must be sound."""
-    bodies = {SharedLayers: draft_shared, SearchedLayers: draft_searched, DrawnLayers: draft_drawn}
-    return bodies[type(spec)](spec, drafted, law, dice)
+def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
+    """Return a draft with one more layer, chosen or drawn from the law of its front, which must be sound.
+
+    Args:
+        width: number of draft beams in the layer.
+    """
+    return LAYERS_BY_SPEC[type(spec)](spec, drafted, law, width, dice)
 
 
 @step
@@ -216,7 +216,7 @@ def _add_choice(drafted: Drafted, choice: Choice, vocab: int) -> Drafted:
 
 
 @step
-def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, dice: Any) -> Drafted:
+def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer of best pairs; see `draft_layer`."""
     front = drafted.front
     if spec.keeps_rows:
@@ -224,33 +224,36 @@ def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, dice: Any)
         fronts = add_front(forest.fronts, front.nodes, front.scores, front.counts, law.logits)
         forest = Forest(forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, fronts)
         drafted = Drafted(forest, front, drafted.core)
-    core = min(spec.core, spec.width)
-    choice = choose(law, front.keys, spec.noisy, drafted.core, core, spec.width, spec.eos)
+    core = min(spec.core, width)
+    choice = choose(law, front.keys, spec.noisy, drafted.core, core, width, spec.eos)
     return _add_choice(drafted, choice, law.logits.shape[1])
 
 
 @step
-def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, dice: Any) -> Drafted:
+def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer for transformers' beam modes; see `draft_layer`."""
-    return _add_choice(drafted, _chosen_as_search_does(law, drafted.front, drafted.core, spec), law.logits.shape[1])
+    choice = _chosen_as_search_does(law, drafted.front, drafted.core, width, spec)
+    return _add_choice(drafted, choice, law.logits.shape[1])
 
 
 @step
-def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, dice: Any) -> Drafted:
+def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer that is drawn by dice; see `draft_layer`."""
     pairs = all_pairs(law)
     odds = odds_among(law, pairs)
-    count = spec.width if spec.again else min(spec.width, len(pairs))
+    count = width if spec.again else min(width, len(pairs))
     distinct, draws, counts = _first_places(draw_pairs(odds, count, spec.again, dice))
     choice = choice_of(law, drafted.front.keys, pairs[distinct], len(distinct), spec.eos)
     kind = INDEPENDENT if spec.again else DISTINCT
     return add_layer(drafted, choice, draws, counts, kind, pairs, odds, law.logits.shape[1])
 
 
+LAYERS_BY_SPEC = {SharedLayers: draft_shared, SearchedLayers: draft_searched, DrawnLayers: draft_drawn}
+
+
 @compiled_as(draft_layer)
-def _compiled_draft_layer(spec: Any, drafted: Any, law: Any, dice: Any) -> Any:
-    bodies = {SharedLayers: draft_shared, SearchedLayers: draft_searched, DrawnLayers: draft_drawn}
-    return bodies[spec.instance_class]
+def _compiled_draft_layer(spec: Any, drafted: Any, law: Any, width: Any, dice: Any) -> Any:
+    return LAYERS_BY_SPEC[spec.instance_class]
 
 
 @step
@@ -261,9 +264,11 @@ def start_draft(live: Beams, roots: Forest) -> Drafted:
 
 @step
 def draft_layers(
-    model: Any, drafted: Drafted, answered: int, depth: int, spec: Any, dice: Any, spent: Array
+    model: Any, drafted: Drafted, answered: int, depth: int, width: int, spec: Any, dice: Any, spent: Array
 ) -> tuple[Drafted, int]:
-    """Return a draft of up to `depth` layers, and SOUND; or DEAD or BROKEN if the last pass gave no law to draw from.
+    """Return a draft of up to `depth` layers of `width` beams, and SOUND.
+
+    Or DEAD or BROKEN in place of SOUND, if the last pass gave no law to draw from.
 
     Args:
         model: a session in a model that compiled steps can run (see `lm.any_lane`).
@@ -281,7 +286,7 @@ def draft_layers(
         condition = condition_of(law)
         if condition != SOUND:
             return drafted, condition
-        drafted = draft_layer(spec, drafted, law, dice)
+        drafted = draft_layer(spec, drafted, law, width, dice)
     return drafted, SOUND
 
 
@@ -318,7 +323,7 @@ class Growing:
     def make_room(self, vocab: int, dtype: Any) -> None:
         """Make room for the rows that layers are drawn from, where they are kept."""
         if isinstance(self.spec, SharedLayers) and self.spec.keeps_rows and self.layers == 0:
-            rows = self.drafted.forest.roots + (self.shape.depth - 1) * self.spec.width
+            rows = self.drafted.forest.roots + (self.shape.depth - 1) * self.shape.width
             forest = self.drafted.forest._replace(fronts=no_fronts(rows, vocab, dtype))
             self.drafted = self.drafted._replace(forest=forest)
 
@@ -335,7 +340,8 @@ class Growing:
         except (DeadEnd, BrokenProcessor):  # on a draft's path; the target need not go there
             self.end()
             return
-        self.drafted = draft_layer(self.spec, self.drafted, law, session.dice.ready(self.spec.width))
+        width = self.shape.width
+        self.drafted = draft_layer(self.spec, self.drafted, law, width, session.dice.ready(width))
 
     def end(self) -> None:
         """Draft no more layers."""
@@ -379,22 +385,18 @@ class BeamDrafter:
         return [one.drafted.forest for one in growing]
 
     def spec(self, session: Session) -> Any:
-        """Return how layers are chosen in a run of turns, which knows their width."""
-        return self.layer_spec(session, 0)
-
-    def layer_spec(self, session: Session, width: int) -> Any:
-        """Return how layers of so many draft beams are chosen for a session."""
+        """Return how layers are chosen for a session."""
         warp = session.warp
         ends = session.limits.ending
         if self.search:
-            return SearchedLayers(not warp.greedy, self.beams, width, warp.cut, ends)
+            return SearchedLayers(not warp.greedy, self.beams, warp.cut, ends)
         if self.coupling == "rejection" and not warp.greedy:
-            return DrawnLayers(self.replacement, width, warp.cut, ends)
-        return SharedLayers(not warp.greedy, self.beams, width, warp.cut, ends, self.keeps_rows and not warp.greedy)
+            return DrawnLayers(self.replacement, warp.cut, ends)
+        return SharedLayers(not warp.greedy, self.beams, warp.cut, ends, self.keeps_rows and not warp.greedy)
 
     def _start(self, session: Session, shape: Shape) -> Growing:
         roots = Forest.rooted(session.beams.tokens)
-        return Growing(session, shape, self.layer_spec(session, shape.width), start_draft(session.beams, roots))
+        return Growing(session, shape, self.spec(session), start_draft(session.beams, roots))
 
     def _grow_alone(self, one: Growing) -> None:
         """Draft all layers by one compiled call, where steps can run the model and nothing in Python sees a row."""
@@ -409,8 +411,9 @@ class BeamDrafter:
             one.make_room(self.lm.vocab, np.float32)
             spent = np.zeros(2, dtype=np.int64)
             with alone.booked(spent):
+                dice = session.dice.ready(nodes)
                 one.drafted, condition = draft_layers(
-                    alone.arrays, one.drafted, alone.lane.answered, depth, one.spec, session.dice.ready(nodes), spent
+                    alone.arrays, one.drafted, alone.lane.answered, depth, one.shape.width, one.spec, dice, spent
                 )
         session.count.draft_passes += int(spent[0])
         one.layers = depth
