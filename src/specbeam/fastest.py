@@ -19,7 +19,7 @@ Measure = Callable[[Method], float]  # tokens per second of a method on some pro
 
 
 @dataclass(frozen=True)
-class Choice:
+class FastestMethod:
     """What was chosen, and the figures behind it."""
 
     name: str
@@ -46,13 +46,13 @@ def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
     return alone | (drafted if has_draft else {})
 
 
-def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) -> tuple[Method, Choice]:
+def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) -> tuple[Method, FastestMethod]:
     """The candidate of most tokens per second; `measure` runs one. Rounds are interleaved and the first is warm-up."""
     made = candidates(pair.draft is not None)
     key = _key(pair, settings)
     known = measured.load("auto", key)
     if known is not None and known["name"] in made:
-        return made[known["name"]](), Choice(known["name"], known["tokens_per_second"], measured_now=False)
+        return made[known["name"]](), FastestMethod(known["name"], known["tokens_per_second"], measured_now=False)
     methods = {name: make() for name, make in made.items()}
     rounds: dict[str, list[float]] = {name: [] for name in methods}
     for number in range(repeats + 1):
@@ -63,7 +63,7 @@ def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) 
     speeds = {name: round(statistics.median(values), 2) for name, values in rounds.items()}
     best = max(speeds, key=lambda name: speeds[name])
     measured.keep("auto", key, {"name": best, "tokens_per_second": speeds})
-    return methods[best], Choice(best, speeds, measured_now=True)
+    return methods[best], FastestMethod(best, speeds, measured_now=True)
 
 
 def tokens_per_second(run: Callable[[], Sequence[object]]) -> float:

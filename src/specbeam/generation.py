@@ -10,7 +10,7 @@ import torch
 from specbeam.decode import decode
 from specbeam.energy import EnergyMeter
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
-from specbeam.fastest import Choice, fastest, tokens_per_second
+from specbeam.fastest import FastestMethod, fastest, tokens_per_second
 from specbeam.generation_config import contradiction
 from specbeam.option_checks import is_integer, require
 from specbeam.pair import Pair, load
@@ -157,7 +157,7 @@ def _resolved(
     return method
 
 
-def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 32) -> tuple[Method, Choice]:
+def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 32) -> tuple[Method, FastestMethod]:
     """The fastest exact method, measured on the first prompts where it is not known yet."""
     sample = many(prompts)[:2]
     short = replace(settings, max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)

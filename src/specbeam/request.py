@@ -12,7 +12,7 @@ from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import spelled
 from specbeam.option_checks import is_integer, require
 from specbeam.pair import Pair
-from specbeam.recipes.method import Asked, Method
+from specbeam.recipes.method import Method, RequestInfo
 from specbeam.records import Beam, Generation
 from specbeam.session import Session
 from specbeam.settings import Settings
@@ -33,7 +33,7 @@ class Request:
         self.parts = method.parts(pair.draft, pair.target)
         self.eos = settings.eos(pair.eos)
         _check_tokens(settings, pair.target.vocab)
-        method.check(Asked(pair.target.vocab, self.eos, settings, audit))
+        method.check(RequestInfo(pair.target.vocab, self.eos, settings, audit))
         if pair.target.engine == "int8":
             self.parts = replace(self.parts, law=f"{self.parts.law}; of the target in int8")
         self.constraint = None

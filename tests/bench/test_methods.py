@@ -11,7 +11,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.bench import methods as timed
-from specbeam.bench.method_figures import Figure, Run, Task, _quality
+from specbeam.bench.method_figures import Figure, MethodRun, Task, _quality
 from specbeam.bench.methods import Contender, contenders, measure
 from specbeam.bench.methods_shown import as_markdown, plot
 from specbeam.bench.provenance import _commit, provenance
@@ -199,7 +199,7 @@ def test_time_is_wall_time(monkeypatch):
 
 def answered(*texts):
     done = [sb.Generation(text, [1], [], sb.Report("", tokens=1), [0]) for text in texts]
-    return Run(done, [1.0] * len(texts), list(range(len(texts))), [-1.0] * len(texts))
+    return MethodRun(done, [1.0] * len(texts), list(range(len(texts))), [-1.0] * len(texts))
 
 
 def test_answers_that_are_all_right_prove_no_certainty():

@@ -10,14 +10,14 @@ import torch
 from specbeam.bench import passes as timed
 from specbeam.bench.copies import Copies, token_bytes
 from specbeam.bench.fits import knee_fit, straight_fit
-from specbeam.bench.passes import OURS, THEIRS, Plan, fits, passes
+from specbeam.bench.passes import OURS, THEIRS, PassPlan, fits, passes
 from specbeam.bench.passes_shown import as_markdown, as_records, plot
 from specbeam.lm.context import Context, TurnCost
 from tests.support import words
 from tests.support.tiny_models import tiny
 
 SIZE = 2 * 2 * 2 * 8 * 4  # bytes of a token: keys and values, layers, heads, head size, float32
-PLAN = Plan(lengths=(10, 30, 90), rows=(1, 2, 4, 8, 70), beams=(1, 3), repeats=2, copies_gb=100 * SIZE / 1e9)
+PLAN = PassPlan(lengths=(10, 30, 90), rows=(1, 2, 4, 8, 70), beams=(1, 3), repeats=2, copies_gb=100 * SIZE / 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_tables_and_records_hold_all_of_it(priced, cells):
 
 
 def test_few_sizes_have_no_fit(tmp_path):
-    plan = Plan(lengths=(10,), rows=(1, 2, 4), beams=(2,), repeats=1, copies_gb=0)
+    plan = PassPlan(lengths=(10,), rows=(1, 2, 4), beams=(2,), repeats=1, copies_gb=0)
     found = passes(words.pair(draft_seed=None).target, plan)
     lines = fits(found, plan)
     assert (lines.by_length, lines.row, lines.by_beams) == ({}, None, {})

@@ -23,7 +23,7 @@ BEAMS = {5: [(1, 5), (2, 2)], 10: [(2, 5), (3, 3)], 21: [(3, 7), (4, 5), (7, 3)]
 
 
 @dataclass(frozen=True)
-class Cell:
+class TreeCell:
     """One recipe at one budget."""
 
     recipe: str
@@ -67,11 +67,11 @@ def efficiency(
     prompts: Sequence[Prompt],
     budgets: Sequence[int] = BUDGETS,
     seed: int = 0,
-    told: Callable[[Cell], None] | None = None,
+    told: Callable[[TreeCell], None] | None = None,
     **options: Any,
-) -> list[Cell]:
+) -> list[TreeCell]:
     """A cell per recipe and budget; `told` hears of each as it is measured. What fits a small budget fits a large one."""
-    cells, known = list[Cell](), dict[tuple[str, str], Cell]()
+    cells, known = list[TreeCell](), dict[tuple[str, str], TreeCell]()
     for budget in sorted(budgets):
         for recipe, shapes in contenders(budget).items():
             for shape, make in shapes.items():
@@ -94,7 +94,7 @@ def _cell(
     method: Method,
     seed: int,
     options: dict,
-) -> Cell:
+) -> TreeCell:
     rows = []
     for prompt in prompts:
         turns = list(turns_of(pair, prompt, method, seed=seed, **options))
@@ -106,10 +106,10 @@ def _cell(
     rng = np.random.default_rng(0)
     again = table[rng.integers(0, len(table), (2000, len(table)))].sum(1)
     low, high = np.quantile(again[:, 0] / again[:, 1], [0.025, 0.975])
-    return Cell(recipe, budget, shape, emitted / passes, float(low), float(high), nodes / passes, layers / passes)
+    return TreeCell(recipe, budget, shape, emitted / passes, float(low), float(high), nodes / passes, layers / passes)
 
 
-def as_markdown(cells: Sequence[Cell]) -> str:
+def as_markdown(cells: Sequence[TreeCell]) -> str:
     """A row per recipe, a column per budget."""
     budgets = sorted({cell.budget for cell in cells})
     lines = [
@@ -126,7 +126,7 @@ def as_markdown(cells: Sequence[Cell]) -> str:
     return "\n".join(lines)
 
 
-def plot(cells: Sequence[Cell], path: str) -> None:
+def plot(cells: Sequence[TreeCell], path: str) -> None:
     """Efficiency against budget, a line per recipe, with intervals."""
     import matplotlib
 

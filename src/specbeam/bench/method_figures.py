@@ -34,7 +34,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Line:
+class MethodLine:
     """One method on one task."""
 
     task: str
@@ -54,7 +54,7 @@ class Line:
 
 
 @dataclass
-class Run:
+class MethodRun:
     """What one method did on one task: answers and costs, by prompt and seed."""
 
     answers: list[Generation]
@@ -80,13 +80,13 @@ class Run:
         return np.array([one.report.target_passes for one in self.answers], dtype=float)
 
 
-def line_of(task: Task, name: str, method: Method, run: Run, runs: dict[str, Run]) -> Line:
+def line_of(task: Task, name: str, method: Method, run: MethodRun, runs: dict[str, MethodRun]) -> MethodLine:
     """All figures of one method. Intervals are by bootstrap over prompts."""
     whole = summary(run.logp, [one.tokens for one in run.answers])
     likelihood = _ratio(run, run.means, np.ones(len(run.answers)))
     joules = [one.report.joules for one in run.answers]
     known = None if None in joules else np.array(joules, dtype=float)
-    return Line(
+    return MethodLine(
         task=task.name,
         method=name,
         lossless=method.lossless,
@@ -104,12 +104,12 @@ def line_of(task: Task, name: str, method: Method, run: Run, runs: dict[str, Run
     )
 
 
-def _ratio(run: Run, above: np.ndarray, below: np.ndarray) -> Figure:
+def _ratio(run: MethodRun, above: np.ndarray, below: np.ndarray) -> Figure:
     """Sum over sum; the outputs of one prompt are drawn together."""
     return Figure(float(above.sum() / below.sum()), *ratio_interval(run.by_prompt(above), run.by_prompt(below)))
 
 
-def _perplexity_ratio(run: Run, plain: Run | None) -> Figure | None:
+def _perplexity_ratio(run: MethodRun, plain: MethodRun | None) -> Figure | None:
     """Both answered the same prompts equally often, so differences of means pair up."""
     if plain is None:
         return None
@@ -118,7 +118,7 @@ def _perplexity_ratio(run: Run, plain: Run | None) -> Figure | None:
     return Figure(float(np.exp(gain.sum() / count.sum())), low, high)
 
 
-def _pass_ratio(run: Run, drafted: Run | None) -> Figure | None:
+def _pass_ratio(run: MethodRun, drafted: MethodRun | None) -> Figure | None:
     if drafted is None:
         return None
     columns = [one.by_prompt(values) for one in (run, drafted) for values in (one.lengths, one.passes)]
@@ -127,7 +127,7 @@ def _pass_ratio(run: Run, drafted: Run | None) -> Figure | None:
     return Figure(float((a / b) / (c / d)), low, high)
 
 
-def _quality(task: Task, run: Run) -> Figure:
+def _quality(task: Task, run: MethodRun) -> Figure:
     texts = [one.text for one in run.answers]
     answers = [task.rows[place][1] for place in run.prompts]
     if task.metric == "exact match":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from specbeam.bench.method_figures import SAMPLING, SPECULATIVE, Line, Run, Task, line_of
+from specbeam.bench.method_figures import SAMPLING, SPECULATIVE, MethodLine, MethodRun, Task, line_of
 from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.generation import generate
 from specbeam.pair import Pair
@@ -21,43 +21,45 @@ from specbeam.recipes.search import beam_search, speculative_beam_search
 
 
 @dataclass(frozen=True)
-class Contender:
+class MethodContender:
     """A method with the options it runs at."""
 
     method: Method
     options: dict[str, Any]
 
 
-def contenders(beams: int = 4, depth: int = 4, threshold: float = 0.5) -> dict[str, Contender]:
+def contenders(beams: int = 4, depth: int = 4, threshold: float = 0.5) -> dict[str, MethodContender]:
     """One of each kind, at equal beams and equal draft depth; those that are called "auto" choose their own."""
     return {
-        "greedy": Contender(greedy(), {}),
-        SAMPLING: Contender(sampling(), {}),
-        SPECULATIVE: Contender(speculative_sampling(depth), {}),
-        "beam search": Contender(beam_search(beams), {}),
-        f"speculative beam search, depth {depth}": Contender(speculative_beam_search(beams, beams + 2, depth), {}),
-        "speculative beam search, depth auto": Contender(speculative_beam_search(beams), {}),
-        "beam sampling": Contender(beam_sampling(beams), {}),
-        f"DSBD, depth {depth}": Contender(dsbd(beams, beams + 2, depth, "fixed"), {}),
-        "DSBD, depth auto": Contender(dsbd(beams, width="fixed"), {}),
-        "DSBD, width auto": Contender(dsbd(beams, width="auto"), {}),
-        "MTAD": Contender(mtad(beams, depth, threshold), {}),
-        "MMTAD": Contender(mmtad(beams, depth, threshold), {}),
-        "MTAD, temperature 0": Contender(mtad(beams, depth, threshold), {"temperature": 0.0}),
+        "greedy": MethodContender(greedy(), {}),
+        SAMPLING: MethodContender(sampling(), {}),
+        SPECULATIVE: MethodContender(speculative_sampling(depth), {}),
+        "beam search": MethodContender(beam_search(beams), {}),
+        f"speculative beam search, depth {depth}": MethodContender(
+            speculative_beam_search(beams, beams + 2, depth), {}
+        ),
+        "speculative beam search, depth auto": MethodContender(speculative_beam_search(beams), {}),
+        "beam sampling": MethodContender(beam_sampling(beams), {}),
+        f"DSBD, depth {depth}": MethodContender(dsbd(beams, beams + 2, depth, "fixed"), {}),
+        "DSBD, depth auto": MethodContender(dsbd(beams, width="fixed"), {}),
+        "DSBD, width auto": MethodContender(dsbd(beams, width="auto"), {}),
+        "MTAD": MethodContender(mtad(beams, depth, threshold), {}),
+        "MMTAD": MethodContender(mmtad(beams, depth, threshold), {}),
+        "MTAD, temperature 0": MethodContender(mtad(beams, depth, threshold), {"temperature": 0.0}),
     }
 
 
 def measure(
     pair: Pair,
     task: Task,
-    methods: dict[str, Contender],
+    methods: dict[str, MethodContender],
     seeds: int = 3,
     max_new_tokens: int = 64,
     told: Callable[[], None] | None = None,
-) -> list[Line]:
+) -> list[MethodLine]:
     """A line per method; `told` hears of every round: one prompt by all methods."""
-    runs = {name: Run([], [], [], []) for name in methods}
-    _round(pair, methods, task.rows[0][0], 0, 0, max_new_tokens, {name: Run([], [], [], []) for name in methods})
+    runs = {name: MethodRun([], [], [], []) for name in methods}
+    _round(pair, methods, task.rows[0][0], 0, 0, max_new_tokens, {name: MethodRun([], [], [], []) for name in methods})
     for number in range(seeds * len(task.rows)):
         seed, place = divmod(number, len(task.rows))
         _round(pair, methods, task.rows[place][0], place, seed, max_new_tokens, runs)
@@ -69,7 +71,13 @@ def measure(
 
 
 def _round(
-    pair: Pair, methods: dict[str, Contender], prompt: str, place: int, seed: int, most: int, runs: dict[str, Run]
+    pair: Pair,
+    methods: dict[str, MethodContender],
+    prompt: str,
+    place: int,
+    seed: int,
+    most: int,
+    runs: dict[str, MethodRun],
 ) -> None:
     names = [*methods]
     turn = (place + seed) % len(names)  # nobody is always the first

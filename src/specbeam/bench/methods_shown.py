@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specbeam.bench.method_figures import Figure, Line
+from specbeam.bench.method_figures import Figure, MethodLine
 
 HEADS = (
     "output perplexity", "against sampling", None, "ms per token", "J per token", "tokens per target pass",
@@ -12,7 +12,7 @@ HEADS = (
 )  # fmt: skip
 
 
-def as_markdown(lines: Sequence[Line]) -> str:
+def as_markdown(lines: Sequence[MethodLine]) -> str:
     """A table per task; values with 95 % intervals. A star marks methods that change the law of the output."""
     tables = []
     for task in dict.fromkeys(line.task for line in lines):
@@ -22,7 +22,7 @@ def as_markdown(lines: Sequence[Line]) -> str:
     return "\n\n".join(tables)
 
 
-def _row(line: Line) -> str:
+def _row(line: MethodLine) -> str:
     cells = (
         line.method + ("" if line.lossless else " *"),
         _shown(line.perplexity, 2),
@@ -52,7 +52,7 @@ def _change(ratio: Figure | None) -> str:
     )
 
 
-def plot(lines: Sequence[Line], path: Path) -> None:
+def plot(lines: Sequence[MethodLine], path: Path) -> None:
     """Perplexity and quality of each task, against time and, where it was read, energy. Open marks: the law is changed."""
     import matplotlib
 
@@ -85,7 +85,9 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _points(axes: Any, rows: Sequence[Line], cost: str, scale: float, value: str, colours: dict[str, Any]) -> None:
+def _points(
+    axes: Any, rows: Sequence[MethodLine], cost: str, scale: float, value: str, colours: dict[str, Any]
+) -> None:
     for line in rows:
         x, y = getattr(line, cost), getattr(line, value)
         axes.errorbar(

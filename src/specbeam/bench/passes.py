@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Plan:
+class PassPlan:
     """What is measured. Sizes ascend."""
 
     lengths: tuple[int, ...] = LENGTHS  # tokens in the cache
@@ -44,7 +44,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Cell:
+class PassCell:
     """One size at one length. Milliseconds: median, smallest and largest of the rounds; None where nothing was measured."""
 
     engine: str  # OURS or THEIRS
@@ -57,7 +57,7 @@ class Cell:
     kv_mb: float
 
 
-def passes(lm: HuggingFaceLM, plan: Plan, told: Callable[[], None] | None = None) -> list[Cell]:
+def passes(lm: HuggingFaceLM, plan: PassPlan, told: Callable[[], None] | None = None) -> list[PassCell]:
     """A cell of ours per length and size, and one of theirs per length and number of beams.
 
     Args:
@@ -90,7 +90,7 @@ def passes(lm: HuggingFaceLM, plan: Plan, told: Callable[[], None] | None = None
     return [_cell(*key, samples.get(key, []), size) for key in asked]
 
 
-def _made(plan: Plan, size: int, length: int) -> list[int]:
+def _made(plan: PassPlan, size: int, length: int) -> list[int]:
     """Numbers of beams for which there is a copy per beam."""
     return [beams for beams in plan.beams if beams * (length + 1) * size <= 1e9 * plan.copies_gb]
 
@@ -101,15 +101,15 @@ def _turned(values: Sequence[_T], number: int) -> list[_T]:
     return [*values[turn:], *values[:turn]]
 
 
-def _cell(engine: str, length: int, rows: int, costs: list[TurnCost], size: int) -> Cell:
+def _cell(engine: str, length: int, rows: int, costs: list[TurnCost], size: int) -> PassCell:
     if not costs:
         tokens = rows * (length + 1)
-        return Cell(engine, length, rows, None, None, None, tokens, tokens * size / 1e6)
+        return PassCell(engine, length, rows, None, None, None, tokens, tokens * size / 1e6)
     passed, settled = [1e3 * one.pass_s for one in costs], [1e3 * one.settle_s for one in costs]
     both = [sum(pair) for pair in zip(passed, settled, strict=True)]
     tokens = costs[0].kv_tokens
     times = Spread.of(passed), Spread.of(settled), Spread.of(both)
-    return Cell(engine, length, rows, *times, tokens, tokens * size / 1e6)
+    return PassCell(engine, length, rows, *times, tokens, tokens * size / 1e6)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Fits:
     by_beams: dict[tuple[str, int], Fit]  # a turn against tokens in the cache, for each engine and number of beams
 
 
-def fits(cells: Sequence[Cell], plan: Plan) -> Fits:
+def fits(cells: Sequence[PassCell], plan: PassPlan) -> Fits:
     """Of cells that `passes` made for the plan; what rests on fewer than two lengths is left out."""
     at = {(cell.engine, cell.length, cell.rows): cell for cell in cells}
     by_length = {

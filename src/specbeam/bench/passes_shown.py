@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specbeam.bench.passes import OURS, THEIRS, Cell, Fits, Plan
+from specbeam.bench.passes import OURS, THEIRS, Fits, PassCell, PassPlan
 from specbeam.bench.speed import Spread
 
 
-def as_records(cells: Sequence[Cell], found: Fits) -> list[dict[str, Any]]:
+def as_records(cells: Sequence[PassCell], found: Fits) -> list[dict[str, Any]]:
     """A record per cell, then one per line through them."""
     records = [{"record": "cell"} | dataclasses.asdict(cell) for cell in cells]
     for length, fit in found.by_length.items():
@@ -21,7 +21,7 @@ def as_records(cells: Sequence[Cell], found: Fits) -> list[dict[str, Any]]:
     return records
 
 
-def as_markdown(cells: Sequence[Cell], found: Fits, plan: Plan) -> str:
+def as_markdown(cells: Sequence[PassCell], found: Fits, plan: PassPlan) -> str:
     """Passes by rows, the lines through them, steps of beams, and what these store. Spreads are the smallest and the largest
     round.
     """
@@ -55,11 +55,13 @@ def _lines(found: Fits) -> list[str]:
     return blocks
 
 
-def _order(plan: Plan) -> list[tuple[str, int]]:
+def _order(plan: PassPlan) -> list[tuple[str, int]]:
     return [(engine, beams) for beams in plan.beams for engine in (OURS, THEIRS)]
 
 
-def _beams(at: dict[tuple[str, int, int], Cell], plan: Plan, told: Callable[[Cell], str]) -> list[list[str]]:
+def _beams(
+    at: dict[tuple[str, int, int], PassCell], plan: PassPlan, told: Callable[[PassCell], str]
+) -> list[list[str]]:
     return [
         [
             f"{engine}, {beams} beam{'s' * (beams > 1)}",
@@ -80,7 +82,7 @@ def _spread(spread: Spread | None) -> str:
     return f"{spread.median:,.{digits}f} ({spread.low:,.{digits}f} to {spread.high:,.{digits}f})"
 
 
-def plot(cells: Sequence[Cell], found: Fits, plan: Plan, path: Path) -> None:
+def plot(cells: Sequence[PassCell], found: Fits, plan: PassPlan, path: Path) -> None:
     """Left: a pass against its rows, a line per length, with the fitted ones. Right: a turn against length, by beams."""
     import matplotlib
 

@@ -36,7 +36,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Line:
+class SpeedLine:
     """One contender."""
 
     name: str
@@ -86,7 +86,7 @@ def speed(
     batch_size: int = 1,
     repeats: int = 7,
     told: Callable[[], None] | None = None,
-) -> list[Line]:
+) -> list[SpeedLine]:
     """A line per contender.
 
     Args:
@@ -130,7 +130,7 @@ def _several(contender: Contender, rows: Sequence[Row], batches: list[list[int]]
         _asked(contender, rows, some, 0)
 
 
-def _line(pair: Pair, one: Contender, book: Books, first: Books, rows: Sequence[Row], batch_size: int) -> Line:
+def _line(pair: Pair, one: Contender, book: Books, first: Books, rows: Sequence[Row], batch_size: int) -> SpeedLine:
     rates = np.array(book.counts) / np.array(book.seconds)
     others = np.array(first.counts) / np.array(first.seconds)
     answers = [tokens for outcome in book.outcomes for tokens in outcome.tokens]
@@ -141,7 +141,7 @@ def _line(pair: Pair, one: Contender, book: Books, first: Books, rows: Sequence[
     joules = [value for value in book.joules if value is not None]
     words = pair.tokenizer
     prompts = [list(words(rows[place].prompt)["input_ids"]) for place in book.prompts] if words is not None else []
-    return Line(
+    return SpeedLine(
         name=one.name,
         batch_size=batch_size,
         tokens_per_second=Spread.of(rates.tolist()),

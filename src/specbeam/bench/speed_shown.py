@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from specbeam.bench.speed import Line, Spread
+from specbeam.bench.speed import SpeedLine, Spread
 
 
-def as_markdown(lines: Sequence[Line]) -> str:
+def as_markdown(lines: Sequence[SpeedLine]) -> str:
     """A row per contender. Spreads are the smallest and the largest round."""
     known = [name for name in ("BLEU", "exact match") if all(name in line.quality for line in lines)]
     counted = any(line.joules_per_token is not None for line in lines)
@@ -35,7 +35,7 @@ def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def plot(lines: Sequence[Line], path: Path) -> None:
+def plot(lines: Sequence[SpeedLine], path: Path) -> None:
     """Quality against speed: BLEU where there are references, log p per token otherwise."""
     import matplotlib
 

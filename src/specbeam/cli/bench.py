@@ -5,7 +5,7 @@ import json as json_format
 from pathlib import Path
 
 from specbeam.bench.acceptance import acceptance
-from specbeam.bench.efficiency import Cell, as_markdown, efficiency, plot
+from specbeam.bench.efficiency import TreeCell, as_markdown, efficiency, plot
 from specbeam.bench.pictures import check_picture
 from specbeam.bench.prompts import spread
 from specbeam.cli.common import quiet_load
@@ -50,7 +50,7 @@ def block_efficiency(
     pair = quiet_load(model, draft)
     console = Console(stderr=True, highlight=False)
 
-    def told(cell: Cell) -> None:
+    def told(cell: TreeCell) -> None:
         console.print(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
 
     cells = efficiency(

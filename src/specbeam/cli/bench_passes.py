@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from specbeam.bench.growth import grown, with_positions
-from specbeam.bench.passes import Plan, fits, passes
+from specbeam.bench.passes import PassPlan, fits, passes
 from specbeam.bench.passes_shown import as_markdown, as_records, plot
 from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
@@ -47,14 +47,14 @@ def run(
     return 0
 
 
-def _plan(rows: list[int], beams: list[int], lengths: list[int], copies_gb: float, repeats: int) -> Plan:
+def _plan(rows: list[int], beams: list[int], lengths: list[int], copies_gb: float, repeats: int) -> PassPlan:
     known = (("--rows", rows), ("--beams", beams), ("--length", lengths), ("--repeats", [repeats]))
     for name, values in known:
         for value in values:
             if value < 1:
                 raise BadSetting(f"{name} is {value}; it must be at least 1")
     ascending = [tuple(sorted(set(values))) for values in (lengths, rows, beams)]
-    return Plan(ascending[0], ascending[1], ascending[2], repeats, copies_gb)
+    return PassPlan(ascending[0], ascending[1], ascending[2], repeats, copies_gb)
 
 
 def _model(name: str, grow: str | None, needed: int) -> tuple[HuggingFaceLM, str]:

@@ -21,7 +21,7 @@ LAW: dict[str, Any] = {"temperature": 1.0, "top_k": 10, "top_p": 0.9}  # of all 
 
 
 @dataclass(frozen=True)
-class Line:
+class DemoLine:
     """One method's row of the table."""
 
     method: str
@@ -91,7 +91,7 @@ def _translated(
 def _line(
     pair: Pair, name: str, method: Method, done: list[tuple[float, Generation]], joules: float | None, sentences: Any,
     words: Any, seed: int,
-) -> Line:  # fmt: skip
+) -> DemoLine:  # fmt: skip
     import sacrebleu
 
     answers = [one for _, one in done]
@@ -99,7 +99,7 @@ def _line(
     asked = ["<sounds> " + " ".join(word) for word, _ in words]
     spoken = generate(pair, asked, method, seed=seed, max_new_tokens=32, **LAW)
     widths = [width for one in answers for width in one.report.widths]
-    return Line(
+    return DemoLine(
         name,
         round(sacrebleu.corpus_bleu([one.text for one in answers], [[answer for _, answer in sentences]]).score, 1),
         sum(one.text == answer for one, (_, answer) in zip(spoken, words, strict=True)) / len(words),
@@ -111,7 +111,7 @@ def _line(
     )
 
 
-def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[str]], lines: list[Line]) -> None:
+def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[str]], lines: list[DemoLine]) -> None:
     from rich.table import Table
 
     for number in range(SHOWN):

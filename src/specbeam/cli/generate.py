@@ -16,7 +16,7 @@ from specbeam.records import Audit, Generation
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptSource:
     """One prompt and where it came from."""
 
     text: str
@@ -27,7 +27,7 @@ class Asked:
 class Writer:
     """Writes answers: JSON at once, plain text in the order of the prompts."""
 
-    asked: list[Asked]
+    asked: list[PromptSource]
     json: bool
     expected: int  # answers per prompt
     done: dict[int, list[Generation]] = field(default_factory=dict)
@@ -136,13 +136,14 @@ def _say(audit: Audit) -> None:
     )
 
 
-def gather(prompts: list[str], files: list[Path]) -> tuple[list[Asked], int]:
+def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], int]:
     """All prompts, and how many lines could not be read."""
-    asked = [Asked(text, f"argument {number}") for number, text in enumerate(prompts, 1)]
+    asked = [PromptSource(text, f"argument {number}") for number, text in enumerate(prompts, 1)]
     unreadable = 0
     if not prompts and not files and not sys.stdin.isatty():
         asked += [
-            Asked(line, f"standard input, line {number}") for number, line in _filled(sys.stdin.read().split("\n"))
+            PromptSource(line, f"standard input, line {number}")
+            for number, line in _filled(sys.stdin.read().split("\n"))
         ]
     for file in files:
         if not file.is_file():
@@ -150,7 +151,7 @@ def gather(prompts: list[str], files: list[Path]) -> tuple[list[Asked], int]:
         for number, line in _filled(lines_of(file)):
             place = f"{file}, line {number}"
             try:
-                asked.append(Asked(_prompt_of(line) if file.suffix == ".jsonl" else line, place))
+                asked.append(PromptSource(_prompt_of(line) if file.suffix == ".jsonl" else line, place))
             except ValueError as error:
                 unreadable += 1
                 complain(f"{place}: {error}")

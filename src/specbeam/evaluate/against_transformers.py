@@ -82,7 +82,10 @@ def comparisons(
         raise BadSetting(f"transformers has no option {', '.join(strange)}, so there is nothing to compare with")
     options = {name: value for name, value in options.items() if name != "num_return_sequences"}  # all are compared
     for start in range(0, len(prompts), batch_size):
-        runs = [Run(pair, prompts[start : start + batch_size], method, _numbered(options, start)) for method in methods]
+        runs = [
+            BatchComparison(pair, prompts[start : start + batch_size], method, _numbered(options, start))
+            for method in methods
+        ]
         for place in range(len(runs[0].request.prompt_of)):
             yield from _of_prompt(runs, place, start + place, options)
 
@@ -95,7 +98,7 @@ def _numbered(options: dict[str, Any], start: int) -> dict[str, Any]:
     return options | {"prefix_allowed_tokens_fn": lambda number, tokens: allowed(start + number, tokens)}
 
 
-class Run:
+class BatchComparison:
     """A batch of prompts decoded by one method, with the logits that it saw."""
 
     def __init__(self, pair: Pair, prompts: Sequence[Prompt], method: Method, options: dict[str, Any]) -> None:
@@ -116,7 +119,7 @@ class Run:
         return [(beam.tokens, beam.score) for beam in found[0].beams[: self.method.beams]]
 
 
-def _of_prompt(runs: list[Run], place: int, number: int, options: dict[str, Any]) -> Iterator[Comparison]:
+def _of_prompt(runs: list[BatchComparison], place: int, number: int, options: dict[str, Any]) -> Iterator[Comparison]:
     theirs: Scored | None = None
     for run in runs:
         ours, name = run.beams(place), run.method.name
@@ -183,7 +186,7 @@ def _up_to_end(tokens: list[int], session: Session) -> list[int]:
     return tokens
 
 
-def _difference(run: Run, place: int, theirs: Scored, ours: Scored, given: dict[str, Any]) -> Difference:
+def _difference(run: BatchComparison, place: int, theirs: Scored, ours: Scored, given: dict[str, Any]) -> Difference:
     model, session, rows = run.pair.target_model, run.sessions[place], run.rows[place]
     beam = _first_that_differs(ours, theirs)
     mine, other = (side[beam][0] if beam < len(side) else [] for side in (ours, theirs))

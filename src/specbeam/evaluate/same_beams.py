@@ -29,7 +29,7 @@ Path = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Difference:
+class BeamsDifference:
     """The first step at which the beams of one prompt differ."""
 
     prompt: int
@@ -46,7 +46,7 @@ class Difference:
 
 def differences(
     pair: Pair, prompts: Sequence[Prompt], method: Method, seed: int, batch_size: int = 1, **options: Any
-) -> list[Difference]:
+) -> list[BeamsDifference]:
     """Prompts whose beams differ between `method` and `beam_sampling` of the same width. [] is what one wants."""
     plain = generate(pair, prompts, beam_sampling(method.beams), seed=seed, **options)
     other = generate(pair, prompts, method, seed=seed, batch_size=batch_size, **options)
@@ -60,7 +60,7 @@ def _texts(beams: Sequence[Beam]) -> list[list[int]]:
 
 def _first_difference(
     pair: Pair, prompt: Prompt, number: int, method: Method, seed: int, options: dict[str, Any]
-) -> Difference:
+) -> BeamsDifference:
     session = _session(pair, prompt, beam_sampling(method.beams), seed, options)
     plain = _history(pair, session)
     other = _history(pair, _session(pair, prompt, method, seed, options))
@@ -69,7 +69,7 @@ def _first_difference(
     before: list[Path] = [()]
     if step:
         before = [path for path in plain[step - 1] if path[-1] not in session.limits.eos]
-    return Difference(number, step, plain[step], other[step], _gap(pair, session, before, method.beams))
+    return BeamsDifference(number, step, plain[step], other[step], _gap(pair, session, before, method.beams))
 
 
 def _session(pair: Pair, prompt: Prompt, method: Method, seed: int, options: dict[str, Any]) -> Session:

@@ -42,10 +42,10 @@ class LLGuidance:
         if self._root.is_error():
             raise _refused(form, [_said(self._root)])
 
-    def start(self) -> "Matcher":
-        return Matcher(self._root.deep_copy(), self._root, [])
+    def start(self) -> "LlguidanceMatcher":
+        return LlguidanceMatcher(self._root.deep_copy(), self._root, [])
 
-    def allowed(self, walkers: Sequence["Matcher"]) -> UInt8[np.ndarray, "walkers bytes"]:
+    def allowed(self, walkers: Sequence["LlguidanceMatcher"]) -> UInt8[np.ndarray, "walkers bytes"]:
         words = -(-self._words.vocab_size // 32)
         bits = np.zeros((len(walkers), words), dtype=np.int32)
         if len(walkers) < MANY:
@@ -59,11 +59,11 @@ class LLGuidance:
                 raise BrokenLaw(f"llguidance gave up: {_said(walker.inner)}")
         return fitted(bits.view(np.uint8), self._text)
 
-    def complete(self, walkers: Sequence["Matcher"]) -> list[bool]:
+    def complete(self, walkers: Sequence["LlguidanceMatcher"]) -> list[bool]:
         return [bool(walker.inner.is_accepting()) for walker in walkers]
 
 
-class Matcher:
+class LlguidanceMatcher:
     """See `Walker`. A step back costs one more mask, whatever the length of the text; the cost of a copy grows with it."""
 
     def __init__(self, inner: "LLMatcher", root: "LLMatcher", tokens: list[int]) -> None:
@@ -85,8 +85,8 @@ class Matcher:
             if not self.inner.consume_tokens(self._tokens):
                 raise BrokenLaw(f"llguidance lost its way: {_said(self.inner)}")
 
-    def copy(self) -> "Matcher":
-        return Matcher(self.inner.deep_copy(), self._root, list(self._tokens))
+    def copy(self) -> "LlguidanceMatcher":
+        return LlguidanceMatcher(self.inner.deep_copy(), self._root, list(self._tokens))
 
 
 def _refused(form: Form, complaints: Sequence[str]) -> BadSetting:

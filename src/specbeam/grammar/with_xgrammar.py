@@ -41,10 +41,10 @@ class XGrammar:
             said = re.sub(r"^\[[0-9:]+\] \S+:\d+: ", "", " ".join(str(error).split()))  # without time and place
             raise BadSetting(f"{form.kind} cannot be kept to: {said}") from error
 
-    def start(self) -> "Matcher":
-        return Matcher(self._library.GrammarMatcher(self._compiled))
+    def start(self) -> "XgrammarMatcher":
+        return XgrammarMatcher(self._library.GrammarMatcher(self._compiled))
 
-    def allowed(self, walkers: Sequence["Matcher"]) -> UInt8[np.ndarray, "walkers bytes"]:
+    def allowed(self, walkers: Sequence["XgrammarMatcher"]) -> UInt8[np.ndarray, "walkers bytes"]:
         bits = self._library.allocate_token_bitmask(len(walkers), self._vocab)
         if len(walkers) < MANY:
             for row, walker in enumerate(walkers):
@@ -53,11 +53,11 @@ class XGrammar:
             self._batch.batch_fill_next_token_bitmask([walker.inner for walker in walkers], bits)
         return fitted(bits.numpy().view(np.uint8), self._text)
 
-    def complete(self, walkers: Sequence["Matcher"]) -> list[bool]:
+    def complete(self, walkers: Sequence["XgrammarMatcher"]) -> list[bool]:
         return [bool(walker.inner.is_completed()) for walker in walkers]
 
 
-class Matcher:
+class XgrammarMatcher:
     """See `Walker`. A step back costs as little as a step on; the cost of a copy grows with the text."""
 
     def __init__(self, inner: Any) -> None:
@@ -70,8 +70,8 @@ class Matcher:
     def back(self, tokens: int) -> None:
         self.inner.rollback(tokens)
 
-    def copy(self) -> "Matcher":
-        return Matcher(self.inner.fork())
+    def copy(self) -> "XgrammarMatcher":
+        return XgrammarMatcher(self.inner.fork())
 
 
 LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")  # an opening parenthesis that is not escaped

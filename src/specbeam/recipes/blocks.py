@@ -10,7 +10,7 @@ from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting, NotSupported, one_of
 from specbeam.lm.base import LM
 from specbeam.lm.own import TargetAsDraft
-from specbeam.recipes.method import CHANGED, EXACT, Asked, Method, at_least_one, ignored_unless
+from specbeam.recipes.method import CHANGED, EXACT, Method, RequestInfo, at_least_one, ignored_unless
 from specbeam.session import Parts
 from specbeam.settings import DEFAULT_NEW_TOKENS
 from specbeam.verify.blocks import BlockMode, BlockRule
@@ -70,7 +70,7 @@ def _by_blocks(rule: BlockRule, depth: int) -> Method:
         "joint_topk": f"exact: {blocks} drawn from the {rule.top} most probable; not the law of sampling",
     }[rule.mode]
 
-    def check(asked: Asked) -> None:
+    def check(asked: RequestInfo) -> None:
         if rule.mode == "argmax":
             _has_one_answer(asked)
         rule.check(asked.settings.temperature == 0, asked.audited)
@@ -88,7 +88,7 @@ def _by_beams(mode: BeamMode, depth: int, beams: int) -> Method:
     search = mode == "beam_search"
     law = f"{CHANGED}the best of {beams} {'' if search else 'sampled '}beams of blocks of {depth} tokens"
 
-    def check(asked: Asked) -> None:
+    def check(asked: RequestInfo) -> None:
         if search:
             _has_one_answer(asked)
         refuse_audit(asked.audited)
@@ -103,7 +103,7 @@ def _by_beams(mode: BeamMode, depth: int, beams: int) -> Method:
     return Method("mtjd", law, 1, build, plain=False, check=check)
 
 
-def _has_one_answer(asked: Asked) -> None:
+def _has_one_answer(asked: RequestInfo) -> None:
     wanted = asked.settings.num_return_sequences
     if wanted > 1:
         raise NotSupported(f"this mode of mtjd draws nothing and has one answer; num_return_sequences is {wanted}")

@@ -7,7 +7,7 @@ from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import LM
 from specbeam.lm.early_layers import early_layers
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.recipes.combination import ControllerName, Drafts, RuleName, control_of, grown, rule_of
+from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, grown, rule_of
 from specbeam.recipes.method import EXACT, Method, at_least_one
 from specbeam.session import Controller, Parts
 
@@ -37,7 +37,7 @@ def opt_tree(
             between layers as in `speculative_sampling`.
     """
     at_least_one(nodes=nodes, depth=depth, top=top)
-    drafts = Drafts("opt_tree", depth, nodes, budget=True)
+    drafts = DraftKind("opt_tree", depth, nodes, budget=True)
     return grown(drafts, BestFirst(top, within_layer=within_layer), rule, controller)
 
 
@@ -67,7 +67,7 @@ def gsd(
     at_least_one(depth=depth, top=top, nodes=nodes)
     if context < -1:
         raise BadSetting(f"context is {context}; it must be at least 0, or -1 to merge nothing")
-    drafts = Drafts("gsd", depth, law_lost=Graph.law_lost)
+    drafts = DraftKind("gsd", depth, law_lost=Graph.law_lost)
     return grown(drafts, Graph(top, context, most_nodes=nodes + 1), rule, controller)
 
 
@@ -96,7 +96,7 @@ def propd(
             one that stops between layers as in `speculative_sampling`.
     """
     at_least_one(nodes=nodes, depth=depth, early=early, top=top)
-    drafts = Drafts("propd", depth, nodes, budget=True)
+    drafts = DraftKind("propd", depth, nodes, budget=True)
     judge, control = rule_of(rule, drafts), control_of(controller, drafts)
 
     def build(target: LM | None, draft: LM | None) -> Parts:

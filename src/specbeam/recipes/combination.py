@@ -26,7 +26,7 @@ Control = Callable[[LM | None, LM | None], Controller]  # from the target and th
 
 
 @dataclass(frozen=True)
-class Drafts:
+class DraftKind:
     """What a recipe knows of its drafts before the first is made.
 
     Args:
@@ -48,7 +48,7 @@ class Drafts:
     at_once: str = ""
 
 
-def rule_of(name: RuleName, drafts: Drafts) -> Rule:
+def rule_of(name: RuleName, drafts: DraftKind) -> Rule:
     """The rule of that name. Raises `LostLaw` where drafts without a law would be tried."""
     known: dict[str, Rule] = {"path": PathRule(), "traversal": TraversalRule(), "match": MatchRule()}
     one_of("rule", name, known)
@@ -62,7 +62,7 @@ def rule_of(name: RuleName, drafts: Drafts) -> Rule:
 
 def control_of(
     chosen: "ControllerName | Controller",
-    drafts: Drafts,
+    drafts: DraftKind,
     fixed: FixedShape | None = None,
     drafter_of: DrafterOf | None = None,
     rule: Rule | None = None,
@@ -91,7 +91,7 @@ def control_of(
     return lambda target, draft: depth_by_cost(drafts.layers, depth, target, draft, drafter_of, rule)
 
 
-def grown(drafts: Drafts, growth: Growth, rule: RuleName, controller: "ControllerName | Controller") -> Method:
+def grown(drafts: DraftKind, growth: Growth, rule: RuleName, controller: "ControllerName | Controller") -> Method:
     """The method whose drafts are grown like that by a draft model."""
     judge = rule_of(rule, drafts)
     control = control_of(controller, drafts, drafter_of=lambda lm: TreeDrafter(lm, growth), rule=judge)
@@ -110,7 +110,7 @@ def _as_wide(part: Controller, width: int) -> Controller:
     return part
 
 
-def _check(chosen: object, part: Controller | None, drafts: Drafts) -> None:
+def _check(chosen: object, part: Controller | None, drafts: DraftKind) -> None:
     """Refuse a controller that these drafts would not listen to."""
     name = repr(chosen) if isinstance(chosen, str) else type(chosen).__name__
     if part is not None and drafts.at_once and stops_between_layers(part):

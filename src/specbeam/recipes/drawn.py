@@ -12,7 +12,7 @@ from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafte
 from specbeam.errors import BadSetting, NotSupported, one_of
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.recipes.combination import ControllerName, Drafts, RuleName, control_of, grown, rule_of
+from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, grown, rule_of
 from specbeam.recipes.method import EXACT, Method, at_least_one
 from specbeam.session import Controller, Parts
 
@@ -34,7 +34,9 @@ def speculative_sampling(
             "calibrated", "survival", "cost" (docs/methods/controllers.md), or a part.
     """
     at_least_one(depth=depth)
-    return grown(Drafts("speculative_sampling", depth, layers=(1,)), Branching((1,), Independent()), rule, controller)
+    return grown(
+        DraftKind("speculative_sampling", depth, layers=(1,)), Branching((1,), Independent()), rule, controller
+    )
 
 
 def block_verification(depth: int = 5, controller: "ControllerName | Controller" = "fixed") -> Method:
@@ -50,7 +52,7 @@ def block_verification(depth: int = 5, controller: "ControllerName | Controller"
         controller: who chooses the length of a draft, as in `speculative_sampling`.
     """
     at_least_one(depth=depth)
-    drafts = Drafts("block_verification", depth, layers=(1,))
+    drafts = DraftKind("block_verification", depth, layers=(1,))
     return grown(drafts, Branching((1,), Independent()), "traversal", controller)
 
 
@@ -111,7 +113,7 @@ def rsd_s(
         controller: who chooses the length of a draft, as in `speculative_sampling`.
     """
     at_least_one(width=width, depth=depth)
-    return grown(Drafts("rsd_s", depth, width, layers=(width,)), StochasticBeam(), rule, controller)
+    return grown(DraftKind("rsd_s", depth, width, layers=(width,)), StochasticBeam(), rule, controller)
 
 
 def sequoia(
@@ -144,7 +146,7 @@ def sequoia(
         tree: Topology = sequoia_tree(acceptance, nodes + 1, depth)[0]
     else:
         tree = fastest_tree(acceptance, cost, nodes + 1, depth)[0]
-    drafts = Drafts("sequoia", depth_of(tree), layers=layers_of(tree))
+    drafts = DraftKind("sequoia", depth_of(tree), layers=layers_of(tree))
     return grown(drafts, FixedTree(tree, Distinct(fallback=True)), rule, controller)
 
 
@@ -223,7 +225,7 @@ def dyspec(
     least = 1 / nodes if least is None else least
     if not 0 < least <= 1:
         raise BadSetting(f"least is {least}; it is a probability, in (0, 1]")
-    return grown(Drafts("dyspec", depth, nodes, budget=True), BestFirstDraws(least), rule, controller)
+    return grown(DraftKind("dyspec", depth, nodes, budget=True), BestFirstDraws(least), rule, controller)
 
 
 def multi_draft(
@@ -246,7 +248,7 @@ def multi_draft(
         controller: who chooses the depth of all trees before they grow: "fixed", "thompson", or a part.
     """
     _check_counts(counts)
-    drafts = Drafts(
+    drafts = DraftKind(
         "multi_draft", len(counts), at_once="grows several trees side by side, which have no newest token in common"
     )
     judge, control = rule_of(rule, drafts), control_of(controller, drafts)
@@ -268,7 +270,7 @@ def _branching(
 ) -> Method:
     _check_counts(counts)
     growth = Branching(tuple(counts), children)
-    return grown(Drafts(name, len(counts), layers=growth.layers), growth, rule, controller)
+    return grown(DraftKind(name, len(counts), layers=growth.layers), growth, rule, controller)
 
 
 def _check_counts(counts: Sequence[int]) -> None:

@@ -8,8 +8,8 @@ from specbeam.draft.joint import JointBeams
 from specbeam.draft.tree import Branching, FixedTree, Growth, TreeDrafter
 from specbeam.errors import BadSetting, one_of
 from specbeam.lm.base import LM
-from specbeam.recipes.combination import ControllerName, Drafts, control_of
-from specbeam.recipes.method import CHANGED, Asked, Method, at_least_one, ignored_unless
+from specbeam.recipes.combination import ControllerName, DraftKind, control_of
+from specbeam.recipes.method import CHANGED, Method, RequestInfo, at_least_one, ignored_unless
 from specbeam.session import Controller, Parts
 from specbeam.verify.joint import Bonus, JointRule, refuse_audit
 from specbeam.verify.paths import Prefix, Theta
@@ -149,13 +149,13 @@ def _assisted(
     beams, depth = width if beams is None else beams, 4 if depth is None else depth
     at_least_one(beams=beams, depth=depth)
     fixed = FixedShape(depth, beams, beyond=0 if rule.bonus == "none" else 1)
-    control, law = control_of(controller, Drafts(name, depth, beams), fixed), _law(rule)
+    control, law = control_of(controller, DraftKind(name, depth, beams), fixed), _law(rule)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
         return Parts(TreeDrafter(draft, growth), rule, control(target, draft), law)
 
-    def check(asked: Asked) -> None:
+    def check(asked: RequestInfo) -> None:
         refuse_audit(asked.audited)
 
     return Method(name, law, 1, build, needs_draft=True, plain=False, check=check)

@@ -12,7 +12,7 @@ from specbeam.settings import Settings
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestInfo:
     """What is known of a request before its first pass."""
 
     vocab: int
@@ -24,7 +24,7 @@ class Asked:
 EXACT = "exact: plain sampling"
 CHANGED = "approximate: changes the output law on purpose; "
 Build = Callable[[LM | None, LM | None], Parts]  # from the target and the draft model
-Check = Callable[[Asked], None]  # raises what the method would stumble over on its way
+Check = Callable[[RequestInfo], None]  # raises what the method would stumble over on its way
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from specbeam.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.draft.recycle import Ranks, Successors, TokenRecycling, likeliest
 from specbeam.errors import BadSetting, one_of
 from specbeam.lm.base import LM
-from specbeam.recipes.combination import ControllerName, Drafts, RuleName, control_of, rule_of
+from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, rule_of
 from specbeam.recipes.method import EXACT, Method, at_least_one
 from specbeam.session import Controller, Parts
 
@@ -93,7 +93,9 @@ def token_recycling(
     if nodes > 80:
         raise BadSetting(f"nodes is {nodes}; the published tree has 80")
     ranks = likeliest(nodes)
-    drafts = Drafts("token_recycling", depth, layers=_layers(ranks), law_lost=TokenRecycling.law_lost, at_once=AT_ONCE)
+    drafts = DraftKind(
+        "token_recycling", depth, layers=_layers(ranks), law_lost=TokenRecycling.law_lost, at_once=AT_ONCE
+    )
     judge, control = rule_of(rule, drafts), control_of(controller, drafts)
     kept: dict[int, Successors] = {}
 
@@ -116,7 +118,7 @@ def _retrieving(
     rule: RuleName,
     controller: "ControllerName | Controller",
 ) -> Method:
-    drafts = Drafts(name, depth, layers=(1,), law_lost=drafter.law_lost, at_once=AT_ONCE)
+    drafts = DraftKind(name, depth, layers=(1,), law_lost=drafter.law_lost, at_once=AT_ONCE)
     judge, control = rule_of(rule, drafts), control_of(controller, drafts)
     return Method(name, EXACT, 1, lambda target, draft: Parts(drafter, judge, control(target, None), EXACT))
 
