@@ -215,7 +215,7 @@ def test_the_drafter_of_any_recipe_will_do(make):
     """A search needs nodes alone, whatever grew them under its beams: here a target that drafts for itself."""
     model = tiny("llama")
     twin = sb.load(model, model, tokenizer=words.tokenizer())
-    drafter = make().parts(twin.draft, twin.target).drafter
+    drafter = make().parts(twin.target, twin.draft).drafter
     for beams, nodes in ((8, 32), (3, 24)):
         found = sb.generate(twin, PROMPTS, sb.speculative_beam_search(beams, nodes, 3, drafter), max_new_tokens=8)
         for prompt, one in zip(PROMPTS, found, strict=True):
@@ -248,7 +248,7 @@ def test_several_answers(pair):
 
 def best_text(method, target, draft, steps, eos):
     """The best hypothesis of a whole run by the method's own loop."""
-    parts = method.parts(TableLM(draft), TableLM(target))
+    parts = method.parts(TableLM(target), TableLM(draft))
     parts = replace(parts, rule=SearchRule(method.beams, "dice"))
 
     def program(dice):

@@ -30,7 +30,7 @@ class Request:
         settings = settings.completed(own, draws=not method.greedy)
         require(seed is None or is_integer(seed), "seed", seed, "an integer, or None for fresh chance")
         self.pair, self.method, self.settings = pair, method, settings
-        self.parts = method.parts(pair.draft, pair.target)
+        self.parts = method.parts(pair.target, pair.draft)
         self.eos = settings.eos(pair.eos)
         _check_tokens(settings, pair.target.vocab)
         method.check(RequestInfo(pair.target.vocab, self.eos, settings, audit))

@@ -40,7 +40,12 @@ class Seat(Protocol):
 
 @runtime_checkable
 class Controller(Protocol):
-    """PLAN: how deep and how wide the next draft is."""
+    """PLAN: how deep and how wide the next draft is.
+
+    It may also have:
+        more(session, tree) -> bool: whether a draft goes on after a layer (control/confidence.py).
+        numbers(session) -> Plan: the numbers by which steps plan many turns as one compiled run (control/planning.py).
+    """
 
     def plan(self, session: "Session") -> Shape: ...
 
@@ -49,18 +54,28 @@ class Controller(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """DRAFT: guesses hung under the live beams, for many sessions at once."""
+    """DRAFT: guesses hung under the live beams, for many sessions at once.
+
+    It may also have:
+        close(session): forget a session that is over.
+        law_lost: str, why the law of its drafts is not known, so that they can be matched and not tried.
+        spec(session): the numbers by which steps draft in a compiled run (draft/beams.py, draft/tree.py).
+    """
 
     def draft(self, sessions: list["Session"], shapes: list[Shape]) -> list[Forest]: ...
 
     def settle(self, session: "Session", turn: Turn) -> None: ...
 
-    def close(self, session: "Session") -> None: ...
-
 
 @runtime_checkable
 class Rule(Protocol):
-    """VERIFY: what lives on. `scored` holds the target's logits of every forest node."""
+    """VERIFY: what lives on. `scored` holds the target's logits of every forest node.
+
+    It may also have:
+        law: str, what law the output has, of a rule of one's own.
+        tries: bool, whether it needs the law that drafts were drawn from.
+        spec(session) and widths(session): the numbers by which steps judge in a compiled run (verify/beams.py).
+    """
 
     def verify(self, session: "Session", forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict: ...
 

@@ -313,7 +313,7 @@ def test_survival_drafts_as_far_as_the_draft_is_good_and_cheap():
 
 def test_sequoia_takes_the_fastest_tree_under_a_cost_curve():
     cheap, dear = (CostCurve((1, 2, 4, 8, 16), tuple(10 + slope * n for n in (1, 2, 4, 8, 16))) for slope in (0, 10))
-    sizes = [size_of(sb.sequoia(16, 6, RANKS, cost=cost).parts(TableLM([1.0])).drafter.growth.topology)
+    sizes = [size_of(sb.sequoia(16, 6, RANKS, cost=cost).parts(None, TableLM([1.0])).drafter.growth.topology)
              for cost in (cheap, dear)]  # fmt: skip
     assert sizes[0] == 15
     assert sizes[1] <= 3

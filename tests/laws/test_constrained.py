@@ -88,7 +88,7 @@ def test_matched_trees_have_the_renormalised_law(name, constraint):
 
     def make(lm):
         made = parts_on(MATCHED[name], target)(lm)
-        parts = made.parts(lm)
+        parts = made.parts(None, lm)
         return sb.Method("", "", 1, lambda *_: Parts(parts.drafter, MatchRule("dice"), parts.controller, ""))
 
     law = renormalised(target, automaton, END)
@@ -168,7 +168,7 @@ def test_sampling_as_transformers_does_it(constraint, beams, steps):
         sb.beam_sampling(beams, semantics="hf"),
         sb.dsbd(beams, beams + 1, 2, "fixed", semantics="hf"),
     ):
-        parts = replace(method.parts(TableLM(draft), TableLM(target)), rule=SearchRule(beams, "dice"))
+        parts = replace(method.parts(TableLM(target), TableLM(draft)), rule=SearchRule(beams, "dice"))
 
         def program(dice, parts=parts):
             session = session_of(

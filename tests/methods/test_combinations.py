@@ -147,11 +147,11 @@ def test_the_cost_controller_knows_the_layers():
         "chain": (sb.speculative_sampling(5, controller="cost"), (1,)),
     }
     for name, (method, expected) in layers.items():
-        control = method.parts(TableLM([1.0])).controller
+        control = method.parts(None, TableLM([1.0])).controller
         assert isinstance(control, DepthByCost), name
         assert control.layers == expected, name
         assert control.draft.pass_s(1) > 0
-    found = sb.token_recycling(2, nodes=9, controller="cost").parts(None, TableLM([1.0])).controller
+    found = sb.token_recycling(2, nodes=9, controller="cost").parts(TableLM([1.0])).controller
     assert found.layers == (3, 3, 2, 1)
     assert found.draft.pass_s(9) == 0  # found, not computed
 
@@ -223,7 +223,7 @@ def two_trees(lm):
 
 
 def pruned(lm):
-    chosen = sb.opt_tree(4, 2, 2).parts(lm).drafter
+    chosen = sb.opt_tree(4, 2, 2).parts(None, lm).drafter
     return Pruned(chosen, TableLM((0.6, 0.4)), 1)
 
 

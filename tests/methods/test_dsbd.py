@@ -62,7 +62,7 @@ def test_beam_sampling_has_its_law(replacement):
         "plain",
         "",
         2,
-        lambda _, lm: Parts(sb.beam_sampling().parts(None).drafter, method.parts(lm).rule, FixedShape(0, 0), ""),
+        lambda _, lm: Parts(sb.beam_sampling().parts().drafter, method.parts(None, lm).rule, FixedShape(0, 0), ""),
     )
     found = exact_law(outcome_of(plain, target, target, 2, (2,), replacement))
     assert distance(found, beam_sampling_law(target, 2, 2, replacement, (2,))) < CLOSE
@@ -269,6 +269,6 @@ def test_collapse_keeps_the_best_beam_after_each_turn():
     table, draft = TableLM(random_table(3, 5)), TableLM(random_table(4, 5))
     session = session_of(sb.dsbd(3, 4, 2, "fixed", collapse=True), draft, steps=6)
     for turn in run(session, table):
-        if len(turn.verdict.steps[-1].live):
-            assert len(turn.verdict.beams) == 1
+        if turn.verdict.steps[-1].live.size:
+            assert turn.verdict.beams.size == 1
             assert turn.verdict.beams.scores[0] == turn.verdict.steps[-1].live.scores.max()

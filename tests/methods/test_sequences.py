@@ -87,7 +87,7 @@ def test_gsd_keeps_to_its_budget():
 
 def test_recycling_drafts_no_end_and_no_token_twice_and_learns_from_the_deepest():
     memory = Successors(np.array([[1, 1, 2, 3], [0, 2, 2, 2], [3, 3, 3, 1], [0, 0, 0, 0]], dtype=np.int32))
-    parts = sb.token_recycling(1, memory).parts(None, TableLM(random_table(1, 4)))
+    parts = sb.token_recycling(1, memory).parts(TableLM(random_table(1, 4)))
     session = session_of(sb.Method("", "", 1, lambda *_: parts), None, steps=9, eos=(3,))
     (forest,) = parts.drafter.draft([session], [Shape(1, 0)])  # from the prompt's token 0
     assert forest.tokens[1:].tolist() == [1, 2]  # 1 once, in the order of ranks; 3 would end
@@ -132,7 +132,7 @@ def test_matching_has_the_target_law(name):
 
     def make(lm):
         made = parts_on(MATCHED[name], target)(lm)
-        parts = made.parts(lm)
+        parts = made.parts(None, lm)
         return sb.Method("", "", 1, lambda *_: type(parts)(parts.drafter, MatchRule("dice"), parts.controller, ""))
 
     law, _ = law_and_mean(one_turn(make, target, draft), target, 3)
@@ -192,7 +192,7 @@ def test_recycling_learns_saves_and_loads(tmp_path):
 
     memory = Successors.empty(4, 2)
     for _ in range(2):
-        parts = sb.token_recycling(4, memory).parts(None, TableLM(law))
+        parts = sb.token_recycling(4, memory).parts(TableLM(law))
         session = session_of(sb.Method("", "", 1, lambda *_, p=parts: p), None, steps=24, warp=Warp(greedy=True))
         turns = run(session, TableLM(law))
     assert len(turns) <= 6
@@ -271,10 +271,10 @@ def test_settings_that_make_no_sense_are_named(make, message):
 def test_a_table_of_another_vocabulary_is_refused():
     method = sb.token_recycling(3, memory=Successors.empty(9))
     with pytest.raises(sb.SpecbeamError, match="memory holds 9 tokens, the target knows 5"):
-        method.parts(None, TableLM(random_table(1, 5)))
+        method.parts(TableLM(random_table(1, 5)))
     method = sb.token_recycling(3)  # one method, two models
     for vocab in (5, 9):
         session = session_of(
-            sb.Method("", "", 1, lambda *_, v=vocab: method.parts(None, TableLM(random_table(1, v)))), None, steps=6
+            sb.Method("", "", 1, lambda *_, v=vocab: method.parts(TableLM(random_table(1, v)))), None, steps=6
         )
         run(session, TableLM(random_table(1, vocab)))

@@ -79,7 +79,7 @@ def seen(pair, monkeypatch):
 
 def measured(pair):
     for method in (METHODS | SEARCHES).values():
-        method.parts(pair.draft, pair.target)
+        method.parts(pair.target, pair.draft)
     return pair
 
 
@@ -311,7 +311,7 @@ def test_parts_that_are_derived_are_obeyed(pair, seen):
     (found,) = sb.generate(pair, PROMPTS[0], own, seed=3, max_new_tokens=12, top_k=6, eos_token_id=[])
     assert found.report.draft_passes <= 2 * found.report.target_passes
     plain = sb.speculative_sampling(4)
-    parts = replace(plain.parts(pair.draft, pair.target), rule=Counting())
+    parts = replace(plain.parts(pair.target, pair.draft), rule=Counting())
     method = replace(plain, build=lambda target, draft: parts)
     (found,) = sb.generate(pair, PROMPTS[0], method, seed=3, max_new_tokens=12, top_k=6)
     assert len(verdicts) == found.report.target_passes

@@ -6,10 +6,11 @@ from collections.abc import Callable, Hashable
 
 import numpy as np
 
+from specbeam.core.dice import Dice
 from tests.support.steps import source_of_steps
 
 
-class WalkingDice:
+class WalkingDice(Dice):
     """Dice that follow a script and then take the first way, noting which other ways there were. Steps and sessions take them
     in place of a session's own.
     """

@@ -43,7 +43,7 @@ def seated(method, target=None, draft=None, dice=None, steps=6, eos=(), key=0, w
     """A session of a method on two tables."""
     draft = None if draft is None else TableLM(draft)
     target = None if target is None else TableLM(target)
-    parts = method.parts(draft, target)
+    parts = method.parts(target, draft)
     session = Session([0], parts, warp or Warp(), Limits(steps, tuple(eos), **limits), key)
     if dice is not None:
         session.dice = dice

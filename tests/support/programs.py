@@ -27,7 +27,7 @@ def random_table(seed, vocab, depth=6, zeros=False):
 
 
 def session_of(method, draft, dice=None, steps=3, eos=(), key=0, warp=None, **limits):
-    session = Session([0], method.parts(draft), warp or Warp(), Limits(steps, tuple(eos), keep=99, **limits), key)
+    session = Session([0], method.parts(None, draft), warp or Warp(), Limits(steps, tuple(eos), keep=99, **limits), key)
     if dice is not None:
         session.dice = dice
     return session

@@ -26,19 +26,30 @@ def source_of_steps():
             yield
         return
     compiled = [
-        (module, name, value)
-        for key, module in list(sys.modules.items())
-        if key.startswith(("specbeam.", "tests."))
-        for name, value in list(vars(module).items())
+        (place, name, value)
+        for place in _places_of_steps()
+        for name, value in list(place.items())
         if isinstance(value, Dispatcher)
     ]
-    for module, name, value in compiled:
-        setattr(module, name, value.py_func)
+    for place, name, value in compiled:
+        place[name] = value.py_func
     _INSIDE[0] += 1
     try:
         with np.errstate(all="ignore"):  # as compiled code does it
             yield
     finally:
         _INSIDE[0] -= 1
-        for module, name, value in compiled:
-            setattr(module, name, value)
+        for place, name, value in compiled:
+            place[name] = value
+
+
+def _places_of_steps():
+    """The names of each module, and each table of steps that has a name there."""
+    places = []
+    for key, module in list(sys.modules.items()):
+        if key.startswith(("specbeam.", "tests.")):
+            tables = [
+                value for name, value in vars(module).items() if type(value) is dict and not name.startswith("__")
+            ]
+            places += [vars(module), *tables]
+    return places

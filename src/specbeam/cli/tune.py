@@ -68,14 +68,14 @@ def _measured(lm: HuggingFaceLM, context: int) -> CostCurve:
 
 def _control(pair: Pair, beams: int, width: int | None) -> DepthByCost:
     """What decides on the depth of `dsbd`."""
-    control = dsbd(beams, width, width="fixed").parts(pair.draft, pair.target).controller
+    control = dsbd(beams, width, width="fixed").parts(pair.target, pair.draft).controller
     assert isinstance(control, DepthByCost)
     return control
 
 
 def _by_value(pair: Pair, beams: int, width: int | None) -> ShapeByValue:
     """What decides on the shape of `dsbd` with width="auto"."""
-    control = dsbd(beams, width, width="auto").parts(pair.draft, pair.target).controller
+    control = dsbd(beams, width, width="auto").parts(pair.target, pair.draft).controller
     assert isinstance(control, ShapeByValue)
     return control
 

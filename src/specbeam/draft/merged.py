@@ -9,6 +9,7 @@ from jaxtyping import Float, Int64
 
 from specbeam.core.forest import Forest, Siblings
 from specbeam.draft.lookup import retrieved
+from specbeam.draft.together import close_drafter
 from specbeam.draft.tree import Complete, GrowingTree, TreeDrafter
 from specbeam.laws.rows import RowLaw
 from specbeam.laws.warp import best_places
@@ -81,7 +82,7 @@ class ManyDrafters:
     def close(self, session: Session) -> None:
         session.state.pop(self, None)
         for drafter in self.drafters:
-            drafter.close(session)
+            close_drafter(drafter, session)
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Pruned:
 
     def close(self, session: Session) -> None:
         session.state.pop(self, None)
-        self.drafter.close(session)
+        close_drafter(self.drafter, session)
         self.early.close(session)
 
 

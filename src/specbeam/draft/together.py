@@ -4,7 +4,7 @@ import warnings
 
 from specbeam.core.forest import Forest
 from specbeam.records import Shape
-from specbeam.session import Session, failing_together
+from specbeam.session import Drafter, Session, failing_together
 
 
 def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Forest]:
@@ -26,6 +26,13 @@ def close_drafters(sessions: list[Session]) -> None:
     """Let drafters forget sessions that are over."""
     for session in sessions:
         try:
-            session.parts.drafter.close(session)
+            close_drafter(session.parts.drafter, session)
         except Exception as error:  # the text is there, and nobody else's work should be lost
             warnings.warn(f"prompt {session.number}: the drafter could not close: {error!r}", stacklevel=2)
+
+
+def close_drafter(drafter: Drafter, session: Session) -> None:
+    """Let a drafter forget a session that is over, if it remembers any."""
+    close = getattr(drafter, "close", None)
+    if close is not None:
+        close(session)

@@ -7,9 +7,9 @@ from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import LM
 from specbeam.lm.early_layers import early_layers
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, grown, rule_of
-from specbeam.recipes.method import EXACT, Method, at_least_one
-from specbeam.session import Controller, Parts
+from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, grown, law_of, rule_of
+from specbeam.recipes.method import Method, at_least_one
+from specbeam.session import Controller, Parts, Rule
 
 
 def opt_tree(
@@ -17,7 +17,7 @@ def opt_tree(
     depth: int = 6,
     top: int = 8,
     within_layer: bool = False,
-    rule: RuleName = "match",
+    rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """The tree of largest expected acceptance under a budget of nodes, made anew for each context.
@@ -46,7 +46,7 @@ def gsd(
     top: int = 3,
     context: int = 0,
     nodes: int = 32,
-    rule: RuleName = "match",
+    rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """Runs that repeat are drafted once: the draft is a graph, unrolled into a tree.
@@ -76,7 +76,7 @@ def propd(
     depth: int = 5,
     early: int = 2,
     top: int = 16,
-    rule: RuleName = "match",
+    rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "latency",
 ) -> Method:
     """Drafts that the target's first layers find hopeless are dropped before the others are scored.
@@ -97,13 +97,15 @@ def propd(
     """
     at_least_one(nodes=nodes, depth=depth, early=early, top=top)
     drafts = DraftKind("propd", depth, nodes, budget=True)
-    judge, control = rule_of(rule, drafts), control_of(controller, drafts)
+    judge = rule_of(rule, drafts)
+    law = law_of(judge)
+    control = control_of(controller, drafts)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
         if not isinstance(target, HuggingFaceLM):
             raise NotSupported("propd looks through the target's first layers; that needs a transformers model")
         drafter = Pruned(TreeDrafter(draft, BestFirst()), early_layers(target.model, early), top)
-        return Parts(drafter, judge, control(target, draft), EXACT)
+        return Parts(drafter, judge, control(target, draft), law)
 
-    return Method("propd", EXACT, 1, build, needs_draft=True)
+    return Method("propd", law, 1, build, needs_draft=True)

@@ -10,10 +10,10 @@ from specbeam.control.size import SizeByLatency
 from specbeam.control.survival import Survival
 from specbeam.control.thompson import Thompson
 from specbeam.draft.tree import Growth, TreeDrafter
-from specbeam.errors import BadSetting, LostLaw, one_of
+from specbeam.errors import BadSetting, LostLaw
 from specbeam.lm.base import LM
 from specbeam.recipes.depth import DrafterOf, depth_by_cost
-from specbeam.recipes.method import EXACT, Method
+from specbeam.recipes.method import EXACT, UNKNOWN, Method
 from specbeam.session import Controller, Parts, Rule, is_part
 from specbeam.verify.traversal import TraversalRule
 from specbeam.verify.walk import MatchRule, PathRule
@@ -36,7 +36,7 @@ class DraftKind:
         layers: nodes of each layer, the last number for all deeper ones; () where depth does not settle them.
         budget: `width` counts the nodes of a whole tree.
         law_lost: why nobody knows the law of a draft.
-        at_once: why nobody can stop a draft between its layers.
+        unstoppable: why nobody can stop a draft between its layers.
     """
 
     who: str
@@ -45,19 +45,29 @@ class DraftKind:
     layers: tuple[int, ...] = ()
     budget: bool = False
     law_lost: str = ""
-    at_once: str = ""
+    unstoppable: str = ""
 
 
-def rule_of(name: RuleName, drafts: DraftKind) -> Rule:
-    """The rule of that name. Raises `LostLaw` where drafts without a law would be tried."""
+def rule_of(chosen: "RuleName | Rule", drafts: DraftKind) -> Rule:
+    """Return a part, or the rule of that name. Raises `LostLaw` where drafts without a law would be tried."""
     known: dict[str, Rule] = {"path": PathRule(), "traversal": TraversalRule(), "match": MatchRule()}
-    one_of("rule", name, known)
-    if drafts.law_lost and name != "match":
+    if chosen not in known if isinstance(chosen, str) else not is_part(chosen, Rule):
+        raise BadSetting(f"rule is {chosen!r}; it must be one of {', '.join(known)}, or a part")
+    rule = known[chosen] if isinstance(chosen, str) else chosen
+    if drafts.law_lost and getattr(rule, "tries", False):
+        name = repr(chosen) if isinstance(chosen, str) else type(chosen).__name__
         raise LostLaw(
-            f"rule {name!r} tries drafts against the law they were drawn from, and {drafts.who} {drafts.law_lost}; "
+            f"rule {name} tries drafts against the law they were drawn from, and {drafts.who} {drafts.law_lost}; "
             "such drafts can only be matched: rule='match'"
         )
-    return known[name]
+    return rule
+
+
+def law_of(rule: Rule) -> str:
+    """Return the law of what a rule for one sequence lets live on: its own word for it, where it is somebody's own."""
+    if type(rule) in (PathRule, TraversalRule, MatchRule):
+        return EXACT
+    return str(getattr(rule, "law", UNKNOWN))
 
 
 def control_of(
@@ -91,16 +101,19 @@ def control_of(
     return lambda target, draft: depth_by_cost(drafts.layers, depth, target, draft, drafter_of, rule)
 
 
-def grown(drafts: DraftKind, growth: Growth, rule: RuleName, controller: "ControllerName | Controller") -> Method:
-    """The method whose drafts are grown like that by a draft model."""
+def grown(
+    drafts: DraftKind, growth: Growth, rule: "RuleName | Rule", controller: "ControllerName | Controller"
+) -> Method:
+    """Return the method whose drafts are grown like that by a draft model."""
     judge = rule_of(rule, drafts)
+    law = law_of(judge)
     control = control_of(controller, drafts, drafter_of=lambda lm: TreeDrafter(lm, growth), rule=judge)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
-        return Parts(TreeDrafter(draft, growth), judge, control(target, draft), EXACT)
+        return Parts(TreeDrafter(draft, growth), judge, control(target, draft), law)
 
-    return Method(drafts.who, EXACT, 1, build, needs_draft=True)
+    return Method(drafts.who, law, 1, build, needs_draft=True)
 
 
 def _as_wide(part: Controller, width: int) -> Controller:
@@ -113,10 +126,10 @@ def _as_wide(part: Controller, width: int) -> Controller:
 def _check(chosen: object, part: Controller | None, drafts: DraftKind) -> None:
     """Refuse a controller that these drafts would not listen to."""
     name = repr(chosen) if isinstance(chosen, str) else type(chosen).__name__
-    if part is not None and drafts.at_once and stops_between_layers(part):
+    if part is not None and drafts.unstoppable and stops_between_layers(part):
         raise BadSetting(
             f"controller {name} ends a draft between its layers by the odds of its tokens, and {drafts.who} "
-            f"{drafts.at_once}; take one that plans ahead, like 'thompson'"
+            f"{drafts.unstoppable}; take one that plans ahead, like 'thompson'"
         )
     if isinstance(part, SizeByLatency) and not drafts.budget:
         raise BadSetting(

@@ -12,13 +12,13 @@ from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafte
 from specbeam.errors import BadSetting, NotSupported, one_of
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, grown, rule_of
-from specbeam.recipes.method import EXACT, Method, at_least_one
-from specbeam.session import Controller, Parts
+from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, grown, law_of, rule_of
+from specbeam.recipes.method import Method, at_least_one
+from specbeam.session import Controller, Parts, Rule
 
 
 def speculative_sampling(
-    depth: int = 5, rule: RuleName = "path", controller: "ControllerName | Controller" = "fixed"
+    depth: int = 5, rule: "RuleName | Rule" = "path", controller: "ControllerName | Controller" = "fixed"
 ) -> Method:
     """A chain of draft tokens, accepted one by one.
 
@@ -57,7 +57,9 @@ def block_verification(depth: int = 5, controller: "ControllerName | Controller"
 
 
 def specinfer(
-    counts: Sequence[int] = (3, 2, 1, 1), rule: RuleName = "path", controller: "ControllerName | Controller" = "fixed"
+    counts: Sequence[int] = (3, 2, 1, 1),
+    rule: "RuleName | Rule" = "path",
+    controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """A tree of independent draws, tried in order at each node.
 
@@ -76,7 +78,9 @@ def specinfer(
 
 
 def rsd_c(
-    counts: Sequence[int] = (3, 2, 1, 1), rule: RuleName = "path", controller: "ControllerName | Controller" = "fixed"
+    counts: Sequence[int] = (3, 2, 1, 1),
+    rule: "RuleName | Rule" = "path",
+    controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """A tree of draws without replacement, with a constant number of children per layer.
 
@@ -96,7 +100,7 @@ def rsd_c(
 def rsd_s(
     width: int = 4,
     depth: int = 4,
-    rule: RuleName = "path",
+    rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """Stochastic beam search drafts the `width` sequences per layer that are worth most; the others are cut early.
@@ -120,7 +124,7 @@ def sequoia(
     nodes: int = 16,
     depth: int = 6,
     acceptance: Sequence[float] = (0.7, 0.12, 0.05, 0.03, 0.02),
-    rule: RuleName = "path",
+    rule: "RuleName | Rule" = "path",
     cost: CostCurve | None = None,
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
@@ -153,7 +157,7 @@ def sequoia(
 def spechub(
     depth: int = 4,
     children: int = 2,
-    rule: RuleName = "path",
+    rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """The likeliest tokens and one draw from the rest at each node; with two children the published SpecHub.
@@ -203,7 +207,7 @@ def dyspec(
     nodes: int = 24,
     depth: int = 6,
     least: float | None = None,
-    rule: RuleName = "path",
+    rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """A tree of draws that widens where the draft is unsure and deepens where it is sure.
@@ -231,7 +235,7 @@ def dyspec(
 def multi_draft(
     others: Sequence[Any] = (),
     counts: Sequence[int] = (2, 1, 1),
-    rule: RuleName = "path",
+    rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """Several draft models at once: the target scores the union of their trees, which draw without replacement.
@@ -249,9 +253,11 @@ def multi_draft(
     """
     _check_counts(counts)
     drafts = DraftKind(
-        "multi_draft", len(counts), at_once="grows several trees side by side, which have no newest token in common"
+        "multi_draft", len(counts), unstoppable="grows several trees side by side, which have no newest token in common"
     )
-    judge, control = rule_of(rule, drafts), control_of(controller, drafts)
+    judge = rule_of(rule, drafts)
+    law = law_of(judge)
+    control = control_of(controller, drafts)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
@@ -260,13 +266,17 @@ def multi_draft(
         more = others or [draft.model]  # type: ignore[attr-defined]
         models = [draft, *(one if isinstance(one, LM) else HuggingFaceLM(one) for one in more)]
         drafters = tuple(TreeDrafter(lm, Branching(tuple(counts), Distinct())) for lm in models)
-        return Parts(ManyDrafters(drafters), judge, control(target, draft), EXACT)
+        return Parts(ManyDrafters(drafters), judge, control(target, draft), law)
 
-    return Method("multi_draft", EXACT, 1, build, needs_draft=True)
+    return Method("multi_draft", law, 1, build, needs_draft=True)
 
 
 def _branching(
-    name: str, counts: Sequence[int], children: AnyChildren, rule: RuleName, controller: "ControllerName | Controller"
+    name: str,
+    counts: Sequence[int],
+    children: AnyChildren,
+    rule: "RuleName | Rule",
+    controller: "ControllerName | Controller",
 ) -> Method:
     _check_counts(counts)
     growth = Branching(tuple(counts), children)

@@ -2,12 +2,12 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import LM
-from specbeam.session import Parts
+from specbeam.session import Controller, Drafter, Parts, Rule, is_part
 from specbeam.settings import Settings
 
 
@@ -22,6 +22,7 @@ class RequestInfo:
 
 
 EXACT = "exact: plain sampling"
+UNKNOWN = "unknown: a rule of one's own that does not say"
 CHANGED = "approximate: changes the output law on purpose; "
 Build = Callable[[LM | None, LM | None], Parts]  # from the target and the draft model
 Check = Callable[[RequestInfo], None]  # raises what the method would stumble over on its way
@@ -53,13 +54,41 @@ class Method:
         """Whether the output has the law of a plain method, so that nothing but speed is changed."""
         return self.exact and self.plain
 
-    def parts(self, draft: LM | None, target: LM | None = None) -> Parts:
+    def parts(self, target: LM | None = None, draft: LM | None = None) -> Parts:
+        """Return the parts that decode with these models. Raises `NotSupported` if there is no draft model for them."""
         if self.needs_draft and draft is None:
             raise NotSupported(
                 f"{self.name} drafts with a model: load the target with draft=..., or take a method that needs none "
                 "(`specbeam methods`)"
             )
         return self.build(target, draft)
+
+    def with_parts(
+        self,
+        drafter: Drafter | None = None,
+        rule: Rule | None = None,
+        controller: Controller | None = None,
+        law: str | None = None,
+    ) -> "Method":
+        """Return the method with parts of one's own in place of its own.
+
+        Args:
+            drafter, rule, controller: what takes the place; None keeps the method's.
+            law: what law the output has; None keeps the method's law, unless the rule is another: then it is what `rule.law`
+                says, or unknown.
+        """
+        given = {"drafter": (drafter, Drafter), "rule": (rule, Rule), "controller": (controller, Controller)}
+        for name, (part, kind) in given.items():
+            if part is not None and not is_part(part, kind):
+                raise BadSetting(f"{name} is {part!r}; it must be a part (docs/write_a_method.md)")
+        if law is None:
+            law = self.law if rule is None else str(getattr(rule, "law", UNKNOWN))
+
+        def build(target: LM | None, draft: LM | None) -> Parts:
+            own = self.build(target, target if draft is None else draft)  # a draft model may be built in, and not used
+            return Parts(drafter or own.drafter, rule or own.rule, controller or own.controller, law)
+
+        return replace(self, law=law, build=build, needs_draft=self.needs_draft and drafter is None)
 
 
 @dataclass(frozen=True)

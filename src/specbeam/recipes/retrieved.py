@@ -8,18 +8,18 @@ from specbeam.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.draft.recycle import Ranks, Successors, TokenRecycling, likeliest
 from specbeam.errors import BadSetting, one_of
 from specbeam.lm.base import LM
-from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, rule_of
-from specbeam.recipes.method import EXACT, Method, at_least_one
-from specbeam.session import Controller, Parts
+from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, law_of, rule_of
+from specbeam.recipes.method import Method, at_least_one
+from specbeam.session import Controller, Parts, Rule
 
-AT_ONCE = "finds a whole draft at once, without odds"
+UNSTOPPABLE = "finds a whole draft at once, without odds"
 
 
 def prompt_lookup(
     depth: int = 8,
     longest: int = 3,
     match: Literal["last", "first"] = "last",
-    rule: RuleName = "match",
+    rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """Continue an earlier match of the last tokens; no draft model.
@@ -44,7 +44,7 @@ def prompt_lookup(
 def suffix_match(
     depth: int = 16,
     per_match: float = 4.0,
-    rule: RuleName = "match",
+    rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """Continue the longest earlier match of any length; no draft model.
@@ -71,7 +71,7 @@ def token_recycling(
     memory: Successors | None = None,
     k: int = 8,
     nodes: int = 80,
-    rule: RuleName = "match",
+    rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """What the target nearly said is remembered in a table of successors and drafted again; no draft model.
@@ -94,9 +94,11 @@ def token_recycling(
         raise BadSetting(f"nodes is {nodes}; the published tree has 80")
     ranks = likeliest(nodes)
     drafts = DraftKind(
-        "token_recycling", depth, layers=_layers(ranks), law_lost=TokenRecycling.law_lost, at_once=AT_ONCE
+        "token_recycling", depth, layers=_layers(ranks), law_lost=TokenRecycling.law_lost, unstoppable=UNSTOPPABLE
     )
-    judge, control = rule_of(rule, drafts), control_of(controller, drafts)
+    judge = rule_of(rule, drafts)
+    law = law_of(judge)
+    control = control_of(controller, drafts)
     kept: dict[int, Successors] = {}
 
     def build(target: LM | None, draft: LM | None) -> Parts:
@@ -106,21 +108,23 @@ def token_recycling(
             raise BadSetting(
                 f"memory holds {len(table.table)} tokens, the target knows {target.vocab}; it is another model's table"
             )
-        return Parts(TokenRecycling(table, ranks), judge, control(target, None), EXACT)
+        return Parts(TokenRecycling(table, ranks), judge, control(target, None), law)
 
-    return Method("token_recycling", EXACT, 1, build)
+    return Method("token_recycling", law, 1, build)
 
 
 def _retrieving(
     name: str,
     drafter: PromptLookup | SuffixMatch,
     depth: int,
-    rule: RuleName,
+    rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
 ) -> Method:
-    drafts = DraftKind(name, depth, layers=(1,), law_lost=drafter.law_lost, at_once=AT_ONCE)
-    judge, control = rule_of(rule, drafts), control_of(controller, drafts)
-    return Method(name, EXACT, 1, lambda target, draft: Parts(drafter, judge, control(target, None), EXACT))
+    drafts = DraftKind(name, depth, layers=(1,), law_lost=drafter.law_lost, unstoppable=UNSTOPPABLE)
+    judge = rule_of(rule, drafts)
+    law = law_of(judge)
+    control = control_of(controller, drafts)
+    return Method(name, law, 1, lambda target, draft: Parts(drafter, judge, control(target, None), law))
 
 
 def _layers(ranks: Sequence[Ranks]) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ def speculative_beam_search(
             costs and how often layers pass (without a draft model: 4).
         drafter: "model" drafts beams with the draft model; "prompt_lookup", "suffix_match" and "token_recycling" need
             none and draft a chain or a tree under each beam; or the drafter of any other recipe, whose trees then grow
-            under each beam: ``sb.opt_tree().parts(pair.draft, pair.target).drafter``.
+            under each beam: ``sb.opt_tree().parts(pair.target, pair.draft).drafter``.
     """
     at_least_one(beams=beams)
     check_depth(depth)
