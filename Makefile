@@ -24,12 +24,12 @@ $(VENV)/made:
 $(VENV)/demo: $(VENV)/made pyproject.toml constraints.txt
 	@echo "Installing specbeam (torch is large; this happens once) ..."
 	@$(BIN)/pip install -q -c constraints.txt "torch==2.13.0"
-	@$(BIN)/pip install -q -c constraints.txt -e ".[bench,fast]"
+	@$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
 	@touch $@
 
 $(VENV)/dev: $(VENV)/demo
 	@echo "Installing the development tools ..."
-	@$(BIN)/pip install -q -c constraints.txt -e ".[bench,fast,dev]"
+	@$(BIN)/pip install -q -c constraints.txt -e ".[bench,dev]"
 	@# Builds of torch for GPUs bring their own; elsewhere its interpreter runs the kernels in the tests.
 	@$(BIN)/python -c "import triton" 2> /dev/null || $(BIN)/pip install -q "triton==3.9.0" \
 		|| echo "No triton for this machine: the tests of the kernels for GPUs are skipped."

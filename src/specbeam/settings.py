@@ -127,7 +127,7 @@ class Settings:
             processors = _joined(processors, [bans])
         truncation = NO_TRUNCATION if greedy else self._truncation()
         if search:
-            truncation = truncation._replace(least=max(2, 1 + len(eos)))
+            truncation = truncation._replace(least=max(2, 1 + len(eos)), by_row=True)
             return Warp(processors, truncation, greedy, True, bans)
         return Warp(processors, truncation, greedy, constraint=bans)
 

@@ -23,6 +23,7 @@ TRUNCATIONS = st.builds(
     top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
     min_p=st.sampled_from([0.0, 0.02, 0.5]),
     least=st.sampled_from([1, 2]),
+    by_row=st.just(False),
 )
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from specbeam.core.beams import Beams
-from specbeam.laws.joint import BROKEN, SOUND, all_pairs, condition_of, likelihoods_at, odds_among, odds_at
-from specbeam.laws.rows import searched_law
+from specbeam.laws.joint import BROKEN, SOUND, all_pairs, condition_of, joint_law, likelihoods_at, odds_among, odds_at
 from specbeam.laws.truncation import Truncation
 from specbeam.laws.warp import Warp, law_of_beams, processed_rows
 from tests.laws.test_joint import STEPS, running
@@ -42,7 +41,7 @@ def test_each_row_is_warped_by_itself_and_not_normalised_again(truncation, seed,
     counts = np.ones(beams, dtype=np.int64)
     expected = searched_scores(rows, scores, truncation, normalise).ravel()
     with running(way):
-        law = searched_law(rows, scores, counts, truncation, normalise)
+        law = joint_law(rows, scores, counts, truncation._replace(by_row=True), normalise)
         pairs = all_pairs(law)
         carried = likelihoods_at(law, pairs)
         odds = odds_among(law, pairs)
@@ -61,7 +60,7 @@ def test_each_row_is_warped_by_itself_and_not_normalised_again(truncation, seed,
 def test_rows_that_are_none_are_still_told(truncation, wrong):
     rows = np.zeros((2, 9), dtype=np.float32)
     rows[1, 3] = wrong
-    law = searched_law(rows, np.zeros(2), np.ones(2, dtype=np.int64), truncation, True)
+    law = joint_law(rows, np.zeros(2), np.ones(2, dtype=np.int64), truncation._replace(by_row=True), True)
     assert condition_of(law) == BROKEN
 
 
@@ -71,7 +70,7 @@ def test_processors_see_logits_or_in_beam_modes_log_probabilities(search):
     rows = np.random.default_rng(0).normal(0, 3, (2, 20)).astype(np.float32)
     paths = np.array([[3, 5], [4, 4]])
     penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)])
-    truncation = Truncation(0.7, top_k=6)
+    truncation = Truncation(0.7, top_k=6, by_row=search)
     warp = Warp(penalty, truncation, search=search)
     beams = Beams(
         nodes=np.arange(2),

@@ -158,7 +158,7 @@ def test_int8_is_refused_where_it_cannot_be(monkeypatch):
     with refused("'int8' or None"):
         sb.load(tiny("llama"), quantize="int4")
     monkeypatch.setattr(kernels, "AVAILABLE", False)
-    with pytest.raises(NotSupported, match=r"needs numba \(pip install 'specbeam\[fast\]'\)"):
+    with pytest.raises(NotSupported, match=r"needs numba \(pip install 'numba>=0.62'\)"):
         language_model(tiny("llama"), quantize="int8")
 
 

@@ -84,6 +84,7 @@ def random_layer(rng, truncation, beams, rows, vocab, agreement):
         top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
         min_p=st.sampled_from([0.0, 0.02]),
         least=st.sampled_from([1, 3]),
+        by_row=st.just(False),
     ),
     beams=st.integers(1, 5),
     rows=st.integers(1, 6),

@@ -24,7 +24,6 @@ from specbeam.laws.joint import (
     odds_among,
 )
 from specbeam.laws.ranking import sorted_places
-from specbeam.laws.rows import searched_law
 from specbeam.laws.truncation import Truncation
 from specbeam.laws.warp import Rows, law_of_beams, on_host, processed_rows
 from specbeam.lm.any_lane import run_pass
@@ -186,18 +185,6 @@ def add_layer(
     return Drafted(grown, newest, going < choice.core)
 
 
-def law_of_front(spec: Any, rows: Array, front: Beams) -> JointLaw:
-    """Return the joint law of the newest layer, from its logits, float[front, vocab]."""
-    make = searched_law if isinstance(spec, SearchedLayers) else joint_law
-    return make(rows, front.scores, front.counts, spec.truncation, True)
-
-
-@compiled_as(law_of_front)
-def _compiled_law_of_front(spec: Any, rows: Any, front: Any) -> Any:
-    make = searched_law if spec.instance_class is SearchedLayers else joint_law
-    return lambda spec, rows, front: make(rows, front.scores, front.counts, spec.truncation, True)
-
-
 def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer, chosen or drawn from the law of its front, which must be sound.
 
@@ -282,7 +269,7 @@ def draft_layers(
         forest = drafted.forest
         rows = run_pass(model, forest.tokens, forest.parents, answered, spent)
         answered = len(forest.tokens)
-        law = law_of_front(spec, rows, front)
+        law = joint_law(rows, front.scores, front.counts, spec.truncation, True)
         condition = condition_of(law)
         if condition != SOUND:
             return drafted, condition

@@ -8,7 +8,7 @@ from typing import Any
 
 try:
     import numba
-except ImportError:  # pip install 'specbeam[fast]'
+except ImportError:
     numba = None
 else:
     try:
@@ -16,8 +16,8 @@ else:
         from specbeam.kernels.linking import call_where_it_stands
     except ImportError:
         warnings.warn(
-            f"numba {numba.__version__} is too old for specbeam's loops, which need 0.62 (pip install 'specbeam[fast]'); "
-            "array code takes their place, and is slower",
+            f"numba {numba.__version__} is too old for specbeam's steps, which need 0.62 (pip install 'numba>=0.62'); "
+            "Python runs their source, which is much slower",
             stacklevel=2,
         )
         numba = None

@@ -12,7 +12,7 @@ from specbeam.core.noise import child_keys
 from specbeam.core.steps import Array, step
 from specbeam.laws.ranking import best_pairs, rank_pairs
 from specbeam.laws.reduce import log_norm, log_sum
-from specbeam.laws.truncation import Truncation, cuts, kept_pairs
+from specbeam.laws.truncation import Truncation, cuts, kept_pairs, warps
 
 SOUND, DEAD, BROKEN = range(3)  # what logits can be: some pair has odds; none has; they hold NaN or +inf
 NO_KEYS = np.zeros(0, dtype=np.uint64)
@@ -36,14 +36,52 @@ def joint_law(logits: Array, scores: Array, counts: Array, truncation: Truncatio
 
     Args:
         normalise: False if the rows are log-probabilities already, as in transformers' beam modes, which do not normalise
-            again what processors left of them.
+            again what processors and warpers left of them.
     """
     norms = log_norm(logits)
+    if truncation.by_row and warps(truncation):
+        logits = warped_rows(logits, norms, truncation, normalise)
+        norms = log_norm(logits)
+        normalise = False
+        truncation = Truncation(1.0, 0, 1.0, 0.0, 1, False)
     if not normalise:
         for beam in range(len(norms)):
             if norms[beam] > -np.inf and norms[beam] < np.inf:
                 norms[beam] = 0.0
     return JointLaw(logits, scores, norms, np.log(counts), truncation, normalise)
+
+
+@step
+def warped_rows(rows: Array, norms: Array, truncation: Truncation, normalise: bool) -> Array:
+    """Return log-probabilities, float[beams, vocab], each row warped by itself as in transformers' beam modes.
+
+    They are divided by the temperature, and what is cut is -inf; what is left is not normalised again. A row that is all
+    -inf, or holds NaN or +inf, stays as it is.
+
+    Args:
+        rows: logits, or log-probabilities.
+        norms: float64[beams], their logsumexp.
+        normalise: False if the rows are log-probabilities already.
+    """
+    temperature = truncation.temperature
+    totals = norms
+    if temperature != 1:
+        totals = log_norm(rows / rows.dtype.type(temperature))
+    warped = np.full_like(rows, -np.inf)
+    for beam in range(len(rows)):
+        norm = norms[beam]
+        if not (norm > -np.inf and norm < np.inf):
+            warped[beam] = rows[beam]
+            continue
+        shift = norm if normalise else 0.0
+        if not cuts(truncation):
+            for token in range(rows.shape[1]):
+                warped[beam, token] = (np.float64(rows[beam, token]) - shift) / temperature
+            continue
+        alone = rows[beam : beam + 1]
+        for token in kept_pairs(alone, np.zeros(1), 0.0, truncation, totals[beam]):
+            warped[beam, token] = (np.float64(rows[beam, token]) - shift) / temperature
+    return warped
 
 
 @step

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specbeam.core.steps import Array, step
-from specbeam.laws.joint import BROKEN, DEAD, SOUND, JointLaw, joint_law
+from specbeam.laws.joint import BROKEN, DEAD, SOUND
 from specbeam.laws.reduce import log_norm
 from specbeam.laws.truncation import Truncation, cuts, kept_pairs
 
@@ -107,47 +107,6 @@ def row_law(row: Array, truncation: Truncation) -> RowLaw:
     top = logp.max()
     total = np.exp(logp - top).sum()
     return RowLaw(tokens, logp - (top + np.log(total)), len(row))
-
-
-@step
-def warped_rows(rows: Array, truncation: Truncation, normalise: bool) -> Array:
-    """Return rows of scores, float[beams, vocab], each warped by itself as in transformers' beam modes.
-
-    Scores are divided by the temperature, and what is cut is -inf; what is left is not normalised again. A row that is all
-    -inf, or holds NaN or +inf, stays as it is.
-
-    Args:
-        normalise: False if the rows are log-probabilities already.
-    """
-    temperature = truncation.temperature
-    norms = log_norm(rows)
-    warped = np.full_like(rows, -np.inf)
-    for beam in range(len(rows)):
-        norm = norms[beam]
-        if not (norm > -np.inf and norm < np.inf):
-            warped[beam] = rows[beam]
-            continue
-        shift = norm if normalise else 0.0
-        kept = row_law(rows[beam], truncation).tokens
-        if len(kept) == 0:
-            for token in range(rows.shape[1]):
-                warped[beam, token] = (np.float64(rows[beam, token]) - shift) / temperature
-        for token in kept:
-            warped[beam, token] = (np.float64(rows[beam, token]) - shift) / temperature
-    return warped
-
-
-@step
-def searched_law(rows: Array, scores: Array, counts: Array, truncation: Truncation, normalise: bool) -> JointLaw:
-    """Return the joint law of transformers' beam modes, in which warpers see each beam's row by itself.
-
-    Args:
-        normalise: False if the rows are log-probabilities already: processors are not followed by a normalisation.
-    """
-    nothing_cut = Truncation(1.0, 0, 1.0, 0.0, 1)
-    if truncation.temperature == 1 and not cuts(truncation):
-        return joint_law(rows, scores, counts, nothing_cut, normalise)
-    return joint_law(warped_rows(rows, truncation, normalise), scores, counts, nothing_cut, False)
 
 
 @step

@@ -19,6 +19,7 @@ class Truncation(NamedTuple):
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
     least: int = 1  # pairs that are kept whatever their odds
+    by_row: bool = False  # it sees each beam's row by itself, as in transformers' beam modes; else the joint law
 
     @property
     def cuts(self) -> bool:
@@ -33,6 +34,12 @@ NO_TRUNCATION = Truncation()
 def cuts(truncation: Truncation) -> bool:
     """Return whether a truncation can cut anything."""
     return truncation.top_k > 0 or truncation.top_p < 1 or truncation.min_p > 0
+
+
+@step
+def warps(truncation: Truncation) -> bool:
+    """Return whether a truncation changes anything: by its temperature, or as it cuts."""
+    return truncation.temperature != 1 or cuts(truncation)
 
 
 @step

@@ -13,7 +13,7 @@ from specbeam.core.beams import Beams
 from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd, NotSupported, SpecbeamError
 from specbeam.laws.joint import BROKEN, DEAD, JointLaw, all_pairs, condition_of, joint_law, odds_among
 from specbeam.laws.ranking import largest
-from specbeam.laws.rows import SOUND, RowLaw, condition_of_row, row_law, searched_law
+from specbeam.laws.rows import SOUND, RowLaw, condition_of_row, row_law
 from specbeam.laws.truncation import NO_TRUNCATION, Truncation
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ class Warp:
     others: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        temperature, top_k, top_p, min_p, least = self.truncation
-        exact = Truncation(float(temperature), int(top_k), float(top_p), float(min_p), int(least))
+        temperature, top_k, top_p, min_p, least, by_row = self.truncation
+        exact = Truncation(float(temperature), int(top_k), float(top_p), float(min_p), int(least), bool(by_row))
         object.__setattr__(self, "truncation", exact)  # steps are compiled for these very types
 
     @property
@@ -134,9 +134,8 @@ def law_of_processed(
     rows: Rows, scores: Float64[np.ndarray, " beams"], counts: Int64[np.ndarray, " beams"], warp: Warp
 ) -> JointLaw:
     """Return the joint law of rows after the processors, before further warpers."""
-    if warp.search:
-        return searched_law(rows, scores, counts, warp.cut, not warp.processors)
-    return joint_law(rows, scores, counts, warp.cut, True)
+    normalise = not (warp.search and bool(warp.processors))
+    return joint_law(rows, scores, counts, warp.cut, normalise)
 
 
 def check_condition(condition: int, rows: Rows, warp: Warp) -> None:

@@ -232,7 +232,7 @@ def _gpu_passes(model: "PreTrainedModel", lanes: list[Any], capture: bool) -> "G
     return passes
 
 
-_NUMBA = ", which needs numba (pip install 'specbeam[fast]'),"
+_NUMBA = ", which needs numba (pip install 'numba>=0.62'),"
 _NAMES = {
     "gpu": "the forward for GPUs, which needs triton,",
     "int8": f"quantize='int8'{_NUMBA}",

@@ -97,8 +97,9 @@ def dsbd(
     With width="fixed" it is that of `beam_sampling(beams)`; with coupling="noise" even its very beams for the same seed.
     Paper: arXiv 2409.16560 (AAAI 2025), with the corrections that make it exact.
 
-    Steps of the paper: draft beams (alg. 1, l. 3-5) draft/model.py; width (eq. 4-5) control/width.py; acceptance (l. 9-21)
-    verify/beam.py and verify/draws.py; forest attention (sec. 3.3) lm/kv/trie.py; one-sequence memory (sec. 3.4) `collapse`.
+    Steps of the paper: draft beams (alg. 1, l. 3-5) draft/beams.py; width (eq. 4-5) control/width.py; acceptance
+    (l. 9-21) verify/beams.py and verify/trials.py; forest attention (sec. 3.3) lm/kv/trie.py; one-sequence memory
+    (sec. 3.4) `collapse`.
 
     Args:
         beams: the most beams that live after a step.

@@ -25,7 +25,7 @@ def opt_tree(
     Law: exact: plain sampling
     Paper: arXiv 2406.17276 (OPT-Tree), arXiv 2406.16858 (EAGLE-2: within_layer=True), arXiv 2406.02532 (SpecExec)
 
-    Steps of the papers: draft/best_first.py; verify/match.py.
+    Steps of the papers: draft/best_first.py; verify/walk.py.
 
     Args:
         nodes: of the tree.
@@ -54,7 +54,7 @@ def gsd(
     Law: exact: plain sampling
     Paper: arXiv 2407.16207 (Gong et al.)
 
-    Steps of the paper: draft/merged.py, without its cycles; verify/match.py.
+    Steps of the paper: draft/merged.py, without its cycles; verify/walk.py.
 
     Args:
         depth: draft passes.

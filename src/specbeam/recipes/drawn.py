@@ -25,7 +25,7 @@ def speculative_sampling(
     Law: exact: plain sampling
     Paper: arXiv 2211.17192 (Leviathan et al.), arXiv 2302.01318 (Chen et al.)
 
-    Steps of the paper: draft (alg. 1, l. 2-6) draft/tree.py; accept and correct (l. 8-16) verify/path.py, verify/draws.py.
+    Steps of the paper: draft (alg. 1, l. 2-6) draft/tree.py; accept and correct (l. 8-16) verify/walk.py, verify/trials.py.
 
     Args:
         depth: draft tokens per pass of the target.
@@ -67,7 +67,7 @@ def specinfer(
     Paper: arXiv 2305.09781 (Miao et al.)
 
     Steps of the paper: expansion (sec. 3) draft/tree.py; tree attention (sec. 4.1) lm/; multi-step sampling (alg. 2)
-    verify/path.py.
+    verify/walk.py.
 
     Args:
         counts: children per node, by layer.
@@ -87,7 +87,7 @@ def rsd_c(
     Law: exact: plain sampling
     Paper: arXiv 2402.14160 (Jeon et al.)
 
-    Steps of the paper: draws without replacement draft/children.py; recursive rejection sampling verify/path.py.
+    Steps of the paper: draws without replacement draft/children.py; recursive rejection sampling verify/walk.py.
 
     Args:
         counts: children per node, by layer.
@@ -108,7 +108,7 @@ def rsd_s(
     Law: exact: plain sampling
     Paper: arXiv 2402.14160 (Jeon et al.)
 
-    Steps of the paper: stochastic beams draft/tree.py; recursive rejection sampling verify/path.py.
+    Steps of the paper: stochastic beams draft/tree.py; recursive rejection sampling verify/walk.py.
 
     Args:
         width: sequences per layer.
@@ -165,7 +165,7 @@ def spechub(
     Law: exact: plain sampling
     Paper: arXiv 2411.05289 (Sun et al.), arXiv 2502.18779 (Hu et al.)
 
-    Steps of the paper: candidates draft/children.py; the verifier that attains their optimum is verify/path.py.
+    Steps of the paper: candidates draft/children.py; the verifier that attains their optimum is verify/walk.py.
 
     Args:
         depth: layers; the first three branch, deeper ones are chains.
@@ -215,7 +215,7 @@ def dyspec(
     Law: exact: plain sampling
     Paper: arXiv 2410.11744 (Xiong et al.)
 
-    Steps of the paper: the variant with a threshold draft/best_first.py; verify/path.py.
+    Steps of the paper: the variant with a threshold draft/best_first.py; verify/walk.py.
 
     Args:
         nodes: most nodes.
@@ -243,7 +243,7 @@ def multi_draft(
     Law: exact: plain sampling
     Paper: arXiv 2305.09781 (SpecInfer, merged trees)
 
-    Steps of the paper: merge-based construction (sec. 3) draft/merged.py; multi-step sampling (alg. 2) verify/path.py.
+    Steps of the paper: merge-based construction (sec. 3) draft/merged.py; multi-step sampling (alg. 2) verify/walk.py.
 
     Args:
         others: draft models besides the pair's own; with none the pair's draft grows two trees.

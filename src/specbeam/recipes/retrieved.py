@@ -27,7 +27,7 @@ def prompt_lookup(
     Law: exact: plain sampling
     Paper: none; prompt lookup decoding (Saxena 2023)
 
-    Steps of the released code: find and continue draft/lookup.py; compare verify/match.py.
+    Steps of the released code: find and continue draft/lookup.py; compare verify/walk.py.
 
     Args:
         depth: draft tokens per pass of the target.
@@ -52,7 +52,7 @@ def suffix_match(
     Law: exact: plain sampling
     Paper: arXiv 2411.10666 (SAM-Decoding)
 
-    Steps of the paper: suffix automaton draft/lookup.py; compare verify/match.py.
+    Steps of the paper: suffix automaton draft/lookup.py; compare verify/walk.py.
 
     Args:
         depth: most draft tokens per pass of the target.
@@ -79,7 +79,7 @@ def token_recycling(
     Law: exact: plain sampling
     Paper: arXiv 2408.08696 (Luo et al.)
 
-    Steps of the paper: adjacency matrix, static tree and update draft/recycle.py; compare verify/match.py.
+    Steps of the paper: adjacency matrix, static tree and update draft/recycle.py; compare verify/walk.py.
 
     Args:
         depth: layers of the static tree that are used.

@@ -47,7 +47,6 @@ from specbeam.laws.joint import (
     joint_law,
     odds_among,
 )
-from specbeam.laws.rows import searched_law
 from specbeam.laws.truncation import Truncation
 from specbeam.laws.warp import Rows, check_condition, law_of_processed, left_by_others, on_host, processed_rows
 from specbeam.records import Audit, Trial, Verdict
@@ -94,8 +93,6 @@ def law_at(rows: Any, live: Beams, spec: JudgeSpec) -> JointLaw:
     """
     if not isinstance(rows, np.ndarray):
         return rows.law(live)
-    if isinstance(spec, SearchSpec):
-        return searched_law(rows[live.nodes], live.scores, live.counts, spec.truncation, True)
     return joint_law(rows[live.nodes], live.scores, live.counts, spec.truncation, True)
 
 
@@ -120,10 +117,8 @@ def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -
 
 @compiled_as(law_at)
 def _compiled_law_at(rows: Any, live: Any, spec: Any) -> Any:
-    make = searched_law if spec.instance_class is SearchSpec else joint_law
-
     def run(rows: Any, live: Any, spec: Any) -> Any:
-        return make(_rows_at(rows, live.nodes), live.scores, live.counts, spec.truncation, True)
+        return joint_law(_rows_at(rows, live.nodes), live.scores, live.counts, spec.truncation, True)
 
     return run
 

@@ -1,0 +1,398 @@
+"""The compiled steps that judge drafts, against the source that they are compiled from."""
+
+import numpy as np
+import pytest
+import torch
+
+import specbeam as sb
+from specbeam import kernels
+from specbeam.control.races import RACE_NOISE
+from specbeam.control.values import NO_VALUES
+from specbeam.control.width import BY_THRESHOLD, BY_VALUE, ChosenWidths, FixedWidths, ValuedWidth
+from specbeam.core.beams import Beams, Finished
+from specbeam.core.dice import Dice, Uniforms
+from specbeam.core.forest import Forest, no_fronts
+from specbeam.core.limits import BEST_LIVE_MAY_WIN, FIRST_ENOUGH, Stop
+from specbeam.draft import beams as draft_steps
+from specbeam.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, start_draft
+from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
+from specbeam.draft.tree import Branching, FixedTree, grow_layer, start_tree
+from specbeam.laws import joint
+from specbeam.laws.joint import BROKEN, DEAD, SOUND
+from specbeam.laws.truncation import NO_TRUNCATION, Truncation
+from specbeam.verify import beams as judge_steps
+from specbeam.verify import traversal, walk
+from specbeam.verify.beams import SearchSpec, SharedSpec, TriedSpec
+from specbeam.verify.traversal import ClimbSpec
+from specbeam.verify.trials import watch_for
+from specbeam.verify.walk import MATCH_BY_DICE, MATCH_BY_NOISE, ONE_SEQUENCE, TRY, WalkSpec
+from tests.support.forests import assert_same_forests
+from tests.support.loops import OPTIONS, assert_same, pair
+from tests.support.steps import source_of_steps
+from tests.support.tiny_models import tiny
+
+if not kernels.AVAILABLE:
+    pytest.skip("needs numba", allow_module_level=True)
+
+__all__ = ["pair"]  # a fixture
+VOCAB = 13
+ENDS = np.array([3, 11])
+CUTS = {
+    "whole": NO_TRUNCATION,
+    "cold": Truncation(temperature=0.5),
+    "top-k": Truncation(top_k=4),
+    "warm and top-p": Truncation(temperature=1.5, top_p=0.8),
+    "min-p": Truncation(min_p=0.1),
+}
+NEAR = 1e-5  # compiled sums over float32 rows may be made in another order
+
+
+def random_rows(rng, count):
+    """Logits of so many nodes, float32[count, VOCAB], of which some ban tokens."""
+    rows = rng.normal(0, 1.5, (count, VOCAB)).astype(np.float32)
+    rows[rng.random(rows.shape) < 0.15] = -np.inf
+    return rows
+
+
+def near(rng, rows):
+    """Other logits that are like these, so that drafts pass often."""
+    return (rows + rng.normal(0, 0.5, rows.shape)).astype(np.float32)
+
+
+def random_beams(rng, count):
+    """Live beams at the first `count` nodes."""
+    return Beams(
+        nodes=np.arange(count),
+        tokens=rng.integers(0, VOCAB, count),
+        scores=rng.normal(-5, 1, count),
+        counts=rng.integers(1, 3, count),
+        keys=rng.integers(0, 2**60, count, dtype=np.uint64),
+    )
+
+
+def stop_of(early=BEST_LIVE_MAY_WIN, most=40, keep=99, eos=ENDS):
+    return Stop(most, keep, early, 1.0, eos)
+
+
+def both(step_of, *given):
+    """What a step and its source make of the same, each with its own copies of arrays that it writes into.
+
+    Args:
+        step_of: returns the step, which is its source where steps are.
+        given: functions that make the arguments.
+    """
+    outcomes = []
+    arguments = [make() for make in given]
+    outcomes.append((step_of()(*arguments), arguments))
+    with source_of_steps():
+        arguments = [make() for make in given]
+        outcomes.append((step_of()(*arguments), arguments))
+    return outcomes
+
+
+def assert_same_numbers(found, expected):
+    """Check nested tuples of arrays: whole numbers are equal, others are near."""
+    if isinstance(expected, tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same_numbers(one, other)
+        return
+    one, other = np.asarray(found), np.asarray(expected)
+    assert one.dtype == other.dtype
+    if one.dtype.kind == "f":
+        np.testing.assert_allclose(one, other, rtol=NEAR, atol=NEAR)
+    else:
+        np.testing.assert_array_equal(one, other)
+
+
+class Inputs:
+    """What a turn is judged by: makers of arguments, so that the step and its source each write into their own."""
+
+    def __init__(self, rows, forest, live, spec, widths=lambda: ONE_SEQUENCE, planned=0, room=9):
+        uniforms = np.random.default_rng(len(forest.tokens)).random(400)
+        length = 5
+        self.makers = (
+            lambda: rows,
+            lambda: forest,
+            lambda: live,
+            lambda: spec,
+            widths,
+            lambda: planned,
+            lambda: length,
+            lambda: Finished(np.zeros(200), np.zeros(1, dtype=np.int64)),
+            lambda: Uniforms(uniforms, np.zeros(1, dtype=np.int64)),
+            lambda: watch_for(room, 5 * VOCAB if room else 0),
+            lambda: None,
+        )
+
+
+WIDTHS, FINISHED, DICE, WATCHED = 4, 7, 8, 9  # places of what steps write into
+
+
+def judged_alike(step_of, inputs):
+    """Check that a step does as its source. Returns the layers, the condition and how many uniforms were used."""
+    (found, given), (expected, others) = both(step_of, *inputs.makers)
+    assert found[1] == expected[1]
+    assert_same_numbers(tuple(found[0]), tuple(expected[0]))
+    for place in (FINISHED, DICE, WATCHED):
+        assert_same_numbers(tuple(given[place]), tuple(others[place]))
+    if isinstance(given[WIDTHS], ChosenWidths):
+        assert_same_numbers(tuple(given[WIDTHS].values), tuple(others[WIDTHS].values))
+    return found[0], found[1], int(given[DICE].used[0])
+
+
+# One sequence: `walk_down` and `climb` on trees.
+
+GROWTHS = {
+    "chain": Branching((1,), Independent()),
+    "independent": Branching((3, 2), Independent()),
+    "distinct": Branching((3, 2), Distinct()),
+    "likeliest": Branching((2, 2), Best()),
+    "likeliest and one": Branching((3, 2), BestAndOne()),
+    "sequoia": FixedTree((((), ((),)), ((),), ()), Distinct(fallback=True)),
+}
+LAYERS = 3
+
+
+def random_tree(rng, growth, truncation, greedy=False):
+    """A tree that was drafted by logits like the target's, the target's logits of its nodes, and the live beam."""
+    spec = growth.spec(truncation, ENDS, greedy, False)
+    rows = random_rows(rng, 1)
+    draft = start_tree(Forest.rooted([5]), 4)
+    for _ in range(LAYERS):
+        if len(draft.front) == 0:
+            break
+        count = int(spec.counts[draft.places].sum())
+        dice = Dice(int(rng.integers(2**60))).ready(count)
+        draft, condition = grow_layer(draft, near(rng, rows[draft.front]), spec, dice)
+        assert condition == SOUND
+        rows = np.concatenate((rows, random_rows(rng, len(draft.forest.tokens) - len(rows))))
+    return rows, draft.forest, random_beams(rng, 1)
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", GROWTHS)
+def test_walks_and_climbs_are_those_of_the_source(name, cut):
+    """Drafts tried at each node and from the leaves, or tokens drawn by noise and by dice; with ends, and a limit of length."""
+    rng = np.random.default_rng(len(name) + 10 * len(cut))
+    passed = ended = tossed = 0
+    for turn in range(12):
+        rows, forest, live = random_tree(rng, GROWTHS[name], CUTS[cut])
+        stop = stop_of(most=7 if turn % 4 == 3 else 40)
+        room = (2 * len(forest.siblings.tokens) + 1, 3, 0)[turn % 3]
+        specs = [
+            (lambda: walk.walk_down, WalkSpec(way, False, CUTS[cut], stop))
+            for way in (TRY, MATCH_BY_NOISE, MATCH_BY_DICE)
+        ]
+        specs.append((lambda: traversal.climb, ClimbSpec(False, CUTS[cut], stop)))
+        for step_of, spec in specs:
+            layers, condition, used = judged_alike(step_of, Inputs(rows, forest, live, spec, room=room))
+            assert condition == SOUND
+            assert 1 <= layers.size <= LAYERS + 1
+            passed += int(layers.passed.sum())
+            ended += int(layers.ended.sum())
+            tossed += used
+    assert min(passed, ended, tossed) > 0
+
+
+@pytest.mark.parametrize("name", ["chain", "distinct"])
+def test_nothing_is_drawn_at_temperature_zero(name):
+    rng = np.random.default_rng(len(name))
+    for _ in range(12):
+        rows, forest, live = random_tree(rng, GROWTHS[name], NO_TRUNCATION, greedy=True)
+        for way in (TRY, MATCH_BY_NOISE):
+            spec = WalkSpec(way, True, NO_TRUNCATION, stop_of())
+            layers, _, used = judged_alike(lambda: walk.walk_down, Inputs(rows, forest, live, spec))
+            assert used == 0
+            nodes = layers.parents.tolist()
+            assert layers.beams.tokens.tolist() == [int(rows[node].argmax()) for node in nodes]
+        spec = ClimbSpec(True, NO_TRUNCATION, stop_of())
+        climbed, _, _ = judged_alike(lambda: traversal.climb, Inputs(rows, forest, live, spec))
+        assert climbed.beams.tokens.tolist() == layers.beams.tokens.tolist()
+
+
+@pytest.mark.parametrize(("value", "expected"), [(-np.inf, DEAD), (np.nan, BROKEN), (np.inf, BROKEN)])
+def test_rows_without_a_law_stop_a_walk_where_it_stands(value, expected):
+    """At the root nothing was emitted before; below it, what was emitted stands."""
+    rng = np.random.default_rng(0)
+    conditions = []
+    for _ in range(20):
+        rows, forest, live = random_tree(rng, GROWTHS["independent"], NO_TRUNCATION)
+        for place in (slice(0, 1), slice(1, None)):
+            broken = rows.copy()
+            broken[place] = value
+            steps = [
+                (lambda: walk.walk_down, WalkSpec(TRY, False, NO_TRUNCATION, stop_of())),
+                (lambda: walk.walk_down, WalkSpec(MATCH_BY_NOISE, False, NO_TRUNCATION, stop_of())),
+                (lambda: traversal.climb, ClimbSpec(False, NO_TRUNCATION, stop_of())),
+            ]
+            for step_of, spec in steps:
+                layers, condition, _ = judged_alike(step_of, Inputs(broken, forest, live, spec))
+                conditions.append(condition)
+                if place == slice(0, 1):
+                    assert (condition, layers.size) == (expected, 0)
+    assert {SOUND, expected} == set(conditions)
+
+
+# Beams: `judge` on layers.
+
+CORE = 3  # beams that go on
+
+
+def draft_specs(truncation):
+    """How layers are drafted, and how they are judged, by name."""
+    stop = stop_of()
+    by_row = truncation._replace(by_row=True, least=max(2, 1 + len(ENDS)))
+    return {
+        "shared noise": (SharedLayers(True, CORE, truncation, ENDS, True), SharedSpec(True, CORE, truncation, stop)),
+        "the best": (SharedLayers(False, CORE, NO_TRUNCATION, ENDS, False), SharedSpec(False, CORE, NO_TRUNCATION, stop)),
+        "distinct draws": (DrawnLayers(False, truncation, ENDS), TriedSpec(False, CORE, truncation, stop)),
+        "independent draws": (DrawnLayers(True, truncation, ENDS), TriedSpec(True, CORE, truncation, stop)),
+        "search": (SearchedLayers(True, CORE, by_row, ENDS), SearchSpec(True, False, CORE, by_row, stop)),
+        "search by dice": (SearchedLayers(True, CORE, by_row, ENDS), SearchSpec(True, True, CORE, by_row, stop)),
+        "search for the best": (SearchedLayers(False, CORE, by_row, ENDS), SearchSpec(False, False, CORE, by_row, stop)),
+    }
+
+
+def drafted_alike(rng, spec, layers, width):
+    """Layers of draft beams by logits like the target's, grown by compiled steps and by their source, which must agree.
+
+    Returns the target's logits, the forest and the live beams.
+    """
+    live = random_beams(rng, int(rng.integers(1, 4)))
+    rows = random_rows(rng, len(live.tokens))
+    roots = Forest.rooted(live.tokens)._replace(fronts=no_fronts(3 + layers * width, VOCAB))
+    found = expected = start_draft(live, roots)
+    for number in range(layers):
+        if len(found.front.tokens) == 0:
+            break
+        front_rows = near(rng, rows[found.front.nodes])
+        values = np.random.default_rng(number).random(width)
+        dice, other = (Uniforms(values, np.zeros(1, dtype=np.int64)) for _ in range(2))
+        front = found.front
+        law = joint.joint_law(front_rows, front.scores, front.counts, spec.truncation, True)
+        found = draft_steps.draft_layer(spec, found, law, width, dice)
+        with source_of_steps():
+            law = joint.joint_law(front_rows, expected.front.scores, expected.front.counts, spec.truncation, True)
+            expected = draft_steps.draft_layer(spec, expected, law, width, other)
+        assert_same_forests(found.forest, expected.forest, near=NEAR)
+        assert_same_numbers(tuple(found.front), tuple(expected.front))
+        assert found.core.tolist() == expected.core.tolist()
+        assert dice.used[0] == other.used[0]
+        rows = np.concatenate((rows, random_rows(rng, len(found.forest.tokens) - len(rows))))
+    return rows, found.forest, live
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", draft_specs(NO_TRUNCATION))
+def test_layers_of_beams_are_those_of_the_source(name, cut):
+    """Drafted and judged, with ends, several live beams, beams that occur twice, and nothing drafted at all."""
+    rng = np.random.default_rng(len(name) + 10 * len(cut))
+    drafts, spec = draft_specs(CUTS[cut])[name]
+    passed = ended = 0
+    for turn in range(8):
+        rows, forest, live = drafted_alike(rng, drafts, turn % 4, 5)
+        most = 7 if turn % 4 == 3 else 40
+        keep = 2 if turn == 6 else 99
+        judging = spec._replace(stop=stop_of((BEST_LIVE_MAY_WIN, FIRST_ENOUGH)[turn % 2], most, keep))
+        room = (40, 2, 0)[turn % 3]
+        inputs = Inputs(rows, forest, live, judging, lambda: FixedWidths(CORE), room=room)
+        layers, condition, _ = judged_alike(lambda: judge_steps.judge, inputs)
+        assert condition == SOUND
+        assert layers.size >= 1
+        passed += int(layers.passed.sum())
+        ended += int(layers.ended.sum())
+    assert min(passed, ended) > 0
+
+
+def fresh_values():
+    return ValuedWidth(CORE).values({})
+
+
+CHOSEN = {
+    "sure of all, by noise": lambda: ChosenWidths(BY_THRESHOLD, CORE, 1, 0.3, True, RACE_NOISE, NO_VALUES),
+    "sure of all, by trials": lambda: ChosenWidths(BY_THRESHOLD, CORE, 1, 0.3, False, RACE_NOISE, NO_VALUES),
+    "of most value": lambda: ChosenWidths(BY_VALUE, CORE, 1, 0.0, True, RACE_NOISE, fresh_values()),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_widths_are_chosen_as_by_the_source(name, cut):
+    """What is learnt from the layers is the same too."""
+    rng = np.random.default_rng(len(name) + 10 * len(cut))
+    way = "distinct draws" if name == "sure of all, by trials" else "shared noise"
+    drafts, spec = draft_specs(CUTS[cut])[way]
+    widths = set()
+    for _ in range(8):
+        rows, forest, live = drafted_alike(rng, drafts, 3, 5)
+        inputs = Inputs(rows, forest, live, spec, CHOSEN[name], planned=3)
+        layers, _, _ = judged_alike(lambda: judge_steps.judge, inputs)
+        widths |= {*layers.widths.tolist()}
+    assert len(widths) > 1
+
+
+@pytest.mark.parametrize(("value", "expected"), [(-np.inf, DEAD), (np.nan, BROKEN), (np.inf, BROKEN)])
+@pytest.mark.parametrize("name", ["shared noise", "distinct draws", "search"])
+def test_rows_without_a_law_stop_a_judgement(name, value, expected):
+    rng = np.random.default_rng(1)
+    drafts, spec = draft_specs(NO_TRUNCATION)[name]
+    conditions = []
+    for turn in range(8):
+        rows, forest, live = drafted_alike(rng, drafts, 3, 5)
+        first = turn % 2 == 0
+        rows[: len(live.tokens) if first else 0] = value
+        rows[len(live.tokens) :] = rows[len(live.tokens) :] if first else value
+        inputs = Inputs(rows, forest, live, spec, lambda: FixedWidths(CORE))
+        layers, condition, _ = judged_alike(lambda: judge_steps.judge, inputs)
+        conditions.append(condition)
+        if first:
+            assert (condition, layers.size) == (expected, 0)
+    assert expected in conditions
+
+
+# Whole texts, with a rule that runs as Python.
+
+METHODS = [
+    sb.speculative_sampling(4), sb.specinfer((3, 2)), sb.rsd_c((3, 2)), sb.rsd_s(3, 3), sb.dyspec(6, 3), sb.sequoia(6, 3),
+    sb.spechub(2), sb.traversal((2, 2)),
+    sb.dsbd(3, 5, 4, "fixed"), sb.dsbd(1, 3, 5, "fixed"), sb.beam_sampling(4), sb.sampling(), sb.dsbd(4, 4, 2),
+    sb.dsbd(2, 4, 3, "fixed", collapse=True),
+]  # fmt: skip
+STOPS = [
+    {}, {"early_stopping": True}, {"early_stopping": "never", "length_penalty": 2.0}, {"num_return_sequences": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("method", METHODS, ids=lambda one: f"{one.name} {one.beams}")
+def test_texts_and_reports_are_the_same(pair, method, options):
+    assert_same(pair, method, "rule", options)
+
+
+@pytest.mark.parametrize("stops", STOPS, ids=str)
+def test_ends_come_where_they_came(pair, stops):
+    """Beams end often, and each of them may be enough."""
+    for method in (sb.dsbd(3, 5, 4, "fixed"), sb.beam_sampling(3)):
+        assert_same(pair, method, "rule", {"top_k": 12, **stops, "eos_token_id": list(range(0, 60, 6))})
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 3}], ids=str)
+def test_of_equals_the_first_is_best(options):
+    """Twice forty words with the same odds."""
+    model = tiny("llama", seed=1, vocab_size=80, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight[::40].repeat_interleave(40, 0))
+    equal = sb.load(model, model)
+    for method in METHODS[:8]:
+        assert_same(equal, method, "rule", {**options, "eos_token_id": []}, [[3, 4, 5]])
+
+
+@pytest.mark.parametrize("method", [sb.dsbd(3, 5, 4, "fixed"), sb.rsd_c((3, 2))], ids=lambda one: one.name)
+def test_what_is_watched_runs_from_source_and_is_the_same(pair, method):
+    """Audits see every layer, and change no text."""
+    plain, audited = (
+        sb.generate(pair, [1, 7, 3], method, seed=4, max_new_tokens=12, audit=audit)[0] for audit in (False, True)
+    )
+    assert audited.tokens == plain.tokens
+    assert audited.report.audit.draws == len(audited.report.widths)
