@@ -106,7 +106,7 @@ def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **op
     request = _single(pair, prompt, method, options)
     session = request.sessions[0]
     shown = ""
-    for _ in decode(pair.target, [session]):
+    for _ in decode(pair.target, [session], ahead=1):
         text = request.decoded(settled_tokens(session))
         if text.startswith(shown) and len(text) > len(shown) and not text.endswith("\ufffd"):
             yield text[len(shown) :]
@@ -189,7 +189,7 @@ def _streamed(request: Request, session: Session, streamer: Any) -> Iterator[Ses
     told = 0
     try:
         streamer.put(torch.tensor([session.prompt]))
-        for _ in decode(request.pair.target, _started([session], [])):
+        for _ in decode(request.pair.target, _started([session], []), ahead=1):
             told = _tell(streamer, settled_tokens(session), told)
         if session.failure is None:
             _tell(streamer, request.answers(session)[0].tokens, told)

@@ -91,7 +91,7 @@ def test_an_older_numba_is_said_and_left_alone():
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
-    assert "is too old for specbeam's loops, which need 0.62" in done.stderr
+    assert "is too old for specbeam's steps, which need 0.62" in done.stderr
 
 
 def test_sources_are_those_that_are_compiled_in():

@@ -13,6 +13,7 @@ from specbeam.core.beams import Beams, Finished
 from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.forest import Forest, no_fronts
 from specbeam.core.limits import BEST_LIVE_MAY_WIN, FIRST_ENOUGH, Stop
+from specbeam.decode import turns
 from specbeam.draft import beams as draft_steps
 from specbeam.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, start_draft
 from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
@@ -26,6 +27,7 @@ from specbeam.verify.beams import SearchSpec, SharedSpec, TriedSpec
 from specbeam.verify.traversal import ClimbSpec
 from specbeam.verify.trials import watch_for
 from specbeam.verify.walk import MATCH_BY_DICE, MATCH_BY_NOISE, ONE_SEQUENCE, TRY, WalkSpec
+from tests.draft.test_tree import begun
 from tests.support.forests import assert_same_forests
 from tests.support.loops import OPTIONS, assert_same, pair
 from tests.support.steps import source_of_steps
@@ -245,12 +247,18 @@ def draft_specs(truncation):
     by_row = truncation._replace(by_row=True, least=max(2, 1 + len(ENDS)))
     return {
         "shared noise": (SharedLayers(True, CORE, truncation, ENDS, True), SharedSpec(True, CORE, truncation, stop)),
-        "the best": (SharedLayers(False, CORE, NO_TRUNCATION, ENDS, False), SharedSpec(False, CORE, NO_TRUNCATION, stop)),
+        "the best": (
+            SharedLayers(False, CORE, NO_TRUNCATION, ENDS, False),
+            SharedSpec(False, CORE, NO_TRUNCATION, stop),
+        ),
         "distinct draws": (DrawnLayers(False, truncation, ENDS), TriedSpec(False, CORE, truncation, stop)),
         "independent draws": (DrawnLayers(True, truncation, ENDS), TriedSpec(True, CORE, truncation, stop)),
         "search": (SearchedLayers(True, CORE, by_row, ENDS), SearchSpec(True, False, CORE, by_row, stop)),
         "search by dice": (SearchedLayers(True, CORE, by_row, ENDS), SearchSpec(True, True, CORE, by_row, stop)),
-        "search for the best": (SearchedLayers(False, CORE, by_row, ENDS), SearchSpec(False, False, CORE, by_row, stop)),
+        "search for the best": (
+            SearchedLayers(False, CORE, by_row, ENDS),
+            SearchSpec(False, False, CORE, by_row, stop),
+        ),
     }
 
 
@@ -310,8 +318,8 @@ def fresh_values():
 
 
 CHOSEN = {
-    "sure of all, by noise": lambda: ChosenWidths(BY_THRESHOLD, CORE, 1, 0.3, True, RACE_NOISE, NO_VALUES),
-    "sure of all, by trials": lambda: ChosenWidths(BY_THRESHOLD, CORE, 1, 0.3, False, RACE_NOISE, NO_VALUES),
+    "sure of all, by noise": lambda: ChosenWidths(BY_THRESHOLD, CORE, 1, 0.6, True, RACE_NOISE, NO_VALUES),
+    "sure of all, by trials": lambda: ChosenWidths(BY_THRESHOLD, CORE, 1, 0.6, False, RACE_NOISE, NO_VALUES),
     "of most value": lambda: ChosenWidths(BY_VALUE, CORE, 1, 0.0, True, RACE_NOISE, fresh_values()),
 }
 
@@ -386,6 +394,52 @@ def test_of_equals_the_first_is_best(options):
     equal = sb.load(model, model)
     for method in METHODS[:8]:
         assert_same(equal, method, "rule", {**options, "eos_token_id": []}, [[3, 4, 5]])
+
+
+def noted(step, calls):
+    """A step that notes whether it or its source was called."""
+
+    class Noted:
+        def __call__(self, *given):
+            calls.append("compiled")
+            return step(*given)
+
+        def py_func(self, *given):
+            calls.append("source")
+            return step.py_func(*given)
+
+    return Noted()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "method"),
+    [
+        (walk, "walk_down", sb.rsd_c((3, 2))),
+        (traversal, "climb", sb.traversal((2, 2))),
+        (judge_steps, "judge", sb.dsbd(3, 5, 4, "fixed")),
+    ],
+    ids=["walk_down", "climb", "judge"],
+)
+def test_the_source_runs_only_where_python_has_to_look(pair, module, name, method, monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, name, noted(getattr(module, name), calls))
+    cases = {
+        "ordinary": ({}, False, "compiled"),
+        "temperature 0": ({"temperature": 0}, False, "compiled"),
+        "top-k": ({"top_k": 6}, False, "compiled"),
+        "min-p": ({"min_p": 0.1}, False, "compiled"),
+        "processors": ({"repetition_penalty": 1.3}, False, "source"),
+        "audits": ({}, True, "source"),
+    }
+    for case, (options, audited, expected) in cases.items():
+        calls.clear()
+        session = begun(pair, options, method=method)
+        session.audited = audited
+        ((_, turn),) = turns(pair.target, [session])
+        for lm in (pair.target, pair.draft):
+            lm.close(session)
+        assert turn.verdict.steps
+        assert calls == [expected], case
 
 
 @pytest.mark.parametrize("method", [sb.dsbd(3, 5, 4, "fixed"), sb.rsd_c((3, 2))], ids=lambda one: one.name)

@@ -145,7 +145,8 @@ def dsbd(
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
-        drafter = partial(BeamDrafter, beams=beams, coupling=coupling, replacement=replacement)
+        keeps_rows = trace or not isinstance(policy, FixedWidth)
+        drafter = partial(BeamDrafter, beams=beams, coupling=coupling, replacement=replacement, keeps_rows=keeps_rows)
         if isinstance(policy, ValuedWidth) and depth == "auto":
             sizes = _sizes(beams) if asked is None else (draft_beams,)
             control = shape_by_value(policy, sizes, target, draft, drafter, rule)
