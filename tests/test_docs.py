@@ -60,6 +60,46 @@ def test_links_between_pages_lead_somewhere():
             assert (page.parent / link).is_file(), f"{name}: {link}"
 
 
+PAGES_THAT_NAME_TESTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(page.relative_to(DOCS.parent).as_posix() for page in DOCS.rglob("*.md")),
+]
+
+
+def names_of_tests(file):
+    """The names of the tests of a file below tests/."""
+    tree = ast.parse((DOCS.parent / "tests" / file).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("name", PAGES_THAT_NAME_TESTS)
+def test_each_test_that_is_named_exists(name):
+    text = (DOCS.parent / name).read_text(encoding="utf-8")
+    for file, test in re.findall(r"`(?:tests/)?([\w/]+\.py)::(\w+)`", text):
+        assert test in names_of_tests(file), f"{name}: {file} has no {test}"
+    for file in re.findall(r"`(tests/[\w/]+\.py)`", text):
+        assert (DOCS.parent / file).is_file(), f"{name}: there is no {file}"
+
+
+def test_each_law_of_the_table_of_proofs_names_a_test():
+    table = (
+        (DOCS / "exactness.md").read_text(encoding="utf-8").split("## Which proof each law has")[1].split("\n## ")[0]
+    )
+    rows = [line for line in table.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 10
+    for row in rows:
+        assert "::test_" in row, row
+
+
+def test_each_method_stands_in_the_table_of_proofs_or_changes_the_law():
+    table = (
+        (DOCS / "exactness.md").read_text(encoding="utf-8").split("## Which proof each law has")[1].split("\n## ")[0]
+    )
+    for one in sb.methods():
+        assert f"`{one.name}" in table or not one.exact, one.name
+
+
 @needs_pair
 def test_the_snippet_of_the_readme_prints_what_it_says(capsys):
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
-    {"errors", "kernels", "clock", "constraint", "energy"},
+    {"errors", "kernels", "clock", "constraint", "energy", "audit"},
     {"core", "measured", "option_checks", "generation_config"},
     {"laws"},
     {"records"},

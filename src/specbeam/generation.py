@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.audit import Audit
 from specbeam.decode import decode
 from specbeam.energy import EnergyMeter
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
@@ -16,7 +17,7 @@ from specbeam.option_checks import is_integer, require
 from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
-from specbeam.records import Audit, Generation, Report, Turn
+from specbeam.records import Generation, Report, Turn
 from specbeam.request import Request, many
 from specbeam.runs import TURNS
 from specbeam.session import Session
@@ -49,7 +50,8 @@ def generate(
         method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them.
         seed: the same seed gives the same answers, whatever else is in the batch. None: fresh chance.
         batch_size: prompts that are decoded side by side.
-        audit: run the z-tests of `records.Audit` and put them into each report; a run that fails them warns.
+        audit: test while decoding that the output has the law that the method declares, and put the `audit.Audit` into each
+            report; a run that fails the test warns.
         generation_config: transformers' own; keyword arguments go before it.
         streamer: transformers' own; for one prompt. It receives tokens as soon as they are settled.
         on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing.
@@ -216,8 +218,9 @@ def _judge_audit(request: Request) -> None:
     whole = sum((session.audit for session in request.sessions), Audit())
     if whole.suspicious:
         warnings.warn(
-            f"AUDIT FAILED: z_accept {whole.z_accept:.1f} over {whole.trials} trials, z_logp {whole.z_logp:.1f} over "
-            f"{whole.draws} draws, where a correct run stays below 4, and {whole.impossible} tokens of no odds: "
+            f"AUDIT FAILED: evidence {whole.evidence:.3g}, which a correct run reaches at most once in so many runs; "
+            f"z_accept {whole.z_accept:.1f} over {whole.trials} trials, z_logp {whole.z_logp:.1f} over {whole.draws} draws, "
+            f"{whole.impossible} tokens of no odds: "
             f"{request.method.name} did not have the law that it declares; please report this with the seed",
             AuditWarning,
             stacklevel=3,

@@ -6,8 +6,9 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Int64
 
+from specbeam.audit import Audit
 from specbeam.core.beams import Beams, Layer, Layers, live_of, live_parents_of
 from specbeam.core.forest import Forest
 
@@ -31,72 +32,6 @@ class Trial:
     p: float  # target odds of the pair, at its trial
     q: float  # draft odds, 0 if it was no draft
     fate: str  # "accepted", "rejected", "unused" or "resampled"
-
-
-@dataclass(frozen=True)
-class Audit:
-    """Sums over a run that stay near zero if the output has the law it is declared to have.
-
-    Both quotients are sums of martingale differences over the root of their variance, so close to N(0, 1): `z_accept` tells
-    a wrong draft law, `z_logp` a wrong output law, whatever the method.
-    """
-
-    accept_surprise: float = 0.0  # accepted - odds of acceptance, over all trials
-    accept_variance: float = 0.0
-    logp_surprise: float = 0.0  # log p(token) - its mean under p, over all drawn tokens
-    logp_variance: float = 0.0
-    trials: int = 0
-    draws: int = 0
-    impossible: int = 0  # tokens drawn that have no odds at all
-
-    def __add__(self, other: "Audit") -> "Audit":
-        return Audit(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    @property
-    def z_accept(self) -> float:
-        return self.accept_surprise / self.accept_variance**0.5 if self.accept_variance > 0 else 0.0
-
-    @property
-    def z_logp(self) -> float:
-        return self.logp_surprise / self.logp_variance**0.5 if self.logp_variance > 0 else 0.0
-
-    @property
-    def suspicious(self) -> bool:
-        """Whether a correct run would look like this less than once in ten thousand."""
-        return self.impossible > 0 or max(abs(self.z_accept), abs(self.z_logp)) > 4
-
-    @classmethod
-    def of_draw(cls, logp: Float64[np.ndarray, " n"], token: int) -> "Audit":
-        """A token drawn from a law, given as logs."""
-        p = np.exp(logp)
-        if p[token] == 0:
-            return cls(draws=1, impossible=1)
-        seen = np.where(p > 0, logp, 0.0)
-        mean = float(p @ seen)
-        variance = float(p @ (seen - mean) ** 2)
-        return cls(logp_surprise=float(seen[token]) - mean, logp_variance=variance, draws=1)
-
-    @classmethod
-    def of_trial(cls, r: Float64[np.ndarray, " n"], law: Float64[np.ndarray, " n"], accepted: bool) -> "Audit":
-        """A candidate of law `law` on trial for `r`: it is accepted with odds sum(min(r, law))."""
-        odds = float(np.minimum(r, law).sum())
-        return cls(accept_surprise=accepted - odds, accept_variance=odds * (1 - odds), trials=1)
-
-    @classmethod
-    def of_odds(cls, r: Float64[np.ndarray, " n"], law: Float64[np.ndarray, " n"], odds: float) -> "Audit":
-        """A candidate of law `law` that is worth `odds` = min(1, r / law) at its token; their mean is that of `of_trial`.
-
-        For rules that toss the coin later: `law` draws the token, and that is all the chance there is.
-        """
-        held = np.minimum(r, law)
-        mean = float(held.sum())
-        square = float((held[law > 0] ** 2 / law[law > 0]).sum())
-        return cls(accept_surprise=odds - mean, accept_variance=max(square - mean**2, 0.0), trials=1)
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing was left to chance, so that there was nothing to test."""
-        return self.trials == 0 and self.draws == 0
 
 
 @dataclass(frozen=True)

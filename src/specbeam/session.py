@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 
+from specbeam.audit import Audit
 from specbeam.core.beams import (
     LENGTH,
     Beams,
@@ -27,7 +28,7 @@ from specbeam.core.forest import Forest
 from specbeam.core.limits import Ended, Limits
 from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
 from specbeam.laws.warp import Warp
-from specbeam.records import Audit, Certificate, Report, Shape, Turn, Verdict
+from specbeam.records import Certificate, Report, Shape, Turn, Verdict
 
 
 @runtime_checkable

@@ -178,7 +178,7 @@ def test_an_audited_run_says_how_it_went(models):
         "generate", "hello", *models, "--audit", "--method", "speculative_sampling", "--max-new-tokens", "20"
     )
     assert code == 0
-    assert "audit passed: z_accept" in err
+    assert "audit passed: evidence" in err
 
 
 def test_settings_that_are_lists(models):

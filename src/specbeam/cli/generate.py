@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specbeam.audit import ALARM, Audit
 from specbeam.cli.common import as_json, method_from, quiet_load, text_or_file
 from specbeam.cli.profile import profiled
 from specbeam.errors import BadPrompt, MissingFile, SpecbeamError, TooFewAnswers
 from specbeam.evaluate.lines import lines_of
 from specbeam.generation import generate
-from specbeam.records import Audit, Generation
+from specbeam.records import Generation
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,9 @@ def _say(audit: Audit) -> None:
         return
     word = "FAILED" if audit.suspicious else "passed"
     complain(
-        f"audit {word}: z_accept {audit.z_accept:.2f} over {audit.trials} trials, z_logp {audit.z_logp:.2f} over "
-        f"{audit.draws} draws (a correct run stays below 4), {audit.impossible} impossible tokens"
+        f"audit {word}: evidence {audit.evidence:.3g} against the law (a correct run ever reaches {ALARM:,.0f} less than "
+        f"once in so many runs); z_accept {audit.z_accept:.2f} over {audit.trials} trials, z_logp {audit.z_logp:.2f} over "
+        f"{audit.draws} draws, {audit.impossible} impossible tokens"
     )
 
 

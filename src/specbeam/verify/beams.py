@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from specbeam.audit import Audit
 from specbeam.control.width import (
     ChosenWidths,
     FixedWidth,
@@ -49,7 +50,7 @@ from specbeam.laws.joint import (
 )
 from specbeam.laws.truncation import Truncation
 from specbeam.laws.warp import Rows, check_condition, law_of_processed, left_by_others, on_host, processed_rows
-from specbeam.records import Audit, Trial, Verdict
+from specbeam.records import Trial, Verdict
 from specbeam.session import Session
 from specbeam.verify.trials import Drafts, Watched, audit_of_trials, take_draws, watch_for
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from specbeam.audit import Audit
 from specbeam.control.width import FixedWidths
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.dice import flip, pick
@@ -16,7 +17,7 @@ from specbeam.core.steps import Array, step
 from specbeam.laws.joint import SOUND
 from specbeam.laws.rows import RowLaw, greedy_law
 from specbeam.laws.truncation import Truncation
-from specbeam.records import Audit, Verdict
+from specbeam.records import Verdict
 from specbeam.session import Session
 from specbeam.verify.trials import NOTHING, Drafts, Watched, law_on_trial, note_trial
 from specbeam.verify.walk import (
@@ -53,7 +54,7 @@ def climb(
 
     A child's odds are what its parent can still give it. Dropping a leaf takes its law off what its parent still owes.
 
-    Arguments and results as in `walk.walk_down`, but that `watched` notes what each candidate is worth.
+    Arguments and results as in `walk.walk_down`, but that `watched` notes what each candidate of the first path is worth.
     """
     groups = forest.siblings
     under = groups_by_node(groups, len(forest.tokens))
@@ -70,6 +71,10 @@ def climb(
     names = [no_tokens]
     own = [no_odds]
     on_wanted = [no_odds]
+    # Only the trials of the first path can be audited. What hangs under a draft tells where the others hang if trees grow by
+    # what was drawn; so once a leaf was seen, the next candidate has its law on average over trees and not given this one.
+    # Where nothing is drawn there is nothing to audit.
+    is_audited = not spec.greedy
     while True:
         top = len(nodes) - 1
         while nodes[top] >= 0 and group_of[top] >= 0:
@@ -94,7 +99,7 @@ def climb(
             if place >= 0:
                 wanted = odds[top] * owed[top][place]
                 share = 1.0 if wanted >= candidate[place] else wanted / candidate[place]
-            if len(watched.accepted) > 0:
+            if is_audited and len(watched.accepted) > 0:
                 note_trial(watched, odds[top] * owed[top], candidate, share)
             draw = start_of(groups.draw_ends, group) + draw_of[top]
             child = groups.nodes[draw]
@@ -110,6 +115,7 @@ def climb(
             top += 1
         if top == 0 or flip(dice, odds[top]):
             break
+        is_audited = False
         nodes.pop()
         draws.pop()
         odds.pop()

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam.audit import Audit
 from specbeam.core.dice import flip, pick
 from specbeam.core.steps import Array, step
-from specbeam.records import Audit
 
 NOTHING = 1e-12  # missing mass below this is rounding
 

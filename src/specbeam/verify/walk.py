@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from specbeam.audit import Audit
 from specbeam.control.width import FixedWidths
 from specbeam.core.beams import Beams, Layers, first_layers, no_layers
 from specbeam.core.dice import pick
@@ -31,7 +32,7 @@ from specbeam.laws.reduce import log_norm
 from specbeam.laws.rows import RowLaw, best_token, odds_on, place_in, row_law
 from specbeam.laws.truncation import Truncation, cuts
 from specbeam.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
-from specbeam.records import Audit, Verdict
+from specbeam.records import Verdict
 from specbeam.session import Session
 from specbeam.verify.trials import Drafts, Watched, audit_of_trials, try_drafts, watch_for
 
