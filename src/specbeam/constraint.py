@@ -97,7 +97,10 @@ class Constrained:
     def __init__(
         self, constraint: Constraint, eos: tuple[int, ...], prompt_length: int, name: str = "the constraint"
     ) -> None:
-        self.constraint, self.eos, self.prompt_length, self.name = constraint, eos, prompt_length, name
+        self.constraint = constraint
+        self.eos = eos
+        self.prompt_length = prompt_length
+        self.name = name
         # Paths have names: the bytes of their tokens, without those that all live beams share.
         self._shared, self._size = 0, 0  # tokens left out; bytes of the name of a live beam
         self._trails = {b"": Trail(constraint.start())}  # of each live beam

@@ -82,7 +82,8 @@ def as_svg(nodes: list[Leaf]) -> str:
               for n in range(int(depth.max()) + 1)]  # fmt: skip
     for index, leaf in enumerate(nodes):
         if leaf.parent >= 0:
-            x0, y0, x1, y1 = x[leaf.parent] + 8, y[leaf.parent], x[index] - 8, y[index]
+            x0, y0 = x[leaf.parent] + 8, y[leaf.parent]
+        x1, y1 = x[index] - 8, y[index]
             middle = (x0 + x1) / 2
             dash = ' stroke-dasharray="3 3"' if leaf.fate == "unused" else ""
             parts.append(

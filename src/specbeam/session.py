@@ -139,7 +139,11 @@ class Session:
         audited: bool = False,
         number: int | None = None,
     ) -> None:
-        self.prompt, self.parts, self.warp, self.limits, self.place = prompt, parts, warp, limits, place
+        self.prompt = prompt
+        self.parts = parts
+        self.warp = warp
+        self.limits = limits
+        self.place = place
         self.number = place if number is None else number  # of the prompt, of which several sessions may be drawn
         self.dice = Dice(key)
         self.beams = Beams.start(prompt[-1], self.dice.key)

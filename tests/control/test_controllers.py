@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.control.best_tree import depth_of, fastest_tree, sequoia_tree, size_of
+from specbeam.control.best_tree import depth_of_tree, fastest_tree, sequoia_tree, size_of
 from specbeam.control.confidence import SureDraft, TrackedThreshold
 from specbeam.control.cost import CostCurve, PassTimes
 from specbeam.control.size import SizeByLatency, best_size
@@ -59,7 +59,7 @@ def test_the_hardware_rule_on_its_worked_example():
     cost = CostCurve((1, 2, 4, 8, 16), (10, 10, 10, 12, 14), 0.3)
     tree, time = fastest_tree(RANKS, cost, 16, 9)
     tokens = expected_tokens(tree)
-    assert (size_of(tree) + 1, depth_of(tree) + 1) == (16, 6)
+    assert (size_of(tree) + 1, depth_of_tree(tree) + 1) == (16, 6)
     assert (6 * 0.3 + 14) / tokens == pytest.approx(3.970, abs=5e-4)
     assert time == pytest.approx((5 * 0.3 + 14) / tokens)
 

@@ -14,7 +14,7 @@ from specbeam.draft.joint import JointBeams
 from specbeam.draft.tree import Branching
 from specbeam.errors import BadSetting, LostLaw, NotSupported
 from specbeam.lm.table import TableLM
-from specbeam.verify.joint import JointRule, judged
+from specbeam.verify.joint import JointRule, judged_paths
 from specbeam.verify.paths import Paths, deepest_in_chains, deepest_in_tree, passing
 from tests.support.exact import exact_law
 from tests.support.joint import (
@@ -129,7 +129,7 @@ def test_a_zero_of_the_target_caps_the_length():
 
 def forest_of(target, draft, growth, depth, width):
     forest, session = drafted(growth, draft, depth, width)
-    return judged(session, forest, TableLM(target).extend([session], [forest])[0]), forest
+    return judged_paths(session, forest, TableLM(target).extend([session], [forest])[0]), forest
 
 
 def test_the_worked_tree():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.best_tree import depth_of, sequoia_tree
+from specbeam.control.best_tree import depth_of_tree, sequoia_tree
 from specbeam.control.fixed import FixedShape
 from specbeam.core.forest import Forest
 from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
@@ -315,7 +315,7 @@ def test_a_tree_of_sequoia_emits_what_was_planned(nodes, tokens):
     """EX3 does not look at the context, so what the plan assumes is true."""
     tree, planned = sequoia_tree((7 / 10, 7 / 40, 1 / 8), nodes, 9)
     drafter = lambda lm: TreeDrafter(lm, FixedTree(tree, Distinct()))  # noqa: E731
-    shape = FixedShape(depth_of(tree), 0)
+    shape = FixedShape(depth_of_tree(tree), 0)
     method = lambda lm: sb.Method("", "", 1, lambda *_: Parts(drafter(lm), PathRule(), shape, ""))  # noqa: E731
     _, accepted = law_and_mean(one_turn(method, *PAIRS["EX3"]), PAIRS["EX3"][0], 1)
     assert 1 + accepted == pytest.approx(planned) == pytest.approx(tokens)

@@ -12,8 +12,8 @@ from specbeam.control.cost import CostCurve
 Topology = tuple[Any, ...]  # the subtrees under a node, in the order in which its children are tried; leaves are ()
 
 
-def depth_of(topology: Topology) -> int:
-    return 1 + max(map(depth_of, topology)) if topology else 0
+def depth_of_tree(topology: Topology) -> int:
+    return 1 + max(map(depth_of_tree, topology)) if topology else 0
 
 
 def layers_of(topology: Topology) -> tuple[int, ...]:

@@ -136,7 +136,7 @@ def _first_places(drawn: Array) -> tuple[Array, Array, Array]:
 
 
 @step
-def add_layer(
+def add_drafted_layer(
     drafted: Drafted,
     choice: Choice,
     draws: Array,
@@ -199,7 +199,7 @@ def _add_choice(drafted: Drafted, choice: Choice, vocab: int) -> Drafted:
     """Return a draft with one more layer, whose draws the target can only be compared with."""
     every = np.arange(len(choice.tokens))
     none = np.empty(0, dtype=np.int64)
-    return add_layer(drafted, choice, every, np.ones_like(every), SHARED, none, np.empty(0), vocab)
+    return add_drafted_layer(drafted, choice, every, np.ones_like(every), SHARED, none, np.empty(0), vocab)
 
 
 @step
@@ -232,7 +232,7 @@ def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, 
     distinct, draws, counts = _first_places(draw_pairs(odds, count, spec.again, dice))
     choice = choice_of(law, drafted.front.keys, pairs[distinct], len(distinct), spec.eos)
     kind = INDEPENDENT if spec.again else DISTINCT
-    return add_layer(drafted, choice, draws, counts, kind, pairs, odds, law.logits.shape[1])
+    return add_drafted_layer(drafted, choice, draws, counts, kind, pairs, odds, law.logits.shape[1])
 
 
 LAYERS_BY_SPEC = {SharedLayers: draft_shared, SearchedLayers: draft_searched, DrawnLayers: draft_drawn}

@@ -23,7 +23,7 @@ from specbeam.recipes.beams import beam_sampling as beam_sampling_recipe
 from specbeam.recipes.beams import dsbd as dsbd_recipe
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.drawn import speculative_sampling
-from specbeam.recipes.method import EXACT, Method, ignored_unless
+from specbeam.recipes.method import EXACT, Method, refuse_ignored
 from specbeam.recipes.search import DrafterName, drafted, speculative
 from specbeam.recipes.search import beam_search as beam_search_recipe
 from specbeam.recipes.search import speculative_beam_search as speculative_beam_search_recipe
@@ -94,8 +94,8 @@ def beam_search(
     """
     call = Call.of(model, input_ids, given)
     with_drafts = draft_model is not None or drafter != "model"
-    ignored_unless(drafter == "model", f"drafter={drafter!r}", draft_model=draft_model)
-    ignored_unless(with_drafts, "beam search without drafts", draft_beams=draft_beams, depth=depth)
+    refuse_ignored(drafter == "model", f"drafter={drafter!r}", draft_model=draft_model)
+    refuse_ignored(with_drafts, "beam search without drafts", draft_beams=draft_beams, depth=depth)
     depth = 4 if depth is None else depth
     if call.beams == 1:
         method = _of_one_beam(drafter, draft_beams, depth) if with_drafts else sampling()

@@ -13,7 +13,7 @@ except ImportError:
 else:
     try:
         from specbeam.kernels.kept import Kept
-        from specbeam.kernels.linking import call_where_it_stands
+        from specbeam.kernels.linking import call_where_it_stands, calling, open_for_python
     except ImportError:
         warnings.warn(
             f"numba {numba.__version__} is too old for specbeam's steps, which need 0.62 (pip install 'numba>=0.62'); "
@@ -33,13 +33,20 @@ BLOCK = 64  # values that are looked at together
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compiled at the first call and kept on disk. `unwrap`: tests wrap functions into type checks."""
+    """Compiled at the first call and kept on disk. `unwrap`: tests wrap functions into type checks.
+
+    What lets Python call a form of it is compiled for those forms alone that Python calls (`kernels.linking`).
+    """
     if not AVAILABLE:
         return function
+    source = inspect.unwrap(function)
     fixed = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
-    made = numba.njit(**fixed, **options)(inspect.unwrap(function))
-    made._cache = Kept(made.py_func)
+    made = numba.njit(no_cpython_wrapper=True, **fixed, **options)(source)
+    made._cache = Kept(source)
+    door = numba.njit(**fixed)(calling(made))
+    door._cache = Kept(door.py_func)
     call_where_it_stands(made)
+    open_for_python(made, door)
     return made
 
 

@@ -5,6 +5,7 @@ compiled ten times. Calls by name compile each long function once, and its machi
 """
 
 import copy
+import inspect
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
@@ -17,12 +18,11 @@ LONG = 400  # lines of LLVM code, from which a call costs nothing beside what is
 
 def call_where_it_stands(function: Any) -> None:
     """Let the callers of a compiled function call each of its long forms by name."""
-    add = function.add_overload
 
     def add_overload(result: Any) -> None:
         # A form that was read from disk is compiled into callers too, and they need all that it needs.
         result.library._reload_init.update(result.reload_init or ())
-        add(result)
+        function.overloads[tuple(result.signature.args)] = result  # and Python is not told: it comes by another door
         is_found_by_name = "<locals>" not in function.py_func.__qualname__
         if is_found_by_name and is_long(result.library):
             _name(function, result)
@@ -79,3 +79,29 @@ def get_ready(module: str, name: str, kinds: tuple[Any, ...]) -> None:
         function = getattr(function, part)
     function.compile(kinds)
     _add_symbol(function, function.overloads[kinds])
+
+
+def calling(function: Any) -> Any:
+    """Return a function with the arguments of a compiled one that calls it."""
+    source = function.py_func
+    names = ", ".join(inspect.signature(source).parameters)
+    text = "\n" * (source.__code__.co_firstlineno - 1) + f"def call({names}): return function({names})"
+    made: dict[str, Any] = {"function": function, "__name__": source.__module__}
+    exec(compile(text, source.__code__.co_filename, "exec"), made)
+    call = made["call"]
+    call.__name__ = f"{source.__name__}_from_python"
+    call.__qualname__ = f"{source.__qualname__}_from_python"
+    return call
+
+
+def open_for_python(function: Any, door: Any) -> None:
+    """Let Python call the forms of a compiled function through its door, which is compiled for those alone."""
+
+    def compile_for_python(*values: Any, **named: Any) -> Any:
+        kinds = tuple(function.typeof_pyval(value) for value in values)
+        door.compile(kinds)
+        entry = door.overloads[kinds].entry_point
+        function._insert([kind._code for kind in kinds], entry, False)
+        return entry
+
+    function._compile_for_args = compile_for_python

@@ -9,7 +9,10 @@ from specbeam.kernels.compiling import BLOCK, Array, compiled, compiled_in_any_o
 _LOG2E, _LN2_HIGH = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
 _F1, _HALF, _LEAST = np.float32(1), np.float32(0.5), np.float32(-126)
-_SIGN, _MAGNITUDE, _BIAS, _FRACTION = np.int32(31), np.int32(0x7FFFFFFF), np.int32(127), np.int32(23)
+_SIGN = np.int32(31)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_BIAS = np.int32(127)
+_FRACTION = np.int32(23)
 LONG = 512  # numbers of a law that is summed in blocks
 INF_RANK = int(np.float32(np.inf).view(np.int32))
 MINUS_INF_RANK = -INF_RANK - 1

@@ -10,7 +10,7 @@ from specbeam.draft.beams import BeamDrafter, NoDraft
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
 from specbeam.recipes.depth import Depth, check_depth, depth_control, shape_by_value
-from specbeam.recipes.method import EXACT, Build, Method, at_least_one, ignored_unless
+from specbeam.recipes.method import EXACT, Build, Method, at_least_one, refuse_ignored
 from specbeam.recipes.search import drafted, speculative
 from specbeam.session import Parts
 from specbeam.verify.beams import BeamRule
@@ -165,7 +165,7 @@ def _width(
         raise BadSetting(f"width is {width!r}; it must be 'dynamic', 'fixed' or 'auto'")
     if least > beams:
         raise BadSetting(f"min_beams is {least}, beams is {beams}; it must not be larger")
-    ignored_unless(width == "auto", f"width {width!r}", worth=worth)
+    refuse_ignored(width == "auto", f"width {width!r}", worth=worth)
     if not 0 <= threshold <= 1:
         raise BadSetting(f"threshold is {threshold}; it is a probability, in [0, 1]")
     if worth is not None and not 0 <= worth < math.inf:

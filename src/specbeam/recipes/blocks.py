@@ -10,7 +10,7 @@ from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting, NotSupported, one_of
 from specbeam.lm.base import LM
 from specbeam.lm.own import TargetAsDraft
-from specbeam.recipes.method import CHANGED, EXACT, Method, RequestInfo, at_least_one, ignored_unless
+from specbeam.recipes.method import CHANGED, EXACT, Method, RequestInfo, at_least_one, refuse_ignored
 from specbeam.session import Parts
 from specbeam.settings import DEFAULT_NEW_TOKENS
 from specbeam.verify.blocks import BlockMode, BlockRule
@@ -46,9 +46,9 @@ def mtjd(
     """
     one_of("mode", mode, (*get_args(BlockMode), *get_args(BeamMode)))
     who = f"mode {mode!r}"
-    ignored_unless(mode in get_args(BeamMode), who, beams=beams)
-    ignored_unless(mode == "joint_temperature", who, block_temperature=block_temperature)
-    ignored_unless(mode == "joint_topk", who, top=top)
+    refuse_ignored(mode in get_args(BeamMode), who, beams=beams)
+    refuse_ignored(mode == "joint_temperature", who, block_temperature=block_temperature)
+    refuse_ignored(mode == "joint_topk", who, top=top)
     beams, top = 4 if beams is None else beams, 10 if top is None else top
     temperature = 1.0 if block_temperature is None else block_temperature
     at_least_one(depth=depth, beams=beams, top=top)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from specbeam.control.best_tree import Topology, depth_of, fastest_tree, layers_of, sequoia_tree
+from specbeam.control.best_tree import Topology, depth_of_tree, fastest_tree, layers_of, sequoia_tree
 from specbeam.control.cost import CostCurve
 from specbeam.draft.best_first import BestFirstDraws
 from specbeam.draft.children import AnyChildren, BestAndOne, Children, Distinct, Independent
@@ -150,7 +150,7 @@ def sequoia(
         tree: Topology = sequoia_tree(acceptance, nodes + 1, depth)[0]
     else:
         tree = fastest_tree(acceptance, cost, nodes + 1, depth)[0]
-    drafts = DraftKind("sequoia", depth_of(tree), layers=layers_of(tree))
+    drafts = DraftKind("sequoia", depth_of_tree(tree), layers=layers_of(tree))
     return grown(drafts, FixedTree(tree, Distinct(fallback=True)), rule, controller)
 
 

@@ -2,14 +2,14 @@
 
 from typing import Literal, get_args
 
-from specbeam.control.best_tree import depth_of, size_of
+from specbeam.control.best_tree import depth_of_tree, size_of
 from specbeam.control.fixed import FixedShape
 from specbeam.draft.joint import JointBeams
 from specbeam.draft.tree import Branching, FixedTree, Growth, TreeDrafter
 from specbeam.errors import BadSetting, one_of
 from specbeam.lm.base import LM
 from specbeam.recipes.combination import ControllerName, DraftKind, control_of
-from specbeam.recipes.method import CHANGED, Method, RequestInfo, at_least_one, ignored_unless
+from specbeam.recipes.method import CHANGED, Method, RequestInfo, at_least_one, refuse_ignored
 from specbeam.session import Controller, Parts
 from specbeam.verify.joint import Bonus, JointRule, refuse_audit
 from specbeam.verify.paths import Prefix, Theta
@@ -121,8 +121,8 @@ def _growth(draft: "Draft | Growth", replacement: bool, beams: int | None, chain
         raise BadSetting(f"draft is the class {draft.__name__}; make one, with its settings")
     if isinstance(draft, Growth):
         who = f"the growth {type(draft).__name__}"
-        ignored_unless(False, who, replacement=replacement or None)
-        ignored_unless(not isinstance(draft, (Branching, FixedTree)), who, beams=beams)
+        refuse_ignored(False, who, replacement=replacement or None)
+        refuse_ignored(not isinstance(draft, (Branching, FixedTree)), who, beams=beams)
         if chains == 1 and not _is_chain(draft):
             raise BadSetting(f"mtad looks at one chain, and {who} may grow more; mmtad looks at all of a draft")
         return draft
@@ -135,7 +135,7 @@ def _growth(draft: "Draft | Growth", replacement: bool, beams: int | None, chain
 def _is_chain(growth: Growth) -> bool:
     """Whether it is known to grow one chain."""
     if isinstance(growth, FixedTree):
-        return depth_of(growth.topology) == size_of(growth.topology)
+        return depth_of_tree(growth.topology) == size_of(growth.topology)
     if isinstance(growth, Branching):
         return set(growth.counts) == {1}
     return isinstance(growth, JointBeams) and growth.chains == 1
@@ -145,7 +145,7 @@ def _assisted(
     name: str, beams: int | None, depth: int | None, growth: Growth, rule: JointRule,
     controller: "ControllerName | Controller", width: int = 4,
 ) -> Method:  # fmt: skip
-    ignored_unless(isinstance(controller, str), "a controller of one's own", beams=beams, depth=depth)
+    refuse_ignored(isinstance(controller, str), "a controller of one's own", beams=beams, depth=depth)
     beams, depth = width if beams is None else beams, 4 if depth is None else depth
     at_least_one(beams=beams, depth=depth)
     fixed = FixedShape(depth, beams, beyond=0 if rule.bonus == "none" else 1)

@@ -123,7 +123,7 @@ def at_least_one(**values: int) -> None:
             raise BadSetting(f"{name} is {value!r}; it must be a number of at least 1")
 
 
-def ignored_unless(looked_at: bool, who: str, **values: object) -> None:
+def refuse_ignored(looked_at: bool, who: str, **values: object) -> None:
     """Refuse settings that would be ignored; those that are None were not given."""
     given = [f"{name}={value!r}" for name, value in values.items() if value is not None]
     if given and not looked_at:

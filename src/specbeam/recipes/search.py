@@ -11,7 +11,7 @@ from specbeam.draft.recycle import Successors, TokenRecycling, likeliest
 from specbeam.errors import BadSetting, one_of
 from specbeam.lm.base import LM
 from specbeam.recipes.depth import Depth, check_depth, depth_control
-from specbeam.recipes.method import Build, Method, at_least_one, ignored_unless
+from specbeam.recipes.method import Build, Method, at_least_one, refuse_ignored
 from specbeam.session import Drafter, Parts, Rule, is_part
 from specbeam.verify.search import SearchRule
 
@@ -67,7 +67,7 @@ def speculative_beam_search(
 def drafted(beams: int, draft_beams: int | None, drafter: "DrafterName | Drafter" = "model") -> int:
     """Draft nodes per layer: those that were asked for, or some more than beams. Fewer let no layer pass."""
     chains = drafter in ("prompt_lookup", "suffix_match")
-    ignored_unless(not chains, f"drafter {drafter!r}", draft_beams=draft_beams)
+    refuse_ignored(not chains, f"drafter {drafter!r}", draft_beams=draft_beams)
     if draft_beams is None:
         return beams + 2
     at_least_one(draft_beams=draft_beams)

@@ -483,14 +483,14 @@ class BeamRule:
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         """Return what lives on."""
-        found = judged(session, forest, scored, self.judge_spec(session), self.widths(session), self.trace)
+        found = judged_beams(session, forest, scored, self.judge_spec(session), self.widths(session), self.trace)
         collapsed = None
         if self.collapse and found.beams.size:
             collapsed = int(np.argmax(found.beams.scores))
         return Verdict(found.layers, found.trials, found.audit, collapsed)
 
 
-def judged(
+def judged_beams(
     session: Session,
     forest: Forest,
     scored: Float[torch.Tensor, "nodes vocab"],

@@ -82,7 +82,7 @@ class JointRule:
         node = 0
         paths = None
         if forest.size > 1:
-            paths = judged(session, forest, scored)
+            paths = judged_paths(session, forest, scored)
             node = self.accepted(paths)
         nodes = np.array([] if paths is None else paths.path(node), dtype=np.int64)
         going = self._emit(inputs, walk, session, forest.tokens[nodes], nodes, np.ones(len(nodes), dtype=bool))
@@ -155,7 +155,7 @@ class OnOwnRows:
         return replace(verdict, layers=layers._replace(passed=np.zeros_like(layers.passed)))
 
 
-def judged(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Paths:
+def judged_paths(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Paths:
     """The draft paths of a forest with their likelihoods under both models, each conditional warped by itself.
 
     Where the drafter does not say which beams it ended with, they are the leaves that are deepest or have ended.

@@ -9,7 +9,7 @@ from specbeam.control.width import FixedWidths
 from specbeam.core.forest import Forest
 from specbeam.records import Verdict
 from specbeam.session import Session
-from specbeam.verify.beams import SearchSpec, judged
+from specbeam.verify.beams import SearchSpec, judged_beams
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SearchRule:
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         """Return what lives on."""
-        return judged(session, forest, scored, self.spec(session), self.widths(session), trace=False)
+        return judged_beams(session, forest, scored, self.spec(session), self.widths(session), trace=False)
 
     def widths(self, session: Session) -> FixedWidths:
         """Return that as many beams go on in every layer."""

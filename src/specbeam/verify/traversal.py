@@ -11,9 +11,9 @@ from specbeam.audit import Audit
 from specbeam.control.width import FixedWidths
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.dice import flip, pick
-from specbeam.core.forest import Forest, groups_by_node, start_of
+from specbeam.core.forest import Forest, GroupsUnder, Siblings, groups_by_node, start_of
 from specbeam.core.limits import Stop
-from specbeam.core.steps import Array, step
+from specbeam.core.steps import Array, open_step, step
 from specbeam.laws.joint import SOUND
 from specbeam.laws.rows import RowLaw, greedy_law
 from specbeam.laws.truncation import Truncation
@@ -45,6 +45,151 @@ class ClimbSpec(NamedTuple):
     stop: Stop
 
 
+class Path(NamedTuple):
+    """The path from the root down to the newest node on trial; lists with an entry for each of its nodes.
+
+    What changes it is an open step: lists do not pass between Python and compiled steps.
+    """
+
+    nodes: Any  # int: forest node; -1 for a draft that ends its text and has none
+    draws: Any  # int: which draw it was; -1 for the root
+    odds: Any  # float: of accepting the path up to it, given what has failed
+    groups: Any  # int: the group of drafts on trial under it; -1 if none is left
+    failed: Any  # int: number of draws of that group that have failed
+    owed: Any  # float64[n]: the law of the next token, given what has failed; empty until drafts are tried
+    names: Any  # int64[n]: the tokens that `owed` is of; of no tokens: the whole vocabulary
+    own: Any  # float64[...]: what is left of the law of the group on trial
+    on_wanted: Any  # float64[n]: the same where `owed` stands
+
+
+@open_step
+def path_from(root: int, group: int) -> Path:
+    """Return the path that is the root alone, with a first group of drafts under it."""
+    no_odds = np.empty(0)
+    no_tokens = np.empty(0, dtype=np.int64)
+    return Path([root], [-1], [1.0], [group], [0], [no_odds], [no_tokens], [no_odds], [no_odds])
+
+
+@open_step
+def push(path: Path, node: int, draw: int, odds: float, group: int) -> None:
+    """Go down to a draft."""
+    no_odds = np.empty(0)
+    path.nodes.append(node)
+    path.draws.append(draw)
+    path.odds.append(odds)
+    path.groups.append(group)
+    path.failed.append(0)
+    path.owed.append(no_odds)
+    path.names.append(np.empty(0, dtype=np.int64))
+    path.own.append(no_odds)
+    path.on_wanted.append(no_odds)
+
+
+@open_step
+def pop(path: Path) -> None:
+    """Go up to the parent."""
+    path.nodes.pop()
+    path.draws.pop()
+    path.odds.pop()
+    path.groups.pop()
+    path.failed.pop()
+    path.owed.pop()
+    path.names.pop()
+    path.own.pop()
+    path.on_wanted.pop()
+
+
+@open_step
+def owe(path: Path, rows: Any, spec: ClimbSpec) -> int:
+    """Look up the law after the newest node, unless it is known. Returns SOUND, or DEAD or BROKEN if there is none."""
+    top = len(path.nodes) - 1
+    if len(path.owed[top]) > 0:
+        return SOUND
+    row = row_at(rows, path.nodes[top])
+    condition = condition_of_norm(norm_of(row))
+    if condition == SOUND:
+        law = greedy_law(row) if spec.greedy else law_at_row(rows, row, spec.truncation)
+        path.owed[top] = np.exp(law.logp)
+        path.names[top] = law.tokens
+    return condition
+
+
+@open_step
+def drafts_at(path: Path, groups: Siblings) -> Drafts:
+    """Return the group on trial under the newest node, with what is left of its law."""
+    top = len(path.nodes) - 1
+    drafts = drafts_under(groups, path.groups[top], RowLaw(path.names[top], path.owed[top], 0))
+    if path.failed[top] == 0:
+        path.own[top] = drafts.own
+        path.on_wanted[top] = drafts.on_wanted
+    own = path.own[top]
+    return Drafts(drafts.places, drafts.own_places, own, path.on_wanted[top], drafts.distinct, drafts.chosen)
+
+
+@open_step
+def candidate_of(path: Path, drafts: Drafts) -> Array:
+    """Return the law of the draw on trial under the newest node, on the tokens that are owed."""
+    top = len(path.nodes) - 1
+    mass = drafts.own.sum() if drafts.distinct and not drafts.chosen else 1.0
+    return law_on_trial(drafts, drafts.places[path.failed[top]], mass, len(path.owed[top]))
+
+
+@open_step
+def share_of(path: Path, drafts: Drafts, candidate: Array) -> float:
+    """Return the odds of accepting the path that goes on by the draw on trial: what its parent can still give it."""
+    top = len(path.nodes) - 1
+    place = drafts.places[path.failed[top]]
+    if place < 0:  # a token that the target cannot say
+        return 0.0
+    wanted = path.odds[top] * path.owed[top][place]
+    return 1.0 if wanted >= candidate[place] else wanted / candidate[place]
+
+
+@open_step
+def drop(path: Path, groups: Siblings, under: GroupsUnder) -> None:
+    """Take the law of the draw on trial, which has failed, off what the newest node still owes."""
+    top = len(path.nodes) - 1
+    drafts = drafts_at(path, groups)
+    missing = np.maximum(path.odds[top] * path.owed[top] - candidate_of(path, drafts), 0.0)
+    total = missing.sum()
+    if total > NOTHING:
+        path.owed[top] = missing / total
+        path.odds[top] = total / (total + 1.0 - path.odds[top])
+    else:
+        path.odds[top] = 1.0 if top == 0 else 0.0
+    number = path.failed[top]
+    if drafts.distinct:
+        drafts.own[drafts.own_places[number]] = 0.0
+        if drafts.places[number] >= 0:
+            drafts.on_wanted[drafts.places[number]] = 0.0
+    path.failed[top] = number + 1
+    if number + 1 == len(drafts.places):
+        path.failed[top] = 0
+        path.groups[top] = under.after[path.groups[top]]
+
+
+@open_step
+def descend(
+    path: Path, rows: Any, groups: Siblings, under: GroupsUnder, spec: ClimbSpec, watched: Watched, is_audited: bool
+) -> int:
+    """Follow the first drafts that have not failed down to a leaf. Returns SOUND, or DEAD or BROKEN if a law is none."""
+    top = len(path.nodes) - 1
+    while path.nodes[top] >= 0 and path.groups[top] >= 0:
+        condition = owe(path, rows, spec)
+        if condition != SOUND:
+            return condition
+        drafts = drafts_at(path, groups)
+        candidate = candidate_of(path, drafts)
+        share = share_of(path, drafts, candidate)
+        if is_audited and len(watched.accepted) > 0:
+            note_trial(watched, path.odds[top] * path.owed[top], candidate, share)
+        draw = start_of(groups.draw_ends, path.groups[top]) + path.failed[top]
+        child = groups.nodes[draw]
+        push(path, child, draw, share, under.first[child] if child >= 0 else -1)
+        top += 1
+    return SOUND
+
+
 @step
 def climb(
     rows: Any, forest: Forest, live: Beams, spec: ClimbSpec, widths: Any, planned: int, length: int, finished: Any,
@@ -58,134 +203,40 @@ def climb(
     """
     groups = forest.siblings
     under = groups_by_node(groups, len(forest.tokens))
-    no_odds = np.empty(0)
-    no_tokens = np.empty(0, dtype=np.int64)
-    # An entry for each node of the path from the root down. `owed` is the law of the next token given what has failed, on
-    # the tokens `names`; it is empty until drafts are tried. `own` and `on_wanted` are the laws of the group on trial.
-    nodes = [0]
-    draws = [-1]
-    odds = [1.0]
-    group_of = [under.first[0]]
-    draw_of = [0]
-    owed = [no_odds]
-    names = [no_tokens]
-    own = [no_odds]
-    on_wanted = [no_odds]
+    path = path_from(0, under.first[0])
     # Only the trials of the first path can be audited. What hangs under a draft tells where the others hang if trees grow by
     # what was drawn; so once a leaf was seen, the next candidate has its law on average over trees and not given this one.
     # Where nothing is drawn there is nothing to audit.
     is_audited = not spec.greedy
     while True:
-        top = len(nodes) - 1
-        while nodes[top] >= 0 and group_of[top] >= 0:
-            group = group_of[top]
-            if len(owed[top]) == 0:
-                row = row_at(rows, nodes[top])
-                condition = condition_of_norm(norm_of(row))
-                if condition != SOUND:
-                    return emitted_layers(start_walk(1)), condition
-                law = greedy_law(row) if spec.greedy else law_at_row(rows, row, spec.truncation)
-                owed[top] = np.exp(law.logp)
-                names[top] = law.tokens
-            drafts = drafts_under(groups, group, RowLaw(names[top], owed[top], 0))
-            if draw_of[top] == 0:
-                own[top] = drafts.own
-                on_wanted[top] = drafts.on_wanted
-            place = drafts.places[draw_of[top]]
-            candidate = law_on_trial(
-                _struck(drafts, own[top], on_wanted[top]), place, _mass(drafts, own[top]), len(owed[top])
-            )
-            share = 0.0  # of a token that the target cannot say
-            if place >= 0:
-                wanted = odds[top] * owed[top][place]
-                share = 1.0 if wanted >= candidate[place] else wanted / candidate[place]
-            if is_audited and len(watched.accepted) > 0:
-                note_trial(watched, odds[top] * owed[top], candidate, share)
-            draw = start_of(groups.draw_ends, group) + draw_of[top]
-            child = groups.nodes[draw]
-            nodes.append(child)
-            draws.append(draw)
-            odds.append(share)
-            group_of.append(under.first[child] if child >= 0 else -1)
-            draw_of.append(0)
-            owed.append(no_odds)
-            names.append(no_tokens)
-            own.append(no_odds)
-            on_wanted.append(no_odds)
-            top += 1
-        if top == 0 or flip(dice, odds[top]):
+        condition = descend(path, rows, groups, under, spec, watched, is_audited)
+        if condition != SOUND:
+            return emitted_layers(start_walk(1)), condition
+        count = len(path.nodes) - 1
+        if count == 0 or flip(dice, path.odds[count]):
             break
         is_audited = False
-        nodes.pop()
-        draws.pop()
-        odds.pop()
-        group_of.pop()
-        draw_of.pop()
-        owed.pop()
-        names.pop()
-        own.pop()
-        on_wanted.pop()
-        top -= 1
-        drafts = drafts_under(groups, group_of[top], RowLaw(names[top], owed[top], 0))
-        number = draw_of[top]
-        place = drafts.places[number]
-        left = _struck(drafts, own[top], on_wanted[top])
-        candidate = law_on_trial(left, place, _mass(drafts, own[top]), len(owed[top]))
-        missing = np.maximum(odds[top] * owed[top] - candidate, 0.0)
-        total = missing.sum()
-        if total > NOTHING:
-            owed[top] = missing / total
-            odds[top] = total / (total + 1.0 - odds[top])
-        else:
-            odds[top] = 1.0 if top == 0 else 0.0
-        if drafts.distinct:
-            own[top][drafts.own_places[number]] = 0.0
-            if place >= 0:
-                on_wanted[top][place] = 0.0
-        draw_of[top] = number + 1
-        if number + 1 == len(drafts.places):
-            draw_of[top] = 0
-            group_of[top] = under.after[group_of[top]]
-    # The path is accepted: its tokens, and one more after its last node.
-    walk = start_walk(len(nodes) + 1)
-    count = len(nodes) - 1
+        pop(path)
+        drop(path, groups, under)
+    walk = start_walk(count + 2)
     tokens = np.empty(count, dtype=np.int64)
     found = np.empty(count, dtype=np.int64)
     for place in range(count):
-        tokens[place] = groups.tokens[draws[place + 1]]
-        found[place] = nodes[place + 1]
+        tokens[place] = groups.tokens[path.draws[place + 1]]
+        found[place] = path.nodes[place + 1]
     stop = spec.stop
     going = emit_path(walk, rows, live, stop, length, tokens, found, np.ones(count, dtype=np.bool_), eye)
-    last = nodes[count]
+    last = path.nodes[count]
     if not going or last < 0:
         return emitted_layers(walk), SOUND
-    rest = owed[count]
-    kept = names[count]
-    if len(rest) == 0:
-        row = row_at(rows, last)
-        condition = condition_of_norm(norm_of(row))
-        if condition != SOUND:
-            return emitted_layers(walk), condition
-        law = greedy_law(row) if spec.greedy else law_at_row(rows, row, spec.truncation)
-        rest = np.exp(law.logp)
-        kept = law.tokens
-    place = pick(dice, rest)
-    token = kept[place] if len(kept) > 0 else place
+    condition = owe(path, rows, spec)
+    if condition != SOUND:
+        return emitted_layers(walk), condition
+    place = pick(dice, path.owed[count])
+    token = path.names[count][place] if len(path.names[count]) > 0 else place
     ends = (stop.eos == token).any() and is_drafted(groups, under, last, token)
     emit_path(walk, rows, live, stop, length, np.full(1, token), np.full(1, -1), np.full(1, ends), eye)
     return emitted_layers(walk), SOUND
-
-
-@step
-def _struck(drafts: Drafts, own: Array, on_wanted: Array) -> Drafts:
-    """Return drafts whose law is what is left of it, with the draws before struck out."""
-    return Drafts(drafts.places, drafts.own_places, own, on_wanted, drafts.distinct, drafts.chosen)
-
-
-@step
-def _mass(drafts: Drafts, own: Array) -> float:
-    """Return the mass that is left of the law of drafts."""
-    return own.sum() if drafts.distinct and not drafts.chosen else 1.0
 
 
 @dataclass(frozen=True)
