@@ -83,7 +83,7 @@ def as_svg(nodes: list[Leaf]) -> str:
     for index, leaf in enumerate(nodes):
         if leaf.parent >= 0:
             x0, y0 = x[leaf.parent] + 8, y[leaf.parent]
-        x1, y1 = x[index] - 8, y[index]
+            x1, y1 = x[index] - 8, y[index]
             middle = (x0 + x1) / 2
             dash = ' stroke-dasharray="3 3"' if leaf.fate == "unused" else ""
             parts.append(
