@@ -15,6 +15,7 @@ FLOORS = [
     {"draft"},
     {"verify"},
     {"runs"},
+    {"turn"},
     {"decode"},
     {"tune"},
     {"recipes"},
@@ -28,7 +29,8 @@ FLOORS = [
     {"__main__"},
 ]
 INSIDE_LM = [
-    {"kv", "llama", "base"},
+    {"answers", "llama"},
+    {"kv", "base"},
     {"padded", "idle", "own", "table"},
     {"compiled", "gpu"},
     {"any_lane"},

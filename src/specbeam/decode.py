@@ -4,14 +4,14 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from specbeam.clock import lap
-from specbeam.draft.together import close_drafters, drafted
+from specbeam.draft.together import close_drafters
 from specbeam.kernels.interrupts import interrupts_held
-from specbeam.lm.base import LM
-from specbeam.records import Shape, Turn
+from specbeam.lm.base import LM, check_gives
 from specbeam.runs import run_ahead
 from specbeam.session import Session
+from specbeam.turn import Turns, turns
 
-Turns = list[tuple[Session, Turn]]
+__all__ = ["Turns", "decode", "turns"]
 
 
 def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int = 0) -> Iterator[Turns]:
@@ -27,7 +27,7 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int
     line = iter(waiting)
     live: list[Session] = []
     try:
-        while live := live + list(islice(line, at_once - len(live))):
+        while live := live + _let_in(target, line, at_once - len(live)):
             with interrupts_held():
                 done = [] if ahead and len(live) == 1 and _ran(target, live[0], ahead) else turns(target, live)
             yield done
@@ -37,30 +37,12 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int
         _close(target, live)
 
 
-def turns(target: LM, live: list[Session]) -> Turns:
-    """Take one turn of each session that does not fail in it."""
-    with lap("plan"):
-        shapes = [_planned(session, len(live)) for session in live]  # how deep, how wide
-    with lap("draft"):
-        forests = drafted(live, shapes, target.vocab)  # guesses hung under the live beams
-    with lap("score"):
-        scored = target.extend(live, forests)  # one pass over every node
-    done = []
-    for session, shape, forest, logits in zip(live, shapes, forests, scored, strict=True):
-        session.count.target_passes += 1
-        if session.failure is not None:
-            continue
-        with session.failing_alone():
-            with lap("verify"):
-                verdict = session.parts.rule.verify(session, forest, logits)  # what lives on
-            turn = Turn(shape, forest, logits, verdict)
-            with lap("settle"):
-                for part in (target, session.parts.drafter, session.parts.controller):
-                    part.settle(session, turn)  # caches and statistics catch up
-                session.count.peak_kv_tokens = target.peak(session)
-                session.advance(turn)
-            done.append((session, turn))
-    return done
+def _let_in(target: LM, line: Iterator[Session], most: int) -> list[Session]:
+    """Return the next in line. Raises `NotSupported` if parts need what the target cannot give."""
+    found = list(islice(line, most))
+    for session in found:
+        check_gives(target, session.parts.needs)
+    return found
 
 
 def _ran(target: LM, session: Session, most_turns: int) -> bool:
@@ -68,14 +50,6 @@ def _ran(target: LM, session: Session, most_turns: int) -> bool:
     with lap("settle"), session.failing_alone():
         return run_ahead(target, session, most_turns)
     return True  # it has failed
-
-
-def _planned(session: Session, beside: int) -> Shape:
-    session.beside = beside
-    session.shape = Shape(0, 0)  # if it fails: it is over after this pass
-    with session.failing_alone():
-        session.shape = session.parts.controller.plan(session)
-    return session.shape
 
 
 def _close(target: LM, sessions: list[Session]) -> None:

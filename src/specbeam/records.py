@@ -95,13 +95,63 @@ class Verdict:
         return parents if self.collapsed is None else parents[[self.collapsed]]
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a part asks of each row that a model scores.
+
+    A part says so in an attribute `needs`. A rule that has none is given logits; a rule that has one is given `Scored`.
+    """
+
+    logits: bool = False
+    ranked: int = 0  # so many of the likeliest tokens
+    hidden: bool = False  # what the model's head reads: the last hidden states, normed
+    prompt: bool = False  # the same of the rows before the first root: at first the prompt without its last token
+
+    @property
+    def states(self) -> bool:
+        """Whether any hidden states are asked for."""
+        return self.hidden or self.prompt
+
+    def __or__(self, other: "Needs") -> "Needs":
+        """Return what serves both."""
+        return Needs(
+            self.logits or other.logits,
+            max(self.ranked, other.ranked),
+            self.hidden or other.hidden,
+            self.prompt or other.prompt,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Ranked:
+    """The likeliest tokens of each row, best first; of equally likely ones the first in the vocabulary comes first."""
+
+    log_norm: Float[torch.Tensor, " nodes"]  # log of the sum of exp(logit) over the whole vocabulary
+    tokens: Int64[torch.Tensor, "nodes ranked"]
+    logits: Float[torch.Tensor, "nodes ranked"]
+
+
+_NOT_ASKED = torch.zeros(0, 0)
+_NOT_RANKED = Ranked(torch.zeros(0), torch.zeros(0, 0, dtype=torch.int64), _NOT_ASKED)
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What a model says of the nodes that are new to it, a row each; of no rows where nobody asked for it (see `Needs`)."""
+
+    logits: Float[torch.Tensor, "nodes vocab"] = _NOT_ASKED
+    ranked: Ranked = _NOT_RANKED
+    hidden: Float[torch.Tensor, "nodes size"] = _NOT_ASKED
+    prompt: Float[torch.Tensor, "rows size"] = _NOT_ASKED  # in the first turn; later ones have none
+
+
 @dataclass(frozen=True, eq=False)
 class Turn:
     """One pass of the target for one session."""
 
     shape: Shape
     forest: Forest
-    scored: Float[torch.Tensor, "nodes vocab"]
+    scored: Scored
     verdict: Verdict
 
     def on(self, forest: Forest, names: Int64[np.ndarray, " nodes"]) -> "Turn":

@@ -34,6 +34,7 @@ from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draft
 from specbeam.draft.tree import ROOM, TreeSpec, draws_of, grow_tree, start_tree
 from specbeam.laws.joint import BROKEN, SOUND
+from specbeam.lm.answers import LOGITS
 from specbeam.lm.any_lane import run_pass
 from specbeam.lm.base import LM
 from specbeam.lm.compiled.one_lane import has_room, rewound, settled
@@ -361,6 +362,8 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
     if not warp.takes_raw_rows or session.audited or session.limits.stop_strings:
         return None
     parts = session.parts
+    if parts.needs != LOGITS:
+        return None
     rule = spec_of(parts.rule, "verify", session)
     plan = numbers_of(parts.controller, session)
     if rule is None or plan is None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,7 +29,7 @@ from specbeam.core.forest import Forest
 from specbeam.core.limits import Ended, Limits
 from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
 from specbeam.laws.warp import Warp
-from specbeam.records import Certificate, Report, Shape, Turn, Verdict
+from specbeam.records import Certificate, Needs, Report, Shape, Turn, Verdict
 
 
 @runtime_checkable
@@ -45,6 +46,7 @@ class Controller(Protocol):
 
     It may also have:
         more(session, tree) -> bool: whether a draft goes on after a layer (control/confidence.py).
+        needs: Needs, what it reads of the target's rows, in `turn.scored`.
         numbers(session) -> Plan: the numbers by which steps plan many turns as one compiled run (control/planning.py).
     """
 
@@ -60,6 +62,7 @@ class Drafter(Protocol):
     It may also have:
         close(session): forget a session that is over.
         law_lost: str, why the law of its drafts is not known, so that they can be matched and not tried.
+        needs: Needs, what it reads of the target's rows, in `turn.scored`.
         spec(session): the numbers by which steps draft in a compiled run (draft/beams.py, draft/tree.py).
     """
 
@@ -75,6 +78,7 @@ class Rule(Protocol):
     It may also have:
         law: str, what law the output has, of a rule of one's own.
         tries: bool, whether it needs the law that drafts were drawn from.
+        needs: Needs, what it reads of each row; it is then given `Scored`, and not logits.
         spec(session) and widths(session): the numbers by which steps judge in a compiled run (verify/beams.py).
     """
 
@@ -91,7 +95,8 @@ class Parts:
     """The parts that decode one session.
 
     A drafter may have `law_lost`, which says why the law of its drafts is not known, and a rule `tries`, which says that it
-    needs to know it. Raises `LostLaw` where the two meet.
+    needs to know it. Raises `LostLaw` where the two meet. Each part may have `needs`: what it asks of the rows that the
+    target scores, which are in `turn.scored` when the parts settle.
     """
 
     drafter: Drafter
@@ -109,6 +114,14 @@ class Parts:
                 f"{type(self.rule).__name__} tries drafts against the law they were drawn from, and "
                 f"{type(self.drafter).__name__} {why}; such drafts can only be matched: MatchRule"
             )
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What the parts together ask of each row; a rule that says nothing reads logits."""
+        asked: Needs = getattr(self.rule, "needs", Needs(logits=True))
+        for part in (self.drafter, self.controller):
+            asked |= getattr(part, "needs", Needs())
+        return asked
 
 
 @dataclass

@@ -366,9 +366,9 @@ class BeamDrafter:
             for one in active:
                 one.session.count.draft_passes += 1
             scored = self.lm.extend([one.session for one in active], [one.drafted.forest for one in active])
-            for one, logits in zip(active, scored, strict=True):
+            for one, found in zip(active, scored, strict=True):
                 with one.session.failing_alone("draft model: "):
-                    one.grow(on_host(logits))
+                    one.grow(on_host(found.logits))
         return [one.drafted.forest for one in growing]
 
     def spec(self, session: Session) -> Any:

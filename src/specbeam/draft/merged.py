@@ -100,10 +100,10 @@ class Pruned:
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         forests = self.drafter.draft(sessions, shapes)
         kept_forests = []
-        for session, forest, rows in zip(sessions, forests, self.early.extend(sessions, forests), strict=True):
+        for session, forest, found in zip(sessions, forests, self.early.extend(sessions, forests), strict=True):
             names = np.arange(forest.roots)
             with session.failing_alone("draft: "):
-                names = self._hopeful(forest, _constrained(session, forest, rows))
+                names = self._hopeful(forest, _constrained(session, forest, found.logits))
             session.state[self] = (forest, names)
             kept_forests.append(forest.selected(names).lost())
         return kept_forests

@@ -511,10 +511,10 @@ class TreeDrafter:
             for one in active:
                 one.session.count.draft_passes += self.books
             scored = self.lm.extend([one.session for one in active], [one.forest for one in active])
-            for one, logits in zip(active, scored, strict=True):
+            for one, found in zip(active, scored, strict=True):
                 with one.session.failing_alone("draft model: "):
                     try:
-                        self._grow(one, on_host(logits))
+                        self._grow(one, on_host(found.logits))
                     except BrokenProcessor:  # on a draft's path; the target need not go there
                         one.front = one.front[:0]
                 one.layers += 1

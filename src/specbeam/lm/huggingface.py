@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 
 from specbeam.clock import book
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported, UnsupportedModel
+from specbeam.lm.answers import LOGITS
 from specbeam.lm.any_lane import CYCLES, PASSES, now
+from specbeam.lm.base import checked_needs
 from specbeam.lm.compiled.decoder import compiled_decoder
 from specbeam.lm.compiled.lane import CompiledLane
 from specbeam.lm.compiled.one_lane import OneLane
@@ -24,7 +26,7 @@ from specbeam.lm.kv.trie import BLOCK, KVTrie
 from specbeam.lm.llama import is_llama_like
 from specbeam.lm.padded.lean import LARGEST, lean
 from specbeam.lm.padded.passes import PaddedPasses
-from specbeam.records import Turn
+from specbeam.records import Needs, Scored, Turn
 from specbeam.session import Seat
 
 if TYPE_CHECKING:
@@ -85,9 +87,16 @@ class HuggingFaceLM:
         self.passes = 0
         self.curves: dict[int, Any] = {}  # what a pass costs, by context; see `tune`
 
-    def extend(self, sessions: Sequence[Seat], forests: Sequence[Forest]) -> list[Float[torch.Tensor, "nodes vocab"]]:
+    def lacks(self, needs: Needs) -> str:
+        """Say why this model cannot give what is asked for; "" if it can."""
+        return self.runner.lacks(needs)
+
+    def extend(
+        self, sessions: Sequence[Seat], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+    ) -> list[Scored]:
         """See `LM.extend`."""
-        lanes = [self._lane(session) for session in sessions]
+        asked = checked_needs(self, len(sessions), needs)
+        lanes = [self._lane(session, need) for session, need in zip(sessions, asked, strict=True)]
         self._prefill(lanes)
         self.passes += any(_needs_a_pass(lane.trie, forest) for lane, forest in zip(lanes, forests, strict=True))
         return self.runner.extend(lanes, forests)
@@ -158,10 +167,11 @@ class HuggingFaceLM:
         """Tokens stored for the session now."""
         return session.state[self].trie.held
 
-    def _lane(self, session: Seat) -> Any:
+    def _lane(self, session: Seat, needs: Needs = LOGITS) -> Any:
         lane = session.state.get(self)
         if lane is None:
             lane = self.runner.lane(len(self.lanes), session.prompt)
+            lane.needs = needs
             self.lanes.append(lane)
             session.state[self] = lane
         return lane
@@ -171,11 +181,21 @@ class HuggingFaceLM:
         pending, or none before the first root.
         """
         most = self.chunk if most is None else most
-        while long := [one for one in lanes if one.answered == 0 and one.trie.waiting > most and one.trie.ahead > 0]:
-            self.passes += 1
-            self.runner.prefill(long, [min(self.chunk, lane.trie.ahead) for lane in long])
-            for lane in long:
-                lane.trie.forget_inner()
+        while long := [lane for lane in lanes if self._is_long(lane, most)]:
+            self._store_chunk(long)
+
+    def _is_long(self, lane: Any, most: int) -> bool:
+        """Return whether more than so many tokens are pending, some of them before the first root."""
+        return bool(lane.answered == 0 and lane.trie.waiting > most and lane.trie.ahead > 0)
+
+    def _store_chunk(self, lanes: list[Any]) -> None:
+        """Store the next chunk of each prompt, in one pass."""
+        if not lanes:
+            return
+        self.passes += 1
+        self.runner.prefill(lanes, [min(self.chunk, lane.trie.ahead) for lane in lanes])
+        for lane in lanes:
+            lane.trie.forget_inner()
 
 
 def _needs_a_pass(trie: KVTrie, forest: Forest) -> bool:

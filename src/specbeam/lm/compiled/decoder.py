@@ -18,7 +18,7 @@ from specbeam import kernels
 from specbeam.kernels.compiling import Array, address_of
 from specbeam.lm.compiled import tiles
 from specbeam.lm.compiled.lane import CompiledLane
-from specbeam.lm.compiled.loops import all_layers, scored
+from specbeam.lm.compiled.loops import all_layers, normed, scored
 from specbeam.lm.compiled.one_lane import OneLane
 from specbeam.lm.compiled.panels import Kind, fits_bfloat16, in_lines, in_panels
 from specbeam.lm.compiled.sums import STEP, WIDTH
@@ -140,6 +140,12 @@ class CompiledDecoder:
             with _on_threads(self.threads) as threads:
                 scored(x, self.last_norm, self.eps, self.head, logits, threads)
         return np.ascontiguousarray(logits[:, : self.vocab])
+
+    def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
+        """Return what the head reads of rows behind the last layer."""
+        out = np.empty_like(x)
+        normed(x, self.last_norm, self.eps, out)
+        return out
 
     @cached_property
     def addresses(self) -> tuple[int, int]:

@@ -1,8 +1,10 @@
 """One session in a compiled model: its trie, and what logits of stored nodes are made from."""
 
 import numpy as np
+import torch
 from jaxtyping import Float32
 
+from specbeam.lm.answers import LOGITS
 from specbeam.lm.kv.steps import BLOCK
 from specbeam.lm.kv.trie import KVTrie, widened
 from specbeam.records import Turn
@@ -16,6 +18,8 @@ class CompiledLane:
     def __init__(self, row: int, prompt: list[int], hidden: int) -> None:
         self.row = row
         self.trie = KVTrie(prompt, SHORT)
+        self.needs = LOGITS
+        self.prompt_rows: list[torch.Tensor] = []  # see `kv.lane.Lane`
         self.answered = 0
         self.outputs = np.zeros((0, hidden), dtype=np.float32)  # by stored local node
 

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from jaxtyping import Float32
 
 from specbeam.clock import lap
 from specbeam.core.forest import Forest
 from specbeam.lm.compiled.decoder import CompiledDecoder, Rows
 from specbeam.lm.compiled.lane import CompiledLane
 from specbeam.lm.compiled.one_lane import OneLane, extended
-from specbeam.lm.kv.lane import Logits
+from specbeam.lm.kv.lane import Logits, told
 from specbeam.lm.kv.masks import Masks
 from specbeam.lm.kv.trie import BLOCK
+from specbeam.records import Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +40,12 @@ class PackedPasses:
     def lane(self, row: int, prompt: list[int]) -> CompiledLane:
         return CompiledLane(row, prompt, self.decoder.embedding.shape[1])
 
-    def extend(self, lanes: list[CompiledLane], forests: Sequence[Forest]) -> list[Logits]:
+    def lacks(self, needs: Needs) -> str:
+        """Say why these passes cannot give what is asked for: they can."""
+        return ""
+
+    def extend(self, lanes: list[CompiledLane], forests: Sequence[Forest]) -> list[Scored]:
+        """Store what is pending, with the new nodes of these forests; return what was not handed out yet."""
         if len(lanes) == 1:
             return [self._alone(lanes[0], forests[0])]
         for lane, forest in zip(lanes, forests, strict=True):
@@ -48,9 +55,25 @@ class PackedPasses:
         rows = [lane.answer() for lane in lanes]
         with lap("model"):
             logits = torch.from_numpy(self.decoder.logits(np.concatenate(rows)))
-        return [*logits.split([len(one) for one in rows])]
+        each = logits.split([len(one) for one in rows])
+        return [self._told(*one) for one in zip(lanes, each, rows, strict=True)]
+
+    def _told(self, lane: CompiledLane, logits: Logits, outputs: Float32[np.ndarray, "nodes hidden"]) -> Scored:
+        """Return what the parts of a session need of its rows."""
+        return told(lane, logits, *([self._normed(outputs)] if lane.needs.states else []))
+
+    def _normed(self, outputs: Float32[np.ndarray, "n hidden"]) -> torch.Tensor:
+        return torch.from_numpy(self.decoder.normed(outputs))
+
+    def _keep_prompt(self, lane: CompiledLane, start: int, ahead: int) -> None:
+        """Keep the hidden states of so many rows that stand before the first root, from a stored local node on."""
+        if lane.needs.prompt and ahead:
+            lane.prompt_rows.append(self._normed(lane.outputs[start : start + ahead]))
 
     def prefill(self, lanes: list[CompiledLane], counts: list[int]) -> None:
+        """Store so many pending tokens of each lane."""
+        starts_at = [lane.trie.stored for lane in lanes]
+        ahead = [min(lane.trie.ahead, count) for lane, count in zip(lanes, counts, strict=True)]
         feeds = [lane.trie.feed(count) for lane, count in zip(lanes, counts, strict=True)]
         tries = [lane.trie for lane in lanes]
         extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
@@ -63,14 +86,17 @@ class PackedPasses:
         rows = Rows(tokens, positions, slots, sessions, self.masks.flat(feeds, tries, extent))
         with lap("model"):
             outputs = self.decoder.forward(rows, self.store)
-        for lane, feed, start in zip(lanes, feeds, starts, strict=False):
+        for lane, feed, start, at, before in zip(lanes, feeds, starts, starts_at, ahead, strict=False):
             lane.learn(outputs[start : start + len(feed)])
+            self._keep_prompt(lane, at, before)
 
-    def _alone(self, lane: CompiledLane, forest: Forest) -> Logits:
+    def _alone(self, lane: CompiledLane, forest: Forest) -> Scored:
+        first, start, ahead = lane.answered, lane.trie.stored, lane.trie.ahead
         with self.alone(lane, forest.size - lane.trie.known) as one, lap("model"):
             logits = extended(one, forest.tokens, forest.parents, lane.answered)
         lane.answered = lane.trie.known
-        return torch.from_numpy(logits)
+        self._keep_prompt(lane, start, ahead)
+        return self._told(lane, torch.from_numpy(logits), lane.outputs[lane.trie.local[first:]])
 
     def alone(self, lane: CompiledLane, fresh: int) -> AbstractContextManager[OneLane]:
         """A session for loops of its own, which may bring so many new nodes."""

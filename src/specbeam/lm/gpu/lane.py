@@ -9,6 +9,7 @@ from jaxtyping import Int64
 
 from specbeam.core.forest import Forest
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
+from specbeam.lm.answers import LOGITS
 from specbeam.lm.gpu.staging import Inputs, Model, check, laid_out
 from specbeam.lm.kv.lane import Logits, Nodes
 from specbeam.lm.kv.steps import KNOWN, SIZE, STORED, Trie, entered
@@ -26,6 +27,7 @@ class GpuLane:
 
     def __init__(self, row: int, prompt: list[int], vocab: int, pinned: bool) -> None:
         self.row, self.answered = row, 0
+        self.needs = LOGITS
         self.trie = KVTrie(prompt)
         self._pinned = pinned
         self.outputs, self._next = self._room(FIRST_ROWS, vocab), self._room(0, vocab)  # logits by forest node

@@ -11,12 +11,14 @@ import torch
 from specbeam import kernels
 from specbeam.clock import lap
 from specbeam.core.forest import Forest
+from specbeam.lm.answers import answered
 from specbeam.lm.gpu.decoder import GpuDecoder, PassShape
 from specbeam.lm.gpu.graphs import FEW, Graphs, shape_for
 from specbeam.lm.gpu.lane import GpuLane, OneGpuLane, gpu_extended, runs
 from specbeam.lm.gpu.staging import Model, Staging, check, laid_out
 from specbeam.lm.kv.lane import Logits, Nodes
 from specbeam.lm.kv.masks import Masks
+from specbeam.records import Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,14 +61,20 @@ class GpuPasses:
     def lane(self, row: int, prompt: list[int]) -> GpuLane:
         return GpuLane(row, prompt, self.vocab, pinned=self.device.type == "cuda")
 
-    def extend(self, lanes: list[GpuLane], forests: Sequence[Forest]) -> list[Logits]:
-        """Store what is pending, with the new nodes of these forests; logits of what was not handed out yet."""
+    def lacks(self, needs: Needs) -> str:
+        """Say why these passes cannot give what is asked for; "" if they can."""
+        if needs.states:
+            return "the forward for GPUs keeps no hidden states: HuggingFaceLM(model, engine='plain') does"
+        return ""
+
+    def extend(self, lanes: list[GpuLane], forests: Sequence[Forest]) -> list[Scored]:
+        """Store what is pending, with the new nodes of these forests; return what was not handed out yet."""
         if len(lanes) == 1 and (rows := self._by_loop(lanes[0], forests[0])) is not None:
-            return [rows]
+            return [answered(lanes[0].needs, rows)]
         wanted = [lane.enter(forest) for lane, forest in zip(lanes, forests, strict=True)]
         if busy := [(lane, nodes) for lane, nodes in zip(lanes, wanted, strict=True) if lane.trie.waiting]:
             self._pass([(lane, lane.trie.waiting, nodes) for lane, nodes in busy])
-        return [lane.answer() for lane in lanes]
+        return [answered(lane.needs, lane.answer()) for lane in lanes]
 
     def prefill(self, lanes: list[GpuLane], counts: list[int]) -> None:
         """Store so many pending tokens of each lane, whose logits nobody asks for."""

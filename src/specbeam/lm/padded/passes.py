@@ -1,7 +1,9 @@
 """Passes of a model that takes batches: sessions side by side, padded to the longest."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +12,7 @@ from jaxtyping import Float, Int64
 
 from specbeam.clock import lap
 from specbeam.core.forest import Forest
-from specbeam.lm.kv.lane import Lane, Logits, Nodes
+from specbeam.lm.kv.lane import Columns, Lane, Nodes
 from specbeam.lm.kv.masks import Mask, Masks
 from specbeam.lm.kv.rows import picked
 from specbeam.lm.kv.store import KVStore, Place
@@ -19,12 +21,28 @@ from specbeam.lm.padded.captured import WIDEST, CapturedForward, Forward
 from specbeam.lm.padded.lean import LeanDecoder
 from specbeam.lm.padded.sizes import up
 from specbeam.lm.padded.torch_compiled import torch_compiled
+from specbeam.records import Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 FEW = 16  # lanes that may go along for the sake of one
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one session brings to a pass."""
+
+    lane: Lane
+    feed: Feed
+    ahead: int  # rows that stand before the first root
+    wanted: Nodes  # rows whose logits are asked for
+
+    @property
+    def first(self) -> int:
+        """The first row whose logits are asked for; the last one, if there is none."""
+        return int(self.wanted.min(initial=len(self.feed) - 1))
 
 
 class PaddedPasses:
@@ -51,36 +69,67 @@ class PaddedPasses:
             self.captured = CapturedForward(self._called, self.store, weights)
 
     def lane(self, row: int, prompt: list[int]) -> Lane:
+        """Return the lane of a new session."""
         return Lane(row, prompt)
 
-    def extend(self, lanes: list[Lane], forests: Sequence[Forest]) -> list[Logits]:
-        """Store what is pending, with the new nodes of these forests; logits of what was not handed out yet."""
+    def lacks(self, needs: Needs) -> str:
+        """Say why these passes cannot give what is asked for; "" if they can."""
+        if not needs.states:
+            return ""
+        if self.call is not self.model:
+            return "what torch.compile makes of a model hands out no hidden states: leave compile out"
+        return ""
+
+    def extend(self, lanes: list[Lane], forests: Sequence[Forest]) -> list[Scored]:
+        """Store what is pending, with the new nodes of these forests; return what was not handed out yet."""
         asked = [(lane, lane.enter(forest)) for lane, forest in zip(lanes, forests, strict=True)]
         if busy := [(lane, nodes) for lane, nodes in asked if lane.trie.waiting]:
-            wanted = {lane.row: nodes - lane.trie.stored for lane, nodes in busy}
-            feeds = {lane.row: lane.trie.feed(lane.trie.waiting) for lane, _ in busy}
-            found = self._forward(feeds, wanted)
-            for lane, nodes in busy:
-                lane.learn(nodes, found[lane.row])
+            self._run(
+                [self._part(lane, lane.trie.waiting, nodes) for lane, nodes in busy], [nodes for _, nodes in busy]
+            )
         return [lane.answer() for lane in lanes]
 
     def prefill(self, lanes: list[Lane], counts: list[int]) -> None:
         """Store so many pending tokens of each lane, whose logits nobody asks for."""
-        by_row = {lane.row: lane.trie.feed(count) for lane, count in zip(lanes, counts, strict=True)}
-        self._forward(by_row, dict.fromkeys(by_row, np.zeros(0, dtype=np.int64)))
+        none = np.zeros(0, dtype=np.int64)
+        self._run([self._part(lane, count, none) for lane, count in zip(lanes, counts, strict=True)], None)
+
+    def _part(self, lane: Lane, count: int, nodes: Nodes) -> Part:
+        """Store so many pending nodes of a lane, of which the logits of some local nodes are asked for."""
+        trie = lane.trie
+        wanted = nodes - trie.stored
+        ahead = min(trie.ahead, count)
+        return Part(lane, trie.feed(count), ahead, wanted)
+
+    def _run(self, parts: list[Part], nodes: list[Nodes] | None) -> None:
+        """Run a pass, and let the lanes learn what it found of their nodes."""
+        for place, (part, (columns, prompt)) in enumerate(zip(parts, self._forward(parts), strict=True)):
+            if part.lane.needs.prompt and len(prompt):
+                part.lane.prompt_rows.append(prompt)
+            if nodes is not None:
+                part.lane.learn(nodes[place], columns)
 
     @torch.inference_mode()
-    def _forward(self, by_row: dict[int, Feed], wanted: dict[int, Nodes]) -> dict[int, Logits]:
-        """One pass over the lanes that have a feed, and those between them where these are few: lanes side by side are read
-        in place. The logits of the `wanted` places of each feed.
+    def _forward(self, parts: list[Part]) -> list[tuple[Columns, torch.Tensor]]:
+        """Run one pass over the lanes that bring a part, and those between them where these are few: lanes side by side are
+        read in place.
+
+        Returns of each part what was wanted: logits, and hidden states where somebody needs them; and the hidden states of
+        the rows that stand before its first root.
         """
+        by_row = {part.lane.row: part for part in parts}
+        hears = any(part.lane.needs.states for part in parts)
         rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
-        width = max(len(feed) for feed in by_row.values())
-        extent = -(-max(self.lanes[row].trie.extent for row in by_row) // BLOCK)
-        last = max(len(feed) - int(wanted[row].min(initial=len(feed) - 1)) for row, feed in by_row.items())
-        every, sparse = range(up(rows[-1] + 1)), len(rows) > 2 * len(by_row)
+        width = max(len(part.feed) for part in parts)
+        extent = -(-max(part.lane.trie.extent for part in parts) // BLOCK)
+        last = max(len(part.feed) - part.first for part in parts)
+        if any(part.lane.needs.prompt and part.ahead for part in parts):
+            last = width  # the model's head has to read them all
+        every = range(up(rows[-1] + 1))
+        sparse = len(rows) > 2 * len(by_row)
         run: Forward = self._called
-        if self.captured is not None and width <= WIDEST and len(every) <= max(FEW, 2 * len(by_row)):
+        captured = self.captured is not None and not hears
+        if self.captured is not None and captured and width <= WIDEST and len(every) <= max(FEW, 2 * len(by_row)):
             run, rows, width, extent, sparse = self.captured, every, up(width), up(extent), False
             last = min(up(last), width)
         elif sparse:
@@ -90,18 +139,30 @@ class PaddedPasses:
         which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
         self.store.reserve(max(len(self.lanes), rows[-1] + 1), extent * BLOCK)
         self.store.place = Place(which, slots, extent * BLOCK)
-        with lap("model"):
-            logits = self._logits(inputs, masks, last, run)
+        with lap("model"), self._hearing(hears) as heard:
+            logits = self._logits(inputs, masks, last, run, heard if hears else None)
             if self.captured is not None:  # laws are made on the host
                 logits, rows = logits[[rows.index(row) for row in by_row]].float().cpu(), [*by_row]
-        return {row: picked(logits[rows.index(row)], wanted[row] + last - len(feed)) for row, feed in by_row.items()}
+                heard[:] = [one[[rows.index(row) for row in by_row]].float().cpu() for one in heard]
+        found = []
+        for part in parts:
+            row = rows.index(part.lane.row)
+            columns: Columns = (picked(logits[row], part.wanted + last - len(part.feed)),)
+            prompt = logits.new_zeros(0, 0)
+            if part.lane.needs.states:
+                own = heard[0][row, -last:]
+                columns += (picked(own, part.wanted + last - len(part.feed)),)
+                prompt = own[last - len(part.feed) :][: part.ahead] if part.lane.needs.prompt else prompt
+            found.append((columns, prompt))
+        return found
 
     def _laid_out(
-        self, rows: Sequence[int], by_row: dict[int, Feed], width: int, extent: int
+        self, rows: Sequence[int], by_row: dict[int, Part], width: int, extent: int
     ) -> tuple[Int64[np.ndarray, "3 batch width"], Mask]:
         """Tokens, positions and slots, aligned to the right, and the masks."""
-        feeds, some = [by_row.get(row, _NOTHING) for row in rows], next(iter(by_row))
-        tries = [self.lanes[row if row in by_row else some].trie for row in rows]  # what has no feed is not looked at
+        some = next(iter(by_row.values()))
+        feeds = [by_row[row].feed if row in by_row else _NOTHING for row in rows]
+        tries = [by_row.get(row, some).lane.trie for row in rows]  # what has no feed is not looked at
         inputs = np.zeros((3, len(rows), width), dtype=np.int64)
         inputs[2] = WASTE
         for one, feed in enumerate(feeds):
@@ -110,13 +171,35 @@ class PaddedPasses:
         return inputs, self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
 
     def _logits(
-        self, inputs: Int64[np.ndarray, "3 batch width"], masks: Mask, wanted: int, run: Forward
+        self,
+        inputs: Int64[np.ndarray, "3 batch width"],
+        masks: Mask,
+        wanted: int,
+        run: Forward,
+        heard: list[torch.Tensor] | None,
     ) -> Float[torch.Tensor, "batch wanted vocab"]:
         ids, places, _ = torch.from_numpy(inputs).to(self.device)
         if self.lean is not None:
             real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
-            return self.lean.forward(ids, places, masks, self.store, wanted, real)
+            return self.lean.forward(ids, places, masks, self.store, wanted, real, heard)
         return run(ids, places, masks, wanted)
+
+    @contextmanager
+    def _hearing(self, hears: bool) -> Iterator[list[torch.Tensor]]:
+        """Give a list that what the head reads, float[batch, rows, size], is put into in a pass, if anybody asks."""
+        heard: list[torch.Tensor] = []
+        if not hears or self.lean is not None:
+            yield heard
+            return
+
+        def hear(head: object, given: tuple[torch.Tensor]) -> None:
+            heard.append(given[0])
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(hear)
+        try:
+            yield heard
+        finally:
+            handle.remove()
 
     def _called(self, ids: torch.Tensor, places: torch.Tensor, masks: Mask, wanted: int) -> torch.Tensor:
         output = self.call(
