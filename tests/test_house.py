@@ -16,6 +16,7 @@ FLOORS = [
     {"verify"},
     {"runs"},
     {"turn"},
+    {"decoder"},
     {"decode"},
     {"tune"},
     {"recipes"},

@@ -27,7 +27,7 @@ from specbeam.laws.ranking import sorted_places
 from specbeam.laws.truncation import Truncation
 from specbeam.laws.warp import Rows, law_of_beams, on_host, processed_rows
 from specbeam.lm.any_lane import run_pass
-from specbeam.lm.base import LM
+from specbeam.lm.base import LM, fill_prompts
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
@@ -409,6 +409,10 @@ class BeamDrafter:
                 raise BrokenLaw(
                     "the model returned NaN or +inf logits; try float32, or look for overflow in the weights"
                 )
+
+    def fill(self, sessions: list[Session]) -> list[bool]:
+        """Store a chunk of prompts that are long; return which have no more to store."""
+        return fill_prompts(self.lm, sessions)
 
     def settle(self, session: Session, turn: Turn) -> None:
         """Keep what the surviving beams need in the model's cache."""

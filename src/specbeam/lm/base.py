@@ -40,6 +40,10 @@ class LM(Protocol):
         """Keep what the surviving beams need, free the rest."""
         ...
 
+    # A model that stores long prompts in chunks has, too:
+    #   is_filled(session) -> bool: whether the first pass of a session is no longer than others;
+    #   fill(sessions, needs) -> list[bool]: store a chunk of each that is, and say the same of them.
+
     def peak(self, session: Session) -> int:
         """Most tokens of the session that were stored at once."""
         ...
@@ -66,6 +70,16 @@ def check_gives(lm: Any, needs: Needs) -> None:
     why = f"{type(lm).__name__} gives logits alone" if lacks is None else lacks(needs)
     if why:
         raise NotSupported(f"a part needs {needs}, and {why}")
+
+
+def filled(lm: Any, session: Session) -> bool:
+    """Return whether a session may take its first turn, and no long prompt has to be stored before."""
+    return bool(lm.is_filled(session)) if hasattr(lm, "fill") else True
+
+
+def fill_prompts(lm: Any, sessions: Sequence[Session]) -> list[bool]:
+    """Store a chunk of prompts that are long, if the model can; return which have no more to store."""
+    return list(lm.fill(sessions)) if hasattr(lm, "fill") else [True] * len(sessions)
 
 
 class Uncached:

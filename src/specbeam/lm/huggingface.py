@@ -101,6 +101,21 @@ class HuggingFaceLM:
         self.passes += any(_needs_a_pass(lane.trie, forest) for lane, forest in zip(lanes, forests, strict=True))
         return self.runner.extend(lanes, forests)
 
+    def is_filled(self, session: Seat) -> bool:
+        """Return whether at most a chunk of a session's prompt is left to store."""
+        lane = session.state.get(self)
+        return len(session.prompt) <= self.chunk if lane is None else not self._is_long(lane, self.chunk)
+
+    def fill(self, sessions: Sequence[Seat], needs: Sequence[Needs] | None = None) -> list[bool]:
+        """Store a chunk of each prompt that is long, in one pass; return which have no more to store before a turn.
+
+        The chunks are those that `extend` would store by itself.
+        """
+        asked = checked_needs(self, len(sessions), needs)
+        lanes = [self._lane(session, need) for session, need in zip(sessions, asked, strict=True)]
+        self._store_chunk([lane for lane in lanes if self._is_long(lane, self.chunk)])
+        return [not self._is_long(lane, self.chunk) for lane in lanes]
+
     @contextmanager
     def alone(self, session: Seat, fresh: int, more: int = 0) -> Iterator[Alone | None]:
         """A session for loops that run the model themselves and bring at most so many new nodes, with room for `more` that
