@@ -7,7 +7,7 @@ from specbeam.clock import lap
 from specbeam.draft.together import close_drafters, fill_drafters
 from specbeam.errors import Cancelled
 from specbeam.kernels.interrupts import interrupts_held
-from specbeam.lm.base import LM, check_gives, filled
+from specbeam.lm.base import LM, check_gives, fill_prompts
 from specbeam.runs import run_ahead
 from specbeam.session import Session
 from specbeam.turn import Turns, turns
@@ -30,7 +30,7 @@ class Decoder:
 
     def __init__(self, target: LM, at_once: int = 32, ahead: int = 0, filling: int = 1) -> None:
         self.target = target
-        self.at_once, self.ahead, self.most_filling = at_once, ahead, filling
+        self.at_once, self.ahead, self.at_once_filling = at_once, ahead, filling
         self.waiting: deque[Session] = deque()
         self.filling: list[Session] = []  # their prompts are being stored
         self.live: list[Session] = []  # they take turns
@@ -88,20 +88,19 @@ class Decoder:
         self.close()
 
     def _let_in(self) -> None:
-        """Give places to those who wait; one whose prompt is short takes its first turn in this step."""
+        """Give places to those who wait."""
         while self.waiting and len(self.filling) + len(self.live) < self.at_once:
-            if len(self.filling) == self.most_filling:
-                break
-            session = self.waiting.popleft()
-            (self.live if filled(self.target, session) else self.filling).append(session)
+            self.filling.append(self.waiting.popleft())
 
     def _fill(self) -> None:
-        """Store one more chunk of each prompt in the target, then in the draft model; who has no more to store is live."""
+        """Store a chunk of prompts that are long in the target, then in draft models; who has no more to store is live."""
         with lap("fill"):
             needs = [session.parts.needs for session in self.filling]
-            filled_by = self.target.fill(self.filling, needs)  # type: ignore[attr-defined]
-            stored = [session for session, is_filled in zip(self.filling, filled_by, strict=True) if is_filled]
-            later = fill_drafters(stored) if self.live else []  # alone it may as well store it while it drafts
+            filled = fill_prompts(self.target, self.filling, needs, self.at_once_filling)
+            stored = [session for session, is_filled in zip(self.filling, filled, strict=True) if is_filled]
+            later = (
+                fill_drafters(stored, self.at_once_filling) if self.live else []
+            )  # alone it stores it when it drafts
         ready = [session for session in stored if session not in later]
         self.filling = [session for session in self.filling if session not in ready]
         self.live += [session for session in ready if session.failure is None]

@@ -414,6 +414,8 @@ def run_ahead(target: LM, session: Session, most_turns: int = TURNS) -> bool:
         arrays = [lane.arrays for lane in lanes if lane is not None]
         if len(arrays) < len(models):  # a long prompt goes in first
             return False
+        if any(lm.shares(session) for lm in models):  # a run knows nothing of what others store beside it
+            return False
         began = time.perf_counter()
         live, condition = run_turns(arrays[0], arrays[-1], spec, session.beams, room, session.count.target_passes, dice)
     apportion(dict(zip(PARTS, room.cycles.tolist(), strict=True)), began)

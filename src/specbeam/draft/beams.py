@@ -410,9 +410,9 @@ class BeamDrafter:
                     "the model returned NaN or +inf logits; try float32, or look for overflow in the weights"
                 )
 
-    def fill(self, sessions: list[Session]) -> list[bool]:
-        """Store a chunk of prompts that are long; return which have no more to store."""
-        return fill_prompts(self.lm, sessions)
+    def fill(self, sessions: list[Session], most: int) -> list[bool]:
+        """Store a chunk of up to `most` prompts that are long; return which have no more to store."""
+        return fill_prompts(self.lm, sessions, None, most)
 
     def settle(self, session: Session, turn: Turn) -> None:
         """Keep what the surviving beams need in the model's cache."""

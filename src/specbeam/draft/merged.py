@@ -74,9 +74,9 @@ class ManyDrafters:
             forests.append(whole)
         return forests
 
-    def fill(self, sessions: list[Session]) -> list[bool]:
-        """Store a chunk of prompts that are long in each model; return which have no more to store."""
-        each = [drafter.fill(sessions) for drafter in self.drafters]
+    def fill(self, sessions: list[Session], most: int) -> list[bool]:
+        """Store a chunk of up to `most` prompts that are long in each model; return which have no more to store."""
+        each = [drafter.fill(sessions, most) for drafter in self.drafters]
         return [all(filled) for filled in zip(*each, strict=True)]
 
     def settle(self, session: Session, turn: Turn) -> None:

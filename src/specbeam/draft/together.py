@@ -22,10 +22,10 @@ def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Fo
     return [*forests.values()]
 
 
-def fill_drafters(sessions: list[Session]) -> list[Session]:
-    """Store a chunk of the prompts that are long in the draft models; return the sessions that have more to store.
+def fill_drafters(sessions: list[Session], most: int) -> list[Session]:
+    """Store a chunk of up to `most` long prompts in each draft model; return the sessions that have more to store.
 
-    A drafter with a model has `fill(sessions) -> list[bool]`, which says which are filled; others store nothing.
+    A drafter with a model has `fill(sessions, most) -> list[bool]`, which says which are filled; others store nothing.
     """
     unready: list[Session] = []
     for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
@@ -33,7 +33,7 @@ def fill_drafters(sessions: list[Session]) -> list[Session]:
         fill = getattr(drafter, "fill", None)
         if fill is not None:
             with failing_together(mine, "draft: "):
-                unready += [one for one, is_filled in zip(mine, fill(mine), strict=True) if not is_filled]
+                unready += [one for one, is_filled in zip(mine, fill(mine, most), strict=True) if not is_filled]
     return unready
 
 

@@ -40,9 +40,7 @@ class LM(Protocol):
         """Keep what the surviving beams need, free the rest."""
         ...
 
-    # A model that stores long prompts in chunks has, too:
-    #   is_filled(session) -> bool: whether the first pass of a session is no longer than others;
-    #   fill(sessions, needs) -> list[bool]: store a chunk of each that is, and say the same of them.
+    # A model that stores long prompts in chunks has `fill`, too; see `fill_prompts`.
 
     def peak(self, session: Session) -> int:
         """Most tokens of the session that were stored at once."""
@@ -72,14 +70,12 @@ def check_gives(lm: Any, needs: Needs) -> None:
         raise NotSupported(f"a part needs {needs}, and {why}")
 
 
-def filled(lm: Any, session: Session) -> bool:
-    """Return whether a session may take its first turn, and no long prompt has to be stored before."""
-    return bool(lm.is_filled(session)) if hasattr(lm, "fill") else True
+def fill_prompts(lm: Any, sessions: Sequence[Session], needs: Sequence[Needs] | None, most: int) -> list[bool]:
+    """Store a chunk of up to `most` prompts that are long, in one pass, if the model can.
 
-
-def fill_prompts(lm: Any, sessions: Sequence[Session]) -> list[bool]:
-    """Store a chunk of prompts that are long, if the model can; return which have no more to store."""
-    return list(lm.fill(sessions)) if hasattr(lm, "fill") else [True] * len(sessions)
+    Returns which sessions may take a turn, for which no more than a chunk is left to store.
+    """
+    return list(lm.fill(sessions, needs, most)) if hasattr(lm, "fill") else [True] * len(sessions)
 
 
 class Uncached:

@@ -22,7 +22,7 @@ from specbeam.lm.compiled.decoder import compiled_decoder
 from specbeam.lm.compiled.lane import CompiledLane
 from specbeam.lm.compiled.one_lane import OneLane
 from specbeam.lm.compiled.passes import PackedPasses
-from specbeam.lm.kv.trie import BLOCK, KVTrie
+from specbeam.lm.kv.trie import BLOCK
 from specbeam.lm.llama import is_llama_like
 from specbeam.lm.padded.lean import LARGEST, lean
 from specbeam.lm.padded.passes import PaddedPasses
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from specbeam.lm.gpu.passes import GpuPasses
 
 CHUNK = 512  # prompt tokens per pass
+SHARE_FROM = 64  # tokens of a prefix that sessions share
+MOST_TOGETHER = 16  # sessions that share one: attention goes over what all of them have
 
 
 @dataclass
@@ -75,11 +77,19 @@ class HuggingFaceLM:
         engine: "plain" calls the model, "torch" calls what torch.compile makes of it; "lean", "compiled" and "gpu" run its
             layers themselves (see the files of these names in lm/); "auto" takes the fastest of these that fits, but never
             "torch"; "int8" runs it with rounded weights: another model. Raises `NotSupported` where it cannot.
+        share_from: sessions whose prompts begin with so many of the same tokens compute and store these once; None: never.
     """
 
-    def __init__(self, model: "PreTrainedModel", chunk: int = CHUNK, engine: str = "auto") -> None:
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        chunk: int = CHUNK,
+        engine: str = "auto",
+        share_from: int | None = SHARE_FROM,
+    ) -> None:
         self.model, self.chunk = model, chunk
-        self.lanes: list[Any] = []
+        self.share_from = share_from
+        self.lanes: list[list[Any]] = []  # the sessions of each row of the store
         self.engine, self.runner = _engine(model, engine, self.lanes)
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions: int | None = _max_positions(model.config.get_text_config())
@@ -97,24 +107,22 @@ class HuggingFaceLM:
         """See `LM.extend`."""
         asked = checked_needs(self, len(sessions), needs)
         lanes = [self._lane(session, need) for session, need in zip(sessions, asked, strict=True)]
+        self._follow(lanes)
         self._prefill(lanes)
-        self.passes += any(_needs_a_pass(lane.trie, forest) for lane, forest in zip(lanes, forests, strict=True))
+        self.passes += any(_needs_a_pass(lane, forest) for lane, forest in zip(lanes, forests, strict=True))
         return self.runner.extend(lanes, forests)
 
-    def is_filled(self, session: Seat) -> bool:
-        """Return whether at most a chunk of a session's prompt is left to store."""
-        lane = session.state.get(self)
-        return len(session.prompt) <= self.chunk if lane is None else not self._is_long(lane, self.chunk)
-
-    def fill(self, sessions: Sequence[Seat], needs: Sequence[Needs] | None = None) -> list[bool]:
-        """Store a chunk of each prompt that is long, in one pass; return which have no more to store before a turn.
-
-        The chunks are those that `extend` would store by itself.
-        """
+    def fill(
+        self, sessions: Sequence[Seat], needs: Sequence[Needs] | None = None, most: int | None = None
+    ) -> list[bool]:
+        """See `fill_prompts`. The chunks are those that `extend` would store by itself."""
         asked = checked_needs(self, len(sessions), needs)
         lanes = [self._lane(session, need) for session, need in zip(sessions, asked, strict=True)]
-        self._store_chunk([lane for lane in lanes if self._is_long(lane, self.chunk)])
-        return [not self._is_long(lane, self.chunk) for lane in lanes]
+        self._join(lanes)
+        long = [lane for lane in lanes if lane.leader is None and self._is_long(lane, self.chunk)]
+        self._store_chunk(long[:most])
+        self._join(lanes)
+        return [not self._is_long(lane.leader or lane, self.chunk) for lane in lanes]
 
     @contextmanager
     def alone(self, session: Seat, fresh: int, more: int = 0) -> Iterator[Alone | None]:
@@ -125,6 +133,7 @@ class HuggingFaceLM:
         if isinstance(self.runner, PaddedPasses):
             yield None
             return
+        self._follow([lane])
         most = min(self.chunk, self.runner.most)
         trie = lane.trie
         if trie.waiting + fresh > most >= trie.waiting - trie.ahead + fresh and lane.answered == 0:
@@ -153,30 +162,45 @@ class HuggingFaceLM:
         self._tidy(session, lane)
 
     def _tidy(self, session: Seat, lane: Any) -> None:
-        if lane.trie.extent > 2 * lane.trie.held + BLOCK:
+        if len(lane.company) == 1 and lane.trie.extent > 2 * lane.trie.held + BLOCK:
             self.compact(session)
 
     def peak(self, session: Seat) -> int:
         return session.state[self].trie.peak
 
     def close(self, session: Seat) -> None:
-        """Give the lane back: the last lane moves into its place, so that the lanes in use stay together."""
+        """Give the lane back: the sessions of the last row move into an empty one, so that rows in use stay together."""
         lane = session.state.pop(self, None)
         if lane is None:
             return
+        self._join(lane.company)
+        lane.company.remove(lane)
+        lane.trie.company.remove(lane.trie)
+        self._bereave([other for other in lane.company if other.leader is lane])
+        if lane.company:
+            return
         last = self.lanes.pop()
-        if last is not lane:
-            if last.row < self.runner.store.lanes:  # otherwise it has stored nothing so far
-                self.runner.store.move_lane(last.row, lane.row)
-            last.row = lane.row
-            self.lanes[lane.row] = last
+        if last is lane.company:
+            return
+        if last[0].row < self.runner.store.lanes:  # otherwise it has stored nothing so far
+            self.runner.store.move_lane(last[0].row, lane.row)
+        self.lanes[lane.row] = last
+        for other in last:
+            other.row = lane.row
 
     def compact(self, session: Seat) -> None:
         """Close the holes in the session's lane. New nodes fill holes anyway, so this is for forests that shrank."""
         lane = session.state[self]
+        if self.shares(session):
+            return
         source, goal = lane.trie.compact()
         if len(source):
             self.runner.store.move_slots(lane.row, *(torch.from_numpy(x).to(self.device) for x in (source, goal)))
+
+    def shares(self, session: Seat) -> bool:
+        """Whether other sessions store what they have in the same row, so that a compiled run of turns cannot."""
+        lane = session.state.get(self)
+        return lane is not None and len(lane.company) > 1
 
     def held(self, session: Seat) -> int:
         """Tokens stored for the session now."""
@@ -185,11 +209,63 @@ class HuggingFaceLM:
     def _lane(self, session: Seat, needs: Needs = LOGITS) -> Any:
         lane = session.state.get(self)
         if lane is None:
-            lane = self.runner.lane(len(self.lanes), session.prompt)
+            leader, common = self._leader(session, needs)
+            lane = self.runner.lane(len(self.lanes) if leader is None else leader.row, session.prompt)
             lane.needs = needs
-            self.lanes.append(lane)
+            if leader is None:
+                self.lanes.append(lane.company)
+            else:
+                lane.leader, lane.common = leader, common
+                lane.company = leader.company
+                lane.company.append(lane)
+                lane.trie.company = leader.trie.company
+                lane.trie.company.append(lane.trie)
             session.state[self] = lane
         return lane
+
+    def _leader(self, session: Seat, needs: Needs) -> tuple[Any, int]:
+        """Return a lane that stores the beginning of the same prompt, or will, and how many tokens of it.
+
+        The last token of a prompt is a session's own, as somebody has to score it.
+        """
+        if self.share_from is None or needs.prompt:
+            return None, 0
+        best, longest = None, self.share_from - 1
+        for company in self.lanes:
+            if len(company) >= MOST_TOGETHER:
+                continue
+            for lane in company:
+                common = min(_agreement(session.prompt, lane.prompt), len(session.prompt) - 1, len(lane.prompt) - 1)
+                if common > longest and lane.leader is None:
+                    best, longest = lane, common
+        return best, longest if best is not None else 0
+
+    def _join(self, lanes: list[Any]) -> None:
+        """Let lanes take over what their leaders have stored for them, as far as these have."""
+        for lane in lanes:
+            if lane.leader is not None and lane.leader.trie.prompt_stored >= lane.common:
+                lane.trie.share(lane.leader.trie, lane.prompt, lane.common)
+                lane.leader = None
+
+    def _bereave(self, lanes: list[Any]) -> None:
+        """Let the first of these lanes, whose leader is gone, lead those that it may."""
+        for place, lane in enumerate(lanes):
+            first = lanes[0]
+            common = min(_agreement(lane.prompt, first.prompt), lane.common, len(first.prompt) - 1)
+            lane.leader = first if place and common >= (self.share_from or 0) else None
+            lane.common = common
+
+    def _follow(self, lanes: list[Any]) -> None:
+        """Store what others of these lanes wait for, and let them take it over."""
+        while late := [lane for lane in lanes if lane.leader is not None]:
+            wanted: dict[Any, int] = {}
+            for lane in late:
+                missing = lane.common - lane.leader.trie.prompt_stored
+                wanted[lane.leader] = max(wanted.get(lane.leader, 0), missing)
+            counts = {leader: min(count, self.chunk) for leader, count in wanted.items() if count > 0}
+            if counts:
+                self._store(counts)
+            self._join(late)
 
     def _prefill(self, lanes: list[Any], most: int | None = None) -> None:
         """Long prompts go ahead in chunks, so that a pass stays small whatever the prompt: until at most so many tokens are
@@ -207,13 +283,28 @@ class HuggingFaceLM:
         """Store the next chunk of each prompt, in one pass."""
         if not lanes:
             return
+        self._store({lane: min(self.chunk, lane.trie.ahead) for lane in lanes})
+
+    def _store(self, counts: dict[Any, int]) -> None:
+        """Store so many tokens of each prompt, in one pass."""
         self.passes += 1
-        self.runner.prefill(lanes, [min(self.chunk, lane.trie.ahead) for lane in lanes])
-        for lane in lanes:
+        self.runner.prefill([*counts], [*counts.values()])
+        for lane in counts:
             lane.trie.forget_inner()
 
 
-def _needs_a_pass(trie: KVTrie, forest: Forest) -> bool:
+def _agreement(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    if first == second:
+        return len(first)
+    for place, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return place
+    return min(len(first), len(second))
+
+
+def _needs_a_pass(lane: Any, forest: Forest) -> bool:
+    trie = lane.trie
     return trie.waiting > 0 or forest.size > trie.known
 
 

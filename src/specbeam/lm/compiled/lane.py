@@ -1,10 +1,9 @@
 """One session in a compiled model: its trie, and what logits of stored nodes are made from."""
 
 import numpy as np
-import torch
 from jaxtyping import Float32
 
-from specbeam.lm.answers import LOGITS
+from specbeam.lm.kv.member import RowMember
 from specbeam.lm.kv.steps import BLOCK
 from specbeam.lm.kv.trie import KVTrie, widened
 from specbeam.records import Turn
@@ -12,14 +11,12 @@ from specbeam.records import Turn
 SHORT = 4 * BLOCK  # tokens of a short text, and of the drafts of a turn: to widen costs more than to have room
 
 
-class CompiledLane:
+class CompiledLane(RowMember):
     """For the compiled forward, whose outputs are what logits are made from: few numbers a row, kept for every node."""
 
     def __init__(self, row: int, prompt: list[int], hidden: int) -> None:
-        self.row = row
+        super().__init__(row, prompt)
         self.trie = KVTrie(prompt, SHORT)
-        self.needs = LOGITS
-        self.prompt_rows: list[torch.Tensor] = []  # see `kv.lane.Lane`
         self.answered = 0
         self.outputs = np.zeros((0, hidden), dtype=np.float32)  # by stored local node
 
@@ -30,7 +27,8 @@ class CompiledLane:
         self._make_rows()
 
     def _make_rows(self) -> None:
-        if (rows := len(self.trie.arrays.seen)) > len(self.outputs):
+        rows = len(self.trie.arrays.seen)
+        if rows > len(self.outputs):
             self.outputs = widened(self.outputs, rows, self.outputs.shape[1])
 
     def ran(self) -> None:

@@ -16,7 +16,7 @@ from specbeam.lm.compiled.lane import CompiledLane
 from specbeam.lm.compiled.one_lane import OneLane, extended
 from specbeam.lm.kv.lane import Logits, told
 from specbeam.lm.kv.masks import Masks
-from specbeam.lm.kv.trie import BLOCK
+from specbeam.lm.kv.trie import BLOCK, Feed
 from specbeam.records import Needs, Scored
 
 if TYPE_CHECKING:
@@ -72,9 +72,14 @@ class PackedPasses:
 
     def prefill(self, lanes: list[CompiledLane], counts: list[int]) -> None:
         """Store so many pending tokens of each lane."""
-        starts_at = [lane.trie.stored for lane in lanes]
-        ahead = [min(lane.trie.ahead, count) for lane, count in zip(lanes, counts, strict=True)]
+        ahead = [(lane.trie.stored, min(lane.trie.ahead, count)) for lane, count in zip(lanes, counts, strict=True)]
         feeds = [lane.trie.feed(count) for lane, count in zip(lanes, counts, strict=True)]
+        for lane, outputs, (start, before) in zip(lanes, self._forward(lanes, feeds), ahead, strict=True):
+            lane.learn(outputs)
+            self._keep_prompt(lane, start, before)
+
+    def _forward(self, lanes: list[CompiledLane], feeds: list[Feed]) -> list[Float32[np.ndarray, "rows hidden"]]:
+        """Run the layers on what was fed to the lanes. Returns what is behind them, feed by feed."""
         tries = [lane.trie for lane in lanes]
         extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
         self.store.reserve(len(self.lanes), extent)
@@ -86,9 +91,7 @@ class PackedPasses:
         rows = Rows(tokens, positions, slots, sessions, self.masks.flat(feeds, tries, extent))
         with lap("model"):
             outputs = self.decoder.forward(rows, self.store)
-        for lane, feed, start, at, before in zip(lanes, feeds, starts, starts_at, ahead, strict=False):
-            lane.learn(outputs[start : start + len(feed)])
-            self._keep_prompt(lane, at, before)
+        return [outputs[start:stop] for start, stop in pairwise(starts)]
 
     def _alone(self, lane: CompiledLane, forest: Forest) -> Scored:
         first, start, ahead = lane.answered, lane.trie.stored, lane.trie.ahead

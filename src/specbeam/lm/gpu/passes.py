@@ -1,5 +1,6 @@
 """Passes on a GPU: one copy there, one captured graph, one copy back."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
@@ -138,9 +139,12 @@ class GpuPasses:
 
     def _staged(self, parts: list[tuple[GpuLane, int, Nodes]], shape: PassShape) -> tuple[Staging, int]:
         """The rows of a pass, and how many bytes their mask has."""
+        beside = Counter[int]()
+        for lane, count, _ in parts:
+            beside[lane.row] += count
         for lane, count, _ in parts:
             check(lane.trie.arrays, count, self.model)
-            lane.trie.make_slots(count)
+            lane.trie.make_slots(beside[lane.row])
         self._reserve(max(lane.trie.capacity for lane, *_ in parts))
         most = sum(lane.trie.capacity * count for lane, count, _ in parts) * len(self.model.windows)
         staging, row, byte = self.staging, 0, 0
@@ -148,6 +152,7 @@ class GpuPasses:
             staging = Staging(self.device, shape.rows, shape.sessions, most)
         into = staging.filled
         for session, (lane, count, _) in enumerate(parts):
+            lane.trie.make_slots(count)  # others of the row may have taken some
             byte = laid_out(lane.trie.arrays, count, lane.row, self.model, into, session, row, byte)
             row += count
         for numbers in (into.tokens, into.positions, into.lanes, into.slots):

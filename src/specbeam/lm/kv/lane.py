@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float, Int64
 
 from specbeam.core.forest import Forest
-from specbeam.lm.answers import LOGITS, answered
+from specbeam.lm.answers import answered
+from specbeam.lm.kv.member import RowMember
 from specbeam.lm.kv.rows import picked
 from specbeam.lm.kv.trie import KVTrie
 from specbeam.records import Scored, Turn
@@ -17,19 +18,12 @@ Logits = Float[torch.Tensor, "_ vocab"]
 Columns = tuple[torch.Tensor, ...]  # what is known of the same rows: logits, and hidden states where a part needs them
 
 
-class Lane:
-    """For models whose outputs are logits.
-
-    Attributes:
-        needs: what the parts of the session ask of each row.
-        prompt_rows: hidden states of rows before the first root, until they are handed out.
-    """
+class Lane(RowMember):
+    """For models whose outputs are logits."""
 
     def __init__(self, row: int, prompt: list[int]) -> None:
-        self.row = row
+        super().__init__(row, prompt)
         self.trie = KVTrie(prompt)
-        self.needs = LOGITS
-        self.prompt_rows: list[torch.Tensor] = []
         self.answered = 0  # forest nodes whose logits were handed out in this turn
         # By ascending local nodes: those of roots that were stored in an earlier turn, then those of this turn's passes.
         self._blocks: list[tuple[Nodes, Columns]] = []

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxtyping import Float, Int64
 from specbeam.clock import lap
 from specbeam.core.forest import Forest
 from specbeam.lm.kv.lane import Columns, Lane, Nodes
-from specbeam.lm.kv.masks import Mask, Masks
+from specbeam.lm.kv.masks import Mask, Masks, SlotPositions
 from specbeam.lm.kv.rows import picked
 from specbeam.lm.kv.store import KVStore, Place
 from specbeam.lm.kv.trie import BLOCK, WASTE, Feed
@@ -37,12 +38,65 @@ class Part:
     lane: Lane
     feed: Feed
     ahead: int  # rows that stand before the first root
-    wanted: Nodes  # rows whose logits are asked for
+    nodes: Nodes  # local nodes whose logits are asked for
+    wanted: Nodes  # the rows of these
 
     @property
     def first(self) -> int:
         """The first row whose logits are asked for; the last one, if there is none."""
         return int(self.wanted.min(initial=len(self.feed) - 1))
+
+
+class Row:
+    """What the sessions of one row of the store bring to a pass, one after the other.
+
+    Attributes:
+        feed: all of it.
+        book: a trie, or what knows the positions of slots as one does.
+        starts: the first row of each part.
+    """
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+        self.starts = [0, *accumulate(len(part.feed) for part in parts)]
+        self.feed: Feed
+        self.book: SlotPositions
+        self.feed, self.book = _together(parts) if len(parts) > 1 else (parts[0].feed, parts[0].lane.trie)
+
+    @property
+    def first(self) -> int:
+        """The first row whose logits are asked for."""
+        return min(start + part.first for start, part in zip(self.starts, self.parts, strict=False))
+
+
+@dataclass(frozen=True, eq=False)
+class SlotBook:
+    """The positions of the tokens in the slots of a row, whoever they belong to."""
+
+    slot_position: Int64[np.ndarray, " slots"]
+
+    @property
+    def capacity(self) -> int:
+        """The number of slots."""
+        return len(self.slot_position)
+
+
+def _together(parts: list[Part]) -> tuple[Feed, SlotPositions]:
+    """Return the feeds of several sessions as one, and where what they see stands."""
+    slots = max(part.lane.trie.capacity for part in parts)
+    positions = np.zeros(slots, dtype=np.int64)
+    seen = []
+    for part in parts:
+        trie = part.lane.trie
+        wide = np.zeros((len(part.feed), slots), dtype=bool)
+        wide[:, : part.feed.seen.shape[1]] = part.feed.seen
+        looked_at = np.flatnonzero(wide.any(0))
+        positions[looked_at] = trie.slot_position[looked_at]
+        seen.append(wide)
+    tokens, places, at = (
+        np.concatenate([getattr(part.feed, name) for part in parts]) for name in ("tokens", "positions", "slots")
+    )
+    return Feed(tokens, places, at, np.concatenate(seen)), SlotBook(positions)
 
 
 class PaddedPasses:
@@ -84,30 +138,28 @@ class PaddedPasses:
         """Store what is pending, with the new nodes of these forests; return what was not handed out yet."""
         asked = [(lane, lane.enter(forest)) for lane, forest in zip(lanes, forests, strict=True)]
         if busy := [(lane, nodes) for lane, nodes in asked if lane.trie.waiting]:
-            self._run(
-                [self._part(lane, lane.trie.waiting, nodes) for lane, nodes in busy], [nodes for _, nodes in busy]
-            )
+            self._run([self._part(lane, lane.trie.waiting, nodes) for lane, nodes in busy], learns=True)
         return [lane.answer() for lane in lanes]
 
     def prefill(self, lanes: list[Lane], counts: list[int]) -> None:
         """Store so many pending tokens of each lane, whose logits nobody asks for."""
         none = np.zeros(0, dtype=np.int64)
-        self._run([self._part(lane, count, none) for lane, count in zip(lanes, counts, strict=True)], None)
+        self._run([self._part(lane, count, none) for lane, count in zip(lanes, counts, strict=True)], learns=False)
 
     def _part(self, lane: Lane, count: int, nodes: Nodes) -> Part:
         """Store so many pending nodes of a lane, of which the logits of some local nodes are asked for."""
         trie = lane.trie
         wanted = nodes - trie.stored
         ahead = min(trie.ahead, count)
-        return Part(lane, trie.feed(count), ahead, wanted)
+        return Part(lane, trie.feed(count), ahead, nodes, wanted)
 
-    def _run(self, parts: list[Part], nodes: list[Nodes] | None) -> None:
-        """Run a pass, and let the lanes learn what it found of their nodes."""
-        for place, (part, (columns, prompt)) in enumerate(zip(parts, self._forward(parts), strict=True)):
+    def _run(self, parts: list[Part], learns: bool) -> None:
+        """Run a pass, and let the lanes learn what it found of their nodes, if anything was asked for."""
+        for part, (columns, prompt) in zip(parts, self._forward(parts), strict=True):
             if part.lane.needs.prompt and len(prompt):
                 part.lane.prompt_rows.append(prompt)
-            if nodes is not None:
-                part.lane.learn(nodes[place], columns)
+            if learns:
+                part.lane.learn(part.nodes, columns)
 
     @torch.inference_mode()
     def _forward(self, parts: list[Part]) -> list[tuple[Columns, torch.Tensor]]:
@@ -117,12 +169,15 @@ class PaddedPasses:
         Returns of each part what was wanted: logits, and hidden states where somebody needs them; and the hidden states of
         the rows that stand before its first root.
         """
-        by_row = {part.lane.row: part for part in parts}
+        together: dict[int, list[Part]] = {}
+        for part in parts:
+            together.setdefault(part.lane.row, []).append(part)
+        by_row = {row: Row(mine) for row, mine in together.items()}
         hears = any(part.lane.needs.states for part in parts)
         rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
-        width = max(len(part.feed) for part in parts)
+        width = max(len(one.feed) for one in by_row.values())
         extent = -(-max(part.lane.trie.extent for part in parts) // BLOCK)
-        last = max(len(part.feed) - part.first for part in parts)
+        last = max(len(one.feed) - one.first for one in by_row.values())
         if any(part.lane.needs.prompt and part.ahead for part in parts):
             last = width  # the model's head has to read them all
         every = range(up(rows[-1] + 1))
@@ -146,23 +201,26 @@ class PaddedPasses:
                 heard[:] = [one[[rows.index(row) for row in by_row]].float().cpu() for one in heard]
         found = []
         for part in parts:
+            mine = by_row[part.lane.row]
             row = rows.index(part.lane.row)
-            columns: Columns = (picked(logits[row], part.wanted + last - len(part.feed)),)
+            start = mine.starts[mine.parts.index(part)] + last - len(mine.feed)
+            columns: Columns = (picked(logits[row], part.wanted + start),)
             prompt = logits.new_zeros(0, 0)
             if part.lane.needs.states:
-                own = heard[0][row, -last:]
-                columns += (picked(own, part.wanted + last - len(part.feed)),)
-                prompt = own[last - len(part.feed) :][: part.ahead] if part.lane.needs.prompt else prompt
+                states = heard[0][row, -last:]
+                columns += (picked(states, part.wanted + start),)
+                if part.lane.needs.prompt and part.ahead:
+                    prompt = states[start : start + part.ahead]
             found.append((columns, prompt))
         return found
 
     def _laid_out(
-        self, rows: Sequence[int], by_row: dict[int, Part], width: int, extent: int
+        self, rows: Sequence[int], by_row: dict[int, Row], width: int, extent: int
     ) -> tuple[Int64[np.ndarray, "3 batch width"], Mask]:
         """Tokens, positions and slots, aligned to the right, and the masks."""
         some = next(iter(by_row.values()))
         feeds = [by_row[row].feed if row in by_row else _NOTHING for row in rows]
-        tries = [by_row.get(row, some).lane.trie for row in rows]  # what has no feed is not looked at
+        tries = [by_row.get(row, some).book for row in rows]  # what has no feed is not looked at
         inputs = np.zeros((3, len(rows), width), dtype=np.int64)
         inputs[2] = WASTE
         for one, feed in enumerate(feeds):

@@ -1,0 +1,31 @@
+"""What lanes of all engines know of the row of the store that they are in."""
+
+from typing import Any
+
+import torch
+
+from specbeam.lm.answers import LOGITS
+from specbeam.lm.kv.trie import KVTrie
+
+
+class RowMember:
+    """A session in a model. Those whose prompts begin with the same tokens may be in one row, where these are stored once.
+
+    Attributes:
+        row: of the store.
+        company: all members of the row.
+        leader: the member that stores the beginning of this prompt, too; None if nobody does, or once it is taken over.
+        common: number of tokens that the leader stores for this one.
+        needs: what the parts of the session ask of each row of a pass.
+        prompt_rows: hidden states of rows before the first root, until they are handed out.
+    """
+
+    trie: KVTrie
+
+    def __init__(self, row: int, prompt: list[int]) -> None:
+        self.row, self.prompt = row, prompt
+        self.company: list[Any] = [self]
+        self.leader: Any = None
+        self.common = 0
+        self.needs = LOGITS
+        self.prompt_rows: list[torch.Tensor] = []
