@@ -7,7 +7,7 @@ from specbeam.clock import lap
 from specbeam.draft.together import close_drafters, fill_drafters
 from specbeam.errors import Cancelled
 from specbeam.kernels.interrupts import interrupts_held
-from specbeam.lm.base import LM, check_gives, fill_prompts
+from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
 from specbeam.runs import run_ahead
 from specbeam.session import Session
 from specbeam.turn import Turns, turns
@@ -36,8 +36,12 @@ class Decoder:
         self.live: list[Session] = []  # they take turns
 
     def add(self, session: Session) -> None:
-        """Let a session wait for its place. Raises `NotSupported` if its parts need what the target cannot give."""
+        """Let a session wait for its place.
+
+        Raises `NotSupported` if its parts need what the target cannot give, or it gives the target what that cannot take.
+        """
         check_gives(self.target, session.parts.needs)
+        check_takes(self.target, session)
         self.waiting.append(session)
 
     def cancel(self, session: Session) -> bool:

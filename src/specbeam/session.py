@@ -1,7 +1,7 @@
 """What is alive in one generation: beams, scores, dice, limits, the state of each part."""
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -34,7 +34,7 @@ from specbeam.records import Certificate, Needs, Report, Shape, Turn, Verdict
 
 @runtime_checkable
 class Seat(Protocol):
-    """What a language model needs of a session."""
+    """What a language model needs of a session. It may have `context` and `vectors`, too (see `Session`)."""
 
     prompt: list[int]
     state: dict[Hashable, Any]
@@ -139,7 +139,14 @@ class Counters:
 
 
 class Session:
-    """One generation. Rooms read it; only `advance` and each part's own entry in `state` change."""
+    """One generation. Rooms read it; only `advance` and each part's own entry in `state` change.
+
+    Attributes:
+        context: what a model needs besides tokens, by model: handed to that model's engine as it is. For what transformers
+            runs these are keyword arguments of its forward, tensors with a first dimension of 1 (the states of an encoder).
+        vectors: rows that are given by embedding, by model, float[rows, size]: the token -1 - k of a prompt, or of a
+            drafter's probes, stands for row k. They are what the model's embedding would give (soft prompts, images).
+    """
 
     def __init__(
         self,
@@ -164,13 +171,16 @@ class Session:
         self.state: dict[Hashable, Any] = {}
         self.beside = 1  # sessions that share the present pass, itself included; told by the loop
         self.shape = Shape(0, 0)  # that was planned for the present turn; told by the loop
+        self.context: Mapping[Any, Any] = {}
+        self.vectors: Mapping[Any, torch.Tensor] = {}
         self.audited, self.audit = audited, Audit()
         self.certificate: Certificate | None = None
         self.count = Counters()
 
     def pad(self, padding: list[int]) -> None:
         """Set what stands before the prompt in a padded batch: logits processors see it. Before the first turn."""
-        self.head = np.array([*padding, *self.prompt], dtype=np.int64)
+        named = [token for token in self.prompt if token >= 0]  # the others are given by embedding
+        self.head = np.array([*padding, *named], dtype=np.int64)
         if self.warp.constraint is not None:
             self.warp.constraint.prompt_length = len(self.head)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from specbeam.core.forest import Forest
-from specbeam.errors import NotSupported
+from specbeam.errors import BadPrompt, NotSupported
 from specbeam.lm.answers import LOGITS
 from specbeam.records import Needs, Scored, Turn
 from specbeam.session import Session
@@ -68,6 +68,17 @@ def check_gives(lm: Any, needs: Needs) -> None:
     why = f"{type(lm).__name__} gives logits alone" if lacks is None else lacks(needs)
     if why:
         raise NotSupported(f"a part needs {needs}, and {why}")
+
+
+def check_takes(lm: Any, session: Session) -> None:
+    """Raise `NotSupported` if a model cannot take what a session gives it besides tokens."""
+    refuses = getattr(lm, "refuses", None)
+    given = lm in session.context or lm in session.vectors
+    why = refuses(session) if refuses else f"{type(lm).__name__} takes tokens alone" if given else ""
+    if why:
+        raise NotSupported(why)
+    if session.vectors and session.prompt[-1] < 0:
+        raise BadPrompt("the last token of a prompt is given by embedding; put a token that the model knows behind it")
 
 
 def fill_prompts(lm: Any, sessions: Sequence[Session], needs: Sequence[Needs] | None, most: int) -> list[bool]:

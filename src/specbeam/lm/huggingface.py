@@ -101,6 +101,32 @@ class HuggingFaceLM:
         """Say why this model cannot give what is asked for; "" if it can."""
         return self.runner.lacks(needs)
 
+    def refuses(self, session: Seat) -> str:
+        """Say why this model cannot take what a session gives it besides tokens; "" if it can."""
+        context, vectors = self._given(session)
+        if context is not None and (why := self.runner.refuses(context)):
+            return why
+        rows = -min(min(session.prompt), 0)
+        if vectors is None:
+            return (
+                f"the prompt has rows by embedding, and session.vectors has none for {self.model_name}" if rows else ""
+            )
+        if rows > len(vectors):
+            return f"the prompt has the token {-rows}, and vectors has {len(vectors)} rows"
+        size = self.model.get_input_embeddings().weight.shape[1]
+        if vectors.ndim != 2 or vectors.shape[1] != size:
+            return f"vectors is {[*vectors.shape]}; {self.model_name} reads rows of {size}"
+        return "" if self.runner.takes_vectors else _NO_VECTORS
+
+    @property
+    def model_name(self) -> str:
+        """The class of the model."""
+        return type(self.model).__name__
+
+    def _given(self, session: Seat) -> tuple[Any, torch.Tensor | None]:
+        """Return what a session gives this model besides tokens; None: nothing."""
+        return getattr(session, "context", {}).get(self), getattr(session, "vectors", {}).get(self)
+
     def extend(
         self, sessions: Sequence[Seat], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
@@ -134,6 +160,9 @@ class HuggingFaceLM:
             yield None
             return
         self._follow([lane])
+        if lane.has_vectors:  # loops look tokens up
+            yield None
+            return
         most = min(self.chunk, self.runner.most)
         trie = lane.trie
         if trie.waiting + fresh > most >= trie.waiting - trie.ahead + fresh and lane.answered == 0:
@@ -209,9 +238,12 @@ class HuggingFaceLM:
     def _lane(self, session: Seat, needs: Needs = LOGITS) -> Any:
         lane = session.state.get(self)
         if lane is None:
+            if why := self.refuses(session):
+                raise NotSupported(why)
             leader, common = self._leader(session, needs)
             lane = self.runner.lane(len(self.lanes) if leader is None else leader.row, session.prompt)
             lane.needs = needs
+            lane.context, lane.vectors = self._given(session)
             if leader is None:
                 self.lanes.append(lane.company)
             else:
@@ -230,9 +262,12 @@ class HuggingFaceLM:
         """
         if self.share_from is None or needs.prompt:
             return None, 0
+        context, vectors = self._given(session)
         best, longest = None, self.share_from - 1
         for company in self.lanes:
             if len(company) >= MOST_TOGETHER:
+                continue
+            if company[0].vectors is not vectors or not _are_same(company[0].context, context):
                 continue
             for lane in company:
                 common = min(_agreement(session.prompt, lane.prompt), len(session.prompt) - 1, len(lane.prompt) - 1)
@@ -291,6 +326,13 @@ class HuggingFaceLM:
         self.runner.prefill([*counts], [*counts.values()])
         for lane in counts:
             lane.trie.forget_inner()
+
+
+def _are_same(first: Any, second: Any) -> bool:
+    """Return whether two contexts hold the same things; equal ones that are not the same count as different."""
+    if first is second or first is None or second is None:
+        return first is second
+    return first.keys() == second.keys() and all(first[name] is second[name] for name in first)
 
 
 def _agreement(first: Sequence[int], second: Sequence[int]) -> int:
@@ -359,6 +401,10 @@ def _gpu_passes(model: "PreTrainedModel", lanes: list[Any], capture: bool) -> "G
 
 
 _NUMBA = ", which needs numba (pip install 'numba>=0.62'),"
+_NO_VECTORS = (
+    "the forward for GPUs looks every token up, and takes no rows by embedding: "
+    "HuggingFaceLM(model, engine='plain') does"
+)
 _NAMES = {
     "gpu": "the forward for GPUs, which needs triton,",
     "int8": f"quantize='int8'{_NUMBA}",

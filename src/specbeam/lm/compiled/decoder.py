@@ -3,7 +3,7 @@ lane of its own session. Twin of the model's own forward, up to rounding; `load`
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,6 +70,9 @@ class Rows:
     seen: dict[str, Bool[np.ndarray, "n slots"]]  # by kind of layer
 
 
+_NO_VECTORS: Mapping[int, Float32[np.ndarray, " hidden"]] = {}
+
+
 class CompiledDecoder:
     """The forward of one model; see `compiled_decoder`."""
 
@@ -109,20 +112,40 @@ class CompiledDecoder:
     def store(self) -> PanelStore:
         return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH)
 
-    def forward(self, rows: Rows, store: PanelStore) -> Float32[np.ndarray, "n hidden"]:
+    def forward(
+        self,
+        rows: Rows,
+        store: PanelStore,
+        vectors: Mapping[int, Float32[np.ndarray, " hidden"]] = _NO_VECTORS,
+    ) -> Float32[np.ndarray, "n hidden"]:
         """What `logits` are made from, for all rows; keys and values of all are stored.
+
+        Args:
+            vectors: rows that are given by embedding, and not by their token, which is negative.
 
         Raises `IndexError` for tokens and positions that the model does not have: loops would read beyond its arrays.
         """
         if rows.positions.max() >= self.angles.shape[1]:
             raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[1]}")
-        x = self.embedding.take(rows.tokens, 0)
+        x = self._embedded(rows.tokens, vectors)
         seen = np.array([rows.seen[name] for name in self.names])
         with _on_threads(self.threads) as threads:
             all_layers(
                 x, self.weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen,
                 self.kinds, store.keys_by_panel, store.values_by_slot, threads,
             )  # fmt: skip
+        return x
+
+    def _embedded(
+        self, tokens: Int64[np.ndarray, " n"], vectors: Mapping[int, Float32[np.ndarray, " hidden"]]
+    ) -> Float32[np.ndarray, "n hidden"]:
+        """Return what the first layer reads."""
+        strange = tokens < 0
+        if strange.any() and {*np.flatnonzero(strange).tolist()} != {*vectors}:
+            raise IndexError("a token is beyond those of the model")
+        x = self.embedding.take(np.maximum(tokens, 0), 0)
+        for row, vector in vectors.items():
+            x[row] = vector
         return x
 
     @contextmanager

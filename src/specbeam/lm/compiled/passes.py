@@ -40,13 +40,19 @@ class PackedPasses:
     def lane(self, row: int, prompt: list[int]) -> CompiledLane:
         return CompiledLane(row, prompt, self.decoder.embedding.shape[1])
 
+    takes_vectors = True
+
+    def refuses(self, context: object) -> str:
+        """Say why these passes cannot take a context; they take none."""
+        return "the compiled forward takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
+
     def lacks(self, needs: Needs) -> str:
         """Say why these passes cannot give what is asked for: they can."""
         return ""
 
     def extend(self, lanes: list[CompiledLane], forests: Sequence[Forest]) -> list[Scored]:
         """Store what is pending, with the new nodes of these forests; return what was not handed out yet."""
-        if len(lanes) == 1:
+        if len(lanes) == 1 and lanes[0].vectors is None:
             return [self._alone(lanes[0], forests[0])]
         for lane, forest in zip(lanes, forests, strict=True):
             lane.trie.enter(forest)
@@ -89,8 +95,14 @@ class PackedPasses:
             np.concatenate([getattr(feed, name) for feed in feeds]) for name in ("tokens", "positions", "slots")
         )
         rows = Rows(tokens, positions, slots, sessions, self.masks.flat(feeds, tries, extent))
+        vectors = {
+            start + place: lane.vectors[-1 - int(feed.tokens[place])].float().numpy()
+            for lane, feed, start in zip(lanes, feeds, starts, strict=False)
+            if lane.vectors is not None
+            for place in np.flatnonzero(feed.tokens < 0).tolist()
+        }
         with lap("model"):
-            outputs = self.decoder.forward(rows, self.store)
+            outputs = self.decoder.forward(rows, self.store, vectors)
         return [outputs[start:stop] for start, stop in pairwise(starts)]
 
     def _alone(self, lane: CompiledLane, forest: Forest) -> Scored:

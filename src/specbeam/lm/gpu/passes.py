@@ -62,6 +62,12 @@ class GpuPasses:
     def lane(self, row: int, prompt: list[int]) -> GpuLane:
         return GpuLane(row, prompt, self.vocab, pinned=self.device.type == "cuda")
 
+    takes_vectors = False
+
+    def refuses(self, context: object) -> str:
+        """Say why these passes cannot take a context; they take none."""
+        return "the forward for GPUs takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
+
     def lacks(self, needs: Needs) -> str:
         """Say why these passes cannot give what is asked for; "" if they can."""
         if needs.states:

@@ -16,6 +16,7 @@ class RowMember:
         company: all members of the row.
         leader: the member that stores the beginning of this prompt, too; None if nobody does, or once it is taken over.
         common: number of tokens that the leader stores for this one.
+        context, vectors: what the session gives this model besides tokens (see `Session`); None: nothing.
         needs: what the parts of the session ask of each row of a pass.
         prompt_rows: hidden states of rows before the first root, until they are handed out.
     """
@@ -27,5 +28,12 @@ class RowMember:
         self.company: list[Any] = [self]
         self.leader: Any = None
         self.common = 0
+        self.context: Any = None
+        self.vectors: torch.Tensor | None = None
         self.needs = LOGITS
         self.prompt_rows: list[torch.Tensor] = []
+
+    @property
+    def has_vectors(self) -> bool:
+        """Whether a token that is not stored yet is given by embedding."""
+        return self.vectors is not None and bool((self.trie.tokens[self.trie.stored :] < 0).any())

@@ -122,14 +122,19 @@ class LeanDecoder:
         wanted: int,
         real: Tensor | None = None,
         heard: list[Tensor] | None = None,
+        embeds: Tensor | None = None,
     ) -> Tensor:
         """Logits float[batch, wanted, vocab] of the last rows. int64[batch, rows]; masks are added to the scores.
 
         `real`: which of the batch * rows are no padding; only they pass through the matrices. None: all.
+        `embeds`: float[batch, rows, width], in place of the tokens' own.
         `heard`: a list that the hidden states of all rows, float[batch, rows, width], are put into.
         """
         grid = Grid(tokens.shape[0], tokens.shape[1], real)
-        x = self.embedding[grid.packed(tokens.reshape(-1))]
+        if embeds is None:
+            x = self.embedding[grid.packed(tokens.reshape(-1))]
+        else:
+            x = grid.packed(embeds.reshape(grid.batch * grid.rows, -1))
         turns = self.turns[grid.packed(positions.reshape(-1))][:, None]
         for number, layer in enumerate(self.layers):
             mask = masks[layer.kind] if isinstance(masks, dict) else masks

@@ -1,11 +1,12 @@
 """Passes of a model that takes batches: sessions side by side, padded to the longest."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_NOTHING_GIVEN: Mapping[str, torch.Tensor] = {}
 FEW = 16  # lanes that may go along for the sake of one
 
 
@@ -134,6 +136,23 @@ class PaddedPasses:
             return "what torch.compile makes of a model hands out no hidden states: leave compile out"
         return ""
 
+    takes_vectors = True
+
+    def refuses(self, context: object) -> str:
+        """Say why these passes cannot take a context; "" if they can."""
+        name = type(self.model).__name__
+        if self.lean is not None:
+            return "the lean forward takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
+        if not isinstance(context, Mapping):
+            return f"context is {type(context).__name__}; {name} takes keyword arguments of its forward, as a dict"
+        known = inspect.signature(self.model.forward).parameters
+        if strange := [key for key in context if key not in known or key in _OURS]:
+            return f"context holds {', '.join(strange)}, which {name} does not take"
+        shapes = {key: [*one.shape] for key, one in context.items()}
+        if wrong := [f"{key} is {shape}" for key, shape in shapes.items() if shape[:1] != [1]]:
+            return f"of the context {', '.join(wrong)}; each has to be of one session: the first dimension is 1"
+        return ""
+
     def extend(self, lanes: list[Lane], forests: Sequence[Forest]) -> list[Scored]:
         """Store what is pending, with the new nodes of these forests; return what was not handed out yet."""
         asked = [(lane, lane.enter(forest)) for lane, forest in zip(lanes, forests, strict=True)]
@@ -154,12 +173,19 @@ class PaddedPasses:
         return Part(lane, trie.feed(count), ahead, nodes, wanted)
 
     def _run(self, parts: list[Part], learns: bool) -> None:
-        """Run a pass, and let the lanes learn what it found of their nodes, if anything was asked for."""
-        for part, (columns, prompt) in zip(parts, self._forward(parts), strict=True):
-            if part.lane.needs.prompt and len(prompt):
-                part.lane.prompt_rows.append(prompt)
-            if learns:
-                part.lane.learn(part.nodes, columns)
+        """Run a pass, and let the lanes learn what it found of their nodes, if anything was asked for.
+
+        Sessions with contexts of different shapes cannot stand in one batch, and have a pass for each shape.
+        """
+        groups: dict[Any, list[Part]] = {}
+        for part in parts:
+            groups.setdefault(_shapes(part.lane.context), []).append(part)
+        for group in groups.values():
+            for part, (columns, prompt) in zip(group, self._forward(group), strict=True):
+                if part.lane.needs.prompt and len(prompt):
+                    part.lane.prompt_rows.append(prompt)
+                if learns:
+                    part.lane.learn(part.nodes, columns)
 
     @torch.inference_mode()
     def _forward(self, parts: list[Part]) -> list[tuple[Columns, torch.Tensor]]:
@@ -173,7 +199,9 @@ class PaddedPasses:
         for part in parts:
             together.setdefault(part.lane.row, []).append(part)
         by_row = {row: Row(mine) for row, mine in together.items()}
+        given = any(part.lane.context is not None or part.lane.vectors is not None for part in parts)
         hears = any(part.lane.needs.states for part in parts)
+        some = next(iter(by_row.values()))
         rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
         width = max(len(one.feed) for one in by_row.values())
         extent = -(-max(part.lane.trie.extent for part in parts) // BLOCK)
@@ -183,7 +211,7 @@ class PaddedPasses:
         every = range(up(rows[-1] + 1))
         sparse = len(rows) > 2 * len(by_row)
         run: Forward = self._called
-        captured = self.captured is not None and not hears
+        captured = self.captured is not None and not hears and not given
         if self.captured is not None and captured and width <= WIDEST and len(every) <= max(FEW, 2 * len(by_row)):
             run, rows, width, extent, sparse = self.captured, every, up(width), up(extent), False
             last = min(up(last), width)
@@ -194,6 +222,9 @@ class PaddedPasses:
         which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
         self.store.reserve(max(len(self.lanes), rows[-1] + 1), extent * BLOCK)
         self.store.place = Place(which, slots, extent * BLOCK)
+        if given:
+            besides = self._given([by_row.get(row, some) for row in rows], inputs[0])
+            run = partial(self._called, given=besides)
         with lap("model"), self._hearing(hears) as heard:
             logits = self._logits(inputs, masks, last, run, heard if hears else None)
             if self.captured is not None:  # laws are made on the host
@@ -239,7 +270,8 @@ class PaddedPasses:
         ids, places, _ = torch.from_numpy(inputs).to(self.device)
         if self.lean is not None:
             real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
-            return self.lean.forward(ids, places, masks, self.store, wanted, real, heard)
+            embeds = run.keywords["given"]["inputs_embeds"] if isinstance(run, partial) else None
+            return self.lean.forward(ids, places, masks, self.store, wanted, real, heard, embeds)
         return run(ids, places, masks, wanted)
 
     @contextmanager
@@ -259,9 +291,34 @@ class PaddedPasses:
         finally:
             handle.remove()
 
-    def _called(self, ids: torch.Tensor, places: torch.Tensor, masks: Mask, wanted: int) -> torch.Tensor:
+    def _given(self, rows: list[Row], tokens: Int64[np.ndarray, "batch width"]) -> dict[str, torch.Tensor]:
+        """Return what the model is called with besides tokens, of sessions whose contexts have the same shapes."""
+        lanes = [row.parts[0].lane for row in rows]
+        context = lanes[0].context or {}
+        given = {name: torch.cat([lane.context[name] for lane in lanes]).to(self.device) for name in context}
+        if any(lane.vectors is not None for lane in lanes):
+            known = torch.from_numpy(np.maximum(tokens, 0)).to(self.device)
+            embeds = self.model.get_input_embeddings()(known).clone()
+            for row, place in np.argwhere(tokens < 0).tolist():
+                vectors = lanes[row].vectors
+                if vectors is None:
+                    raise IndexError("a token is beyond those of the model")
+                embeds[row, place] = vectors[-1 - int(tokens[row, place])].to(embeds)
+            given["inputs_embeds"] = embeds
+        return given
+
+    def _called(
+        self,
+        ids: torch.Tensor,
+        places: torch.Tensor,
+        masks: Mask,
+        wanted: int,
+        given: Mapping[str, torch.Tensor] = _NOTHING_GIVEN,
+    ) -> torch.Tensor:
+        named = {} if "inputs_embeds" in given else {"input_ids": ids}
         output = self.call(
-            input_ids=ids,
+            **named,
+            **given,
             attention_mask=masks,
             position_ids=places,
             past_key_values=self.store,
@@ -271,6 +328,20 @@ class PaddedPasses:
         return output.logits[:, -wanted:]
 
 
+def _shapes(context: Mapping[str, torch.Tensor] | None) -> Any:
+    """Return what contexts that can stand in one batch have in common."""
+    return None if context is None else tuple(sorted((name, tuple(one.shape)) for name, one in context.items()))
+
+
+_OURS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+)
 _NOTHING = Feed(
     np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=bool)
 )
