@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -122,6 +123,18 @@ class Needs:
         )
 
 
+class Probes(NamedTuple):
+    """Rows that the target scores for a drafter below nodes of a forest; no draft sees them, and no rule.
+
+    They see the path to their parent, and each other where one hangs under the other: mask tokens, learnt prompts.
+    """
+
+    tokens: Int64[np.ndarray, " probes"]  # a negative one is given by embedding (see `Session.vectors`)
+    parents: Int64[
+        np.ndarray, " probes"
+    ]  # nodes of the forest, or probes: number k of them is the node forest.size + k
+
+
 @dataclass(frozen=True, eq=False)
 class Ranked:
     """The likeliest tokens of each row, best first; of equally likely ones the first in the vocabulary comes first."""
@@ -143,6 +156,21 @@ class Scored:
     ranked: Ranked = _NOT_RANKED
     hidden: Float[torch.Tensor, "nodes size"] = _NOT_ASKED
     prompt: Float[torch.Tensor, "rows size"] = _NOT_ASKED  # in the first turn; later ones have none
+    probes: "Scored | None" = None  # of a drafter's probes, where there are any
+
+    def split(self, nodes: int) -> "Scored":
+        """Return the rows of the first nodes, and those of the others as `probes`."""
+        if max(len(self.logits), len(self.hidden), len(self.ranked.tokens)) == nodes:
+            return self
+        first, later = (
+            Scored(
+                self.logits[some],
+                Ranked(self.ranked.log_norm[some], self.ranked.tokens[some], self.ranked.logits[some]),
+                self.hidden[some],
+            )
+            for some in (slice(nodes), slice(nodes, None))
+        )
+        return replace(first, prompt=self.prompt, probes=later)
 
 
 @dataclass(frozen=True, eq=False)

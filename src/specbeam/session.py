@@ -62,7 +62,9 @@ class Drafter(Protocol):
     It may also have:
         close(session): forget a session that is over.
         law_lost: str, why the law of its drafts is not known, so that they can be matched and not tried.
+        fill(sessions, most) -> list[bool]: store a chunk of long prompts; which have no more to store (draft/together.py).
         needs: Needs, what it reads of the target's rows, in `turn.scored`.
+        probes(session, forest) -> Probes: rows of its own in the target's pass, which are in `turn.scored.probes`.
         spec(session): the numbers by which steps draft in a compiled run (draft/beams.py, draft/tree.py).
     """
 

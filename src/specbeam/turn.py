@@ -2,7 +2,7 @@
 
 from specbeam.clock import lap
 from specbeam.core.forest import Forest
-from specbeam.draft.together import drafted
+from specbeam.draft.together import drafted, with_probes
 from specbeam.lm.answers import LOGITS
 from specbeam.lm.base import LM
 from specbeam.records import Scored, Shape, Turn, Verdict
@@ -46,11 +46,15 @@ def _planned(session: Session, beside: int) -> Shape:
 
 
 def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scored]:
-    """Score every node; a model of somebody's own that knows no `needs` serves parts that have none."""
+    """Score every node, and what drafters want to be scored besides.
+
+    A model of somebody's own that knows no `needs` serves parts that have none.
+    """
     needs = [session.parts.needs for session in live]
-    if all(one == LOGITS for one in needs):
-        return target.extend(live, forests)
-    return target.extend(live, forests, needs)
+    probed = [with_probes(session, forest) for session, forest in zip(live, forests, strict=True)]
+    plain = all(one == LOGITS for one in needs)
+    scored = target.extend(live, probed) if plain else target.extend(live, probed, needs)
+    return [found.split(forest.size) for found, forest in zip(scored, forests, strict=True)]
 
 
 def _verdict(session: Session, forest: Forest, scored: Scored) -> Verdict:
