@@ -36,7 +36,7 @@ INSIDE_LM = [
     {"compiled", "gpu"},
     {"any_lane"},
     {"huggingface"},
-    {"context", "early_layers"},
+    {"context", "early_layers", "live_layers"},
 ]
 
 

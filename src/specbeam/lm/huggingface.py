@@ -138,6 +138,25 @@ class HuggingFaceLM:
         self.passes += any(_needs_a_pass(lane, forest) for lane, forest in zip(lanes, forests, strict=True))
         return self.runner.extend(lanes, forests)
 
+    def extend_early(self, sessions: Sequence[Seat], forests: Sequence[Forest], layers: int) -> list[Scored]:
+        """Score new nodes by the first layers alone, on the live cache; `extend` runs the others on them.
+
+        Only compiled passes do; see `LiveLayers`.
+        """
+        assert isinstance(self.runner, PackedPasses)
+        lanes = [
+            self._lane(session, session.parts.needs if hasattr(session, "parts") else LOGITS) for session in sessions
+        ]
+        for lane in lanes:
+            if lane.early_layers not in (None, layers):
+                raise NotSupported(
+                    f"a session runs {lane.early_layers} layers ahead of the others already, not {layers}"
+                )
+            lane.early_layers = layers
+        self._follow(lanes)
+        self._prefill(lanes)
+        return self.runner.extend_early(lanes, forests)
+
     def fill(
         self, sessions: Sequence[Seat], needs: Sequence[Needs] | None = None, most: int | None = None
     ) -> list[bool]:
@@ -160,7 +179,7 @@ class HuggingFaceLM:
             yield None
             return
         self._follow([lane])
-        if lane.has_vectors:  # loops look tokens up
+        if lane.has_vectors or lane.early_layers is not None:  # loops look tokens up, and run all layers
             yield None
             return
         most = min(self.chunk, self.runner.most)
@@ -347,7 +366,7 @@ def _agreement(first: Sequence[int], second: Sequence[int]) -> int:
 
 def _needs_a_pass(lane: Any, forest: Forest) -> bool:
     trie = lane.trie
-    return trie.waiting > 0 or forest.size > trie.known
+    return trie.waiting > 0 or forest.size > trie.known or bool(getattr(lane, "half", ()))
 
 
 def _engine(

@@ -117,22 +117,26 @@ class CompiledDecoder:
         rows: Rows,
         store: PanelStore,
         vectors: Mapping[int, Float32[np.ndarray, " hidden"]] = _NO_VECTORS,
+        layers: slice = slice(None),
+        behind: Float32[np.ndarray, "n hidden"] | None = None,
     ) -> Float32[np.ndarray, "n hidden"]:
         """What `logits` are made from, for all rows; keys and values of all are stored.
 
         Args:
             vectors: rows that are given by embedding, and not by their token, which is negative.
+            layers: which of them are run; keys and values are those of these layers.
+            behind: the rows behind the layer before these; None: what the tokens' embedding gives.
 
         Raises `IndexError` for tokens and positions that the model does not have: loops would read beyond its arrays.
         """
         if rows.positions.max() >= self.angles.shape[1]:
             raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[1]}")
-        x = self._embedded(rows.tokens, vectors)
+        x = self._embedded(rows.tokens, vectors) if behind is None else behind.copy()
         seen = np.array([rows.seen[name] for name in self.names])
         with _on_threads(self.threads) as threads:
             all_layers(
-                x, self.weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen,
-                self.kinds, store.keys_by_panel, store.values_by_slot, threads,
+                x, _of_layers(self.weights, layers), self.angles, self.eps, self.heads, rows.positions, rows.sessions,
+                rows.slots, seen, self.kinds[layers], store.keys_by_panel[layers], store.values_by_slot[layers], threads,
             )  # fmt: skip
         return x
 
@@ -179,6 +183,14 @@ class CompiledDecoder:
             np.zeros((1, 1, 1), dtype=bool), self.kinds, store.keys_by_panel, store.values_by_slot, 1,
         )  # fmt: skip
         return layers, address_of(scored, some, self.last_norm, self.eps, self.head, some, 1)
+
+
+def _of_layers(weights: Weights, layers: slice) -> Weights:
+    """Return the weights of some layers; a view."""
+    if layers == slice(None):
+        return weights
+    some = {name: getattr(weights, name)[layers] for name in Weights._fields if name != "inner"}
+    return weights._replace(**some)
 
 
 _ONE_AT_A_TIME = threading.RLock()  # numba's threads serve one caller, who may run two models

@@ -1,6 +1,6 @@
 """Passes of the compiled forward: rows of all sessions one after the other, without padding."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from jaxtyping import Float32
 
 from specbeam.clock import lap
 from specbeam.core.forest import Forest
+from specbeam.errors import BadForest
 from specbeam.lm.compiled.decoder import CompiledDecoder, Rows
 from specbeam.lm.compiled.lane import CompiledLane
 from specbeam.lm.compiled.one_lane import OneLane, extended
@@ -52,12 +53,15 @@ class PackedPasses:
 
     def extend(self, lanes: list[CompiledLane], forests: Sequence[Forest]) -> list[Scored]:
         """Store what is pending, with the new nodes of these forests; return what was not handed out yet."""
-        if len(lanes) == 1 and lanes[0].vectors is None:
+        if len(lanes) == 1 and lanes[0].vectors is None and lanes[0].early_layers is None:
             return [self._alone(lanes[0], forests[0])]
         for lane, forest in zip(lanes, forests, strict=True):
+            if lane.half:
+                _check_is_whole(lane, forest)
             lane.trie.enter(forest)
         if busy := [lane for lane in lanes if lane.trie.waiting]:
             self.prefill(busy, [lane.trie.waiting for lane in busy])
+        self.finish(lanes)
         rows = [lane.answer() for lane in lanes]
         with lap("model"):
             logits = torch.from_numpy(self.decoder.logits(np.concatenate(rows)))
@@ -78,14 +82,56 @@ class PackedPasses:
 
     def prefill(self, lanes: list[CompiledLane], counts: list[int]) -> None:
         """Store so many pending tokens of each lane."""
-        ahead = [(lane.trie.stored, min(lane.trie.ahead, count)) for lane, count in zip(lanes, counts, strict=True)]
-        feeds = [lane.trie.feed(count) for lane, count in zip(lanes, counts, strict=True)]
-        for lane, outputs, (start, before) in zip(lanes, self._forward(lanes, feeds), ahead, strict=True):
-            lane.learn(outputs)
-            self._keep_prompt(lane, start, before)
+        whole = {lane: count for lane, count in zip(lanes, counts, strict=True) if lane.early_layers is None}
+        if whole:
+            ahead = [(lane.trie.stored, min(lane.trie.ahead, count)) for lane, count in whole.items()]
+            feeds = [lane.trie.feed(count) for lane, count in whole.items()]
+            each = self._forward([*whole], feeds, slice(None))
+            for lane, outputs, (start, before) in zip(whole, each, ahead, strict=True):
+                lane.learn(outputs)
+                self._keep_prompt(lane, start, before)
+        self.begin({lane: count for lane, count in zip(lanes, counts, strict=True) if lane not in whole})
+        self.finish([lane for lane in lanes if lane not in whole])
 
-    def _forward(self, lanes: list[CompiledLane], feeds: list[Feed]) -> list[Float32[np.ndarray, "rows hidden"]]:
-        """Run the layers on what was fed to the lanes. Returns what is behind them, feed by feed."""
+    def begin(self, counts: dict[CompiledLane, int]) -> None:
+        """Store so many pending tokens of each lane in the layers that are run ahead of the others."""
+        for layers, lanes in _by_layers(counts).items():
+            ahead = [(lane.trie.stored, min(lane.trie.ahead, counts[lane])) for lane in lanes]
+            feeds = [lane.trie.feed(counts[lane]) for lane in lanes]
+            each = self._forward(lanes, feeds, slice(layers))
+            for lane, feed, rows, prompt in zip(lanes, feeds, each, ahead, strict=True):
+                lane.learn_early(feed, rows, prompt)
+
+    def finish(self, lanes: list[CompiledLane]) -> None:
+        """Let the other layers see what only the first ones have seen."""
+        for layers, some in _by_layers([lane for lane in lanes if lane.half]).items():
+            feeds = [feed for lane in some for feed in lane.half]
+            of_lanes = [lane for lane in some for _ in lane.half]
+            early = [lane.early[lane.trie.stored - lane.waiting_half : lane.trie.stored] for lane in some]
+            each = self._forward(of_lanes, feeds, slice(layers, None), np.concatenate(early))
+            for lane in some:
+                lane.learn(np.concatenate([one for one, of in zip(each, of_lanes, strict=True) if of is lane]))
+                for start, before in lane.half_prompt:
+                    self._keep_prompt(lane, start, before)
+                lane.half, lane.half_prompt = [], []
+
+    def extend_early(self, lanes: list[CompiledLane], forests: Sequence[Forest]) -> list[Scored]:
+        """Return what the first layers alone make of the nodes that were not handed out yet, in the same slots."""
+        for lane, forest in zip(lanes, forests, strict=True):
+            lane.trie.enter(forest)
+        self.begin({lane: lane.trie.waiting for lane in lanes if lane.trie.waiting})
+        rows = [lane.answer_early() for lane in lanes]
+        logits = torch.from_numpy(self.decoder.logits(np.concatenate(rows)))
+        return [Scored(one) for one in logits.split([len(one) for one in rows])]
+
+    def _forward(
+        self,
+        lanes: list[CompiledLane],
+        feeds: list[Feed],
+        layers: slice,
+        behind: Float32[np.ndarray, "n hidden"] | None = None,
+    ) -> list[Float32[np.ndarray, "rows hidden"]]:
+        """Run layers on what was fed to the lanes. Returns what is behind them, feed by feed."""
         tries = [lane.trie for lane in lanes]
         extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
         self.store.reserve(len(self.lanes), extent)
@@ -102,7 +148,7 @@ class PackedPasses:
             for place in np.flatnonzero(feed.tokens < 0).tolist()
         }
         with lap("model"):
-            outputs = self.decoder.forward(rows, self.store, vectors)
+            outputs = self.decoder.forward(rows, self.store, vectors, layers, behind)
         return [outputs[start:stop] for start, stop in pairwise(starts)]
 
     def _alone(self, lane: CompiledLane, forest: Forest) -> Scored:
@@ -118,3 +164,22 @@ class PackedPasses:
         lane.make_room(fresh)
         self.store.reserve(len(self.lanes), lane.trie.capacity)
         return self.decoder.alone(lane, self.store, self.windows)
+
+
+def _check_is_whole(lane: CompiledLane, forest: Forest) -> None:
+    """Raise `BadForest` if a forest lacks a node that the first layers have seen."""
+    known = lane.trie.known
+    if forest.size < known or (forest.tokens[:known] != lane.trie.tokens[lane.trie.local]).any():
+        raise BadForest(
+            f"the first layers have seen {known} nodes, and the forest of {forest.size} does not begin with them; drafts of "
+            "the target's own layers cannot be pruned: use early_layers(model, layers)"
+        )
+
+
+def _by_layers(lanes: Iterable[CompiledLane]) -> dict[int, list[CompiledLane]]:
+    """Return the lanes by how many layers are run ahead of the others."""
+    found: dict[int, list[CompiledLane]] = {}
+    for lane in lanes:
+        assert lane.early_layers is not None
+        found.setdefault(lane.early_layers, []).append(lane)
+    return found

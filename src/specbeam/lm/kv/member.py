@@ -17,6 +17,7 @@ class RowMember:
         leader: the member that stores the beginning of this prompt, too; None if nobody does, or once it is taken over.
         common: number of tokens that the leader stores for this one.
         context, vectors: what the session gives this model besides tokens (see `Session`); None: nothing.
+        early_layers: layers that are run ahead of the others, for drafts of the model itself; None: none.
         needs: what the parts of the session ask of each row of a pass.
         prompt_rows: hidden states of rows before the first root, until they are handed out.
     """
@@ -30,6 +31,7 @@ class RowMember:
         self.common = 0
         self.context: Any = None
         self.vectors: torch.Tensor | None = None
+        self.early_layers: int | None = None
         self.needs = LOGITS
         self.prompt_rows: list[torch.Tensor] = []
 
