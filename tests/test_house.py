@@ -15,6 +15,8 @@ FLOORS = [
     {"draft"},
     {"verify"},
     {"runs"},
+    {"turn"},
+    {"decoder"},
     {"decode"},
     {"tune"},
     {"recipes"},
@@ -28,12 +30,13 @@ FLOORS = [
     {"__main__"},
 ]
 INSIDE_LM = [
-    {"kv", "llama", "base"},
+    {"answers", "llama"},
+    {"kv", "base"},
     {"padded", "idle", "own", "table"},
     {"compiled", "gpu"},
     {"any_lane"},
     {"huggingface"},
-    {"context", "early_layers"},
+    {"context", "early_layers", "live_layers"},
 ]
 
 

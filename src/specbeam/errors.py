@@ -60,6 +60,10 @@ class BrokenPart(SpecbeamError, RuntimeError):
     """A controller or rule raised an error of its own, which is the cause of this one; the other prompts went on."""
 
 
+class Cancelled(SpecbeamError):
+    """Somebody ended this session; what was generated so far is not an answer."""
+
+
 class AuditWarning(UserWarning):
     """An audited run does not look like the law that its method declares."""
 

@@ -179,7 +179,7 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
     seat: Any = SimpleNamespace(prompt=prompt, state={})
     name = type(lm.model).__name__
     try:
-        found = lm.extend([seat], [forest])[0].float()
+        found = lm.extend([seat], [forest])[0].logits.float()
         paths = [prompt + forest.path(node) for node in range(forest.size)]
         plain = [_alone(lm, path) for path in paths]
     except SpecbeamError:
@@ -213,7 +213,7 @@ def _alone(lm: HuggingFaceLM, path: list[int]) -> torch.Tensor:
         return lm.model(input_ids=torch.tensor([path], device=lm.device)).logits[0, -1]
     seat: Any = SimpleNamespace(prompt=path, state={})
     try:
-        return lm.extend([seat], [Forest.rooted([path[-1]])])[0][0].clone()
+        return lm.extend([seat], [Forest.rooted([path[-1]])])[0].logits[0].clone()
     finally:
         lm.close(seat)
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -95,13 +96,90 @@ class Verdict:
         return parents if self.collapsed is None else parents[[self.collapsed]]
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What a part asks of each row that a model scores.
+
+    A part says so in an attribute `needs`. A rule that has none is given logits; a rule that has one is given `Scored`.
+    """
+
+    logits: bool = False
+    ranked: int = 0  # so many of the likeliest tokens
+    hidden: bool = False  # what the model's head reads: the last hidden states, normed
+    prompt: bool = False  # the same of the rows before the first root: at first the prompt without its last token
+
+    @property
+    def states(self) -> bool:
+        """Whether any hidden states are asked for."""
+        return self.hidden or self.prompt
+
+    def __or__(self, other: "Needs") -> "Needs":
+        """Return what serves both."""
+        return Needs(
+            self.logits or other.logits,
+            max(self.ranked, other.ranked),
+            self.hidden or other.hidden,
+            self.prompt or other.prompt,
+        )
+
+
+class Probes(NamedTuple):
+    """Rows that the target scores for a drafter below nodes of a forest; no draft sees them, and no rule.
+
+    They see the path to their parent, and each other where one hangs under the other: mask tokens, learnt prompts.
+    """
+
+    tokens: Int64[np.ndarray, " probes"]  # a negative one is given by embedding (see `Session.vectors`)
+    parents: Int64[
+        np.ndarray, " probes"
+    ]  # nodes of the forest, or probes: number k of them is the node forest.size + k
+
+
+@dataclass(frozen=True, eq=False)
+class Ranked:
+    """The likeliest tokens of each row, best first; of equally likely ones the first in the vocabulary comes first."""
+
+    log_norm: Float[torch.Tensor, " nodes"]  # log of the sum of exp(logit) over the whole vocabulary
+    tokens: Int64[torch.Tensor, "nodes ranked"]
+    logits: Float[torch.Tensor, "nodes ranked"]
+
+
+_NOT_ASKED = torch.zeros(0, 0)
+_NOT_RANKED = Ranked(torch.zeros(0), torch.zeros(0, 0, dtype=torch.int64), _NOT_ASKED)
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What a model says of the nodes that are new to it, a row each; of no rows where nobody asked for it (see `Needs`)."""
+
+    logits: Float[torch.Tensor, "nodes vocab"] = _NOT_ASKED
+    ranked: Ranked = _NOT_RANKED
+    hidden: Float[torch.Tensor, "nodes size"] = _NOT_ASKED
+    prompt: Float[torch.Tensor, "rows size"] = _NOT_ASKED  # in the first turn; later ones have none
+    probes: "Scored | None" = None  # of a drafter's probes, where there are any
+
+    def split(self, nodes: int) -> "Scored":
+        """Return the rows of the first nodes, and those of the others as `probes`."""
+        if max(len(self.logits), len(self.hidden), len(self.ranked.tokens)) == nodes:
+            return self
+        first, later = (
+            Scored(
+                self.logits[some],
+                Ranked(self.ranked.log_norm[some], self.ranked.tokens[some], self.ranked.logits[some]),
+                self.hidden[some],
+            )
+            for some in (slice(nodes), slice(nodes, None))
+        )
+        return replace(first, prompt=self.prompt, probes=later)
+
+
 @dataclass(frozen=True, eq=False)
 class Turn:
     """One pass of the target for one session."""
 
     shape: Shape
     forest: Forest
-    scored: Float[torch.Tensor, "nodes vocab"]
+    scored: Scored
     verdict: Verdict
 
     def on(self, forest: Forest, names: Int64[np.ndarray, " nodes"]) -> "Turn":

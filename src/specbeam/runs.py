@@ -34,6 +34,7 @@ from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draft
 from specbeam.draft.tree import ROOM, TreeSpec, draws_of, grow_tree, start_tree
 from specbeam.laws.joint import BROKEN, SOUND
+from specbeam.lm.answers import LOGITS
 from specbeam.lm.any_lane import run_pass
 from specbeam.lm.base import LM
 from specbeam.lm.compiled.one_lane import has_room, rewound, settled
@@ -361,6 +362,8 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
     if not warp.takes_raw_rows or session.audited or session.limits.stop_strings:
         return None
     parts = session.parts
+    if parts.needs != LOGITS:
+        return None
     rule = spec_of(parts.rule, "verify", session)
     plan = numbers_of(parts.controller, session)
     if rule is None or plan is None:
@@ -410,6 +413,8 @@ def run_ahead(target: LM, session: Session, most_turns: int = TURNS) -> bool:
         lanes = [stack.enter_context(lm.alone(session, fresh + spec.most_beams, more)) for lm in models]
         arrays = [lane.arrays for lane in lanes if lane is not None]
         if len(arrays) < len(models):  # a long prompt goes in first
+            return False
+        if any(lm.shares(session) for lm in models):  # a run knows nothing of what others store beside it
             return False
         began = time.perf_counter()
         live, condition = run_turns(arrays[0], arrays[-1], spec, session.beams, room, session.count.target_passes, dice)

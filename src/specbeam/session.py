@@ -1,9 +1,10 @@
 """What is alive in one generation: beams, scores, dice, limits, the state of each part."""
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -28,12 +29,12 @@ from specbeam.core.forest import Forest
 from specbeam.core.limits import Ended, Limits
 from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
 from specbeam.laws.warp import Warp
-from specbeam.records import Certificate, Report, Shape, Turn, Verdict
+from specbeam.records import Certificate, Needs, Report, Shape, Turn, Verdict
 
 
 @runtime_checkable
 class Seat(Protocol):
-    """What a language model needs of a session."""
+    """What a language model needs of a session. It may have `context` and `vectors`, too (see `Session`)."""
 
     prompt: list[int]
     state: dict[Hashable, Any]
@@ -45,6 +46,7 @@ class Controller(Protocol):
 
     It may also have:
         more(session, tree) -> bool: whether a draft goes on after a layer (control/confidence.py).
+        needs: Needs, what it reads of the target's rows, in `turn.scored`.
         numbers(session) -> Plan: the numbers by which steps plan many turns as one compiled run (control/planning.py).
     """
 
@@ -60,6 +62,9 @@ class Drafter(Protocol):
     It may also have:
         close(session): forget a session that is over.
         law_lost: str, why the law of its drafts is not known, so that they can be matched and not tried.
+        fill(sessions, most) -> list[bool]: store a chunk of long prompts; which have no more to store (draft/together.py).
+        needs: Needs, what it reads of the target's rows, in `turn.scored`.
+        probes(session, forest) -> Probes: rows of its own in the target's pass, which are in `turn.scored.probes`.
         spec(session): the numbers by which steps draft in a compiled run (draft/beams.py, draft/tree.py).
     """
 
@@ -75,6 +80,7 @@ class Rule(Protocol):
     It may also have:
         law: str, what law the output has, of a rule of one's own.
         tries: bool, whether it needs the law that drafts were drawn from.
+        needs: Needs, what it reads of each row; it is then given `Scored`, and not logits.
         spec(session) and widths(session): the numbers by which steps judge in a compiled run (verify/beams.py).
     """
 
@@ -91,7 +97,8 @@ class Parts:
     """The parts that decode one session.
 
     A drafter may have `law_lost`, which says why the law of its drafts is not known, and a rule `tries`, which says that it
-    needs to know it. Raises `LostLaw` where the two meet.
+    needs to know it. Raises `LostLaw` where the two meet. Each part may have `needs`: what it asks of the rows that the
+    target scores, which are in `turn.scored` when the parts settle.
     """
 
     drafter: Drafter
@@ -110,6 +117,14 @@ class Parts:
                 f"{type(self.drafter).__name__} {why}; such drafts can only be matched: MatchRule"
             )
 
+    @cached_property
+    def needs(self) -> Needs:
+        """What the parts together ask of each row; a rule that says nothing reads logits."""
+        asked: Needs = getattr(self.rule, "needs", Needs(logits=True))
+        for part in (self.drafter, self.controller):
+            asked |= getattr(part, "needs", Needs())
+        return asked
+
 
 @dataclass
 class Counters:
@@ -126,7 +141,14 @@ class Counters:
 
 
 class Session:
-    """One generation. Rooms read it; only `advance` and each part's own entry in `state` change."""
+    """One generation. Rooms read it; only `advance` and each part's own entry in `state` change.
+
+    Attributes:
+        context: what a model needs besides tokens, by model: handed to that model's engine as it is. For what transformers
+            runs these are keyword arguments of its forward, tensors with a first dimension of 1 (the states of an encoder).
+        vectors: rows that are given by embedding, by model, float[rows, size]: the token -1 - k of a prompt, or of a
+            drafter's probes, stands for row k. They are what the model's embedding would give (soft prompts, images).
+    """
 
     def __init__(
         self,
@@ -155,13 +177,16 @@ class Session:
         self.state: dict[Hashable, Any] = {}
         self.beside = 1  # sessions that share the present pass, itself included; told by the loop
         self.shape = Shape(0, 0)  # that was planned for the present turn; told by the loop
+        self.context: Mapping[Any, Any] = {}
+        self.vectors: Mapping[Any, torch.Tensor] = {}
         self.audited, self.audit = audited, Audit()
         self.certificate: Certificate | None = None
         self.count = Counters()
 
     def pad(self, padding: list[int]) -> None:
         """Set what stands before the prompt in a padded batch: logits processors see it. Before the first turn."""
-        self.head = np.array([*padding, *self.prompt], dtype=np.int64)
+        named = [token for token in self.prompt if token >= 0]  # the others are given by embedding
+        self.head = np.array([*padding, *named], dtype=np.int64)
         if self.warp.constraint is not None:
             self.warp.constraint.prompt_length = len(self.head)
 

@@ -51,7 +51,7 @@ def test_both_sides_have_the_prompt_in_their_caches():
     assert copies.cache.get_seq_length() == 30  # the next turn meets the same
     assert token_bytes(lm.model) == SIZE
     forest = context.root.grown([5, 7], [0, 0])
-    found = lm.extend([context.seat], [forest])[0][1:]
+    found = lm.extend([context.seat], [forest])[0].logits[1:]
     with torch.inference_mode():
         copies.cache.batch_repeat_interleave(2)
         plain = lm.model(input_ids=torch.tensor([[5], [7]]), past_key_values=copies.cache).logits[:, -1]

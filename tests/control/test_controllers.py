@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 import specbeam as sb
 from specbeam.control.best_tree import depth_of_tree, fastest_tree, sequoia_tree, size_of
@@ -19,7 +18,7 @@ from specbeam.draft.tree import Branching, TreeDrafter, _confidence
 from specbeam.laws.rows import RowLaw
 from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
-from specbeam.records import Shape, Turn, Verdict
+from specbeam.records import Scored, Shape, Turn, Verdict
 from specbeam.session import Parts
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
@@ -158,7 +157,7 @@ def told(accepted, drafted):
         widths=zeros + 1,
         passed=number < accepted,
     )
-    return Turn(Shape(drafted, drafted), forest, torch.zeros(1, 2), Verdict(layers))
+    return Turn(Shape(drafted, drafted), forest, Scored(), Verdict(layers))
 
 
 def test_survival_counts_what_it_spent():

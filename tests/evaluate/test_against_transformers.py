@@ -12,6 +12,7 @@ from specbeam.core.limits import FIRST_ENOUGH, Limits
 from specbeam.evaluate.against_transformers import comparisons
 from specbeam.evaluate.replay import EqualsInOrder, leaves, replaying, whole
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.records import Scored
 from specbeam.verify.search import SearchRule
 from tests.support import words
 
@@ -90,8 +91,9 @@ def test_logits_that_are_off_are_no_rounding_even_in_bfloat16(rounded, monkeypat
     """A cache that forgets: the search is right, on logits of another text."""
     honest = HuggingFaceLM.extend
 
-    def forgetful(lm, sessions, forests):
-        return [rows + 0.5 * torch.sin(torch.arange(rows.shape[1])) for rows in honest(lm, sessions, forests)]
+    def forgetful(lm, sessions, forests, needs=None):
+        rows = [found.logits for found in honest(lm, sessions, forests, needs)]
+        return [Scored(one + 0.5 * torch.sin(torch.arange(one.shape[1]))) for one in rows]
 
     monkeypatch.setattr(HuggingFaceLM, "extend", forgetful)
     for one in comparisons(rounded, LETTERS[:2], [sb.beam_search(4)], max_new_tokens=8):

@@ -14,7 +14,7 @@ def test_every_timed_turn_meets_the_same_cache():
     assert all(cost.pass_s > 0 and cost.settle_s > 0 for cost in costs)
     assert lm.held(context.seat) == 20
     forest = context.root.grown([5, 6], [0, 1])
-    found = lm.extend([context.seat], [forest])[0]  # the root's row is the prompt's own
+    found = lm.extend([context.seat], [forest])[0].logits  # the root's row is the prompt's own
     ids = torch.tensor([[*context.seat.prompt, 5, 6]])
     with torch.inference_mode():
         plain = lm.model(input_ids=ids).logits[0, -3:]

@@ -144,7 +144,7 @@ def test_prompts_are_split_where_their_masks_are_large(monkeypatch):
     monkeypatch.setattr(passes, "MOST_MASK_BYTES", 1)
     rows = lm.extend(seats, [Forest.rooted([one.prompt[-1]]) for one in seats])
     for one, found in zip(seats, rows, strict=True):
-        torch.testing.assert_close(found, plain_logits(model, [one.prompt]), atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(found.logits, plain_logits(model, [one.prompt]), atol=2e-4, rtol=2e-4)
 
 
 def test_a_bad_token_leaves_the_others_as_they_were():

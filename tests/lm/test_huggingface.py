@@ -48,7 +48,7 @@ def check_random_turns(lm, model, off=2e-4, turns=6):
         forests = [
             random_forest(rng, [text[-1] for text in one.texts], lm.vocab, int(rng.integers(0, 9))) for one in seats
         ]
-        rows = lm.extend(seats, forests)
+        rows = [found.logits for found in lm.extend(seats, forests)]
         for one, forest, found in zip(seats, forests, rows, strict=True):
             expected = plain_logits(model, node_paths(one.texts, forest))
             torch.testing.assert_close(found.float().cpu(), expected, atol=off, rtol=off)
@@ -71,7 +71,7 @@ def test_turns_that_did_not_ask_leave_more_to_catch_up_with(engine, length):
     for asks in (False, True, False, False, True, True):
         forest = random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 4 if asks else 0)
         if asks:
-            found = lm.extend([one], [forest])[0]
+            found = lm.extend([one], [forest])[0].logits
             expected = plain_logits(model, node_paths(one.texts, forest))
             torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
         turn = random_turn(rng, forest, lm.vocab, most=4)
@@ -86,10 +86,10 @@ def test_drafting_layer_by_layer_gives_the_rows_of_the_new_nodes(family):
     one = seat([5, 6, 7])
     for _ in range(4):
         forest = random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 0)
-        rows = lm.extend([one], [forest])[0]
+        rows = lm.extend([one], [forest])[0].logits
         for _ in range(3):
             grown = forest.grown(rng.integers(0, lm.vocab, 2), rng.integers(max(0, forest.size - 2), forest.size, 2))
-            fresh = lm.extend([one], [grown])[0]
+            fresh = lm.extend([one], [grown])[0].logits
             assert len(fresh) == grown.size - forest.size
             rows, forest = torch.cat([rows, fresh]), grown
         forest = forest.grown(rng.integers(0, lm.vocab, 2), [forest.size - 1] * 2)  # a last layer that is never scored
@@ -161,7 +161,7 @@ def test_a_prompt_of_8192_tokens_is_prefilled_in_chunks():
 
     model.forward = watched
     lm._keeps_rows = True
-    found = lm.extend([one], [forest])[0]
+    found = lm.extend([one], [forest])[0].logits
     model.forward = forward
     assert widest <= lm.chunk + 3
     assert lm.held(one) == 8192 + 3
@@ -180,7 +180,7 @@ def test_a_few_lanes_of_many_are_scored_without_the_others(engine):
     for place, forest, rows in zip(
         chosen, forests, lm.extend([seats[place] for place in chosen], forests), strict=True
     ):
-        for node, row in zip((1, 2), rows, strict=True):
+        for node, row in zip((1, 2), rows.logits, strict=True):
             plain = model(torch.tensor([seats[place].prompt + forest.path(node)])).logits[0, -1]
             torch.testing.assert_close(row, plain, atol=1e-4, rtol=1e-4)
     assert not isinstance(lm.runner.store.place.lanes, slice)
@@ -194,7 +194,7 @@ def test_logits_of_roots_are_found_in_whatever_order_they_stand():
         forest = random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 6)
         known = forest.selected(np.arange(forest.size - 3))  # the last ones are never scored
         expected = plain_logits(model, node_paths(one.texts, known))
-        torch.testing.assert_close(lm.extend([one], [known])[0], expected, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(lm.extend([one], [known])[0].logits, expected, atol=2e-4, rtol=2e-4)
         turn = random_turn(rng, forest, lm.vocab, most=6)
         lm.settle(one, turn)
         one.texts = moved(one.texts, forest, turn)

@@ -136,7 +136,7 @@ def in_steps(x):
 def scored(lm, prompt, forest):
     seat = SimpleNamespace(prompt=prompt, state={})
     try:
-        return lm.extend([seat], [forest])[0].clone()
+        return lm.extend([seat], [forest])[0].logits.clone()
     finally:
         lm.close(seat)
 

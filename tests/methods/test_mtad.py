@@ -20,6 +20,7 @@ from specbeam.generation import turns_of
 from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
 from specbeam.pair import BUNDLED
+from specbeam.records import Scored
 from specbeam.request import Request
 from specbeam.session import Parts
 from specbeam.settings import Settings
@@ -72,7 +73,7 @@ def drafts():
 def verified(forest, threshold, dice):
     """Accepted tokens, emitted tokens, and their log-likelihood, for one draft."""
     session, target = seated(by_dice(2, 2, threshold), P, Q, dice, steps=9)
-    verdict = session.parts.rule.verify(session, forest, target.extend([session], [forest])[0])
+    verdict = session.parts.rule.verify(session, forest, target.extend([session], [forest])[0].logits)
     tokens = tuple(int(step.beams.tokens[0]) for step in verdict.steps)
     return verdict.accepted, len(tokens), math.log(odds_of(P, tokens))
 
@@ -253,7 +254,8 @@ class Recomputing:
             session.state[self] = forest.size
             paths = [session.paths(forest, np.array([node]))[0] for node in range(start, forest.size)]
             with torch.inference_mode():
-                rows.append(torch.stack([self.model(torch.from_numpy(path)[None]).logits[0, -1] for path in paths]))
+                logits = [self.model(torch.from_numpy(path)[None]).logits[0, -1] for path in paths]
+            rows.append(Scored(torch.stack(logits)))
         return rows
 
     def settle(self, session, turn):
@@ -285,7 +287,7 @@ def test_tree_attention_gives_what_recomputation_gives(family, name):
             assert fast[1].forest.tokens.tolist() == slow[1].forest.tokens.tolist()
             np.testing.assert_allclose(fast[1].forest.logq, slow[1].forest.logq, atol=1e-5)
             torch.testing.assert_close(
-                fast[1].scored.log_softmax(-1), slow[1].scored.log_softmax(-1), atol=1e-5, rtol=1e-5
+                fast[1].scored.logits.log_softmax(-1), slow[1].scored.logits.log_softmax(-1), atol=1e-5, rtol=1e-5
             )
             lengths.add(fast[1].verdict.accepted)
     assert {0, 3} <= lengths

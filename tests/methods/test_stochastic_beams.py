@@ -107,7 +107,7 @@ def after(forest, method, target, draft, length):
         judge = session_of(method, TableLM(draft), dice, 9)
         (scored,) = lm.extend([judge], [forest])
         lm.close(judge)
-        verdict = judge.parts.rule.verify(judge, forest, scored)
+        verdict = judge.parts.rule.verify(judge, forest, scored.logits)
         return tuple(int(step.beams.tokens[0]) for step in verdict.steps), verdict.accepted
 
     law, mean = {}, 0.0

@@ -98,7 +98,7 @@ def watched_runs(monkeypatch):
 
 def turn_by_turn(patch):
     """Let no turn be taken in a run."""
-    patch.setattr("specbeam.decode.run_ahead", lambda target, session, most_turns: False)
+    patch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
 
 
 def both(pair, prompt, method, monkeypatch, **options):

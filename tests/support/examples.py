@@ -50,7 +50,7 @@ def one_turn(parts_of, target, draft, eos=(), steps=20, warp=None):
         lm = TableLM(draft)
         session = session_of(parts_of(lm), lm, dice, steps, eos, warp=warp and warp())
         forest = session.parts.drafter.draft([session], [session.parts.controller.plan(session)])[0]
-        scored = TableLM(target).extend([session], [forest])[0]
+        scored = TableLM(target).extend([session], [forest])[0].logits
         verdict = session.parts.rule.verify(session, forest, scored)
         return tuple(int(step.beams.tokens[0]) for step in verdict.steps), verdict.accepted
 

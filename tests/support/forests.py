@@ -35,7 +35,7 @@ def recorded_rows(lm):
 
     def noting(sessions, forests):
         scored = extend(sessions, forests)
-        rows.extend(on_host(logits).copy() for logits in scored)
+        rows.extend(on_host(found.logits).copy() for found in scored)
         return scored
 
     with pytest.MonkeyPatch.context() as patch:

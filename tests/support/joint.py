@@ -68,7 +68,7 @@ def first_turn(session, target):
     """Verdict, forest of the first turn."""
     shape = session.parts.controller.plan(session)
     forest = session.parts.drafter.draft([session], [shape])[0]
-    scored = target.extend([session], [forest])[0]
+    scored = target.extend([session], [forest])[0].logits
     return session.parts.rule.verify(session, forest, scored), forest
 
 

@@ -3,11 +3,10 @@
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import Forest
-from specbeam.records import Shape, Turn, Verdict
+from specbeam.records import Scored, Shape, Turn, Verdict
 
 
 def seat(prompt):
@@ -57,7 +56,7 @@ def random_turn(rng, forest, vocab, most=3):
         widths=np.array([count]),
         passed=np.array([False]),
     )
-    return Turn(Shape(depth, most), forest, torch.zeros(0, 0), Verdict(one_layer))
+    return Turn(Shape(depth, most), forest, Scored(), Verdict(one_layer))
 
 
 def moved(texts, forest, turn):

@@ -129,7 +129,7 @@ def test_a_zero_of_the_target_caps_the_length():
 
 def forest_of(target, draft, growth, depth, width):
     forest, session = drafted(growth, draft, depth, width)
-    return judged_paths(session, forest, TableLM(target).extend([session], [forest])[0]), forest
+    return judged_paths(session, forest, TableLM(target).extend([session], [forest])[0].logits), forest
 
 
 def test_the_worked_tree():
@@ -325,7 +325,7 @@ def test_the_bonus_has_the_targets_law_after_what_was_accepted(tau, accepted, ro
 
     def program(dice):
         forest, session = drafted(JointBeams("search", chains=1), Q, 3, 3, dice)
-        verdict = JointRule(tau, 1, coupling="dice").verify(session, forest, TableLM(P).extend([session], [forest])[0])
+        verdict = JointRule(tau, 1, coupling="dice").verify(session, forest, TableLM(P).extend([session], [forest])[0].logits)
         return tuple(int(step.beams.tokens[0]) for step in verdict.steps)
 
     assert exact_law(program) == pytest.approx({(*accepted, token): odds for token, odds in enumerate(row)})
@@ -414,7 +414,7 @@ def test_drafts_without_likelihoods_are_refused():
     for forest in (retrieved, impossible):
         session.state.clear()
         with pytest.raises(LostLaw, match="MatchRule"):
-            session.parts.rule.verify(session, forest, lm.extend([session], [forest])[0])
+            session.parts.rule.verify(session, forest, lm.extend([session], [forest])[0].logits)
 
 
 def test_more_is_accepted_from_all_beams_than_from_the_best_one():

@@ -27,7 +27,7 @@ from specbeam.laws.ranking import sorted_places
 from specbeam.laws.truncation import Truncation
 from specbeam.laws.warp import Rows, law_of_beams, on_host, processed_rows
 from specbeam.lm.any_lane import run_pass
-from specbeam.lm.base import LM
+from specbeam.lm.base import LM, fill_prompts
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
@@ -366,9 +366,9 @@ class BeamDrafter:
             for one in active:
                 one.session.count.draft_passes += 1
             scored = self.lm.extend([one.session for one in active], [one.drafted.forest for one in active])
-            for one, logits in zip(active, scored, strict=True):
+            for one, found in zip(active, scored, strict=True):
                 with one.session.failing_alone("draft model: "):
-                    one.grow(on_host(logits))
+                    one.grow(on_host(found.logits))
         return [one.drafted.forest for one in growing]
 
     def spec(self, session: Session) -> Any:
@@ -409,6 +409,10 @@ class BeamDrafter:
                 raise BrokenLaw(
                     "the model returned NaN or +inf logits; try float32, or look for overflow in the weights"
                 )
+
+    def fill(self, sessions: list[Session], most: int) -> list[bool]:
+        """Store a chunk of up to `most` prompts that are long; return which have no more to store."""
+        return fill_prompts(self.lm, sessions, None, most)
 
     def settle(self, session: Session, turn: Turn) -> None:
         """Keep what the surviving beams need in the model's cache."""

@@ -24,7 +24,8 @@ def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
         parent = root
         for token in chain:
             if (
-                token in session.limits.eos
+                token < 0  # of the prompt, given by embedding
+                or token in session.limits.eos
                 or not permitted(session, forest, np.array([parent]), np.array([token])).all()
             ):
                 break

@@ -74,6 +74,11 @@ class ManyDrafters:
             forests.append(whole)
         return forests
 
+    def fill(self, sessions: list[Session], most: int) -> list[bool]:
+        """Store a chunk of up to `most` prompts that are long in each model; return which have no more to store."""
+        each = [drafter.fill(sessions, most) for drafter in self.drafters]
+        return [all(filled) for filled in zip(*each, strict=True)]
+
     def settle(self, session: Session, turn: Turn) -> None:
         own, renamings = session.state.pop(self)
         for drafter, forest, names in zip(self.drafters, own, renamings, strict=True):
@@ -100,10 +105,10 @@ class Pruned:
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         forests = self.drafter.draft(sessions, shapes)
         kept_forests = []
-        for session, forest, rows in zip(sessions, forests, self.early.extend(sessions, forests), strict=True):
+        for session, forest, found in zip(sessions, forests, self.early.extend(sessions, forests), strict=True):
             names = np.arange(forest.roots)
             with session.failing_alone("draft: "):
-                names = self._hopeful(forest, _constrained(session, forest, rows))
+                names = self._hopeful(forest, _constrained(session, forest, found.logits))
             session.state[self] = (forest, names)
             kept_forests.append(forest.selected(names).lost())
         return kept_forests

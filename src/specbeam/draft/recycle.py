@@ -11,7 +11,7 @@ from jaxtyping import Int32
 from specbeam.core.forest import Forest, Siblings
 from specbeam.draft.lookup import RETRIEVED, permitted, retrieved
 from specbeam.errors import BadSetting, MissingFile
-from specbeam.records import Shape, Turn
+from specbeam.records import Needs, Shape, Turn
 from specbeam.session import Session
 
 Ranks = tuple[int, ...]
@@ -82,6 +82,7 @@ class TokenRecycling:
     memory: Successors
     ranks: tuple[Ranks, ...] = field(default_factory=lambda: tuple(template()))
     law_lost: ClassVar[str] = RETRIEVED
+    needs: ClassVar[Needs] = Needs(logits=True)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         return [self._tree(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
@@ -127,8 +128,9 @@ class TokenRecycling:
         return {node: row[may].tolist() for node, row, may in zip(nodes, table, fine.reshape(table.shape), strict=True)}
 
     def settle(self, session: Session, turn: Turn) -> None:
-        k = min(self.memory.table.shape[1], turn.scored.shape[1])
-        best = turn.scored.topk(k, dim=-1).indices.cpu().numpy().astype(np.int32)
+        rows = turn.scored.logits
+        k = min(self.memory.table.shape[1], rows.shape[1])
+        best = rows.topk(k, dim=-1).indices.cpu().numpy().astype(np.int32)
         self.memory.learn(turn.forest.tokens, best)
 
     def close(self, session: Session) -> None:

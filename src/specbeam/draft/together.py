@@ -22,6 +22,33 @@ def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Fo
     return [*forests.values()]
 
 
+def with_probes(session: Session, forest: Forest) -> Forest:
+    """Return the forest with the rows behind it that its drafter wants to be scored, too.
+
+    A drafter that wants any has `probes(session, forest) -> Probes`.
+    """
+    ask = getattr(session.parts.drafter, "probes", None)
+    if ask is not None and session.failure is None:
+        with session.failing_alone("draft: "):
+            return forest.grown(*ask(session, forest))
+    return forest
+
+
+def fill_drafters(sessions: list[Session], most: int) -> list[Session]:
+    """Store a chunk of up to `most` long prompts in each draft model; return the sessions that have more to store.
+
+    A drafter with a model has `fill(sessions, most) -> list[bool]`, which says which are filled; others store nothing.
+    """
+    unready: list[Session] = []
+    for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
+        mine = [one for one in sessions if one.parts.drafter == drafter]
+        fill = getattr(drafter, "fill", None)
+        if fill is not None:
+            with failing_together(mine, "draft: "):
+                unready += [one for one, is_filled in zip(mine, fill(mine, most), strict=True) if not is_filled]
+    return unready
+
+
 def close_drafters(sessions: list[Session]) -> None:
     """Let drafters forget sessions that are over."""
     for session in sessions:

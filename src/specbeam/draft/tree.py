@@ -38,7 +38,7 @@ from specbeam.laws.rows import RowLaw, condition_of_row, row_law
 from specbeam.laws.truncation import Truncation
 from specbeam.laws.warp import Rows, on_host, processed_rows, row_laws
 from specbeam.lm.any_lane import run_pass
-from specbeam.lm.base import LM
+from specbeam.lm.base import LM, fill_prompts
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
@@ -511,10 +511,10 @@ class TreeDrafter:
             for one in active:
                 one.session.count.draft_passes += self.books
             scored = self.lm.extend([one.session for one in active], [one.forest for one in active])
-            for one, logits in zip(active, scored, strict=True):
+            for one, found in zip(active, scored, strict=True):
                 with one.session.failing_alone("draft model: "):
                     try:
-                        self._grow(one, on_host(logits))
+                        self._grow(one, on_host(found.logits))
                     except BrokenProcessor:  # on a draft's path; the target need not go there
                         one.front = one.front[:0]
                 one.layers += 1
@@ -593,6 +593,10 @@ class TreeDrafter:
             return one.forest
         one.session.state[self] = one
         return one.forest.selected(one.kept)
+
+    def fill(self, sessions: list[Session], most: int) -> list[bool]:
+        """Store a chunk of up to `most` prompts that are long; return which have no more to store."""
+        return fill_prompts(self.lm, sessions, None, most)
 
     def settle(self, session: Session, turn: Turn) -> None:
         """Keep what the surviving beams need in the model's cache."""

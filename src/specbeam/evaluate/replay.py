@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from specbeam.core.forest import Forest
 from specbeam.lm.base import LM
-from specbeam.records import Turn
+from specbeam.records import Needs, Scored, Turn
 from specbeam.session import Session
 
 if TYPE_CHECKING:
@@ -29,11 +29,12 @@ class Recorder:
         self.rows: dict[int, Rows] = {}
 
     def extend(
-        self, sessions: Sequence[Session], forests: Sequence[Forest]
-    ) -> list[Float[torch.Tensor, "nodes vocab"]]:
+        self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+    ) -> list[Scored]:
         """See `LM.extend`."""
-        scored = self.lm.extend(sessions, forests)
-        for session, forest, rows in zip(sessions, forests, scored, strict=True):
+        scored = self.lm.extend(sessions, forests, needs)
+        for session, forest, found in zip(sessions, forests, scored, strict=True):
+            rows = found.logits
             known = self.rows.setdefault(session.place, {})
             before = [(*session.prompt, *session.settled, *tail) for tail in session.tails.tolist()]
             for node, row in enumerate(rows.cpu().clone(), forest.size - len(rows)):

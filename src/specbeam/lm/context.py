@@ -12,7 +12,7 @@ import torch
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import Forest
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.records import Shape, Turn, Verdict
+from specbeam.records import Scored, Shape, Turn, Verdict
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def _turn(forest: Forest, nodes: np.ndarray, parents: np.ndarray) -> Turn:
         widths=np.array([count]),
         passed=np.zeros(1, dtype=bool),
     )
-    return Turn(Shape(1, count), forest, torch.zeros(0, 0), Verdict(layers))
+    return Turn(Shape(1, count), forest, Scored(), Verdict(layers))
 
 
 def timed(device: torch.device, work: Callable[[], object]) -> float:

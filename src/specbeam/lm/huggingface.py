@@ -10,21 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 
 from specbeam.clock import book
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported, UnsupportedModel
+from specbeam.lm.answers import LOGITS
 from specbeam.lm.any_lane import CYCLES, PASSES, now
+from specbeam.lm.base import checked_needs
 from specbeam.lm.compiled.decoder import compiled_decoder
 from specbeam.lm.compiled.lane import CompiledLane
 from specbeam.lm.compiled.one_lane import OneLane
 from specbeam.lm.compiled.passes import PackedPasses
-from specbeam.lm.kv.trie import BLOCK, KVTrie
+from specbeam.lm.kv.trie import BLOCK
 from specbeam.lm.llama import is_llama_like
 from specbeam.lm.padded.lean import LARGEST, lean
 from specbeam.lm.padded.passes import PaddedPasses
-from specbeam.records import Turn
+from specbeam.records import Needs, Scored, Turn
 from specbeam.session import Seat
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from specbeam.lm.gpu.passes import GpuPasses
 
 CHUNK = 512  # prompt tokens per pass
+SHARE_FROM = 64  # tokens of a prefix that sessions share
+MOST_TOGETHER = 16  # sessions that share one: attention goes over what all of them have
 
 
 @dataclass
@@ -73,11 +77,19 @@ class HuggingFaceLM:
         engine: "plain" calls the model, "torch" calls what torch.compile makes of it; "lean", "compiled" and "gpu" run its
             layers themselves (see the files of these names in lm/); "auto" takes the fastest of these that fits, but never
             "torch"; "int8" runs it with rounded weights: another model. Raises `NotSupported` where it cannot.
+        share_from: sessions whose prompts begin with so many of the same tokens compute and store these once; None: never.
     """
 
-    def __init__(self, model: "PreTrainedModel", chunk: int = CHUNK, engine: str = "auto") -> None:
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        chunk: int = CHUNK,
+        engine: str = "auto",
+        share_from: int | None = SHARE_FROM,
+    ) -> None:
         self.model, self.chunk = model, chunk
-        self.lanes: list[Any] = []
+        self.share_from = share_from
+        self.lanes: list[list[Any]] = []  # the sessions of each row of the store
         self.engine, self.runner = _engine(model, engine, self.lanes)
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions: int | None = _max_positions(model.config.get_text_config())
@@ -85,12 +97,77 @@ class HuggingFaceLM:
         self.passes = 0
         self.curves: dict[int, Any] = {}  # what a pass costs, by context; see `tune`
 
-    def extend(self, sessions: Sequence[Seat], forests: Sequence[Forest]) -> list[Float[torch.Tensor, "nodes vocab"]]:
+    def lacks(self, needs: Needs) -> str:
+        """Say why this model cannot give what is asked for; "" if it can."""
+        return self.runner.lacks(needs)
+
+    def refuses(self, session: Seat) -> str:
+        """Say why this model cannot take what a session gives it besides tokens; "" if it can."""
+        context, vectors = self._given(session)
+        if context is not None and (why := self.runner.refuses(context)):
+            return why
+        rows = -min(min(session.prompt), 0)
+        if vectors is None:
+            return (
+                f"the prompt has rows by embedding, and session.vectors has none for {self.model_name}" if rows else ""
+            )
+        if rows > len(vectors):
+            return f"the prompt has the token {-rows}, and vectors has {len(vectors)} rows"
+        size = self.model.get_input_embeddings().weight.shape[1]
+        if vectors.ndim != 2 or vectors.shape[1] != size:
+            return f"vectors is {[*vectors.shape]}; {self.model_name} reads rows of {size}"
+        return "" if self.runner.takes_vectors else _NO_VECTORS
+
+    @property
+    def model_name(self) -> str:
+        """The class of the model."""
+        return type(self.model).__name__
+
+    def _given(self, session: Seat) -> tuple[Any, torch.Tensor | None]:
+        """Return what a session gives this model besides tokens; None: nothing."""
+        return getattr(session, "context", {}).get(self), getattr(session, "vectors", {}).get(self)
+
+    def extend(
+        self, sessions: Sequence[Seat], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+    ) -> list[Scored]:
         """See `LM.extend`."""
-        lanes = [self._lane(session) for session in sessions]
+        asked = checked_needs(self, len(sessions), needs)
+        lanes = [self._lane(session, need) for session, need in zip(sessions, asked, strict=True)]
+        self._follow(lanes)
         self._prefill(lanes)
-        self.passes += any(_needs_a_pass(lane.trie, forest) for lane, forest in zip(lanes, forests, strict=True))
+        self.passes += any(_needs_a_pass(lane, forest) for lane, forest in zip(lanes, forests, strict=True))
         return self.runner.extend(lanes, forests)
+
+    def extend_early(self, sessions: Sequence[Seat], forests: Sequence[Forest], layers: int) -> list[Scored]:
+        """Score new nodes by the first layers alone, on the live cache; `extend` runs the others on them.
+
+        Only compiled passes do; see `LiveLayers`.
+        """
+        assert isinstance(self.runner, PackedPasses)
+        lanes = [
+            self._lane(session, session.parts.needs if hasattr(session, "parts") else LOGITS) for session in sessions
+        ]
+        for lane in lanes:
+            if lane.early_layers not in (None, layers):
+                raise NotSupported(
+                    f"a session runs {lane.early_layers} layers ahead of the others already, not {layers}"
+                )
+            lane.early_layers = layers
+        self._follow(lanes)
+        self._prefill(lanes)
+        return self.runner.extend_early(lanes, forests)
+
+    def fill(
+        self, sessions: Sequence[Seat], needs: Sequence[Needs] | None = None, most: int | None = None
+    ) -> list[bool]:
+        """See `fill_prompts`. The chunks are those that `extend` would store by itself."""
+        asked = checked_needs(self, len(sessions), needs)
+        lanes = [self._lane(session, need) for session, need in zip(sessions, asked, strict=True)]
+        self._join(lanes)
+        long = [lane for lane in lanes if lane.leader is None and self._is_long(lane, self.chunk)]
+        self._store_chunk(long[:most])
+        self._join(lanes)
+        return [not self._is_long(lane.leader or lane, self.chunk) for lane in lanes]
 
     @contextmanager
     def alone(self, session: Seat, fresh: int, more: int = 0) -> Iterator[Alone | None]:
@@ -99,6 +176,10 @@ class HuggingFaceLM:
         """
         lane = self._lane(session)
         if isinstance(self.runner, PaddedPasses):
+            yield None
+            return
+        self._follow([lane])
+        if lane.has_vectors or lane.early_layers is not None:  # loops look tokens up, and run all layers
             yield None
             return
         most = min(self.chunk, self.runner.most)
@@ -129,57 +210,163 @@ class HuggingFaceLM:
         self._tidy(session, lane)
 
     def _tidy(self, session: Seat, lane: Any) -> None:
-        if lane.trie.extent > 2 * lane.trie.held + BLOCK:
+        if len(lane.company) == 1 and lane.trie.extent > 2 * lane.trie.held + BLOCK:
             self.compact(session)
 
     def peak(self, session: Seat) -> int:
         return session.state[self].trie.peak
 
     def close(self, session: Seat) -> None:
-        """Give the lane back: the last lane moves into its place, so that the lanes in use stay together."""
+        """Give the lane back: the sessions of the last row move into an empty one, so that rows in use stay together."""
         lane = session.state.pop(self, None)
         if lane is None:
             return
+        self._join(lane.company)
+        lane.company.remove(lane)
+        lane.trie.company.remove(lane.trie)
+        self._bereave([other for other in lane.company if other.leader is lane])
+        if lane.company:
+            return
         last = self.lanes.pop()
-        if last is not lane:
-            if last.row < self.runner.store.lanes:  # otherwise it has stored nothing so far
-                self.runner.store.move_lane(last.row, lane.row)
-            last.row = lane.row
-            self.lanes[lane.row] = last
+        if last is lane.company:
+            return
+        if last[0].row < self.runner.store.lanes:  # otherwise it has stored nothing so far
+            self.runner.store.move_lane(last[0].row, lane.row)
+        self.lanes[lane.row] = last
+        for other in last:
+            other.row = lane.row
 
     def compact(self, session: Seat) -> None:
         """Close the holes in the session's lane. New nodes fill holes anyway, so this is for forests that shrank."""
         lane = session.state[self]
+        if self.shares(session):
+            return
         source, goal = lane.trie.compact()
         if len(source):
             self.runner.store.move_slots(lane.row, *(torch.from_numpy(x).to(self.device) for x in (source, goal)))
+
+    def shares(self, session: Seat) -> bool:
+        """Whether other sessions store what they have in the same row, so that a compiled run of turns cannot."""
+        lane = session.state.get(self)
+        return lane is not None and len(lane.company) > 1
 
     def held(self, session: Seat) -> int:
         """Tokens stored for the session now."""
         return session.state[self].trie.held
 
-    def _lane(self, session: Seat) -> Any:
+    def _lane(self, session: Seat, needs: Needs = LOGITS) -> Any:
         lane = session.state.get(self)
         if lane is None:
-            lane = self.runner.lane(len(self.lanes), session.prompt)
-            self.lanes.append(lane)
+            if why := self.refuses(session):
+                raise NotSupported(why)
+            leader, common = self._leader(session, needs)
+            lane = self.runner.lane(len(self.lanes) if leader is None else leader.row, session.prompt)
+            lane.needs = needs
+            lane.context, lane.vectors = self._given(session)
+            if leader is None:
+                self.lanes.append(lane.company)
+            else:
+                lane.leader, lane.common = leader, common
+                lane.company = leader.company
+                lane.company.append(lane)
+                lane.trie.company = leader.trie.company
+                lane.trie.company.append(lane.trie)
             session.state[self] = lane
         return lane
+
+    def _leader(self, session: Seat, needs: Needs) -> tuple[Any, int]:
+        """Return a lane that stores the beginning of the same prompt, or will, and how many tokens of it.
+
+        The last token of a prompt is a session's own, as somebody has to score it.
+        """
+        if self.share_from is None or needs.prompt:
+            return None, 0
+        context, vectors = self._given(session)
+        best, longest = None, self.share_from - 1
+        for company in self.lanes:
+            if len(company) >= MOST_TOGETHER:
+                continue
+            if company[0].vectors is not vectors or not _are_same(company[0].context, context):
+                continue
+            for lane in company:
+                common = min(_agreement(session.prompt, lane.prompt), len(session.prompt) - 1, len(lane.prompt) - 1)
+                if common > longest and lane.leader is None:
+                    best, longest = lane, common
+        return best, longest if best is not None else 0
+
+    def _join(self, lanes: list[Any]) -> None:
+        """Let lanes take over what their leaders have stored for them, as far as these have."""
+        for lane in lanes:
+            if lane.leader is not None and lane.leader.trie.prompt_stored >= lane.common:
+                lane.trie.share(lane.leader.trie, lane.prompt, lane.common)
+                lane.leader = None
+
+    def _bereave(self, lanes: list[Any]) -> None:
+        """Let the first of these lanes, whose leader is gone, lead those that it may."""
+        for place, lane in enumerate(lanes):
+            first = lanes[0]
+            common = min(_agreement(lane.prompt, first.prompt), lane.common, len(first.prompt) - 1)
+            lane.leader = first if place and common >= (self.share_from or 0) else None
+            lane.common = common
+
+    def _follow(self, lanes: list[Any]) -> None:
+        """Store what others of these lanes wait for, and let them take it over."""
+        while late := [lane for lane in lanes if lane.leader is not None]:
+            wanted: dict[Any, int] = {}
+            for lane in late:
+                missing = lane.common - lane.leader.trie.prompt_stored
+                wanted[lane.leader] = max(wanted.get(lane.leader, 0), missing)
+            counts = {leader: min(count, self.chunk) for leader, count in wanted.items() if count > 0}
+            if counts:
+                self._store(counts)
+            self._join(late)
 
     def _prefill(self, lanes: list[Any], most: int | None = None) -> None:
         """Long prompts go ahead in chunks, so that a pass stays small whatever the prompt: until at most so many tokens are
         pending, or none before the first root.
         """
         most = self.chunk if most is None else most
-        while long := [one for one in lanes if one.answered == 0 and one.trie.waiting > most and one.trie.ahead > 0]:
-            self.passes += 1
-            self.runner.prefill(long, [min(self.chunk, lane.trie.ahead) for lane in long])
-            for lane in long:
-                lane.trie.forget_inner()
+        while long := [lane for lane in lanes if self._is_long(lane, most)]:
+            self._store_chunk(long)
+
+    def _is_long(self, lane: Any, most: int) -> bool:
+        """Return whether more than so many tokens are pending, some of them before the first root."""
+        return bool(lane.answered == 0 and lane.trie.waiting > most and lane.trie.ahead > 0)
+
+    def _store_chunk(self, lanes: list[Any]) -> None:
+        """Store the next chunk of each prompt, in one pass."""
+        if not lanes:
+            return
+        self._store({lane: min(self.chunk, lane.trie.ahead) for lane in lanes})
+
+    def _store(self, counts: dict[Any, int]) -> None:
+        """Store so many tokens of each prompt, in one pass."""
+        self.passes += 1
+        self.runner.prefill([*counts], [*counts.values()])
+        for lane in counts:
+            lane.trie.forget_inner()
 
 
-def _needs_a_pass(trie: KVTrie, forest: Forest) -> bool:
-    return trie.waiting > 0 or forest.size > trie.known
+def _are_same(first: Any, second: Any) -> bool:
+    """Return whether two contexts hold the same things; equal ones that are not the same count as different."""
+    if first is second or first is None or second is None:
+        return first is second
+    return first.keys() == second.keys() and all(first[name] is second[name] for name in first)
+
+
+def _agreement(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    if first == second:
+        return len(first)
+    for place, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return place
+    return min(len(first), len(second))
+
+
+def _needs_a_pass(lane: Any, forest: Forest) -> bool:
+    trie = lane.trie
+    return trie.waiting > 0 or forest.size > trie.known or bool(getattr(lane, "half", ()))
 
 
 def _engine(
@@ -233,6 +420,10 @@ def _gpu_passes(model: "PreTrainedModel", lanes: list[Any], capture: bool) -> "G
 
 
 _NUMBA = ", which needs numba (pip install 'numba>=0.62'),"
+_NO_VECTORS = (
+    "the forward for GPUs looks every token up, and takes no rows by embedding: "
+    "HuggingFaceLM(model, engine='plain') does"
+)
 _NAMES = {
     "gpu": "the forward for GPUs, which needs triton,",
     "int8": f"quantize='int8'{_NUMBA}",

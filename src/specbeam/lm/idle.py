@@ -4,10 +4,11 @@ import time
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
 
 from specbeam.core.forest import Forest
+from specbeam.lm.answers import answered
 from specbeam.lm.base import Uncached
+from specbeam.records import Needs, Scored
 from specbeam.session import Session
 
 ROWS = 64
@@ -29,13 +30,13 @@ class IdleLM(Uncached):
         return f"IdleLM({self.vocab})"
 
     def extend(
-        self, sessions: Sequence[Session], forests: Sequence[Forest]
-    ) -> list[Float[torch.Tensor, "nodes vocab"]]:
+        self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+    ) -> list[Scored]:
         """See `LM.extend`."""
         began = time.perf_counter()
         rows = []
-        for session, forest in zip(sessions, forests, strict=True):
+        for session, forest, need in zip(sessions, forests, self.told(sessions, needs), strict=True):
             tokens = forest.tokens[self.fresh(session, forest).start :]
-            rows.append(torch.from_numpy(self._rows.numpy()[tokens % ROWS]))
+            rows.append(answered(need, torch.from_numpy(self._rows.numpy()[tokens % ROWS])))
         self.seconds += time.perf_counter() - began
         return rows

@@ -7,7 +7,7 @@ from jaxtyping import Float
 
 from specbeam.core.forest import Forest
 from specbeam.lm.base import LM
-from specbeam.records import Turn
+from specbeam.records import Needs, Scored, Turn
 from specbeam.session import Session
 
 
@@ -23,13 +23,14 @@ class TargetAsDraft:
         self.vocab, self.max_positions = lm.vocab, lm.max_positions
 
     def extend(
-        self, sessions: Sequence[Session], forests: Sequence[Forest]
-    ) -> list[Float[torch.Tensor, "nodes vocab"]]:
-        found = self.lm.extend(sessions, forests)
-        for session, rows in zip(sessions, found, strict=True):
+        self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+    ) -> list[Scored]:
+        """See `LM.extend`."""
+        found = self.lm.extend(sessions, forests, needs)
+        for session, scored in zip(sessions, found, strict=True):
             before = session.state.setdefault(self, [])
             session.count.target_passes += bool(before) or session.length == 0  # the root's row is known from last turn
-            before.append(rows)
+            before.append(scored.logits)
         return found
 
     def all_rows(

@@ -7,7 +7,9 @@ import torch
 from jaxtyping import Float
 
 from specbeam.core.forest import Forest
+from specbeam.lm.answers import answered
 from specbeam.lm.base import Uncached
+from specbeam.records import Needs, Scored
 from specbeam.session import Session
 
 
@@ -20,10 +22,13 @@ class TableLM(Uncached):
         self.passes = 0
 
     def extend(
-        self, sessions: Sequence[Session], forests: Sequence[Forest]
-    ) -> list[Float[torch.Tensor, "nodes vocab"]]:
+        self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+    ) -> list[Scored]:
         self.passes += 1
-        return [self._rows(session, forest) for session, forest in zip(sessions, forests, strict=True)]
+        return [
+            answered(need, self._rows(session, forest))
+            for session, forest, need in zip(sessions, forests, self.told(sessions, needs), strict=True)
+        ]
 
     def _rows(self, session: Session, forest: Forest) -> Float[torch.Tensor, "nodes vocab"]:
         fresh = self.fresh(session, forest)

@@ -3,7 +3,7 @@ lane of its own session. Twin of the model's own forward, up to rounding; `load`
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ from specbeam import kernels
 from specbeam.kernels.compiling import Array, address_of
 from specbeam.lm.compiled import tiles
 from specbeam.lm.compiled.lane import CompiledLane
-from specbeam.lm.compiled.loops import all_layers, scored
+from specbeam.lm.compiled.loops import all_layers, normed, scored
 from specbeam.lm.compiled.one_lane import OneLane
 from specbeam.lm.compiled.panels import Kind, fits_bfloat16, in_lines, in_panels
 from specbeam.lm.compiled.sums import STEP, WIDTH
@@ -70,6 +70,9 @@ class Rows:
     seen: dict[str, Bool[np.ndarray, "n slots"]]  # by kind of layer
 
 
+_NO_VECTORS: Mapping[int, Float32[np.ndarray, " hidden"]] = {}
+
+
 class CompiledDecoder:
     """The forward of one model; see `compiled_decoder`."""
 
@@ -109,20 +112,44 @@ class CompiledDecoder:
     def store(self) -> PanelStore:
         return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH)
 
-    def forward(self, rows: Rows, store: PanelStore) -> Float32[np.ndarray, "n hidden"]:
+    def forward(
+        self,
+        rows: Rows,
+        store: PanelStore,
+        vectors: Mapping[int, Float32[np.ndarray, " hidden"]] = _NO_VECTORS,
+        layers: slice = slice(None),
+        behind: Float32[np.ndarray, "n hidden"] | None = None,
+    ) -> Float32[np.ndarray, "n hidden"]:
         """What `logits` are made from, for all rows; keys and values of all are stored.
+
+        Args:
+            vectors: rows that are given by embedding, and not by their token, which is negative.
+            layers: which of them are run; keys and values are those of these layers.
+            behind: the rows behind the layer before these; None: what the tokens' embedding gives.
 
         Raises `IndexError` for tokens and positions that the model does not have: loops would read beyond its arrays.
         """
         if rows.positions.max() >= self.angles.shape[1]:
             raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[1]}")
-        x = self.embedding.take(rows.tokens, 0)
+        x = self._embedded(rows.tokens, vectors) if behind is None else behind.copy()
         seen = np.array([rows.seen[name] for name in self.names])
         with _on_threads(self.threads) as threads:
             all_layers(
-                x, self.weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen,
-                self.kinds, store.keys_by_panel, store.values_by_slot, threads,
+                x, _of_layers(self.weights, layers), self.angles, self.eps, self.heads, rows.positions, rows.sessions,
+                rows.slots, seen, self.kinds[layers], store.keys_by_panel[layers], store.values_by_slot[layers], threads,
             )  # fmt: skip
+        return x
+
+    def _embedded(
+        self, tokens: Int64[np.ndarray, " n"], vectors: Mapping[int, Float32[np.ndarray, " hidden"]]
+    ) -> Float32[np.ndarray, "n hidden"]:
+        """Return what the first layer reads."""
+        strange = tokens < 0
+        if strange.any() and {*np.flatnonzero(strange).tolist()} != {*vectors}:
+            raise IndexError("a token is beyond those of the model")
+        x = self.embedding.take(np.maximum(tokens, 0), 0)
+        for row, vector in vectors.items():
+            x[row] = vector
         return x
 
     @contextmanager
@@ -141,6 +168,12 @@ class CompiledDecoder:
                 scored(x, self.last_norm, self.eps, self.head, logits, threads)
         return np.ascontiguousarray(logits[:, : self.vocab])
 
+    def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
+        """Return what the head reads of rows behind the last layer."""
+        out = np.empty_like(x)
+        normed(x, self.last_norm, self.eps, out)
+        return out
+
     @cached_property
     def addresses(self) -> tuple[int, int]:
         """Of `all_layers` and `scored`, as this model calls them."""
@@ -150,6 +183,14 @@ class CompiledDecoder:
             np.zeros((1, 1, 1), dtype=bool), self.kinds, store.keys_by_panel, store.values_by_slot, 1,
         )  # fmt: skip
         return layers, address_of(scored, some, self.last_norm, self.eps, self.head, some, 1)
+
+
+def _of_layers(weights: Weights, layers: slice) -> Weights:
+    """Return the weights of some layers; a view."""
+    if layers == slice(None):
+        return weights
+    some = {name: getattr(weights, name)[layers] for name in Weights._fields if name != "inner"}
+    return weights._replace(**some)
 
 
 _ONE_AT_A_TIME = threading.RLock()  # numba's threads serve one caller, who may run two models

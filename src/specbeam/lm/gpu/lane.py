@@ -11,6 +11,7 @@ from specbeam.core.forest import Forest
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
 from specbeam.lm.gpu.staging import Inputs, Model, check, laid_out
 from specbeam.lm.kv.lane import Logits, Nodes
+from specbeam.lm.kv.member import RowMember
 from specbeam.lm.kv.steps import KNOWN, SIZE, STORED, Trie, entered
 from specbeam.lm.kv.trie import KVTrie
 from specbeam.records import Turn
@@ -21,11 +22,12 @@ if AVAILABLE:
 FIRST_ROWS = 32
 
 
-class GpuLane:
+class GpuLane(RowMember):
     """Rows that were handed out stay as they are until the turn after the next one begins."""
 
     def __init__(self, row: int, prompt: list[int], vocab: int, pinned: bool) -> None:
-        self.row, self.answered = row, 0
+        super().__init__(row, prompt)
+        self.answered = 0
         self.trie = KVTrie(prompt)
         self._pinned = pinned
         self.outputs, self._next = self._room(FIRST_ROWS, vocab), self._room(0, vocab)  # logits by forest node

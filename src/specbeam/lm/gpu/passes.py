@@ -1,5 +1,6 @@
 """Passes on a GPU: one copy there, one captured graph, one copy back."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, pairwise
@@ -11,12 +12,14 @@ import torch
 from specbeam import kernels
 from specbeam.clock import lap
 from specbeam.core.forest import Forest
+from specbeam.lm.answers import answered
 from specbeam.lm.gpu.decoder import GpuDecoder, PassShape
 from specbeam.lm.gpu.graphs import FEW, Graphs, shape_for
 from specbeam.lm.gpu.lane import GpuLane, OneGpuLane, gpu_extended, runs
 from specbeam.lm.gpu.staging import Model, Staging, check, laid_out
 from specbeam.lm.kv.lane import Logits, Nodes
 from specbeam.lm.kv.masks import Masks
+from specbeam.records import Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,14 +62,26 @@ class GpuPasses:
     def lane(self, row: int, prompt: list[int]) -> GpuLane:
         return GpuLane(row, prompt, self.vocab, pinned=self.device.type == "cuda")
 
-    def extend(self, lanes: list[GpuLane], forests: Sequence[Forest]) -> list[Logits]:
-        """Store what is pending, with the new nodes of these forests; logits of what was not handed out yet."""
+    takes_vectors = False
+
+    def refuses(self, context: object) -> str:
+        """Say why these passes cannot take a context; they take none."""
+        return "the forward for GPUs takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
+
+    def lacks(self, needs: Needs) -> str:
+        """Say why these passes cannot give what is asked for; "" if they can."""
+        if needs.states:
+            return "the forward for GPUs keeps no hidden states: HuggingFaceLM(model, engine='plain') does"
+        return ""
+
+    def extend(self, lanes: list[GpuLane], forests: Sequence[Forest]) -> list[Scored]:
+        """Store what is pending, with the new nodes of these forests; return what was not handed out yet."""
         if len(lanes) == 1 and (rows := self._by_loop(lanes[0], forests[0])) is not None:
-            return [rows]
+            return [answered(lanes[0].needs, rows)]
         wanted = [lane.enter(forest) for lane, forest in zip(lanes, forests, strict=True)]
         if busy := [(lane, nodes) for lane, nodes in zip(lanes, wanted, strict=True) if lane.trie.waiting]:
             self._pass([(lane, lane.trie.waiting, nodes) for lane, nodes in busy])
-        return [lane.answer() for lane in lanes]
+        return [answered(lane.needs, lane.answer()) for lane in lanes]
 
     def prefill(self, lanes: list[GpuLane], counts: list[int]) -> None:
         """Store so many pending tokens of each lane, whose logits nobody asks for."""
@@ -130,9 +145,12 @@ class GpuPasses:
 
     def _staged(self, parts: list[tuple[GpuLane, int, Nodes]], shape: PassShape) -> tuple[Staging, int]:
         """The rows of a pass, and how many bytes their mask has."""
+        beside = Counter[int]()
+        for lane, count, _ in parts:
+            beside[lane.row] += count
         for lane, count, _ in parts:
             check(lane.trie.arrays, count, self.model)
-            lane.trie.make_slots(count)
+            lane.trie.make_slots(beside[lane.row])
         self._reserve(max(lane.trie.capacity for lane, *_ in parts))
         most = sum(lane.trie.capacity * count for lane, count, _ in parts) * len(self.model.windows)
         staging, row, byte = self.staging, 0, 0
@@ -140,6 +158,7 @@ class GpuPasses:
             staging = Staging(self.device, shape.rows, shape.sessions, most)
         into = staging.filled
         for session, (lane, count, _) in enumerate(parts):
+            lane.trie.make_slots(count)  # others of the row may have taken some
             byte = laid_out(lane.trie.arrays, count, lane.row, self.model, into, session, row, byte)
             row += count
         for numbers in (into.tokens, into.positions, into.lanes, into.slots):

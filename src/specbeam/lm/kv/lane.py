@@ -1,27 +1,32 @@
 """One session in one model: its trie, its row of the store's buffers, and the outputs of the nodes that a turn asks for."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
 from specbeam.core.forest import Forest
+from specbeam.lm.answers import answered
+from specbeam.lm.kv.member import RowMember
 from specbeam.lm.kv.rows import picked
 from specbeam.lm.kv.trie import KVTrie
-from specbeam.records import Turn
+from specbeam.records import Scored, Turn
 
 Nodes = Int64[np.ndarray, " _"]
 Logits = Float[torch.Tensor, "_ vocab"]
+Columns = tuple[torch.Tensor, ...]  # what is known of the same rows: logits, and hidden states where a part needs them
 
 
-class Lane:
+class Lane(RowMember):
     """For models whose outputs are logits."""
 
     def __init__(self, row: int, prompt: list[int]) -> None:
-        self.row = row
+        super().__init__(row, prompt)
         self.trie = KVTrie(prompt)
         self.answered = 0  # forest nodes whose logits were handed out in this turn
         # By ascending local nodes: those of roots that were stored in an earlier turn, then those of this turn's passes.
-        self._blocks: list[tuple[Nodes, Logits]] = []
+        self._blocks: list[tuple[Nodes, Columns]] = []
 
     def enter(self, forest: Forest) -> Nodes:
         """Take in new nodes; give the local nodes whose logits a pass has to compute."""
@@ -31,22 +36,25 @@ class Lane:
             return wanted.copy()
         return wanted[wanted >= self.trie.stored]
 
-    def learn(self, nodes: Nodes, rows: Logits) -> None:
-        """Logits of what `enter` gave."""
+    def learn(self, nodes: Nodes, columns: Columns) -> None:
+        """Take in what a pass found of the nodes that `enter` gave."""
         if self.answered == 0 and (nodes[1:] < nodes[:-1]).any():  # roots stand in the order of their beams
             order = nodes.argsort()
-            nodes, rows = nodes[order], picked(rows, order)
-        self._blocks.append((nodes, rows))
+            nodes = nodes[order]
+            columns = tuple(picked(rows, order) for rows in columns)
+        self._blocks.append((nodes, columns))
 
-    def answer(self) -> Logits:
-        """Logits of the forest nodes not handed out yet."""
-        wanted, later = self.trie.local[self.answered :], self.answered > 0
+    def answer(self) -> Scored:
+        """Return what is known of the forest nodes not handed out yet."""
+        wanted = self.trie.local[self.answered :]
+        later = self.answered > 0
         self.answered = self.trie.known
-        nodes, rows = self._blocks[-1]
+        nodes, columns = self._blocks[-1]
         newest = len(wanted) > 0 if later else np.array_equal(nodes, wanted)
-        return rows if newest else self._rows(wanted)
+        return told(self, *(columns if newest else self._rows(wanted)))
 
     def settle(self, turn: Turn) -> None:
+        """Keep the rows of roots that are stored, and what the surviving beams need in the trie."""
         _, before = self.trie.settle(turn)
         now = self.trie.root_at
         kept = np.flatnonzero(now < self.trie.stored)
@@ -54,17 +62,28 @@ class Lane:
         self._blocks = [(now[kept], self._rows(before[kept]))] if len(kept) else []
         self.answered = 0
 
-    def _rows(self, wanted: Nodes) -> Logits:
-        found: list[tuple[Nodes, Logits]] = []
-        for nodes, rows in self._blocks:
+    def _rows(self, wanted: Nodes) -> Columns:
+        found: list[tuple[Nodes, Columns]] = []
+        for nodes, columns in self._blocks:
             at = np.minimum(nodes.searchsorted(wanted), len(nodes) - 1)
             mine = np.flatnonzero(nodes[at] == wanted)
             if len(mine) == len(wanted):
-                return picked(rows, at)
-            found.append((mine, picked(rows, at[mine])))
+                return tuple(picked(rows, at) for rows in columns)
+            found.append((mine, tuple(picked(rows, at[mine]) for rows in columns)))
         if sum(len(mine) for mine, _ in found) != len(wanted):
             raise IndexError(f"local nodes {wanted} were asked for, of which some were not scored")
-        out = found[0][1].new_empty(len(wanted), found[0][1].shape[1])
-        for mine, rows in found:
-            out[torch.from_numpy(mine).to(out.device)] = rows
-        return out
+        outs = tuple(rows.new_empty(len(wanted), rows.shape[1]) for rows in found[0][1])
+        for mine, columns in found:
+            for out, rows in zip(outs, columns, strict=True):
+                out[torch.from_numpy(mine).to(out.device)] = rows
+        return outs
+
+
+def told(lane: Any, logits: torch.Tensor, *hidden: torch.Tensor) -> Scored:
+    """Return what the parts of a session need of these rows, and once what there is of the prompt's."""
+    if not lane.needs.states:
+        return answered(lane.needs, logits)
+    (states,) = hidden
+    waiting, lane.prompt_rows = lane.prompt_rows, []
+    prompt = torch.cat(waiting) if waiting else states[:0]
+    return answered(lane.needs, logits, states if lane.needs.hidden else states[:0], prompt)

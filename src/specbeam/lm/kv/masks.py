@@ -1,10 +1,24 @@
 """Masks: who may look at which slot, in the form that each attention backend understands."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Int32, Int64
 
-from specbeam.lm.kv.trie import WASTE, Feed, KVTrie
+from specbeam.lm.kv.trie import WASTE, Feed
+
+
+class SlotPositions(Protocol):
+    """A trie, or what knows as a trie does how far each slot's token is from the beginning."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def slot_position(self) -> Int64[np.ndarray, " capacity"]: ...
+
 
 _LOWEST = np.finfo(np.float32).min
 Mask = torch.Tensor | dict[str, torch.Tensor]
@@ -24,7 +38,9 @@ def seen_by(feeds: list[Feed], width: int, extent: int) -> Bool[np.ndarray, "bat
     return seen
 
 
-def back_of(feeds: list[Feed], tries: list[KVTrie], width: int, extent: int) -> Int32[np.ndarray, "batch width extent"]:
+def back_of(
+    feeds: list[Feed], tries: Sequence[SlotPositions], width: int, extent: int
+) -> Int32[np.ndarray, "batch width extent"]:
     """How many tokens before each row a slot stands."""
     back = np.zeros((len(feeds), width, extent), dtype=np.int32)
     for one, feed, trie in zip(back, feeds, tries, strict=True):
@@ -56,7 +72,7 @@ class Masks:
     def build(
         self,
         feeds: list[Feed],
-        tries: list[KVTrie],
+        tries: Sequence[SlotPositions],
         width: int,
         extent: int,
         device: torch.device,
@@ -71,7 +87,9 @@ class Masks:
             return {kind: self._native(_cut(seen, back, window), device, additive) for kind, window in kinds}
         return self._native(_cut(seen, back, self.window), device, additive)
 
-    def flat(self, feeds: list[Feed], tries: list[KVTrie], extent: int) -> dict[str, Bool[np.ndarray, "rows extent"]]:
+    def flat(
+        self, feeds: list[Feed], tries: Sequence[SlotPositions], extent: int
+    ) -> dict[str, Bool[np.ndarray, "rows extent"]]:
         """What each row may look at by kind of layer, without padding: rows of all feeds one after the other."""
         if len(feeds) == 1 and not self._windowed and extent <= feeds[0].seen.shape[1]:
             return dict.fromkeys(self.windows or ["full_attention"], feeds[0].seen[:, :extent])

@@ -77,6 +77,50 @@ class KVTrie:
         seen = np.zeros((min(room, 2 * more), room), dtype=bool)
         self.arrays = Trie(nodes, numbers[:room], seen, np.zeros(room, dtype=bool), numbers[room:], books)
         self.root_at = numbers[:1].copy()
+        self.company: list[KVTrie] = [self]  # all tries whose tokens are stored in the same lane
+
+    def share(self, other: "KVTrie", prompt: list[int], count: int) -> None:
+        """Begin with the first `count` tokens of the prompt where another trie of the company has stored them.
+
+        To be called before anything is stored; the last token of the prompt is never shared.
+        """
+        anchor = int((other.positions[: other.stored] >= count - 1).argmax())
+        slots = np.flatnonzero(other.seen[anchor] & (other.slot_position < count))
+        self._widen(other.capacity)
+        arrays = self.arrays
+        rest = prompt[count:]
+        size = 1 + len(rest)
+        arrays.nodes[0, :size] = [prompt[count - 1], *rest]
+        arrays.nodes[1, :size] = np.arange(-1, len(rest))
+        arrays.nodes[2, :size] = np.arange(count - 1, len(prompt))
+        arrays.local[0] = len(rest)
+        arrays.seen[0, slots] = True
+        arrays.used[slots] = True
+        arrays.slot_position[slots] = other.slot_position[slots]
+        arrays.books[:] = size, 1, 1, count, slots.max() + 1, count
+        self.root_at = arrays.local[:1].copy()
+
+    @property
+    def prompt_stored(self) -> int:
+        """How many tokens of the prompt are stored; no fewer than that, where more than the prompt is."""
+        return int(self.positions[: self.stored].max()) + 1
+
+    def _taken(self) -> Bool[np.ndarray, " slots"]:
+        """Return the slots that anybody of the company uses."""
+        taken = np.zeros(max(other.capacity for other in self.company), dtype=bool)
+        for other in self.company:
+            taken[: other.capacity] |= other.seen.any(0)
+        return taken
+
+    def _widen(self, slots: int) -> None:
+        """Make room for so many slots."""
+        arrays = self.arrays
+        if slots > self.capacity:
+            self.arrays = arrays._replace(
+                seen=widened(arrays.seen, len(arrays.seen), slots),
+                used=widened(arrays.used, slots),
+                slot_position=widened(arrays.slot_position, slots),
+            )
 
     @property
     def capacity(self) -> int:
@@ -172,17 +216,18 @@ class KVTrie:
 
     def make_slots(self, more: int) -> None:
         """For so many more stored nodes. At least double, so that growing costs little in the long run."""
-        arrays, rows, slots = self.arrays, self.stored + more, self.held + more + 1  # the waste slot is nobody's
+        arrays, rows = self.arrays, self.stored + more
+        taken = self._taken() if len(self.company) > 1 else None
+        held = self.held if taken is None else int(taken.sum())
+        slots = held + more + 1  # the waste slot is nobody's
         if rows > len(arrays.seen):
             rows = len(arrays.seen) + max(rows, len(arrays.seen))
-            self.arrays = arrays = arrays._replace(seen=widened(arrays.seen, rows, self.capacity))
+            self.arrays = arrays._replace(seen=widened(arrays.seen, rows, self.capacity))
         if slots > self.capacity:
-            slots = -(-max(2 * self.capacity, slots) // BLOCK) * BLOCK
-            self.arrays = arrays._replace(
-                seen=widened(arrays.seen, len(arrays.seen), slots),
-                used=widened(arrays.used, slots),
-                slot_position=widened(arrays.slot_position, slots),
-            )
+            self._widen(-(-max(2 * self.capacity, slots) // BLOCK) * BLOCK)
+        if taken is not None:  # so that nothing is put where others are; until this one is settled
+            size = min(len(taken), self.capacity)
+            self.used[:size] |= taken[:size]
 
     def feed(self, most: int) -> Feed:
         """Give slots to the first `most` pending nodes; from here on they count as stored."""

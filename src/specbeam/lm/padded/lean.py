@@ -92,6 +92,7 @@ class LeanDecoder:
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self.layers = [self._layer(one, kind) for one, kind in zip(inner.layers, kinds, strict=True)]
         self.head = Matrix(model.lm_head.weight * inner.norm.weight)
+        self.last_norm = inner.norm.weight
         self.turns = _turns(inner.rotary_emb, config.max_position_embeddings, self.size)
 
     def _layer(self, layer: Any, kind: str) -> LeanLayer:
@@ -120,19 +121,28 @@ class LeanDecoder:
         store: KVStore,
         wanted: int,
         real: Tensor | None = None,
+        heard: list[Tensor] | None = None,
+        embeds: Tensor | None = None,
     ) -> Tensor:
         """Logits float[batch, wanted, vocab] of the last rows. int64[batch, rows]; masks are added to the scores.
 
         `real`: which of the batch * rows are no padding; only they pass through the matrices. None: all.
+        `embeds`: float[batch, rows, width], in place of the tokens' own.
+        `heard`: a list that the hidden states of all rows, float[batch, rows, width], are put into.
         """
         grid = Grid(tokens.shape[0], tokens.shape[1], real)
-        x = self.embedding[grid.packed(tokens.reshape(-1))]
+        if embeds is None:
+            x = self.embedding[grid.packed(tokens.reshape(-1))]
+        else:
+            x = grid.packed(embeds.reshape(grid.batch * grid.rows, -1))
         turns = self.turns[grid.packed(positions.reshape(-1))][:, None]
         for number, layer in enumerate(self.layers):
             mask = masks[layer.kind] if isinstance(masks, dict) else masks
             x = self._attended(x, layer, turns, mask, store, number, grid)
             gate, up = layer.gate_up(self._normed(x)).chunk(2, -1)
             x = layer.down.added(x, functional.silu(gate).mul_(up))
+        if heard is not None:
+            heard.append(grid.laid_out(self._normed(x) * self.last_norm))
         last = grid.laid_out(x)[:, -wanted:].reshape(grid.batch * wanted, -1)
         return self.head(self._normed(last)).view(grid.batch, wanted, -1)
 

@@ -1,8 +1,12 @@
 """Passes of a model that takes batches: sessions side by side, padded to the longest."""
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,8 +14,8 @@ from jaxtyping import Float, Int64
 
 from specbeam.clock import lap
 from specbeam.core.forest import Forest
-from specbeam.lm.kv.lane import Lane, Logits, Nodes
-from specbeam.lm.kv.masks import Mask, Masks
+from specbeam.lm.kv.lane import Columns, Lane, Nodes
+from specbeam.lm.kv.masks import Mask, Masks, SlotPositions
 from specbeam.lm.kv.rows import picked
 from specbeam.lm.kv.store import KVStore, Place
 from specbeam.lm.kv.trie import BLOCK, WASTE, Feed
@@ -19,12 +23,82 @@ from specbeam.lm.padded.captured import WIDEST, CapturedForward, Forward
 from specbeam.lm.padded.lean import LeanDecoder
 from specbeam.lm.padded.sizes import up
 from specbeam.lm.padded.torch_compiled import torch_compiled
+from specbeam.records import Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_NOTHING_GIVEN: Mapping[str, torch.Tensor] = {}
 FEW = 16  # lanes that may go along for the sake of one
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one session brings to a pass."""
+
+    lane: Lane
+    feed: Feed
+    ahead: int  # rows that stand before the first root
+    nodes: Nodes  # local nodes whose logits are asked for
+    wanted: Nodes  # the rows of these
+
+    @property
+    def first(self) -> int:
+        """The first row whose logits are asked for; the last one, if there is none."""
+        return int(self.wanted.min(initial=len(self.feed) - 1))
+
+
+class Row:
+    """What the sessions of one row of the store bring to a pass, one after the other.
+
+    Attributes:
+        feed: all of it.
+        book: a trie, or what knows the positions of slots as one does.
+        starts: the first row of each part.
+    """
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.parts = parts
+        self.starts = [0, *accumulate(len(part.feed) for part in parts)]
+        self.feed: Feed
+        self.book: SlotPositions
+        self.feed, self.book = _together(parts) if len(parts) > 1 else (parts[0].feed, parts[0].lane.trie)
+
+    @property
+    def first(self) -> int:
+        """The first row whose logits are asked for."""
+        return min(start + part.first for start, part in zip(self.starts, self.parts, strict=False))
+
+
+@dataclass(frozen=True, eq=False)
+class SlotBook:
+    """The positions of the tokens in the slots of a row, whoever they belong to."""
+
+    slot_position: Int64[np.ndarray, " slots"]
+
+    @property
+    def capacity(self) -> int:
+        """The number of slots."""
+        return len(self.slot_position)
+
+
+def _together(parts: list[Part]) -> tuple[Feed, SlotPositions]:
+    """Return the feeds of several sessions as one, and where what they see stands."""
+    slots = max(part.lane.trie.capacity for part in parts)
+    positions = np.zeros(slots, dtype=np.int64)
+    seen = []
+    for part in parts:
+        trie = part.lane.trie
+        wide = np.zeros((len(part.feed), slots), dtype=bool)
+        wide[:, : part.feed.seen.shape[1]] = part.feed.seen
+        looked_at = np.flatnonzero(wide.any(0))
+        positions[looked_at] = trie.slot_position[looked_at]
+        seen.append(wide)
+    tokens, places, at = (
+        np.concatenate([getattr(part.feed, name) for part in parts]) for name in ("tokens", "positions", "slots")
+    )
+    return Feed(tokens, places, at, np.concatenate(seen)), SlotBook(positions)
 
 
 class PaddedPasses:
@@ -51,36 +125,94 @@ class PaddedPasses:
             self.captured = CapturedForward(self._called, self.store, weights)
 
     def lane(self, row: int, prompt: list[int]) -> Lane:
+        """Return the lane of a new session."""
         return Lane(row, prompt)
 
-    def extend(self, lanes: list[Lane], forests: Sequence[Forest]) -> list[Logits]:
-        """Store what is pending, with the new nodes of these forests; logits of what was not handed out yet."""
+    def lacks(self, needs: Needs) -> str:
+        """Say why these passes cannot give what is asked for; "" if they can."""
+        if not needs.states:
+            return ""
+        if self.call is not self.model:
+            return "what torch.compile makes of a model hands out no hidden states: leave compile out"
+        return ""
+
+    takes_vectors = True
+
+    def refuses(self, context: object) -> str:
+        """Say why these passes cannot take a context; "" if they can."""
+        name = type(self.model).__name__
+        if self.lean is not None:
+            return "the lean forward takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
+        if not isinstance(context, Mapping):
+            return f"context is {type(context).__name__}; {name} takes keyword arguments of its forward, as a dict"
+        known = inspect.signature(self.model.forward).parameters
+        if strange := [key for key in context if key not in known or key in _OURS]:
+            return f"context holds {', '.join(strange)}, which {name} does not take"
+        shapes = {key: [*one.shape] for key, one in context.items()}
+        if wrong := [f"{key} is {shape}" for key, shape in shapes.items() if shape[:1] != [1]]:
+            return f"of the context {', '.join(wrong)}; each has to be of one session: the first dimension is 1"
+        return ""
+
+    def extend(self, lanes: list[Lane], forests: Sequence[Forest]) -> list[Scored]:
+        """Store what is pending, with the new nodes of these forests; return what was not handed out yet."""
         asked = [(lane, lane.enter(forest)) for lane, forest in zip(lanes, forests, strict=True)]
         if busy := [(lane, nodes) for lane, nodes in asked if lane.trie.waiting]:
-            wanted = {lane.row: nodes - lane.trie.stored for lane, nodes in busy}
-            feeds = {lane.row: lane.trie.feed(lane.trie.waiting) for lane, _ in busy}
-            found = self._forward(feeds, wanted)
-            for lane, nodes in busy:
-                lane.learn(nodes, found[lane.row])
+            self._run([self._part(lane, lane.trie.waiting, nodes) for lane, nodes in busy], learns=True)
         return [lane.answer() for lane in lanes]
 
     def prefill(self, lanes: list[Lane], counts: list[int]) -> None:
         """Store so many pending tokens of each lane, whose logits nobody asks for."""
-        by_row = {lane.row: lane.trie.feed(count) for lane, count in zip(lanes, counts, strict=True)}
-        self._forward(by_row, dict.fromkeys(by_row, np.zeros(0, dtype=np.int64)))
+        none = np.zeros(0, dtype=np.int64)
+        self._run([self._part(lane, count, none) for lane, count in zip(lanes, counts, strict=True)], learns=False)
+
+    def _part(self, lane: Lane, count: int, nodes: Nodes) -> Part:
+        """Store so many pending nodes of a lane, of which the logits of some local nodes are asked for."""
+        trie = lane.trie
+        wanted = nodes - trie.stored
+        ahead = min(trie.ahead, count)
+        return Part(lane, trie.feed(count), ahead, nodes, wanted)
+
+    def _run(self, parts: list[Part], learns: bool) -> None:
+        """Run a pass, and let the lanes learn what it found of their nodes, if anything was asked for.
+
+        Sessions with contexts of different shapes cannot stand in one batch, and have a pass for each shape.
+        """
+        groups: dict[Any, list[Part]] = {}
+        for part in parts:
+            groups.setdefault(_shapes(part.lane.context), []).append(part)
+        for group in groups.values():
+            for part, (columns, prompt) in zip(group, self._forward(group), strict=True):
+                if part.lane.needs.prompt and len(prompt):
+                    part.lane.prompt_rows.append(prompt)
+                if learns:
+                    part.lane.learn(part.nodes, columns)
 
     @torch.inference_mode()
-    def _forward(self, by_row: dict[int, Feed], wanted: dict[int, Nodes]) -> dict[int, Logits]:
-        """One pass over the lanes that have a feed, and those between them where these are few: lanes side by side are read
-        in place. The logits of the `wanted` places of each feed.
+    def _forward(self, parts: list[Part]) -> list[tuple[Columns, torch.Tensor]]:
+        """Run one pass over the lanes that bring a part, and those between them where these are few: lanes side by side are
+        read in place.
+
+        Returns of each part what was wanted: logits, and hidden states where somebody needs them; and the hidden states of
+        the rows that stand before its first root.
         """
+        together: dict[int, list[Part]] = {}
+        for part in parts:
+            together.setdefault(part.lane.row, []).append(part)
+        by_row = {row: Row(mine) for row, mine in together.items()}
+        given = any(part.lane.context is not None or part.lane.vectors is not None for part in parts)
+        hears = any(part.lane.needs.states for part in parts)
+        some = next(iter(by_row.values()))
         rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
-        width = max(len(feed) for feed in by_row.values())
-        extent = -(-max(self.lanes[row].trie.extent for row in by_row) // BLOCK)
-        last = max(len(feed) - int(wanted[row].min(initial=len(feed) - 1)) for row, feed in by_row.items())
-        every, sparse = range(up(rows[-1] + 1)), len(rows) > 2 * len(by_row)
+        width = max(len(one.feed) for one in by_row.values())
+        extent = -(-max(part.lane.trie.extent for part in parts) // BLOCK)
+        last = max(len(one.feed) - one.first for one in by_row.values())
+        if any(part.lane.needs.prompt and part.ahead for part in parts):
+            last = width  # the model's head has to read them all
+        every = range(up(rows[-1] + 1))
+        sparse = len(rows) > 2 * len(by_row)
         run: Forward = self._called
-        if self.captured is not None and width <= WIDEST and len(every) <= max(FEW, 2 * len(by_row)):
+        captured = self.captured is not None and not hears and not given
+        if self.captured is not None and captured and width <= WIDEST and len(every) <= max(FEW, 2 * len(by_row)):
             run, rows, width, extent, sparse = self.captured, every, up(width), up(extent), False
             last = min(up(last), width)
         elif sparse:
@@ -90,18 +222,36 @@ class PaddedPasses:
         which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
         self.store.reserve(max(len(self.lanes), rows[-1] + 1), extent * BLOCK)
         self.store.place = Place(which, slots, extent * BLOCK)
-        with lap("model"):
-            logits = self._logits(inputs, masks, last, run)
+        if given:
+            besides = self._given([by_row.get(row, some) for row in rows], inputs[0])
+            run = partial(self._called, given=besides)
+        with lap("model"), self._hearing(hears) as heard:
+            logits = self._logits(inputs, masks, last, run, heard if hears else None)
             if self.captured is not None:  # laws are made on the host
                 logits, rows = logits[[rows.index(row) for row in by_row]].float().cpu(), [*by_row]
-        return {row: picked(logits[rows.index(row)], wanted[row] + last - len(feed)) for row, feed in by_row.items()}
+                heard[:] = [one[[rows.index(row) for row in by_row]].float().cpu() for one in heard]
+        found = []
+        for part in parts:
+            mine = by_row[part.lane.row]
+            row = rows.index(part.lane.row)
+            start = mine.starts[mine.parts.index(part)] + last - len(mine.feed)
+            columns: Columns = (picked(logits[row], part.wanted + start),)
+            prompt = logits.new_zeros(0, 0)
+            if part.lane.needs.states:
+                states = heard[0][row, -last:]
+                columns += (picked(states, part.wanted + start),)
+                if part.lane.needs.prompt and part.ahead:
+                    prompt = states[start : start + part.ahead]
+            found.append((columns, prompt))
+        return found
 
     def _laid_out(
-        self, rows: Sequence[int], by_row: dict[int, Feed], width: int, extent: int
+        self, rows: Sequence[int], by_row: dict[int, Row], width: int, extent: int
     ) -> tuple[Int64[np.ndarray, "3 batch width"], Mask]:
         """Tokens, positions and slots, aligned to the right, and the masks."""
-        feeds, some = [by_row.get(row, _NOTHING) for row in rows], next(iter(by_row))
-        tries = [self.lanes[row if row in by_row else some].trie for row in rows]  # what has no feed is not looked at
+        some = next(iter(by_row.values()))
+        feeds = [by_row[row].feed if row in by_row else _NOTHING for row in rows]
+        tries = [by_row.get(row, some).book for row in rows]  # what has no feed is not looked at
         inputs = np.zeros((3, len(rows), width), dtype=np.int64)
         inputs[2] = WASTE
         for one, feed in enumerate(feeds):
@@ -110,17 +260,65 @@ class PaddedPasses:
         return inputs, self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
 
     def _logits(
-        self, inputs: Int64[np.ndarray, "3 batch width"], masks: Mask, wanted: int, run: Forward
+        self,
+        inputs: Int64[np.ndarray, "3 batch width"],
+        masks: Mask,
+        wanted: int,
+        run: Forward,
+        heard: list[torch.Tensor] | None,
     ) -> Float[torch.Tensor, "batch wanted vocab"]:
         ids, places, _ = torch.from_numpy(inputs).to(self.device)
         if self.lean is not None:
             real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
-            return self.lean.forward(ids, places, masks, self.store, wanted, real)
+            embeds = run.keywords["given"]["inputs_embeds"] if isinstance(run, partial) else None
+            return self.lean.forward(ids, places, masks, self.store, wanted, real, heard, embeds)
         return run(ids, places, masks, wanted)
 
-    def _called(self, ids: torch.Tensor, places: torch.Tensor, masks: Mask, wanted: int) -> torch.Tensor:
+    @contextmanager
+    def _hearing(self, hears: bool) -> Iterator[list[torch.Tensor]]:
+        """Give a list that what the head reads, float[batch, rows, size], is put into in a pass, if anybody asks."""
+        heard: list[torch.Tensor] = []
+        if not hears or self.lean is not None:
+            yield heard
+            return
+
+        def hear(head: object, given: tuple[torch.Tensor]) -> None:
+            heard.append(given[0])
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(hear)
+        try:
+            yield heard
+        finally:
+            handle.remove()
+
+    def _given(self, rows: list[Row], tokens: Int64[np.ndarray, "batch width"]) -> dict[str, torch.Tensor]:
+        """Return what the model is called with besides tokens, of sessions whose contexts have the same shapes."""
+        lanes = [row.parts[0].lane for row in rows]
+        context = lanes[0].context or {}
+        given = {name: torch.cat([lane.context[name] for lane in lanes]).to(self.device) for name in context}
+        if any(lane.vectors is not None for lane in lanes):
+            known = torch.from_numpy(np.maximum(tokens, 0)).to(self.device)
+            embeds = self.model.get_input_embeddings()(known).clone()
+            for row, place in np.argwhere(tokens < 0).tolist():
+                vectors = lanes[row].vectors
+                if vectors is None:
+                    raise IndexError("a token is beyond those of the model")
+                embeds[row, place] = vectors[-1 - int(tokens[row, place])].to(embeds)
+            given["inputs_embeds"] = embeds
+        return given
+
+    def _called(
+        self,
+        ids: torch.Tensor,
+        places: torch.Tensor,
+        masks: Mask,
+        wanted: int,
+        given: Mapping[str, torch.Tensor] = _NOTHING_GIVEN,
+    ) -> torch.Tensor:
+        named = {} if "inputs_embeds" in given else {"input_ids": ids}
         output = self.call(
-            input_ids=ids,
+            **named,
+            **given,
             attention_mask=masks,
             position_ids=places,
             past_key_values=self.store,
@@ -130,6 +328,20 @@ class PaddedPasses:
         return output.logits[:, -wanted:]
 
 
+def _shapes(context: Mapping[str, torch.Tensor] | None) -> Any:
+    """Return what contexts that can stand in one batch have in common."""
+    return None if context is None else tuple(sorted((name, tuple(one.shape)) for name, one in context.items()))
+
+
+_OURS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+)
 _NOTHING = Feed(
     np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=bool)
 )

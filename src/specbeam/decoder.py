@@ -1,0 +1,127 @@
+"""Sessions that are decoded side by side: they come, take turns and go. Batches, streams and servers are made of it."""
+
+from collections import deque
+from types import TracebackType
+
+from specbeam.clock import lap
+from specbeam.draft.together import close_drafters, fill_drafters
+from specbeam.errors import Cancelled
+from specbeam.kernels.interrupts import interrupts_held
+from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
+from specbeam.runs import run_ahead
+from specbeam.session import Session
+from specbeam.turn import Turns, turns
+
+
+class Decoder:
+    """Decodes sessions of one target; they may differ in all else.
+
+    A session that fails keeps its error in `session.failure`, has no turn, and takes nothing from the others. Between two
+    steps the decoder is at rest: sessions may be added and cancelled, in the thread that steps.
+
+    A prompt that is longer than a pass of its model is stored chunk by chunk, a chunk in each step, while the sessions that
+    are live take their turns.
+
+    Args:
+        at_once: the most sessions side by side; more of them wait, first come first served.
+        ahead: the most turns of a session that is alone that may be one compiled run, which are not shown.
+        filling: the most prompts that are stored side by side.
+    """
+
+    def __init__(self, target: LM, at_once: int = 32, ahead: int = 0, filling: int = 1) -> None:
+        self.target = target
+        self.at_once, self.ahead, self.at_once_filling = at_once, ahead, filling
+        self.waiting: deque[Session] = deque()
+        self.filling: list[Session] = []  # their prompts are being stored
+        self.live: list[Session] = []  # they take turns
+
+    def add(self, session: Session) -> None:
+        """Let a session wait for its place.
+
+        Raises `NotSupported` if its parts need what the target cannot give, or it gives the target what that cannot take.
+        """
+        check_gives(self.target, session.parts.needs)
+        check_takes(self.target, session)
+        self.waiting.append(session)
+
+    def cancel(self, session: Session) -> bool:
+        """End a session: what it held is free again, and its `failure` says so. Returns False if it is not here."""
+        for place in (self.waiting, self.filling, self.live):
+            if session in place:
+                place.remove(session)
+                session.fail(Cancelled("it was cancelled"), "")
+                self._close([session])
+                return True
+        return False
+
+    @property
+    def free(self) -> int:
+        """How many more sessions could be side by side with those there are."""
+        return max(self.at_once - len(self.waiting) - len(self.filling) - len(self.live), 0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any session is not over."""
+        return bool(self.waiting or self.filling or self.live)
+
+    def step(self) -> Turns:
+        """Take one turn of each live session, and store a chunk of the prompts that are long; return the turns.
+
+        There are none where a compiled run took several turns, or where prompts are stored and nobody is live. Those who
+        are over have left when it returns.
+        """
+        with interrupts_held():
+            self._let_in()
+            if self.filling:
+                self._fill()
+            done = self._turns() if self.live else []
+            self._close([session for session in self.live if session.over])
+            self.live = [session for session in self.live if not session.over]
+        return done
+
+    def close(self) -> None:
+        """Leave all sessions as they are, and free what they hold in the models."""
+        self._close([*self.filling, *self.live])
+        self.waiting.clear()
+        self.filling, self.live = [], []
+
+    def __enter__(self) -> "Decoder":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _let_in(self) -> None:
+        """Give places to those who wait."""
+        while self.waiting and len(self.filling) + len(self.live) < self.at_once:
+            self.filling.append(self.waiting.popleft())
+
+    def _fill(self) -> None:
+        """Store a chunk of prompts that are long in the target, then in draft models; who has no more to store is live."""
+        with lap("fill"):
+            needs = [session.parts.needs for session in self.filling]
+            filled = fill_prompts(self.target, self.filling, needs, self.at_once_filling)
+            stored = [session for session, is_filled in zip(self.filling, filled, strict=True) if is_filled]
+            later = (
+                fill_drafters(stored, self.at_once_filling) if self.live else []
+            )  # alone it stores it when it drafts
+        ready = [session for session in stored if session not in later]
+        self.filling = [session for session in self.filling if session not in ready]
+        self.live += [session for session in ready if session.failure is None]
+        self._close([session for session in ready if session.failure is not None])
+
+    def _turns(self) -> Turns:
+        if self.ahead and len(self.live) == 1 and not self.filling and self._ran(self.live[0]):
+            return []
+        return turns(self.target, self.live)
+
+    def _ran(self, session: Session) -> bool:
+        """Take several turns of the only session as one run. Returns False if there was none."""
+        with lap("settle"), session.failing_alone():
+            return run_ahead(self.target, session, self.ahead)
+        return True  # it has failed
+
+    def _close(self, sessions: list[Session]) -> None:
+        for session in sessions:
+            self.target.close(session)
+        close_drafters(sessions)

@@ -1,0 +1,64 @@
+"""The doors of the forward for GPUs: on one where there is one, otherwise in Triton's interpreter."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
+pytest.importorskip("triton")
+
+from specbeam.core.forest import Forest
+from specbeam.errors import NotSupported
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.records import Needs
+from tests.lm.test_huggingface import node_paths, plain_logits
+from tests.support.seats import moved, random_forest, random_turn, seat
+from tests.support.tiny_models import tiny
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama").to(DEVICE)
+
+
+def test_rows_of_sessions_that_share_are_those_of_their_paths(model):
+    lm = HuggingFaceLM(model, 5, "gpu", share_from=4)
+    rng = np.random.default_rng(1)
+    beginning = list(range(20, 29))
+    seats = [seat([*beginning, *rng.integers(0, 61, 2).tolist()]) for _ in range(3)]
+    for turn_number in range(4):
+        forests = [random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 3) for one in seats]
+        for one, forest, found in zip(seats, forests, lm.extend(seats, forests), strict=True):
+            expected = plain_logits(model, node_paths(one.texts, forest))
+            torch.testing.assert_close(found.logits, expected, atol=3e-4, rtol=3e-4)
+            turn = random_turn(rng, forest, lm.vocab)
+            lm.settle(one, turn)
+            one.texts = moved(one.texts, forest, turn)
+        assert len(lm.lanes) == 1
+        if turn_number == 1:  # who stored what they share leaves
+            lm.close(seats.pop(0))
+
+
+def test_ranked_rows_are_made_of_logits(model):
+    lm, one = HuggingFaceLM(model, engine="gpu"), seat([3, 4])
+    (found,) = lm.extend([one], [Forest.rooted([4])], [Needs(logits=True, ranked=3)])
+    assert found.ranked.tokens.tolist() == found.logits.topk(3).indices.tolist()
+
+
+def test_what_it_does_not_have_is_refused(model):
+    lm = HuggingFaceLM(model, engine="gpu")
+    root = Forest.rooted([4])
+    with pytest.raises(NotSupported, match=r"keeps no hidden states.*engine='plain'"):
+        lm.extend([seat([3, 4])], [root], [Needs(hidden=True)])
+    with_context, with_vectors = seat([3, 4]), seat([-1, 4])
+    with_context.context = {lm: {"encoder_hidden_states": torch.zeros(1, 2, 32)}}
+    with_vectors.vectors = {lm: torch.zeros(1, 32)}
+    for one, message in ((with_context, "takes no context"), (with_vectors, "takes no rows by embedding")):
+        with pytest.raises(NotSupported, match=message):
+            lm.extend([one], [root])
+    assert lm.lanes == []

@@ -1,0 +1,172 @@
+"""A draft that runs the first layers of the target on the target's own cache, and a target that runs the others."""
+
+import numpy as np
+import pytest
+import torch
+
+import specbeam as sb
+from specbeam.control.fixed import FixedShape
+from specbeam.core.forest import Forest
+from specbeam.decode import Decoder, decode
+from specbeam.draft.beams import BeamDrafter
+from specbeam.errors import BadForest, BadSetting, NotSupported
+from specbeam.lm.early_layers import early_layers
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.live_layers import LiveLayers
+from specbeam.pair import Pair
+from specbeam.records import Needs
+from specbeam.request import Request
+from specbeam.session import Parts
+from specbeam.settings import Settings
+from tests.lm.test_huggingface import node_paths, plain_logits
+from tests.support.seats import moved, random_forest, random_turn, seat
+from tests.support.tiny_models import tiny
+
+LAYERS = 4
+LONG = [(7 * place + 3) % 60 for place in range(90)]
+
+
+def target_of(chunk=16, share_from=None, engine="compiled", family="llama"):
+    model = tiny(family, seed=1, vocab_size=64, num_hidden_layers=LAYERS)
+    return HuggingFaceLM(model, chunk, engine, share_from)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("family", ["llama", "qwen2-window"])
+def test_both_opinions_are_those_of_plain_forwards(family, layers):
+    """Of sessions that come early and late in a turn, with nodes that the first layers saw and nodes that they did not."""
+    lm = target_of(5, family=family)
+    early, short = LiveLayers(lm, layers), early_layers(lm.model, layers)
+    rng = np.random.default_rng(1)
+    seats = [seat(rng.integers(0, 64, length).tolist()) for length in (1, 7, 23)]
+    for turn_number in range(6):
+        forests = [random_forest(rng, [text[-1] for text in one.texts], 64, 4) for one in seats]
+        asks = turn_number != 2  # a turn without a draft
+        if asks:
+            for one, forest, found in zip(seats, forests, early.extend(seats, forests), strict=True):
+                expected = plain_logits(short.model, node_paths(one.texts, forest))
+                torch.testing.assert_close(found.logits, expected, atol=3e-4, rtol=3e-4)
+        if turn_number % 2:  # the last layer of a draft, which nobody looked at
+            grown = [forest.grown([int(rng.integers(64))], [forest.size - 1]) for forest in forests]
+        else:
+            grown = forests
+        for one, forest, found in zip(seats, grown, lm.extend(seats, grown), strict=True):
+            expected = plain_logits(lm.model, node_paths(one.texts, forest))
+            torch.testing.assert_close(found.logits, expected, atol=3e-4, rtol=3e-4)
+            turn = random_turn(rng, forest, 64)
+            lm.settle(one, turn)
+            one.texts = moved(one.texts, forest, turn)
+        if turn_number == 3:
+            lm.close(seats.pop(0))
+            seats.append(seat([3, 4]))
+
+
+def method(beams, draft_beams, depth, layers):
+    law = "exact: beam sampling"
+
+    def build(target, draft):
+        plain = sb.dsbd(beams, draft_beams, depth, "fixed").build(target, target)
+        drafter = BeamDrafter(LiveLayers(target, layers), beams)
+        return Parts(drafter, plain.rule, FixedShape(depth, draft_beams), law)
+
+    return sb.Method("live layers", law, beams, build)
+
+
+def sessions_of(lm, chosen, prompts, tokens=12):
+    settings = Settings.given({"max_new_tokens": tokens, "eos_token_id": []}, None)
+    return Request(Pair(lm.model, None, None, lm, None), prompts, chosen, settings, 3).sessions
+
+
+def texts(sessions):
+    assert [session.failure for session in sessions] == [None] * len(sessions)
+    return [[one.tokens for one in session.hypotheses()] for session in sessions]
+
+
+@pytest.mark.parametrize("share_from", [None, 8])
+@pytest.mark.parametrize(("beams", "depth"), [(1, 3), (3, 2)])
+def test_texts_are_those_of_the_target_alone(beams, depth, share_from):
+    lm = target_of(share_from=share_from)
+    prompts = [[3, 4, 5], LONG, [*LONG, 5], [9]]
+    found = sessions_of(lm, method(beams, beams + 2, depth, 2), prompts)
+    plain = sessions_of(lm, sb.beam_sampling(beams), prompts)
+    list(decode(lm, found))
+    list(decode(lm, plain))
+    assert texts(found) == texts(plain)
+    assert lm.lanes == []
+    assert sum(session.count.accepted for session in found) > 0
+
+
+def test_each_layer_runs_once_on_each_row(monkeypatch):
+    lm = target_of(chunk=512)
+    ran = []
+    forward = lm.runner.decoder.forward
+
+    def counted(rows, store, vectors, layers, behind=None):
+        ran.append((len(rows.tokens), layers.indices(LAYERS)))
+        return forward(rows, store, vectors, layers, behind)
+
+    monkeypatch.setattr(lm.runner.decoder, "forward", counted)
+    (session,) = sessions_of(lm, method(1, 2, 3, 1), [[3, 4, 5]])
+    nodes = 0
+    for done in decode(lm, [session]):
+        for _, turn in done:
+            nodes += turn.forest.size
+    rows = {layer: sum(count for count, some in ran if layer in range(*some)) for layer in range(LAYERS)}
+    assert set(rows.values()) == {rows[0]}
+    assert rows[0] <= nodes + 2  # the prompt's first tokens; a root that was a draft is not computed again
+
+
+def test_a_cancelled_draft_leaves_nothing_behind():
+    lm = target_of()
+    first, second = sessions_of(lm, method(1, 2, 2, 2), [[3, 4, 5], [7, 8]])
+    decoder = Decoder(lm)
+    decoder.add(first)
+    decoder.add(second)
+    decoder.step()
+    decoder.cancel(first)
+    while decoder.busy:
+        decoder.step()
+    assert lm.lanes == []
+    (plain,) = sessions_of(lm, sb.beam_sampling(1), [[7, 8]])
+    list(decode(lm, [plain]))
+    assert texts([second]) == texts([plain])
+
+
+def test_hidden_states_are_behind_all_layers():
+    lm = target_of()
+    one = seat([3, 4, 5])
+    needs = Needs(logits=True, hidden=True)
+    forest = Forest.rooted([5]).grown([6], [0])
+    lm._lane(one, needs)
+    LiveLayers(lm, 2).extend([one], [forest])
+    (found,) = lm.extend([one], [forest], [needs])
+    head = lm.model.get_output_embeddings().weight.detach()
+    torch.testing.assert_close(found.hidden @ head.T, found.logits, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("engine", ["plain", "lean"])
+def test_engines_that_run_all_layers_at_once_refuse(engine):
+    with pytest.raises(NotSupported, match=r"a range of layers is run by the compiled forward alone.*early_layers"):
+        LiveLayers(target_of(engine=engine), 2)
+
+
+@pytest.mark.parametrize("layers", [0, LAYERS])
+def test_some_layers_have_to_be_left(layers):
+    with pytest.raises(BadSetting, match="LlamaForCausalLM has 4, of which some have to be left"):
+        LiveLayers(target_of(), layers)
+
+
+def test_a_forest_that_lost_a_draft_is_refused():
+    lm, one = target_of(), seat([3, 4])
+    forest = Forest.rooted([4]).grown([5, 6], [0, 0])
+    LiveLayers(lm, 1).extend([one], [forest])
+    for pruned in (forest.selected(np.array([0, 1])), forest.selected(np.array([0, 2]))):
+        with pytest.raises(BadForest, match=r"have seen 3 nodes.*cannot be pruned"):
+            lm.extend([one], [pruned])
+
+
+def test_two_drafts_of_different_depth_cannot_share_a_session():
+    lm, one = target_of(), seat([3, 4])
+    LiveLayers(lm, 1).extend([one], [Forest.rooted([4])])
+    with pytest.raises(NotSupported, match="runs 1 layers ahead of the others already, not 2"):
+        LiveLayers(lm, 2).extend([one], [Forest.rooted([4])])

@@ -1,0 +1,182 @@
+"""Sessions whose prompts begin with the same tokens compute and store these once."""
+
+import numpy as np
+import pytest
+import torch
+
+import specbeam as sb
+from specbeam.core.forest import Forest
+from specbeam.decode import Decoder, decode
+from specbeam.lm.huggingface import MOST_TOGETHER, HuggingFaceLM
+from specbeam.pair import Pair
+from specbeam.records import Needs
+from specbeam.request import Request
+from specbeam.settings import Settings
+from tests.lm.test_huggingface import node_paths, plain_logits
+from tests.support.seats import moved, random_forest, random_turn, seat
+from tests.support.tiny_models import tiny
+
+SYSTEM = [(5 * place + 3) % 60 for place in range(40)]
+ENGINES = ["plain", "lean", "compiled"]
+
+
+def pair_of(engine, chunk=16, share_from=8, family="llama"):
+    target, draft = (tiny(family, seed=seed, vocab_size=64) for seed in (1, 2))
+    models = [HuggingFaceLM(model, chunk, engine, share_from) for model in (target, draft)]
+    return Pair(target, draft, None, *models)
+
+
+def stored(lm):
+    """How many slots hold something, in all rows."""
+    return sum(int(company[0].trie._taken().sum()) for company in lm.lanes)
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+@pytest.mark.parametrize(
+    ("engine", "family"),
+    [("plain", "llama"), ("plain", "mistral"), ("plain", "gpt2"), ("lean", "llama"), ("compiled", "qwen2-window")],
+)
+def test_rows_of_sessions_that_share_are_those_of_their_paths(engine, family, chunk):
+    """Requests come and go, each with its own forest and verdicts; others write into the same row meanwhile."""
+    model = tiny(family)
+    lm = HuggingFaceLM(model, chunk, engine, share_from=4)
+    rng = np.random.default_rng(1)
+    seats = [seat([*SYSTEM[:length], *rng.integers(0, 61, 3).tolist()]) for length in (12, 12, 20, 9)]
+    seats.append(seat(rng.integers(0, 61, 7).tolist()))
+    for turn_number in range(8):
+        some = [one for one in seats if rng.random() < 0.8] or seats
+        forests = [random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 5) for one in some]
+        for one, forest, found in zip(some, forests, lm.extend(some, forests), strict=True):
+            expected = plain_logits(model, node_paths(one.texts, forest))
+            torch.testing.assert_close(found.logits, expected, atol=2e-4, rtol=2e-4)
+            turn = random_turn(rng, forest, lm.vocab)
+            lm.settle(one, turn)
+            one.texts = moved(one.texts, forest, turn)
+            if turn_number % 2:
+                lm.compact(one)
+        assert turn_number or len(lm.lanes) < len(some)
+        if turn_number in (2, 4):  # the first of a row leaves, another comes
+            lm.close(seats.pop(0))
+            seats.append(seat([*SYSTEM[:15], 7]))
+    for one in seats:
+        lm.close(one)
+    assert lm.lanes == []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_samples_of_a_prompt_store_it_once(engine):
+    lm = pair_of(engine).target
+    seats = [seat(SYSTEM) for _ in range(5)]
+    roots = [Forest.rooted(SYSTEM[-1:])] * 5
+    found = lm.extend(seats, roots)
+    assert stored(lm) == len(SYSTEM) - 1 + 5
+    assert lm.runner.store.slots < 2 * 64 + 64
+    expected = plain_logits(lm.model, [SYSTEM])[0]
+    for one in found:
+        torch.testing.assert_close(one.logits[0], expected, atol=2e-4, rtol=2e-4)
+
+
+def test_samples_of_a_prompt_compute_it_once():
+    lm = pair_of("plain").target
+    rows = []
+    forward = lm.model.forward
+
+    def counted(*args, input_ids=None, **given):
+        rows.append(input_ids.numel())
+        return forward(*args, input_ids=input_ids, **given)
+
+    lm.runner.call = counted
+    lm.extend([seat(SYSTEM) for _ in range(5)], [Forest.rooted(SYSTEM[-1:])] * 5)
+    assert sum(rows) == len(SYSTEM) - 1 + 5
+
+
+METHODS = [sb.sampling(), sb.beam_search(3), sb.dsbd(3, 4, 2), sb.speculative_sampling(3)]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda one: one.name)
+@pytest.mark.parametrize("engine", ["plain", "compiled"])
+def test_texts_are_those_of_sessions_that_share_nothing(engine, method):
+    def texts(pair):
+        many = {"num_return_sequences": 3} if method.beams == 1 else {}
+        prompts = [[*SYSTEM, 4, 5], [*SYSTEM, 9], [3, 4], [*SYSTEM, 4, 5]]
+        found = sb.generate(pair, prompts, method, seed=3, max_new_tokens=10, **many)
+        assert pair.target.lanes == pair.draft.lanes == []
+        return [[beam.tokens for beam in one.beams] for one in found]
+
+    assert texts(pair_of(engine)) == texts(pair_of(engine, share_from=None))
+
+
+def sessions_of(pair, method, count, prompt=SYSTEM, tokens=10):
+    settings = Settings.given({"max_new_tokens": tokens, "eos_token_id": [], "num_return_sequences": count}, None)
+    return Request(pair, [prompt], method, settings, 3).sessions
+
+
+@pytest.mark.parametrize("engine", ["plain", "compiled"])
+def test_who_comes_later_takes_over_what_is_stored(engine):
+    pair = pair_of(engine)
+    first, second = sessions_of(pair, sb.speculative_sampling(3), 2)
+    decoder = Decoder(pair.target)
+    decoder.add(first)
+    while first.length == 0:
+        decoder.step()
+    before = pair.target.passes, pair.draft.passes
+    decoder.add(second)
+    decoder.step()
+    assert pair.target.passes - before[0] == 1
+    assert second.length > 0
+    assert len(pair.target.lanes) == len(pair.draft.lanes) == 1
+
+
+def test_who_waits_for_a_session_that_is_cancelled_goes_on_alone():
+    pair = pair_of("compiled")
+    sessions = sessions_of(pair, sb.sampling(), 3)
+    alone = sessions_of(pair_of("compiled", share_from=None), sb.sampling(), 3)
+    decoder = Decoder(pair.target)
+    for session in sessions:
+        decoder.add(session)
+    decoder.step()  # a chunk of the first is stored, the others wait for it
+    assert len(pair.target.lanes) == 1
+    decoder.cancel(sessions[0])
+    while decoder.busy:
+        decoder.step()
+    list(decode(pair.target, [alone[1]]))
+    list(decode(pair.target, [alone[2]]))
+    assert [one.settled for one in sessions[1:]] == [one.settled for one in alone[1:]]
+    assert pair.target.lanes == []
+
+
+def test_a_run_of_turns_begins_when_the_others_have_left():
+    pair = pair_of("compiled", chunk=64)
+    first, second = sessions_of(pair, sb.dsbd(1, 2, 2, "fixed"), 2, tokens=40)
+    expected = sessions_of(pair_of("compiled", share_from=None), sb.dsbd(1, 2, 2, "fixed"), 2, tokens=40)
+    decoder = Decoder(pair.target, ahead=4)
+    decoder.add(first)
+    decoder.add(second)
+    while not (first.length and second.length):
+        assert decoder.step()
+    assert pair.target.shares(first)
+    decoder.cancel(second)
+    assert decoder.step() == []
+    while decoder.busy:
+        decoder.step()
+    list(decode(pair.target, [expected[0]]))
+    assert first.settled == expected[0].settled
+
+
+def test_no_more_than_some_sessions_share_a_row():
+    lm = pair_of("compiled").target
+    seats = [seat(SYSTEM) for _ in range(MOST_TOGETHER + 2)]
+    lm.extend(seats, [Forest.rooted(SYSTEM[-1:])] * len(seats))
+    assert [len(company) for company in lm.lanes] == [MOST_TOGETHER, 2]
+    for one in seats:
+        lm.close(one)
+    assert lm.lanes == []
+
+
+def test_who_needs_the_rows_of_its_prompt_computes_them_itself():
+    lm = pair_of("compiled").target
+    seats = [seat(SYSTEM) for _ in range(2)]
+    needs = [Needs(logits=True), Needs(logits=True, prompt=True)]
+    found = lm.extend(seats, [Forest.rooted(SYSTEM[-1:])] * 2, needs)
+    assert len(found[1].prompt) == len(SYSTEM) - 1
+    assert len(lm.lanes) == 2
