@@ -30,7 +30,9 @@ class Decoder:
 
     def __init__(self, target: LM, at_once: int = 32, ahead: int = 0, filling: int = 1) -> None:
         self.target = target
-        self.at_once, self.ahead, self.at_once_filling = at_once, ahead, filling
+        self.at_once = at_once
+        self.ahead = ahead
+        self.at_once_filling = filling
         self.waiting: deque[Session] = deque()
         self.filling: list[Session] = []  # their prompts are being stored
         self.live: list[Session] = []  # they take turns

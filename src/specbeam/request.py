@@ -29,7 +29,9 @@ class Request:
         own = getattr(pair.target_model, "generation_config", None)
         settings = settings.completed(own, draws=not method.greedy)
         require(seed is None or is_integer(seed), "seed", seed, "an integer, or None for fresh chance")
-        self.pair, self.method, self.settings = pair, method, settings
+        self.pair = pair
+        self.method = method
+        self.settings = settings
         self.parts = method.parts(pair.target, pair.draft)
         self.eos = settings.eos(pair.eos)
         _check_tokens(settings, pair.target.vocab)

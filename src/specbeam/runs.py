@@ -37,7 +37,7 @@ from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.lm.answers import LOGITS
 from specbeam.lm.any_lane import run_pass
 from specbeam.lm.base import LM
-from specbeam.lm.compiled.one_lane import has_room, rewound, settled
+from specbeam.lm.compiled.one_lane import has_room, rewound, settle_lane
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.kv.steps import KNOWN, SIZE, STORED
 from specbeam.session import Session
@@ -260,9 +260,9 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
     above = live_parents_of(layers)
     settle_turn(room.texts, room.finished, room.ended, forest, layers, survivors, above, spec.stop)
     tree = (forest.tokens, forest.parents)
-    settled(target, tree, survivors.nodes, survivors.tokens, above)
+    settle_lane(target, tree, survivors.nodes, survivors.tokens, above)
     if spec.drafting:
-        settled(draft, tree, survivors.nodes, survivors.tokens, above)
+        settle_lane(draft, tree, survivors.nodes, survivors.tokens, above)
     return rooted_beams(survivors)
 
 

@@ -126,7 +126,9 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
         with timed() as clock:
             for _ in decode(target, [session], ahead=TURNS):
                 pass
-        turns, layers, seconds = session.count.target_passes, len(session.count.widths), clock.seconds
+        turns = session.count.target_passes
+        layers = len(session.count.widths)
+        seconds = clock.seconds
         costs = (seconds.get(name, 0.0) / count for name, count in
                  (("settle", turns), ("draft", session.count.draft_passes), ("verify", layers)))  # fmt: skip
         if number:  # the first round is warm-up

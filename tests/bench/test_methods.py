@@ -12,7 +12,7 @@ import pytest
 import specbeam as sb
 from specbeam.bench import methods as timed
 from specbeam.bench.method_figures import Figure, MethodRun, Task, _quality
-from specbeam.bench.methods import Contender, contenders, measure
+from specbeam.bench.methods import MethodContender, contenders, measure
 from specbeam.bench.methods_shown import as_markdown, plot
 from specbeam.bench.provenance import _commit, provenance
 from specbeam.cli.bench_methods import bundled_tasks, run, tasks_of
@@ -74,7 +74,7 @@ def test_methods_that_change_the_law_are_marked(lines, tmp_path):
 
 def test_bleu_has_an_interval():
     task = Task("echo", "BLEU", [("abc", "a b c d e"), ("no", "f g h i j")])
-    (line,) = measure(words.pair(), task, {"greedy": Contender(sb.greedy(), {})}, seeds=1, max_new_tokens=4)
+    (line,) = measure(words.pair(), task, {"greedy": MethodContender(sb.greedy(), {})}, seeds=1, max_new_tokens=4)
     assert 0 <= line.quality.low <= line.quality.high <= 100
     assert line.perplexity_ratio is None
     assert line.tokens_per_pass_ratio is None
@@ -178,7 +178,7 @@ def clock(monkeypatch):
 
 def test_time_is_that_of_decoding_and_every_row_is_answered(clock):
     rows = [("a" * number, "x") for number in range(1, 13)]
-    methods = {"greedy": Contender(sb.greedy(), {}), "sampling": Contender(sb.sampling(), {})}
+    methods = {"greedy": MethodContender(sb.greedy(), {}), "sampling": MethodContender(sb.sampling(), {})}
     for line in measure(words.pair(), Task("many", "exact match", rows), methods, seeds=2, max_new_tokens=3):
         assert line.seconds_per_token.value * line.tokens_per_output == pytest.approx(1.0)
     asked = Counter(clock.prompts)
@@ -190,7 +190,7 @@ def test_time_is_wall_time(monkeypatch):
     """Waiting costs as much as computing."""
     real = timed.generate
     monkeypatch.setattr(timed, "generate", lambda *given, **options: (time.sleep(0.1), real(*given, **options))[1])
-    (line,) = measure(words.pair(), TASK, {"greedy": Contender(sb.greedy(), {})}, seeds=1, max_new_tokens=2)
+    (line,) = measure(words.pair(), TASK, {"greedy": MethodContender(sb.greedy(), {})}, seeds=1, max_new_tokens=2)
     assert line.seconds_per_token.value * line.tokens_per_output >= 0.1
 
 

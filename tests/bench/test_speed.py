@@ -8,7 +8,7 @@ import pytest
 
 from specbeam.bench.baselines import transformers
 from specbeam.bench.outcome import specbeam
-from specbeam.bench.prompts import Row, of_record, read, spread
+from specbeam.bench.prompts import PromptRow, of_record, read, spread
 from specbeam.bench.speed import speed
 from specbeam.bench.speed_shown import as_markdown, plot
 from specbeam.cli.growing import parameters
@@ -21,13 +21,19 @@ from tests.support import words
 @pytest.mark.parametrize(
     ("record", "row"),
     [
-        ({"question_id": 1, "category": "qa", "turns": ["first", "second"]}, Row("first")),
-        ({"question": "How many?", "answer": "She has 3. #### 3"}, Row("How many?", "She has 3. #### 3")),
-        ({"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": " pass"}, Row("def f():", " pass")),
-        ({"context": "A hat.", "question": "What?", "answers": {"text": ["hat"]}}, Row("A hat.\n\nWhat?\n", "hat")),
-        ({"db_id": "x", "question": "Which?", "query": "SELECT 1"}, Row("Which?", "SELECT 1")),
-        ({"prompt": ["one", "two"]}, Row("one")),
-        ("plain", Row("plain")),
+        ({"question_id": 1, "category": "qa", "turns": ["first", "second"]}, PromptRow("first")),
+        ({"question": "How many?", "answer": "She has 3. #### 3"}, PromptRow("How many?", "She has 3. #### 3")),
+        (
+            {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": " pass"},
+            PromptRow("def f():", " pass"),
+        ),
+        (
+            {"context": "A hat.", "question": "What?", "answers": {"text": ["hat"]}},
+            PromptRow("A hat.\n\nWhat?\n", "hat"),
+        ),
+        ({"db_id": "x", "question": "Which?", "query": "SELECT 1"}, PromptRow("Which?", "SELECT 1")),
+        ({"prompt": ["one", "two"]}, PromptRow("one")),
+        ("plain", PromptRow("plain")),
     ],
 )
 def test_records_of_the_known_sets(record, row):
@@ -42,8 +48,8 @@ def test_files_are_read_packed_and_plain(tmp_path):
     with lzma.open(tmp_path / "x.tsv.xz", "wt", encoding="utf-8") as file:
         file.write("A hat.\tEin Hut.\nA dog.\tEin Hund.\n")
     for name in ("x.jsonl", "x.jsonl.gz"):
-        assert read(str(tmp_path / name)) == [Row("a b"), Row("c\u2028d")]
-    assert read(str(tmp_path / "x.tsv.xz"), 1, columns=(2, 1)) == [Row("Ein Hund.", "A dog.")]
+        assert read(str(tmp_path / name)) == [PromptRow("a b"), PromptRow("c\u2028d")]
+    assert read(str(tmp_path / "x.tsv.xz"), 1, columns=(2, 1)) == [PromptRow("Ein Hund.", "A dog.")]
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"nothing": 1}\n')
     with pytest.raises(BadPrompt, match=r"bad.jsonl, line 2: KeyError.*none of turns"):
         read(str(tmp_path / "bad.jsonl"))
@@ -65,7 +71,7 @@ def test_every_batch_meets_every_contender():
         specbeam(pair, "ours", dsbd(2, 3), **options),
         specbeam(pair, "plain", beam_sampling(2), **options),
     ]
-    rows = [Row("abc", "x"), Row("Hello", "y"), Row("no", "z")]
+    rows = [PromptRow("abc", "x"), PromptRow("Hello", "y"), PromptRow("no", "z")]
     lines = speed(pair, running, rows, batch_size=2, repeats=3)
     assert [line.name for line in lines] == [one.name for one in running]
     assert lines[0].ratio.low == lines[0].ratio.high == 1
@@ -90,7 +96,7 @@ def test_the_same_tokens_are_counted_on_both_sides():
 
 def test_the_plot(tmp_path):
     pair = words.pair()
-    lines = speed(pair, [specbeam(pair, "greedy", greedy(), max_new_tokens=4)], [Row("abc")], repeats=2)
+    lines = speed(pair, [specbeam(pair, "greedy", greedy(), max_new_tokens=4)], [PromptRow("abc")], repeats=2)
     plot(lines, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 5000
 

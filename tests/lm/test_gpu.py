@@ -20,7 +20,7 @@ from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
 from specbeam.lm.gpu import passes
 from specbeam.lm.gpu.decoder import GpuDecoder, PassShape
-from specbeam.lm.gpu.graphs import FEW, ForLoops, Graphs
+from specbeam.lm.gpu.graphs import FEW, CapturedGraphs, Graphs
 from specbeam.lm.gpu.staging import Inputs, Staging
 from specbeam.lm.gpu.steps import attended, gated, normed, turned
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -253,9 +253,9 @@ class StepByStep:
             )
         return 0
 
-    def for_loops(self, most):
+    def captured_for_steps(self, most):
         sizes = np.array([up(count) for count in range(most + 1)])
-        return ForLoops(np.stack([sizes, sizes, np.full_like(sizes, self.logits.data_ptr())]), 0, self.calls)
+        return CapturedGraphs(np.stack([sizes, sizes, np.full_like(sizes, self.logits.data_ptr())]), 0, self.calls)
 
 
 @pytest.mark.skipif(
@@ -267,7 +267,7 @@ def test_loops_run_passes(monkeypatch):
     there = Pair(target, draft, host.tokenizer, *(HuggingFaceLM(one, engine="gpu") for one in (target, draft)))
     drivers = [StepByStep(lm.runner) for lm in (there.target, there.draft)]
     for lm, driver in zip((there.target, there.draft), drivers, strict=True):
-        monkeypatch.setattr(lm.runner.graphs, "for_loops", driver.for_loops)
+        monkeypatch.setattr(lm.runner.graphs, "captured_for_steps", driver.captured_for_steps)
     for name in ("dsbd", "speculative_sampling"):
         texts = [sb.generate(pair, "abc", name, seed=1, max_new_tokens=8)[0].tokens for pair in (host, there)]
         assert texts[0] == texts[1], name

@@ -325,7 +325,9 @@ def test_the_bonus_has_the_targets_law_after_what_was_accepted(tau, accepted, ro
 
     def program(dice):
         forest, session = drafted(JointBeams("search", chains=1), Q, 3, 3, dice)
-        verdict = JointRule(tau, 1, coupling="dice").verify(session, forest, TableLM(P).extend([session], [forest])[0].logits)
+        verdict = JointRule(tau, 1, coupling="dice").verify(
+            session, forest, TableLM(P).extend([session], [forest])[0].logits
+        )
         return tuple(int(step.beams.tokens[0]) for step in verdict.steps)
 
     assert exact_law(program) == pytest.approx({(*accepted, token): odds for token, odds in enumerate(row)})

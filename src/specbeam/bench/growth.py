@@ -55,7 +55,9 @@ def size_for(config: Any, parameters: int) -> Size:
 
     Raises `BadSetting` if the model has more than that already.
     """
-    own, head, tied = Size.of(config), head_size(config), bool(config.tie_word_embeddings)
+    own = Size.of(config)
+    head = head_size(config)
+    tied = bool(config.tie_word_embeddings)
     if own.parameters(head, config.vocab_size, tied) > parameters:
         have = own.parameters(head, config.vocab_size, tied)
         raise BadSetting(f"cannot grow to {parameters:,} parameters: the model has {have:,} already")
@@ -97,7 +99,9 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     _check(own, size)
     config = copy.deepcopy(model.config)
     config.head_dim = head_size(model.config)
-    config.hidden_size, config.num_hidden_layers, config.intermediate_size = size.hidden, size.layers, size.inner
+    config.hidden_size = size.hidden
+    config.num_hidden_layers = size.layers
+    config.intermediate_size = size.inner
     config.num_attention_heads, config.num_key_value_heads = size.heads, size.kv_heads
     config.rms_norm_eps = model.config.rms_norm_eps * own.hidden / size.hidden
     if getattr(config, "layer_types", None):

@@ -23,14 +23,14 @@ KNOWN = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """A prompt, and its right answer if there is one."""
 
     prompt: str
     answer: str | None = None
 
 
-def read(source: str, rows: int | None = None, columns: tuple[int, int] = (1, 2)) -> list[Row]:
+def read(source: str, rows: int | None = None, columns: tuple[int, int] = (1, 2)) -> list[PromptRow]:
     """Prompts of a source.
 
     Args:
@@ -55,7 +55,7 @@ def spread(rows: Sequence[Any], count: int) -> list[Any]:
     return [rows[(2 * place + 1) * len(rows) // (2 * count)] for place in range(count)]
 
 
-def _rows(source: str, columns: tuple[int, int]) -> Iterator[Row]:
+def _rows(source: str, columns: tuple[int, int]) -> Iterator[PromptRow]:
     path = Path(source)
     if path.is_file():
         yield from _of_file(path, columns)
@@ -65,7 +65,7 @@ def _rows(source: str, columns: tuple[int, int]) -> Iterator[Row]:
         raise MissingFile(f"there is no file {source}; give one, or a name: {', '.join(KNOWN)}")
 
 
-def _of_file(path: Path, columns: tuple[int, int]) -> Iterator[Row]:
+def _of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow]:
     packed = OPENERS.get(path.suffix)
     kind = path.with_suffix("").suffix if packed else path.suffix
     with (packed or open)(path, "rb") as file:
@@ -79,31 +79,31 @@ def _of_file(path: Path, columns: tuple[int, int]) -> Iterator[Row]:
                 raise BadPrompt(f"{path}, line {number}: {type(error).__name__}: {error}") from error
 
 
-def _of_line(text: str, kind: str, columns: tuple[int, int]) -> Row:
+def _of_line(text: str, kind: str, columns: tuple[int, int]) -> PromptRow:
     if kind == ".jsonl":
         return of_record(json.loads(text))
     if kind == ".tsv":
         fields = text.split("\t")
-        return Row(fields[columns[0] - 1], fields[columns[1] - 1])
-    return Row(text)
+        return PromptRow(fields[columns[0] - 1], fields[columns[1] - 1])
+    return PromptRow(text)
 
 
-def of_record(record: Any) -> Row:
+def of_record(record: Any) -> PromptRow:
     """From a record of any of the known sets. Raises `KeyError` if nothing in it looks like a prompt."""
     if isinstance(record, str):
-        return Row(record)
+        return PromptRow(record)
     if "turns" in record:
-        return Row(record["turns"][0])
+        return PromptRow(record["turns"][0])
     if "prompt" in record:
         prompt = record["prompt"]
         answer = record.get("canonical_solution", record.get("reference", record.get("answer")))
-        return Row(prompt if isinstance(prompt, str) else prompt[0], answer if isinstance(answer, str) else None)
+        return PromptRow(prompt if isinstance(prompt, str) else prompt[0], answer if isinstance(answer, str) else None)
     if "context" in record and "question" in record:
-        return Row(
+        return PromptRow(
             f"{record['context']}\n\n{record['question']}\n", _first(record.get("answers", record.get("answer")))
         )
     if "question" in record:
-        return Row(record["question"], _first(record.get("query", record.get("answer"))))
+        return PromptRow(record["question"], _first(record.get("query", record.get("answer"))))
     raise KeyError("none of turns, prompt, question is in the record")
 
 
@@ -115,7 +115,7 @@ def _first(answer: Any) -> str | None:
     return answer if isinstance(answer, str) else None
 
 
-def _of_hub(name: str) -> Iterator[Row]:
+def _of_hub(name: str) -> Iterator[PromptRow]:
     try:
         from datasets import load_dataset
     except ImportError as error:

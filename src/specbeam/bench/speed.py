@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from specbeam.bench.outcome import Contender, Outcome
-from specbeam.bench.prompts import Row
+from specbeam.bench.prompts import PromptRow
 from specbeam.energy import EnergyMeter
 from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.evaluate.task import bleu, exact_match
@@ -82,7 +82,7 @@ class Books:
 def speed(
     pair: Pair,
     contenders: Sequence[Contender],
-    rows: Sequence[Row],
+    rows: Sequence[PromptRow],
     batch_size: int = 1,
     repeats: int = 7,
     told: Callable[[], None] | None = None,
@@ -121,16 +121,18 @@ def speed(
     return [_line(pair, one, book, first, rows, batch_size) for one, book in zip(contenders, books, strict=True)]
 
 
-def _asked(contender: Contender, rows: Sequence[Row], some: list[int], seed: int) -> Outcome:
+def _asked(contender: Contender, rows: Sequence[PromptRow], some: list[int], seed: int) -> Outcome:
     return contender.run([rows[place].prompt for place in some], seed)
 
 
-def _several(contender: Contender, rows: Sequence[Row], batches: list[list[int]]) -> None:
+def _several(contender: Contender, rows: Sequence[PromptRow], batches: list[list[int]]) -> None:
     for some in batches:
         _asked(contender, rows, some, 0)
 
 
-def _line(pair: Pair, one: Contender, book: Books, first: Books, rows: Sequence[Row], batch_size: int) -> SpeedLine:
+def _line(
+    pair: Pair, one: Contender, book: Books, first: Books, rows: Sequence[PromptRow], batch_size: int
+) -> SpeedLine:
     rates = np.array(book.counts) / np.array(book.seconds)
     others = np.array(first.counts) / np.array(first.seconds)
     answers = [tokens for outcome in book.outcomes for tokens in outcome.tokens]

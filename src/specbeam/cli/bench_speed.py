@@ -10,7 +10,7 @@ from typing import Any
 from specbeam.bench.baselines import MAKERS
 from specbeam.bench.outcome import Contender, specbeam
 from specbeam.bench.pictures import check_picture
-from specbeam.bench.prompts import Row, read, spread
+from specbeam.bench.prompts import PromptRow, read, spread
 from specbeam.bench.provenance import provenance
 from specbeam.bench.speed import speed
 from specbeam.bench.speed_shown import as_markdown, plot
@@ -102,6 +102,6 @@ def _read(value: str) -> int | str:
     return int(value) if value.isdigit() else value
 
 
-def demo_rows() -> list[Row]:
+def demo_rows() -> list[PromptRow]:
     lines = (BUNDLED / "sentences.tsv").read_text(encoding="utf-8").splitlines()
-    return [Row(*line.split("\t")[:2]) for line in lines]
+    return [PromptRow(*line.split("\t")[:2]) for line in lines]

@@ -72,7 +72,9 @@ class Thompson:
         return bool(belief.stream.random() < rate)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        belief, drafted, accepted = self._belief(session), turn.forest.layers, turn.verdict.accepted
+        belief = self._belief(session)
+        drafted = turn.forest.layers
+        accepted = turn.verdict.accepted
         start_accepted, start_refused = self.prior
         belief.accepted = start_accepted + self.forget * (belief.accepted - start_accepted) + accepted
         belief.refused = start_refused + self.forget * (belief.refused - start_refused)

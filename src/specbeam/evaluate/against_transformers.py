@@ -187,7 +187,9 @@ def _up_to_end(tokens: list[int], session: Session) -> list[int]:
 
 
 def _difference(run: BatchComparison, place: int, theirs: Scored, ours: Scored, given: dict[str, Any]) -> Difference:
-    model, session, rows = run.pair.target_model, run.sessions[place], run.rows[place]
+    model = run.pair.target_model
+    session = run.sessions[place]
+    rows = run.rows[place]
     beam = _first_that_differs(ours, theirs)
     mine, other = (side[beam][0] if beam < len(side) else [] for side in (ours, theirs))
     step = next((k for k, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(len(mine), len(other)))

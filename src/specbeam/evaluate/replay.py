@@ -25,7 +25,9 @@ class Recorder:
     """A language model that remembers the logits it gave: those of each place of a request, by path. For small runs."""
 
     def __init__(self, lm: LM) -> None:
-        self.lm, self.vocab, self.max_positions = lm, lm.vocab, lm.max_positions
+        self.lm = lm
+        self.vocab = lm.vocab
+        self.max_positions = lm.max_positions
         self.rows: dict[int, Rows] = {}
 
     def extend(

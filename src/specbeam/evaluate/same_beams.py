@@ -97,7 +97,9 @@ def _history(pair: Pair, session: Session) -> list[list[Path]]:
 
 def _gap(pair: Pair, session: Session, live: list[Path], beams: int) -> float:
     """How far apart the last pair taken and the first one left are, by plain forwards."""
-    rows, scores, keys = [], [], []
+    rows = []
+    scores = []
+    keys = []
     for path in live:
         ids = torch.tensor([[*session.prompt, *path]], device=pair.target.device)
         with torch.inference_mode():

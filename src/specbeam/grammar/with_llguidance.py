@@ -67,7 +67,9 @@ class LlguidanceMatcher:
     """See `Walker`. A step back costs one more mask, whatever the length of the text; the cost of a copy grows with it."""
 
     def __init__(self, inner: "LLMatcher", root: "LLMatcher", tokens: list[int]) -> None:
-        self.inner, self._root, self._tokens = inner, root, tokens
+        self.inner = inner
+        self._root = root
+        self._tokens = tokens
 
     def take(self, token: int) -> None:
         if not self.inner.consume_token(token):

@@ -26,7 +26,9 @@ class XGrammar:
         import xgrammar
 
         compiler, printable = _compiler(tokenizer, vocab, eos)
-        self._text, self._vocab, self._library = text_tokens(tokenizer, vocab), vocab, xgrammar
+        self._text = text_tokens(tokenizer, vocab)
+        self._vocab = vocab
+        self._library = xgrammar
         self._batch = xgrammar.BatchGrammarMatcher()
         if form.kind == "json_schema":  # it lets control characters into strings of limited length; JSON does not
             self._text = self._text & printable

@@ -8,7 +8,9 @@ from specbeam.kernels.compiling import BLOCK, Array, compiled, compiled_in_any_o
 
 _LOG2E, _LN2_HIGH = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
-_F1, _HALF, _LEAST = np.float32(1), np.float32(0.5), np.float32(-126)
+_F1 = np.float32(1)
+_HALF = np.float32(0.5)
+_LEAST = np.float32(-126)
 _SIGN = np.int32(31)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _BIAS = np.int32(127)
@@ -62,7 +64,9 @@ def picked(p: Array, uniform: float) -> int:
     total = 0.0
     for place in range(len(p)):
         total += p[place]
-    edge, reached, last = uniform * total, 0.0, -1
+    edge = uniform * total
+    reached = 0.0
+    last = -1
     for place in range(len(p)):
         reached += p[place]
         if p[place] > 0:

@@ -18,7 +18,7 @@ from specbeam import kernels
 from specbeam.kernels.compiling import Array, address_of
 from specbeam.lm.compiled import tiles
 from specbeam.lm.compiled.lane import CompiledLane
-from specbeam.lm.compiled.loops import all_layers, normed, scored
+from specbeam.lm.compiled.loops import all_layers, normalise, score_rows
 from specbeam.lm.compiled.one_lane import OneLane
 from specbeam.lm.compiled.panels import Kind, fits_bfloat16, in_lines, in_panels
 from specbeam.lm.compiled.sums import STEP, WIDTH
@@ -165,24 +165,26 @@ class CompiledDecoder:
         logits = np.empty((len(x), len(self.head) * WIDTH), dtype=np.float32)
         if len(x):
             with _on_threads(self.threads) as threads:
-                scored(x, self.last_norm, self.eps, self.head, logits, threads)
+                score_rows(x, self.last_norm, self.eps, self.head, logits, threads)
         return np.ascontiguousarray(logits[:, : self.vocab])
 
     def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
         """Return what the head reads of rows behind the last layer."""
         out = np.empty_like(x)
-        normed(x, self.last_norm, self.eps, out)
+        normalise(x, self.last_norm, self.eps, out)
         return out
 
     @cached_property
     def addresses(self) -> tuple[int, int]:
         """Of `all_layers` and `scored`, as this model calls them."""
-        some, numbers, store = np.zeros((1, 1), dtype=np.float32), np.zeros(1, dtype=np.int64), self.store()
+        some = np.zeros((1, 1), dtype=np.float32)
+        numbers = np.zeros(1, dtype=np.int64)
+        store = self.store()
         layers = address_of(
             all_layers, some, self.weights, self.angles, self.eps, self.heads, numbers, numbers[None], numbers,
             np.zeros((1, 1, 1), dtype=bool), self.kinds, store.keys_by_panel, store.values_by_slot, 1,
         )  # fmt: skip
-        return layers, address_of(scored, some, self.last_norm, self.eps, self.head, some, 1)
+        return layers, address_of(score_rows, some, self.last_norm, self.eps, self.head, some, 1)
 
 
 def _of_layers(weights: Weights, layers: slice) -> Weights:

@@ -14,7 +14,9 @@ from specbeam.kernels.sums import exp_near_0
 from specbeam.lm.compiled.panels import multiply, parts, stood_up
 from specbeam.lm.compiled.sums import MOST, WIDTH, sums
 
-_F0, _F1, _LOG2E = np.float32(0), np.float32(1), np.float32(1.4426950408889634)
+_F0 = np.float32(0)
+_F1 = np.float32(1)
+_LOG2E = np.float32(1.4426950408889634)
 _LN2_HEAD = np.float32(0.693359375)  # of few bits: its multiples are exact
 _LN2_REST = np.float32(-2.12194440e-4)
 _SIDE_BY_SIDE = 64  # maxima
@@ -90,7 +92,7 @@ def sum_of_squares(x: Array, parts: Array) -> Array:
 
 
 @compiled
-def normed(x: Array, weight: Array, eps: float, out: Array) -> None:
+def normalise(x: Array, weight: Array, eps: float, out: Array) -> None:
     """RMSNorm of rows."""
     parts = np.empty(SUMMED, dtype=np.float32)
     for row in range(len(x)):
@@ -101,7 +103,7 @@ def normed(x: Array, weight: Array, eps: float, out: Array) -> None:
 
 
 @compiled
-def turned(x: Array, first: int, heads: int, size: int, angles: Array, positions: Array) -> None:
+def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions: Array) -> None:
     """Rotary positions, in place, of `heads` heads from column `first` on. angles: float32[2, positions, size / 2]."""
     half = size // 2
     for row in range(len(x)):
@@ -178,7 +180,9 @@ def attend(
         group: query heads per kv head.
         out: float32[rows, heads * size]
     """
-    kv_heads, panels, size = keys.shape[1], keys.shape[2], keys.shape[3]
+    kv_heads = keys.shape[1]
+    panels = keys.shape[2]
+    size = keys.shape[3]
     height, width = values.shape[2], values.shape[3]
     flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
     most = -(-(reach.max()) // WIDTH) * WIDTH
@@ -216,7 +220,7 @@ def attend(
 
 
 @compiled_in_any_order
-def gated(both: Array, inner: int, out: Array) -> None:
+def gate(both: Array, inner: int, out: Array) -> None:
     """SiLU of the first `inner` columns times the next ones."""
     powers = np.empty(WIDTH, dtype=np.int32)
     falling = np.zeros(-(-inner // WIDTH) * WIDTH, dtype=np.float32)
@@ -263,20 +267,20 @@ def all_layers(
     wide = np.empty((count, weights.inner), dtype=np.float32)
     scale, reach = np.float32(1 / np.sqrt(size)), _reach(seen)
     for layer in range(len(kinds)):
-        normed(x, weights.before_attention[layer], eps, h)
+        normalise(x, weights.before_attention[layer], eps, h)
         multiply(h, weights.qkv[layer], qkv, threads)
         for place in range(weights.bias.shape[1]):
             for row in range(count):
                 qkv[row, place] += weights.bias[layer, place]
-        turned(qkv, 0, heads + kv_heads, size, angles, positions)
+        rotate(qkv, 0, heads + kv_heads, size, angles, positions)
         kept(qkv, heads, rows, slots, keys[layer], values[layer])
         kind = kinds[layer]
         attend(qkv, keys[layer], values[layer], rows, seen[kind], reach[kind], heads // kv_heads, scale, mixed)
         multiply(mixed, weights.out[layer], out, threads)
         _add(x, out)
-        normed(x, weights.before_inner[layer], eps, h)
+        normalise(x, weights.before_inner[layer], eps, h)
         multiply(h, weights.gate_up[layer], both, threads)
-        gated(both, weights.inner, wide)
+        gate(both, weights.inner, wide)
         multiply(wide, weights.down[layer], out, threads)
         _add(x, out)
 
@@ -296,10 +300,10 @@ def _reach(seen: Array) -> Array:
 
 
 @compiled
-def scored(x: Array, weight: Array, eps: float, head: Array, logits: Array, threads: int) -> None:
+def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, threads: int) -> None:
     """Logits of rows behind the last layer; columns up to a multiple of `WIDTH`."""
     h = np.empty_like(x)
-    normed(x, weight, eps, h)
+    normalise(x, weight, eps, h)
     multiply(h, head, logits, threads)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
 from specbeam.lm.compiled.sums import WIDTH
-from specbeam.lm.kv.steps import BLOCK, EXTENT, HELD, KNOWN, SIZE, STORED, Trie, entered, fed, hung, kept
+from specbeam.lm.kv.steps import BLOCK, EXTENT, HELD, KNOWN, SIZE, STORED, Trie, enter, feed_slots, hung, kept
 
 if AVAILABLE:
     from specbeam.kernels.compiling import call_at
@@ -47,7 +47,7 @@ def _store(one: OneLane) -> None:
     trie, model = one.trie, one.model
     start, stop = trie.books[STORED], trie.books[SIZE]
     slots = np.empty(stop - start, dtype=np.int64)
-    fed(trie, slots)
+    feed_slots(trie, slots)
     tokens, positions = trie.nodes[0][start:stop], trie.nodes[2][start:stop]
     if positions.max() >= model.angles.shape[1]:
         raise IndexError("a position is beyond those of the model")
@@ -71,7 +71,7 @@ def extended(one: OneLane, tokens: Array, parents: Array, answered: int) -> Arra
     Raises `IndexError` for tokens and positions that the model does not have.
     """
     trie = one.trie
-    entered(trie, tokens, parents)
+    enter(trie, tokens, parents)
     if trie.books[SIZE] > trie.books[STORED]:
         _store(one)
     x = np.empty((trie.books[KNOWN] - answered, one.outputs.shape[1]), dtype=np.float32)
@@ -96,14 +96,14 @@ def has_room(one: OneLane, fresh: int, beams: int) -> bool:
 
 
 @compiled
-def settled(one: OneLane, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array) -> None:
+def settle_lane(one: OneLane, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array) -> None:
     """`LM.settle` of one session: keep the paths to the surviving beams, free the rest. There must be room.
 
     Args:
         tree: tokens and parents of the turn's forest.
         nodes, tokens, parents: of the survivors; nodes are -1 where they were no draft.
     """
-    entered(one.trie, tree[0], tree[1])
+    enter(one.trie, tree[0], tree[1])
     _keep(one, hung(one.trie, nodes, tokens, parents))
 
 

@@ -182,7 +182,10 @@ def _standing(x: Array, panels: Array) -> Array:
 
 @compiled
 def _panel_times_standing(panels: Array, panel: int, tall: Array, rows: int, depth: int, out: Array) -> None:
-    words, columns, count, each = panels.shape[1], out.shape[1], parts(rows), len(tall) // rows
+    words = panels.shape[1]
+    columns = out.shape[1]
+    count = parts(rows)
+    each = len(tall) // rows
     flat, result = panels.reshape(-1), out.reshape(-1)
     if count < _UNPACKED_FROM:
         for part in range(count):

@@ -34,7 +34,9 @@ class PackedPasses:
     most = 1 << 30  # rows of a pass inside a loop: no limit of its own
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder, lanes: list[CompiledLane]) -> None:
-        self.decoder, self.lanes, self.store = decoder, lanes, decoder.store()
+        self.decoder = decoder
+        self.lanes = lanes
+        self.store = decoder.store()
         self.masks = Masks(model.config, "sdpa", model.dtype)
         self.windows = self.masks.looked_back(decoder.names)
 
@@ -152,7 +154,9 @@ class PackedPasses:
         return [outputs[start:stop] for start, stop in pairwise(starts)]
 
     def _alone(self, lane: CompiledLane, forest: Forest) -> Scored:
-        first, start, ahead = lane.answered, lane.trie.stored, lane.trie.ahead
+        first = lane.answered
+        start = lane.trie.stored
+        ahead = lane.trie.ahead
         with self.alone(lane, forest.size - lane.trie.known) as one, lap("model"):
             logits = extended(one, forest.tokens, forest.parents, lane.answered)
         lane.answered = lane.trie.known

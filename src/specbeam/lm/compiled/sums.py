@@ -19,7 +19,9 @@ if kernels.AVAILABLE:
     # Whether one instruction multiplies four bytes of each lane and adds them up.
     DOTS_BYTES = {16: "avx512vnni", 8: "avxvnni"}.get(LANES) in features()
 else:
-    LANES, MOST, DOTS_BYTES = 16, 12, False
+    LANES = 16
+    MOST = 12
+    DOTS_BYTES = False
     sums: Any = None  # nothing here is called
 
 ACROSS = 2  # registers across a panel
@@ -36,7 +38,9 @@ class _Loop:
     """
 
     def __init__(self, builder: Any, rows: int, held: int) -> None:
-        self.builder, self.rows, self.held = builder, rows, held
+        self.builder = builder
+        self.rows = rows
+        self.held = held
         self.index, self.word = ir.IntType(64), ir.IntType(32)
         self.vector = ir.VectorType(ir.FloatType(), LANES)
         self.words = ir.VectorType(self.word, LANES)
@@ -44,7 +48,9 @@ class _Loop:
     def write(self, weights: Any, stride: Any, x: Any, out: Any, out_stride: Any, depth: Any) -> None:
         """Into the block where the builder stands; it goes on behind the loop."""
         b, zeros = self.builder, self._zeros()
-        before, loop, behind = b.block, b.append_basic_block("loop"), b.append_basic_block("behind")
+        before = b.block
+        loop = b.append_basic_block("loop")
+        behind = b.append_basic_block("behind")
         b.branch(loop)
         b.position_at_end(loop)
         at = b.phi(self.index)

@@ -23,7 +23,9 @@ ROWS, BYTES = 16, 64  # of a tile
 _WORDS = BYTES // 4
 PARTS = 3  # of a float32: three bfloat16 hold all of its 24 bits
 _SHAPE = 16  # words that say what the tiles look like
-_ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18
+_ARCH_PRCTL = 158
+_ASK_FOR_STATE = 0x1023
+_TILE_DATA = 18
 
 if kernels.AVAILABLE:
     from llvmlite import ir
@@ -281,7 +283,10 @@ def laid_out(x: Array, panels: Array) -> Array:
 @compiled
 def panel_times(panels: Array, panel: int, laid: Array, rows: int, depth: int, out: Array) -> None:
     """Into `out` the products of all rows with one panel, for processors that know what tiles look like."""
-    words, (count, each), columns, block = depth // 2, blocks(rows), out.shape[1], 0
+    words = depth // 2
+    (count, each) = blocks(rows)
+    columns = out.shape[1]
+    block = 0
     flat, result = panels.reshape(-1).view(np.uint32), out.reshape(-1)
     while block < count:
         start = _start(block, each, rows)

@@ -19,7 +19,7 @@ Graph = tuple[torch.cuda.CUDAGraph, torch.Tensor]  # and the logits that it writ
 Calls = tuple[int, int, int, int]  # addresses of the driver's functions: copy there, launch a graph, copy here, wait
 
 
-class ForLoops(NamedTuple):
+class CapturedGraphs(NamedTuple):
     """How loops run passes of one session."""
 
     # By the rows of a pass: the size it is filled up to, its graph, and where that has its logits.
@@ -36,7 +36,9 @@ class Graphs:
     """
 
     def __init__(self, decoder: GpuDecoder, store: SlotStore, staging: Staging, capture: bool) -> None:
-        self.decoder, self.store, self.staging = decoder, store, staging
+        self.decoder = decoder
+        self.store = store
+        self.staging = staging
         self.capture = Capture(staging.device) if capture else None
         self.loops = capture and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and calls() is not None
         self.graphs = OfSecondTimes[Graph]()
@@ -64,14 +66,14 @@ class Graphs:
         return logits
 
     @torch.inference_mode()
-    def for_loops(self, most: int) -> ForLoops | None:
+    def captured_for_steps(self, most: int) -> CapturedGraphs | None:
         """What loops need to run passes of one session with up to so many rows; None where they cannot."""
         found = calls() if self.loops else None
         if found is None or most > FEW or not self._has_up_to(most):
             return None
         stream = torch.cuda.current_stream(self.staging.device)
         stream.query()  # through the runtime, so that this thread has the device's context when loops call the driver
-        return ForLoops(self._by_rows, stream.cuda_stream, found)
+        return CapturedGraphs(self._by_rows, stream.cuda_stream, found)
 
     def _has_up_to(self, most: int) -> bool:
         """Capture what is missing; False if that failed."""

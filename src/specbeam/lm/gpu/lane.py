@@ -9,10 +9,10 @@ from jaxtyping import Int64
 
 from specbeam.core.forest import Forest
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
-from specbeam.lm.gpu.staging import Inputs, Model, check, laid_out
+from specbeam.lm.gpu.staging import Inputs, ModelLimits, check, laid_out
 from specbeam.lm.kv.lane import Logits, Nodes
 from specbeam.lm.kv.member import RowMember
-from specbeam.lm.kv.steps import KNOWN, SIZE, STORED, Trie, entered
+from specbeam.lm.kv.steps import KNOWN, SIZE, STORED, Trie, enter
 from specbeam.lm.kv.trie import KVTrie
 from specbeam.records import Turn
 
@@ -79,10 +79,10 @@ class OneGpuLane(NamedTuple):
 
     trie: Trie
     outputs: Array  # float32[nodes, vocab] by forest node, in memory that the GPU writes
-    model: Model
+    model: ModelLimits
     into: Inputs
     lane: int
-    graphs: Array  # see `gpu_graphs.ForLoops`
+    graphs: Array  # see `gpu_graphs.CapturedGraphs`
     staging: tuple[int, int, int]  # addresses there and here, bytes before the mask
     stream: int
     calls: tuple[int, int, int, int]
@@ -92,8 +92,12 @@ class OneGpuLane(NamedTuple):
 def _pass(one: OneGpuLane, answered: int) -> None:
     """Store all pending nodes, and bring the logits of the forest nodes among them."""
     trie, into = one.trie, one.into
-    start, count, known = trie.books[STORED], trie.books[SIZE] - trie.books[STORED], trie.books[KNOWN]
-    size, graph, logits = one.graphs[0, count], one.graphs[1, count], one.graphs[2, count]
+    start = trie.books[STORED]
+    count = trie.books[SIZE] - trie.books[STORED]
+    known = trie.books[KNOWN]
+    size = one.graphs[0, count]
+    graph = one.graphs[1, count]
+    logits = one.graphs[2, count]
     check(trie, count, one.model)
     byte = laid_out(trie, count, one.lane, one.model, into, 0, 0, 0)
     for numbers in (into.tokens, into.positions, into.lanes, into.slots, into.wanted):
@@ -130,7 +134,7 @@ def gpu_extended(one: OneGpuLane, tokens: Array, parents: Array, answered: int) 
 
     Raises `IndexError` for tokens and positions that the model does not have, `RuntimeError` if a call fails.
     """
-    entered(one.trie, tokens, parents)
+    enter(one.trie, tokens, parents)
     if one.trie.books[SIZE] > one.trie.books[STORED]:
         _pass(one, answered)
     return one.outputs[answered : one.trie.books[KNOWN]]

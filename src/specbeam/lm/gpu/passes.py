@@ -16,7 +16,7 @@ from specbeam.lm.answers import answered
 from specbeam.lm.gpu.decoder import GpuDecoder, PassShape
 from specbeam.lm.gpu.graphs import FEW, Graphs, shape_for
 from specbeam.lm.gpu.lane import GpuLane, OneGpuLane, gpu_extended, runs
-from specbeam.lm.gpu.staging import Model, Staging, check, laid_out
+from specbeam.lm.gpu.staging import ModelLimits, Staging, check, laid_out
 from specbeam.lm.kv.lane import Logits, Nodes
 from specbeam.lm.kv.masks import Masks
 from specbeam.records import Needs, Scored
@@ -44,7 +44,7 @@ class GpuPasses:
         self.decoder, self.lanes = decoder, lanes
         self.device, self.vocab = decoder.embedding.device, len(decoder.head)
         windows = Masks(model.config, "sdpa", model.dtype).looked_back(decoder.kinds)
-        self.model = Model(windows, decoder.angles.shape[1], len(decoder.embedding))
+        self.model = ModelLimits(windows, decoder.angles.shape[1], len(decoder.embedding))
         self.store = decoder.store(SLOTS)
         self.staging = Staging(self.device, ROWS, SESSIONS, MASK_BYTES * len(decoder.kinds))
         self.graphs = Graphs(decoder, self.store, self.staging, capture)
@@ -85,7 +85,9 @@ class GpuPasses:
 
     def prefill(self, lanes: list[GpuLane], counts: list[int]) -> None:
         """Store so many pending tokens of each lane, whose logits nobody asks for."""
-        none, some, mask_bytes = np.zeros(0, dtype=np.int64), list[tuple[GpuLane, int, Nodes]](), 0
+        none = np.zeros(0, dtype=np.int64)
+        some = list[tuple[GpuLane, int, Nodes]]()
+        mask_bytes = 0
         for lane, count in zip(lanes, counts, strict=True):
             lane.trie.make_slots(count)
             mine = count * lane.trie.capacity * len(self.model.windows)
@@ -104,7 +106,7 @@ class GpuPasses:
         self._reserve(lane.trie.capacity)
         room = self.staging.holds(rows, 1, rows * lane.trie.capacity * len(self.model.windows))
         with self._on_device():
-            way = self.graphs.for_loops(rows) if kernels.AVAILABLE and room else None
+            way = self.graphs.captured_for_steps(rows) if kernels.AVAILABLE and room else None
             yield way and OneGpuLane(
                 lane.trie.arrays, lane.outputs.numpy(), self.model, self.staging.filled, lane.row, way.by_rows,
                 self.staging.addresses, way.stream, way.calls,
@@ -153,7 +155,9 @@ class GpuPasses:
             lane.trie.make_slots(beside[lane.row])
         self._reserve(max(lane.trie.capacity for lane, *_ in parts))
         most = sum(lane.trie.capacity * count for lane, count, _ in parts) * len(self.model.windows)
-        staging, row, byte = self.staging, 0, 0
+        staging = self.staging
+        row = 0
+        byte = 0
         if not staging.holds(shape.rows, shape.sessions, most):
             staging = Staging(self.device, shape.rows, shape.sessions, most)
         into = staging.filled

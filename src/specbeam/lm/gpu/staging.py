@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from specbeam.kernels.compiling import Array, compiled
-from specbeam.lm.kv.steps import BLOCK, EXTENT, STORED, Trie, fed
+from specbeam.lm.kv.steps import BLOCK, EXTENT, STORED, Trie, feed_slots
 
 
 class Inputs(NamedTuple):
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     seen: Any  # uint8[bytes] by session, kind of layer, row, slot: whether the row may look there
 
 
-class Model(NamedTuple):
+class ModelLimits(NamedTuple):
     """What rows of a model have to keep to."""
 
     windows: Array  # int64[kinds]: tokens that each kind of layer looks back on, itself included; 0: all
@@ -33,7 +33,7 @@ class Model(NamedTuple):
 
 
 @compiled
-def check(trie: Trie, count: int, model: Model) -> None:
+def check(trie: Trie, count: int, model: ModelLimits) -> None:
     """Raise `IndexError` if the next local nodes of a session have tokens or positions that the model has not: kernels would
     read beyond its arrays.
     """
@@ -45,18 +45,28 @@ def check(trie: Trie, count: int, model: Model) -> None:
 
 
 @compiled
-def laid_out(trie: Trie, count: int, lane: int, model: Model, into: Inputs, session: int, row: int, byte: int) -> int:
+def laid_out(
+    trie: Trie, count: int, lane: int, model: ModelLimits, into: Inputs, session: int, row: int, byte: int
+) -> int:
     """Give slots to the next local nodes of a session, for which there is room, and write down what a pass has to know of
     them, from this row and this byte of the mask on. Gives the byte behind its part of the mask. To be checked before.
     """
     start, stop = trie.books[STORED], trie.books[STORED] + count
     tokens, positions = trie.nodes[0, start:stop], trie.nodes[2, start:stop]
     slots = np.empty(count, dtype=np.int64)
-    fed(trie, slots)
+    feed_slots(trie, slots)
     here = slice(row, row + count)
-    into.tokens[here], into.positions[here], into.slots[here], into.lanes[here] = tokens, positions, slots, lane
+    into.tokens[here] = tokens
+    into.positions[here] = positions
+    into.slots[here] = slots
+    into.lanes[here] = lane
     extent, column = -(-trie.books[EXTENT] // BLOCK) * BLOCK, into.sessions[:, session]
-    column[0], column[1], column[2], column[3], column[4], column[5] = row, count, lane, extent, byte, count * extent
+    column[0] = row
+    column[1] = count
+    column[2] = lane
+    column[3] = extent
+    column[4] = byte
+    column[5] = count * extent
     back = trie.slot_position[:extent]
     for kind in range(len(model.windows)):
         for node in range(start, stop):
@@ -72,7 +82,10 @@ class Staging:
     """The same layout on the host and on the device, so that one copy brings all of it."""
 
     def __init__(self, device: torch.device, rows: int, sessions: int, mask_bytes: int) -> None:
-        self.device, self.rows, self.sessions, self.mask_bytes = device, rows, sessions, mask_bytes
+        self.device = device
+        self.rows = rows
+        self.sessions = sessions
+        self.mask_bytes = mask_bytes
         self._edges = [*accumulate([rows] * 5 + [6 * sessions], initial=0)]
         self._start = 4 * self._edges[-1]
         size = self._start + mask_bytes

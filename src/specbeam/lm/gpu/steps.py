@@ -53,7 +53,9 @@ def _turn(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rotary positions. Queries go to `q`, keys and values to their slots."""
-    row, head, at = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
     inside = at < HALF
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF + at
     one = tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -136,7 +138,9 @@ def _attend(
 @step
 def _join(parts, sums, tops, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """One head of one row."""
-    one, at, part = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, SPLITS)
+    one = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    part = tl.arange(0, SPLITS)
     top = tl.load(tops + one * SPLITS + part)
     weight = tl.exp(top - tl.max(top))
     total = tl.sum(weight * tl.load(sums + one * SPLITS + part))

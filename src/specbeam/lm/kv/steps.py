@@ -24,26 +24,32 @@ class Trie(NamedTuple):
 
 
 @compiled
-def entered(trie: Trie, tokens: Array, parents: Array) -> None:
+def enter(trie: Trie, tokens: Array, parents: Array) -> None:
     """Hang the forest nodes that are new behind the local nodes. There must be room."""
     size, known = trie.books[SIZE], trie.books[KNOWN]
     for node in range(known, len(tokens)):
         at, above = size + node - known, trie.local[parents[node]]
-        trie.nodes[0, at], trie.nodes[1, at], trie.nodes[2, at] = tokens[node], above, trie.nodes[2, above] + 1
+        trie.nodes[0, at] = tokens[node]
+        trie.nodes[1, at] = above
+        trie.nodes[2, at] = trie.nodes[2, above] + 1
         trie.local[node] = at
     trie.books[SIZE], trie.books[KNOWN] = size + max(len(tokens) - known, 0), max(len(tokens), known)
 
 
 @compiled
-def fed(trie: Trie, slots: Array) -> None:
+def feed_slots(trie: Trie, slots: Array) -> None:
     """Find free slots, which there must be, for the next local nodes; from here on these count as stored."""
-    slot, start, books = WASTE, trie.books[STORED], trie.books
+    slot = WASTE
+    start = trie.books[STORED]
+    books = trie.books
     for place in range(len(slots)):
         slot += 1
         while trie.used[slot]:
             slot += 1
         node = start + place
-        slots[place], trie.used[slot], trie.slot_position[slot] = slot, True, trie.nodes[2, node]
+        slots[place] = slot
+        trie.used[slot] = True
+        trie.slot_position[slot] = trie.nodes[2, node]
         trie.seen[node] = trie.seen[trie.nodes[1, node]]
         trie.seen[node, slot] = True
     books[STORED], books[HELD] = start + len(slots), books[HELD] + len(slots)
@@ -53,13 +59,17 @@ def fed(trie: Trie, slots: Array) -> None:
 @compiled
 def hung(trie: Trie, survivors: Array, tokens: Array, parents: Array) -> Array:
     """Local nodes of beams, by their forest nodes `survivors`; those that have none (-1) are hung under their `parents`."""
-    leaves, size, nodes = np.empty(len(survivors), dtype=np.int64), trie.books[SIZE], trie.nodes
+    leaves = np.empty(len(survivors), dtype=np.int64)
+    size = trie.books[SIZE]
+    nodes = trie.nodes
     for beam in range(len(survivors)):
         if survivors[beam] >= 0:
             leaves[beam] = trie.local[survivors[beam]]
             continue
         above = trie.local[parents[beam]]
-        nodes[0, size], nodes[1, size], nodes[2, size] = tokens[beam], above, nodes[2, above] + 1
+        nodes[0, size] = tokens[beam]
+        nodes[1, size] = above
+        nodes[2, size] = nodes[2, above] + 1
         leaves[beam] = size
         size += 1
     trie.books[SIZE] = size
@@ -73,7 +83,10 @@ def kept(trie: Trie, leaves: Array) -> Array:
 
     Gives the former names of what is left.
     """
-    nodes, seen, used, books = trie.nodes, trie.seen, trie.used, trie.books
+    nodes = trie.nodes
+    seen = trie.seen
+    used = trie.used
+    books = trie.books
     size, stored = books[SIZE], books[STORED]
     lives = np.zeros(size, dtype=np.bool_)
     for leaf in leaves:
@@ -89,7 +102,9 @@ def kept(trie: Trie, leaves: Array) -> Array:
     for node in range(size):
         if not lives[node]:
             continue
-        names[node], former[count], above = count, node, -1
+        names[node] = count
+        former[count] = node
+        above = -1
         if node < stored:
             if count < node:
                 seen[count] = seen[node]
@@ -97,12 +112,18 @@ def kept(trie: Trie, leaves: Array) -> Array:
             first += 1
         else:
             above = names[nodes[1, node]]
-        nodes[0, count], nodes[1, count], nodes[2, count] = nodes[0, node], above, nodes[2, node]
+        nodes[0, count] = nodes[0, node]
+        nodes[1, count] = above
+        nodes[2, count] = nodes[2, node]
         count += 1
     extent = len(used)
     while extent > 1 and not used[extent - 1]:
         extent -= 1
     for beam in range(len(leaves)):
         trie.local[beam] = names[leaves[beam]]
-    books[SIZE], books[STORED], books[KNOWN], books[HELD], books[EXTENT] = count, first, len(leaves), used.sum(), extent
+    books[SIZE] = count
+    books[STORED] = first
+    books[KNOWN] = len(leaves)
+    books[HELD] = used.sum()
+    books[EXTENT] = extent
     return former[:count]

@@ -156,7 +156,10 @@ class PanelStore(KVStore):
 
     def __init__(self, layers: int, heads: int, size: int, width: int) -> None:
         super().__init__(layers)
-        self.heads, self.size, self.width, self.columns = heads, size, -(-size // width) * width, width
+        self.heads = heads
+        self.size = size
+        self.width = -(-size // width) * width
+        self.columns = width
         self._allocate(self.lanes, self.slots)
 
     def _allocate(self, lanes: int, slots: int) -> None:

@@ -32,8 +32,8 @@ from specbeam.lm.kv.steps import (
     STORED,
     WASTE,
     Trie,
-    entered,
-    fed,
+    enter,
+    feed_slots,
     hung,
     kept,
 )
@@ -201,7 +201,7 @@ class KVTrie:
         """Take in the nodes of the forest that are new."""
         if forest.size > self.known:
             self.make_room(forest.size - self.known)
-            entered(self.arrays, forest.tokens, forest.parents)
+            enter(self.arrays, forest.tokens, forest.parents)
 
     def make_room(self, more: int) -> None:
         """For so many more nodes, stored ones too."""
@@ -234,7 +234,7 @@ class KVTrie:
         start, stop = self.stored, min(self.stored + most, self.size)
         self.make_slots(stop - start)
         slots = np.empty(stop - start, dtype=np.int64)
-        fed(self.arrays, slots)
+        feed_slots(self.arrays, slots)
         nodes = self.arrays.nodes[:, start:stop]
         return Feed(nodes[0], nodes[2], slots, self.arrays.seen[start:stop])
 

@@ -112,7 +112,9 @@ class CapturedForward:
     """
 
     def __init__(self, forward: Forward, store: KVStore, weights: Sequence[Tensor]) -> None:
-        self.forward, self.store, self._weights = forward, store, weights
+        self.forward = forward
+        self.store = store
+        self._weights = weights
         devices = {one.device for one in weights}
         self._capture = Capture(next(iter(devices))) if len(devices) == 1 else None
         self.graphs = OfSecondTimes[Captured]()
@@ -140,7 +142,9 @@ class CapturedForward:
     def _captured(self, tokens: Tensor, positions: Tensor, masks: Mask, wanted: int) -> Captured | None:
         place, capture = self.store.place, self._capture
         assert capture is not None
-        tokens, positions, slots = tokens.clone(), positions.clone(), place.slots.clone()
+        tokens = tokens.clone()
+        positions = positions.clone()
+        slots = place.slots.clone()
         masks = {kind: one.clone() for kind, one in masks.items()} if isinstance(masks, dict) else masks.clone()
         self.store.place = replace(place, slots=slots)
         try:

@@ -112,7 +112,9 @@ class PaddedPasses:
     def __init__(
         self, model: "PreTrainedModel", lean: LeanDecoder | None, lanes: list[Lane], compile: bool = False
     ) -> None:
-        self.model, self.lean, self.lanes = model, lean, lanes
+        self.model = model
+        self.lean = lean
+        self.lanes = lanes
         self.call = torch_compiled(model) if compile else model
         config = model.config.get_text_config()
         self.device = model.get_input_embeddings().weight.device
@@ -213,7 +215,10 @@ class PaddedPasses:
         run: Forward = self._called
         captured = self.captured is not None and not hears and not given
         if self.captured is not None and captured and width <= WIDEST and len(every) <= max(FEW, 2 * len(by_row)):
-            run, rows, width, extent, sparse = self.captured, every, up(width), up(extent), False
+            run = self.captured
+            rows = every
+            sparse = False
+            width, extent = up(width), up(extent)
             last = min(up(last), width)
         elif sparse:
             rows = sorted(by_row)
