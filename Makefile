@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all test-processors lint bench clean
 help:
 	@echo "make demo      install, then translate German sentences by sampling, beam sampling and DSBD"
 	@echo "make test      install, then run the tests (about ten minutes on two cores)"
 	@echo "make test-all  the slow tests too (an hour and a half more)"
+	@echo "make test-processors  the tests as compiled for other processors, and without numba"
 	@echo "make lint      formatting, lint, types"
 	@echo "make bench     the figures of the README"
 
@@ -45,6 +46,21 @@ test: $(VENV)/dev
 test-all: test
 	@SPECBEAM_TYPES=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "slow and not gpu" --durations=20
 	@echo "All tests passed, the slow ones too. Next: make bench."
+
+# Sums must not depend on what a compiler makes of them: the tests as compiled for other processors, and not compiled at all.
+test-processors: $(VENV)/dev
+	@for name in znver4 skylake-avx512 x86-64-v3; do \
+		if [ $$name = x86-64-v3 ] || grep -q avx512f /proc/cpuinfo; then \
+			echo "Tests compiled for $$name ..."; \
+			NUMBA_CPU_NAME=$$name NUMBA_CPU_FEATURES= OMP_NUM_THREADS=1 \
+				$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" || exit 1; \
+		else \
+			echo "$$name is left out: this processor has no AVX-512."; \
+		fi; \
+	done
+	@echo "Tests without numba ..."
+	@SPECBEAM_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
+	@echo "All tests passed, on every processor. Next: make test-all."
 
 lint: $(VENV)/dev
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

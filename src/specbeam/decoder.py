@@ -8,7 +8,7 @@ from specbeam.draft.together import close_drafters, fill_drafters
 from specbeam.errors import Cancelled
 from specbeam.kernels.interrupts import interrupts_held
 from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
-from specbeam.runs import run_ahead
+from specbeam.runs import run_ahead, run_side_by_side
 from specbeam.session import Session
 from specbeam.turn import Turns, turns
 
@@ -113,15 +113,22 @@ class Decoder:
         self._close([session for session in ready if session.failure is not None])
 
     def _turns(self) -> Turns:
-        if self.ahead and len(self.live) == 1 and not self.filling and self._ran(self.live[0]):
-            return []
-        return turns(self.target, self.live)
+        if not self.ahead or self.filling:
+            return turns(self.target, self.live)
+        moved = self._run()
+        rest = [session for session in self.live if session not in moved]
+        return turns(self.target, rest) if rest else []
 
-    def _ran(self, session: Session) -> bool:
-        """Take several turns of the only session as one run. Returns False if there was none."""
-        with lap("settle"), session.failing_alone():
-            return run_ahead(self.target, session, self.ahead)
-        return True  # it has failed
+    def _run(self) -> list[Session]:
+        """Take several turns of those sessions that can as runs. Returns those that took any, or failed."""
+        with lap("settle"):
+            if len(self.live) > 1:
+                return run_side_by_side(self.target, self.live, self.ahead)
+            (session,) = self.live
+            ran = True  # or it has failed
+            with session.failing_alone():
+                ran = run_ahead(self.target, session, self.ahead)
+            return [session] if ran else []
 
     def _close(self, sessions: list[Session]) -> None:
         for session in sessions:

@@ -1,10 +1,14 @@
 """Runs: many turns of one session as one compiled loop, by the very steps that single turns are made of."""
 
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from specbeam.clock import apportion
 from specbeam.control.planning import Plan, deepest_of, learn_passed, plan_shape
@@ -28,11 +32,13 @@ from specbeam.core.beams import (
     settle_turn,
 )
 from specbeam.core.cycles import cycles
+from specbeam.core.dice import Uniforms
 from specbeam.core.forest import Forest, Fronts, Siblings, drafted_layers, start_of
 from specbeam.core.limits import Stop
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draft
 from specbeam.draft.tree import ROOM, TreeSpec, draws_of, grow_tree, start_tree
+from specbeam.kernels.threads import torch_on_one_thread
 from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.lm.answers import LOGITS
 from specbeam.lm.any_lane import run_pass
@@ -394,35 +400,122 @@ def numbers_of(controller: object, session: Session) -> Plan | None:
     return None
 
 
+@dataclass(eq=False)
+class Run:
+    """Turns of one session as one compiled loop: what it takes, and what came of it."""
+
+    session: Session
+    spec: RunSpec
+    models: list[HuggingFaceLM]
+    room: RunRoom
+    fresh: int  # most nodes that a turn drafts
+    dice: Uniforms
+    live: Beams
+    condition: int = SOUND
+
+    @classmethod
+    def of(cls, target: LM, session: Session, most_turns: int) -> "Run | None":
+        """Return a run of at most so many turns; None if the turns of the session are not for a run."""
+        session.beside = 1
+        found = run_spec(target, session, most_turns)
+        if found is None:
+            return None
+        spec, models = found
+        deepest = deepest_of(spec.plan)
+        fresh = _most_nodes(spec, session, deepest)
+        dice = session.dice.ready(_uniforms_of(spec, fresh, deepest))
+        return cls(session, spec, models, _room_for(spec, session), fresh, dice, session.beams)
+
+    def lanes(self, stack: ExitStack) -> list[Any] | None:
+        """Return the session in each of its models, with room for the run until the stack is left.
+
+        None where it cannot run now: a long prompt goes in first, or others are stored beside it, of whom a run knows
+        nothing. Valid until any session is given more room.
+        """
+        more = min(self.session.remaining, SPAN)
+        fresh = self.fresh + self.spec.most_beams
+        found = [stack.enter_context(lm.alone(self.session, fresh, more)) for lm in self.models]
+        lanes = [lane.arrays for lane in found if lane is not None]
+        if len(lanes) < len(self.models) or any(lm.shares(self.session) for lm in self.models):
+            return None
+        return lanes
+
+    def take(self, lanes: list[Any]) -> None:
+        """Take the turns. Needs no interpreter: several runs go side by side in threads."""
+        turns = self.session.count.target_passes
+        self.live, self.condition = run_turns(
+            lanes[0], lanes[-1], self.spec, self.session.beams, self.room, turns, self.dice
+        )
+
+    def keep(self) -> bool:
+        """Leave the session where the run has led. Returns True if any turn ran."""
+        _keep(self.session, self.models, self.room, self.live)
+        if self.condition != SOUND:
+            self.session.state[_Refused] = True
+        return bool(self.room.numbers[DONE])
+
+
 def run_ahead(target: LM, session: Session, most_turns: int = TURNS) -> bool:
     """Advance the only live session by as many turns as a run supports, leaving the same state as turn-by-turn decoding.
 
     Returns True if any turn ran.
     """
-    session.beside = 1
-    found = run_spec(target, session, most_turns)
-    if found is None:
+    run = Run.of(target, session, most_turns)
+    if run is None:
         return False
-    spec, models = found
-    room = _room_for(spec, session)
-    deepest = deepest_of(spec.plan)
-    fresh = _most_nodes(spec, session, deepest)
-    more = min(session.remaining, SPAN)
-    dice = session.dice.ready(_uniforms_of(spec, fresh, deepest))
     with ExitStack() as stack:
-        lanes = [stack.enter_context(lm.alone(session, fresh + spec.most_beams, more)) for lm in models]
-        arrays = [lane.arrays for lane in lanes if lane is not None]
-        if len(arrays) < len(models):  # a long prompt goes in first
-            return False
-        if any(lm.shares(session) for lm in models):  # a run knows nothing of what others store beside it
+        lanes = run.lanes(stack)
+        if lanes is None:
             return False
         began = time.perf_counter()
-        live, condition = run_turns(arrays[0], arrays[-1], spec, session.beams, room, session.count.target_passes, dice)
-    apportion(dict(zip(PARTS, room.cycles.tolist(), strict=True)), began)
-    _keep(session, models, room, live)
-    if condition != SOUND:
-        session.state[_Refused] = True
-    return bool(room.numbers[DONE])
+        run.take(lanes)
+    apportion(dict(zip(PARTS, run.room.cycles.tolist(), strict=True)), began)
+    return run.keep()
+
+
+def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = TURNS) -> list[Session]:
+    """Advance several sessions, each by a run of its own, on as many threads as torch may take.
+
+    Returns the sessions that took a turn, or failed. The others had better share passes: those whose models are too large
+    for the caches of a processor, so that to read them once for all saves more than threads do, and those without drafts where
+    there is one thread.
+    """
+    threads = torch.get_num_threads()
+    with torch_on_one_thread(), ExitStack() as stack:  # a run is a thread's own affair
+        every = [_small_run(target, session, most_turns) for session in sessions]
+        # One thread gains no more than what Python costs: passes of a row or two are better shared.
+        runs = [run for run in every if run is not None and (threads > 1 or run.spec.drafting)]
+        for run in runs:
+            _lanes_of(run, stack)  # so that all have room before anybody is told where
+        ready = [(run, lanes) for run in runs if (lanes := _lanes_of(run, stack)) is not None]
+        began = time.perf_counter()
+        with ThreadPoolExecutor(min(threads, max(len(ready), 1))) as pool:
+            taken = [pool.submit(run.take, lanes) for run, lanes in ready]
+    cycles_of_all = sum((run.room.cycles for run, _ in ready), np.zeros(len(PARTS), dtype=np.int64))
+    apportion(dict(zip(PARTS, cycles_of_all.tolist(), strict=True)), began)
+    moved = []
+    for (run, _), one in zip(ready, taken, strict=True):
+        with run.session.failing_alone():
+            one.result()
+            if run.keep():
+                moved.append(run.session)
+    failed = [session for session in sessions if session.failure is not None]
+    return moved + failed
+
+
+def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:
+    """Return a run of a session, if a processor's caches hold its models. A session that fails keeps its error."""
+    run = None
+    with session.failing_alone():
+        run = Run.of(target, session, most_turns)
+    return run if run is not None and all(lm.is_small for lm in run.models) else None
+
+
+def _lanes_of(run: Run, stack: ExitStack) -> list[Any] | None:
+    """Return `run.lanes`; None if the session has failed, which keeps its error."""
+    with run.session.failing_alone():
+        return run.lanes(stack)
+    return None
 
 
 def _most_nodes(spec: RunSpec, session: Session, deepest: int) -> int:

@@ -5,7 +5,7 @@ Nothing is drawn, but what was found depends on the text, so the drafts are matc
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Int64
@@ -50,6 +50,7 @@ def retrieved(tokens: list[int], parent: int, nodes: list[int]) -> Siblings:
     return siblings(LOST, [parent], tokens, nodes)
 
 
+@runtime_checkable
 class Index(Protocol):
     """What a text was followed by before. A `tail` stands behind the text that was added, as one of several futures."""
 

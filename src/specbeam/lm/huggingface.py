@@ -18,7 +18,7 @@ from specbeam.errors import NotSupported, UnsupportedModel
 from specbeam.lm.answers import LOGITS
 from specbeam.lm.any_lane import CYCLES, PASSES, now
 from specbeam.lm.base import checked_needs
-from specbeam.lm.compiled.decoder import compiled_decoder
+from specbeam.lm.compiled.decoder import TILED_FROM, compiled_decoder
 from specbeam.lm.compiled.lane import CompiledLane
 from specbeam.lm.compiled.one_lane import OneLane
 from specbeam.lm.compiled.passes import PackedPasses
@@ -191,6 +191,11 @@ class HuggingFaceLM:
             return
         with self.runner.alone(lane, fresh + more) as one:
             yield None if one is None else Alone(self, lane, one)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a processor's caches hold the model."""
+        return self.model.num_parameters() < TILED_FROM
 
     @property
     def loops(self) -> bool:

@@ -1,7 +1,7 @@
 """Masks: who may look at which slot, in the form that each attention backend understands."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from jaxtyping import Bool, Int32, Int64
 from specbeam.lm.kv.trie import WASTE, Feed
 
 
+@runtime_checkable
 class SlotPositions(Protocol):
     """A trie, or what knows as a trie does how far each slot's token is from the beginning."""
 
