@@ -477,8 +477,8 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
     """Advance several sessions, each by a run of its own, on as many threads as torch may take.
 
     Returns the sessions that took a turn, or failed. The others had better share passes: those whose models are too large
-    for the caches of a processor, so that to read them once for all saves more than threads do, and those without drafts where
-    there is one thread.
+    for the caches of a processor, so that to read them once for all saves more than threads do, and those without drafts
+    where there is one thread.
     """
     threads = torch.get_num_threads()
     with torch_on_one_thread(), ExitStack() as stack:  # a run is a thread's own affair
