@@ -154,14 +154,12 @@ class Scored:
 
     logits: Float[torch.Tensor, "nodes vocab"] = _NOT_ASKED
     ranked: Ranked = _NOT_RANKED
-    hidden: Float[torch.Tensor, "nodes size"] = _NOT_ASKED
-    prompt: Float[torch.Tensor, "rows size"] = _NOT_ASKED  # in the first turn; later ones have none
+    hidden: Float[torch.Tensor, "states size"] = _NOT_ASKED
+    prompt: Float[torch.Tensor, "rows width"] = _NOT_ASKED  # in the first turn; later ones have none
     probes: "Scored | None" = None  # of a drafter's probes, where there are any
 
     def split(self, nodes: int) -> "Scored":
         """Return the rows of the first nodes, and those of the others as `probes`."""
-        if max(len(self.logits), len(self.hidden), len(self.ranked.tokens)) == nodes:
-            return self
         first, later = (
             Scored(
                 self.logits[some],

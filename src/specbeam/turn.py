@@ -54,7 +54,10 @@ def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scor
     probed = [with_probes(session, forest) for session, forest in zip(live, forests, strict=True)]
     plain = all(one == LOGITS for one in needs)
     scored = target.extend(live, probed) if plain else target.extend(live, probed, needs)
-    return [found.split(forest.size) for found, forest in zip(scored, forests, strict=True)]
+    return [
+        found if whole is forest else found.split(forest.size)
+        for found, forest, whole in zip(scored, forests, probed, strict=True)
+    ]
 
 
 def _verdict(session: Session, forest: Forest, scored: Scored) -> Verdict:

@@ -163,6 +163,19 @@ def test_a_run_of_turns_begins_when_the_others_have_left():
     assert first.settled == expected[0].settled
 
 
+def test_sessions_with_much_to_write_do_not_share_a_short_prefix():
+    """Attention goes over what all of a row have written, and a short prefix is soon computed again."""
+    pair = pair_of("compiled")
+    for tokens, rows in ((60, 1), (100, 2)):
+        first, second = sessions_of(pair, sb.sampling(), 2, tokens=tokens)
+        decoder = Decoder(pair.target)
+        decoder.add(first)
+        decoder.add(second)
+        decoder.step()
+        assert len(pair.target.lanes) == rows
+        decoder.close()
+
+
 def test_no_more_than_some_sessions_share_a_row():
     lm = pair_of("compiled").target
     seats = [seat(SYSTEM) for _ in range(MOST_TOGETHER + 2)]

@@ -8,6 +8,8 @@ from specbeam.clock import Clock, timed
 from specbeam.records import Generation
 
 MEANINGS = {
+    "fill/model": "passes that store long prompts between turns",
+    "fill": "who waits, and for what",
     "plan": "depth and width of the draft",
     "draft/model": "passes of the draft model",
     "draft": "laws and draws of the draft, its bookkeeping",

@@ -12,7 +12,7 @@ _NONE = torch.zeros(0, 0)
 def answered(
     needs: Needs,
     logits: Float[torch.Tensor, "nodes vocab"],
-    hidden: Float[torch.Tensor, "nodes size"] = _NONE,
+    hidden: Float[torch.Tensor, "states size"] = _NONE,
     prompt: Float[torch.Tensor, "rows size"] = _NONE,
 ) -> Scored:
     """Return what was asked for of these rows."""

@@ -77,7 +77,8 @@ class HuggingFaceLM:
         engine: "plain" calls the model, "torch" calls what torch.compile makes of it; "lean", "compiled" and "gpu" run its
             layers themselves (see the files of these names in lm/); "auto" takes the fastest of these that fits, but never
             "torch"; "int8" runs it with rounded weights: another model. Raises `NotSupported` where it cannot.
-        share_from: sessions whose prompts begin with so many of the same tokens compute and store these once; None: never.
+        share_from: sessions whose prompts begin with so many of the same tokens compute and store these once, unless their
+            texts grow so long that attention to all of them would cost more; None: never.
     """
 
     def __init__(
@@ -295,9 +296,19 @@ class HuggingFaceLM:
                 continue
             for lane in company:
                 common = min(_agreement(session.prompt, lane.prompt), len(session.prompt) - 1, len(lane.prompt) - 1)
-                if common > longest and lane.leader is None:
+                if common > longest and lane.leader is None and self._pays(common, len(company), session):
                     best, longest = lane, common
         return best, longest if best is not None else 0
+
+    def _pays(self, common: int, others: int, session: Seat) -> bool:
+        """Return whether to compute so many tokens again costs more than to look over what others have in the same row.
+
+        A row of a pass costs about as much as attention to six times as many slots as a state has numbers, and of two
+        sessions side by side each looks over what the other has so far.
+        """
+        limits = getattr(session, "limits", None)
+        fresh = 0 if limits is None else limits.max_new_tokens
+        return others * fresh**2 <= 6 * self.model.get_input_embeddings().weight.shape[1] * common
 
     def _join(self, lanes: list[Any]) -> None:
         """Let lanes take over what their leaders have stored for them, as far as these have."""

@@ -49,7 +49,7 @@ class Part:
         return int(self.wanted.min(initial=len(self.feed) - 1))
 
 
-class Row:
+class SharedRow:
     """What the sessions of one row of the store bring to a pass, one after the other.
 
     Attributes:
@@ -200,7 +200,7 @@ class PaddedPasses:
         together: dict[int, list[Part]] = {}
         for part in parts:
             together.setdefault(part.lane.row, []).append(part)
-        by_row = {row: Row(mine) for row, mine in together.items()}
+        by_row = {row: SharedRow(mine) for row, mine in together.items()}
         given = any(part.lane.context is not None or part.lane.vectors is not None for part in parts)
         hears = any(part.lane.needs.states for part in parts)
         some = next(iter(by_row.values()))
@@ -218,7 +218,8 @@ class PaddedPasses:
             run = self.captured
             rows = every
             sparse = False
-            width, extent = up(width), up(extent)
+            width = up(width)
+            extent = up(extent)
             last = min(up(last), width)
         elif sparse:
             rows = sorted(by_row)
@@ -251,7 +252,7 @@ class PaddedPasses:
         return found
 
     def _laid_out(
-        self, rows: Sequence[int], by_row: dict[int, Row], width: int, extent: int
+        self, rows: Sequence[int], by_row: dict[int, SharedRow], width: int, extent: int
     ) -> tuple[Int64[np.ndarray, "3 batch width"], Mask]:
         """Tokens, positions and slots, aligned to the right, and the masks."""
         some = next(iter(by_row.values()))
@@ -296,7 +297,7 @@ class PaddedPasses:
         finally:
             handle.remove()
 
-    def _given(self, rows: list[Row], tokens: Int64[np.ndarray, "batch width"]) -> dict[str, torch.Tensor]:
+    def _given(self, rows: list[SharedRow], tokens: Int64[np.ndarray, "batch width"]) -> dict[str, torch.Tensor]:
         """Return what the model is called with besides tokens, of sessions whose contexts have the same shapes."""
         lanes = [row.parts[0].lane for row in rows]
         context = lanes[0].context or {}
