@@ -10,6 +10,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.pair import BUNDLED
+from tests.support.nouns_and_steps import PAGE, page
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "methods").glob("*.md"))
@@ -109,3 +110,7 @@ def test_the_snippet_of_the_readme_prints_what_it_says(capsys):
     printed = capsys.readouterr().out.splitlines()
     assert len(said) == len(printed) == 2
     assert all(line.startswith(start) for line, start in zip(printed, said, strict=True))
+
+
+def test_the_page_of_nouns_and_steps_is_that_of_the_source():
+    assert PAGE.read_text() == page(), "write it anew: python -m tests.support.nouns_and_steps"
