@@ -1,12 +1,14 @@
 """Sessions that are decoded side by side: they come, take turns and go. Batches, streams and servers are made of it."""
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 from specbeam.clock import lap
 from specbeam.draft.together import close_drafters, fill_drafters
 from specbeam.errors import Cancelled
 from specbeam.kernels.interrupts import interrupts_held
+from specbeam.kernels.threads import torch_on_one_thread
 from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
 from specbeam.runs import run_ahead, run_side_by_side
 from specbeam.session import Session
@@ -72,7 +74,7 @@ class Decoder:
         There are none where a compiled run took several turns, or where prompts are stored and nobody is live. Those who
         are over have left when it returns.
         """
-        with interrupts_held():
+        with interrupts_held(), self._threads():
             self._let_in()
             if self.filling:
                 self._fill()
@@ -80,6 +82,14 @@ class Decoder:
             self._close([session for session in self.live if session.over])
             self.live = [session for session in self.live if not session.over]
         return done
+
+    def _threads(self) -> AbstractContextManager[None]:
+        """Leave all threads but one to compiled code, where nothing that a step does is worth more of them to torch."""
+        drafters = [session.parts.drafter for session in (*self.waiting, *self.filling, *self.live)]
+        are_ours = all(type(drafter).__module__.startswith("specbeam.") for drafter in drafters)
+        models = [self.target, *(drafter.lm for drafter in drafters if hasattr(drafter, "lm"))]
+        are_compiled = all(getattr(model, "loops", False) for model in models)
+        return torch_on_one_thread() if are_ours and are_compiled else nullcontext()
 
     def close(self) -> None:
         """Leave all sessions as they are, and free what they hold in the models."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from specbeam import kernels
 from specbeam.kernels.compiling import Array, address_of
+from specbeam.kernels.threads import allowed_threads
 from specbeam.lm.compiled import tiles
 from specbeam.lm.compiled.lane import CompiledLane
 from specbeam.lm.compiled.loops import all_layers, normalise, score_rows
@@ -208,8 +209,8 @@ def _started() -> int:
 
 @contextmanager
 def _on_threads(most: int) -> Iterator[int]:
-    """As many as torch takes; how many that is."""
-    threads = min(torch.get_num_threads(), most)
+    """As many as are allowed; how many that is."""
+    threads = min(allowed_threads(), most)
     if threads == 1:
         yield 1
         return
