@@ -161,7 +161,8 @@ def test_a_lone_session_may_run_ahead_and_somebody_may_join_it(pair):
     assert decoder.step() == []
     assert 0 < first.length < 12
     decoder.add(second)
-    assert len(decoder.step()) == 2
+    decoder.step()  # both have moved, be it by turns that are shown or by runs side by side
+    assert second.length > 0
     finish(decoder)
     for session in (first, second):
         assert texts(session) == alone(pair, session.prompt, method)
