@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from specbeam.clock import apportion
 from specbeam.control.planning import Plan, deepest_of, learn_passed, plan_shape
@@ -38,7 +37,7 @@ from specbeam.core.limits import Stop
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draft
 from specbeam.draft.tree import ROOM, TreeSpec, draws_of, grow_tree, start_tree
-from specbeam.kernels.threads import torch_on_one_thread
+from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
 from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.lm.answers import LOGITS
 from specbeam.lm.any_lane import run_pass
@@ -480,8 +479,8 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
     for the caches of a processor, so that to read them once for all saves more than threads do, and those without drafts
     where there is one thread.
     """
-    threads = torch.get_num_threads()
-    with torch_on_one_thread(), ExitStack() as stack:  # a run is a thread's own affair
+    threads = allowed_threads()
+    with torch_on_one_thread(ours=1), ExitStack() as stack:  # a run is a thread's own affair
         every = [_small_run(target, session, most_turns) for session in sessions]
         # One thread gains no more than what Python costs: passes of a row or two are better shared.
         runs = [run for run in every if run is not None and (threads > 1 or run.spec.drafting)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -78,7 +78,8 @@ class HuggingFaceLM:
             layers themselves (see the files of these names in lm/); "auto" takes the fastest of these that fits, but never
             "torch"; "int8" runs it with rounded weights: another model. Raises `NotSupported` where it cannot.
         share_from: sessions whose prompts begin with so many of the same tokens compute and store these once, unless their
-            texts grow so long that attention to all of them would cost more; None: never.
+            texts grow so long that attention to all of them would cost more; None: never. "auto": 64, but never in compiled
+            engines, in which a row has the same bits whatever is beside it, as long as nothing is shared.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class HuggingFaceLM:
         model: "PreTrainedModel",
         chunk: int = CHUNK,
         engine: str = "auto",
-        share_from: int | None = SHARE_FROM,
+        share_from: int | Literal["auto"] | None = "auto",
     ) -> None:
         self.model, self.chunk = model, chunk
-        self.share_from = share_from
         self.lanes: list[list[Any]] = []  # the sessions of each row of the store
         self.engine, self.runner = _engine(model, engine, self.lanes)
+        self.share_from = share_from if share_from != "auto" else _share_from(self.engine)
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions: int | None = _max_positions(model.config.get_text_config())
         self.device = model.get_input_embeddings().weight.device
@@ -378,6 +379,11 @@ def _agreement(first: Sequence[int], second: Sequence[int]) -> int:
         if one != other:
             return place
     return min(len(first), len(second))
+
+
+def _share_from(engine: str) -> int | None:
+    """Return from how many common tokens on prompts are shared where nobody says so."""
+    return None if engine in ("compiled", "int8") else SHARE_FROM
 
 
 def _needs_a_pass(lane: Any, forest: Forest) -> bool:
