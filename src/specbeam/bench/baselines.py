@@ -54,9 +54,9 @@ def _generated(pair: Pair, prompts: list[Prompt], most: int, asked: dict[str, An
     words.padding_side = "left"
     starts = [_tokens_of(pair, one) for one in prompts]
     masks = [[1] * len(one) for one in starts]
-    batch = words.pad(
-        {"input_ids": starts, "attention_mask": masks}, return_tensors="pt", padding=len(prompts) > 1
-    ).to(pair.target_model.device)
+    batch = words.pad({"input_ids": starts, "attention_mask": masks}, return_tensors="pt", padding=len(prompts) > 1).to(
+        pair.target_model.device
+    )
     with torch.inference_mode():
         found = pair.target_model.generate(**batch, max_new_tokens=most, **asked)
     ends = _ends(pair)
