@@ -25,7 +25,7 @@ from specbeam.bench.cliffs import (
 )
 from specbeam.bench.cliffs_report import as_markdown, figures, overview, summary
 from specbeam.bench.outcome import Contender, Outcome
-from specbeam.errors import BadSetting, MissingPackage
+from specbeam.errors import MissingPackage
 from tests.cli.test_commands import specbeam
 from tests.support import words
 
@@ -171,16 +171,27 @@ def test_a_contender_that_broke_is_not_asked_again():
 
 def test_transformers_is_given_the_same_options():
     pair = words.pair()
-    free = transformers(pair, "greedy", max_new_tokens=12).run(["abc"], 0).tokens[0]
-    shunning = transformers(pair, "greedy", max_new_tokens=12, repetition_penalty=5.0).run(["abc"], 0).tokens[0]
-    assert shunning != free
-    ids = list(pair.tokenizer("abc")["input_ids"])
-    assert transformers(pair, "greedy", max_new_tokens=12).run([ids], 0).tokens == [free]
-    text = pair.tokenizer.decode(free[:3])
-    stopped = transformers(pair, "greedy", max_new_tokens=12, stop_strings=[text]).run(["abc", "Hello"], 0)
-    assert stopped.tokens[0] == free[:3]  # and nothing of what fills the row
+
+    def answer(prompt, **options):
+        return transformers(pair, "greedy", max_new_tokens=12, **options).run([prompt], 0).tokens[0]
+
+    assert len(answer("abc")) == 1  # ends at once
+    free = answer("abc", min_new_tokens=12)
+    assert len(free) == 12
+    assert answer("abc", min_new_tokens=12, repetition_penalty=5.0) != free
+    assert answer(pair.tokenizer("abc")["input_ids"], min_new_tokens=12) == free
     assert settings_of("min_new_tokens", 24) == {"max_new_tokens": 24, "min_new_tokens": 12}
     assert settings_of("top_p", 5) == {"max_new_tokens": 5, "top_p": 0.9, "temperature": 0.7}
+
+
+def test_what_fills_a_stopped_row_is_not_counted():
+    """The first row stops; what stands behind until the other one ends are no tokens of its answer."""
+    pair, options = words.pair(), {"max_new_tokens": 12, "min_new_tokens": 12}
+    free = transformers(pair, "greedy", **options).run(["abc", "Hello"], 0).tokens
+    stop = pair.tokenizer.decode(free[0][:3])
+    assert stop not in pair.tokenizer.decode(free[1])
+    stopped = transformers(pair, "greedy", **options, stop_strings=[stop]).run(["abc", "Hello"], 0).tokens
+    assert stopped == [free[0][:3], free[1]]
 
 
 def test_the_tables_show_figures_flags_and_reasons():
@@ -231,8 +242,3 @@ def test_wrong_input_is_refused_before_anything_is_loaded(arguments, message):
     code, _, err = specbeam("bench", "cliffs", *arguments)
     assert code == 2
     assert message in err
-
-
-def test_an_unknown_mode_is_still_refused():
-    with pytest.raises(BadSetting, match="transformers/nothing is not known"):
-        transformers(words.pair(), "nothing")
