@@ -9,9 +9,12 @@ import torch
 
 from specbeam.bench.outcome import Contender, Outcome
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
+from specbeam.generation import Prompt
 from specbeam.pair import Pair
 
 MODES = ("greedy", "sampling", "beam_search", "beam_sampling", "assisted", "assisted_greedy")
+OF_DRAWS = ("temperature", "top_k", "top_p", "min_p")
+OF_ALL = ("repetition_penalty", "min_new_tokens", "stop_strings", "streamer")
 
 
 def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Contender:
@@ -19,7 +22,7 @@ def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Conte
 
     Args:
         mode: one of `MODES`; "assisted" is its speculative sampling with the pair's draft, one prompt at a time.
-        options: max_new_tokens, temperature, top_k, top_p, as for `specbeam.generate`.
+        options: max_new_tokens, `OF_ALL`, and `OF_DRAWS` where it draws; all as for `specbeam.generate`.
     """
     if mode not in MODES:
         raise BadSetting(f"transformers/{mode} is not known; it is one of {', '.join(MODES)}")
@@ -28,14 +31,17 @@ def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Conte
     draws = mode in ("sampling", "beam_sampling", "assisted")
     asked: dict[str, Any] = {"do_sample": draws, "num_beams": beams if mode.startswith("beam") else 1}
     if draws:
-        asked |= {"top_k": 0} | {name: options[name] for name in ("temperature", "top_k", "top_p") if options.get(name)}
+        asked |= {"top_k": 0} | {name: options[name] for name in OF_DRAWS if options.get(name)}
+    asked |= {name: options[name] for name in OF_ALL if options.get(name)}
+    if "stop_strings" in asked:
+        asked["tokenizer"] = pair.tokenizer
     if mode.startswith("assisted"):
         if pair.draft_model is None:
             raise BadSetting(f"transformers/{mode} needs a draft model")
         asked["assistant_model"] = pair.draft_model
     most = options.get("max_new_tokens") or 64
 
-    def run(prompts: Sequence[str], seed: int) -> Outcome:
+    def run(prompts: Sequence[Prompt], seed: int) -> Outcome:
         torch.manual_seed(seed)
         groups = [[one] for one in prompts] if "assistant_model" in asked else [list(prompts)]
         return Outcome([tokens for group in groups for tokens in _generated(pair, group, most, asked)])
@@ -43,22 +49,35 @@ def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Conte
     return Contender(f"transformers {mode.replace('_', ' ')}" + (f" {beams}" if mode.startswith("beam") else ""), run)
 
 
-def _generated(pair: Pair, prompts: list[str], most: int, asked: dict[str, Any]) -> list[list[int]]:
+def _generated(pair: Pair, prompts: list[Prompt], most: int, asked: dict[str, Any]) -> list[list[int]]:
     words: Any = pair.tokenizer
     words.padding_side = "left"
-    batch = words(prompts, return_tensors="pt", padding=len(prompts) > 1).to(pair.target_model.device)
+    starts = [_tokens_of(pair, one) for one in prompts]
+    masks = [[1] * len(one) for one in starts]
+    batch = words.pad({"input_ids": starts, "attention_mask": masks}, return_tensors="pt", padding=len(prompts) > 1).to(
+        pair.target_model.device
+    )
     with torch.inference_mode():
         found = pair.target_model.generate(**batch, max_new_tokens=most, **asked)
     ends = _ends(pair)
-    return [_until(row, ends) for row in found[:, batch["input_ids"].shape[1] :].tolist()]
+    fill = words.pad_token_id
+    return [_until(row, ends, fill) for row in found[:, batch["input_ids"].shape[1] :].tolist()]
 
 
-def _until(tokens: list[int], ends: set[int]) -> list[int]:
-    """Up to and with the first end token."""
+def _tokens_of(pair: Pair, prompt: Prompt) -> list[int]:
+    words: Any = pair.tokenizer
+    return list(words(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
+
+
+def _until(tokens: list[int], ends: set[int], fill: int | None) -> list[int]:
+    """Up to and with the first end token; without what fills a row that a stop string has ended."""
     for place, token in enumerate(tokens):
         if token in ends:
             return tokens[: place + 1]
-    return tokens
+    length = len(tokens)
+    while length > 0 and tokens[length - 1] == fill:
+        length -= 1
+    return tokens[:length]
 
 
 def _ends(pair: Pair) -> set[int]:
@@ -102,8 +121,8 @@ def ctranslate2(
         asked["beam_size"] = beams
     ends = list(_ends(pair))
 
-    def run(prompts: Sequence[str], seed: int, _folder: Any = folder) -> Outcome:
-        starts = [words.convert_ids_to_tokens(words(one)["input_ids"]) for one in prompts]
+    def run(prompts: Sequence[Prompt], seed: int, _folder: Any = folder) -> Outcome:
+        starts = [words.convert_ids_to_tokens(_tokens_of(pair, one)) for one in prompts]
         found = engine.generate_batch(
             starts, max_length=most, include_prompt_in_result=False, end_token=ends, return_end_token=True, **asked
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from specbeam.generation import generate
+from specbeam.generation import Prompt, generate
 from specbeam.pair import Pair
 from specbeam.recipes.method import Method
 from specbeam.records import Generation
@@ -26,13 +26,13 @@ class Contender:
     """Somebody who answers a batch of prompts."""
 
     name: str
-    run: Callable[[Sequence[str], int], Outcome]  # (prompts, seed)
+    run: Callable[[Sequence[Prompt], int], Outcome]  # (prompts, seed)
 
 
 def specbeam(pair: Pair, name: str, method: Method, **options: Any) -> Contender:
     """A method of ours; all prompts of a call at once."""
 
-    def run(prompts: Sequence[str], seed: int) -> Outcome:
+    def run(prompts: Sequence[Prompt], seed: int) -> Outcome:
         done = generate(pair, list(prompts), method, seed=seed, batch_size=len(prompts), **options)
         return _outcome(done)
 

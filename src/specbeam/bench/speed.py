@@ -19,6 +19,7 @@ from specbeam.bench.prompts import PromptRow
 from specbeam.energy import EnergyMeter
 from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.evaluate.task import bleu, exact_match
+from specbeam.generation import Prompt
 from specbeam.pair import Pair
 
 
@@ -78,6 +79,11 @@ class Books:
         self.outcomes.append(outcome)
         self.prompts += prompts
 
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second, by round."""
+        return [count / seconds for count, seconds in zip(self.counts, self.seconds, strict=True)]
+
 
 def speed(
     pair: Pair,
@@ -98,12 +104,40 @@ def speed(
             GPU that has the target, else what is resident. What a first use keeps is the first contender's.
         told: hears of every batch that all contenders have met.
     """
-    batches = [list(range(len(rows)))[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    books = [Books() for _ in contenders]
-    for contender, book in zip(contenders, books, strict=True):
-        work = partial(_several, contender, rows, batches[:4])
+    prompts = [row.prompt for row in rows]
+    batches = in_batches(len(rows), batch_size)
+    memory: list[float | None] = []
+    for contender in contenders:
+        work = partial(_several, contender, prompts, batches[:4])
         device = pair.target_model.device
-        book.memory_mb = _gpu_memory_of(work, device) if device.type == "cuda" else _memory_of(work)
+        memory.append(_gpu_memory_of(work, device) if device.type == "cuda" else _memory_of(work))
+    books = interleaved(contenders, prompts, batches, repeats, told)
+    for book, found in zip(books, memory, strict=True):
+        book.memory_mb = found
+    first = books[0]
+    return [_line(pair, one, book, first, rows, batch_size) for one, book in zip(contenders, books, strict=True)]
+
+
+def in_batches(count: int, batch_size: int) -> list[list[int]]:
+    """The numbers of so many prompts, as they are given at once."""
+    return [list(range(start, min(start + batch_size, count))) for start in range(0, count, batch_size)]
+
+
+def interleaved(
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    batches: Sequence[list[int]],
+    repeats: int,
+    told: Callable[[], None] | None = None,
+) -> list[Books]:
+    """What each contender did. A batch meets all of them before the next one comes.
+
+    Args:
+        batches: numbers of prompts.
+        repeats: rounds, each with the seed of its number; all of them count, so that whoever calls warms up.
+        told: hears of every batch that all contenders have met.
+    """
+    books = [Books() for _ in contenders]
     for number in range(repeats):
         for book in books:
             book.begin()
@@ -112,29 +146,28 @@ def speed(
             for who in [*range(turn, len(contenders)), *range(turn)]:
                 with EnergyMeter() as meter:
                     began = time.perf_counter()
-                    outcome = _asked(contenders[who], rows, some, number)
+                    outcome = _asked(contenders[who], prompts, some, number)
                     seconds = time.perf_counter() - began
                 books[who].book(outcome, some, seconds, meter.joules)
             if told is not None:
                 told()
-    first = books[0]
-    return [_line(pair, one, book, first, rows, batch_size) for one, book in zip(contenders, books, strict=True)]
+    return books
 
 
-def _asked(contender: Contender, rows: Sequence[PromptRow], some: list[int], seed: int) -> Outcome:
-    return contender.run([rows[place].prompt for place in some], seed)
+def _asked(contender: Contender, prompts: Sequence[Prompt], some: list[int], seed: int) -> Outcome:
+    return contender.run([prompts[place] for place in some], seed)
 
 
-def _several(contender: Contender, rows: Sequence[PromptRow], batches: list[list[int]]) -> None:
+def _several(contender: Contender, prompts: Sequence[Prompt], batches: list[list[int]]) -> None:
     for some in batches:
-        _asked(contender, rows, some, 0)
+        _asked(contender, prompts, some, 0)
 
 
 def _line(
     pair: Pair, one: Contender, book: Books, first: Books, rows: Sequence[PromptRow], batch_size: int
 ) -> SpeedLine:
-    rates = np.array(book.counts) / np.array(book.seconds)
-    others = np.array(first.counts) / np.array(first.seconds)
+    rates = np.array(book.rates)
+    others = np.array(first.rates)
     answers = [tokens for outcome in book.outcomes for tokens in outcome.tokens]
     total = sum(map(len, answers))
     passes = [outcome.passes for outcome in book.outcomes]

@@ -310,6 +310,37 @@ def speed(
     )
 
 
+@bench.command("cliffs")
+def speed_cliffs(
+    methods: Annotated[Optional[str], typer.Option(help="Between commas. None: all of the table.")] = None,  # noqa: UP045
+    options: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="Between commas: none, top_p, min_p, repetition_penalty, min_new_tokens, stop_strings, grammar, stream, "
+            "audit. None: all."
+        ),
+    ] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Prompts at once, between commas.")] = "1,16",
+    prompts: Annotated[str, typer.Option(help="trained: the demo's sentences; random: 24 random tokens.")] = "trained",
+    rows: Annotated[int, typer.Option(help="Prompts of a round, at least; batches are always full.")] = 2,
+    repeats: Annotated[int, typer.Option(help="Rounds.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 24,
+    model: Model = "bundled",
+    draft: Draft = None,
+    grow: Grow = None,
+    threads: Annotated[Optional[int], typer.Option(help="Of the arithmetic.")] = None,  # noqa: UP045
+    markdown: Annotated[Optional[Path], typer.Option(help="Write the page here too.")] = None,  # noqa: UP045
+    json: Annotated[Optional[Path], typer.Option(help="Write a JSON line per cell here.")] = None,  # noqa: UP045
+) -> None:
+    """Where speed falls off: methods under each option and batch size, beside transformers doing the same."""
+    from specbeam.cli.bench_cliffs import run
+
+    code = run(
+        methods, options, batch_sizes, prompts, rows, repeats, max_new_tokens, model, draft, grow, threads, markdown, json
+    )  # fmt: skip
+    raise typer.Exit(code)
+
+
 @bench.command("passes")
 def pass_cost(
     model: Model = "bundled",

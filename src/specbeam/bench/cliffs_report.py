@@ -1,0 +1,74 @@
+"""The table of cliffs: an overview of ratios, and every cell with its spread."""
+
+from collections.abc import Sequence
+
+from specbeam.bench.cliffs import CLIFF, SLOWER, SpeedCell
+from specbeam.bench.speed import Spread
+
+
+def as_markdown(cells: Sequence[SpeedCell]) -> str:
+    """A summary, and for each kind of prompts and batch size an overview and the figures."""
+    parts = [summary(cells)]
+    for kind, size in dict.fromkeys((cell.kind, cell.batch_size) for cell in cells):
+        some = [cell for cell in cells if (cell.kind, cell.batch_size) == (kind, size)]
+        parts += [f"## {kind} prompts, {size} at once", overview(some), figures(some)]
+    messages = dict.fromkeys(cell.message for cell in cells if cell.message)
+    if messages:
+        parts.append("What broke:\n\n" + "\n".join(f"- {' '.join(message.split())}" for message in messages))
+    return "\n\n".join(parts)
+
+
+def summary(cells: Sequence[SpeedCell]) -> str:
+    """How many cells there are, and how many of them are flagged."""
+    measured = [cell for cell in cells if cell.ours is not None]
+    beside = [cell for cell in measured if cell.ratio is not None]
+    slower = [cell for cell in measured if SLOWER in cell.flags]
+    steep = [cell for cell in measured if CLIFF in cell.flags]
+    return (
+        f"{len(measured)} cells of {len(cells)} measured: {len(slower)} of {len(beside)} slower than transformers, "
+        f"{len(steep)} below half of their method's best."
+    )
+
+
+def overview(cells: Sequence[SpeedCell]) -> str:
+    """A row per method and a column per option: the median ratio to transformers and the flags, of one table."""
+    options = list(dict.fromkeys(cell.option for cell in cells))
+    methods = list(dict.fromkeys(cell.method for cell in cells))
+    places = {(cell.method, cell.option): cell for cell in cells}
+    rows = [[method, *(_short(places[method, option]) for option in options)] for method in methods]
+    return _table(["ratio to transformers", *options], rows)
+
+
+def figures(cells: Sequence[SpeedCell]) -> str:
+    """A row per cell. Spreads are the smallest and the largest round."""
+    heads = ["method", "option", "tokens/s", "transformers", "its tokens/s", "ratio", "of its best", "flags"]
+    rows = []
+    for cell in cells:
+        share = "" if cell.of_best is None else f"{cell.of_best:.2f}"
+        rows.append([
+            cell.method, cell.option, _spread(cell.ours, 1, cell.why_not_ours), cell.replaces.replace("_", " "),
+            _spread(cell.theirs, 1, cell.why_not_theirs), _spread(cell.ratio, 2, ""), share, _flags(cell),
+        ])  # fmt: skip
+    return _table(heads, rows)
+
+
+def _short(cell: SpeedCell) -> str:
+    if cell.ours is None:
+        return cell.why_not_ours
+    known = f"{cell.ratio.median:.2f}" if cell.ratio is not None else f"({cell.why_not_theirs})"
+    return f"{known} {_flags(cell)}".strip()
+
+
+def _flags(cell: SpeedCell) -> str:
+    return " ".join(f"**{flag}**" for flag in cell.flags)
+
+
+def _spread(spread: Spread | None, digits: int, why_not: str) -> str:
+    if spread is None:
+        return why_not
+    return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

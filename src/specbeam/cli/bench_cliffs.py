@@ -1,0 +1,103 @@
+"""`specbeam bench cliffs`: where speed falls off, by method, option, batch size and kind of prompts."""
+
+import dataclasses
+import json as json_format
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from specbeam.bench.cliffs import KINDS, METHODS, OPTIONS, CliffPlan, SpeedCell, cliffs, contenders_of
+from specbeam.bench.cliffs_report import as_markdown
+from specbeam.bench.provenance import provenance
+from specbeam.cli.bench_speed import demo_rows
+from specbeam.cli.growing import grown_pair
+from specbeam.errors import BadSetting, MissingFile, one_of
+
+
+def run(
+    methods: str | None, options: str | None, batch_sizes: str, prompts: str, rows: int, repeats: int,
+    max_new_tokens: int, model: str, draft: str | None, grow: str | None, threads: int | None, markdown: Path | None,
+    json: Path | None,
+) -> int:  # fmt: skip
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+
+    plan = CliffPlan(
+        methods=_words("--methods", methods, list(METHODS)),
+        options=_words("--options", options, OPTIONS),
+        batch_sizes=_sizes(batch_sizes),
+        kinds=_words("--prompts", prompts, KINDS),
+        rows=rows,
+        repeats=repeats,
+        max_new_tokens=max_new_tokens,
+    )
+    _check(plan, (markdown, json))
+    if threads is not None:
+        torch.set_num_threads(threads)
+    pair = grown_pair(model, draft, grow)
+    sentences = [row.prompt for row in demo_rows()]
+    origin = provenance()
+    console = Console(stderr=True, highlight=False)
+    cells: list[SpeedCell] = []
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("cliffs", total=_runs(plan))
+        for some in cliffs(pair, plan, sentences, partial(progress.advance, bar)):
+            cells += some
+            _write(cells, plan, origin, markdown, json)  # each table anew: a long run may be cut off
+    print(_page(cells, plan, origin))
+    return 0
+
+
+def _runs(plan: CliffPlan) -> int:
+    """How often contenders are asked in all tables."""
+    total = 0
+    for _, size in plan.tables:
+        ours, theirs = contenders_of(plan, size)
+        total += (len(ours) + len(theirs)) * plan.runs(size)
+    return total
+
+
+def _page(cells: Sequence[SpeedCell], plan: CliffPlan, origin: dict[str, str]) -> str:
+    said = "; ".join(f"{name}: {value}" for name, value in origin.items())
+    return (
+        f"{as_markdown(cells)}\n\nRatios are taken round by round; median of {plan.repeats} rounds, smallest to largest; "
+        f"at most {plan.max_new_tokens} new tokens. {said}"
+    )
+
+
+def _write(
+    cells: Sequence[SpeedCell], plan: CliffPlan, origin: dict[str, str], markdown: Path | None, json: Path | None
+) -> None:
+    if markdown is not None:
+        markdown.write_text(_page(cells, plan, origin) + "\n", encoding="utf-8")
+    if json is not None:
+        lines = [json_format.dumps({**dataclasses.asdict(cell), "provenance": origin}) for cell in cells]
+        json.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _words(name: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """Words between commas, each once; all that are known where none are given."""
+    if text is None:
+        return list(known)
+    found = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    for word in found:
+        one_of(name, word, known)
+    return found
+
+
+def _sizes(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise BadSetting(f"--batch-sizes is {text!r}; it must be numbers like 1,4,16")
+    return list(dict.fromkeys(map(int, words)))
+
+
+def _check(plan: CliffPlan, files: Sequence[Path | None]) -> None:
+    numbers = [("--rows", plan.rows), ("--repeats", plan.repeats), ("--max-new-tokens", plan.max_new_tokens)]
+    for name, value in (*numbers, *(("--batch-sizes", size) for size in plan.batch_sizes)):
+        if value < 1:
+            raise BadSetting(f"{name} is {value}; it must be at least 1")
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise MissingFile(f"there is no folder {file.parent} to write {file.name} into")
