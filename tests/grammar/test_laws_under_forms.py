@@ -156,7 +156,7 @@ def test_a_session_holds_one_walker_per_live_beam():
     request = Request(pair := characters(), "abc", sb.dsbd(3, 5, 3), settings, 1)
     (session,) = request.sessions
     for _ in decode(pair.target, [session]):
-        assert len(session.warp.constraint) == (0 if session.over else len(session.beams))
+        assert len(session.warp.constraint) == (0 if session.over else session.beams.size)
 
 
 def test_padding_is_no_part_of_the_text():

@@ -31,7 +31,7 @@ from specbeam.kernels.compiling import compiled
 @compiled
 def outer(number):
     return inner({record}(number))
-print(outer(5), sum(outer._cache_hits.values()))
+print(outer(5), sum(outer.door._cache_hits.values()))
 """
 RECORD = """
 from typing import NamedTuple

@@ -6,12 +6,13 @@ import pytest
 
 import specbeam as sb
 from specbeam.core.forest import Forest
-from specbeam.errors import BadSetting, LostLaw
+from specbeam.errors import LostLaw
 from specbeam.lm.table import TableLM
 from specbeam.recipes.catalogue import RECIPES
 from specbeam.recipes.method import UNKNOWN
 from specbeam.records import Shape
 from specbeam.verify.walk import MatchRule
+from tests.support.checking import refused
 from tests.support.tiny_models import tiny
 
 PROMPTS = [[1, 7, 3], [5, 6, 7]]
@@ -103,5 +104,5 @@ def test_drafts_without_a_law_are_not_tried(pair):
 
 @pytest.mark.parametrize("wrong", ["path", MatchRule, 3])
 def test_what_is_no_part_is_refused(wrong):
-    with pytest.raises(BadSetting, match="must be a part"):
+    with refused("must be a part"):
         sb.sampling().with_parts(rule=wrong)

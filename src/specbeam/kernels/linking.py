@@ -13,11 +13,14 @@ from typing import Any
 
 from llvmlite import binding, ir
 
+_FUNCTIONS: dict[tuple[str, str], Any] = {}  # all that were made, by module and name
 LONG = 400  # lines of LLVM code, from which a call costs nothing beside what is called
 
 
 def call_where_it_stands(function: Any) -> None:
     """Let the callers of a compiled function call each of its long forms by name."""
+    source = function.py_func
+    _FUNCTIONS[source.__module__, source.__qualname__] = function
 
     def add_overload(result: Any) -> None:
         # A form that was read from disk is compiled into callers too, and they need all that it needs.
@@ -74,9 +77,8 @@ def _add_symbol(function: Any, result: Any) -> str:
 
 def get_ready(module: str, name: str, kinds: tuple[Any, ...]) -> None:
     """Load a form of a function, or compile it, before one that calls it is loaded."""
-    function: Any = import_module(module)
-    for part in name.split("."):
-        function = getattr(function, part)
+    import_module(module)
+    function = _FUNCTIONS[module, name]
     function.compile(kinds)
     _add_symbol(function, function.overloads[kinds])
 
@@ -105,3 +107,4 @@ def open_for_python(function: Any, door: Any) -> None:
         return entry
 
     function._compile_for_args = compile_for_python
+    function.door = door
