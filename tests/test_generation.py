@@ -22,7 +22,7 @@ from specbeam.draft.lookup import PromptLookup
 from specbeam.errors import SomeFailed
 from specbeam.generation import settled_tokens, turns_of
 from specbeam.laws.joint import all_pairs, support_of
-from specbeam.laws.truncation import Truncation
+from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp, law_of_beams
 from specbeam.request import Request
 from specbeam.settings import Settings

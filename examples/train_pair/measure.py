@@ -12,10 +12,10 @@ from typing import Annotated
 import sacrebleu
 import typer
 from corpus import sounds, translations
+from specbeam.forest import Forest
 
 import specbeam as sb
 from specbeam.decode import decode
-from specbeam.forest import Forest
 from specbeam.generation import Request
 from specbeam.pair import BUNDLED
 from specbeam.settings import Settings

@@ -34,10 +34,12 @@ class Clock:
 
     def _switch(self, name: str) -> str:
         """Book the time since the last switch; give the name that it is booked on."""
-        now, before = time.perf_counter(), self._name
+        now = time.perf_counter()
+        before = self._name
         if before:
             self.seconds[before] = self.seconds.get(before, 0.0) + now - self._since
-        self._name, self._since = name, now
+        self._name = name
+        self._since = now
         return before
 
 
@@ -58,7 +60,8 @@ def timed() -> Iterator[Clock]:
 
 def apportion(parts: Mapping[str, float], since: float) -> None:
     """Book the time since then on laps, in these proportions, and the rest of the present lap as it is."""
-    clock, whole = _RUNNING.get(), sum(parts.values())
+    clock = _RUNNING.get()
+    whole = sum(parts.values())
     if clock is not None and whole > 0:
         seconds = time.perf_counter() - since
         for name, part in parts.items():

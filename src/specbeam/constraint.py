@@ -102,7 +102,9 @@ class Constrained:
         self.prompt_length = prompt_length
         self.name = name
         # Paths have names: the bytes of their tokens, without those that all live beams share.
-        self._shared, self._size = 0, 0  # tokens left out; bytes of the name of a live beam
+        # tokens left out; bytes of the name of a live beam
+        self._shared = 0
+        self._size = 0
         self._trails = {b"": Trail(constraint.start())}  # of each live beam
         self._allowed: dict[bytes, Bits | None] = {}  # ends included; None behind a banned token
 
@@ -133,10 +135,13 @@ class Constrained:
         fresh = paths[:, self._shared :]
         differs = (fresh != fresh[:1]).any(0)
         shared = int(np.argmax(differs)) if differs.any() else fresh.shape[1]
-        size, cut = TOKEN * fresh.shape[1], TOKEN * shared
+        size = TOKEN * fresh.shape[1]
+        cut = TOKEN * shared
         kept = {path[cut:]: bits for path, bits in self._allowed.items() if path[:size] in self._trails}
-        self._allowed, self._trails = kept, {path[cut:]: trail for path, trail in self._trails.items()}
-        self._shared, self._size = self._shared + shared, size - cut
+        self._allowed = kept
+        self._trails = {path[cut:]: trail for path, trail in self._trails.items()}
+        self._shared = self._shared + shared
+        self._size = size - cut
 
     def __len__(self) -> int:
         """Walkers that are held."""
@@ -194,7 +199,8 @@ class Constrained:
             self._trails[path[: self._size]].go(_tokens(path[self._size :]))
         if lawful:
             walkers = [self._trails[path[: self._size]].walker for path in lawful]
-            rows, complete = self.constraint.allowed(walkers), self.constraint.complete(walkers)
+            rows = self.constraint.allowed(walkers)
+            complete = self.constraint.complete(walkers)
             for path, bits, ends in zip(lawful, rows, complete, strict=True):
                 self._allowed[path] = _with_ends(bits, self.eos, ends)
         self._allowed.update((path, None) for path in paths if path not in self._allowed)
@@ -202,7 +208,8 @@ class Constrained:
     def _lawful(self, path: bytes) -> bool:
         if len(path) == self._size:
             return True
-        above, token = self._allowed[path[:-TOKEN]], _tokens(path[-TOKEN:])[0]
+        above = self._allowed[path[:-TOKEN]]
+        token = _tokens(path[-TOKEN:])[0]
         return above is not None and token not in self.eos and _has(above, token)
 
 

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 from specbeam.clock import lap
-from specbeam.draft.together import close_drafters, fill_drafters
+from specbeam.draft.together import close_drafters, fill_drafters, models_of
 from specbeam.errors import Cancelled
 from specbeam.kernels.interrupts import interrupts_held
 from specbeam.kernels.threads import torch_on_one_thread
@@ -26,7 +26,7 @@ class Decoder:
 
     Args:
         at_once: the most sessions side by side; more of them wait, first come first served.
-        ahead: the most turns of a session that is alone that may be one compiled run, which are not shown.
+        ahead: the most turns of a session that one compiled run may take, which are not shown; 0: all are shown.
         filling: the most prompts that are stored side by side.
     """
 
@@ -85,17 +85,21 @@ class Decoder:
 
     def _threads(self) -> AbstractContextManager[None]:
         """Leave all threads but one to compiled code, where nothing that a step does is worth more of them to torch."""
-        drafters = [session.parts.drafter for session in (*self.waiting, *self.filling, *self.live)]
-        are_ours = all(type(drafter).__module__.startswith("specbeam.") for drafter in drafters)
-        models = [self.target, *(drafter.lm for drafter in drafters if hasattr(drafter, "lm"))]
+        models = [self.target]
+        for session in (*self.waiting, *self.filling, *self.live):
+            drafting = models_of(session.parts.drafter)
+            if drafting is None:
+                return nullcontext()
+            models += drafting
         are_compiled = all(getattr(model, "loops", False) for model in models)
-        return torch_on_one_thread() if are_ours and are_compiled else nullcontext()
+        return torch_on_one_thread() if are_compiled else nullcontext()
 
     def close(self) -> None:
         """Leave all sessions as they are, and free what they hold in the models."""
         self._close([*self.filling, *self.live])
         self.waiting.clear()
-        self.filling, self.live = [], []
+        self.filling = []
+        self.live = []
 
     def __enter__(self) -> "Decoder":
         return self
@@ -114,9 +118,9 @@ class Decoder:
             needs = [session.parts.needs for session in self.filling]
             filled = fill_prompts(self.target, self.filling, needs, self.at_once_filling)
             stored = [session for session, is_filled in zip(self.filling, filled, strict=True) if is_filled]
-            later = (
-                fill_drafters(stored, self.at_once_filling) if self.live else []
-            )  # alone it stores it when it drafts
+            later: list[Session] = []
+            if self.live:  # where nobody waits, a draft model stores its prompt when it drafts
+                later = fill_drafters(stored, self.at_once_filling)
         ready = [session for session in stored if session not in later]
         self.filling = [session for session in self.filling if session not in ready]
         self.live += [session for session in ready if session.failure is None]

@@ -74,16 +74,20 @@ def as_trees(nodes: list[Leaf]) -> list["Tree"]:
 def as_svg(nodes: list[Leaf]) -> str:
     """The same picture; layers run from left to right."""
     depth, row = _places(nodes)
-    x, y = 30 + 190 * depth, 50 + 30 * row
-    width, height = int(x.max()) + 190, int(y.max()) + 60
+    x = 30 + 190 * depth
+    y = 50 + 30 * row
+    width = int(x.max()) + 190
+    height = int(y.max()) + 60
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
     parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
     parts += [f'<text x="{30 + 190 * n}" y="24" font-size="12" fill="#666">{"beams" if n == 0 else f"layer {n}"}</text>'
               for n in range(int(depth.max()) + 1)]  # fmt: skip
     for index, leaf in enumerate(nodes):
         if leaf.parent >= 0:
-            x0, y0 = x[leaf.parent] + 8, y[leaf.parent]
-            x1, y1 = x[index] - 8, y[index]
+            x0 = x[leaf.parent] + 8
+            y0 = y[leaf.parent]
+            x1 = x[index] - 8
+            y1 = y[index]
             middle = (x0 + x1) / 2
             dash = ' stroke-dasharray="3 3"' if leaf.fate == "unused" else ""
             parts.append(
@@ -116,7 +120,8 @@ def _places(nodes: list[Leaf]) -> tuple[np.ndarray, np.ndarray]:
     for index, leaf in enumerate(nodes):
         children[leaf.parent].append(index)
         depth[index] = 0 if leaf.parent < 0 else depth[leaf.parent] + 1
-    row, free = np.zeros(len(nodes)), 0
+    row = np.zeros(len(nodes))
+    free = 0
 
     def place(index: int) -> None:
         nonlocal free
@@ -125,7 +130,8 @@ def _places(nodes: list[Leaf]) -> tuple[np.ndarray, np.ndarray]:
         if children[index]:
             row[index] = np.mean(row[children[index]])
         else:
-            row[index], free = free, free + 1
+            row[index] = free
+            free = free + 1
 
     for root in children[-1]:
         place(root)

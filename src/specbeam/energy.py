@@ -23,7 +23,8 @@ class EnergyMeter:
         self.least_s = least_s
 
     def __enter__(self) -> "EnergyMeter":
-        self._began, self._start = time.perf_counter(), _rapl()
+        self._began = time.perf_counter()
+        self._start = _rapl()
         self._gpu_start: dict[str, float] = {}
         self._reader: threading.Thread | None = None
         if self.least_s == 0:
@@ -37,11 +38,13 @@ class EnergyMeter:
         self._gpu_start = _nvml()
 
     def __exit__(self, *error: object) -> None:
-        now, known = _rapl(), self._start
+        now = _rapl()
+        known = self._start
         if time.perf_counter() - self._began >= self.least_s:
             if self._reader is not None:
                 self._reader.join()
-            now, known = now | _nvml(), known | self._gpu_start
+            now = now | _nvml()
+            known = known | self._gpu_start
         elif _gpus():
             return  # a part of what it took would mislead
         used = {name: value - known[name] for name, value in now.items() if name in known}

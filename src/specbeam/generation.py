@@ -132,7 +132,8 @@ def turns_of(pair: Pair, prompt: Prompt, method: Method | str = "dsbd", **option
 
 
 def _single(pair: Pair, prompt: Prompt, method: Method | str, options: dict[str, Any]) -> Request:
-    seed, config = options.pop("seed", None), options.pop("generation_config", None)
+    seed = options.pop("seed", None)
+    config = options.pop("generation_config", None)
     settings = Settings.given(options, config)
     request = Request(pair, prompt, _resolved(pair, prompt, method, settings, config), settings, seed)
     _check_single(request)

@@ -88,7 +88,8 @@ def load(
         BadSetting, MissingFile, UnsupportedModel, VocabularyMismatch.
     """
     if isinstance(target, str) and target == "bundled":
-        target, draft = BUNDLED / "target", draft or BUNDLED / "draft"
+        target = BUNDLED / "target"
+        draft = draft or BUNDLED / "draft"
     if isinstance(draft, str) and draft == "bundled":
         draft = BUNDLED / "draft"
     there = _device(device)
@@ -117,7 +118,8 @@ def language_model(
     """The scorer of a model object; one per model, checked once, and made anew when the model has changed since, or is to be
     quantised or compiled otherwise.
     """
-    how, known = (quantize, compile), vars(model).get("_specbeam")
+    how = (quantize, compile)
+    known = vars(model).get("_specbeam")
     state = (_state(model), how)
     if known is None or known.state != state:
         check_decoder_only(model)
@@ -140,7 +142,8 @@ class _Kept:
     """A model's scorer, kept on the model so that both are freed together. Copies of the model start without one."""
 
     def __init__(self, state: Any = None, lm: HuggingFaceLM | None = None) -> None:
-        self.state, self.lm = state, lm
+        self.state = state
+        self.lm = lm
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Kept, ()
@@ -299,7 +302,8 @@ def _check_same_vocabulary(target: "PreTrainedModel", draft: "PreTrainedModel", 
     if not (Path(draft_source) / "tokenizer_config.json").is_file():
         return
     own = _tokenizer(draft_source)
-    theirs, ours = own.get_vocab() if own is not None else {}, words.get_vocab()
+    theirs = own.get_vocab() if own is not None else {}
+    ours = words.get_vocab()
     if theirs != ours:
         odd = next(iter({*theirs.items()} ^ {*ours.items()}))
         raise VocabularyMismatch(

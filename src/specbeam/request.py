@@ -177,7 +177,8 @@ def _token_ids(pair: Pair, prompt: Any, number: int) -> list[int]:
 
 def _room(pair: Pair, method: Method, prompt: list[int], settings: Settings, number: int) -> int | None:
     models = pair if method.needs_draft else Pair(pair.target_model, None, None, pair.target, None)
-    room, wanted = models.room(len(prompt)), settings.new_tokens(len(prompt))
+    room = models.room(len(prompt))
+    wanted = settings.new_tokens(len(prompt))
     if wanted is not None and wanted < 1:
         raise BadPrompt(
             f"prompt {number} has {len(prompt)} tokens and max_length is {settings.max_length}, prompt and new tokens "

@@ -20,6 +20,7 @@ from specbeam.core.beams import (
     EndedTexts,
     Finished,
     Layers,
+    Stop,
     Texts,
     is_session_over,
     live_of,
@@ -33,9 +34,9 @@ from specbeam.core.beams import (
 from specbeam.core.cycles import cycles
 from specbeam.core.dice import Uniforms
 from specbeam.core.forest import Forest, Fronts, Siblings, drafted_layers, start_of
-from specbeam.core.limits import Stop
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draft
+from specbeam.draft.together import models_of
 from specbeam.draft.tree import ROOM, TreeSpec, draws_of, grow_tree, start_tree
 from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
 from specbeam.laws.joint import BROKEN, SOUND
@@ -383,7 +384,8 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
         drafts: Any = NoDraftSpec(target.vocab)
     else:
         drafts = spec_of(parts.drafter, "draft", session)
-        lm = getattr(parts.drafter, "lm", None)
+        drafting = models_of(parts.drafter) or (None,)
+        lm = drafting[0]
         if drafts is None or not isinstance(lm, HuggingFaceLM) or not lm.loops or lm.vocab != target.vocab:
             return None
         models.append(lm)
@@ -487,8 +489,10 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
         for run in runs:
             _lanes_of(run, stack)  # so that all have room before anybody is told where
         ready = [(run, lanes) for run in runs if (lanes := _lanes_of(run, stack)) is not None]
+        if not ready:
+            return _failed(sessions)
         began = time.perf_counter()
-        with ThreadPoolExecutor(min(threads, max(len(ready), 1))) as pool:
+        with ThreadPoolExecutor(min(threads, len(ready))) as pool:
             taken = [pool.submit(run.take, lanes) for run, lanes in ready]
     cycles_of_all = sum((run.room.cycles for run, _ in ready), np.zeros(len(PARTS), dtype=np.int64))
     apportion(dict(zip(PARTS, cycles_of_all.tolist(), strict=True)), began)
@@ -498,8 +502,11 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
             one.result()
             if run.keep():
                 moved.append(run.session)
-    failed = [session for session in sessions if session.failure is not None]
-    return moved + failed
+    return moved + _failed(sessions)
+
+
+def _failed(sessions: Sequence[Session]) -> list[Session]:
+    return [session for session in sessions if session.failure is not None]
 
 
 def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:

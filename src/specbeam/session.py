@@ -28,6 +28,7 @@ from specbeam.core.dice import Dice
 from specbeam.core.forest import Forest
 from specbeam.core.limits import Ended, Limits
 from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
+from specbeam.laws.named import UNKNOWN
 from specbeam.laws.warp import Warp
 from specbeam.records import Certificate, Needs, Report, Shape, Turn, Verdict
 
@@ -61,6 +62,7 @@ class Drafter(Protocol):
 
     It may also have:
         close(session): forget a session that is over.
+        models: the models that it runs; where it does not say, torch keeps its threads while others run (decoder.py).
         law_lost: str, why the law of its drafts is not known, so that they can be matched and not tried.
         fill(sessions, most) -> list[bool]: store a chunk of long prompts; which have no more to store (draft/together.py).
         needs: Needs, what it reads of the target's rows, in `turn.scored`.
@@ -78,7 +80,7 @@ class Rule(Protocol):
     """VERIFY: what lives on. `scored` holds the target's logits of every forest node.
 
     It may also have:
-        law: str, what law the output has, of a rule of one's own.
+        law: str, what law the output of a method for one sequence has; it is not inherited (see `law_of`).
         tries: bool, whether it needs the law that drafts were drawn from.
         needs: Needs, what it reads of each row; it is then given `Scored`, and not logits.
         spec(session) and widths(session): the numbers by which steps judge in a compiled run (verify/beams.py).
@@ -90,6 +92,15 @@ class Rule(Protocol):
 def is_part(value: object, kind: type) -> bool:
     """Whether it is a part of this kind, and not the class of one."""
     return isinstance(value, kind) and not isinstance(value, type)
+
+
+def law_of(rule: Rule) -> str:
+    """Return the law that a rule says its output has, or that it is unknown.
+
+    A class that is derived from a rule may verify in another way, so it has to say its law itself.
+    """
+    says = "law" in vars(type(rule)) or "law" in getattr(rule, "__dict__", {})
+    return str(rule.law) if says else UNKNOWN  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -179,7 +190,8 @@ class Session:
         self.shape = Shape(0, 0)  # that was planned for the present turn; told by the loop
         self.context: Mapping[Any, Any] = {}
         self.vectors: Mapping[Any, torch.Tensor] = {}
-        self.audited, self.audit = audited, Audit()
+        self.audited = audited
+        self.audit = Audit()
         self.certificate: Certificate | None = None
         self.count = Counters()
 
@@ -224,9 +236,12 @@ class Session:
     def fail(self, error: Exception, who: str) -> None:
         """End with this error, said of this prompt."""
         kind: type[SpecbeamError]
-        kind, what = BrokenPart, f"{type(error).__name__}: {error}"  # a part of somebody's own, or a mistake of ours
+        # a part of somebody's own, or a mistake of ours
+        kind = BrokenPart
+        what = f"{type(error).__name__}: {error}"
         if isinstance(error, SpecbeamError):
-            kind, what = type(error), str(error)
+            kind = type(error)
+            what = str(error)
         self.failure = kind(f"prompt {self.number}, step {self.length}: {who}{what}")
         self.failure.__cause__ = error
 

@@ -10,7 +10,7 @@ from specbeam.constraint import Constrained, Constraint, Form
 from specbeam.core.limits import Decode, Limits
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.generation_config import OF_MODELS, WARPERS, read
-from specbeam.laws.truncation import NO_TRUNCATION, Truncation
+from specbeam.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.laws.warp import Warp
 from specbeam.option_checks import FORMS, check, listed, require, texts
 

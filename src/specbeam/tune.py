@@ -13,7 +13,7 @@ from specbeam.clock import timed
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.core.limits import Limits
 from specbeam.decode import decode
-from specbeam.laws.truncation import Truncation
+from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
 from specbeam.lm.base import LM
 from specbeam.lm.context import Context
@@ -25,7 +25,9 @@ from specbeam.verify.search import SearchRule
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 QUICK = (1, 4, 8, 12, 16, 24, 32)  # what is measured when somebody needs a curve now
 CONTEXT = 64  # tokens before the nodes
-DEEP, TURNS = 3, 12  # layers of the deeper draft that is timed, and turns of each draft
+# layers of the deeper draft that is timed, and turns of each draft
+DEEP = 3
+TURNS = 12
 PartsOf = Callable[[LM, int], Parts]  # by draft model and depth
 
 
@@ -113,13 +115,15 @@ def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
             if number:  # the first round is warm-up
                 best[kind] = min(seconds, best.get(kind, seconds))
     alone, passing, failing = best.values()
-    judge_s, draft_s = max(passing - failing, 0.0) / DEEP, max(failing - alone, 0.0) / DEEP
+    judge_s = max(passing - failing, 0.0) / DEEP
+    draft_s = max(failing - alone, 0.0) / DEEP
     return HostCost(max(alone - judge_s, 0.0), draft_s, judge_s)
 
 
 def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) -> HostCost:
     """Time runs of turns ahead on the models themselves, by the laps that the loops keep. The best of rounds."""
-    best, began = [np.inf] * 3, time.perf_counter()
+    best = [np.inf] * 3
+    began = time.perf_counter()
     for number in range(5):
         made = parts(draft, DEEP)
         session = Session([0], made, _warp_of(made, min(20, target.vocab)), Limits(TURNS), number)
@@ -140,7 +144,8 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
 
 def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool) -> float:
     """Seconds of a turn outside the models, the draft of which is so deep and always or never what the target wants."""
-    target, draft = IdleLM(vocab, 0), IdleLM(vocab, 0 if agree else 1)
+    target = IdleLM(vocab, 0)
+    draft = IdleLM(vocab, 0 if agree else 1)
     made = parts(draft, depth)
     limits = Limits((TURNS + 1) * (depth + 1))
     session = Session([0], made, _warp_of(made, min(50, vocab)), limits, 0)
@@ -150,7 +155,8 @@ def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool) -> float:
     for _ in decode(target, [session]):
         inside = target.seconds + draft.seconds
         seconds.append(time.perf_counter() - began - (inside - before))
-        began, before = time.perf_counter(), inside
+        began = time.perf_counter()
+        before = inside
         if len(seconds) == TURNS:
             break
     return float(np.median(seconds))

@@ -20,6 +20,7 @@ from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
 from specbeam.records import Scored, Shape, Turn, Verdict
 from specbeam.session import Parts
+from specbeam.verify.walk import MatchRule
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import random_table, run, session_of
@@ -238,7 +239,7 @@ def test_controllers_are_told_draft_odds_however_children_are_drawn(children, gr
     layers = 0
     for key in range(8):
         drafter = TreeDrafter(TableLM(table), Branching((2, 2), children))
-        parts = Parts(drafter, None, controller, "")
+        parts = Parts(drafter, MatchRule(), controller, "")
         method = sb.Method("", "", 1, lambda *_, parts=parts: parts)
         session = session_of(method, None, steps=9, eos=(4,), key=key, warp=Warp(greedy=greedy))
         (forest,) = drafter.draft([session], [controller.plan(session)])

@@ -23,7 +23,7 @@ from specbeam.control.width import (
 from specbeam.core.beams import Beams
 from specbeam.core.forest import INDEPENDENT, SHARED, Forest, Fronts, siblings
 from specbeam.laws.joint import joint_law
-from specbeam.laws.truncation import NO_TRUNCATION, Truncation
+from specbeam.laws.ranking import NO_TRUNCATION, Truncation
 from tests.oracles import widths as oracle
 from tests.support.exact import exact_law
 from tests.support.steps import source_of, source_of_steps

@@ -14,8 +14,7 @@ from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Needs
-from tests.lm.test_huggingface import node_paths, plain_logits
-from tests.support.seats import moved, random_forest, random_turn, seat
+from tests.support.seats import check_rows_and_settle, seat
 from tests.support.tiny_models import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,13 +31,7 @@ def test_rows_of_sessions_that_share_are_those_of_their_paths(model):
     beginning = list(range(20, 29))
     seats = [seat([*beginning, *rng.integers(0, 61, 2).tolist()]) for _ in range(3)]
     for turn_number in range(4):
-        forests = [random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 3) for one in seats]
-        for one, forest, found in zip(seats, forests, lm.extend(seats, forests), strict=True):
-            expected = plain_logits(model, node_paths(one.texts, forest))
-            torch.testing.assert_close(found.logits, expected, atol=3e-4, rtol=3e-4)
-            turn = random_turn(rng, forest, lm.vocab)
-            lm.settle(one, turn)
-            one.texts = moved(one.texts, forest, turn)
+        check_rows_and_settle(lm, model, rng, seats, [3] * len(seats), 3e-4)
         assert len(lm.lanes) == 1
         if turn_number == 1:  # who stored what they share leaves
             lm.close(seats.pop(0))

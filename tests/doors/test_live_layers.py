@@ -18,8 +18,7 @@ from specbeam.records import Needs
 from specbeam.request import Request
 from specbeam.session import Parts
 from specbeam.settings import Settings
-from tests.lm.test_huggingface import node_paths, plain_logits
-from tests.support.seats import moved, random_forest, random_turn, seat
+from tests.support.seats import moved, node_paths, plain_logits, random_forest, random_turn, seat
 from tests.support.tiny_models import tiny
 
 LAYERS = 4

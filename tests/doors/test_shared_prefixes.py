@@ -12,8 +12,7 @@ from specbeam.pair import Pair
 from specbeam.records import Needs
 from specbeam.request import Request
 from specbeam.settings import Settings
-from tests.lm.test_huggingface import node_paths, plain_logits
-from tests.support.seats import moved, random_forest, random_turn, seat
+from tests.support.seats import check_rows_and_settle, plain_logits, seat
 from tests.support.tiny_models import tiny
 
 SYSTEM = [(5 * place + 3) % 60 for place in range(40)]
@@ -45,14 +44,9 @@ def test_rows_of_sessions_that_share_are_those_of_their_paths(engine, family, ch
     seats.append(seat(rng.integers(0, 61, 7).tolist()))
     for turn_number in range(8):
         some = [one for one in seats if rng.random() < 0.8] or seats
-        forests = [random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 5) for one in some]
-        for one, forest, found in zip(some, forests, lm.extend(some, forests), strict=True):
-            expected = plain_logits(model, node_paths(one.texts, forest))
-            torch.testing.assert_close(found.logits, expected, atol=2e-4, rtol=2e-4)
-            turn = random_turn(rng, forest, lm.vocab)
-            lm.settle(one, turn)
-            one.texts = moved(one.texts, forest, turn)
-            if turn_number % 2:
+        check_rows_and_settle(lm, model, rng, some, [5] * len(some), 2e-4)
+        if turn_number % 2:
+            for one in some:
                 lm.compact(one)
         assert turn_number or len(lm.lanes) < len(some)
         if turn_number in (2, 4):  # the first of a row leaves, another comes

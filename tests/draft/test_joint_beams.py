@@ -12,7 +12,7 @@ from specbeam.draft.every_block import EveryBlock
 from specbeam.draft.joint import JointBeams, taken
 from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting
-from specbeam.laws.truncation import Truncation
+from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
 from specbeam.records import Shape

@@ -9,14 +9,13 @@ import torch
 from scipy.stats import chisquare
 
 import specbeam as sb
-from specbeam import kernels
 from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, Forest
 from specbeam.draft import tree as tree_steps
 from specbeam.draft.children import Best, BestAndOne, Distinct, Draws, Independent
 from specbeam.draft.tree import Branching, FixedTree, TreeDrafter, draws_of, grow_layer, grow_tree, start_tree
 from specbeam.laws.joint import BROKEN, SOUND
-from specbeam.laws.truncation import NO_TRUNCATION, Truncation
+from specbeam.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Shape
 from specbeam.request import Request
@@ -25,12 +24,12 @@ from tests.oracles import children as oracle
 from tests.oracles.laws import log_softmax, warped
 from tests.support.exact import exact_law
 from tests.support.forests import assert_same_forests, passes_that_give, recorded_rows
+from tests.support.growths import GROWTHS
 from tests.support.loops import OPTIONS, assert_same, layer_by_layer, pair
-from tests.support.steps import source_of_steps
+from tests.support.steps import needs_numba, source_of_steps
 from tests.support.tiny_models import tiny
 
 __all__ = ["pair"]  # a fixture
-needs_numba = pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
 
 WAYS = {
     "independent": (Independent(), oracle.independent),
@@ -206,15 +205,6 @@ def test_a_row_that_is_none_leaves_the_tree_as_it_was(value):
 
 
 # The compiled steps against their source.
-
-GROWTHS = {
-    "chain": Branching((1,), Independent()),
-    "independent": Branching((4, 2), Independent()),
-    "distinct": Branching((3, 2), Distinct()),
-    "likeliest": Branching((3, 1), Best()),
-    "likeliest and one": Branching((3, 2), BestAndOne()),
-    "sequoia": FixedTree((((), ((),)), ((),), ()), Distinct(fallback=True)),
-}
 
 
 @needs_numba

@@ -8,7 +8,8 @@ import torch
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.core.limits import FIRST_ENOUGH, Limits
+from specbeam.core.beams import FIRST_ENOUGH
+from specbeam.core.limits import Limits
 from specbeam.evaluate.against_transformers import comparisons
 from specbeam.evaluate.replay import EqualsInOrder, leaves, replaying, whole
 from specbeam.lm.huggingface import HuggingFaceLM

@@ -9,7 +9,7 @@ import torch
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.laws.truncation import Truncation
+from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp, dense_logp
 from tests.grammar.forms import characters
 

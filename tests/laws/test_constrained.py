@@ -14,7 +14,7 @@ import specbeam as sb
 from specbeam.control.fixed import FixedShape
 from specbeam.control.width import SureWidth
 from specbeam.draft.beams import BeamDrafter
-from specbeam.laws.truncation import Truncation
+from specbeam.laws.ranking import Truncation
 from specbeam.lm.table import TableLM
 from specbeam.session import Parts
 from specbeam.verify.beams import BeamRule

@@ -26,7 +26,7 @@ from specbeam.laws.joint import (
     odds_at,
     support_of,
 )
-from specbeam.laws.truncation import Truncation
+from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp, law_of_beams
 from tests.laws.test_truncation import TRUNCATIONS
 from tests.oracles import laws as plain

@@ -5,12 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.core.steps import AVAILABLE
 from specbeam.kernels.sums import pick
 from specbeam.laws.reduce import log_norm, log_sum, place_of
-from tests.support.steps import source_of_steps
+from tests.support.steps import needs_numba, source_of_steps
 
-needs_numba = pytest.mark.skipif(not AVAILABLE, reason="numba is not installed")
 DTYPES = st.sampled_from([np.float32, np.float64])
 
 

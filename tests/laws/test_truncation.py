@@ -10,8 +10,8 @@ from transformers import TypicalLogitsWarper
 from specbeam.core.beams import Beams
 from specbeam.errors import BrokenLaw, NotSupported
 from specbeam.laws.joint import all_pairs, odds_among, odds_at
+from specbeam.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.laws.rows import RowLaw
-from specbeam.laws.truncation import NO_TRUNCATION, Truncation
 from specbeam.laws.warp import Warp, dense_logp, law_of_beams, row_laws, truncation_of
 from tests.oracles.laws import log_softmax, warped, warpers_of
 from tests.support.steps import source_of_steps

@@ -28,10 +28,10 @@ from specbeam.lm.kv.store import SlotStore
 from specbeam.lm.padded.captured import MOST_GRAPHS
 from specbeam.lm.padded.sizes import up
 from specbeam.pair import Pair, check_scores_forests, language_model
-from tests.lm.test_huggingface import check_random_turns, plain_logits
+from tests.lm.test_huggingface import check_random_turns
 from tests.lm.test_lean import MODELS, scored
 from tests.support import words
-from tests.support.seats import seat
+from tests.support.seats import plain_logits, seat
 from tests.support.tiny_models import FAMILIES, NO_SDPA, tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,19 +11,8 @@ from specbeam.core.forest import Forest
 from specbeam.errors import UnsupportedModel
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import check_scores_forests, language_model
-from tests.support.seats import moved, random_forest, random_turn, seat
+from tests.support.seats import check_rows_and_settle, moved, node_paths, plain_logits, random_forest, random_turn, seat
 from tests.support.tiny_models import FAMILIES, NO_SDPA, tiny
-
-
-def plain_logits(model, paths):
-    with torch.inference_mode():
-        rows = [model(input_ids=torch.tensor([path], device=model.device)).logits[0, -1] for path in paths]
-    return torch.stack(rows).float().cpu()
-
-
-def node_paths(texts, forest):
-    roots = forest.root_of(np.arange(forest.size))
-    return [texts[root] + forest.path(node) for node, root in enumerate(roots)]
 
 
 @pytest.mark.parametrize(
@@ -45,17 +34,10 @@ def check_random_turns(lm, model, off=2e-4, turns=6):
     rng = np.random.default_rng(1)
     seats = [seat(rng.integers(0, lm.vocab, length).tolist()) for length in (1, 4, 17)]
     for turn_number in range(turns):
-        forests = [
-            random_forest(rng, [text[-1] for text in one.texts], lm.vocab, int(rng.integers(0, 9))) for one in seats
-        ]
-        rows = [found.logits for found in lm.extend(seats, forests)]
-        for one, forest, found in zip(seats, forests, rows, strict=True):
-            expected = plain_logits(model, node_paths(one.texts, forest))
-            torch.testing.assert_close(found.float().cpu(), expected, atol=off, rtol=off)
-            turn = random_turn(rng, forest, lm.vocab)
-            lm.settle(one, turn)
-            one.texts = moved(one.texts, forest, turn)
-            if turn_number % 2:
+        nodes = rng.integers(0, 9, len(seats)).tolist()
+        check_rows_and_settle(lm, model, rng, seats, nodes, off)
+        if turn_number % 2:
+            for one in seats:
                 lm.compact(one)
         if turn_number == 3:  # a request leaves, another comes
             lm.close(seats.pop(0))

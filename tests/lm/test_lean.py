@@ -18,6 +18,7 @@ from specbeam.pair import language_model
 from tests.lm.test_huggingface import check_random_turns
 from tests.support import words
 from tests.support.checking import refused
+from tests.support.steps import needs_numba
 from tests.support.tiny_models import tiny
 
 MODELS = {
@@ -90,9 +91,6 @@ def test_new_weights_are_noticed():
     expected = model.generate(torch.tensor([[5, 6, 7]]), do_sample=False, max_new_tokens=8)[0, 3:].tolist()
     assert language_model(model) is not first
     assert after == expected != before
-
-
-needs_numba = pytest.mark.skipif(not kernels.AVAILABLE, reason="numba is not installed")
 
 
 @needs_numba

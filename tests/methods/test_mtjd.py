@@ -8,7 +8,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.laws.truncation import Truncation
+from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
 from tests.support import words
 from tests.support.checking import refused

@@ -7,11 +7,11 @@ import pytest
 import specbeam as sb
 from specbeam.core.forest import Forest
 from specbeam.errors import LostLaw
+from specbeam.laws.named import EXACT, UNKNOWN
 from specbeam.lm.table import TableLM
 from specbeam.recipes.catalogue import RECIPES
-from specbeam.recipes.method import UNKNOWN
 from specbeam.records import Shape
-from specbeam.verify.walk import MatchRule
+from specbeam.verify.walk import MatchRule, PathRule
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny
 
@@ -82,6 +82,25 @@ def test_a_rule_can_stand_where_its_name_could(pair):
         assert method.law == law
         assert {one.report.law for one in found} == {law}
         assert [one.tokens for one in found] == [one.tokens for one in expected]
+
+
+def test_a_law_is_said_the_same_way_wherever_a_rule_is_given():
+    class Derived(MatchRule):
+        """May verify in another way, so it has to say its law itself."""
+
+    for rule, law in ((MatchRule(), EXACT), (PathRule(), EXACT), (Derived(), UNKNOWN), (Matching(), UNKNOWN)):
+        assert sb.speculative_sampling(2, rule=rule).law == law
+        assert sb.prompt_lookup().with_parts(rule=rule).law == law
+
+
+def test_a_part_that_is_empty_is_a_part():
+    class Empty(Same):
+        def __len__(self):
+            return 0
+
+    drafter = Empty()
+    parts = sb.prompt_lookup().with_parts(drafter=drafter).parts(TableLM([0.5, 0.5]))
+    assert parts.drafter is drafter
 
 
 def test_a_drafter_need_not_close(pair):

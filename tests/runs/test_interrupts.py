@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from specbeam import kernels
+from specbeam.core.steps import step
 from specbeam.kernels.interrupts import interrupts_held
+from tests.support.steps import needs_numba
 
 
 @pytest.fixture
@@ -22,28 +24,35 @@ def held(call):
         call()
 
 
-def test_an_interrupt_comes_at_the_end(raised):
-    done = []
+def interrupted(done):
+    """What is interrupted, and notes whether it went on all the same."""
 
     def turn():
         signal.raise_signal(signal.SIGINT)
         done.append(1)
 
+    return turn
+
+
+def test_an_interrupt_comes_at_the_end(raised):
+    done = []
     with pytest.raises(KeyboardInterrupt):
-        held(turn)
+        held(interrupted(done))
     assert done
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_loop_that_is_compiled_can_be_interrupted(raised):
+@needs_numba
+def test_a_step_that_is_compiled_can_be_interrupted(raised, monkeypatch):
+    @step
+    def never_called(number):
+        return number
+
     done = []
-
-    def _compile_for_args():
-        signal.raise_signal(signal.SIGINT)
-        done.append(1)
-
+    turn = interrupted(done)
+    monkeypatch.setattr(never_called.door, "compile", lambda kinds: turn())
     with pytest.raises(KeyboardInterrupt):
-        held(_compile_for_args)
+        held(lambda: never_called(1))
     assert not done
 
 

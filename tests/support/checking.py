@@ -6,9 +6,11 @@ Steps run as Python source in most tests, and take their numbers from arrays: nu
 import functools
 import inspect
 import os
+from typing import Any
 
 import jaxtyping
 import numpy as np
+import typer
 from beartype import BeartypeConf, BeartypeHintOverrides, beartype
 
 NUMBERS = BeartypeHintOverrides(
@@ -16,6 +18,7 @@ NUMBERS = BeartypeHintOverrides(
         bool: bool | np.bool_,
         int: int | np.integer,
         float: float | int | np.floating | np.integer,
+        typer.Context: Any,  # typer hands on the class that it is derived from
     }
 )
 checked = beartype(conf=BeartypeConf(hint_overrides=NUMBERS))

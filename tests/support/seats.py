@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import Forest
@@ -11,6 +12,37 @@ from specbeam.records import Scored, Shape, Turn, Verdict
 
 def seat(prompt):
     return SimpleNamespace(prompt=list(prompt), state={}, texts=[list(prompt)])
+
+
+def plain_logits(model, paths):
+    """Return the logits behind each path, as the model gives them by itself: float32[paths, vocab]."""
+    with torch.inference_mode():
+        rows = [model(input_ids=torch.tensor([path], device=model.device)).logits[0, -1] for path in paths]
+    return torch.stack(rows).float().cpu()
+
+
+def node_paths(texts, forest):
+    """Return the tokens from the beginning of the text to each node of a forest."""
+    roots = forest.root_of(np.arange(forest.size))
+    return [texts[root] + forest.path(node) for node, root in enumerate(roots)]
+
+
+def check_rows_and_settle(lm, model, rng, seats, nodes, tolerance):
+    """Let a model score random forests of some sessions, compare each row with that of its path alone, and settle.
+
+    Args:
+        nodes: of each forest.
+    """
+    forests = [
+        random_forest(rng, [text[-1] for text in one.texts], lm.vocab, count)
+        for one, count in zip(seats, nodes, strict=True)
+    ]
+    for one, forest, found in zip(seats, forests, lm.extend(seats, forests), strict=True):
+        expected = plain_logits(model, node_paths(one.texts, forest))
+        torch.testing.assert_close(found.logits.float().cpu(), expected, atol=tolerance, rtol=tolerance)
+        turn = random_turn(rng, forest, lm.vocab)
+        lm.settle(one, turn)
+        one.texts = moved(one.texts, forest, turn)
 
 
 def random_forest(rng, roots, vocab, nodes):

@@ -4,12 +4,14 @@ import sys
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 
 from specbeam.core.steps import AVAILABLE
 
 if AVAILABLE:
     from numba.core.dispatcher import Dispatcher
 
+needs_numba = pytest.mark.skipif(not AVAILABLE, reason="needs numba")
 _INSIDE = [0]
 
 

@@ -9,18 +9,16 @@ from specbeam import kernels
 from specbeam.control.races import RACE_NOISE
 from specbeam.control.values import NO_VALUES
 from specbeam.control.width import BY_THRESHOLD, BY_VALUE, ChosenWidths, FixedWidths, ValuedWidth
-from specbeam.core.beams import Beams, Finished
+from specbeam.core.beams import BEST_LIVE_MAY_WIN, FIRST_ENOUGH, Beams, Finished, Stop
 from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.forest import Forest, no_fronts
-from specbeam.core.limits import BEST_LIVE_MAY_WIN, FIRST_ENOUGH, Stop
 from specbeam.decode import turns
 from specbeam.draft import beams as draft_steps
 from specbeam.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, start_draft
-from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
-from specbeam.draft.tree import Branching, FixedTree, grow_layer, start_tree
+from specbeam.draft.tree import grow_layer, start_tree
 from specbeam.laws import joint
 from specbeam.laws.joint import BROKEN, DEAD, SOUND
-from specbeam.laws.truncation import NO_TRUNCATION, Truncation
+from specbeam.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.verify import beams as judge_steps
 from specbeam.verify import traversal, walk
 from specbeam.verify.beams import SearchSpec, SharedSpec, TriedSpec
@@ -29,6 +27,7 @@ from specbeam.verify.trials import watch_for
 from specbeam.verify.walk import MATCH_BY_DICE, MATCH_BY_NOISE, ONE_SEQUENCE, TRY, WalkSpec
 from tests.draft.test_tree import begun
 from tests.support.forests import assert_same_forests
+from tests.support.growths import GROWTHS
 from tests.support.loops import OPTIONS, assert_same, pair
 from tests.support.steps import source_of_steps
 from tests.support.tiny_models import tiny
@@ -145,14 +144,6 @@ def judged_alike(step_of, inputs):
 
 # One sequence: `walk_down` and `climb` on trees.
 
-GROWTHS = {
-    "chain": Branching((1,), Independent()),
-    "independent": Branching((3, 2), Independent()),
-    "distinct": Branching((3, 2), Distinct()),
-    "likeliest": Branching((2, 2), Best()),
-    "likeliest and one": Branching((3, 2), BestAndOne()),
-    "sequoia": FixedTree((((), ((),)), ((),), ()), Distinct(fallback=True)),
-}
 LAYERS = 3
 
 

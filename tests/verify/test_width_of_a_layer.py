@@ -12,7 +12,7 @@ from specbeam.control.width import odds_when_shared
 from specbeam.core.beams import Beams
 from specbeam.core.forest import Forest, Fronts
 from specbeam.laws.joint import all_pairs, joint_law
-from specbeam.laws.truncation import NO_TRUNCATION, Truncation
+from specbeam.laws.ranking import NO_TRUNCATION, Truncation
 from tests.oracles.laws import joint_logp
 from tests.oracles.widths import odds_of_layer
 from tests.support.steps import source_of_steps

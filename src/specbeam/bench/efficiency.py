@@ -39,7 +39,8 @@ class TreeCell:
 def contenders(budget: int) -> dict[str, dict[str, Callable[[], Method]]]:
     """Recipe -> shape -> method, none with more nodes than the budget."""
     chains = [length for length in (budget, 8, 5) if length <= budget]
-    counts, beams = BRANCHING[budget], BEAMS[budget]
+    counts = BRANCHING[budget]
+    beams = BEAMS[budget]
     depth = 2 if budget < 14 else 3
     return {
         "speculative_sampling": {f"{n}": partial(recipes.speculative_sampling, n) for n in chains},
@@ -71,7 +72,8 @@ def efficiency(
     **options: Any,
 ) -> list[TreeCell]:
     """A cell per recipe and budget; `told` hears of each as it is measured. What fits a small budget fits a large one."""
-    cells, known = list[TreeCell](), dict[tuple[str, str], TreeCell]()
+    cells = list[TreeCell]()
+    known = dict[tuple[str, str], TreeCell]()
     for budget in sorted(budgets):
         for recipe, shapes in contenders(budget).items():
             for shape, make in shapes.items():

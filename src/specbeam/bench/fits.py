@@ -35,7 +35,8 @@ def knee_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
     """A flat piece and a line, through four or more points of ascending x. The knee is the best of a fine grid, and at least
     three points lie beyond it, for two would fit any line.
     """
-    points, values = np.array(x, dtype=float), np.array(y, dtype=float)
+    points = np.array(x, dtype=float)
+    values = np.array(y, dtype=float)
     knees = np.arange(points[0], points[-3], _FINENESS)
     return max((_fit(points, values, float(knee)) for knee in knees), key=lambda fit: fit.r2)
 
@@ -43,5 +44,6 @@ def knee_fit(x: Sequence[float], y: Sequence[float]) -> Fit:
 def _fit(x: np.ndarray, y: np.ndarray, knee: float) -> Fit:
     columns = np.stack([np.ones_like(x), np.maximum(0.0, x - knee)], 1)
     start, slope = np.linalg.lstsq(columns, y, rcond=None)[0]
-    rest, whole = float(((y - columns @ [start, slope]) ** 2).sum()), float(((y - y.mean()) ** 2).sum())
+    rest = float(((y - columns @ [start, slope]) ** 2).sum())
+    whole = float(((y - y.mean()) ** 2).sum())
     return Fit(float(start), float(slope), knee, 1 - rest / whole if whole > 0 else 1.0)

@@ -61,7 +61,8 @@ def size_for(config: Any, parameters: int) -> Size:
     if own.parameters(head, config.vocab_size, tied) > parameters:
         have = own.parameters(head, config.vocab_size, tied)
         raise BadSetting(f"cannot grow to {parameters:,} parameters: the model has {have:,} already")
-    best, least = own, math.inf
+    best = own
+    least = math.inf
     for factor in range(1, 65):
         hidden = own.hidden * factor
         heads = max(own.heads, hidden // head // own.heads * own.heads)
@@ -75,7 +76,8 @@ def size_for(config: Any, parameters: int) -> Size:
             continue
         odd = abs(math.log(layers * WIDTH_PER_LAYER[hidden > NARROW] / hidden))
         if odd < least:
-            best, least = Size(hidden, layers, wide.inner, heads, wide.kv_heads), odd
+            best = Size(hidden, layers, wide.inner, heads, wide.kv_heads)
+            least = odd
     return best
 
 
@@ -102,7 +104,8 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     config.hidden_size = size.hidden
     config.num_hidden_layers = size.layers
     config.intermediate_size = size.inner
-    config.num_attention_heads, config.num_key_value_heads = size.heads, size.kv_heads
+    config.num_attention_heads = size.heads
+    config.num_key_value_heads = size.kv_heads
     config.rms_norm_eps = model.config.rms_norm_eps * own.hidden / size.hidden
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[number % own.layers] for number in range(size.layers)]
@@ -128,7 +131,8 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
 
 def _fresh(kind: Any, config: Any, like: "PreTrainedModel", seed: int) -> Any:
     """A random model of the type of another one, where that is: billions of numbers are not drawn on the host."""
-    before, device = torch.get_default_dtype(), like.device
+    before = torch.get_default_dtype()
+    device = like.device
     try:
         torch.set_default_dtype(like.dtype)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
@@ -148,7 +152,8 @@ def _matrices(model: nn.Module) -> list[torch.Tensor]:
 
 def _copy(layer: nn.Module, source: nn.Module, shrunk: float) -> None:
     for name, old in source.named_parameters():
-        new, scale = layer.get_parameter(name), 1.0
+        new = layer.get_parameter(name)
+        scale = 1.0
         if name.endswith("layernorm.weight"):
             scale = shrunk
             new.fill_(shrunk)

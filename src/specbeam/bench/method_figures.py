@@ -12,7 +12,9 @@ from specbeam.recipes.method import Method
 from specbeam.records import Generation
 
 METRICS = ("BLEU", "exact match")
-SAMPLING, SPECULATIVE = "sampling", "speculative sampling"  # what others are compared with
+# what others are compared with
+SAMPLING = "sampling"
+SPECULATIVE = "speculative sampling"
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,8 @@ def _perplexity_ratio(run: MethodRun, plain: MethodRun | None) -> Figure | None:
     """Both answered the same prompts equally often, so differences of means pair up."""
     if plain is None:
         return None
-    gain, count = plain.by_prompt(plain.means) - run.by_prompt(run.means), run.by_prompt(np.ones(len(run.answers)))
+    gain = plain.by_prompt(plain.means) - run.by_prompt(run.means)
+    count = run.by_prompt(np.ones(len(run.answers)))
     low, high = interval((gain, count), lambda a, b: np.exp(a / b))
     return Figure(float(np.exp(gain.sum() / count.sum())), low, high)
 
@@ -131,7 +134,8 @@ def _quality(task: Task, run: MethodRun) -> Figure:
     texts = [one.text for one in run.answers]
     answers = [task.rows[place][1] for place in run.prompts]
     if task.metric == "exact match":
-        right, asked = run.by_prompt(hits(texts, answers)), run.by_prompt(np.ones(len(texts)))
+        right = run.by_prompt(hits(texts, answers))
+        asked = run.by_prompt(np.ones(len(texts)))
         return Figure(exact_match(texts, answers), *share_interval(right, asked))
     columns = [run.by_prompt(np.array(column)) for column in zip(*bleu_counts(texts, answers), strict=True)]
     low, high = interval(columns, lambda *sums: np.array([bleu_of(row) for row in zip(*sums, strict=True)]))

@@ -89,7 +89,8 @@ def _points(
     axes: Any, rows: Sequence[MethodLine], cost: str, scale: float, value: str, colours: dict[str, Any]
 ) -> None:
     for line in rows:
-        x, y = getattr(line, cost), getattr(line, value)
+        x = getattr(line, cost)
+        y = getattr(line, value)
         axes.errorbar(
             scale * x.value, y.value,
             xerr=[[max(scale * (x.value - x.low), 0)], [max(scale * (x.high - x.value), 0)]],

@@ -16,8 +16,10 @@ from specbeam.lm.context import Context, TurnCost
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.tune import NODES
 
-LENGTHS, BEAMS = (128, 512, 1024, 2048, 4096), (1, 4, 16, 64)
-OURS, THEIRS = "specbeam", "transformers"
+LENGTHS = (128, 512, 1024, 2048, 4096)
+BEAMS = (1, 4, 16, 64)
+OURS = "specbeam"
+THEIRS = "transformers"
 _T = TypeVar("_T")
 
 
@@ -67,7 +69,8 @@ def passes(lm: HuggingFaceLM, plan: PassPlan, told: Callable[[], None] | None = 
     Raises `IndexError` where the model has fewer positions than the longest length plus 1.
     """
     samples: dict[tuple[str, int, int], list[TurnCost]] = {}
-    size, told = token_bytes(lm.model), told or (lambda: None)
+    size = token_bytes(lm.model)
+    told = told or (lambda: None)
     with ExitStack() as stack:
         timed = dict[tuple[str, int], tuple[Callable[[int], TurnCost], Sequence[int]]]()
         for length in plan.lengths:
@@ -105,7 +108,8 @@ def _cell(engine: str, length: int, rows: int, costs: list[TurnCost], size: int)
     if not costs:
         tokens = rows * (length + 1)
         return PassCell(engine, length, rows, None, None, None, tokens, tokens * size / 1e6)
-    passed, settled = [1e3 * one.pass_s for one in costs], [1e3 * one.settle_s for one in costs]
+    passed = [1e3 * one.pass_s for one in costs]
+    settled = [1e3 * one.settle_s for one in costs]
     both = [sum(pair) for pair in zip(passed, settled, strict=True)]
     tokens = costs[0].kv_tokens
     times = Spread.of(passed), Spread.of(settled), Spread.of(both)

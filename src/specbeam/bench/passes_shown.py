@@ -103,7 +103,8 @@ def plot(cells: Sequence[PassCell], found: Fits, plan: PassPlan, path: Path) -> 
     left.legend(title="in the cache; lines: fits", fontsize=8, title_fontsize=8)
     for engine, beams in _order(plan):
         row = [cell for cell in cells if (cell.engine, cell.rows) == (engine, beams)]
-        colour, style = pyplot.get_cmap("tab10")(plan.beams.index(beams)), "-" if engine == OURS else "--"
+        colour = pyplot.get_cmap("tab10")(plan.beams.index(beams))
+        style = "-" if engine == OURS else "--"
         label = f"{engine}, {beams} beam{'s' * (beams > 1)}"
         _points(right, plan.lengths, [cell.turn_ms for cell in row], colour, "o", style, label)
     right.set(xlabel="tokens in the cache", ylabel="ms per pass and reordering", xscale="log", yscale="log")

@@ -215,7 +215,8 @@ def _memory_of(work: Callable[[], object]) -> float | None:
     if before is None:
         work()
         return None
-    seen, over = [before], threading.Event()
+    seen = [before]
+    over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.005):

@@ -36,7 +36,8 @@ def run(
     tasks = tasks_of(pairs, metric or "BLEU") or bundled_tasks()
     if any(task.metric == "BLEU" for task in tasks):
         check_bleu()
-    methods, loaded = contenders(*shape), grown_pair(model, draft, grow)
+    methods = contenders(*shape)
+    loaded = grown_pair(model, draft, grow)
     console = Console(stderr=True, highlight=False)
     lines = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

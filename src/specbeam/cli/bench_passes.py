@@ -34,7 +34,8 @@ def run(
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("passes", total=plan.steps)
         cells = passes(lm, plan, partial(progress.advance, bar))
-    found, origin = fits(cells, plan), provenance() | {"engine": lm.engine, "positions": positions}
+    found = fits(cells, plan)
+    origin = provenance() | {"engine": lm.engine, "positions": positions}
     if json:
         for record in as_records(cells, found):
             print(json_format.dumps({**record, "provenance": origin}))

@@ -44,15 +44,19 @@ def run(beams: int, seed: int, json: bool) -> int:
     console = Console(highlight=False, stderr=json)
     console.print("Loading the bundled pair ...")
     pair = quiet_load("bundled", None)
-    sentences, words = _rows("sentences.tsv"), _rows("words.tsv")
+    sentences = _rows("sentences.tsv")
+    words = _rows("words.tsv")
     contenders: dict[str, Method] = {
         "sampling": sampling(),
         f"beam sampling {beams}": beam_sampling(beams),
         f"dsbd {beams}, fixed width": dsbd(beams, beams + 2, width="fixed"),
         f"dsbd {beams}, dynamic width": dsbd(beams, beams + 2),
     }
-    generate(pair, sentences[0][0], contenders[f"dsbd {beams}, fixed width"], seed=seed)  # warm up
-    texts, lines = {}, []
+    console.print("Warming up, which takes a minute where anything has to be compiled ...")
+    for method in contenders.values():
+        generate(pair, sentences[0][0], method, seed=seed, max_new_tokens=64, **LAW)
+    texts = {}
+    lines = []
     for name, method in contenders.items():
         with EnergyMeter() as meter:
             done = _translated(pair, method, [source for source, _ in sentences], name, seed, console)

@@ -38,7 +38,8 @@ def run(
     methods = _methods(pair, beams, settings)
     asked = asked[:rows]
     found = _found(pair, [one.text for one in asked], methods, every_option, batch_size, max_new_tokens)
-    places, seen = [one.place for one in asked], []
+    places = [one.place for one in asked]
+    seen = []
     total = None if every_option else len(asked) * len(methods)
     bar = track(found, "comparing", total, console=Console(stderr=True), transient=True)
     for one in bar:

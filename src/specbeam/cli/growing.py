@@ -16,7 +16,8 @@ def grown_pair(
     pair = quiet_load(model, draft)
     if grow is None and grow_draft is None and quantize is None:
         return pair
-    target, small = pair.target_model, pair.draft_model
+    target = pair.target_model
+    small = pair.draft_model
     if grow is not None:
         target = grown(target, parameters(grow))
     if grow_draft is not None:

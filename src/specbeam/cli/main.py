@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,9 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Target: a path, a hub id, or 'bundled'.")]
-Draft = Annotated[Optional[str], typer.Option("--draft", "-d", help="Draft: a path or a hub id.")]  # noqa: UP045
+Draft = Annotated[str | None, typer.Option("--draft", "-d", help="Draft: a path or a hub id.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
-Grow = Annotated[Optional[str], typer.Option(help="Enlarge the target, as it is, to 100M, 1B, ... weights.")]  # noqa: UP045
+Grow = Annotated[str | None, typer.Option(help="Enlarge the target, as it is, to 100M, 1B, ... weights.")]
 MethodName = Annotated[str, typer.Option("--method", help="A recipe; `specbeam methods` lists them.")]
 Settings = Annotated[
     list[str],
@@ -27,6 +27,7 @@ Settings = Annotated[
 
 @app.callback()
 def start(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and stop.")] = False,
 ) -> None:
     if version:
@@ -36,11 +37,14 @@ def start(
         raise typer.Exit
     # A spinning barrier waits for a descheduled partner at every operator; has to be set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from specbeam.cli.compiling import compiling_shown
+
+    context.with_resource(compiling_shown())
 
 
 @app.command()
 def generate(
-    prompts: Annotated[Optional[list[str]], typer.Argument(help="Prompts. None: read standard input.")] = None,  # noqa: UP045
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts. None: read standard input.")] = None,
     model: Model = "bundled",
     draft: Draft = None,
     method: MethodName = "dsbd",
@@ -49,23 +53,23 @@ def generate(
         list[Path],
         typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl with a field 'prompt'."),
     ] = [],  # noqa: B006
-    max_new_tokens: Annotated[Optional[int], typer.Option(help="Most new tokens.")] = None,  # noqa: UP045
-    temperature: Annotated[Optional[float], typer.Option(help="0: no chance at all.")] = None,  # noqa: UP045
-    top_k: Annotated[Optional[int], typer.Option(help="Draw from the k likeliest only.")] = None,  # noqa: UP045
-    top_p: Annotated[Optional[float], typer.Option(help="Draw from the likeliest that hold p of the mass.")] = None,  # noqa: UP045
-    min_p: Annotated[Optional[float], typer.Option(help="Draw from those at least p times the likeliest.")] = None,  # noqa: UP045
-    repetition_penalty: Annotated[Optional[float], typer.Option(help="Above 1: shun what was said.")] = None,  # noqa: UP045
+    max_new_tokens: Annotated[int | None, typer.Option(help="Most new tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: no chance at all.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest only.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest that hold p of the mass.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Draw from those at least p times the likeliest.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: shun what was said.")] = None,
     num_return_sequences: Annotated[int, typer.Option(help="Answers per prompt.")] = 1,
     length_penalty: Annotated[float | None, typer.Option(help="Exponent of the length in a beam's score; 1.")] = None,
     stop: Annotated[list[str], typer.Option(help="Stop after this text.")] = [],  # noqa: B006
-    json_schema: Annotated[Optional[str], typer.Option(help="Answer in JSON like this: a schema or its file.")] = None,  # noqa: UP045
-    regex: Annotated[Optional[str], typer.Option(help="Answer by this regular expression.")] = None,  # noqa: UP045
-    grammar: Annotated[Optional[str], typer.Option(help="Answer by this grammar: Lark, or its file.")] = None,  # noqa: UP045
+    json_schema: Annotated[str | None, typer.Option(help="Answer in JSON like this: a schema or its file.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer by this regular expression.")] = None,
+    grammar: Annotated[str | None, typer.Option(help="Answer by this grammar: Lark, or its file.")] = None,
     grammar_backend: Annotated[str, typer.Option(help="llguidance or xgrammar.")] = "llguidance",
-    seed: Annotated[Optional[int], typer.Option(help="Same seed, same answers.")] = None,  # noqa: UP045
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 32,
-    device: Annotated[Optional[str], typer.Option(help="cpu, cuda, ...")] = None,  # noqa: UP045
-    quantize: Annotated[Optional[str], typer.Option(help="int8: the target's weights; another, faster model.")] = None,  # noqa: UP045
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    quantize: Annotated[str | None, typer.Option(help="int8: the target's weights; another, faster model.")] = None,
     compile: Annotated[
         bool, typer.Option("--compile", help="By torch.compile, models that transformers runs on a CPU.")
     ] = False,
@@ -93,7 +97,7 @@ def generate(
 
 @app.command()
 def methods(
-    name: Annotated[Optional[str], typer.Argument(help="Explain this one.")] = None,  # noqa: UP045
+    name: Annotated[str | None, typer.Argument(help="Explain this one.")] = None,
     json: Json = False,
 ) -> None:
     """List the methods with their output laws, or explain one."""
@@ -110,7 +114,7 @@ def inspect(
     setting: Settings = [],  # noqa: B006
     turn: Annotated[int, typer.Option(help="Which turn to draw, from 1.")] = 1,
     seed: Annotated[int, typer.Option(help="Same seed, same forest.")] = 0,
-    svg: Annotated[Optional[Path], typer.Option(help="Write the picture here too.")] = None,  # noqa: UP045
+    svg: Annotated[Path | None, typer.Option(help="Write the picture here too.")] = None,
     json: Json = False,
 ) -> None:
     """Draw one turn's forest: which drafts were accepted, rejected or resampled, and with what odds."""
@@ -125,7 +129,7 @@ app.add_typer(evaluate, name="evaluate")
 
 @evaluate.command("same-beams")
 def same_beams(
-    prompts: Annotated[Optional[list[str]], typer.Argument(help="Prompts. None: read standard input.")] = None,  # noqa: UP045
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts. None: read standard input.")] = None,
     model: Model = "bundled",
     draft: Draft = None,
     setting: Settings = [],  # noqa: B006
@@ -189,16 +193,16 @@ app.add_typer(bench, name="bench")
 
 @bench.command("efficiency")
 def block_efficiency(
-    prompts: Annotated[Optional[list[str]], typer.Argument(help="Prompts. None: the demo's sentences.")] = None,  # noqa: UP045
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts. None: the demo's sentences.")] = None,
     model: Model = "bundled",
     draft: Draft = None,
     file: Annotated[list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl.")] = [],  # noqa: B006
     budget: Annotated[list[int], typer.Option(help="Scored nodes per pass: 5, 10, 21 or 30.")] = [5, 10, 21, 30],  # noqa: B006
-    temperature: Annotated[Optional[float], typer.Option(help="Sampling temperature.")] = None,  # noqa: UP045
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
     rows: Annotated[int, typer.Option(help="Most prompts, evenly over all.")] = 60,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 48,
     seed: int = 0,
-    plot: Annotated[Optional[Path], typer.Option(help="Write a picture here.")] = None,  # noqa: UP045
+    plot: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
     json: Json = False,
 ) -> None:
     """Tokens per pass of the target, for every method for one sequence, at a fixed budget of scored nodes."""
@@ -211,12 +215,12 @@ def block_efficiency(
 
 @bench.command()
 def acceptance(
-    prompts: Annotated[Optional[list[str]], typer.Argument(help="Prompts. None: the demo's sentences.")] = None,  # noqa: UP045
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts. None: the demo's sentences.")] = None,
     model: Model = "bundled",
     draft: Draft = None,
     file: Annotated[list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl.")] = [],  # noqa: B006
     children: Annotated[int, typer.Option(help="Draft tokens tried per step.")] = 8,
-    temperature: Annotated[Optional[float], typer.Option(help="Sampling temperature.")] = None,  # noqa: UP045
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
     rows: Annotated[int, typer.Option(help="Most prompts, evenly over all.")] = 60,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 48,
     seed: int = 0,
@@ -237,14 +241,14 @@ def compare(
     model: Model = "bundled",
     draft: Draft = None,
     grow: Grow = None,
-    metric: Annotated[Optional[str], typer.Option(help="Of the files: BLEU (if not said) or 'exact match'.")] = None,  # noqa: UP045
+    metric: Annotated[str | None, typer.Option(help="Of the files: BLEU (if not said) or 'exact match'.")] = None,
     beams: Annotated[int, typer.Option(help="Beams of all methods that have some.")] = 4,
     depth: Annotated[int, typer.Option(help="Draft tokens per pass, where a method is not said to choose.")] = 4,
     threshold: Annotated[float, typer.Option(help="Of MTAD and MMTAD.")] = 0.5,
     rows: Annotated[int, typer.Option(help="Most prompts of a task.")] = 400,
     seeds: Annotated[int, typer.Option(help="How often each prompt is answered.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 64,
-    plot: Annotated[Optional[Path], typer.Option(help="Write a picture here.")] = None,  # noqa: UP045
+    plot: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
     json: Json = False,
 ) -> None:
     """Perplexity and quality of the text against seconds, joules and target passes per token, method beside method."""
@@ -265,24 +269,24 @@ def speed(
         ),
     ] = [],  # noqa: B006
     prompts: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(help="A file (.txt, .tsv, .jsonl, packed or not), or gsm8k, humaneval, mt_bench, squad, spider."),
     ] = None,
     columns: Annotated[tuple[int, int], typer.Option(help="Of a .tsv: prompt and answer.")] = (1, 2),
     model: Model = "bundled",
     draft: Draft = None,
     grow: Grow = None,
-    grow_draft: Annotated[Optional[str], typer.Option(help="Enlarge the draft model likewise.")] = None,  # noqa: UP045
-    quantize: Annotated[Optional[str], typer.Option(help="int8: the target's weights, for specbeam's methods.")] = None,  # noqa: UP045
+    grow_draft: Annotated[str | None, typer.Option(help="Enlarge the draft model likewise.")] = None,
+    quantize: Annotated[str | None, typer.Option(help="int8: the target's weights, for specbeam's methods.")] = None,
     rows: Annotated[int, typer.Option(help="Most prompts, evenly over all.")] = 30,
     batch_size: Annotated[list[int], typer.Option(help="Prompts at once.")] = [1],  # noqa: B006
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 7,
-    threads: Annotated[Optional[int], typer.Option(help="Of the arithmetic.")] = None,  # noqa: UP045
-    temperature: Annotated[Optional[float], typer.Option(help="Sampling temperature.")] = None,  # noqa: UP045
-    top_k: Annotated[Optional[int], typer.Option(help="Draw from the k likeliest only.")] = None,  # noqa: UP045
-    top_p: Annotated[Optional[float], typer.Option(help="Draw from the likeliest that hold p of the mass.")] = None,  # noqa: UP045
+    threads: Annotated[int | None, typer.Option(help="Of the arithmetic.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest only.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest that hold p of the mass.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 64,
-    plot: Annotated[Optional[Path], typer.Option(help="Write a picture here.")] = None,  # noqa: UP045
+    plot: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
     json: Json = False,
 ) -> None:
     """Tokens per second of methods, transformers and CTranslate2, interleaved, with quality and memory beside them."""
@@ -312,9 +316,9 @@ def speed(
 
 @bench.command("cliffs")
 def speed_cliffs(
-    methods: Annotated[Optional[str], typer.Option(help="Between commas. None: all of the table.")] = None,  # noqa: UP045
+    methods: Annotated[str | None, typer.Option(help="Between commas. None: all of the table.")] = None,
     options: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             help="Between commas: none, top_p, min_p, repetition_penalty, min_new_tokens, stop_strings, grammar, stream, "
             "audit. None: all."
@@ -328,9 +332,9 @@ def speed_cliffs(
     model: Model = "bundled",
     draft: Draft = None,
     grow: Grow = None,
-    threads: Annotated[Optional[int], typer.Option(help="Of the arithmetic.")] = None,  # noqa: UP045
-    markdown: Annotated[Optional[Path], typer.Option(help="Write the page here too.")] = None,  # noqa: UP045
-    json: Annotated[Optional[Path], typer.Option(help="Write a JSON line per cell here.")] = None,  # noqa: UP045
+    threads: Annotated[int | None, typer.Option(help="Of the arithmetic.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the page here too.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write a JSON line per cell here.")] = None,
 ) -> None:
     """Where speed falls off: methods under each option and batch size, beside transformers doing the same."""
     from specbeam.cli.bench_cliffs import run
@@ -352,8 +356,8 @@ def pass_cost(
         float, typer.Option(help="Most that transformers' copies of the cache may take; 0: none.")
     ] = 4.0,
     repeats: Annotated[int, typer.Option(help="Rounds.")] = 7,
-    threads: Annotated[Optional[int], typer.Option(help="Of the arithmetic.")] = None,  # noqa: UP045
-    plot: Annotated[Optional[Path], typer.Option(help="Write a picture here.")] = None,  # noqa: UP045
+    threads: Annotated[int | None, typer.Option(help="Of the arithmetic.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
     json: Json = False,
 ) -> None:
     """What a pass costs by its rows and by the tokens in the cache, and a step of beams beside transformers' cache."""
@@ -368,7 +372,7 @@ def tune(
     draft: Draft = None,
     context: Annotated[list[int], typer.Option(help="Tokens in the cache.")] = [64],  # noqa: B006
     beams: Annotated[int, typer.Option(help="For --explain.")] = 4,
-    draft_beams: Annotated[Optional[int], typer.Option(help="For --explain. None: beams + 2.")] = None,  # noqa: UP045
+    draft_beams: Annotated[int | None, typer.Option(help="For --explain. None: beams + 2.")] = None,
     odds: Annotated[float, typer.Option(help="For --explain: how often a draft layer passes.")] = 0.6,
     explain: Annotated[bool, typer.Option("--explain", help="Show what depth='auto' weighs.")] = False,
     json: Json = False,

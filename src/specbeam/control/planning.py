@@ -7,7 +7,9 @@ import numpy as np
 from specbeam.control.values import Values
 from specbeam.core.steps import Array, step
 
-BY_ODDS, BY_VALUE = -1, -2  # what stands in place of a depth that is chosen
+# what stands in place of a depth that is chosen
+BY_ODDS = -1
+BY_VALUE = -2
 
 
 class Plan(NamedTuple):

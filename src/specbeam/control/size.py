@@ -57,7 +57,8 @@ class SizeByLatency:
     learnt: dict[str, Learnt] = field(default_factory=dict, compare=False)
 
     def plan(self, session: Session) -> Shape:
-        memory, turns = self._memory(), session.count.target_passes
+        memory = self._memory()
+        turns = session.count.target_passes
         size = best_size(memory.accuracy(), *memory.times.line(), self.most + 1) - 1
         if turns % self.explore == self.explore - 1:
             size = size // 2 if turns // self.explore % 2 else 2 * size + 2
@@ -65,7 +66,8 @@ class SizeByLatency:
         return Shape(min(self.depth, session.remaining - 1), min(max(size, 1), self.most))
 
     def settle(self, session: Session, turn: Turn) -> None:
-        memory, began = self._memory(), session.state.pop(self)
+        memory = self._memory()
+        began = session.state.pop(self)
         memory.see(turn)
         if session.count.target_passes > 1:
             memory.times.add(turn.shape.width + 1, time.perf_counter() - began)

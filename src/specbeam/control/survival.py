@@ -64,7 +64,8 @@ class Survival:
 
     def plan(self, session: Session) -> Shape:
         seen = self._seen(session)
-        seen.scores, seen.survival = [], 1.0
+        seen.scores = []
+        seen.survival = 1.0
         return Shape(min(self.most, session.remaining - 1), self.width)
 
     def more(self, session: Session, depth: int, confidence: float) -> bool:

@@ -56,7 +56,8 @@ class Thompson:
 
     def plan(self, session: Session) -> Shape:
         belief = self._belief(session)
-        belief.rate, belief.scores = float(belief.stream.beta(belief.accepted, belief.refused)), []
+        belief.rate = float(belief.stream.beta(belief.accepted, belief.refused))
+        belief.scores = []
         length = best_length(belief.rate, self.cost, self.most) if self.mode == "best" else self.most
         return Shape(min(max(length, 1), session.remaining - 1), self.width)
 

@@ -14,8 +14,7 @@ from specbeam.core.beams import Beams
 from specbeam.core.forest import Forest, Fronts, start_of
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.laws.joint import HEAD, JointLaw, head_of, joint_law, likeliest_pairs, odds_at
-from specbeam.laws.ranking import sorted_places
-from specbeam.laws.truncation import Truncation, cuts
+from specbeam.laws.ranking import Truncation, cuts, sorted_places
 
 DEEPEST = 8  # layers that a value is known for
 GUESS = 0.6  # odds that a layer passes, before any was seen

@@ -76,7 +76,8 @@ class DepthByCost:
     alone: bool = False
 
     def plan(self, session: Session) -> Shape:
-        plan, count = self.numbers(session), session.count
+        plan = self.numbers(session)
+        count = session.count
         return Shape(*plan_shape(plan, session.beams.size, count.target_passes, session.remaining))
 
     def numbers(self, session: Session) -> Plan:
@@ -143,12 +144,14 @@ class ShapeByValue:
             )
 
     def plan(self, session: Session) -> Shape:
-        plan, count = self.numbers(session), session.count
+        plan = self.numbers(session)
+        count = session.count
         return Shape(*plan_shape(plan, session.beams.size, count.target_passes, session.remaining))
 
     def numbers(self, session: Session) -> Plan:
         """Return what it decides by, for steps. At temperature 0 no width is chosen, and depth goes by layers alone."""
-        seen, judge_s = self._seen(session).seen, self.host.judge_s
+        seen = self._seen(session).seen
+        judge_s = self.host.judge_s
         if session.warp.greedy:
             seconds = np.ascontiguousarray(self.seconds[:, :, -1:])
             return Plan(BY_ODDS, np.array(self.sizes[-1:]), 1, seconds, judge_s, seen, self.explore, NO_VALUES)

@@ -1,4 +1,4 @@
-"""Live beams, the layers of draws that a turn decides, and the tokens of beams from turn to turn."""
+"""Live beams, the layers of draws that a turn decides, the tokens of beams from turn to turn, and when these end."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,9 @@ import numpy as np
 from jaxtyping import Int64
 
 from specbeam.core.forest import Forest, part, start_of
-from specbeam.core.limits import Stop, is_over, normalised_score
 from specbeam.core.steps import Array, step
+
+BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER = range(3)  # early_stopping False, True and "never"
 
 
 class Beams(NamedTuple):
@@ -172,6 +173,50 @@ class Finished(NamedTuple):
 
     scores: Array  # float64[room]
     held: Array  # int64[1]
+
+
+class Stop(NamedTuple):
+    """The numbers that stop a session."""
+
+    most: int  # new tokens
+    keep: int  # finished beams that are wanted
+    early: int  # BEST_LIVE_MAY_WIN, FIRST_ENOUGH or NEVER
+    penalty: float
+    eos: Array  # int64[ends]
+
+
+@step
+def is_end(token: int, eos: Array) -> bool:
+    """Return whether a token is one of the end tokens, int64[ends]."""
+    found = False
+    for end in eos:
+        found |= token == end
+    return found
+
+
+@step
+def normalised_score(stop: Stop, loglik: float, length: int) -> float:
+    """Return the score by which texts of different length are compared."""
+    return loglik / max(length, 1) ** stop.penalty
+
+
+@step
+def is_over(stop: Stop, finished: Array, live: Array, length: int) -> bool:
+    """Return whether a session is over, though beams may be alive.
+
+    Args:
+        finished: float64[n], normalised scores of the beams that ended.
+        live: float64[beams], log-likelihoods of the others, which are `length` tokens long.
+    """
+    if length >= stop.most or len(live) == 0:
+        return True
+    if len(finished) < stop.keep:
+        return False
+    if stop.early == FIRST_ENOUGH or stop.keep == 1:  # one beam is greedy search or sampling, which ends at an end
+        return True
+    longest = stop.early == NEVER and stop.penalty > 0
+    best = normalised_score(stop, live.max(), stop.most if longest else length)
+    return best <= np.sort(finished)[len(finished) - stop.keep]
 
 
 @step

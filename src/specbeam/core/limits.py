@@ -1,17 +1,15 @@
-"""When a beam ends, and when a session does."""
+"""The stop rules of a session, as they are set; steps go by their numbers (core/beams.py)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
 
-from specbeam.core.steps import Array, step
+from specbeam.core.beams import BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER, Stop, normalised_score
 
 Decode = Callable[[list[int]], str]
-BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER = range(3)  # early_stopping False, True and "never"
 
 
 @dataclass(frozen=True)
@@ -21,16 +19,6 @@ class Ended:
     tokens: list[int]
     loglik: float
     finished: bool = True  # by an end token or stop string, not by a limit
-
-
-class Stop(NamedTuple):
-    """The numbers that stop a session."""
-
-    most: int  # new tokens
-    keep: int  # finished beams that are wanted
-    early: int  # BEST_LIVE_MAY_WIN, FIRST_ENOUGH or NEVER
-    penalty: float
-    eos: Array  # int64[ends]
 
 
 @dataclass(frozen=True)
@@ -77,37 +65,3 @@ class Limits:
     def normalised(self, loglik: float, length: int) -> float:
         """Return the score by which texts of different length are compared."""
         return float(normalised_score(self.stop, loglik, length))
-
-
-@step
-def is_end(token: int, eos: Array) -> bool:
-    """Return whether a token is one of the end tokens, int64[ends]."""
-    found = False
-    for end in eos:
-        found |= token == end
-    return found
-
-
-@step
-def normalised_score(stop: Stop, loglik: float, length: int) -> float:
-    """Return the score by which texts of different length are compared."""
-    return loglik / max(length, 1) ** stop.penalty
-
-
-@step
-def is_over(stop: Stop, finished: Array, live: Array, length: int) -> bool:
-    """Return whether a session is over, though beams may be alive.
-
-    Args:
-        finished: float64[n], normalised scores of the beams that ended.
-        live: float64[beams], log-likelihoods of the others, which are `length` tokens long.
-    """
-    if length >= stop.most or len(live) == 0:
-        return True
-    if len(finished) < stop.keep:
-        return False
-    if stop.early == FIRST_ENOUGH or stop.keep == 1:  # one beam is greedy search or sampling, which ends at an end
-        return True
-    longest = stop.early == NEVER and stop.penalty > 0
-    best = normalised_score(stop, live.max(), stop.most if longest else length)
-    return best <= np.sort(finished)[len(finished) - stop.keep]

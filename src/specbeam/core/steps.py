@@ -10,6 +10,8 @@ from specbeam.kernels.compiling import AVAILABLE, BLOCK, Array, compiled
 if AVAILABLE:
     from numba.extending import overload
 
+    from specbeam.kernels.linking import calling
+
 __all__ = ["AVAILABLE", "BLOCK", "Array", "compiled_as", "open_step", "step"]
 
 step = compiled
@@ -31,22 +33,13 @@ def compiled_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
         def chosen(*kinds: Any) -> Any:
             body = choose(*kinds)
             if hasattr(body, "py_func"):
-                return _call_of(body)
+                return calling(body)
             return inspect.unwrap(body)  # tests wrap functions into type checks
 
         overload(function, strict=False)(chosen)
         return choose
 
     return decorate
-
-
-def _call_of(one: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with the arguments of a step that calls it, so that it is compiled once for all callers."""
-    names = ", ".join(inspect.signature(one.py_func).parameters)  # type: ignore[attr-defined]
-    made: dict[str, Any] = {"one": one}
-    exec(f"def call({names}):\n    return one({names})", made)
-    call: Callable[..., Any] = made["call"]
-    return call
 
 
 def open_step(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """DRAFT: beams drafted by a small language model, one layer per pass."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from specbeam.laws.joint import (
     joint_law,
     odds_among,
 )
-from specbeam.laws.ranking import sorted_places
-from specbeam.laws.truncation import Truncation
+from specbeam.laws.ranking import Truncation, sorted_places
 from specbeam.laws.warp import Rows, law_of_beams, on_host, processed_rows
 from specbeam.lm.any_lane import run_pass
 from specbeam.lm.base import LM, fill_prompts
@@ -281,6 +280,8 @@ def draft_layers(
 class NoDraft:
     """Plain decoding: the roots alone."""
 
+    models: ClassVar[tuple[LM, ...]] = ()
+
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Return the roots of each session."""
         return [Forest.rooted(session.beams.tokens) for session in sessions]
@@ -356,6 +357,11 @@ class BeamDrafter:
     replacement: bool = False
     search: bool = False
     keeps_rows: bool = True
+
+    @property
+    def models(self) -> tuple[LM, ...]:
+        """The models that it runs."""
+        return (self.lm,)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Return a forest per session: layers of `shape.width` draft beams, `shape.depth` deep where beams go on."""

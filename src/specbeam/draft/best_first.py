@@ -61,7 +61,8 @@ class BestFirst:
 
     def _threshold(self, tree: GrowingTree) -> float:
         """The value of the last node within the budget so far."""
-        values, budget = self._values(tree), tree.shape.width
+        values = self._values(tree)
+        budget = tree.shape.width
         return values[budget - 1] if len(values) >= budget else -np.inf
 
     def _expected(self, tree: GrowingTree) -> float:
@@ -93,7 +94,8 @@ class BestFirst:
 def _group_as_sure(tree: GrowingTree) -> None:
     """State for every parent that its children were chosen, not drawn."""
     assert tree.kept is not None
-    kept, families = set(tree.kept.tolist()), list[Family]()
+    kept = set(tree.kept.tolist())
+    families = list[Family]()
     for parent in tree.kept.tolist():
         tokens = [token for token, node in tree.children_of(parent).items() if node in kept]
         if tokens:
@@ -114,7 +116,8 @@ class BestFirstDraws(Complete):
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
         worth: dict[int, float] = tree.memory.setdefault("worth", _odds(tree))
-        greedy, left = tree.session.warp.greedy, [law.p for law in laws]
+        greedy = tree.session.warp.greedy
+        left = [law.p for law in laws]
         nodes = tree.front.tolist()
         tokens: list[list[int]] = [[] for _ in nodes]
         odds: list[list[float]] = [[] for _ in nodes]

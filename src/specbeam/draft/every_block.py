@@ -1,11 +1,13 @@
 """DRAFT: every path there is, for rules that judge whole blocks."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from specbeam.core.forest import Forest
 from specbeam.errors import BadSetting
+from specbeam.lm.base import LM
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -21,6 +23,7 @@ class EveryBlock:
 
     vocab: int
     most: int = 4096
+    models: ClassVar[tuple[LM, ...]] = ()
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Trees whose layers are in lexicographic order; an end token has no node, for nothing comes after it."""
@@ -48,7 +51,8 @@ class EveryBlock:
             going = np.setdiff1d(np.arange(self.vocab), session.limits.eos)
             front = np.arange(forest.size)
             for _ in range(depth):
-                start, count = forest.size, len(front) * len(going)
+                start = forest.size
+                count = len(front) * len(going)
                 forest = forest.grown(np.tile(going, len(front)), np.repeat(front, len(going)))
                 front = np.arange(start, start + count)
         return forest

@@ -35,7 +35,8 @@ class Slots:
 
     @classmethod
     def start(cls, tree: GrowingTree) -> "Slots":
-        roots, counts = len(tree.roots), tree.session.beams.counts
+        roots = len(tree.roots)
+        counts = tree.session.beams.counts
         return cls(np.arange(roots), np.array([*tree.standing().values()]), np.zeros(roots, dtype=bool), counts)
 
     def prolonged(
@@ -124,7 +125,8 @@ def taken(
 
     Odds are relative to the best candidate that is left, so that none is lost for being far below the first.
     """
-    odds, drawn = np.zeros(len(scores)), list[int]()
+    odds = np.zeros(len(scores))
+    drawn = list[int]()
     while len(drawn) < width:
         if odds.max(initial=0.0) < FAINT:
             left = scores.copy()
@@ -136,7 +138,8 @@ def taken(
         if not replacement:
             odds[drawn[-1]] = 0.0
     times = Counter(drawn)  # in the order of their first draw, which decides between equals
-    chosen, counts = np.array([*times], dtype=np.int64), np.array([*times.values()], dtype=np.int64)
+    chosen = np.array([*times], dtype=np.int64)
+    counts = np.array([*times.values()], dtype=np.int64)
     order = np.argsort(-scores[chosen], kind="stable")
     return chosen[order], counts[order]
 

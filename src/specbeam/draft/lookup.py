@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from specbeam.core.forest import LOST, Forest, Siblings, siblings
+from specbeam.lm.base import LM
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -63,7 +64,8 @@ class GramIndex:
     """Where each run of up to `longest` tokens was last (or first) followed by something: a look-up costs O(longest)."""
 
     def __init__(self, longest: int, match: Literal["last", "first"] = "last") -> None:
-        self.longest, self.match = longest, match
+        self.longest = longest
+        self.match = match
         self.text: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # run -> place of the token behind it
 
@@ -95,13 +97,13 @@ class SuffixAutomaton:
     def __init__(self) -> None:
         self.text: list[int] = []
         self._next: list[dict[int, int]] = [{}]
-        self._link, self._length, self._end = (
-            [-1],
-            [0],
-            [0],
-        )  # suffix link, longest string, end of its first occurrence
+        # suffix link, longest string, end of its first occurrence
+        self._link = [-1]
+        self._length = [0]
+        self._end = [0]
         self._last = 0
-        self._state, self.matched = 0, 0
+        self._state = 0
+        self.matched = 0
 
     def add(self, token: int) -> None:
         self._state, self.matched = self._moved(self._state, self.matched, token)
@@ -109,7 +111,8 @@ class SuffixAutomaton:
 
     def matched_with(self, tail: list[int]) -> tuple[int, int]:
         """State and length of the match when `tail` stands behind the text."""
-        state, matched = self._state, self.matched
+        state = self._state
+        matched = self.matched
         for token in tail:
             state, matched = self._moved(state, matched, token)
         return state, matched
@@ -160,7 +163,8 @@ class _Reading:
     """An index together with how much of the session it has read."""
 
     def __init__(self, index: Any, tokens: Iterable[int]) -> None:
-        self.index, self.read = index, 0
+        self.index = index
+        self.read = 0
         self.catch_up(list(tokens))
 
     def catch_up(self, tokens: list[int]) -> None:
@@ -188,6 +192,7 @@ class PromptLookup:
 
     longest: int = 3
     match: Literal["last", "first"] = "last"
+    models: ClassVar[tuple[LM, ...]] = ()
     law_lost: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
@@ -216,6 +221,7 @@ class SuffixMatch:
     """
 
     per_match: float = 4.0
+    models: ClassVar[tuple[LM, ...]] = ()
     law_lost: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:

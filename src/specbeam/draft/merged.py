@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64
 
 from specbeam.core.forest import Forest, Siblings
 from specbeam.draft.lookup import retrieved
-from specbeam.draft.together import close_drafter
+from specbeam.draft.together import close_drafter, models_of
 from specbeam.draft.tree import Complete, GrowingTree, TreeDrafter
 from specbeam.laws.rows import RowLaw
 from specbeam.laws.warp import best_places
@@ -28,9 +28,11 @@ def united(forests: list[Forest]) -> tuple[Forest, list[Int64[np.ndarray, " _"]]
     renamings = []
     for forest in forests:
         names = np.zeros(forest.size + 1, dtype=np.int64)
-        names[:roots], names[-1] = range(roots), -1
+        names[:roots] = range(roots)
+        names[-1] = -1
         for node in range(roots, forest.size):
-            parent, token = names[forest.parents[node]], forest.tokens[node]
+            parent = names[forest.parents[node]]
+            token = forest.tokens[node]
             known = int(whole.find(np.array([parent]), np.array([token]))[0])
             names[node] = known if known >= 0 else whole.size
             if known < 0:
@@ -64,6 +66,11 @@ class ManyDrafters:
     """
 
     drafters: tuple[TreeDrafter, ...]
+
+    @property
+    def models(self) -> tuple[LM, ...]:
+        """The models that it runs."""
+        return tuple(drafter.lm for drafter in self.drafters)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         grown = [drafter.draft(sessions, shapes) for drafter in self.drafters]
@@ -102,6 +109,12 @@ class Pruned:
     early: LM
     top: int = 16
 
+    @property
+    def models(self) -> tuple[LM, ...] | None:
+        """The models that it runs; None if its drafter does not say."""
+        drafting = models_of(self.drafter)
+        return None if drafting is None else (*drafting, self.early)
+
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         forests = self.drafter.draft(sessions, shapes)
         kept_forests = []
@@ -139,7 +152,8 @@ def _constrained(
     bans = session.warp.constraint
     if bans is None:
         return rows
-    rows, depths = rows.clone(), forest.depths()
+    rows = rows.clone()
+    depths = forest.depths()
     for depth in range(int(depths.max()) + 1):
         nodes = np.flatnonzero(depths == depth)
         here = torch.from_numpy(nodes).to(rows.device)
@@ -243,7 +257,8 @@ class Graph(Complete):
 
 
 def _reaches(edges: dict[int, list[int]], start: int, goal: int) -> bool:
-    seen, queue = {start}, [start]
+    seen = {start}
+    queue = [start]
     while queue:
         node = queue.pop()
         if node == goal:

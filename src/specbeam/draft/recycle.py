@@ -11,6 +11,7 @@ from jaxtyping import Int32
 from specbeam.core.forest import Forest, Siblings
 from specbeam.draft.lookup import RETRIEVED, permitted, retrieved
 from specbeam.errors import BadSetting, MissingFile
+from specbeam.lm.base import LM
 from specbeam.records import Needs, Shape, Turn
 from specbeam.session import Session
 
@@ -81,6 +82,7 @@ class TokenRecycling:
 
     memory: Successors
     ranks: tuple[Ranks, ...] = field(default_factory=lambda: tuple(template()))
+    models: ClassVar[tuple[LM, ...]] = ()
     law_lost: ClassVar[str] = RETRIEVED
     needs: ClassVar[Needs] = Needs(logits=True)
 
@@ -96,7 +98,8 @@ class TokenRecycling:
             if not wanted:
                 break
             after = self._successors(session, forest, [node for path in wanted for node in nodes_of[path].values()])
-            tokens, parents = list[int](), list[int]()
+            tokens = list[int]()
+            parents = list[int]()
             for path, ranks in wanted.items():
                 for root, parent in nodes_of[path].items():
                     # An end needs no node, a sibling no twin; ranks beyond what the constraint allows have no token.

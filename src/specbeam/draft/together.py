@@ -3,6 +3,7 @@
 import warnings
 
 from specbeam.core.forest import Forest
+from specbeam.lm.base import LM
 from specbeam.records import Shape
 from specbeam.session import Drafter, Session, failing_together
 
@@ -47,6 +48,11 @@ def fill_drafters(sessions: list[Session], most: int) -> list[Session]:
             with failing_together(mine, "draft: "):
                 unready += [one for one, is_filled in zip(mine, fill(mine, most), strict=True) if not is_filled]
     return unready
+
+
+def models_of(drafter: Drafter) -> tuple[LM, ...] | None:
+    """Return the models that a drafter runs, which it has in `models`; None if it does not say."""
+    return getattr(drafter, "models", None)
 
 
 def close_drafters(sessions: list[Session]) -> None:

@@ -16,9 +16,9 @@ from jaxtyping import Int64
 
 from specbeam.control.best_tree import Topology
 from specbeam.control.confidence import Stopping
+from specbeam.core.beams import is_end
 from specbeam.core.dice import pick
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, Forest, Siblings, siblings
-from specbeam.core.limits import is_end
 from specbeam.core.steps import Array, step
 from specbeam.draft.children import (
     KNOWN,
@@ -33,9 +33,8 @@ from specbeam.draft.children import (
 )
 from specbeam.errors import BrokenLaw, BrokenProcessor
 from specbeam.laws.joint import BROKEN, SOUND
-from specbeam.laws.ranking import largest
+from specbeam.laws.ranking import Truncation, largest
 from specbeam.laws.rows import RowLaw, condition_of_row, row_law
-from specbeam.laws.truncation import Truncation
 from specbeam.laws.warp import Rows, on_host, processed_rows, row_laws
 from specbeam.lm.any_lane import run_pass
 from specbeam.lm.base import LM, fill_prompts
@@ -496,6 +495,11 @@ class TreeDrafter:
     lm: LM
     growth: Growth
     books: bool = True
+
+    @property
+    def models(self) -> tuple[LM, ...]:
+        """The models that it runs."""
+        return (self.lm,)
 
     @property
     def law_lost(self) -> str:

@@ -102,7 +102,8 @@ class BatchComparison:
     """A batch of prompts decoded by one method, with the logits that it saw."""
 
     def __init__(self, pair: Pair, prompts: Sequence[Prompt], method: Method, options: dict[str, Any]) -> None:
-        self.pair, self.method = pair, method
+        self.pair = pair
+        self.method = method
         self.request = Request(pair, list(prompts), method, Settings.given(options), seed=None)
         self.sessions = {session.place: session for session in self.request.sessions}
         recorder = Recorder(pair.target)
@@ -122,7 +123,8 @@ class BatchComparison:
 def _of_prompt(runs: list[BatchComparison], place: int, number: int, options: dict[str, Any]) -> Iterator[Comparison]:
     theirs: Scored | None = None
     for run in runs:
-        ours, name = run.beams(place), run.method.name
+        ours = run.beams(place)
+        name = run.method.name
         if isinstance(ours, SpecbeamError):
             yield Comparison(number, name, failure=str(ours))
             continue
@@ -252,6 +254,7 @@ def _noise(model: Any, text: list[int], start: int) -> float:
 
 def _distance(plain: torch.Tensor, other: torch.Tensor) -> float:
     """Largest distance between the log-odds of likely tokens."""
-    plain, other = plain.float().log_softmax(-1), other.float().log_softmax(-1)
+    plain = plain.float().log_softmax(-1)
+    other = other.float().log_softmax(-1)
     likely = plain > plain.amax(-1, keepdim=True) - LIKELY
     return float((plain - other).abs()[likely].max())

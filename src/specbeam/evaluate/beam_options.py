@@ -84,7 +84,8 @@ class AgainstThePast:
 
 def some_tokens(vocab: int, always: set[int]) -> Callable[[int, Tensor], list[int]]:
     """A `prefix_allowed_tokens_fn`: at two of three places only every other token, and those that are always allowed."""
-    everything, half = list(range(vocab)), sorted({*range(0, vocab, 2), *always})
+    everything = list(range(vocab))
+    half = sorted({*range(0, vocab, 2), *always})
 
     def allowed(number: int, tokens: Tensor) -> list[int]:
         return half if len(tokens) % 3 else everything

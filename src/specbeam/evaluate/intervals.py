@@ -29,7 +29,8 @@ def ratio_interval(above: Column, below: Column) -> tuple[float, float]:
 
 def share_interval(hits: Column, tries: Column) -> tuple[float, float]:
     """95 % interval of a share, sum(hits) / sum(tries): Wilson's where all or none hit, for resamples know only these."""
-    units, share = len(tries), sum(hits) / sum(tries)
+    units = len(tries)
+    share = sum(hits) / sum(tries)
     beyond = Z**2 / (units + Z**2)
     if share == 0:
         return 0.0, beyond

@@ -61,7 +61,8 @@ def summary(logp: Sequence[float], outputs: Sequence[Tokens], prompts: Sequence[
         raise BadPrompt("there are no outputs; there must be at least one to score")
     lengths = [len(one) for one in outputs]
     means = [total / length for total, length in zip(logp, lengths, strict=True)]
-    count, tokens = len(outputs), sum(lengths)
+    count = len(outputs)
+    tokens = sum(lengths)
     low, high = ratio_interval(*_by_prompt(means, prompts))
     singles = [token for one in outputs for token in one]
     pairs = [gram for one in outputs for gram in _grams(one, 2)]
@@ -120,7 +121,8 @@ def log_likelihoods(
     for batch in _batches([len(text) for text in texts], LOGITS_PER_PASS // pair.target.vocab):
         logp = _logp_of([texts[one] for one in batch], pair)
         for one, row in zip(batch, logp, strict=True):
-            start, length = len(prompts[one]) - 1, len(outputs[one])
+            start = len(prompts[one]) - 1
+            length = len(outputs[one])
             found[one] = float(row[start : start + length].sum())
     return found
 
@@ -160,13 +162,13 @@ def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 def _logp_of(texts: list[Tokens], pair: Pair) -> list[torch.Tensor]:
     """log p of each token but the first. Padding stands behind, where nothing that is scored looks."""
     longest = max(len(text) for text in texts)
-    tokens, mask = (
-        torch.zeros(len(texts), longest, dtype=torch.long),
-        torch.zeros(len(texts), longest, dtype=torch.long),
-    )
+    tokens = torch.zeros(len(texts), longest, dtype=torch.long)
+    mask = torch.zeros(len(texts), longest, dtype=torch.long)
     for row, text in enumerate(texts):
-        tokens[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), 1
-    tokens, mask = tokens.to(pair.target.device), mask.to(pair.target.device)
+        tokens[row, : len(text)] = torch.tensor(text)
+        mask[row, : len(text)] = 1
+    tokens = tokens.to(pair.target.device)
+    mask = mask.to(pair.target.device)
     logits = pair.target_model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1].float()
     logp = logits.gather(2, tokens[:, 1:, None])[..., 0].double() - logits.logsumexp(2).double()
     return list(logp.cpu())

@@ -83,7 +83,8 @@ class EqualsInOrder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not torch.topk:
             return func(*args, **kwargs)
-        values, k = args[0], kwargs["k"] if "k" in kwargs else args[1]
+        values = args[0]
+        k = kwargs["k"] if "k" in kwargs else args[1]
         return tuple(found[..., :k] for found in torch.sort(values, dim=-1, descending=True, stable=True))
 
 

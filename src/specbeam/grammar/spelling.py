@@ -24,7 +24,8 @@ def made_once(make: Callable[..., Made]) -> Callable[..., Made]:
 
     @functools.wraps(make)
     def found(tokenizer: "PreTrainedTokenizerBase", *how: Hashable) -> Made:
-        own, key = known.setdefault(tokenizer, {}), (len(tokenizer), *how)
+        own = known.setdefault(tokenizer, {})
+        key = (len(tokenizer), *how)
         if key not in own:
             own[key] = make(tokenizer, *how)
         return own[key]
@@ -87,7 +88,8 @@ def spelled(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
     they are decoded behind a letter.
     """
     letter = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    head, whole = _decoded(tokenizer, letter), _decoded(tokenizer, [*letter, *tokens])
+    head = _decoded(tokenizer, letter)
+    whole = _decoded(tokenizer, [*letter, *tokens])
     return whole[len(head) :] if whole.startswith(head) else _decoded(tokenizer, tokens)
 
 

@@ -29,7 +29,8 @@ class LLGuidance:
     def __init__(self, form: Form, tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]) -> None:
         from llguidance import LLExecutor, LLMatcher
 
-        self._text, self._executor = text_tokens(tokenizer, vocab), LLExecutor()
+        self._text = text_tokens(tokenizer, vocab)
+        self._executor = LLExecutor()
         grammar = _read(form)
         broken, complaints = LLMatcher.validate_grammar_with_warnings(grammar)
         if broken:
@@ -124,14 +125,16 @@ class _Spelled:
     """A tokenizer by the text of its tokens, in the form that llguidance asks for."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", end: int) -> None:
-        self.eos_token_id, self.bos_token_id = end, tokenizer.bos_token_id
+        self.eos_token_id = end
+        self.bos_token_id = tokenizer.bos_token_id
         self.special_token_ids = sorted(special_tokens(tokenizer))
         self.tokens = list(pieces(tokenizer))
         for token in {end, *self.special_token_ids}:
             self.tokens[token] = b"\xff" + tokenizer.convert_ids_to_tokens(token).encode()  # never text
 
         texts = {piece: token for token, piece in enumerate(self.tokens) if piece and piece[0] != 0xFF}
-        self._tokens, self._longest = texts, max(map(len, texts))
+        self._tokens = texts
+        self._longest = max(map(len, texts))
 
     def __call__(self, text: bytes) -> list[int]:
         """Asked for the usual tokens of a text that is certain: the longest at each place; an end where there is none."""

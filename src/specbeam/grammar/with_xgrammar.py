@@ -109,6 +109,7 @@ def _compiler(
     words = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab, stop_token_ids=list(eos))
     if words.vocab_type is VocabType.RAW:
         words = TokenizerInfo(pieces(tokenizer)[:vocab], vocab_size=vocab, stop_token_ids=list(eos))
-    spelled, fine = words.decoded_vocab, np.zeros(vocab, dtype=bool)
+    spelled = words.decoded_vocab
+    fine = np.zeros(vocab, dtype=bool)
     fine[: len(spelled)] = [min(piece, default=32) >= 32 for piece in spelled[:vocab]]
     return GrammarCompiler(words, max_threads=1), np.packbits(fine, bitorder="little")

@@ -19,11 +19,12 @@ import torch
 from specbeam.errors import NotSupported
 from specbeam.hf.answer import answer
 from specbeam.hf.call import Call
+from specbeam.laws.named import EXACT
 from specbeam.recipes.beams import beam_sampling as beam_sampling_recipe
 from specbeam.recipes.beams import dsbd as dsbd_recipe
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.drawn import speculative_sampling
-from specbeam.recipes.method import EXACT, Method, refuse_ignored
+from specbeam.recipes.method import Method, refuse_ignored
 from specbeam.recipes.search import DrafterName, drafted, speculative
 from specbeam.recipes.search import beam_search as beam_search_recipe
 from specbeam.recipes.search import speculative_beam_search as speculative_beam_search_recipe

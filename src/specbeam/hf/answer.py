@@ -47,7 +47,8 @@ def _fine(result: list[Generation] | SpecbeamError) -> list[Generation]:
 
 def _output(call: Call, results: list[list[Generation]]) -> Any:
     answers = [one for result in results for one in result]
-    rows, longest = call.rows, max(len(one.tokens) for one in answers)
+    rows = call.rows
+    longest = max(len(one.tokens) for one in answers)
     tails = torch.full((len(answers), longest), call.filler, dtype=rows.dtype)
     for tail, one in zip(tails, answers, strict=True):
         tail[: len(one.tokens)] = torch.tensor(one.tokens)

@@ -42,7 +42,8 @@ class Call:
     def of(cls, model: "PreTrainedModel", input_ids: torch.Tensor, given: dict[str, Any]) -> "Call":
         """From what `generate` passes by name."""
         rest = dict(given)
-        processors, criteria = rest.pop("logits_processor", None), rest.pop("stopping_criteria", None)
+        processors = rest.pop("logits_processor", None)
+        criteria = rest.pop("stopping_criteria", None)
         return cls(model, input_ids, processors, criteria, rest.pop("generation_config", None), rest)
 
     def __post_init__(self) -> None:
@@ -103,14 +104,16 @@ class Call:
     @cached_property
     def rows(self) -> torch.Tensor:
         """int64[prompts, length]: each prompt once, padded."""
-        repeats, ids = self.repeats, self.input_ids
+        repeats = self.repeats
+        ids = self.input_ids
         if len(ids) % repeats == 0 and bool((ids.view(-1, repeats, ids.shape[1]) == ids[::repeats, None]).all()):
             return ids[::repeats]
         return ids
 
     def prompts(self) -> tuple[list[list[int]], list[list[int]]]:
         """Rows without padding, and their padding."""
-        rows, mask = self.rows, self.model_kwargs.get("attention_mask")
+        rows = self.rows
+        mask = self.model_kwargs.get("attention_mask")
         if mask is None:
             return [row.tolist() for row in rows], [[] for _ in rows]
         pairs = list(zip(rows, mask[:: len(mask) // len(rows)].bool(), strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specbeam.errors import NotSupported
-from specbeam.laws.truncation import NO_TRUNCATION
+from specbeam.laws.ranking import NO_TRUNCATION
 from specbeam.laws.warp import Warp, truncation_of
 from specbeam.settings import allowed_after
 

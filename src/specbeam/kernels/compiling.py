@@ -92,7 +92,8 @@ if AVAILABLE:
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kinds, convention = signature.args[1].types, context.call_conv
+            kinds = signature.args[1].types
+            convention = context.call_conv
             kind = convention.get_function_type(types.none, kinds).as_pointer()
             values = [builder.extract_value(args[1], place) for place in range(len(kinds))]
             status, _ = convention.call_function(builder, builder.inttoptr(args[0], kind), types.none, kinds, values)
@@ -107,7 +108,8 @@ if AVAILABLE:
         """Call a C function that takes 64-bit integers or pointers alone; gives the int that it returns."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            whole, values = ir.IntType(64), []
+            whole = ir.IntType(64)
+            values = []
             for place, kind in enumerate(signature.args[1].types):
                 values.append(context.cast(builder, builder.extract_value(args[1], place), kind, types.int64))
             function = ir.FunctionType(ir.IntType(32), [whole] * len(values))

@@ -6,6 +6,7 @@ from types import FrameType
 from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM")  # whose handlers are wont to raise
+_COMPILES = ("compile_for_python", "_compile_for_args")  # functions of ours (kernels/linking.py) and of numba's
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
@@ -26,7 +27,7 @@ class interrupts_held:  # noqa: N801
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         at = frame
-        while at is not None and at.f_code.co_name != "_compile_for_args":
+        while at is not None and at.f_code.co_name not in _COMPILES:
             at = at.f_back
         if at is None and number not in self.came:
             self.came[number] = frame

@@ -4,6 +4,7 @@ numba looks at the file that a loop stands in. But the loops that it calls, the 
 it names come from other files, so after an upgrade it would run old code, or fail to read what names classes that are gone.
 """
 
+import logging
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -19,6 +20,7 @@ from numba.core.caching import (
     UserWideCacheLocator,
 )
 
+LOG = logging.getLogger("specbeam.kernels")
 _ROOT = Path(__file__).parents[2]
 _IMPORT = re.compile(r"^\s*from (specbeam[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
 _COMPILES = re.compile(
@@ -29,7 +31,8 @@ _COMPILES = re.compile(
 @cache
 def sources(path: Path) -> frozenset[Path]:
     """The file, and those whose loops, records or constants it compiles in."""
-    found, waiting = {path}, [path]
+    found = {path}
+    waiting = [path]
     while waiting:
         for other, names in _imported(waiting.pop()):
             if other in found:
@@ -45,7 +48,8 @@ def sources(path: Path) -> frozenset[Path]:
 def _imported(path: Path) -> Iterator[tuple[Path, list[str]]]:
     """Files of this package, and the names that come from each."""
     for module, names in _IMPORT.findall(_text(path)):
-        there, each = _ROOT.joinpath(*module.split(".")), re.findall(r"\w+", names.split("#")[0])
+        there = _ROOT.joinpath(*module.split("."))
+        each = re.findall(r"\w+", names.split("#")[0])
         if there.is_dir():
             yield from ((there / f"{name}.py", [name]) for name in each if (there / f"{name}.py").exists())
             there /= "__init__"
@@ -95,11 +99,20 @@ class Kept(FunctionCache):
         """A form of a loop goes by the fields of its records too: numba knows a record by its class and types alone."""
         return super()._index_key(sig, codegen), _fields(sig)
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return this form of the loop as it was kept; None if it has to be compiled, which is logged."""
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            LOG.info("compiling %s", self._py_func.__qualname__)
+        return found
+
     def save_overload(self, sig: Any, data: Any) -> None:
         """Keep this form of the loop, and nothing of what it was before for this version of Python."""
         super().save_overload(sig, data)
+        LOG.info("compiled %s", self._py_func.__qualname__)
         base = self._impl.filename_base
-        (name, _, _), (_, _, version) = base.partition("-"), base.rpartition(".")
+        (name, _, _) = base.partition("-")
+        (_, _, version) = base.rpartition(".")
         for path in Path(self._cache_path).glob(f"{name}-*.{version}.*nb[ic]"):
             if not path.name.startswith(base):
                 path.unlink(missing_ok=True)

@@ -84,22 +84,22 @@ def get_ready(module: str, name: str, kinds: tuple[Any, ...]) -> None:
 
 
 def calling(function: Any) -> Any:
-    """Return a function with the arguments of a compiled one that calls it."""
+    """Return a function with the arguments of a compiled one that calls it: so this is compiled once for all callers."""
     source = function.py_func
     names = ", ".join(inspect.signature(source).parameters)
     text = "\n" * (source.__code__.co_firstlineno - 1) + f"def call({names}): return function({names})"
     made: dict[str, Any] = {"function": function, "__name__": source.__module__}
     exec(compile(text, source.__code__.co_filename, "exec"), made)
     call = made["call"]
-    call.__name__ = f"{source.__name__}_from_python"
-    call.__qualname__ = f"{source.__qualname__}_from_python"
+    call.__name__ = f"call_{source.__name__}"
+    call.__qualname__ = f"call_{source.__qualname__}"
     return call
 
 
 def open_for_python(function: Any, door: Any) -> None:
     """Let Python call the forms of a compiled function through its door, which is compiled for those alone."""
 
-    def compile_for_python(*values: Any, **named: Any) -> Any:
+    def compile_for_python(*values: Any) -> Any:  # numba has put named arguments in their places
         kinds = tuple(function.typeof_pyval(value) for value in values)
         door.compile(kinds)
         entry = door.overloads[kinds].entry_point

@@ -4,9 +4,11 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.kernels.compiling import BLOCK, Array, compiled, compiled_in_any_order, compiled_loosely
+from specbeam.kernels.compiling import BLOCK, Array, compiled, compiled_loosely
+from specbeam.kernels.fused import fused
 
-_LOG2E, _LN2_HIGH = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+_LOG2E = np.float32(1.4426950408889634)
+_LN2_HIGH = np.float32(0.6931471805599453)
 _C2, _C3, _C4, _C5, _C6 = (np.float32(1 / n) for n in (2, 6, 24, 120, 720))
 _F1 = np.float32(1)
 _HALF = np.float32(0.5)
@@ -38,7 +40,8 @@ def pick(law: Array, uniform: float) -> int:
         sums[number] = _sum(law[number * BLOCK : (number + 1) * BLOCK])
     for place in range(len(law) // BLOCK * BLOCK, len(law)):
         sums[blocks - 1] += law[place]
-    left, number = uniform * sums.sum(), 0
+    left = uniform * sums.sum()
+    number = 0
     while number < blocks - 1 and left >= sums[number]:
         left -= sums[number]
         number += 1
@@ -87,14 +90,20 @@ def extremes(bits: Array) -> tuple[Array, Array]:
     """The least and the largest `_rank`: by their bits, for NaN must not come into arithmetic."""
     low = high = _rank(bits[0])
     for place in range(len(bits)):
-        low, high = min(low, _rank(bits[place])), max(high, _rank(bits[place]))
+        low = min(low, _rank(bits[place]))
+        high = max(high, _rank(bits[place]))
     return low, high
 
 
-@compiled_in_any_order
+@compiled
 def exp_near_0(x: Array) -> Array:
     """exp(x), float32, to 2e-7 of it for |x| < 0.35: what is left of an exponent when its powers of two are taken out."""
-    return _F1 + x * (_F1 + x * (_C2 + x * (_C3 + x * (_C4 + x * (_C5 + x * _C6)))))
+    found = fused(x, _C6, _C5)
+    found = fused(x, found, _C4)
+    found = fused(x, found, _C3)
+    found = fused(x, found, _C2)
+    found = fused(x, found, _F1)
+    return fused(x, found, _F1)
 
 
 @compiled_loosely

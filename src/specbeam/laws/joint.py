@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specbeam.core.limits import is_end
+from specbeam.core.beams import is_end
 from specbeam.core.noise import child_keys
 from specbeam.core.steps import Array, step
-from specbeam.laws.ranking import best_pairs, rank_pairs
+from specbeam.laws.ranking import Truncation, best_pairs, cuts, kept_pairs, rank_pairs, warps
 from specbeam.laws.reduce import log_norm, log_sum
-from specbeam.laws.truncation import Truncation, cuts, kept_pairs, warps
 
 SOUND, DEAD, BROKEN = range(3)  # what logits can be: some pair has odds; none has; they hold NaN or +inf
 NO_KEYS = np.zeros(0, dtype=np.uint64)

@@ -1,13 +1,13 @@
 """The law of the token after one node, on the tokens that a truncation leaves."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.core.steps import Array, step
+from specbeam.core.steps import Array, compiled_as, step
 from specbeam.laws.joint import BROKEN, DEAD, SOUND
-from specbeam.laws.reduce import log_norm
-from specbeam.laws.truncation import Truncation, cuts, kept_pairs
+from specbeam.laws.ranking import Truncation, cuts, kept_pairs
+from specbeam.laws.reduce import INF_RANK, MINUS_INF_RANK, extremes, log_norm
 
 NO_SHIFT = np.zeros(1)
 
@@ -77,13 +77,42 @@ def place_in(tokens: Array, token: int) -> int:
     return -1
 
 
-@step
 def condition_of_row(row: Array) -> int:
-    """Return whether the logits of a row are SOUND, DEAD (all are -inf) or BROKEN (NaN or +inf among them)."""
-    norm = log_norm(row.reshape(1, len(row)))[0]
-    if not norm < np.inf:
+    """Return whether the logits of a row are SOUND, DEAD (all are -inf) or BROKEN (NaN or +inf among them).
+
+    Args:
+        row: float32 or float64[vocab].
+    """
+    if row.dtype == np.float32:
+        return condition_of_singles(row)
+    return condition_of_doubles(row)
+
+
+@step
+def condition_of_singles(row: Array) -> int:
+    """Return `condition_of_row` of a float32 row: by its bits, which are looked at side by side."""
+    least, most = extremes(row.view(np.int32))
+    if least < MINUS_INF_RANK or most >= INF_RANK:
         return BROKEN
-    return SOUND if norm > -np.inf else DEAD
+    return SOUND if most > MINUS_INF_RANK else DEAD
+
+
+@step
+def condition_of_doubles(row: Array) -> int:
+    """Return `condition_of_row` of a float64 row."""
+    found = DEAD
+    for value in row:
+        if not value < np.inf:
+            return BROKEN
+        if value > -np.inf:
+            found = SOUND
+    return found
+
+
+@compiled_as(condition_of_row)
+def _condition_by_precision(row: Any) -> Any:
+    chosen = condition_of_singles if str(row.dtype) == "float32" else condition_of_doubles
+    return lambda row: chosen(row)
 
 
 @step

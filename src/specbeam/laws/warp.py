@@ -12,9 +12,8 @@ from specbeam.constraint import Constrained
 from specbeam.core.beams import Beams
 from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd, NotSupported, SpecbeamError
 from specbeam.laws.joint import BROKEN, DEAD, JointLaw, all_pairs, condition_of, joint_law, odds_among
-from specbeam.laws.ranking import largest
+from specbeam.laws.ranking import NO_TRUNCATION, Truncation, largest
 from specbeam.laws.rows import SOUND, RowLaw, condition_of_row, row_law
-from specbeam.laws.truncation import NO_TRUNCATION, Truncation
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList

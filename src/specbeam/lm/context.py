@@ -33,7 +33,8 @@ class Context:
     """
 
     def __init__(self, lm: HuggingFaceLM, length: int) -> None:
-        self.lm, prompt = lm, [(7 * place + 3) % lm.vocab for place in range(length)]
+        self.lm = lm
+        prompt = [(7 * place + 3) % lm.vocab for place in range(length)]
         self.seat: Any = SimpleNamespace(prompt=prompt, state={})
         self.root = Forest.rooted(prompt[-1:])
         lm.extend([self.seat], [self.root])

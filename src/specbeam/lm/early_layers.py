@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def early_layers(model: "PreTrainedModel", layers: int) -> HuggingFaceLM:
     """A scorer that runs `layers` layers of `model`; the weights are shared, nothing is copied."""
-    total, name = model.config.num_hidden_layers, type(model).__name__
+    total = model.config.num_hidden_layers
+    name = type(model).__name__
     if not 1 <= layers <= total:
         raise BadSetting(f"early layers is {layers}; {name} has {total}")
     body = getattr(model, model.base_model_prefix)

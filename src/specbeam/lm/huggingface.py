@@ -89,7 +89,8 @@ class HuggingFaceLM:
         engine: str = "auto",
         share_from: int | Literal["auto"] | None = "auto",
     ) -> None:
-        self.model, self.chunk = model, chunk
+        self.model = model
+        self.chunk = chunk
         self.lanes: list[list[Any]] = []  # the sessions of each row of the store
         self.engine, self.runner = _engine(model, engine, self.lanes)
         self.share_from = share_from if share_from != "auto" else _share_from(self.engine)
@@ -273,7 +274,8 @@ class HuggingFaceLM:
             if leader is None:
                 self.lanes.append(lane.company)
             else:
-                lane.leader, lane.common = leader, common
+                lane.leader = leader
+                lane.common = common
                 lane.company = leader.company
                 lane.company.append(lane)
                 lane.trie.company = leader.trie.company
@@ -289,7 +291,8 @@ class HuggingFaceLM:
         if self.share_from is None or needs.prompt:
             return None, 0
         context, vectors = self._given(session)
-        best, longest = None, self.share_from - 1
+        best = None
+        longest = self.share_from - 1
         for company in self.lanes:
             if len(company) >= MOST_TOGETHER:
                 continue
@@ -298,7 +301,8 @@ class HuggingFaceLM:
             for lane in company:
                 common = min(_agreement(session.prompt, lane.prompt), len(session.prompt) - 1, len(lane.prompt) - 1)
                 if common > longest and lane.leader is None and self._pays(common, len(company), session):
-                    best, longest = lane, common
+                    best = lane
+                    longest = common
         return best, longest if best is not None else 0
 
     def _pays(self, common: int, others: int, session: Seat) -> bool:

@@ -23,7 +23,8 @@ class IdleLM(Uncached):
     """
 
     def __init__(self, vocab: int, seed: int) -> None:
-        self.vocab, self.seconds = vocab, 0.0
+        self.vocab = vocab
+        self.seconds = 0.0
         self._rows = torch.randn(ROWS, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
     def __repr__(self) -> str:

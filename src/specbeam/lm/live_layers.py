@@ -21,7 +21,8 @@ class LiveLayers:
     """
 
     def __init__(self, lm: HuggingFaceLM, layers: int) -> None:
-        total, name = lm.model.config.num_hidden_layers, type(lm.model).__name__
+        total = lm.model.config.num_hidden_layers
+        name = type(lm.model).__name__
         if not 1 <= layers < total:
             raise BadSetting(f"layers is {layers}; {name} has {total}, of which some have to be left")
         if not isinstance(lm.runner, PackedPasses):
@@ -29,8 +30,10 @@ class LiveLayers:
                 f"a range of layers is run by the compiled forward alone, and {name} is run by engine {lm.engine!r}; "
                 "early_layers(model, layers) takes every model, and computes their part twice"
             )
-        self.lm, self.layers = lm, layers
-        self.vocab, self.max_positions = lm.vocab, lm.max_positions
+        self.lm = lm
+        self.layers = layers
+        self.vocab = lm.vocab
+        self.max_positions = lm.max_positions
         self.passes = 0
 
     def extend(

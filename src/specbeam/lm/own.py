@@ -20,7 +20,8 @@ class TargetAsDraft:
 
     def __init__(self, lm: LM) -> None:
         self.lm = lm
-        self.vocab, self.max_positions = lm.vocab, lm.max_positions
+        self.vocab = lm.vocab
+        self.max_positions = lm.max_positions
 
     def extend(
         self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None

@@ -1,8 +1,9 @@
 """The recipe that is chosen by measurement."""
 
 from specbeam.errors import NotSupported
+from specbeam.laws.named import EXACT
 from specbeam.lm.base import LM
-from specbeam.recipes.method import EXACT, Method
+from specbeam.recipes.method import Method
 from specbeam.session import Parts
 
 

@@ -8,9 +8,10 @@ from specbeam.control.fixed import FixedShape
 from specbeam.control.width import FixedWidth, SureWidth, ValuedWidth, Width
 from specbeam.draft.beams import BeamDrafter, NoDraft
 from specbeam.errors import BadSetting
+from specbeam.laws.named import EXACT
 from specbeam.lm.base import LM
 from specbeam.recipes.depth import Depth, check_depth, depth_control, shape_by_value
-from specbeam.recipes.method import EXACT, Build, Method, at_least_one, refuse_ignored
+from specbeam.recipes.method import Build, Method, at_least_one, refuse_ignored
 from specbeam.recipes.search import drafted, speculative
 from specbeam.session import Parts
 from specbeam.verify.beams import BeamRule
@@ -121,7 +122,8 @@ def dsbd(
         worth: for width="auto", what twice the beams of a layer are worth, in layers of one beam (2): higher is wider.
     """
     at_least_one(beams=beams, min_beams=min_beams)
-    asked, draft_beams = draft_beams, drafted(beams, draft_beams)
+    asked = draft_beams
+    draft_beams = drafted(beams, draft_beams)
     if depth is None:
         depth = "auto" if width == "auto" or (width == "fixed" and coupling == "noise") else 4
     check_depth(depth)

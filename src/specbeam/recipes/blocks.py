@@ -8,9 +8,10 @@ from specbeam.draft.every_block import EveryBlock
 from specbeam.draft.joint import JointBeams
 from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting, NotSupported, one_of
+from specbeam.laws.named import CHANGED, EXACT
 from specbeam.lm.base import LM
 from specbeam.lm.own import TargetAsDraft
-from specbeam.recipes.method import CHANGED, EXACT, Method, RequestInfo, at_least_one, refuse_ignored
+from specbeam.recipes.method import Method, RequestInfo, at_least_one, refuse_ignored
 from specbeam.session import Parts
 from specbeam.settings import DEFAULT_NEW_TOKENS
 from specbeam.verify.blocks import BlockMode, BlockRule
@@ -49,7 +50,8 @@ def mtjd(
     refuse_ignored(mode in get_args(BeamMode), who, beams=beams)
     refuse_ignored(mode == "joint_temperature", who, block_temperature=block_temperature)
     refuse_ignored(mode == "joint_topk", who, top=top)
-    beams, top = 4 if beams is None else beams, 10 if top is None else top
+    beams = 4 if beams is None else beams
+    top = 10 if top is None else top
     temperature = 1.0 if block_temperature is None else block_temperature
     at_least_one(depth=depth, beams=beams, top=top)
     if not 0 < temperature < math.inf:

@@ -7,9 +7,9 @@ from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import LM
 from specbeam.lm.early_layers import early_layers
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, grown, law_of, rule_of
+from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, grown, rule_of
 from specbeam.recipes.method import Method, at_least_one
-from specbeam.session import Controller, Parts, Rule
+from specbeam.session import Controller, Parts, Rule, law_of
 
 
 def opt_tree(

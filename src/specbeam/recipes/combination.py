@@ -13,8 +13,8 @@ from specbeam.draft.tree import Growth, TreeDrafter
 from specbeam.errors import BadSetting, LostLaw
 from specbeam.lm.base import LM
 from specbeam.recipes.depth import DrafterOf, depth_by_cost
-from specbeam.recipes.method import EXACT, UNKNOWN, Method
-from specbeam.session import Controller, Parts, Rule, is_part
+from specbeam.recipes.method import Method
+from specbeam.session import Controller, Parts, Rule, is_part, law_of
 from specbeam.verify.traversal import TraversalRule
 from specbeam.verify.walk import MatchRule, PathRule
 
@@ -63,13 +63,6 @@ def rule_of(chosen: "RuleName | Rule", drafts: DraftKind) -> Rule:
     return rule
 
 
-def law_of(rule: Rule) -> str:
-    """Return the law of what a rule for one sequence lets live on: its own word for it, where it is somebody's own."""
-    if type(rule) in (PathRule, TraversalRule, MatchRule):
-        return EXACT
-    return str(getattr(rule, "law", UNKNOWN))
-
-
 def control_of(
     chosen: "ControllerName | Controller",
     drafts: DraftKind,
@@ -81,7 +74,8 @@ def control_of(
 
     "cost" needs to know whose layers it weighs: `drafter_of` (None: drafts cost nothing), judged by `rule`.
     """
-    depth, width = drafts.depth, drafts.width
+    depth = drafts.depth
+    width = drafts.width
     known: dict[str, Controller | None] = {
         "fixed": fixed or FixedShape(depth, width),
         "confidence": SureDraft(most=depth, width=width),

@@ -74,7 +74,8 @@ def depth_by_cost(
     if drafter is None or rule is None or draft is None:
         return DepthByCost(_curve(target, "target"), FREE, 1, layers, most)
     host = _host(target, draft, layers[0], drafter, rule)
-    curves, alone = (_curve(target, "target"), _curve(draft, "draft")), not isinstance(rule, MatchRule)
+    curves = (_curve(target, "target"), _curve(draft, "draft"))
+    alone = not isinstance(rule, MatchRule)
     return DepthByCost(*curves, 1, layers, most, host, alone=alone)
 
 

@@ -12,9 +12,9 @@ from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafte
 from specbeam.errors import BadSetting, NotSupported, one_of
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, grown, law_of, rule_of
+from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, grown, rule_of
 from specbeam.recipes.method import Method, at_least_one
-from specbeam.session import Controller, Parts, Rule
+from specbeam.session import Controller, Parts, Rule, law_of
 
 
 def speculative_sampling(

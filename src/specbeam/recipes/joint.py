@@ -7,9 +7,10 @@ from specbeam.control.fixed import FixedShape
 from specbeam.draft.joint import JointBeams
 from specbeam.draft.tree import Branching, FixedTree, Growth, TreeDrafter
 from specbeam.errors import BadSetting, one_of
+from specbeam.laws.named import CHANGED
 from specbeam.lm.base import LM
 from specbeam.recipes.combination import ControllerName, DraftKind, control_of
-from specbeam.recipes.method import CHANGED, Method, RequestInfo, at_least_one, refuse_ignored
+from specbeam.recipes.method import Method, RequestInfo, at_least_one, refuse_ignored
 from specbeam.session import Controller, Parts
 from specbeam.verify.joint import Bonus, JointRule, refuse_audit
 from specbeam.verify.paths import Prefix, Theta
@@ -146,10 +147,12 @@ def _assisted(
     controller: "ControllerName | Controller", width: int = 4,
 ) -> Method:  # fmt: skip
     refuse_ignored(isinstance(controller, str), "a controller of one's own", beams=beams, depth=depth)
-    beams, depth = width if beams is None else beams, 4 if depth is None else depth
+    beams = width if beams is None else beams
+    depth = 4 if depth is None else depth
     at_least_one(beams=beams, depth=depth)
     fixed = FixedShape(depth, beams, beyond=0 if rule.bonus == "none" else 1)
-    control, law = control_of(controller, DraftKind(name, depth, beams), fixed), _law(rule)
+    control = control_of(controller, DraftKind(name, depth, beams), fixed)
+    law = _law(rule)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None

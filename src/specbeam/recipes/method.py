@@ -7,7 +7,7 @@ from typing import Any
 
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import LM
-from specbeam.session import Controller, Drafter, Parts, Rule, is_part
+from specbeam.session import Controller, Drafter, Parts, Rule, is_part, law_of
 from specbeam.settings import Settings
 
 
@@ -21,9 +21,6 @@ class RequestInfo:
     audited: bool
 
 
-EXACT = "exact: plain sampling"
-UNKNOWN = "unknown: a rule of one's own that does not say"
-CHANGED = "approximate: changes the output law on purpose; "
 Build = Callable[[LM | None, LM | None], Parts]  # from the target and the draft model
 Check = Callable[[RequestInfo], None]  # raises what the method would stumble over on its way
 
@@ -74,19 +71,24 @@ class Method:
 
         Args:
             drafter, rule, controller: what takes the place; None keeps the method's.
-            law: what law the output has; None keeps the method's law, unless the rule is another: then it is what `rule.law`
-                says, or unknown.
+            law: what law the output has; None keeps the method's law, unless the rule is another: then it is what the rule
+                says (`law_of`).
         """
         given = {"drafter": (drafter, Drafter), "rule": (rule, Rule), "controller": (controller, Controller)}
         for name, (part, kind) in given.items():
             if part is not None and not is_part(part, kind):
                 raise BadSetting(f"{name} is {part!r}; it must be a part (docs/write_a_method.md)")
         if law is None:
-            law = self.law if rule is None else str(getattr(rule, "law", UNKNOWN))
+            law = self.law if rule is None else law_of(rule)
 
         def build(target: LM | None, draft: LM | None) -> Parts:
             own = self.build(target, target if draft is None else draft)  # a draft model may be built in, and not used
-            return Parts(drafter or own.drafter, rule or own.rule, controller or own.controller, law)
+            return Parts(
+                drafter=own.drafter if drafter is None else drafter,
+                rule=own.rule if rule is None else rule,
+                controller=own.controller if controller is None else controller,
+                law=law,
+            )
 
         return replace(self, law=law, build=build, needs_draft=self.needs_draft and drafter is None)
 

@@ -8,9 +8,9 @@ from specbeam.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.draft.recycle import Ranks, Successors, TokenRecycling, likeliest
 from specbeam.errors import BadSetting, one_of
 from specbeam.lm.base import LM
-from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, law_of, rule_of
+from specbeam.recipes.combination import ControllerName, DraftKind, RuleName, control_of, rule_of
 from specbeam.recipes.method import Method, at_least_one
-from specbeam.session import Controller, Parts, Rule
+from specbeam.session import Controller, Parts, Rule, law_of
 
 UNSTOPPABLE = "finds a whole draft at once, without odds"
 

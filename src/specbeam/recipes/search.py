@@ -87,7 +87,8 @@ def speculative(
     rule: Rule | None = None,
 ) -> Build:
     """The parts of a speculative search, also of one that draws; `rule` is that of a search with so many beams."""
-    judge, make = rule or SearchRule(beams), _drafter_of(drafter, beams, draft_beams, 4 if depth == "auto" else depth)
+    judge = rule or SearchRule(beams)
+    make = _drafter_of(drafter, beams, draft_beams, 4 if depth == "auto" else depth)
     by_model = partial(BeamDrafter, beams=beams, search=True)
 
     def build(target: LM | None, draft: LM | None) -> Parts:

@@ -24,6 +24,7 @@ from specbeam.core.beams import (
     Beams,
     Finished,
     Layers,
+    Stop,
     add_finished,
     add_layer,
     first_layers,
@@ -32,7 +33,6 @@ from specbeam.core.beams import (
     no_layers,
 )
 from specbeam.core.forest import CHOSEN, DISTINCT, SHARED, Forest, find_child, most_layers, start_of
-from specbeam.core.limits import Stop
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import candidate_count, draw_pairs, going_on
 from specbeam.errors import DeadEnd
@@ -48,7 +48,7 @@ from specbeam.laws.joint import (
     joint_law,
     odds_among,
 )
-from specbeam.laws.truncation import Truncation
+from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Rows, check_condition, law_of_processed, left_by_others, on_host, processed_rows
 from specbeam.records import Trial, Verdict
 from specbeam.session import Session

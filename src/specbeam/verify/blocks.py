@@ -90,7 +90,8 @@ def most_probable(forest: Forest, logp: Float64[np.ndarray, "nodes vocab"], coun
     """Indices into the flat table of the `count` most probable blocks, fewer if there are fewer; of equal ones the first in
     lexicographic order.
     """
-    flat, vocab = logp.ravel(), logp.shape[1]
+    flat = logp.ravel()
+    vocab = logp.shape[1]
     count = min(count, int(np.count_nonzero(flat > -np.inf)))
     edge = np.partition(flat, -count)[-count]
     above = np.flatnonzero(flat > edge + TIE).tolist()
@@ -103,7 +104,8 @@ def block_logp(
     session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]
 ) -> Float64[np.ndarray, "nodes vocab"]:
     """Log-likelihood of each block by its last node and its last token; -inf where a longer one goes on."""
-    deepest, eos = int(forest.depths().max()), np.array(session.limits.eos, dtype=np.int64)
+    deepest = int(forest.depths().max())
+    eos = np.array(session.limits.eos, dtype=np.int64)
     logp = np.full(tuple(scored.shape), -np.inf)
     for depth, (nodes, known, _, _) in enumerate(layers(session, forest, scored, deepest + 1)):
         shown = eos if depth < deepest else np.arange(scored.shape[1])

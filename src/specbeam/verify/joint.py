@@ -135,7 +135,8 @@ class JointRule:
         if self.threshold == 0:  # then nothing is promised
             return None
         theta = paths.logq if self.chains is not None else paths.theta(self.theta)
-        length, logp = int(paths.depths[node]), float(paths.logp[node])
+        length = int(paths.depths[node])
+        logp = float(paths.logp[node])
         gap = max(paths.best_possible(length) - logp, 0.0)
         return Certificate(1, length, logp, float(theta[node]) + math.log(self.threshold), gap)
 

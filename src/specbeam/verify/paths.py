@@ -98,12 +98,14 @@ def deepest_in_chains(paths: Paths, threshold: float, count: int = 1, prefix: Pr
     A beam that passes as a whole ends the search, unless an earlier one got as far: a beam that ended may be short.
     """
     fine = passing(paths, paths.logq, threshold, prefix)
-    found, length = 0, 0
+    found = 0
+    length = 0
     for last in paths.chains[:count]:
         nodes = paths.path(last)
         passed = max((number for number, node in enumerate(nodes, 1) if fine[node]), default=0)
         if passed > length:
-            found, length = nodes[passed - 1], passed
+            found = nodes[passed - 1]
+            length = passed
             if passed == len(nodes):
                 break
     return found

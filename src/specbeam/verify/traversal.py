@@ -9,14 +9,14 @@ from jaxtyping import Float
 
 from specbeam.audit import Audit
 from specbeam.control.width import FixedWidths
-from specbeam.core.beams import Beams, Layers
+from specbeam.core.beams import Beams, Layers, Stop
 from specbeam.core.dice import flip, pick
 from specbeam.core.forest import Forest, GroupsUnder, Siblings, groups_by_node, start_of
-from specbeam.core.limits import Stop
 from specbeam.core.steps import Array, open_step, step
 from specbeam.laws.joint import SOUND
+from specbeam.laws.named import EXACT
+from specbeam.laws.ranking import Truncation
 from specbeam.laws.rows import RowLaw, greedy_law
-from specbeam.laws.truncation import Truncation
 from specbeam.records import Verdict
 from specbeam.session import Session
 from specbeam.verify.trials import NOTHING, Drafts, Watched, law_on_trial, note_trial
@@ -249,6 +249,7 @@ class TraversalRule:
     Law: exact: the target's. Source: traversal verification (arXiv 2505.12398); block verification (2403.10444).
     """
 
+    law: ClassVar[str] = EXACT
     tries: ClassVar[bool] = True
 
     def spec(self, session: Session) -> ClimbSpec:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 from specbeam.audit import Audit
 from specbeam.control.width import FixedWidths
-from specbeam.core.beams import Beams, Layers, first_layers, no_layers
+from specbeam.core.beams import Beams, Layers, Stop, first_layers, is_end, no_layers
 from specbeam.core.dice import pick
 from specbeam.core.forest import (
     CHOSEN,
@@ -22,15 +22,14 @@ from specbeam.core.forest import (
     groups_by_node,
     start_of,
 )
-from specbeam.core.limits import Stop, is_end
 from specbeam.core.noise import child_key
 from specbeam.core.steps import Array, compiled_as, open_step, step
 from specbeam.errors import LostLaw
 from specbeam.laws.joint import BROKEN, DEAD, SOUND
-from specbeam.laws.ranking import best_pairs, rank_pairs
+from specbeam.laws.named import EXACT
+from specbeam.laws.ranking import Truncation, best_pairs, cuts, rank_pairs
 from specbeam.laws.reduce import log_norm
 from specbeam.laws.rows import RowLaw, best_token, odds_on, place_in, row_law
-from specbeam.laws.truncation import Truncation, cuts
 from specbeam.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
 from specbeam.records import Verdict
 from specbeam.session import Session
@@ -453,6 +452,7 @@ class PathRule:
     Law: exact: the target's.
     """
 
+    law: ClassVar[str] = EXACT
     tries: ClassVar[bool] = True
 
     def spec(self, session: Session) -> WalkSpec:
@@ -482,6 +482,7 @@ class MatchRule:
     Law: exact: the target's.
     """
 
+    law: ClassVar[str] = EXACT
     coupling: str = "noise"
 
     def spec(self, session: Session) -> WalkSpec:

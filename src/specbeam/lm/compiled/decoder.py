@@ -78,7 +78,8 @@ class CompiledDecoder:
     """The forward of one model; see `compiled_decoder`."""
 
     def __init__(self, model: "PreTrainedModel", int8: bool = False) -> None:
-        config, inner = model.config, model.model
+        config = model.config
+        inner = model.model
         self.threads = _started()
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
@@ -94,7 +95,8 @@ class CompiledDecoder:
         tiled = model.num_parameters() >= TILED_FROM and tiles.available()
         kind: Kind = "int8" if int8 else "float32" if not exact else "tiles" if tiled else "bfloat16"
         self.weights = _weights(list(inner.layers), kind)
-        self.last_norm, self.head = _numbers(inner.norm.weight), in_panels(head, kind)
+        self.last_norm = _numbers(inner.norm.weight)
+        self.head = in_panels(head, kind)
         named = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self.names = list(dict.fromkeys(named))
         self.kinds = np.array([self.names.index(name) for name in named])

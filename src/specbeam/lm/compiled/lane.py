@@ -46,7 +46,8 @@ class CompiledLane(RowMember):
 
     def ran(self) -> None:
         """A loop has settled it."""
-        self.trie.root_at, self.answered = self.trie.local.copy(), 0
+        self.trie.root_at = self.trie.local.copy()
+        self.answered = 0
 
     def learn(self, rows: Float32[np.ndarray, "n hidden"]) -> None:
         """Outputs of the nodes that were stored last."""

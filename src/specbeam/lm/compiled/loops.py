@@ -1,15 +1,15 @@
 """The layers of a Llama-like model as compiled loops: norms, rotary positions, attention, the gated inner layer.
 
 A row's numbers are the same, to the last bit, whatever stands beside it: sums are added up in an order that is written
-down, never in one that the compiler finds, and functions of single numbers go over blocks of a fixed length, so that no
-number falls into the rest of a loop in one pass and not in another.
+down, never in one that the compiler finds, and nothing is compiled so that the compiler may change what is rounded.
 """
 
 from typing import Any
 
 import numpy as np
 
-from specbeam.kernels.compiling import Array, compiled, compiled_in_any_order
+from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.fused import fused
 from specbeam.kernels.sums import exp_near_0
 from specbeam.lm.compiled.panels import multiply, parts, stood_up
 from specbeam.lm.compiled.sums import MOST, WIDTH, sums
@@ -24,42 +24,35 @@ SUMMED = 32  # sums that grow side by side: every so many numbers one is added t
 _HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
 
 
-@compiled_in_any_order
-def _exponential_of_panel(x: Array, powers: Array) -> None:
-    """`exponential` of float32[WIDTH]: of a fixed length, so that each number is treated like every other."""
-    for place in range(WIDTH):
-        y = _LEAST if x[place] < _LEAST else x[place]
-        y = _MOST if y > _MOST else y
-        whole = np.floor(y * _LOG2E + _HALF)
-        f = (y - whole * _LN2_HEAD) - whole * _LN2_REST
-        x[place] = exp_near_0(f)
-        powers[place] = (np.int32(whole) + 127) << 23
-    scale = powers.view(np.float32)
-    for place in range(WIDTH):
-        x[place] *= scale[place]
-
-
 @compiled
 def exponential(x: Array, powers: Array) -> None:
     """x becomes exp(x), float32, to 2e-7 of it, between -87 and 87; outside, that of these.
 
     Args:
-        x: float32[n], where n is a multiple of `WIDTH`.
-        powers: scratch, int32[WIDTH].
+        powers: scratch, int32 of the same length.
     """
-    for start in range(0, len(x), WIDTH):
-        _exponential_of_panel(x[start : start + WIDTH], powers)
+    for place in range(len(x)):
+        y = _LEAST if x[place] < _LEAST else x[place]
+        y = _MOST if y > _MOST else y
+        whole = np.floor(fused(y, _LOG2E, _HALF))
+        f = fused(-whole, _LN2_REST, fused(-whole, _LN2_HEAD, y))
+        x[place] = exp_near_0(f)
+        powers[place] = (np.int32(whole) + 127) << 23
+    scale = powers.view(np.float32)
+    for place in range(len(x)):
+        x[place] *= scale[place]
 
 
 @compiled
 def total_of(parts: Array) -> Array:
     """Return the sum of float32[SUMMED], half on half: `parts` is overwritten."""
-    width = SUMMED
-    while width > 1:
-        width //= 2
-        for place in range(width):
-            parts[place] += parts[place + width]
-    return parts[0]
+    for place in range(16):
+        parts[place] += parts[place + 16]
+    for place in range(8):
+        parts[place] += parts[place + 8]
+    for place in range(4):
+        parts[place] += parts[place + 4]
+    return (parts[0] + parts[2]) + (parts[1] + parts[3])
 
 
 @compiled
@@ -107,17 +100,20 @@ def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions
     """Rotary positions, in place, of `heads` heads from column `first` on. angles: float32[2, positions, size / 2]."""
     half = size // 2
     for row in range(len(x)):
-        cos, sin = angles[0, positions[row]], angles[1, positions[row]]
+        cos = angles[0, positions[row]]
+        sin = angles[1, positions[row]]
         for head in range(heads):
             start = first + head * size
-            one, other = x[row, start : start + half], x[row, start + half : start + size]
+            one = x[row, start : start + half]
+            other = x[row, start + half : start + size]
             for place in range(half):
-                a, b = one[place], other[place]
+                a = one[place]
+                b = other[place]
                 one[place] = a * cos[place] - b * sin[place]
                 other[place] = b * cos[place] + a * sin[place]
 
 
-@compiled_in_any_order
+@compiled
 def largest(x: Array) -> Array:
     """Of float32[n]. A maximum in one variable is found one by one, as NaN has to stay; many side by side are vectors."""
     tops = np.full(_SIDE_BY_SIDE, _UNSEEN, dtype=np.float32)
@@ -142,7 +138,7 @@ def softmax(scores: Array, seen: Array, powers: Array, parts: Array) -> None:
     top = largest(scores)
     for slot in range(len(scores)):
         scores[slot] = scores[slot] - top
-    exponential(scores, powers)
+    exponential(scores, powers[: len(scores)])
     for slot in range(len(scores)):
         scores[slot] = scores[slot] if seen[slot] else _F0
     total = sum_of(scores, parts)
@@ -158,7 +154,8 @@ def _asked(
     """Queries start .. start + count of one kv head, scaled and stood up; gives what slots they reach, in whole panels."""
     extent = 0
     for one in range(count):
-        row, head = first + (start + one) // group, kv * group + (start + one) % group
+        row = first + (start + one) // group
+        head = kv * group + (start + one) % group
         extent = max(extent, reach[row])
         for place in range(size):
             tall[place * count + one] = q[row, head * size + place] * scale
@@ -183,14 +180,16 @@ def attend(
     kv_heads = keys.shape[1]
     panels = keys.shape[2]
     size = keys.shape[3]
-    height, width = values.shape[2], values.shape[3]
-    flat_keys, flat_values = keys.reshape(-1), values.reshape(-1)
+    height = values.shape[2]
+    width = values.shape[3]
+    flat_keys = keys.reshape(-1)
+    flat_values = values.reshape(-1)
     most = -(-(reach.max()) // WIDTH) * WIDTH
     scores = np.empty((MOST, most), dtype=np.float32)
     flat_scores = scores.reshape(-1)
     tall = np.empty(MOST * max(size, most), dtype=np.float32)
     mixed = np.empty((MOST, width), dtype=np.float32)
-    powers = np.empty(WIDTH, dtype=np.int32)
+    powers = np.empty(most, dtype=np.int32)
     summed = np.empty(SUMMED, dtype=np.float32)
     for session in range(len(rows)):
         lane, first, last = rows[session]
@@ -215,15 +214,16 @@ def attend(
                         panel * WIDTH, width, extent,
                     )  # fmt: skip
                 for one in range(count):
-                    row, head = first + (start + one) // group, kv * group + (start + one) % group
+                    row = first + (start + one) // group
+                    head = kv * group + (start + one) % group
                     out[row, head * size : (head + 1) * size] = mixed[one, :size]
 
 
-@compiled_in_any_order
+@compiled
 def gate(both: Array, inner: int, out: Array) -> None:
     """SiLU of the first `inner` columns times the next ones."""
-    powers = np.empty(WIDTH, dtype=np.int32)
-    falling = np.zeros(-(-inner // WIDTH) * WIDTH, dtype=np.float32)
+    powers = np.empty(inner, dtype=np.int32)
+    falling = np.empty(inner, dtype=np.float32)
     for row in range(len(both)):
         for place in range(inner):
             falling[place] = -both[row, place]
@@ -235,12 +235,14 @@ def gate(both: Array, inner: int, out: Array) -> None:
 @compiled
 def kept(qkv: Array, heads: int, rows: Array, slots: Array, keys: Array, values: Array) -> None:
     """Store keys and values of all rows at their slots."""
-    kv_heads, size = keys.shape[1], keys.shape[3]
+    kv_heads = keys.shape[1]
+    size = keys.shape[3]
     for session in range(len(rows)):
         lane, first, last = rows[session]
         for row in range(first, last):
             for kv in range(kv_heads):
-                k, v = (heads + kv) * size, (heads + kv_heads + kv) * size
+                k = (heads + kv) * size
+                v = (heads + kv_heads + kv) * size
                 keys[lane, kv, slots[row] // WIDTH, :, slots[row] % WIDTH] = qkv[row, k : k + size]
                 values[lane, kv, slots[row], :size] = qkv[row, v : v + size]
 
@@ -258,14 +260,16 @@ def all_layers(
         keys, values: of all layers; see `attend`.
     """
     count, hidden = x.shape
-    kv_heads, size = keys.shape[2], keys.shape[4]
+    kv_heads = keys.shape[2]
+    size = keys.shape[4]
     h = np.empty((count, hidden), dtype=np.float32)
     qkv = np.empty((count, weights.qkv.shape[1] * WIDTH), dtype=np.float32)
     mixed = np.empty((count, heads * size), dtype=np.float32)
     out = np.empty((count, weights.out.shape[1] * WIDTH), dtype=np.float32)
     both = np.empty((count, weights.gate_up.shape[1] * WIDTH), dtype=np.float32)
     wide = np.empty((count, weights.inner), dtype=np.float32)
-    scale, reach = np.float32(1 / np.sqrt(size)), _reach(seen)
+    scale = np.float32(1 / np.sqrt(size))
+    reach = _reach(seen)
     for layer in range(len(kinds)):
         normalise(x, weights.before_attention[layer], eps, h)
         multiply(h, weights.qkv[layer], qkv, threads)
@@ -311,6 +315,7 @@ def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, 
 def _add(x: Array, more: Array) -> None:
     """x += more, of which there may be more columns."""
     for row in range(len(x)):
-        here, there = x[row], more[row]
+        here = x[row]
+        there = more[row]
         for place in range(len(here)):
             here[place] += there[place]

@@ -34,7 +34,8 @@ def _looked_at(trie: Trie, start: int, stop: int, windows: Array) -> Array:
     seen = np.zeros((len(windows), stop - start, extent), dtype=np.bool_)
     for kind in range(len(windows)):
         for node in range(start, stop):
-            row, position = seen[kind, node - start], trie.nodes[2, node]
+            row = seen[kind, node - start]
+            position = trie.nodes[2, node]
             for slot in range(extent):
                 near = windows[kind] == 0 or position - trie.slot_position[slot] < windows[kind]
                 row[slot] = trie.seen[node, slot] and near
@@ -44,11 +45,14 @@ def _looked_at(trie: Trie, start: int, stop: int, windows: Array) -> Array:
 @compiled
 def _store(one: OneLane) -> None:
     """Run the layers on all pending nodes, and keep their outputs."""
-    trie, model = one.trie, one.model
-    start, stop = trie.books[STORED], trie.books[SIZE]
+    trie = one.trie
+    model = one.model
+    start = trie.books[STORED]
+    stop = trie.books[SIZE]
     slots = np.empty(stop - start, dtype=np.int64)
     feed_slots(trie, slots)
-    tokens, positions = trie.nodes[0][start:stop], trie.nodes[2][start:stop]
+    tokens = trie.nodes[0][start:stop]
+    positions = trie.nodes[2][start:stop]
     if positions.max() >= model.angles.shape[1]:
         raise IndexError("a position is beyond those of the model")
     if tokens.min() < 0 or tokens.max() >= len(model.embedding):
@@ -56,7 +60,8 @@ def _store(one: OneLane) -> None:
     x = np.empty((stop - start, model.embedding.shape[1]), dtype=np.float32)
     for row in range(len(x)):
         x[row] = model.embedding[tokens[row]]
-    rows, seen = np.array([[one.lane, 0, len(x)]]), _looked_at(trie, start, stop, one.windows)
+    rows = np.array([[one.lane, 0, len(x)]])
+    seen = _looked_at(trie, start, stop, one.windows)
     call_at(one.layers, (
         x, model.weights, model.angles, model.eps, model.heads, positions, rows, slots, seen, model.kinds, one.keys,
         one.values, one.threads,
@@ -89,8 +94,10 @@ def extended(one: OneLane, tokens: Array, parents: Array, answered: int) -> Arra
 @compiled
 def has_room(one: OneLane, fresh: int, beams: int) -> bool:
     """For a turn of so many new forest nodes, behind which so many beams live."""
-    trie, books = one.trie, one.trie.books
-    size, slots = books[SIZE] + fresh + beams, books[HELD] + books[SIZE] - books[STORED] + fresh + 1
+    trie = one.trie
+    books = one.trie.books
+    size = books[SIZE] + fresh + beams
+    slots = books[HELD] + books[SIZE] - books[STORED] + fresh + 1
     rows = min(trie.nodes.shape[1], len(trie.seen), len(one.outputs))
     return size <= rows and books[KNOWN] + fresh + beams <= len(trie.local) and slots <= len(trie.used)
 

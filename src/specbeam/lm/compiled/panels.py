@@ -127,7 +127,8 @@ def _as_it_is(panel: Array, depth: int) -> Array:
 def _stood_up_as_floats(x: Array, start: int, rows: int, tall: Array) -> None:
     steps = tall[: rows * x.shape[1]].reshape(x.shape[1], rows)
     for row in range(rows):
-        one, here = steps[:, row], x[start + row]
+        one = steps[:, row]
+        here = x[start + row]
         for step in range(len(one)):
             one[step] = here[step]
 
@@ -136,7 +137,8 @@ def _stood_up_as_bytes(x: Array, start: int, rows: int, tall: Array) -> None:
     words = x.shape[1] // STEP
     scales = tall[rows * words : rows * (words + 1)].view(np.float32)
     for row in range(rows):
-        here, largest = x[start + row], np.float32(1e-30)
+        here = x[start + row]
+        largest = np.float32(1e-30)
         for step in range(len(here)):
             largest = max(largest, abs(here[step]))
         scales[row] = largest / np.float32(127)
@@ -186,7 +188,8 @@ def _panel_times_standing(panels: Array, panel: int, tall: Array, rows: int, dep
     columns = out.shape[1]
     count = parts(rows)
     each = len(tall) // rows
-    flat, result = panels.reshape(-1), out.reshape(-1)
+    flat = panels.reshape(-1)
+    result = out.reshape(-1)
     if count < _UNPACKED_FROM:
         for part in range(count):
             start = part * rows // count

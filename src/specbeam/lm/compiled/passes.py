@@ -115,7 +115,8 @@ class PackedPasses:
                 lane.learn(np.concatenate([one for one, of in zip(each, of_lanes, strict=True) if of is lane]))
                 for start, before in lane.half_prompt:
                     self._keep_prompt(lane, start, before)
-                lane.half, lane.half_prompt = [], []
+                lane.half = []
+                lane.half_prompt = []
 
     def extend_early(self, lanes: list[CompiledLane], forests: Sequence[Forest]) -> list[Scored]:
         """Return what the first layers alone make of the nodes that were not handed out yet, in the same slots."""

@@ -41,13 +41,15 @@ class _Loop:
         self.builder = builder
         self.rows = rows
         self.held = held
-        self.index, self.word = ir.IntType(64), ir.IntType(32)
+        self.index = ir.IntType(64)
+        self.word = ir.IntType(32)
         self.vector = ir.VectorType(ir.FloatType(), LANES)
         self.words = ir.VectorType(self.word, LANES)
 
     def write(self, weights: Any, stride: Any, x: Any, out: Any, out_stride: Any, depth: Any) -> None:
         """Into the block where the builder stands; it goes on behind the loop."""
-        b, zeros = self.builder, self._zeros()
+        b = self.builder
+        zeros = self._zeros()
         before = b.block
         loop = b.append_basic_block("loop")
         behind = b.append_basic_block("behind")
@@ -75,7 +77,8 @@ class _Loop:
 
     def _columns_of(self, weights: Any, stride: Any, word: Any) -> list[list[Any]]:
         """The columns of as many steps of depth as share a word."""
-        b, start = self.builder, self.builder.mul(word, stride)
+        b = self.builder
+        start = self.builder.mul(word, stride)
         if self.held == 1:
             return [self._loaded(weights, start, stride, self.vector)]
         both = self._loaded(weights, start, stride, self.words)
@@ -83,7 +86,8 @@ class _Loop:
         return [early, [b.bitcast(b.and_(one, self._all(0xFFFF0000)), self.vector) for one in both]]
 
     def _added(self, sums: list[Any], columns: list[Any], x: Any, step: Any) -> list[Any]:
-        b, added = self.builder, []
+        b = self.builder
+        added = []
         first = b.mul(step, self._number(self.rows))
         for row in range(self.rows):
             spread = self._spread(b.load(b.gep(x, [b.add(first, self._number(row))])))
@@ -102,7 +106,8 @@ class _Loop:
     def _loaded(self, weights: Any, first: Any, stride: Any, kind: Any) -> list[Any]:
         """Registers across the panel; what comes later is called from memory."""
         b = self.builder
-        byte, skipped = ir.IntType(8).as_pointer(), b.mul(stride, self._number(_AHEAD))
+        byte = ir.IntType(8).as_pointer()
+        skipped = b.mul(stride, self._number(_AHEAD))
         called = self._function("llvm.prefetch.p0", ir.VoidType(), [byte, self.word, self.word, self.word])
         loaded = []
         for across in range(ACROSS):
@@ -114,7 +119,8 @@ class _Loop:
 
     def _spread(self, one: Any) -> Any:
         """A number in all lanes."""
-        b, kind = self.builder, ir.VectorType(one.type, LANES)
+        b = self.builder
+        kind = ir.VectorType(one.type, LANES)
         lane = b.insert_element(ir.Constant(kind, ir.Undefined), one, ir.Constant(self.word, 0))
         return b.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), ir.Constant(self.words, [0] * LANES))
 
@@ -162,7 +168,8 @@ class _LoopOfBytes(_Loop):
         return total
 
     def _finished(self, sums: list[Any], weights: Any, stride: Any, x: Any, depth: Any) -> list[Any]:
-        b, words = self.builder, self.builder.udiv(depth, self._number(self.held))
+        b = self.builder
+        words = self.builder.udiv(depth, self._number(self.held))
         behind = b.mul(words, stride)
         places = [b.add(behind, self._number(across * LANES)) for across in range(ACROSS)]
         scales = [b.load(self._pointer(weights, place, self.vector), align=4) for place in places]

@@ -19,7 +19,9 @@ from specbeam import kernels
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.lm.compiled.sums import WIDTH
 
-ROWS, BYTES = 16, 64  # of a tile
+# of a tile
+ROWS = 16
+BYTES = 64
 _WORDS = BYTES // 4
 PARTS = 3  # of a float32: three bfloat16 hold all of its 24 bits
 _SHAPE = 16  # words that say what the tiles look like
@@ -67,7 +69,8 @@ class _Tiles:
         self.pointer = self.byte.as_pointer()
 
     def call(self, name: str, *arguments: Any) -> None:
-        full, kinds = f"llvm.x86.{name}", [one.type for one in arguments]
+        full = f"llvm.x86.{name}"
+        kinds = [one.type for one in arguments]
         known = self.builder.module.globals.get(full)
         function = known or ir.Function(self.builder.module, ir.FunctionType(ir.VoidType(), kinds), full)
         self.builder.call(function, arguments)
@@ -103,7 +106,8 @@ class _Panel:
     """
 
     def __init__(self, builder: Any, arrays: tuple[Any, Any, Any], sizes: tuple[Any, Any]) -> None:
-        self.builder, self.tiles = builder, _Tiles(builder)
+        self.builder = builder
+        self.tiles = _Tiles(builder)
         self.weights, self.x, self.out = arrays
         self.words, self.rows = sizes
         self.deep = builder.mul(self.words, _number(4))
@@ -116,7 +120,8 @@ class _Panel:
             x: tiles of x, one for each block. columns: the first of two tiles. rest: the same for what depth is left.
             pitch: bytes of a row of `out`.
         """
-        b, each = self.builder, _number(_WORDS)
+        b = self.builder
+        each = _number(_WORDS)
         for tile in range(2 * blocks):
             self.tiles.zero(tile)
         whole = b.mul(b.udiv(self.words, each), each)
@@ -141,7 +146,8 @@ class _Panel:
             self.tiles.store(tile, self.out, b.add(row, _number(side * _WORDS)), pitch)
 
     def _step(self, at: Any, x: tuple[int, ...], columns: int) -> None:
-        b, column = self.builder, self.builder.mul(at, _number(WIDTH))
+        b = self.builder
+        column = self.builder.mul(at, _number(WIDTH))
         for side in (0, 1):
             self.tiles.load(columns + side, self.weights, b.add(column, _number(side * _WORDS)), _number(4 * WIDTH))
         for part in range(PARTS):
@@ -153,8 +159,10 @@ class _Panel:
 
     def _call_ahead(self, at: Any) -> None:
         """Call from memory what comes four steps later."""
-        b, word = self.builder, ir.IntType(32)
-        name, kinds = "llvm.prefetch.p0", [self.tiles.pointer, word, word, word]
+        b = self.builder
+        word = ir.IntType(32)
+        name = "llvm.prefetch.p0"
+        kinds = [self.tiles.pointer, word, word, word]
         known = b.module.globals.get(name)
         called = known or ir.Function(b.module, ir.FunctionType(ir.VoidType(), kinds), name)
         start = b.mul(b.add(at, _number(4 * _WORDS)), _number(WIDTH))
@@ -245,15 +253,18 @@ def _room(rows: int, words: int) -> Array:
     start = -room.ctypes.data % BYTES // 4
     laid = room[start : start + size]
     laid[:_SHAPE] = 0
-    shape, left = laid[:_SHAPE].view(np.uint8), words % _WORDS
+    shape = laid[:_SHAPE].view(np.uint8)
+    left = words % _WORDS
     shape[0] = 1
     for tile in range(8):
-        wide, high = BYTES, each
+        wide = BYTES
+        high = each
         if tile >= 6 or (left > 0 and tile in (3, 4)):
             high = left if left > 0 and tile >= 6 else _WORDS
         if left > 0 and tile == 5:
             wide = 4 * left
-        shape[16 + 2 * tile], shape[48 + tile] = wide, high
+        shape[16 + 2 * tile] = wide
+        shape[48 + tile] = high
     return laid
 
 
@@ -261,12 +272,17 @@ def _room(rows: int, words: int) -> Array:
 def laid_out(x: Array, panels: Array) -> Array:
     """Rows of float32 as the sum of three bfloat16, which is exact; see `tile_sums`."""
     rows, depth = x.shape
-    words, (count, each) = depth // 2, blocks(rows)
-    laid, high = _room(rows, words), np.uint32(0xFFFF0000)
-    rest, cut = np.empty(depth, dtype=np.float32), np.empty(depth, dtype=np.uint32)
-    bits, known = rest.view(np.uint32), cut.view(np.float32)
+    words = depth // 2
+    (count, each) = blocks(rows)
+    laid = _room(rows, words)
+    high = np.uint32(0xFFFF0000)
+    rest = np.empty(depth, dtype=np.float32)
+    cut = np.empty(depth, dtype=np.uint32)
+    bits = rest.view(np.uint32)
+    known = cut.view(np.float32)
     for block in range(count):
-        start, at = _start(block, each, rows), _SHAPE + block * each * words * PARTS
+        start = _start(block, each, rows)
+        at = _SHAPE + block * each * words * PARTS
         for row in range(each):
             rest[:] = x[start + row]
             for part in range(PARTS):
@@ -287,7 +303,8 @@ def panel_times(panels: Array, panel: int, laid: Array, rows: int, depth: int, o
     (count, each) = blocks(rows)
     columns = out.shape[1]
     block = 0
-    flat, result = panels.reshape(-1).view(np.uint32), out.reshape(-1)
+    flat = panels.reshape(-1).view(np.uint32)
+    result = out.reshape(-1)
     while block < count:
         start = _start(block, each, rows)
         both = words % _WORDS == 0 and block + 1 < count and _start(block + 1, each, rows) == start + each

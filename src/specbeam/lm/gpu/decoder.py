@@ -51,14 +51,17 @@ class GpuDecoder:
     """
 
     def __init__(self, model: "PreTrainedModel") -> None:
-        config, inner = model.config, model.model
+        config = model.config
+        inner = model.model
         self.heads = config.num_attention_heads, config.num_key_value_heads
-        self.size, self.eps = head_size(config), float(config.rms_norm_eps)
+        self.size = head_size(config)
+        self.eps = float(config.rms_norm_eps)
         named = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self.kinds = list(dict.fromkeys(named))
         self.embedding = inner.embed_tokens.weight
         self.layers = [_layer(one, self.kinds.index(name)) for one, name in zip(inner.layers, named, strict=True)]
-        self.last_norm, self.head = inner.norm.weight, model.lm_head.weight
+        self.last_norm = inner.norm.weight
+        self.head = model.lm_head.weight
         where = torch.arange(config.max_position_embeddings, device=self.embedding.device)
         cos, sin = inner.rotary_emb(torch.zeros(1, device=where.device), where[None])
         self.angles = torch.stack([cos[0, :, : self.size // 2], sin[0, :, : self.size // 2]]).contiguous()
@@ -72,7 +75,8 @@ class GpuDecoder:
         x = self.embedding.index_select(0, inputs.tokens[: shape.rows])
         for number, layer in enumerate(self.layers):
             qkv = functional.linear(normed(x, layer.before_attention, self.eps), layer.qkv, layer.bias)
-            keys, values = store.keys[number], store.values[number]
+            keys = store.keys[number]
+            values = store.values[number]
             q = turned(qkv, self.heads, self.angles, inputs, keys, values)
             mixed = attended(q, keys, values, inputs, layer.kind, shape.sessions, shape.most, self.processors)
             x.addmm_(mixed, layer.out.t())
@@ -83,7 +87,8 @@ class GpuDecoder:
 
 
 def _layer(layer: Any, kind: int) -> GpuLayer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     three = [attention.q_proj, attention.k_proj, attention.v_proj]
     return GpuLayer(
         layer.input_layernorm.weight,
@@ -99,10 +104,12 @@ def _layer(layer: Any, kind: int) -> GpuLayer:
 
 def _together(weights: list[Tensor]) -> Tensor:
     """Their rows, one matrix after the other, of which they are views afterwards; they may be so already."""
-    first, rows = weights[0].detach(), sum(map(len, weights))
+    first = weights[0].detach()
+    rows = sum(map(len, weights))
     if all(_next_to(one, other) for one, other in pairwise(weights)):
         return first.as_strided((rows, *first.shape[1:]), first.stride())
-    all_rows, start = torch.cat([one.detach() for one in weights]), 0
+    all_rows = torch.cat([one.detach() for one in weights])
+    start = 0
     for one in weights:
         one.data = all_rows[start : start + len(one)]
         start += len(one)

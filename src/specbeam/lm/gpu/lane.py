@@ -30,7 +30,9 @@ class GpuLane(RowMember):
         self.answered = 0
         self.trie = KVTrie(prompt)
         self._pinned = pinned
-        self.outputs, self._next = self._room(FIRST_ROWS, vocab), self._room(0, vocab)  # logits by forest node
+        # logits by forest node
+        self.outputs = self._room(FIRST_ROWS, vocab)
+        self._next = self._room(0, vocab)
 
     def make_room(self, fresh: int) -> None:
         """For so many new nodes, all of which are to be stored."""
@@ -55,7 +57,8 @@ class GpuLane(RowMember):
 
     def answer(self) -> Logits:
         """Logits of the forest nodes not handed out yet."""
-        first, self.answered = self.answered, self.trie.known
+        first = self.answered
+        self.answered = self.trie.known
         return self.outputs[first : self.answered]
 
     def settle(self, turn: Turn) -> None:
@@ -91,7 +94,8 @@ class OneGpuLane(NamedTuple):
 @compiled
 def _pass(one: OneGpuLane, answered: int) -> None:
     """Store all pending nodes, and bring the logits of the forest nodes among them."""
-    trie, into = one.trie, one.into
+    trie = one.trie
+    into = one.into
     start = trie.books[STORED]
     count = trie.books[SIZE] - trie.books[STORED]
     known = trie.books[KNOWN]
@@ -112,8 +116,10 @@ def _pass(one: OneGpuLane, answered: int) -> None:
     there, here, before = one.staging
     failed = call_c(copy_there, (there, here, before + byte, one.stream))
     failed |= call_c(launch, (graph, one.stream))
-    row_bytes, goal = 4 * one.outputs.shape[1], one.outputs.ctypes.data
-    done, node = 0, answered
+    row_bytes = 4 * one.outputs.shape[1]
+    goal = one.outputs.ctypes.data
+    done = 0
+    node = answered
     while node < known:
         first = node
         while node < known and trie.local[node] >= start:

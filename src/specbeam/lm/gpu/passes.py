@@ -24,7 +24,10 @@ from specbeam.records import Needs, Scored
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ROWS, SESSIONS, MASK_BYTES = 1024, 128, 2**22  # of passes that are captured
+# of passes that are captured
+ROWS = 1024
+SESSIONS = 128
+MASK_BYTES = 2**22
 SLOTS = 1024  # of a lane, at first
 MOST_MASK_BYTES = 2**28  # of the prompts that are stored by one pass
 
@@ -41,8 +44,10 @@ class GpuPasses:
     most = FEW  # rows of a pass inside a loop
 
     def __init__(self, model: "PreTrainedModel", decoder: GpuDecoder, lanes: list[GpuLane], capture: bool) -> None:
-        self.decoder, self.lanes = decoder, lanes
-        self.device, self.vocab = decoder.embedding.device, len(decoder.head)
+        self.decoder = decoder
+        self.lanes = lanes
+        self.device = decoder.embedding.device
+        self.vocab = len(decoder.head)
         windows = Masks(model.config, "sdpa", model.dtype).looked_back(decoder.kinds)
         self.model = ModelLimits(windows, decoder.angles.shape[1], len(decoder.embedding))
         self.store = decoder.store(SLOTS)
@@ -93,7 +98,8 @@ class GpuPasses:
             mine = count * lane.trie.capacity * len(self.model.windows)
             if some and mask_bytes + mine > MOST_MASK_BYTES:
                 self._pass(some)
-                some, mask_bytes = [], 0
+                some = []
+                mask_bytes = 0
             some.append((lane, count, none))
             mask_bytes += mine
         self._pass(some)
@@ -125,7 +131,8 @@ class GpuPasses:
     def _pass(self, parts: list[tuple[GpuLane, int, Nodes]]) -> None:
         """Store so many pending nodes of each lane, and bring the logits of these forest nodes, which are among them."""
         counts = [count for _, count, _ in parts]
-        starts, asked = [*accumulate(counts, initial=0)], [*accumulate((len(nodes) for *_, nodes in parts), initial=0)]
+        starts = [*accumulate(counts, initial=0)]
+        asked = [*accumulate((len(nodes) for *_, nodes in parts), initial=0)]
         shape = shape_for(counts, asked[-1])
         stored = [lane.trie.stored for lane, *_ in parts]
         staging, mask_bytes = self._staged(parts, shape)

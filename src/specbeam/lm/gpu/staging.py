@@ -37,7 +37,8 @@ def check(trie: Trie, count: int, model: ModelLimits) -> None:
     """Raise `IndexError` if the next local nodes of a session have tokens or positions that the model has not: kernels would
     read beyond its arrays.
     """
-    start, stop = trie.books[STORED], trie.books[STORED] + count
+    start = trie.books[STORED]
+    stop = trie.books[STORED] + count
     if count > 0 and trie.nodes[2, start:stop].max() >= model.positions:
         raise IndexError("a position is beyond those of the model")
     if count > 0 and (trie.nodes[0, start:stop].min() < 0 or trie.nodes[0, start:stop].max() >= model.vocab):
@@ -51,8 +52,10 @@ def laid_out(
     """Give slots to the next local nodes of a session, for which there is room, and write down what a pass has to know of
     them, from this row and this byte of the mask on. Gives the byte behind its part of the mask. To be checked before.
     """
-    start, stop = trie.books[STORED], trie.books[STORED] + count
-    tokens, positions = trie.nodes[0, start:stop], trie.nodes[2, start:stop]
+    start = trie.books[STORED]
+    stop = trie.books[STORED] + count
+    tokens = trie.nodes[0, start:stop]
+    positions = trie.nodes[2, start:stop]
     slots = np.empty(count, dtype=np.int64)
     feed_slots(trie, slots)
     here = slice(row, row + count)
@@ -60,7 +63,8 @@ def laid_out(
     into.positions[here] = positions
     into.slots[here] = slots
     into.lanes[here] = lane
-    extent, column = -(-trie.books[EXTENT] // BLOCK) * BLOCK, into.sessions[:, session]
+    extent = -(-trie.books[EXTENT] // BLOCK) * BLOCK
+    column = into.sessions[:, session]
     column[0] = row
     column[1] = count
     column[2] = lane

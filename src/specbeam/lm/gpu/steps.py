@@ -19,7 +19,8 @@ from specbeam.lm.gpu.staging import Inputs
 
 WASTE = tl.constexpr(0)  # a slot that nobody sees, and where nothing is written: see lm/kv/steps.py
 UNSEEN = tl.constexpr(-1e30)
-MOST_ROWS, MOST_SPLITS = 64, 16
+MOST_ROWS = 64
+MOST_SPLITS = 16
 
 
 def step(function: Callable[..., Any]) -> Any:
@@ -29,7 +30,8 @@ def step(function: Callable[..., Any]) -> Any:
 
 @step
 def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
     inside = at < width
     value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
     factor = 1 / tl.sqrt(tl.sum(value * value) / width + eps)
@@ -39,7 +41,8 @@ def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
 
 @step
 def _gate(both, out, width, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     gate = tl.load(both + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
@@ -61,8 +64,10 @@ def _turn(
     one = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     angle = tl.load(positions + row) * HALF + at
-    c, s = tl.load(cos + angle, mask=inside, other=1.0), tl.load(sin + angle, mask=inside, other=0.0)
-    turned, turned_too = one * c - other * s, other * c + one * s
+    c = tl.load(cos + angle, mask=inside, other=1.0)
+    s = tl.load(sin + angle, mask=inside, other=0.0)
+    turned = one * c - other * s
+    turned_too = other * c + one * s
     slot = tl.load(places + row)
     kv_head = (head - HEADS) % KV_HEADS
     kept = ((tl.load(lanes + row).to(tl.int64) * KV_HEADS + kv_head) * slots + slot) * 2 * HALF + at
@@ -90,13 +95,17 @@ def _attend(
     leave unnormalised outputs, their sums and their maxima for `_join`.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    head, part = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    head = tl.program_id(0) // SPLITS
+    part = tl.program_id(0) % SPLITS
     mine = sessions + tl.program_id(2)
-    first, count = tl.load(mine), tl.load(mine + session_room)
-    lane, extent = tl.load(mine + 2 * session_room).to(tl.int64), tl.load(mine + 3 * session_room)
+    first = tl.load(mine)
+    count = tl.load(mine + session_room)
+    lane = tl.load(mine + 2 * session_room).to(tl.int64)
+    extent = tl.load(mine + 3 * session_room)
     place = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(1) * ROWS < count * GROUP:
-        row, real = place // GROUP, place < count * GROUP
+        row = place // GROUP
+        real = place < count * GROUP
         head_at = (first + row) * HEADS + head * GROUP + place % GROUP
         at = tl.arange(0, BLOCK)
         inside = at < SIZE
@@ -152,14 +161,16 @@ def _join(parts, sums, tops, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT
 
 def normed(x: Float[Tensor, "rows width"], weight: Float[Tensor, " width"], eps: float) -> Float[Tensor, "rows width"]:
     """RMSNorm, in float32."""
-    out, width = torch.empty_like(x), x.shape[1]
+    out = torch.empty_like(x)
+    width = x.shape[1]
     _norm[(len(x),)](x, weight, out, width, eps, triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4)
     return out
 
 
 def gated(both: Float[Tensor, "rows twice"]) -> Float[Tensor, "rows width"]:
     """silu of the first half of each row times the second."""
-    rows, width = both.shape[0], both.shape[1] // 2
+    rows = both.shape[0]
+    width = both.shape[1] // 2
     out = both.new_empty(rows, width)
     _gate[(rows, triton.cdiv(width, 1024))](both, out, width, 1024)
     return out
@@ -174,7 +185,8 @@ def turned(
     values: Float[Tensor, "lanes kv_heads slots size"],
 ) -> Float[Tensor, "rows heads size"]:
     """Queries with rotary positions; keys, with theirs, and values are stored."""
-    rows, half = len(qkv), angles.shape[2]
+    rows = len(qkv)
+    half = angles.shape[2]
     q = qkv.new_empty(rows, heads[0], 2 * half)
     _turn[(rows, heads[0] + 2 * heads[1])](
         qkv, q, keys, values, angles[0], angles[1], inputs.positions, inputs.lanes, inputs.slots, keys.shape[2],
@@ -201,7 +213,8 @@ def attended(
         processors: of the device, all of which should have something to do.
     """
     rows, heads, size = q.shape
-    kv_heads, block = keys.shape[1], max(16, triton.next_power_of_2(size))
+    kv_heads = keys.shape[1]
+    block = max(16, triton.next_power_of_2(size))
     places = most * heads // kv_heads
     slots_at_once = max(16, min(64, 64 * 256 // (block * q.element_size())))  # tiles must fit the memory of a processor
     at_once = min(MOST_ROWS, max(16, triton.next_power_of_2(places)))

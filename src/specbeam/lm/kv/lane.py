@@ -84,6 +84,7 @@ def told(lane: Any, logits: torch.Tensor, *hidden: torch.Tensor) -> Scored:
     if not lane.needs.states:
         return answered(lane.needs, logits)
     (states,) = hidden
-    waiting, lane.prompt_rows = lane.prompt_rows, []
+    waiting = lane.prompt_rows
+    lane.prompt_rows = []
     prompt = torch.cat(waiting) if waiting else states[:0]
     return answered(lane.needs, logits, states if lane.needs.hidden else states[:0], prompt)

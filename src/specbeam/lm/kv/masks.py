@@ -59,7 +59,8 @@ class Masks:
     """
 
     def __init__(self, config: object, implementation: str, dtype: torch.dtype) -> None:
-        self.implementation, self.dtype = implementation, dtype
+        self.implementation = implementation
+        self.dtype = dtype
         kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
         window = getattr(config, "sliding_window", None)
         if not getattr(config, "use_sliding_window", True):
@@ -98,7 +99,8 @@ class Masks:
         back = np.zeros(seen.shape, dtype=np.int32) if self._windowed else None
         start = 0
         for feed, trie in zip(feeds, tries, strict=True):
-            rows, known = slice(start, start + len(feed)), min(extent, feed.seen.shape[1])
+            rows = slice(start, start + len(feed))
+            known = min(extent, feed.seen.shape[1])
             seen[rows, :known] = feed.seen[:, :known]
             if back is not None:
                 back[rows, :known] = feed.positions[:, None] - trie.slot_position[None, :known]

@@ -25,7 +25,8 @@ class RowMember:
     trie: KVTrie
 
     def __init__(self, row: int, prompt: list[int]) -> None:
-        self.row, self.prompt = row, prompt
+        self.row = row
+        self.prompt = prompt
         self.company: list[Any] = [self]
         self.leader: Any = None
         self.common = 0

@@ -26,14 +26,17 @@ class Trie(NamedTuple):
 @compiled
 def enter(trie: Trie, tokens: Array, parents: Array) -> None:
     """Hang the forest nodes that are new behind the local nodes. There must be room."""
-    size, known = trie.books[SIZE], trie.books[KNOWN]
+    size = trie.books[SIZE]
+    known = trie.books[KNOWN]
     for node in range(known, len(tokens)):
-        at, above = size + node - known, trie.local[parents[node]]
+        at = size + node - known
+        above = trie.local[parents[node]]
         trie.nodes[0, at] = tokens[node]
         trie.nodes[1, at] = above
         trie.nodes[2, at] = trie.nodes[2, above] + 1
         trie.local[node] = at
-    trie.books[SIZE], trie.books[KNOWN] = size + max(len(tokens) - known, 0), max(len(tokens), known)
+    trie.books[SIZE] = size + max(len(tokens) - known, 0)
+    trie.books[KNOWN] = max(len(tokens), known)
 
 
 @compiled
@@ -52,8 +55,10 @@ def feed_slots(trie: Trie, slots: Array) -> None:
         trie.slot_position[slot] = trie.nodes[2, node]
         trie.seen[node] = trie.seen[trie.nodes[1, node]]
         trie.seen[node, slot] = True
-    books[STORED], books[HELD] = start + len(slots), books[HELD] + len(slots)
-    books[EXTENT], books[PEAK] = max(books[EXTENT], slot + 1), max(books[PEAK], books[HELD])
+    books[STORED] = start + len(slots)
+    books[HELD] = books[HELD] + len(slots)
+    books[EXTENT] = max(books[EXTENT], slot + 1)
+    books[PEAK] = max(books[PEAK], books[HELD])
 
 
 @compiled
@@ -87,7 +92,8 @@ def kept(trie: Trie, leaves: Array) -> Array:
     seen = trie.seen
     used = trie.used
     books = trie.books
-    size, stored = books[SIZE], books[STORED]
+    size = books[SIZE]
+    stored = books[STORED]
     lives = np.zeros(size, dtype=np.bool_)
     for leaf in leaves:
         node = leaf
@@ -96,8 +102,10 @@ def kept(trie: Trie, leaves: Array) -> Array:
             if node < stored:
                 break
             node = nodes[1, node]
-    names, former = np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
-    count, first = 0, 0
+    names = np.empty(size, dtype=np.int64)
+    former = np.empty(size, dtype=np.int64)
+    count = 0
+    first = 0
     used[:] = False
     for node in range(size):
         if not lives[node]:

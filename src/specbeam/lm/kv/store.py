@@ -31,8 +31,10 @@ class StoreLayer(CacheLayerMixin):
         self.store = store
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        lanes, slots = self.store.lanes, self.store.slots
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        lanes = self.store.lanes
+        slots = self.store.slots
         # Zeros, not empty: a masked slot still enters the product, and a stray NaN there would spread.
         self.keys = key_states.new_zeros(lanes, key_states.shape[1], slots, key_states.shape[3])
         self.values = value_states.new_zeros(lanes, value_states.shape[1], slots, value_states.shape[3])
@@ -46,7 +48,8 @@ class StoreLayer(CacheLayerMixin):
         place = self.store.place
         if isinstance(place.lanes, Tensor):
             return self._update_single(key_states, value_states, place.lanes, place)
-        keys, values = self.keys[place.lanes], self.values[place.lanes]
+        keys = self.keys[place.lanes]
+        values = self.values[place.lanes]
         if key_states.shape[0] == 1:
             keys.index_copy_(2, place.slots[0], key_states)
             values.index_copy_(2, place.slots[0], value_states)
@@ -69,7 +72,8 @@ class StoreLayer(CacheLayerMixin):
 
     def move_lane(self, source: int, goal: int) -> None:
         if self.is_initialized:
-            self.keys[goal], self.values[goal] = self.keys[source], self.values[source]
+            self.keys[goal] = self.keys[source]
+            self.values[goal] = self.values[source]
 
     def move_slots(self, lane: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
         if self.is_initialized:
@@ -93,7 +97,8 @@ class KVStore(Cache):
     """The buffers of all layers; `place` says where the present pass writes."""
 
     def __init__(self, layers: int) -> None:
-        self.lanes, self.slots = 1, 64
+        self.lanes = 1
+        self.slots = 64
         self.place = Place(slice(0, 1), torch.zeros(1, 0, dtype=torch.long), 0)
         super().__init__(layers=[StoreLayer(self) for _ in range(layers)])
 
@@ -105,7 +110,8 @@ class KVStore(Cache):
             return
         with torch.inference_mode():
             self.grow(lanes, slots)  # where there is no memory for it, nothing has changed
-        self.lanes, self.slots = lanes, slots
+        self.lanes = lanes
+        self.slots = slots
 
     def grow(self, lanes: int, slots: int) -> None:
         for layer in self.layers:
@@ -163,7 +169,8 @@ class PanelStore(KVStore):
         self._allocate(self.lanes, self.slots)
 
     def _allocate(self, lanes: int, slots: int) -> None:
-        panels, where = -(-slots // self.columns), (len(self.layers), lanes, self.heads)
+        panels = -(-slots // self.columns)
+        where = (len(self.layers), lanes, self.heads)
         self.keys_by_panel = np.zeros((*where, panels, self.size, self.columns), dtype=np.float32)
         self.values_by_slot = np.zeros((*where, panels * self.columns, self.width), dtype=np.float32)
 
@@ -179,7 +186,8 @@ class PanelStore(KVStore):
 
     def move_slots(self, lane: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
         (panels, columns), (to_panels, to_columns) = (divmod(one.numpy(), self.columns) for one in (source, goal))
-        keys, values = self.keys_by_panel[:, lane], self.values_by_slot[:, lane]
+        keys = self.keys_by_panel[:, lane]
+        values = self.values_by_slot[:, lane]
         keys[:, :, to_panels, :, to_columns] = keys[:, :, panels, :, columns]
         values[:, :, goal.numpy()] = values[:, :, source.numpy()]
 

@@ -71,9 +71,13 @@ class KVTrie:
         # Local node 0 is the empty path before the prompt: stored, sees nothing. Pending nodes stand behind stored ones.
         size = 1 + len(prompt)
         room = -(-(size + more) // BLOCK) * BLOCK
-        nodes, numbers = np.zeros((3, room), dtype=np.int64), np.zeros(2 * room, dtype=np.int64)
-        nodes[0, :size], nodes[1:, :size] = [-1, *prompt], np.arange(-1, len(prompt))
-        numbers[0], books = len(prompt), np.array([size, 1, 1, 0, WASTE + 1, 0])  # see `Trie.books`
+        nodes = np.zeros((3, room), dtype=np.int64)
+        numbers = np.zeros(2 * room, dtype=np.int64)
+        nodes[0, :size] = [-1, *prompt]
+        nodes[1:, :size] = np.arange(-1, len(prompt))
+        # see `Trie.books`
+        numbers[0] = len(prompt)
+        books = np.array([size, 1, 1, 0, WASTE + 1, 0])
         seen = np.zeros((min(room, 2 * more), room), dtype=bool)
         self.arrays = Trie(nodes, numbers[:room], seen, np.zeros(room, dtype=bool), numbers[room:], books)
         self.root_at = numbers[:1].copy()
@@ -205,7 +209,8 @@ class KVTrie:
 
     def make_room(self, more: int) -> None:
         """For so many more nodes, stored ones too."""
-        arrays, size = self.arrays, self.size + more
+        arrays = self.arrays
+        size = self.size + more
         changed: dict[str, np.ndarray] = {}
         if size > arrays.nodes.shape[1]:
             changed["nodes"] = widened(arrays.nodes, 3, arrays.nodes.shape[1] + size)
@@ -216,7 +221,8 @@ class KVTrie:
 
     def make_slots(self, more: int) -> None:
         """For so many more stored nodes. At least double, so that growing costs little in the long run."""
-        arrays, rows = self.arrays, self.stored + more
+        arrays = self.arrays
+        rows = self.stored + more
         taken = self._taken() if len(self.company) > 1 else None
         held = self.held if taken is None else int(taken.sum())
         slots = held + more + 1  # the waste slot is nobody's
@@ -231,7 +237,8 @@ class KVTrie:
 
     def feed(self, most: int) -> Feed:
         """Give slots to the first `most` pending nodes; from here on they count as stored."""
-        start, stop = self.stored, min(self.stored + most, self.size)
+        start = self.stored
+        stop = min(self.stored + most, self.size)
         self.make_slots(stop - start)
         slots = np.empty(stop - start, dtype=np.int64)
         feed_slots(self.arrays, slots)
@@ -264,8 +271,10 @@ class KVTrie:
         used = np.flatnonzero(self.used)
         goal = np.arange(1, len(used) + 1)
         seen = self.seen[:, used]
-        self.seen[:], self.used[:] = False, False
-        self.seen[:, goal], self.used[goal] = seen, True
+        self.seen[:] = False
+        self.used[:] = False
+        self.seen[:, goal] = seen
+        self.used[goal] = True
         self.slot_position[goal] = self.slot_position[used]
         self.arrays.books[EXTENT] = len(used) + 1
         moved = used != goal

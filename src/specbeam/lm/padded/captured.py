@@ -35,7 +35,8 @@ class Capture:
 
         No garbage is collected meanwhile: graphs of a model that is gone would be freed, which ends a capture.
         """
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.stream.device)
+        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.current_stream(self.stream.device)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         try:
             with (
@@ -118,10 +119,12 @@ class CapturedForward:
         devices = {one.device for one in weights}
         self._capture = Capture(next(iter(devices))) if len(devices) == 1 else None
         self.graphs = OfSecondTimes[Captured]()
-        self._sizes, self._fails = (0, 0), self._capture is None
+        self._sizes = (0, 0)
+        self._fails = self._capture is None
 
     def __call__(self, tokens: Tensor, positions: Tensor, masks: Mask, wanted: int) -> Tensor:
-        place, sizes = self.store.place, (self.store.lanes, self.store.slots)
+        place = self.store.place
+        sizes = (self.store.lanes, self.store.slots)
         if self._fails or torch.is_autocast_enabled():
             return self.forward(tokens, positions, masks, wanted)
         if sizes != self._sizes:
@@ -140,7 +143,8 @@ class CapturedForward:
             self._capture.clear()
 
     def _captured(self, tokens: Tensor, positions: Tensor, masks: Mask, wanted: int) -> Captured | None:
-        place, capture = self.store.place, self._capture
+        place = self.store.place
+        capture = self._capture
         assert capture is not None
         tokens = tokens.clone()
         positions = positions.clone()

@@ -84,8 +84,10 @@ class LeanDecoder:
     """The forward of one model. Made by `lean`, which knows whom it fits."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
-        config, inner = model.config, model.model
-        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        config = model.config
+        inner = model.model
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
         self.size = head_size(config)
         self.eps = config.rms_norm_eps
         self.embedding = inner.embed_tokens.weight
@@ -96,12 +98,14 @@ class LeanDecoder:
         self.turns = _turns(inner.rotary_emb, config.max_position_embeddings, self.size)
 
     def _layer(self, layer: Any, kind: str) -> LeanLayer:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         rows = [self._paired(attention.q_proj), self._paired(attention.k_proj), _both(attention.v_proj)]
         weight = torch.cat([w for w, _ in rows]) * layer.input_layernorm.weight
         bias = None if rows[0][1] is None else torch.cat([b for _, b in rows if b is not None])
         gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]) * layer.post_attention_layernorm.weight
-        out, down = Matrix(attention.o_proj.weight), Matrix(mlp.down_proj.weight)
+        out = Matrix(attention.o_proj.weight)
+        down = Matrix(mlp.down_proj.weight)
         return LeanLayer(Matrix(weight, bias), out, Matrix(gate_up), down, kind)
 
     def _paired(self, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -234,7 +234,8 @@ class PaddedPasses:
         with lap("model"), self._hearing(hears) as heard:
             logits = self._logits(inputs, masks, last, run, heard if hears else None)
             if self.captured is not None:  # laws are made on the host
-                logits, rows = logits[[rows.index(row) for row in by_row]].float().cpu(), [*by_row]
+                logits = logits[[rows.index(row) for row in by_row]].float().cpu()
+                rows = [*by_row]
                 heard[:] = [one[[rows.index(row) for row in by_row]].float().cpu() for one in heard]
         found = []
         for part in parts:

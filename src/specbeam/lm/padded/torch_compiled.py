@@ -30,7 +30,8 @@ def torch_compiled(model: "PreTrainedModel") -> Callable[..., Any]:
             "or leave compile out"
         )
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(measured.folder() / "torch"))
-    known, forms = inspect.signature(torch.compile).parameters, dict[str, Any]()
+    known = inspect.signature(torch.compile).parameters
+    forms = dict[str, Any]()
     if "recompile_limit" in known:  # in older versions of torch it is one for all models of a class, and low
         forms = {"recompile_limit": MOST_FORMS, "isolate_recompiles": True}
     compiled: Callable[..., Any] = torch.compile(model.forward, dynamic=True, **forms)

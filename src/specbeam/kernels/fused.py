@@ -1,0 +1,31 @@
+"""A product and a sum that are rounded once, on every processor: what a compiler fuses by itself, it fuses as it likes."""
+
+from typing import Any
+
+import numpy as np
+
+from specbeam.kernels.compiling import AVAILABLE, Array
+
+if AVAILABLE:
+    from numba import types
+    from numba.extending import intrinsic, overload
+
+
+def fused(a: Array, b: Array, c: Array) -> Array:
+    """Return a * b + c of float32 numbers, rounded once; Python rounds the sum in float64 first."""
+    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+
+
+if AVAILABLE:
+
+    @intrinsic
+    def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.fma(*args)
+
+        single = types.float32
+        return single(single, single, single), code
+
+    @overload(fused, strict=False)
+    def _compiled_fused(a: Any, b: Any, c: Any) -> Any:
+        return lambda a, b, c: _fused(a, b, c)
