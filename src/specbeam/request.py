@@ -9,8 +9,8 @@ from specbeam.core.limits import Ended
 from specbeam.core.noise import request_key
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.grammar.compiled import compiled
-from specbeam.grammar.spelling import spelled
-from specbeam.option_checks import is_integer, require
+from specbeam.grammar.spelling import closing_tokens, spelled
+from specbeam.option_checks import is_integer, require, texts
 from specbeam.pair import Pair
 from specbeam.recipes.method import Method, RequestInfo
 from specbeam.records import Beam, Generation
@@ -42,6 +42,9 @@ class Request:
         if (form := settings.form) is not None:
             self.constraint = compiled(form, settings.grammar_backend, pair.tokenizer, pair.target.vocab, self.eos)
             self.parts = replace(self.parts, law=f"{self.parts.law}; constrained by {form.kind}")
+        stops = texts(settings.stop_strings)
+        may_run = bool(stops) and pair.tokenizer is not None and getattr(pair.target, "loops", False)
+        self.closing = closing_tokens(pair.tokenizer, pair.target.vocab, stops) if may_run else None
         self.wanted = settings.num_return_sequences if method.beams > 1 else 1  # answers of one session
         self.sessions: list[Session] = []
         self.refused: dict[int, SpecbeamError] = {}
@@ -67,6 +70,7 @@ class Request:
         )
         decoder = None if self.pair.tokenizer is None else self.pair.tokenizer.decode  # with its special tokens
         limits = self.settings.limits(self.eos, len(prompt), room, decoder, self.method.beams)
+        limits = replace(limits, closing=self.closing)
         return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit, number)
 
     def decoded(self, tokens: list[int]) -> str:

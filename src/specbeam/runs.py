@@ -39,6 +39,7 @@ from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draf
 from specbeam.draft.together import models_of
 from specbeam.draft.tree import ROOM, TreeSpec, draws_of, grow_tree, start_tree
 from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
+from specbeam.laws.edits import Edits, edited_rows, edits_any
 from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.lm.answers import LOGITS
 from specbeam.lm.any_lane import run_pass
@@ -47,7 +48,7 @@ from specbeam.lm.compiled.one_lane import has_room, rewound, settle_lane
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.kv.steps import KNOWN, SIZE, STORED
 from specbeam.session import Session
-from specbeam.verify.beams import judge
+from specbeam.verify.beams import SearchSpec, judge
 from specbeam.verify.traversal import ClimbSpec, climb
 from specbeam.verify.trials import Watched, watch_for
 from specbeam.verify.walk import WalkSpec, walk_down
@@ -57,6 +58,10 @@ TURNS = 32  # most turns of a run: between runs a user can interrupt
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
 DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, LAYERS = range(6)  # of `RunCounters.numbers`
+
+
+LOOK = 3  # beside SOUND, DEAD and BROKEN: a text may have ended, which Python has to see
+_NO_TOKENS = np.zeros(0, dtype=np.bool_)
 
 
 class NoDraftSpec(NamedTuple):
@@ -74,6 +79,8 @@ class RunSpec(NamedTuple):
     rule: Any  # SharedSpec, SearchSpec, TriedSpec, WalkSpec or ClimbSpec
     widths: FixedWidths | ChosenWidths
     stop: Stop
+    edits: Edits
+    closing: Array  # bool[vocab]: tokens after which Python looks for stop strings; of no tokens: after none
     most_beams: int
     most_turns: int
 
@@ -110,7 +117,7 @@ def nodes_of(drafts: Any, roots: int, depth: int, width: int) -> int:
 
 
 def draft_turn(
-    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, dice: Any, spent: Array
+    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
 ) -> tuple[Forest, int]:
     """Return the forest that is drafted below the roots, and SOUND, DEAD or BROKEN."""
     raise NotImplementedError("compiled alone")
@@ -118,17 +125,17 @@ def draft_turn(
 
 @step
 def _draft_beams(
-    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, dice: Any, spent: Array
+    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
 ) -> tuple[Forest, int]:
-    drafted, condition = draft_layers(model, start_draft(live, roots), 0, depth, width, drafts, dice, spent)
+    drafted, condition = draft_layers(model, start_draft(live, roots), 0, depth, width, drafts, edits, dice, spent)
     return drafted.forest, condition
 
 
 @step
 def _draft_tree(
-    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, dice: Any, spent: Array
+    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
 ) -> tuple[Forest, int]:
-    draft, condition = grow_tree(model, start_tree(roots, ROOM), 0, depth, drafts, dice, spent)
+    draft, condition = grow_tree(model, start_tree(roots, ROOM), 0, depth, drafts, edits, dice, spent)
     return draft.forest, condition
 
 
@@ -163,13 +170,13 @@ def _compiled_nodes_of(drafts: Any, roots: Any, depth: Any, width: Any) -> Any:
 
 @compiled_as(draft_turn)
 def _compiled_draft_turn(
-    drafts: Any, model: Any, roots: Any, live: Any, depth: Any, width: Any, dice: Any, spent: Any
+    drafts: Any, model: Any, roots: Any, live: Any, depth: Any, width: Any, edits: Any, dice: Any, spent: Any
 ) -> Any:
     kind = drafts.instance_class
     if kind is TreeSpec:
         return _draft_tree
     if kind is NoDraftSpec:
-        return lambda drafts, model, roots, live, depth, width, dice, spent: (roots, SOUND)
+        return lambda drafts, model, roots, live, depth, width, edits, dice, spent: (roots, SOUND)
     return _draft_beams
 
 
@@ -218,10 +225,20 @@ class RunTurn(NamedTuple):
 
     forest: Forest
     layers: Layers
-    condition: int  # SOUND, or the turn has to be taken in Python
+    condition: int  # SOUND, or the turn has to be taken in Python; LOOK if only for its text
     passes: int  # of the draft model
     layers_run: bool  # whether the pass of the target ran its layers
     spans: Array  # int64[5]: cycles, by `PARTS`; those of "settle" are added later
+
+
+@step
+def _may_close(tokens: Array, closing: Array) -> bool:
+    """Return whether any of these tokens can complete a stop string."""
+    if len(closing) > 0:
+        for token in tokens:
+            if closing[token]:
+                return True
+    return False
 
 
 @step
@@ -238,7 +255,7 @@ def take_turn(
     roots = roots_of(live.tokens, room.fronts)
     length = room.texts.sizes[LENGTH]
     began = cycles()
-    forest, condition = draft_turn(spec.drafts, draft, roots, live, depth, width, dice, spent)
+    forest, condition = draft_turn(spec.drafts, draft, roots, live, depth, width, spec.edits, dice, spent)
     passes = spent[0]
     spans[DRAFT_MODEL] = spent[1]
     spans[DRAFT] = cycles() - began - spent[1]
@@ -247,11 +264,14 @@ def take_turn(
     if condition != BROKEN:
         began = cycles()
         rows = run_pass(target, forest.tokens, forest.parents, 0, spent)
+        rows = edited_rows(rows, 0, forest.tokens, forest.parents, spec.edits)
         spans[SCORE] = cycles() - began
         began = cycles()
         layers, condition = verify_turn(
             rows, forest, live, spec.rule, spec.widths, depth, length, room.finished, dice, watch_for(0, 0), None
         )
+        if condition == SOUND and _may_close(layers.beams.tokens, spec.closing):
+            condition = LOOK
         spans[VERIFY] = cycles() - began
     return RunTurn(forest, layers, condition, passes, layers_run, spans)
 
@@ -301,7 +321,8 @@ def run_turns(
 ) -> tuple[Beams, int]:
     """Run turns until the session is over, for a while, or until the next one does not fit or has no law.
 
-    Returns the live beams, and SOUND; or BROKEN where the last turn was taken back and has to be taken in Python.
+    Returns the live beams, and SOUND; or BROKEN where the last turn was taken back and has to be taken in Python, or LOOK
+    where that is so for its text alone.
 
     Args:
         target, draft: the session in its models; the target's own, if nothing is drafted.
@@ -334,7 +355,7 @@ def run_turns(
             rewound(target, roots)
             if spec.drafting:
                 rewound(draft, roots)
-            return live, BROKEN
+            return live, LOOK if turn.condition == LOOK else BROKEN
         began = cycles()
         live = settle_run_turn(target, draft, spec, turn, room)
         count_turn(room, turn, was_waiting)
@@ -347,6 +368,10 @@ def run_turns(
 
 class _Refused:
     """A mark in the state of a session in which a turn was not for a run: the rest goes turn by turn."""
+
+
+class _Looking:
+    """A mark in the state of a session: before which turn a run stopped, so that Python looks at the text of that turn."""
 
 
 def spec_of(part: object, verb: str, session: Session) -> Any:
@@ -365,7 +390,11 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
     warp = session.warp
     if not isinstance(target, HuggingFaceLM) or not target.loops or _Refused in session.state:
         return None
-    if not warp.takes_raw_rows or session.audited or session.limits.stop_strings:
+    edits = warp.edits(session.prompt)
+    closing = session.limits.closing if session.limits.stop_strings else _NO_TOKENS
+    if edits is None or session.audited or closing is None:
+        return None
+    if session.state.get(_Looking) == session.count.target_passes:
         return None
     parts = session.parts
     if parts.needs != LOGITS:
@@ -374,6 +403,8 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
     plan = numbers_of(parts.controller, session)
     if rule is None or plan is None:
         return None
+    if len(closing) > 0 and isinstance(rule, SearchSpec) and (rule.noisy or rule.by_dice):
+        return None  # a candidate that ends may count though it makes no layer
     widths = parts.rule.widths(session)  # type: ignore[attr-defined]
     if not isinstance(widths, (FixedWidths, ChosenWidths)):
         return None
@@ -390,7 +421,7 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
             return None
         models.append(lm)
     stop = session.limits.stop
-    return RunSpec(plan, drafts, len(models) > 1, rule, widths, stop, widths.most, most_turns), models
+    return RunSpec(plan, drafts, len(models) > 1, rule, widths, stop, edits, closing, widths.most, most_turns), models
 
 
 def numbers_of(controller: object, session: Session) -> Plan | None:
@@ -425,7 +456,9 @@ class Run:
         deepest = deepest_of(spec.plan)
         fresh = _most_nodes(spec, session, deepest)
         dice = session.dice.ready(_uniforms_of(spec, fresh, deepest))
-        return cls(session, spec, models, _room_for(spec, session), fresh, dice, session.beams)
+        room = _room_for(spec, session)
+        spec = spec._replace(edits=spec.edits._replace(texts=room.texts))
+        return cls(session, spec, models, room, fresh, dice, session.beams)
 
     def lanes(self, stack: ExitStack) -> list[Any] | None:
         """Return the session in each of its models, with room for the run until the stack is left.
@@ -451,7 +484,9 @@ class Run:
     def keep(self) -> bool:
         """Leave the session where the run has led. Returns True if any turn ran."""
         _keep(self.session, self.models, self.room, self.live)
-        if self.condition != SOUND:
+        if self.condition == LOOK:
+            self.session.state[_Looking] = self.session.count.target_passes
+        elif self.condition != SOUND:
             self.session.state[_Refused] = True
         return bool(self.room.numbers[DONE])
 
@@ -484,8 +519,7 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
     threads = allowed_threads()
     with torch_on_one_thread(ours=1), ExitStack() as stack:  # a run is a thread's own affair
         every = [_small_run(target, session, most_turns) for session in sessions]
-        # One thread gains no more than what Python costs: passes of a row or two are better shared.
-        runs = [run for run in every if run is not None and (threads > 1 or run.spec.drafting)]
+        runs = [run for run in every if run is not None and (threads > 1 or _gains_alone(run.spec))]
         for run in runs:
             _lanes_of(run, stack)  # so that all have room before anybody is told where
         ready = [(run, lanes) for run in runs if (lanes := _lanes_of(run, stack)) is not None]
@@ -507,6 +541,11 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
 
 def _failed(sessions: Sequence[Session]) -> list[Session]:
     return [session for session in sessions if session.failure is not None]
+
+
+def _gains_alone(spec: RunSpec) -> bool:
+    """Return whether a run is worth a thread's while where there is but one: passes of a row or two are better shared."""
+    return spec.drafting or edits_any(spec.edits)
 
 
 def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:

@@ -16,6 +16,7 @@ from specbeam.records import Shape
 from specbeam.request import Request
 from specbeam.settings import Settings
 from specbeam.verify.walk import PathRule
+from tests.support import words
 from tests.support.loops import OPTIONS, PROMPTS, known, pair
 from tests.support.tiny_models import tiny
 
@@ -63,6 +64,11 @@ ENDS = [
 ]  # fmt: skip
 
 
+EDITS = [
+    {"repetition_penalty": 1.3, "top_k": 20}, {"repetition_penalty": 0.7, "min_new_tokens": 9},
+]  # fmt: skip
+
+
 class Run(NamedTuple):
     """What came of one compiled run."""
 
@@ -74,6 +80,18 @@ class Run(NamedTuple):
 def seen(pair, monkeypatch):
     """The runs of a test, but not those that measure what turns cost."""
     measured(pair)
+    return watched_runs(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def speaking():
+    return words.pair()
+
+
+@pytest.fixture
+def spoken(speaking, monkeypatch):
+    """The runs of a test of the pair that speaks."""
+    measured(speaking)
     return watched_runs(monkeypatch)
 
 
@@ -130,6 +148,42 @@ def test_texts_and_reports_are_the_same(pair, seen, monkeypatch, name, options):
         assert found == expected
     assert len(seen) >= len(PROMPTS)
     assert {one.condition for one in seen} == {SOUND}
+
+
+@pytest.mark.parametrize("options", EDITS, ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_what_options_change_in_rows_is_done_in_runs(pair, seen, monkeypatch, name, options):
+    """Turn by turn it is done by transformers' processors."""
+    for prompt in PROMPTS:
+        found, expected = both(pair, prompt, METHODS[name], monkeypatch, **options)
+        assert found == expected
+    if METHODS[name].search:  # its rows are log-probabilities, which Python processes
+        assert not seen
+    else:
+        assert len(seen) >= len(PROMPTS)
+        assert {one.condition for one in seen} == {SOUND}
+
+
+@pytest.mark.parametrize("stops", [["q", "ab"], ["e"], ["~"]], ids=str)
+@pytest.mark.parametrize("name", METHODS | SEARCHES)
+def test_texts_end_at_stop_strings_in_runs(speaking, spoken, monkeypatch, name, stops):
+    """Runs stop before turns that may complete one, which Python takes; "e" comes often, "~" never."""
+    method = (METHODS | SEARCHES)[name]
+    for prompt in ("abc", "Hello you."):
+        options = {"stop_strings": stops, "eos_token_id": [1], "max_new_tokens": 20}
+        found, expected = both(speaking, prompt, method, monkeypatch, **options)
+        assert found == expected
+    conditions = {one.condition for one in spoken}
+    assert conditions <= {SOUND, runs.LOOK}
+    if stops == ["~"] and "transformers' sampling" not in name:  # whose candidates Python has to see
+        assert conditions == {SOUND}
+
+
+def test_greedy_texts_are_edited_in_runs(pair, seen, monkeypatch):
+    for options in ({"repetition_penalty": 1.3}, {"min_new_tokens": 6}):
+        found, expected = both(pair, PROMPTS[0], sb.greedy(), monkeypatch, **options)
+        assert found == expected
+    assert len(seen) >= 2
 
 
 @pytest.mark.parametrize("name", SEARCHES)

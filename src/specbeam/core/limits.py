@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 
 from specbeam.core.beams import BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER, Stop, normalised_score
 
@@ -37,6 +37,7 @@ class Limits:
     keep: int = 1
     early_stopping: bool | str = False
     length_penalty: float = 1.0
+    closing: Bool[np.ndarray, " vocab"] | None = None  # tokens that can complete a stop string; None: nobody knows
 
     @cached_property
     def stop(self) -> Stop:

@@ -10,6 +10,7 @@ from specbeam.core.dice import pick
 from specbeam.core.forest import DISTINCT, INDEPENDENT, SHARED, Forest, Siblings, add_front, no_fronts
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd
+from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
 from specbeam.laws.joint import (
     BROKEN,
     SOUND,
@@ -250,7 +251,15 @@ def start_draft(live: Beams, roots: Forest) -> Drafted:
 
 @step
 def draft_layers(
-    model: Any, drafted: Drafted, answered: int, depth: int, width: int, spec: Any, dice: Any, spent: Array
+    model: Any,
+    drafted: Drafted,
+    answered: int,
+    depth: int,
+    width: int,
+    spec: Any,
+    edits: Edits,
+    dice: Any,
+    spent: Array,
 ) -> tuple[Drafted, int]:
     """Return a draft of up to `depth` layers of `width` beams, and SOUND.
 
@@ -259,6 +268,7 @@ def draft_layers(
     Args:
         model: a session in a model that compiled steps can run (see `lm.any_lane`).
         answered: number of forest nodes whose logits were given in this turn already.
+        edits: of the model's rows.
         spent: int64[2], to which passes and the processor's cycles inside the model are added.
     """
     for _ in range(depth):
@@ -267,6 +277,7 @@ def draft_layers(
             break
         forest = drafted.forest
         rows = run_pass(model, forest.tokens, forest.parents, answered, spent)
+        rows = edited_rows(rows, answered, forest.tokens, forest.parents, edits)
         answered = len(forest.tokens)
         law = joint_law(rows, front.scores, front.counts, spec.truncation, True)
         condition = condition_of(law)
@@ -406,7 +417,15 @@ class BeamDrafter:
             with alone.booked(spent):
                 dice = session.dice.ready(nodes)
                 one.drafted, condition = draft_layers(
-                    alone.arrays, one.drafted, alone.lane.answered, depth, one.shape.width, one.spec, dice, spent
+                    alone.arrays,
+                    one.drafted,
+                    alone.lane.answered,
+                    depth,
+                    one.shape.width,
+                    one.spec,
+                    NO_EDITS,
+                    dice,
+                    spent,
                 )
         session.count.draft_passes += int(spent[0])
         one.layers = depth

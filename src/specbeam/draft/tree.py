@@ -32,6 +32,7 @@ from specbeam.draft.children import (
     distinct,
 )
 from specbeam.errors import BrokenLaw, BrokenProcessor
+from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
 from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.laws.ranking import Truncation, largest
 from specbeam.laws.rows import RowLaw, condition_of_row, row_law
@@ -335,13 +336,14 @@ def _with_layer(
 
 @step
 def grow_tree(
-    model: Any, draft: TreeDraft, answered: int, depth: int, spec: TreeSpec, dice: Any, spent: Array
+    model: Any, draft: TreeDraft, answered: int, depth: int, spec: TreeSpec, edits: Edits, dice: Any, spent: Array
 ) -> tuple[TreeDraft, int]:
     """Return a tree with up to `depth` more layers, and SOUND; or BROKEN if a row of logits is none.
 
     Args:
         model: a session in a model that compiled steps can run (see `lm.any_lane`).
         answered: number of forest nodes whose logits were given in this turn already.
+        edits: of the model's rows.
         spent: int64[2], to which passes and the processor's cycles inside the model are added.
     """
     for _ in range(depth):
@@ -349,6 +351,7 @@ def grow_tree(
             break
         forest = draft.forest
         rows = run_pass(model, forest.tokens, forest.parents, answered, spent)
+        rows = edited_rows(rows, answered, forest.tokens, forest.parents, edits)
         answered = len(forest.tokens)
         draft, condition = grow_layer(draft, rows, spec, dice)
         if condition != SOUND:
@@ -548,7 +551,7 @@ class TreeDrafter:
             draft = start_tree(one.forest, ROOM)
             with alone.booked(spent):
                 draft, condition = grow_tree(
-                    alone.arrays, draft, alone.lane.answered, depth, spec, session.dice.ready(draws), spent
+                    alone.arrays, draft, alone.lane.answered, depth, spec, NO_EDITS, session.dice.ready(draws), spent
                 )
         session.count.draft_passes += self.books * int(spent[0])
         one.forest = draft.forest

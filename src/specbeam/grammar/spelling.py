@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
 
 from specbeam.errors import NotSupported
 
@@ -91,6 +91,39 @@ def spelled(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
     head = _decoded(tokenizer, letter)
     whole = _decoded(tokenizer, [*letter, *tokens])
     return whole[len(head) :] if whole.startswith(head) else _decoded(tokenizer, tokens)
+
+
+@made_once
+def closing_tokens(
+    tokenizer: "PreTrainedTokenizerBase", vocab: int, stop_strings: tuple[str, ...]
+) -> Bool[np.ndarray, " vocab"] | None:
+    """Return which tokens of a model can complete one of these strings, and perhaps some that cannot.
+
+    A token that completes a string holds its last character, or is part of a character. None if the text of a token depends
+    on its neighbours, so that nobody can tell.
+    """
+    if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return None
+    last = {stop[-1] for stop in stop_strings}
+    head, texts = _behind_a_letter(tokenizer)
+    closing = np.ones(vocab, dtype=bool)
+    for token, text in enumerate(texts[:vocab]):
+        spelling = text[len(head) :]
+        is_clear = text.startswith(head) and spelling != "" and UNKNOWN not in spelling
+        closing[token] = not is_clear or not last.isdisjoint(spelling)
+    return closing
+
+
+@made_once
+def _behind_a_letter(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, list[str]]:
+    """Return the text of a letter, and that of the letter and each token, special ones too."""
+    letter = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    each = [[*letter, token] for token in range(len(tokenizer))]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return tokenizer.decode(letter), [tokenizer.decode(tokens) for tokens in each]
+    head, *texts = backend.decode_batch([letter, *each], skip_special_tokens=False)
+    return head, texts
 
 
 UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are no character

@@ -11,6 +11,7 @@ from jaxtyping import Float, Float64, Int64
 from specbeam.constraint import Constrained
 from specbeam.core.beams import Beams
 from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd, NotSupported, SpecbeamError
+from specbeam.laws.edits import NO_EDITS, Edits
 from specbeam.laws.joint import BROKEN, DEAD, JointLaw, all_pairs, condition_of, joint_law, odds_among
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation, largest
 from specbeam.laws.rows import SOUND, RowLaw, condition_of_row, row_law
@@ -67,10 +68,41 @@ class Warp:
         """Whether laws are made of a model's logits as they are: nothing in Python sees a row."""
         return not self.processors and not self.others
 
+    def edits(self, prompt: list[int]) -> Edits | None:
+        """Return what the processors change in rows, as numbers for steps; None where Python has to look at rows.
+
+        Args:
+            prompt: what the rows follow, beside new tokens.
+        """
+        if self.others or (self.search and self.processors):
+            return None
+        edits = NO_EDITS._replace(prompt=np.array(prompt, dtype=np.int64))
+        for one in self.processors or []:
+            edited = _with_edit(edits, one)
+            if edited is None:
+                return None
+            edits = edited
+        return edits
+
     @property
     def cut(self) -> Truncation:
         """What is cut: nothing at temperature 0."""
         return NO_TRUNCATION if self.greedy else self.truncation
+
+
+def _with_edit(edits: Edits, processor: Any) -> Edits | None:
+    """Return edits with what one of transformers' processors changes; None if they cannot have it, or not in this order."""
+    from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+    nothing_before = edits.penalty == 1 and edits.least == 0
+    if type(processor) is RepetitionPenaltyLogitsProcessor and nothing_before:
+        whole = processor.prompt_ignore_length is None
+        return edits._replace(penalty=float(processor.penalty)) if whole else None
+    if type(processor) is MinNewTokensLengthLogitsProcessor and edits.least == 0:
+        least = processor.prompt_length_to_skip + processor.min_new_tokens - len(edits.prompt)
+        eos = processor.eos_token_id.reshape(-1).cpu().numpy().astype(np.int64)
+        return edits._replace(least=max(int(least), 0), eos=eos)
+    return None
 
 
 def truncation_of(warpers: Sequence[Any]) -> tuple[Truncation, tuple[Any, ...]]:

@@ -1,0 +1,97 @@
+"""What options change in rows, against transformers' processors: the same numbers, to the last bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from specbeam.core.beams import room_for_texts
+from specbeam.laws.edits import NO_EDITS, edited_rows
+from specbeam.laws.warp import Warp
+from specbeam.settings import Settings
+from tests.support.seats import random_forest
+from tests.support.steps import source_of_steps
+
+VOCAB = 23
+PROMPT = [4, 7, 7, 22]
+EOS = (2, 11, 99)  # one is beyond the model's tokens
+SETTINGS = {
+    "penalty": {"repetition_penalty": 1.7},
+    "reward": {"repetition_penalty": 0.6},
+    "least": {"min_new_tokens": 5},
+    "both": {"repetition_penalty": 1.2, "min_new_tokens": 4},
+}
+LEFT = {
+    "no repeats": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[3]]},
+    "one that can and one that cannot": {"repetition_penalty": 1.2, "bad_words_ids": [[3]]},
+    "a user's own": {"logits_processor": [lambda ids, scores: scores]},
+}
+
+
+def warp_of(**settings):
+    return Settings(**settings).warp(EOS, False, len(PROMPT))
+
+
+def turn_of(rng, dtype):
+    """Texts of three beams, a forest below them, and a row of each node, of which some are none."""
+    lived = rng.integers(0, VOCAB, (3, 3))
+    texts = room_for_texts(None, 4, 8)
+    texts.tokens[:3, :3] = lived
+    texts.sizes[:] = (3, 3, 0)
+    forest = random_forest(rng, lived[:, -1].tolist(), VOCAB, 8)
+    rows = rng.normal(0, 2, (forest.size, VOCAB)).astype(dtype)
+    rows[rng.random(rows.shape) < 0.1] = -np.inf
+    rows[-1, 3:5] = (np.nan, np.inf)
+    return lived, texts, forest, rows
+
+
+def processed(warp, lived, forest, rows):
+    """What transformers' processors make of each row, after its path."""
+    found = []
+    for node in range(forest.size):
+        path = [*PROMPT, *lived[forest.root_of(np.array([node]))[0]].tolist(), *forest.path(node)]
+        found.append(warp.processors(torch.tensor([path]), torch.from_numpy(rows[node : node + 1]))[0].numpy())
+    return np.array(found)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rows_are_those_of_transformers_processors(name, dtype):
+    rng = np.random.default_rng(5)
+    warp = warp_of(**SETTINGS[name])
+    for _ in range(10):
+        lived, texts, forest, rows = turn_of(rng, dtype)
+        edits = warp.edits(PROMPT)._replace(texts=texts)
+        expected = processed(warp, lived, forest, rows)
+        before = rows.copy()
+        for first in (0, forest.roots):
+            found = edited_rows(rows[first:], first, forest.tokens, forest.parents, edits)
+            with source_of_steps():
+                plain = edited_rows(rows[first:], first, forest.tokens, forest.parents, edits)
+            np.testing.assert_array_equal(found, expected[first:])
+            np.testing.assert_array_equal(plain, expected[first:])
+        np.testing.assert_array_equal(rows, before)
+
+
+def test_rows_without_edits_are_handed_on():
+    _, _, forest, rows = turn_of(np.random.default_rng(1), np.float32)
+    with source_of_steps():
+        assert edited_rows(rows, 0, forest.tokens, forest.parents, NO_EDITS) is rows
+
+
+@pytest.mark.parametrize("settings", LEFT.values(), ids=LEFT)
+def test_what_steps_cannot_do_is_left_to_python(settings):
+    assert warp_of(**settings).edits(PROMPT) is None
+
+
+def test_a_penalty_that_leaves_out_the_prompt_is_left_to_python():
+    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)])
+    assert Warp(processors).edits(PROMPT) is None
+    assert Warp().edits(PROMPT).penalty == 1
+
+
+def test_the_modes_of_transformers_search_are_left_to_python():
+    warp = Settings(repetition_penalty=1.2).warp(EOS, False, len(PROMPT), search=True)
+    assert warp.edits(PROMPT) is None
