@@ -143,11 +143,11 @@ def processed_rows(rows: Rows, warp: Warp, paths: Paths) -> Rows:
     """
     if not warp.processors:
         return rows
+    _check(rows)
     logits = torch.from_numpy(rows)
-    _check(logits)
     if warp.search:
         logits = torch.log_softmax(logits, -1)
-    return on_host(_processed(logits, warp.processors, paths()))
+    return _processed(logits, warp.processors, paths())
 
 
 def law_of_beams(rows: Rows, beams: Beams, warp: Warp) -> JointLaw:
@@ -172,7 +172,7 @@ def law_of_processed(
 def check_condition(condition: int, rows: Rows, warp: Warp) -> None:
     """Raise `BrokenLaw` if rows are BROKEN, `DeadEnd` if they are DEAD."""
     if condition == BROKEN:
-        _check(torch.from_numpy(rows))
+        _check(rows)
     if condition == DEAD:
         raise DeadEnd(f"every token is banned: {_banning(warp)} left nothing to draw")
 
@@ -186,7 +186,7 @@ def row_laws(rows: Rows, warp: Warp) -> list[RowLaw | None]:
     for row in rows:
         condition = condition_of_row(row)
         if condition == BROKEN:
-            _check(torch.from_numpy(row[None]))
+            _check(row[None])
         laws.append(None if condition != SOUND else _law_of_row(row, warp))
     return laws
 
@@ -241,31 +241,52 @@ def _banning(warp: Warp) -> str:
     return " and ".join(names) or "the model"
 
 
-def _check(logits: Float[torch.Tensor, "rows vocab"]) -> None:
+def _broken(rows: Rows) -> str:
+    """Return "NaN" or "+inf" where rows of logits hold them, else ""."""
+    if all(condition_of_row(row) != BROKEN for row in rows):
+        return ""
+    return "NaN" if bool(np.isnan(rows).any()) else "+inf"
+
+
+def _check(rows: Rows) -> None:
     """Raise `BrokenLaw` if logits hold NaN or +inf."""
-    if not bool((logits.amax(1) < torch.inf).all()):  # also false for NaN
-        what = "NaN" if bool(logits.isnan().any()) else "+inf"
+    if what := _broken(rows):
         raise BrokenLaw(f"the model returned {what} logits; try float32, or look for overflow in the weights")
 
 
-def _processed(
-    logits: Float[torch.Tensor, "beams vocab"], processors: "LogitsProcessorList", paths: np.ndarray
+def _through(
+    processors: "LogitsProcessorList",
+    paths: Int64[np.ndarray, "beams length"],
+    logits: Float[torch.Tensor, "beams vocab"],
 ) -> Float[torch.Tensor, "beams vocab"]:
+    """Return rows after each processor: the list itself would look up at every call which arguments each of them takes."""
+    tokens = torch.from_numpy(paths)
+    for one in processors:
+        logits = one(tokens, logits)
+    return logits
+
+
+def _processed(
+    logits: Float[torch.Tensor, "beams vocab"],
+    processors: "LogitsProcessorList",
+    paths: Int64[np.ndarray, "beams length"],
+) -> Rows:
+    """Return rows after the processors, whose faults belong to this prompt and to no other."""
     if all(isinstance(one, Constrained) for one in processors):
-        return processors(torch.from_numpy(paths), logits)
+        return on_host(_through(processors, paths, logits))
     try:
         with torch.no_grad():  # a processor may have weights
-            processed = processors(torch.from_numpy(paths), logits.clone())  # a user's processor may write in place
+            processed = _through(processors, paths, logits.clone())  # a user's processor may write in place
     except SpecbeamError:
         raise
-    except Exception as error:  # whatever a user's code raises belongs to this prompt and to no other
+    except Exception as error:
         raise BrokenProcessor(f"a logits processor raised {type(error).__name__}: {error}") from error
     if processed.shape != logits.shape:
         raise BrokenProcessor(
             f"a logits processor returned {tuple(processed.shape)} for scores of {tuple(logits.shape)}"
         )
-    if not bool((processed.amax(1) < torch.inf).all()):  # also false for NaN
-        _check(logits)  # or was it the model?
-        what = "NaN" if bool(processed.isnan().any()) else "+inf"
+    rows = on_host(processed)
+    if what := _broken(rows):
+        _check(on_host(logits))  # or was it the model?
         raise BrokenProcessor(f"a logits processor returned {what}; banned tokens must get -inf, others a finite score")
-    return processed
+    return rows
