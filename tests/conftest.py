@@ -5,6 +5,7 @@ import os
 import tempfile
 
 import hypothesis
+import torch
 from jaxtyping import install_import_hook
 
 import tests.support.checking  # the hook looks it up by name
@@ -12,6 +13,9 @@ import tests.support.checking  # the hook looks it up by name
 if os.environ.get("SPECBEAM_TYPES") != "off":
     tests.support.checking.sample_calls()
     install_import_hook("specbeam", "tests.support.checking.checked")
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the first kernel for GPUs is defined
 
 hypothesis.settings.register_profile("patient", deadline=None)  # the first call of a kernel compiles it
 hypothesis.settings.load_profile("patient")

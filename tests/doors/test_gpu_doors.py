@@ -1,13 +1,9 @@
 """The doors of the forward for GPUs: on one where there is one, otherwise in Triton's interpreter."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 pytest.importorskip("triton")
 
 from specbeam.core.forest import Forest

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 pytest.importorskip("triton")
 
 import specbeam as sb
