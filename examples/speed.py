@@ -14,10 +14,10 @@ import typer
 
 import specbeam as sb
 from specbeam.bench.baselines import ctranslate2, transformers
-from specbeam.bench.growth import grown
 from specbeam.bench.outcome import Contender, specbeam
 from specbeam.bench.prompts import Row, read, spread
 from specbeam.bench.speed import Line, speed
+from specbeam.bench.widen_model import grown
 from specbeam.errors import MissingPackage
 from specbeam.pair import BUNDLED
 

@@ -12,12 +12,12 @@ from scipy import stats
 from transformers import LogitsProcessor
 
 import specbeam as sb
-from specbeam.draft.every_block import EveryBlock
+from specbeam.draft.joint_tokens import EveryBlock
 from specbeam.laws.joint import joint_law
 from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
+from specbeam.options.settings import Settings
 from specbeam.recipes.catalogue import RECIPES
-from specbeam.settings import Settings
 from specbeam.verify.search import SearchRule
 from tests.support import words
 from tests.support.checking import refused

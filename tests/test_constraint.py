@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.constraint import Constrained
+from specbeam.core.constraint import Constrained
 from specbeam.decode import decode
 from specbeam.lm.table import TableLM
 from tests.methods.test_sequences import DRAWN, MATCHED, parts_on

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from specbeam import energy
-from specbeam.energy import EnergyMeter
+from specbeam.measure import energy
+from specbeam.measure.energy import EnergyMeter
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from scipy import stats
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, TextStreamer
 
 import specbeam as sb
-from specbeam import errors, measured
+from specbeam import errors
 from specbeam.control.confidence import SureDraft
 from specbeam.control.fixed import FixedShape
 from specbeam.core.beams import Beams
@@ -24,8 +24,9 @@ from specbeam.generation import settled_tokens, turns_of
 from specbeam.laws.joint import all_pairs, support_of
 from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp, law_of_beams
+from specbeam.measure import kept_figures as measured
+from specbeam.options.settings import Settings
 from specbeam.request import Request
-from specbeam.settings import Settings
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.tiny_models import tiny
@@ -68,8 +69,8 @@ def test_same_seed_same_beams_with_and_without_a_draft(pair, beams, options):
 
 def test_different_methods_share_a_pass(pair):
     from specbeam.decode import decode
+    from specbeam.options.settings import Settings
     from specbeam.request import Request
-    from specbeam.settings import Settings
 
     recipes = [
         sb.greedy(),
@@ -226,8 +227,8 @@ def test_wide_beams_store_little_more_than_one_sequence(pair):
 
 def test_settled_tokens_are_the_beginning_of_the_answer(pair):
     from specbeam.decode import decode
+    from specbeam.options.settings import Settings
     from specbeam.request import Request
-    from specbeam.settings import Settings
 
     request = Request(pair, "abc", sb.dsbd(3, 4, 3), Settings.given({"max_new_tokens": 15}, None), 8)
     seen = []
@@ -674,7 +675,7 @@ def test_a_model_may_draft_for_itself():
 
 def test_auto_measures_once_and_keeps_its_choice(tmp_path, monkeypatch):
     from specbeam.generation import chosen_by_speed
-    from specbeam.settings import Settings
+    from specbeam.options.settings import Settings
 
     monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
     pair = words.pair()

@@ -3,14 +3,17 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
-    {"errors", "kernels", "clock", "constraint", "energy", "audit"},
-    {"core", "measured", "option_checks", "generation_config"},
+    {"errors", "kernels", "measure", "audit"},
+    {"core"},
     {"laws"},
     {"records"},
     {"session"},
-    {"lm", "settings", "drawing"},
+    {"engines", "options", "render"},
+    {"lm"},
     {"control", "grammar"},
     {"draft"},
     {"verify"},
@@ -18,25 +21,28 @@ FLOORS = [
     {"turn"},
     {"decoder"},
     {"decode"},
-    {"tune"},
+    {"tuning"},
     {"recipes"},
     {"pair"},
     {"fastest", "request"},
     {"generation"},
     {"hf", "evaluate"},
     {"bench"},
-    {"hf_repository"},
     {"cli"},
     {"__main__"},
 ]
+INSIDE_ENGINES = [
+    {"answers", "eligibility"},
+    {"kv"},
+    {"torch"},
+    {"cpu", "gpu"},
+    {"pass_steps"},
+]
 INSIDE_LM = [
-    {"answers", "llama"},
-    {"kv", "base"},
-    {"padded", "idle", "own", "table"},
-    {"compiled", "gpu"},
-    {"any_lane"},
+    {"base"},
+    {"self_draft", "table"},
     {"huggingface"},
-    {"context", "early_layers", "live_layers"},
+    {"early_layers", "live_layers"},
 ]
 
 
@@ -44,7 +50,7 @@ def floor_of(floors):
     return {room: number for number, rooms in enumerate(floors) for room in rooms}
 
 
-FLOOR_OF, FLOOR_IN_LM = floor_of(FLOORS), floor_of(INSIDE_LM)
+FLOOR_OF = floor_of(FLOORS)
 
 
 def files():
@@ -75,10 +81,12 @@ def test_imports_go_down_or_stay_in_their_room():
     check_imports_go_down(files(), FLOOR_OF, SOURCE, "specbeam")
 
 
-def test_imports_go_down_inside_lm():
-    inside = [path for path in (SOURCE / "lm").rglob("*.py") if path.parent != SOURCE / "lm" or path.stem != "__init__"]
-    assert {room_of(path, SOURCE / "lm") for path in inside} == set(FLOOR_IN_LM)
-    check_imports_go_down(inside, FLOOR_IN_LM, SOURCE / "lm", "specbeam.lm")
+@pytest.mark.parametrize(("room", "floors"), [("engines", INSIDE_ENGINES), ("lm", INSIDE_LM)])
+def test_imports_go_down_inside(room, floors):
+    inside = [path for path in (SOURCE / room).rglob("*.py") if path != SOURCE / room / "__init__.py"]
+    above = floor_of(floors)
+    assert {room_of(path, SOURCE / room) for path in inside} == set(above)
+    check_imports_go_down(inside, above, SOURCE / room, f"specbeam.{room}")
 
 
 def test_every_file_has_a_floor():
@@ -163,7 +171,7 @@ def test_python_does_not_choose_how_to_draw():
 def test_what_compiles_stays_in_its_rooms():
     for path in files():
         named = {"numba", "llvmlite", "triton"} & set(imported_packages(path))
-        at_home = room_of(path) == "kernels" or path.parts[-3:-1] in (("lm", "compiled"), ("lm", "gpu"))
+        at_home = room_of(path) == "kernels" or path.parts[-3:-1] in (("engines", "cpu"), ("engines", "gpu"))
         assert not named or at_home or path.parts[-2:] in (("core", "steps.py"), ("core", "cycles.py")), path
 
 

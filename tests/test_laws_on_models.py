@@ -9,8 +9,8 @@ from scipy import stats
 
 import specbeam as sb
 from specbeam.decode import decode
+from specbeam.options.settings import Settings
 from specbeam.request import Request
-from specbeam.settings import Settings
 from tests.oracles.laws import warpers_of
 from tests.support.tiny_models import tiny
 

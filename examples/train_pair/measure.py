@@ -17,8 +17,8 @@ from specbeam.forest import Forest
 import specbeam as sb
 from specbeam.decode import decode
 from specbeam.generation import Request
+from specbeam.options.settings import Settings
 from specbeam.pair import BUNDLED
-from specbeam.settings import Settings
 
 SEARCH = {"temperature": 0.0}
 
@@ -79,7 +79,7 @@ def costs(models: sb.Pair) -> tuple[float, float]:
     times: dict[str, list[float]] = {"target": [], "draft": []}
     for _ in range(60):
         for name, lm, forest in (("target", models.target, wide), ("draft", models.draft, narrow)):
-            seat = type("Seat", (), {"prompt": prompt, "state": {}})()
+            seat = type("CacheOwner", (), {"prompt": prompt, "state": {}})()
             lm.extend([seat], [Forest.rooted([prompt[-1]])])
             began = time.perf_counter()
             lm.extend([seat], [forest])

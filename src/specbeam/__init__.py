@@ -21,19 +21,19 @@ _HOMES = {
     "Method": "recipes.method",
     **dict.fromkeys(("greedy", "sampling", "beam_sampling", "dsbd"), "recipes.beams"),
     **dict.fromkeys(("beam_search", "speculative_beam_search"), "recipes.search"),
-    **dict.fromkeys(("speculative_sampling", "block_verification", "specinfer", "rsd_c", "rsd_s"), "recipes.drawn"),
-    **dict.fromkeys(("sequoia", "spechub", "traversal", "dyspec", "multi_draft"), "recipes.drawn"),
+    **dict.fromkeys(("speculative_sampling", "block_verification", "specinfer", "rsd_c", "rsd_s"), "recipes.sequence"),
+    **dict.fromkeys(("sequoia", "spechub", "traversal", "dyspec", "multi_draft"), "recipes.sequence"),
     **dict.fromkeys(
         ("opt_tree", "gsd", "propd"),
-        "recipes.chosen",
+        "recipes.sequence",
     ),
     **dict.fromkeys(
         ("prompt_lookup", "suffix_match", "token_recycling"),
-        "recipes.retrieved",
+        "recipes.lookup",
     ),
     "auto": "recipes.auto",
-    "mtjd": "recipes.blocks",
-    **dict.fromkeys(("mtad", "mjsd", "mmtad"), "recipes.joint"),
+    "mtjd": "recipes.joint_tokens",
+    **dict.fromkeys(("mtad", "mjsd", "mmtad"), "recipes.joint_beams"),
     "Beam": "records",
     "Generation": "records",
     "Report": "records",
@@ -54,30 +54,30 @@ if TYPE_CHECKING:
     from specbeam.recipes.beams import dsbd as dsbd
     from specbeam.recipes.beams import greedy as greedy
     from specbeam.recipes.beams import sampling as sampling
-    from specbeam.recipes.blocks import mtjd as mtjd
     from specbeam.recipes.catalogue import methods as methods
-    from specbeam.recipes.chosen import gsd as gsd
-    from specbeam.recipes.chosen import opt_tree as opt_tree
-    from specbeam.recipes.chosen import propd as propd
-    from specbeam.recipes.drawn import block_verification as block_verification
-    from specbeam.recipes.drawn import dyspec as dyspec
-    from specbeam.recipes.drawn import multi_draft as multi_draft
-    from specbeam.recipes.drawn import rsd_c as rsd_c
-    from specbeam.recipes.drawn import rsd_s as rsd_s
-    from specbeam.recipes.drawn import sequoia as sequoia
-    from specbeam.recipes.drawn import spechub as spechub
-    from specbeam.recipes.drawn import specinfer as specinfer
-    from specbeam.recipes.drawn import speculative_sampling as speculative_sampling
-    from specbeam.recipes.drawn import traversal as traversal
-    from specbeam.recipes.joint import mjsd as mjsd
-    from specbeam.recipes.joint import mmtad as mmtad
-    from specbeam.recipes.joint import mtad as mtad
+    from specbeam.recipes.joint_beams import mjsd as mjsd
+    from specbeam.recipes.joint_beams import mmtad as mmtad
+    from specbeam.recipes.joint_beams import mtad as mtad
+    from specbeam.recipes.joint_tokens import mtjd as mtjd
+    from specbeam.recipes.lookup import prompt_lookup as prompt_lookup
+    from specbeam.recipes.lookup import suffix_match as suffix_match
+    from specbeam.recipes.lookup import token_recycling as token_recycling
     from specbeam.recipes.method import Method as Method
-    from specbeam.recipes.retrieved import prompt_lookup as prompt_lookup
-    from specbeam.recipes.retrieved import suffix_match as suffix_match
-    from specbeam.recipes.retrieved import token_recycling as token_recycling
     from specbeam.recipes.search import beam_search as beam_search
     from specbeam.recipes.search import speculative_beam_search as speculative_beam_search
+    from specbeam.recipes.sequence import block_verification as block_verification
+    from specbeam.recipes.sequence import dyspec as dyspec
+    from specbeam.recipes.sequence import gsd as gsd
+    from specbeam.recipes.sequence import multi_draft as multi_draft
+    from specbeam.recipes.sequence import opt_tree as opt_tree
+    from specbeam.recipes.sequence import propd as propd
+    from specbeam.recipes.sequence import rsd_c as rsd_c
+    from specbeam.recipes.sequence import rsd_s as rsd_s
+    from specbeam.recipes.sequence import sequoia as sequoia
+    from specbeam.recipes.sequence import spechub as spechub
+    from specbeam.recipes.sequence import specinfer as specinfer
+    from specbeam.recipes.sequence import speculative_sampling as speculative_sampling
+    from specbeam.recipes.sequence import traversal as traversal
     from specbeam.records import Beam as Beam
     from specbeam.records import Generation as Generation
     from specbeam.records import Report as Report

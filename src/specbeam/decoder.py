@@ -4,12 +4,12 @@ from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
-from specbeam.clock import lap
-from specbeam.draft.together import close_drafters, fill_drafters, models_of
+from specbeam.draft.batch import close_drafters, fill_drafters, models_of
 from specbeam.errors import Cancelled
 from specbeam.kernels.interrupts import interrupts_held
 from specbeam.kernels.threads import torch_on_one_thread
 from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
+from specbeam.measure.profiler import span
 from specbeam.runs import run_ahead, run_side_by_side
 from specbeam.session import Session
 from specbeam.turn import Turns, turns
@@ -114,7 +114,7 @@ class Decoder:
 
     def _fill(self) -> None:
         """Store a chunk of prompts that are long in the target, then in draft models; who has no more to store is live."""
-        with lap("fill"):
+        with span("fill"):
             needs = [session.parts.needs for session in self.filling]
             filled = fill_prompts(self.target, self.filling, needs, self.at_once_filling)
             stored = [session for session, is_filled in zip(self.filling, filled, strict=True) if is_filled]
@@ -135,7 +135,7 @@ class Decoder:
 
     def _run(self) -> list[Session]:
         """Take several turns of those sessions that can as runs. Returns those that took any, or failed."""
-        with lap("settle"):
+        with span("settle"):
             if len(self.live) > 1:
                 return run_side_by_side(self.target, self.live, self.ahead)
             (session,) = self.live

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specbeam import measured
+from specbeam.measure import kept_figures as measured
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.beams import sampling
-from specbeam.recipes.chosen import opt_tree
-from specbeam.recipes.drawn import block_verification, rsd_s, sequoia, speculative_sampling, traversal
+from specbeam.recipes.lookup import prompt_lookup, token_recycling
 from specbeam.recipes.method import Method
-from specbeam.recipes.retrieved import prompt_lookup, token_recycling
-from specbeam.settings import Settings
+from specbeam.recipes.sequence import block_verification, opt_tree, rsd_s, sequoia, speculative_sampling, traversal
 
 Measure = Callable[[Method], float]  # tokens per second of a method on some prompts
 

@@ -9,11 +9,12 @@ import torch
 
 from specbeam.audit import Audit
 from specbeam.decode import decode
-from specbeam.energy import EnergyMeter
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.fastest import FastestMethod, fastest, tokens_per_second
-from specbeam.generation_config import contradiction
-from specbeam.option_checks import is_integer, require
+from specbeam.measure.energy import EnergyMeter
+from specbeam.options.checks import is_integer, require
+from specbeam.options.generation_config import contradiction
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
@@ -21,7 +22,6 @@ from specbeam.records import Generation, Report, Turn
 from specbeam.request import Request, many
 from specbeam.runs import TURNS
 from specbeam.session import Session
-from specbeam.settings import Settings
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

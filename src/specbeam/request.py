@@ -10,12 +10,12 @@ from specbeam.core.noise import request_key
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import closing_tokens, spelled
-from specbeam.option_checks import is_integer, require, texts
+from specbeam.options.checks import is_integer, require, texts
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.method import Method, RequestInfo
 from specbeam.records import Beam, Generation
 from specbeam.session import Session
-from specbeam.settings import Settings
 
 
 class Request:

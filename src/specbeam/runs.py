@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.clock import apportion
 from specbeam.control.planning import Plan, deepest_of, learn_passed, plan_shape
 from specbeam.control.width import ChosenWidths, FixedWidths, restore_widths, save_widths
 from specbeam.core.beams import (
@@ -35,18 +34,19 @@ from specbeam.core.cycles import cycles
 from specbeam.core.dice import Uniforms
 from specbeam.core.forest import Forest, Fronts, Siblings, drafted_layers, start_of
 from specbeam.core.steps import Array, compiled_as, step
+from specbeam.draft.batch import models_of
 from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draft
-from specbeam.draft.together import models_of
 from specbeam.draft.tree import ROOM, TreeSpec, draws_of, grow_tree, start_tree
+from specbeam.engines.answers import LOGITS
+from specbeam.engines.cpu.cache_steps import has_room, rewound, settle_cache
+from specbeam.engines.kv.steps import KNOWN, SIZE, STORED
+from specbeam.engines.pass_steps import run_pass
 from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
 from specbeam.laws.edits import Edits, edited_rows, edits_any
 from specbeam.laws.joint import BROKEN, SOUND
-from specbeam.lm.answers import LOGITS
-from specbeam.lm.any_lane import run_pass
 from specbeam.lm.base import LM
-from specbeam.lm.compiled.one_lane import has_room, rewound, settle_lane
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.kv.steps import KNOWN, SIZE, STORED
+from specbeam.measure.profiler import apportion
 from specbeam.session import Session
 from specbeam.verify.beams import SearchSpec, judge
 from specbeam.verify.traversal import ClimbSpec, climb
@@ -199,8 +199,8 @@ def _compiled_verify_turn(
 @step
 def runs_layers(model: Any, nodes: int) -> bool:
     """Return whether a pass over a forest of so many nodes runs the layers of the model."""
-    books = model.trie.books
-    return books[SIZE] > books[STORED] or nodes > books[KNOWN]
+    counts = model.trie.counts
+    return counts[SIZE] > counts[STORED] or nodes > counts[KNOWN]
 
 
 @step
@@ -286,9 +286,9 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
     above = live_parents_of(layers)
     settle_turn(room.texts, room.finished, room.ended, forest, layers, survivors, above, spec.stop)
     tree = (forest.tokens, forest.parents)
-    settle_lane(target, tree, survivors.nodes, survivors.tokens, above)
+    settle_cache(target, tree, survivors.nodes, survivors.tokens, above)
     if spec.drafting:
-        settle_lane(draft, tree, survivors.nodes, survivors.tokens, above)
+        settle_cache(draft, tree, survivors.nodes, survivors.tokens, above)
     return rooted_beams(survivors)
 
 
@@ -460,7 +460,7 @@ class Run:
         spec = spec._replace(edits=spec.edits._replace(texts=room.texts))
         return cls(session, spec, models, room, fresh, dice, session.beams)
 
-    def lanes(self, stack: ExitStack) -> list[Any] | None:
+    def caches(self, stack: ExitStack) -> list[Any] | None:
         """Return the session in each of its models, with room for the run until the stack is left.
 
         None where it cannot run now: a long prompt goes in first, or others are stored beside it, of whom a run knows
@@ -469,16 +469,16 @@ class Run:
         more = min(self.session.remaining, SPAN)
         fresh = self.fresh + self.spec.most_beams
         found = [stack.enter_context(lm.alone(self.session, fresh, more)) for lm in self.models]
-        lanes = [lane.arrays for lane in found if lane is not None]
-        if len(lanes) < len(self.models) or any(lm.shares(self.session) for lm in self.models):
+        caches = [cache.arrays for cache in found if cache is not None]
+        if len(caches) < len(self.models) or any(lm.shares(self.session) for lm in self.models):
             return None
-        return lanes
+        return caches
 
-    def take(self, lanes: list[Any]) -> None:
+    def take(self, caches: list[Any]) -> None:
         """Take the turns. Needs no interpreter: several runs go side by side in threads."""
         turns = self.session.count.target_passes
         self.live, self.condition = run_turns(
-            lanes[0], lanes[-1], self.spec, self.session.beams, self.room, turns, self.dice
+            caches[0], caches[-1], self.spec, self.session.beams, self.room, turns, self.dice
         )
 
     def keep(self) -> bool:
@@ -500,11 +500,11 @@ def run_ahead(target: LM, session: Session, most_turns: int = TURNS) -> bool:
     if run is None:
         return False
     with ExitStack() as stack:
-        lanes = run.lanes(stack)
-        if lanes is None:
+        caches = run.caches(stack)
+        if caches is None:
             return False
         began = time.perf_counter()
-        run.take(lanes)
+        run.take(caches)
     apportion(dict(zip(PARTS, run.room.cycles.tolist(), strict=True)), began)
     return run.keep()
 
@@ -521,13 +521,13 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
         every = [_small_run(target, session, most_turns) for session in sessions]
         runs = [run for run in every if run is not None and (threads > 1 or _gains_alone(run.spec))]
         for run in runs:
-            _lanes_of(run, stack)  # so that all have room before anybody is told where
-        ready = [(run, lanes) for run in runs if (lanes := _lanes_of(run, stack)) is not None]
+            _caches_of(run, stack)  # so that all have room before anybody is told where
+        ready = [(run, caches) for run in runs if (caches := _caches_of(run, stack)) is not None]
         if not ready:
             return _failed(sessions)
         began = time.perf_counter()
         with ThreadPoolExecutor(min(threads, len(ready))) as pool:
-            taken = [pool.submit(run.take, lanes) for run, lanes in ready]
+            taken = [pool.submit(run.take, caches) for run, caches in ready]
     cycles_of_all = sum((run.room.cycles for run, _ in ready), np.zeros(len(PARTS), dtype=np.int64))
     apportion(dict(zip(PARTS, cycles_of_all.tolist(), strict=True)), began)
     moved = []
@@ -556,10 +556,10 @@ def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:
     return run if run is not None and all(lm.is_small for lm in run.models) else None
 
 
-def _lanes_of(run: Run, stack: ExitStack) -> list[Any] | None:
-    """Return `run.lanes`; None if the session has failed, which keeps its error."""
+def _caches_of(run: Run, stack: ExitStack) -> list[Any] | None:
+    """Return `run.caches`; None if the session has failed, which keeps its error."""
     with run.session.failing_alone():
-        return run.lanes(stack)
+        return run.caches(stack)
     return None
 
 

@@ -34,7 +34,7 @@ from specbeam.records import Certificate, Needs, Report, Shape, Turn, Verdict
 
 
 @runtime_checkable
-class Seat(Protocol):
+class CacheOwner(Protocol):
     """What a language model needs of a session. It may have `context` and `vectors`, too (see `Session`)."""
 
     prompt: list[int]
@@ -63,8 +63,8 @@ class Drafter(Protocol):
     It may also have:
         close(session): forget a session that is over.
         models: the models that it runs; where it does not say, torch keeps its threads while others run (decoder.py).
-        law_lost: str, why the law of its drafts is not known, so that they can be matched and not tried.
-        fill(sessions, most) -> list[bool]: store a chunk of long prompts; which have no more to store (draft/together.py).
+        no_law_reason: str, why the law of its drafts is not known, so that they can be matched and not tried.
+        fill(sessions, most) -> list[bool]: store a chunk of long prompts; which have no more to store (draft/batch.py).
         needs: Needs, what it reads of the target's rows, in `turn.scored`.
         probes(session, forest) -> Probes: rows of its own in the target's pass, which are in `turn.scored.probes`.
         spec(session): the numbers by which steps draft in a compiled run (draft/beams.py, draft/tree.py).
@@ -107,9 +107,9 @@ def law_of(rule: Rule) -> str:
 class Parts:
     """The parts that decode one session.
 
-    A drafter may have `law_lost`, which says why the law of its drafts is not known, and a rule `tries`, which says that it
-    needs to know it. Raises `LostLaw` where the two meet. Each part may have `needs`: what it asks of the rows that the
-    target scores, which are in `turn.scored` when the parts settle.
+    A drafter may have `no_law_reason`, which says why the law of its drafts is not known, and a rule `tries`, which says
+    that it needs to know it. Raises `LostLaw` where the two meet. Each part may have `needs`: what it asks of the rows
+    that the target scores, which are in `turn.scored` when the parts settle.
     """
 
     drafter: Drafter
@@ -121,7 +121,7 @@ class Parts:
         if type(self.drafter).__hash__ is None:
             raise BadSetting(f"{type(self.drafter).__name__} has no hash, and sessions are told apart by their drafters: "
                              "make it a @dataclass(frozen=True) or @dataclass(eq=False)")  # fmt: skip
-        why = getattr(self.drafter, "law_lost", "")
+        why = getattr(self.drafter, "no_law_reason", "")
         if why and getattr(self.rule, "tries", False):
             raise LostLaw(
                 f"{type(self.rule).__name__} tries drafts against the law they were drawn from, and "

@@ -1,10 +1,10 @@
 """THE TURN: plan, draft, score, verify, settle, of many sessions in one pass of the target."""
 
-from specbeam.clock import lap
 from specbeam.core.forest import Forest
-from specbeam.draft.together import drafted, with_probes
-from specbeam.lm.answers import LOGITS
+from specbeam.draft.batch import drafted, with_probes
+from specbeam.engines.answers import LOGITS
 from specbeam.lm.base import LM
+from specbeam.measure.profiler import span
 from specbeam.records import Scored, Shape, Turn, Verdict
 from specbeam.session import Session
 
@@ -13,11 +13,11 @@ Turns = list[tuple[Session, Turn]]
 
 def turns(target: LM, live: list[Session]) -> Turns:
     """Take one turn of each session that does not fail in it."""
-    with lap("plan"):
+    with span("plan"):
         shapes = [_planned(session, len(live)) for session in live]  # how deep, how wide
-    with lap("draft"):
+    with span("draft"):
         forests = drafted(live, shapes, target.vocab)  # guesses hung under the live beams
-    with lap("score"):
+    with span("score"):
         scored = _scored(target, live, forests)  # one pass over every node
     done = []
     for session, shape, forest, found in zip(live, shapes, forests, scored, strict=True):
@@ -25,10 +25,10 @@ def turns(target: LM, live: list[Session]) -> Turns:
         if session.failure is not None:
             continue
         with session.failing_alone():
-            with lap("verify"):
+            with span("verify"):
                 verdict = _verdict(session, forest, found)  # what lives on
             turn = Turn(shape, forest, found, verdict)
-            with lap("settle"):
+            with span("settle"):
                 for part in (target, session.parts.drafter, session.parts.controller):
                     part.settle(session, turn)  # caches and statistics catch up
                 session.count.peak_kv_tokens = target.peak(session)

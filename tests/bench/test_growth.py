@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.bench.growth import Size, grown, size_for, with_positions
+from specbeam.bench.widen_model import Size, grown, size_for, with_positions
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.pair import BUNDLED
 from tests.support.tiny_models import tiny

@@ -13,7 +13,7 @@ import specbeam as sb
 from specbeam.bench import methods as timed
 from specbeam.bench.method_figures import Figure, MethodRun, Task, _quality
 from specbeam.bench.methods import MethodContender, contenders, measure
-from specbeam.bench.methods_shown import as_markdown, plot
+from specbeam.bench.methods_report import as_markdown, plot
 from specbeam.bench.provenance import _commit, provenance
 from specbeam.cli.bench_methods import bundled_tasks, run, tasks_of
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from specbeam.bench import passes as timed
-from specbeam.bench.copies import Copies, token_bytes
-from specbeam.bench.fits import knee_fit, straight_fit
+from specbeam.bench.cost_fits import knee_fit, straight_fit
 from specbeam.bench.passes import OURS, THEIRS, PassPlan, fits, passes
-from specbeam.bench.passes_shown import as_markdown, as_records, plot
-from specbeam.lm.context import Context, TurnCost
+from specbeam.bench.passes_report import as_markdown, as_records, plot
+from specbeam.bench.transformers_cache import Copies, token_bytes
+from specbeam.tuning.stored_prompt import Context, TurnCost
 from tests.support import words
 from tests.support.tiny_models import tiny
 

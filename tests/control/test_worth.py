@@ -13,11 +13,11 @@ from specbeam.control.width import FixedWidth, ValuedWidth
 from specbeam.control.worth import DepthByCost, PassOdds, ShapeByValue
 from specbeam.draft.beams import BeamDrafter
 from specbeam.errors import BadSetting
-from specbeam.lm.idle import IdleLM
 from specbeam.recipes.depth import depth_control
 from specbeam.records import Shape
 from specbeam.session import Parts
-from specbeam.tune import DEEP, curve_of, host_cost, known_curve, measure, measure_host, measure_loops
+from specbeam.tuning.costs import DEEP, curve_of, host_cost, known_curve, measure, measure_host, measure_loops
+from specbeam.tuning.idle_model import IdleLM
 from specbeam.verify.beams import BeamRule
 from specbeam.verify.search import SearchRule
 from tests.support import words
@@ -67,7 +67,7 @@ def test_what_the_host_does_counts():
 @pytest.mark.parametrize("rule", [BeamRule(FixedWidth(2)), SearchRule(2)], ids=["beams", "search"])
 def test_the_host_is_timed_around_models_that_cost_nothing(rule, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
-    monkeypatch.setattr("specbeam.tune._HOST", {})
+    monkeypatch.setattr("specbeam.tuning.costs._HOST", {})
     search = isinstance(rule, SearchRule)
     turns = {True: [], False: []}
 
@@ -92,7 +92,7 @@ def test_the_host_is_timed_around_models_that_cost_nothing(rule, tmp_path, monke
     assert np.mean(turns[False]) < 1
     turns[True].clear()
     assert host_cost(40, parts, ["a rule", 2]) == found  # from memory
-    monkeypatch.setattr("specbeam.tune._HOST", {})
+    monkeypatch.setattr("specbeam.tuning.costs._HOST", {})
     assert host_cost(40, parts, ["a rule", 2]) == found  # from disk
     assert not turns[True]
 
@@ -103,7 +103,7 @@ def test_costs_are_told_apart(monkeypatch):
     def priced(vocab, parts, depth, agree):
         return 0.7 + 0.2 * depth + 0.1 * (1 + depth * agree)
 
-    monkeypatch.setattr("specbeam.tune._turn_s", priced)
+    monkeypatch.setattr("specbeam.tuning.costs._turn_s", priced)
     found = measure_host(40, lambda lm, depth: None)
     assert (found.turn_s, found.draft_s, found.judge_s) == pytest.approx((0.7, 0.2, 0.1))
 
@@ -156,7 +156,7 @@ def test_curves_are_measured_once_and_kept(tmp_path, monkeypatch):
     assert curve.nodes == (1, 2, 8)
     assert 0 < curve.seconds[0] <= curve.seconds[1] <= curve.seconds[2]
     assert curve_of(lm) == known_curve(lm) == curve
-    assert not lm.lanes  # nothing is left behind
+    assert not lm.caches  # nothing is left behind
 
 
 def test_wrong_depths_are_refused():

@@ -10,9 +10,9 @@ from specbeam.decode import Decoder, decode
 from specbeam.errors import BadPrompt, NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.table import TableLM
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.request import Request
-from specbeam.settings import Settings
 from tests.support.seats import moved, random_forest, random_turn, seat
 from tests.support.tiny_models import tiny
 
@@ -83,7 +83,7 @@ def test_samples_of_one_image_share_their_prompt_and_those_of_another_do_not(cap
     for session in sessions:
         decoder.add(session)
     decoder.step()
-    assert len(captions.target.lanes) == 2
+    assert len(captions.target.caches) == 2
     while decoder.busy:
         decoder.step()
     for session, one in zip(sessions, alone, strict=True):
@@ -207,4 +207,4 @@ def test_rows_by_embedding_that_there_are_not_are_refused(engine):
     ):
         with pytest.raises(NotSupported, match=message):
             lm.extend([one], [Forest.rooted([4])])
-    assert lm.lanes == []
+    assert lm.caches == []

@@ -7,9 +7,9 @@ from specbeam.core.forest import Forest
 from specbeam.decode import Decoder, decode
 from specbeam.errors import Cancelled
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.request import Request
-from specbeam.settings import Settings
 from tests.support.seats import seat
 from tests.support.tiny_models import tiny
 
@@ -62,8 +62,8 @@ def test_a_session_that_joins_late_writes_what_it_writes_alone(pair, method):
     finish(decoder)
     for session in (first, second, third):
         assert texts(session) == alone(pair, session.prompt, method)
-    assert pair.target.lanes == []
-    assert pair.draft.lanes == []
+    assert pair.target.caches == []
+    assert pair.draft.caches == []
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: one.name)
@@ -75,8 +75,8 @@ def test_a_cancelled_session_is_gone_at_once_and_costs_the_others_nothing(pair, 
     decoder.step()  # the first is live, the second is being stored, the others wait for their places
     assert decoder.cancel(sessions[0])
     assert decoder.cancel(sessions[1])
-    assert pair.target.lanes == []
-    assert pair.draft.lanes == []
+    assert pair.target.caches == []
+    assert pair.draft.caches == []
     decoder.step()
     assert decoder.cancel(sessions[3]) or sessions[3].over
     assert not decoder.cancel(sessions[3])
@@ -121,7 +121,7 @@ def test_the_draft_model_stores_its_prompt_in_chunks_too(pair):
         decoder.step()
         assert pair.draft.passes - before <= 2 + 1
     decoder.close()
-    assert pair.draft.lanes == []
+    assert pair.draft.caches == []
 
 
 def test_chunks_are_those_that_one_pass_after_the_other_would_store(pair):
@@ -173,7 +173,7 @@ def test_leaving_closes_what_is_not_over(pair):
         for prompt in ([3, 4, 5], LONG):
             decoder.add(session_of(pair, prompt, sb.dsbd(2, 3, 2)))
         decoder.step()
-        assert pair.target.lanes
-    assert pair.target.lanes == []
-    assert pair.draft.lanes == []
+        assert pair.target.caches
+    assert pair.target.caches == []
+    assert pair.draft.caches == []
     assert not decoder.busy

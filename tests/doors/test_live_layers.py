@@ -13,11 +13,11 @@ from specbeam.errors import BadForest, BadSetting, NotSupported
 from specbeam.lm.early_layers import early_layers
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.live_layers import LiveLayers
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.records import Needs
 from specbeam.request import Request
 from specbeam.session import Parts
-from specbeam.settings import Settings
 from tests.support.seats import moved, node_paths, plain_logits, random_forest, random_turn, seat
 from tests.support.tiny_models import tiny
 
@@ -91,7 +91,7 @@ def test_texts_are_those_of_the_target_alone(beams, depth, share_from):
     list(decode(lm, found))
     list(decode(lm, plain))
     assert texts(found) == texts(plain)
-    assert lm.lanes == []
+    assert lm.caches == []
     assert sum(session.count.accepted for session in found) > 0
 
 
@@ -125,7 +125,7 @@ def test_a_cancelled_draft_leaves_nothing_behind():
     decoder.cancel(first)
     while decoder.busy:
         decoder.step()
-    assert lm.lanes == []
+    assert lm.caches == []
     (plain,) = sessions_of(lm, sb.beam_sampling(1), [[7, 8]])
     list(decode(lm, [plain]))
     assert texts([second]) == texts([plain])
@@ -136,7 +136,7 @@ def test_hidden_states_are_behind_all_layers():
     one = seat([3, 4, 5])
     needs = Needs(logits=True, hidden=True)
     forest = Forest.rooted([5]).grown([6], [0])
-    lm._lane(one, needs)
+    lm._cache(one, needs)
     LiveLayers(lm, 2).extend([one], [forest])
     (found,) = lm.extend([one], [forest], [needs])
     head = lm.model.get_output_embeddings().weight.detach()

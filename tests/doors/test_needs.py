@@ -12,14 +12,14 @@ from specbeam.control.fixed import FixedShape
 from specbeam.core.forest import Forest
 from specbeam.decode import decode
 from specbeam.draft.lookup import RETRIEVED, PromptLookup, retrieved_chains
+from specbeam.engines.answers import LOGITS, ranked_rows
 from specbeam.errors import NotSupported
-from specbeam.lm.answers import LOGITS, ranked_rows
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.table import TableLM
+from specbeam.options.settings import Settings
 from specbeam.records import Needs, Scored
 from specbeam.request import Request
 from specbeam.session import Parts
-from specbeam.settings import Settings
 from specbeam.verify.walk import MatchRule
 from tests.support.seats import moved, random_forest, random_turn, seat
 from tests.support.tiny_models import FAMILIES, tiny
@@ -154,7 +154,7 @@ class NextFromHidden:
     """
 
     needs: ClassVar[Needs] = Needs(hidden=True, prompt=True)
-    law_lost: ClassVar[str] = RETRIEVED
+    no_law_reason: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions, shapes):
         return [self._chain(session, shape) for session, shape in zip(sessions, shapes, strict=True)]

@@ -13,11 +13,11 @@ from specbeam.core.forest import Forest
 from specbeam.decode import decode
 from specbeam.draft.lookup import RETRIEVED, retrieved_chains
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.records import Needs, Probes
 from specbeam.request import Request
 from specbeam.session import Parts
-from specbeam.settings import Settings
 from specbeam.verify.walk import MatchRule
 from tests.support.tiny_models import tiny
 
@@ -34,7 +34,7 @@ class ParallelMasks:
     mask: int = MASK
     masks: int = 2
     needs: ClassVar[Needs] = Needs(logits=True)
-    law_lost: ClassVar[str] = RETRIEVED
+    no_law_reason: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions, shapes):
         return [self._chain(session, shape) for session, shape in zip(sessions, shapes, strict=True)]

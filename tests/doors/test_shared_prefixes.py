@@ -8,10 +8,10 @@ import specbeam as sb
 from specbeam.core.forest import Forest
 from specbeam.decode import Decoder, decode
 from specbeam.lm.huggingface import MOST_TOGETHER, HuggingFaceLM
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.records import Needs
 from specbeam.request import Request
-from specbeam.settings import Settings
 from tests.support.seats import check_rows_and_settle, plain_logits, seat
 from tests.support.tiny_models import tiny
 
@@ -27,7 +27,7 @@ def pair_of(engine, chunk=16, share_from=8, family="llama"):
 
 def stored(lm):
     """How many slots hold something, in all rows."""
-    return sum(int(company[0].trie._taken().sum()) for company in lm.lanes)
+    return sum(int(company[0].trie._taken().sum()) for company in lm.caches)
 
 
 @pytest.mark.parametrize("chunk", [5, 64])
@@ -48,13 +48,13 @@ def test_rows_of_sessions_that_share_are_those_of_their_paths(engine, family, ch
         if turn_number % 2:
             for one in some:
                 lm.compact(one)
-        assert turn_number or len(lm.lanes) < len(some)
+        assert turn_number or len(lm.caches) < len(some)
         if turn_number in (2, 4):  # the first of a row leaves, another comes
             lm.close(seats.pop(0))
             seats.append(seat([*SYSTEM[:15], 7]))
     for one in seats:
         lm.close(one)
-    assert lm.lanes == []
+    assert lm.caches == []
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -94,7 +94,7 @@ def test_texts_are_those_of_sessions_that_share_nothing(engine, method):
         many = {"num_return_sequences": 3} if method.beams == 1 else {}
         prompts = [[*SYSTEM, 4, 5], [*SYSTEM, 9], [3, 4], [*SYSTEM, 4, 5]]
         found = sb.generate(pair, prompts, method, seed=3, max_new_tokens=10, **many)
-        assert pair.target.lanes == pair.draft.lanes == []
+        assert pair.target.caches == pair.draft.caches == []
         return [[beam.tokens for beam in one.beams] for one in found]
 
     assert texts(pair_of(engine)) == texts(pair_of(engine, share_from=None))
@@ -118,7 +118,7 @@ def test_who_comes_later_takes_over_what_is_stored(engine):
     decoder.step()
     assert pair.target.passes - before[0] == 1
     assert second.length > 0
-    assert len(pair.target.lanes) == len(pair.draft.lanes) == 1
+    assert len(pair.target.caches) == len(pair.draft.caches) == 1
 
 
 def test_who_waits_for_a_session_that_is_cancelled_goes_on_alone():
@@ -129,14 +129,14 @@ def test_who_waits_for_a_session_that_is_cancelled_goes_on_alone():
     for session in sessions:
         decoder.add(session)
     decoder.step()  # a chunk of the first is stored, the others wait for it
-    assert len(pair.target.lanes) == 1
+    assert len(pair.target.caches) == 1
     decoder.cancel(sessions[0])
     while decoder.busy:
         decoder.step()
     list(decode(pair.target, [alone[1]]))
     list(decode(pair.target, [alone[2]]))
     assert [one.settled for one in sessions[1:]] == [one.settled for one in alone[1:]]
-    assert pair.target.lanes == []
+    assert pair.target.caches == []
 
 
 def test_a_run_of_turns_begins_when_the_others_have_left():
@@ -166,7 +166,7 @@ def test_sessions_with_much_to_write_do_not_share_a_short_prefix():
         decoder.add(first)
         decoder.add(second)
         decoder.step()
-        assert len(pair.target.lanes) == rows
+        assert len(pair.target.caches) == rows
         decoder.close()
 
 
@@ -174,10 +174,10 @@ def test_no_more_than_some_sessions_share_a_row():
     lm = pair_of("compiled").target
     seats = [seat(SYSTEM) for _ in range(MOST_TOGETHER + 2)]
     lm.extend(seats, [Forest.rooted(SYSTEM[-1:])] * len(seats))
-    assert [len(company) for company in lm.lanes] == [MOST_TOGETHER, 2]
+    assert [len(company) for company in lm.caches] == [MOST_TOGETHER, 2]
     for one in seats:
         lm.close(one)
-    assert lm.lanes == []
+    assert lm.caches == []
 
 
 def test_who_needs_the_rows_of_its_prompt_computes_them_itself():
@@ -186,4 +186,4 @@ def test_who_needs_the_rows_of_its_prompt_computes_them_itself():
     needs = [Needs(logits=True), Needs(logits=True, prompt=True)]
     found = lm.extend(seats, [Forest.rooted(SYSTEM[-1:])] * 2, needs)
     assert len(found[1].prompt) == len(SYSTEM) - 1
-    assert len(lm.lanes) == 2
+    assert len(lm.caches) == 2

@@ -8,8 +8,8 @@ import pytest
 import specbeam as sb
 from specbeam.core.dice import Dice
 from specbeam.core.limits import Limits
-from specbeam.draft.every_block import EveryBlock
-from specbeam.draft.joint import JointBeams, taken
+from specbeam.draft.joint_beams import JointBeams, taken
+from specbeam.draft.joint_tokens import EveryBlock
 from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting
 from specbeam.laws.ranking import Truncation

@@ -18,9 +18,9 @@ from specbeam.laws.edits import NO_EDITS
 from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.options.settings import Settings
 from specbeam.records import Shape
 from specbeam.request import Request
-from specbeam.settings import Settings
 from tests.oracles import children as oracle
 from tests.oracles.laws import log_softmax, warped
 from tests.support.exact import exact_law

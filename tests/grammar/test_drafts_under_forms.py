@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.constraint import Constrained, Form
+from specbeam.core.constraint import Constrained, Form
 from specbeam.generation import turns_of
 from specbeam.grammar.compiled import compiled
 from tests.grammar.forms import characters

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.constraint import Constrained, Form
+from specbeam.core.constraint import Constrained, Form
 from specbeam.decode import decode
 from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import spelled
+from specbeam.options.settings import Settings
 from specbeam.request import Request
-from specbeam.settings import Settings
 from tests.grammar.forms import FORMS, PERSON, POINTS, WORDS, characters
 from tests.support import words
 from tests.test_beam_search import METHODS, by_transformers

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from specbeam.constraint import Constrained, Form
+from specbeam.core.constraint import Constrained, Form
 from specbeam.grammar.compiled import compiled
 from specbeam.pair import BUNDLED
 from tests.grammar.forms import CODE, PERSON, SUM, needs_pair

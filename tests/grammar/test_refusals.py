@@ -11,7 +11,7 @@ import pytest
 import specbeam as sb
 from specbeam import errors
 from specbeam.cli.main import main
-from specbeam.constraint import Constrained, Form
+from specbeam.core.constraint import Constrained, Form
 from specbeam.grammar.compiled import BACKENDS, compiled
 from tests.grammar.forms import FORMS, POINTS, SUM, WORDS, characters, valid
 from tests.support import words

@@ -8,7 +8,7 @@ from examples.text_to_sql.sql import Schema, empty_database, grammar_of, runs
 from transformers import AutoTokenizer
 
 import specbeam as sb
-from specbeam.constraint import Constrained, Form
+from specbeam.core.constraint import Constrained, Form
 from specbeam.grammar.compiled import BACKENDS, compiled
 from specbeam.pair import BUNDLED
 from tests.grammar.forms import RECIPES

@@ -100,8 +100,8 @@ def test_sources_are_those_that_are_compiled_in():
         "core/beams.py",
         "core/noise.py",
         "verify/beams.py",
-        "lm/kv/steps.py",
-        "lm/compiled/sums.py",
+        "engines/kv/steps.py",
+        "engines/cpu/sums.py",
         "draft/children.py",  # for constants: it has no steps of its own
     }
     assert not turns & {"session.py", "lm/huggingface.py", "decode.py"}

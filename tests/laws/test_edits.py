@@ -7,7 +7,7 @@ import torch
 from specbeam.core.beams import room_for_texts
 from specbeam.laws.edits import NO_EDITS, edited_rows
 from specbeam.laws.warp import Warp
-from specbeam.settings import Settings
+from specbeam.options.settings import Settings
 from tests.support.seats import random_forest
 from tests.support.steps import source_of_steps
 

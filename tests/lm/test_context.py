@@ -2,7 +2,7 @@
 
 import torch
 
-from specbeam.lm.context import Context
+from specbeam.tuning.stored_prompt import Context
 from tests.support import words
 
 
@@ -20,4 +20,4 @@ def test_every_timed_turn_meets_the_same_cache():
         plain = lm.model(input_ids=ids).logits[0, -3:]
     torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
     context.close()
-    assert lm.lanes == []
+    assert lm.caches == []

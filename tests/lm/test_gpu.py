@@ -14,16 +14,16 @@ pytest.importorskip("triton")
 import specbeam as sb
 from specbeam import kernels
 from specbeam.core.forest import Forest
+from specbeam.engines.gpu import passes
+from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
+from specbeam.engines.gpu.graphs import FEW, CapturedGraphs, Graphs
+from specbeam.engines.gpu.kernels import attended, gated, normed, turned
+from specbeam.engines.gpu.staging import Inputs, Staging
+from specbeam.engines.kv.store import SlotStore
+from specbeam.engines.torch.captured import MOST_GRAPHS
+from specbeam.engines.torch.sizes import up
 from specbeam.errors import NotSupported
-from specbeam.lm.gpu import passes
-from specbeam.lm.gpu.decoder import GpuDecoder, PassShape
-from specbeam.lm.gpu.graphs import FEW, CapturedGraphs, Graphs
-from specbeam.lm.gpu.staging import Inputs, Staging
-from specbeam.lm.gpu.steps import attended, gated, normed, turned
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.kv.store import SlotStore
-from specbeam.lm.padded.captured import MOST_GRAPHS
-from specbeam.lm.padded.sizes import up
 from specbeam.pair import Pair, check_scores_forests, language_model
 from tests.lm.test_huggingface import check_random_turns
 from tests.lm.test_lean import MODELS, scored
@@ -67,28 +67,28 @@ def assert_near(found, plain, kind):
     ("heads", "size", "counts"), [((4, 2), 8, [2, 3]), ((6, 1), 24, [1, 7]), ((2, 2), 64, [5, 70])]
 )
 def test_attention_looks_where_it_may(kind, processors, heads, size, counts):
-    rows, slots, lanes, extents = sum(counts), 256, [1, 0], [64, 192]
+    rows, slots, caches, extents = sum(counts), 256, [1, 0], [64, 192]
     q = random(rows, heads[0], size, kind=kind)
     keys, values = (random(2, heads[1], slots, size, kind=kind) for _ in range(2))
     seen = torch.rand(2, rows, 192, device=DEVICE) < 0.3
     seen[:, :, 5] = True
-    inputs = inputs_of(rows, counts, lanes, extents, seen)
+    inputs = inputs_of(rows, counts, caches, extents, seen)
     found = attended(q, keys, values, inputs, 1, sessions=2, most=max(counts), processors=processors)
     start = 0
-    for count, lane, extent in zip(counts, lanes, extents, strict=True):
+    for count, cache, extent in zip(counts, caches, extents, strict=True):
         mine, start = slice(start, start + count), start + count
-        k, v = (one[lane, :, :extent].float().repeat_interleave(heads[0] // heads[1], 0) for one in (keys, values))
+        k, v = (one[cache, :, :extent].float().repeat_interleave(heads[0] // heads[1], 0) for one in (keys, values))
         scores = torch.einsum("rhd,hsd->hrs", q[mine].float(), k) * size**-0.5
         weights = scores.masked_fill(~seen[1, mine, :extent], -torch.inf).softmax(-1)
         assert_near(found[mine], torch.einsum("hrs,hsd->rhd", weights, v).reshape(count, -1), kind)
 
 
-def inputs_of(rows, counts, lanes, extents, seen):
+def inputs_of(rows, counts, caches, extents, seen):
     """`seen`: bool[kinds, rows, slots] of all sessions one after the other."""
     firsts, sessions, bytes_ = [sum(counts[:place]) for place in range(len(counts))], [], []
-    for first, count, lane, extent in zip(firsts, counts, lanes, extents, strict=True):
+    for first, count, cache, extent in zip(firsts, counts, caches, extents, strict=True):
         mine = seen[:, first : first + count, :extent]
-        sessions.append([first, count, lane, extent, sum(map(len, bytes_)), count * extent])
+        sessions.append([first, count, cache, extent, sum(map(len, bytes_)), count * extent])
         bytes_.append(mine.reshape(-1).view(torch.uint8))
     table = torch.zeros(6, 8, dtype=torch.int32, device=DEVICE)
     table[:, : len(counts)] = numbers(sessions).T
@@ -105,16 +105,16 @@ def test_keys_are_turned_and_stored_but_not_in_the_waste_slot(kind):
     qkv, angles = random(rows, 8 * size, kind=kind), random(2, 10, size // 2, kind=torch.float32)
     keys, values = (torch.zeros(2, 2, 64, size, device=DEVICE, dtype=kind) for _ in range(2))
     inputs = inputs_of(rows, [rows], [0], [64], torch.ones(1, rows, 64, dtype=torch.bool, device=DEVICE))._replace(
-        positions=numbers([9, 0, 4]), lanes=numbers([1, 0, 1]), slots=numbers([7, 0, 63])
+        positions=numbers([9, 0, 4]), caches=numbers([1, 0, 1]), slots=numbers([7, 0, 63])
     )
     q = turned(qkv, heads, angles, inputs, keys, values)
     every = qkv.float().view(rows, 8, 2, size // 2)
     cos, sin = angles[:, [9, 0, 4]][:, :, None]
     both = torch.cat([every[:, :, 0] * cos - every[:, :, 1] * sin, every[:, :, 1] * cos + every[:, :, 0] * sin], -1)
     assert_near(q, both[:, :4], kind)
-    for row, lane, slot in ((0, 1, 7), (2, 1, 63)):
-        assert_near(keys[lane, :, slot], both[row, 4:6], kind)
-        assert_near(values[lane, :, slot], qkv.float().view(rows, 8, size)[row, 6:], kind)
+    for row, cache, slot in ((0, 1, 7), (2, 1, 63)):
+        assert_near(keys[cache, :, slot], both[row, 4:6], kind)
+        assert_near(values[cache, :, slot], qkv.float().view(rows, 8, size)[row, 6:], kind)
     assert int(keys.count_nonzero(dim=(1, 3)).bool().sum()) == 2
 
 

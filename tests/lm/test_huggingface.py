@@ -151,7 +151,7 @@ def test_a_prompt_of_8192_tokens_is_prefilled_in_chunks():
 
 
 @pytest.mark.parametrize("engine", ["plain", "lean"])
-def test_a_few_lanes_of_many_are_scored_without_the_others(engine):
+def test_a_few_caches_of_many_are_scored_without_the_others(engine):
     model = tiny("llama")
     lm = HuggingFaceLM(model, engine=engine)
     seats = [SimpleNamespace(prompt=[3, 4, 5 + place], state={}) for place in range(9)]
@@ -165,7 +165,7 @@ def test_a_few_lanes_of_many_are_scored_without_the_others(engine):
         for node, row in zip((1, 2), rows.logits, strict=True):
             plain = model(torch.tensor([seats[place].prompt + forest.path(node)])).logits[0, -1]
             torch.testing.assert_close(row, plain, atol=1e-4, rtol=1e-4)
-    assert not isinstance(lm.runner.store.place.lanes, slice)
+    assert not isinstance(lm.runner.store.place.caches, slice)
 
 
 def test_logits_of_roots_are_found_in_whatever_order_they_stand():

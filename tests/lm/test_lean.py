@@ -11,8 +11,8 @@ import torch
 import specbeam as sb
 from specbeam import kernels
 from specbeam.core.forest import Forest
+from specbeam.engines.cpu.panels import rounded
 from specbeam.errors import NotSupported
-from specbeam.lm.compiled.panels import rounded
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import language_model
 from tests.lm.test_huggingface import check_random_turns

@@ -14,10 +14,11 @@ if not kernels.AVAILABLE:
 import numba
 
 from specbeam.core.forest import Forest
-from specbeam.lm.compiled import decoder, loops, sums, tiles
-from specbeam.lm.compiled import panels as panels_module
-from specbeam.lm.compiled.panels import fits_bfloat16, in_panels, multiply, rounded
-from specbeam.lm.compiled.sums import WIDTH
+from specbeam.engines.cpu import decoder, sums, tiles
+from specbeam.engines.cpu import layers as loops
+from specbeam.engines.cpu import panels as panels_module
+from specbeam.engines.cpu.panels import fits_bfloat16, in_panels, multiply, rounded
+from specbeam.engines.cpu.sums import WIDTH
 from specbeam.lm.huggingface import HuggingFaceLM
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny

@@ -11,7 +11,7 @@ from specbeam.control.confidence import SureDraft
 from specbeam.control.fixed import FixedShape
 from specbeam.decode import decode
 from specbeam.draft.children import Distinct, Independent
-from specbeam.draft.joint import JointBeams
+from specbeam.draft.joint_beams import JointBeams
 from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
 from specbeam.errors import BadSetting, SomeFailed
 from specbeam.evaluate.perplexity import log_likelihoods
@@ -19,12 +19,12 @@ from specbeam.fastest import candidates
 from specbeam.generation import turns_of
 from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
+from specbeam.options.settings import Settings
 from specbeam.pair import BUNDLED
 from specbeam.records import Scored
 from specbeam.request import Request
 from specbeam.session import Parts
-from specbeam.settings import Settings
-from specbeam.verify.joint import JointRule
+from specbeam.verify.joint_beams import JointRule
 from tests.support import words
 from tests.support.checking import refused
 from tests.support.exact import exact_law

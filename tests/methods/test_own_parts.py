@@ -37,7 +37,7 @@ class Trying(Matching):
 class Same:
     """A drafter that guesses one token, and forgets nothing as it remembers nothing."""
 
-    law_lost = "guesses without odds"
+    no_law_reason = "guesses without odds"
 
     def draft(self, sessions, shapes):
         return [Forest.rooted(one.beams.tokens).grown([4], [0]) for one in sessions]

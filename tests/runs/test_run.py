@@ -12,9 +12,9 @@ from specbeam.decode import decode
 from specbeam.errors import SomeFailed, TooFewAnswers
 from specbeam.generation import turns_of
 from specbeam.laws.joint import BROKEN, SOUND
+from specbeam.options.settings import Settings
 from specbeam.records import Shape
 from specbeam.request import Request
-from specbeam.settings import Settings
 from specbeam.verify.walk import PathRule
 from tests.support import words
 from tests.support.loops import OPTIONS, PROMPTS, known, pair

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import LogitsProcessorList
 
-from specbeam.constraint import Constrained
+from specbeam.core.constraint import Constrained
 from specbeam.laws.warp import Warp
 
 

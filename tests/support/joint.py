@@ -9,7 +9,7 @@ from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
 from specbeam.records import Shape
 from specbeam.session import Session
-from specbeam.verify.paths import Paths
+from specbeam.verify.joint_paths import Paths
 from tests.support.examples import table
 
 

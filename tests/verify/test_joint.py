@@ -10,12 +10,12 @@ import specbeam as sb
 from specbeam.core.dice import Dice
 from specbeam.core.forest import Forest
 from specbeam.draft.children import Distinct, Independent
-from specbeam.draft.joint import JointBeams
+from specbeam.draft.joint_beams import JointBeams
 from specbeam.draft.tree import Branching
 from specbeam.errors import BadSetting, LostLaw, NotSupported
 from specbeam.lm.table import TableLM
-from specbeam.verify.joint import JointRule, judged_paths
-from specbeam.verify.paths import Paths, deepest_in_chains, deepest_in_tree, passing
+from specbeam.verify.joint_beams import JointRule, judged_paths
+from specbeam.verify.joint_paths import Paths, deepest_in_chains, deepest_in_tree, passing
 from tests.support.exact import exact_law
 from tests.support.joint import (
     SLOT_P,

@@ -10,8 +10,8 @@ from specbeam.draft import merged
 from specbeam.draft.children import Distinct
 from specbeam.draft.merged import Graph
 from specbeam.draft.tree import Branching, GrowingTree, TreeDrafter
+from specbeam.engines.kv.trie import KVTrie
 from specbeam.laws.rows import RowLaw
-from specbeam.lm.kv.trie import KVTrie
 from specbeam.lm.table import TableLM
 from specbeam.records import Shape
 from specbeam.session import Parts

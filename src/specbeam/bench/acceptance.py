@@ -8,7 +8,7 @@ import numpy as np
 
 from specbeam.generation import Prompt, turns_of
 from specbeam.pair import Pair
-from specbeam.recipes.drawn import sequoia
+from specbeam.recipes.sequence import sequoia
 from specbeam.records import Turn
 
 

@@ -14,9 +14,9 @@ from specbeam.errors import MissingPackage
 from specbeam.generation import Prompt
 from specbeam.pair import Pair
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
-from specbeam.recipes.drawn import speculative_sampling
 from specbeam.recipes.method import Method
 from specbeam.recipes.search import beam_search, speculative_beam_search
+from specbeam.recipes.sequence import speculative_sampling
 
 # name -> (recipe, the mode of transformers that it replaces)
 METHODS: dict[str, tuple[Callable[[], Method], str]] = {
@@ -263,8 +263,8 @@ def _table(
     for attempt in attempts.values():  # the first use compiles
         attempt.run([prompts[place] for place in batches[0]], 0)
     running = [Contender(" ".join(key), attempt.run) for (_, key), attempt in attempts.items()]
-    books = interleaved(running, prompts, batches, plan.repeats)
-    rates = {key: book.rates for key, book in zip(attempts, books, strict=True)}
+    measured = interleaved(running, prompts, batches, plan.repeats)
+    rates = {key: one.rates for key, one in zip(attempts, measured, strict=True)}
     cells = []
     for method in plan.methods:
         for option in plan.options:

@@ -14,10 +14,10 @@ from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.generation import generate
 from specbeam.pair import Pair
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
-from specbeam.recipes.drawn import speculative_sampling
-from specbeam.recipes.joint import mmtad, mtad
+from specbeam.recipes.joint_beams import mmtad, mtad
 from specbeam.recipes.method import Method
 from specbeam.recipes.search import beam_search, speculative_beam_search
+from specbeam.recipes.sequence import speculative_sampling
 
 
 @dataclass(frozen=True)

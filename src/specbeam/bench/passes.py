@@ -9,12 +9,12 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from specbeam.bench.copies import Copies, token_bytes
-from specbeam.bench.fits import Fit, knee_fit, straight_fit
+from specbeam.bench.cost_fits import Fit, knee_fit, straight_fit
 from specbeam.bench.speed import Spread
-from specbeam.lm.context import Context, TurnCost
+from specbeam.bench.transformers_cache import Copies, token_bytes
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.tune import NODES
+from specbeam.tuning.costs import NODES
+from specbeam.tuning.stored_prompt import Context, TurnCost
 
 LENGTHS = (128, 512, 1024, 2048, 4096)
 BEAMS = (1, 4, 16, 64)
@@ -63,7 +63,7 @@ def passes(lm: HuggingFaceLM, plan: PassPlan, told: Callable[[], None] | None = 
     """A cell of ours per length and size, and one of theirs per length and number of beams.
 
     Args:
-        lm: whose model and engine are timed; lengths get stores of their own, for a long lane widens those beside it.
+        lm: whose model and engine are timed; lengths get stores of their own, for a long cache widens those beside it.
         told: hears of every prompt that is stored and of every turn.
 
     Raises `IndexError` where the model has fewer positions than the longest length plus 1.

@@ -16,10 +16,10 @@ import torch
 
 from specbeam.bench.outcome import Contender, Outcome
 from specbeam.bench.prompts import PromptRow
-from specbeam.energy import EnergyMeter
 from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.evaluate.task import bleu, exact_match
 from specbeam.generation import Prompt
+from specbeam.measure.energy import EnergyMeter
 from specbeam.pair import Pair
 
 
@@ -56,7 +56,7 @@ class SpeedLine:
 
 
 @dataclass
-class Books:
+class Measurements:
     """What one contender did."""
 
     seconds: list[float] = field(default_factory=list)  # by round
@@ -72,7 +72,7 @@ class Books:
         self.counts.append(0)
         self.joules.append(0.0)
 
-    def book(self, outcome: Outcome, prompts: list[int], seconds: float, joules: float | None) -> None:
+    def add(self, outcome: Outcome, prompts: list[int], seconds: float, joules: float | None) -> None:
         self.seconds[-1] += seconds
         self.counts[-1] += sum(map(len, outcome.tokens))
         self.joules[-1] = None if joules is None or self.joules[-1] is None else self.joules[-1] + joules
@@ -111,11 +111,11 @@ def speed(
         work = partial(_several, contender, prompts, batches[:4])
         device = pair.target_model.device
         memory.append(_gpu_memory_of(work, device) if device.type == "cuda" else _memory_of(work))
-    books = interleaved(contenders, prompts, batches, repeats, told)
-    for book, found in zip(books, memory, strict=True):
-        book.memory_mb = found
-    first = books[0]
-    return [_line(pair, one, book, first, rows, batch_size) for one, book in zip(contenders, books, strict=True)]
+    measured = interleaved(contenders, prompts, batches, repeats, told)
+    for of, found in zip(measured, memory, strict=True):
+        of.memory_mb = found
+    first = measured[0]
+    return [_line(pair, one, of, first, rows, batch_size) for one, of in zip(contenders, measured, strict=True)]
 
 
 def in_batches(count: int, batch_size: int) -> list[list[int]]:
@@ -129,7 +129,7 @@ def interleaved(
     batches: Sequence[list[int]],
     repeats: int,
     told: Callable[[], None] | None = None,
-) -> list[Books]:
+) -> list[Measurements]:
     """What each contender did. A batch meets all of them before the next one comes.
 
     Args:
@@ -137,10 +137,10 @@ def interleaved(
         repeats: rounds, each with the seed of its number; all of them count, so that whoever calls warms up.
         told: hears of every batch that all contenders have met.
     """
-    books = [Books() for _ in contenders]
+    measured = [Measurements() for _ in contenders]
     for number in range(repeats):
-        for book in books:
-            book.begin()
+        for of in measured:
+            of.begin()
         for place, some in enumerate(batches):
             turn = (place + number) % len(contenders)  # nobody is always the first
             for who in [*range(turn, len(contenders)), *range(turn)]:
@@ -148,10 +148,10 @@ def interleaved(
                     began = time.perf_counter()
                     outcome = _asked(contenders[who], prompts, some, number)
                     seconds = time.perf_counter() - began
-                books[who].book(outcome, some, seconds, meter.joules)
+                measured[who].add(outcome, some, seconds, meter.joules)
             if told is not None:
                 told()
-    return books
+    return measured
 
 
 def _asked(contender: Contender, prompts: Sequence[Prompt], some: list[int], seed: int) -> Outcome:
@@ -164,32 +164,32 @@ def _several(contender: Contender, prompts: Sequence[Prompt], batches: list[list
 
 
 def _line(
-    pair: Pair, one: Contender, book: Books, first: Books, rows: Sequence[PromptRow], batch_size: int
+    pair: Pair, one: Contender, of: Measurements, first: Measurements, rows: Sequence[PromptRow], batch_size: int
 ) -> SpeedLine:
-    rates = np.array(book.rates)
+    rates = np.array(of.rates)
     others = np.array(first.rates)
-    answers = [tokens for outcome in book.outcomes for tokens in outcome.tokens]
+    answers = [tokens for outcome in of.outcomes for tokens in outcome.tokens]
     total = sum(map(len, answers))
-    passes = [outcome.passes for outcome in book.outcomes]
-    widths = [width for outcome in book.outcomes for width in outcome.widths]
-    kept = [outcome.peak_kv_tokens for outcome in book.outcomes if outcome.peak_kv_tokens is not None]
-    joules = [value for value in book.joules if value is not None]
+    passes = [outcome.passes for outcome in of.outcomes]
+    widths = [width for outcome in of.outcomes for width in outcome.widths]
+    kept = [outcome.peak_kv_tokens for outcome in of.outcomes if outcome.peak_kv_tokens is not None]
+    joules = [value for value in of.joules if value is not None]
     words = pair.tokenizer
-    prompts = [list(words(rows[place].prompt)["input_ids"]) for place in book.prompts] if words is not None else []
+    prompts = [list(words(rows[place].prompt)["input_ids"]) for place in of.prompts] if words is not None else []
     return SpeedLine(
         name=one.name,
         batch_size=batch_size,
         tokens_per_second=Spread.of(rates.tolist()),
         ratio=Spread.of((rates / others).tolist()),
-        ms_per_token=1e3 * sum(book.seconds) / total,
-        joules_per_token=sum(joules) / total if len(joules) == len(book.joules) else None,
+        ms_per_token=1e3 * sum(of.seconds) / total,
+        joules_per_token=sum(joules) / total if len(joules) == len(of.joules) else None,
         passes_per_token=None if None in passes else sum(value for value in passes if value is not None) / total,
         mean_width=statistics.fmean(widths) if widths else None,
         logp_per_token=sum(log_likelihoods(pair, prompts, answers)) / total,
-        quality=_quality(pair, answers, [rows[place].answer for place in book.prompts]),
+        quality=_quality(pair, answers, [rows[place].answer for place in of.prompts]),
         peak_kv_tokens=max(kept, default=None),
-        memory_mb=book.memory_mb,
-        tokens=book.counts[0],
+        memory_mb=of.memory_mb,
+        tokens=of.counts[0],
     )
 
 

@@ -10,7 +10,7 @@ from specbeam.bench.cliffs import KINDS, METHODS, OPTIONS, CliffPlan, SpeedCell,
 from specbeam.bench.cliffs_report import as_markdown
 from specbeam.bench.provenance import provenance
 from specbeam.cli.bench_speed import demo_rows
-from specbeam.cli.growing import grown_pair
+from specbeam.cli.widening import grown_pair
 from specbeam.errors import BadSetting, MissingFile, one_of
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from specbeam.bench.method_figures import METRICS, Task
 from specbeam.bench.methods import contenders, measure
-from specbeam.bench.methods_shown import as_markdown, plot
+from specbeam.bench.methods_report import as_markdown, plot
 from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
-from specbeam.cli.growing import grown_pair
+from specbeam.cli.widening import grown_pair
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, one_of
 from specbeam.evaluate.lines import lines_of
 from specbeam.evaluate.task import check_bleu

@@ -4,13 +4,13 @@ import json as json_format
 from functools import partial
 from pathlib import Path
 
-from specbeam.bench.growth import grown, with_positions
 from specbeam.bench.passes import PassPlan, fits, passes
-from specbeam.bench.passes_shown import as_markdown, as_records, plot
+from specbeam.bench.passes_report import as_markdown, as_records, plot
 from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
+from specbeam.bench.widen_model import grown, with_positions
 from specbeam.cli.common import quiet_load
-from specbeam.cli.growing import parameters
+from specbeam.cli.widening import parameters
 from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import load

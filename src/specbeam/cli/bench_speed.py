@@ -13,9 +13,9 @@ from specbeam.bench.pictures import check_picture
 from specbeam.bench.prompts import PromptRow, read, spread
 from specbeam.bench.provenance import provenance
 from specbeam.bench.speed import speed
-from specbeam.bench.speed_shown import as_markdown, plot
+from specbeam.bench.speed_report import as_markdown, plot
 from specbeam.cli.common import method_from
-from specbeam.cli.growing import grown_pair
+from specbeam.cli.widening import grown_pair
 from specbeam.errors import BadSetting
 from specbeam.pair import BUNDLED, Pair
 

@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from specbeam import drawing
+from specbeam import render as drawing
 from specbeam.cli.common import quiet_load
-from specbeam.energy import EnergyMeter
 from specbeam.errors import MissingFile
 from specbeam.generation import generate, turns_of
+from specbeam.measure.energy import EnergyMeter
 from specbeam.pair import BUNDLED, Pair
 from specbeam.recipes.beams import beam_sampling, dsbd, sampling
 from specbeam.recipes.method import Method

@@ -9,7 +9,7 @@ from typing import Any
 
 from specbeam.audit import ALARM, Audit
 from specbeam.cli.common import as_json, method_from, quiet_load, text_or_file
-from specbeam.cli.profile import profiled
+from specbeam.cli.profile import profile_if
 from specbeam.errors import BadPrompt, MissingFile, SpecbeamError, TooFewAnswers
 from specbeam.evaluate.lines import lines_of
 from specbeam.generation import generate
@@ -109,7 +109,7 @@ def run(
                 texts = [one.text for one in asked]
                 if profile:  # kernels are loaded and caches made before the clock runs
                     generate(pair, texts[0], method, seed=seed, **options | {"max_new_tokens": 8})
-                with profiled(profile) as answers:
+                with profile_if(profile) as answers:
                     answers += generate(
                         pair, texts, method, seed=seed, batch_size=batch_size, audit=audit, on_result=take, **options
                     )

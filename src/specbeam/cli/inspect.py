@@ -4,7 +4,7 @@ import dataclasses
 import json as json_format
 from pathlib import Path
 
-from specbeam import drawing
+from specbeam import render as drawing
 from specbeam.cli.common import method_from, quiet_load
 from specbeam.errors import BadSetting
 from specbeam.generation import turns_of

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from specbeam.clock import Clock, timed
+from specbeam.measure.profiler import Profile, profiled
 from specbeam.records import Generation
 
 MEANINGS = {
@@ -21,25 +21,25 @@ MEANINGS = {
 
 
 @contextmanager
-def profiled(wanted: bool) -> Iterator[list[Generation]]:
+def profile_if(wanted: bool) -> Iterator[list[Generation]]:
     """Time what is done inside, and show it with the answers that were put into the list."""
     answers: list[Generation] = []
     if not wanted:
         yield answers
         return
     began = time.perf_counter()
-    with timed() as clock:
+    with profiled() as profile:
         yield answers
-    show(clock, time.perf_counter() - began, answers)
+    show(profile, time.perf_counter() - began, answers)
 
 
-def show(clock: Clock, whole_s: float, answers: list[Generation]) -> None:
+def show(profile: Profile, whole_s: float, answers: list[Generation]) -> None:
     """Milliseconds per pass of the target, on standard error. `whole_s`: of the run, with everything around the turns."""
     from rich.console import Console
     from rich.table import Table
 
     passes = max(sum(one.report.target_passes for one in answers), 1)
-    seconds = dict(clock.seconds)
+    seconds = dict(profile.seconds)
     seconds["around"] = max(whole_s - sum(seconds.values()), 0.0)
     inside = sum(value for name, value in seconds.items() if name.endswith("/model"))
     table = Table(title=f"{passes} passes, {sum(len(one.tokens) for one in answers)} tokens, {whole_s:.2f} s")

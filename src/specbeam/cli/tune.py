@@ -12,7 +12,7 @@ from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import Pair
 from specbeam.recipes.beams import dsbd
-from specbeam.tune import NODES, measure
+from specbeam.tuning.costs import NODES, measure
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -9,6 +9,7 @@ from specbeam.core.beams import Beams
 from specbeam.core.dice import pick
 from specbeam.core.forest import DISTINCT, INDEPENDENT, SHARED, Forest, Siblings, add_front, no_fronts
 from specbeam.core.steps import Array, compiled_as, step
+from specbeam.engines.pass_steps import run_pass
 from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd
 from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
 from specbeam.laws.joint import (
@@ -26,7 +27,6 @@ from specbeam.laws.joint import (
 )
 from specbeam.laws.ranking import Truncation, sorted_places
 from specbeam.laws.warp import Rows, law_of_beams, on_host, processed_rows
-from specbeam.lm.any_lane import run_pass
 from specbeam.lm.base import LM, fill_prompts
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Shape, Turn
@@ -266,7 +266,7 @@ def draft_layers(
     Or DEAD or BROKEN in place of SOUND, if the last pass gave no law to draw from.
 
     Args:
-        model: a session in a model that compiled steps can run (see `lm.any_lane`).
+        model: a session in a model that compiled steps can run (see `lm.any_cache`).
         answered: number of forest nodes whose logits were given in this turn already.
         edits: of the model's rows.
         spent: int64[2], to which passes and the processor's cycles inside the model are added.
@@ -419,7 +419,7 @@ class BeamDrafter:
                 one.drafted, condition = draft_layers(
                     alone.arrays,
                     one.drafted,
-                    alone.lane.answered,
+                    alone.cache.answered,
                     depth,
                     one.shape.width,
                     one.spec,

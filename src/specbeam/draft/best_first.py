@@ -99,7 +99,7 @@ def _group_as_sure(tree: GrowingTree) -> None:
     for parent in tree.kept.tolist():
         tokens = [token for token, node in tree.children_of(parent).items() if node in kept]
         if tokens:
-            families.append(Family(parent, Draws(tokens, sure=True)))
+            families.append(Family(parent, Draws(tokens, deterministic=True)))
     tree.add_children(families)
 
 
@@ -137,7 +137,7 @@ class BestFirstDraws(Complete):
             heapq.heappush(heap, (negative * (1 - share), row))
             budget -= 1
         families = [
-            Family(node, Draws(drawn, sure=True) if greedy else Draws(drawn, law.p), law)
+            Family(node, Draws(drawn, deterministic=True) if greedy else Draws(drawn, law.p), law)
             for node, law, drawn in zip(nodes, laws, tokens, strict=True)
             if drawn
         ]

@@ -20,7 +20,7 @@ class Draws:
     tokens: list[int]
     law: Law | None = None
     replacement: bool = False
-    sure: bool = False
+    deterministic: bool = False
 
 
 @runtime_checkable

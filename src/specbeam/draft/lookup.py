@@ -193,7 +193,7 @@ class PromptLookup:
     longest: int = 3
     match: Literal["last", "first"] = "last"
     models: ClassVar[tuple[LM, ...]] = ()
-    law_lost: ClassVar[str] = RETRIEVED
+    no_law_reason: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         return [self._chains(one, shape) for one, shape in zip(sessions, shapes, strict=True)]
@@ -222,7 +222,7 @@ class SuffixMatch:
 
     per_match: float = 4.0
     models: ClassVar[tuple[LM, ...]] = ()
-    law_lost: ClassVar[str] = RETRIEVED
+    no_law_reason: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         return [self._chains(one, shape) for one, shape in zip(sessions, shapes, strict=True)]

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int64
 
 from specbeam.core.forest import Forest, Siblings
+from specbeam.draft.batch import close_drafter, models_of
 from specbeam.draft.lookup import retrieved
-from specbeam.draft.together import close_drafter, models_of
 from specbeam.draft.tree import Complete, GrowingTree, TreeDrafter
 from specbeam.laws.rows import RowLaw
 from specbeam.laws.warp import best_places
@@ -182,7 +182,7 @@ class Graph(Complete):
     least: float = 0.3
     least_sibling: float = 0.2
     most_nodes: int = 64
-    law_lost: ClassVar[str] = "merges its drafts"
+    no_law_reason: ClassVar[str] = "merges its drafts"
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
         edges: dict[int, list[int]] = tree.memory.setdefault("edges", {root: [] for root in tree.roots})

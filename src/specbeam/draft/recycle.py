@@ -83,7 +83,7 @@ class TokenRecycling:
     memory: Successors
     ranks: tuple[Ranks, ...] = field(default_factory=lambda: tuple(template()))
     models: ClassVar[tuple[LM, ...]] = ()
-    law_lost: ClassVar[str] = RETRIEVED
+    no_law_reason: ClassVar[str] = RETRIEVED
     needs: ClassVar[Needs] = Needs(logits=True)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:

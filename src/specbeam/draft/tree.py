@@ -31,13 +31,13 @@ from specbeam.draft.children import (
     Draws,
     distinct,
 )
+from specbeam.engines.pass_steps import run_pass
 from specbeam.errors import BrokenLaw, BrokenProcessor
 from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
 from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.laws.ranking import Truncation, largest
 from specbeam.laws.rows import RowLaw, condition_of_row, row_law
 from specbeam.laws.warp import Rows, on_host, processed_rows, row_laws
-from specbeam.lm.any_lane import run_pass
 from specbeam.lm.base import LM, fill_prompts
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Shape, Turn
@@ -341,7 +341,7 @@ def grow_tree(
     """Return a tree with up to `depth` more layers, and SOUND; or BROKEN if a row of logits is none.
 
     Args:
-        model: a session in a model that compiled steps can run (see `lm.any_lane`).
+        model: a session in a model that compiled steps can run (see `lm.any_cache`).
         answered: number of forest nodes whose logits were given in this turn already.
         edits: of the model's rows.
         spent: int64[2], to which passes and the processor's cycles inside the model are added.
@@ -464,7 +464,7 @@ class Family:
     def group(self, tokens: list[int], nodes: list[int]) -> Siblings:
         """Return the draws as a group of siblings."""
         draws = self.draws
-        if draws.sure:
+        if draws.deterministic:
             return siblings(CHOSEN, [self.parent], tokens, nodes)
         if draws.law is None:
             return siblings(LOST, [self.parent], tokens, nodes)
@@ -478,7 +478,7 @@ class Family:
 class Growth(Protocol):
     """The shape of a tree. `grow` is called with the draft laws of the front and sets the next front.
 
-    One whose drafts must not be tried says why in an attribute `law_lost`. One that steps can grow has a method `spec`.
+    One whose drafts must not be tried says why in an attribute `no_law_reason`. One that steps can grow has a method `spec`.
     """
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None: ...
@@ -492,12 +492,12 @@ class TreeDrafter:
     """Grow a tree by a draft model: as many layers as the shape is deep, one pass of the model each.
 
     Args:
-        books: count these passes as the draft's; False where the model counts them itself.
+        counts_passes: count these passes as the draft's; False where the model counts them itself.
     """
 
     lm: LM
     growth: Growth
-    books: bool = True
+    counts_passes: bool = True
 
     @property
     def models(self) -> tuple[LM, ...]:
@@ -505,9 +505,9 @@ class TreeDrafter:
         return (self.lm,)
 
     @property
-    def law_lost(self) -> str:
+    def no_law_reason(self) -> str:
         """Why the law of what is grown is not known; a growth says so by an attribute of this name."""
-        return getattr(self.growth, "law_lost", "")
+        return getattr(self.growth, "no_law_reason", "")
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Return one tree per session; see `Growth`. A controller that is `Stopping` may end a draft between layers."""
@@ -516,7 +516,7 @@ class TreeDrafter:
             self._grow_alone(trees[0])
         while active := [one for one in trees if self._wants(one)]:
             for one in active:
-                one.session.count.draft_passes += self.books
+                one.session.count.draft_passes += self.counts_passes
             scored = self.lm.extend([one.session for one in active], [one.forest for one in active])
             for one, found in zip(active, scored, strict=True):
                 with one.session.failing_alone("draft model: "):
@@ -530,7 +530,7 @@ class TreeDrafter:
     def spec(self, session: Session) -> TreeSpec | None:
         """Return how steps grow trees for a session; None for a growth, or children, of one's own."""
         warp = session.warp
-        if warp.others or not self.books or not hasattr(self.growth, "spec"):
+        if warp.others or not self.counts_passes or not hasattr(self.growth, "spec"):
             return None
         spec = self.growth.spec(warp.cut, session.limits.ending, warp.greedy, warp.constraint is not None)
         return cast("TreeSpec | None", spec)
@@ -551,9 +551,9 @@ class TreeDrafter:
             draft = start_tree(one.forest, ROOM)
             with alone.booked(spent):
                 draft, condition = grow_tree(
-                    alone.arrays, draft, alone.lane.answered, depth, spec, NO_EDITS, session.dice.ready(draws), spent
+                    alone.arrays, draft, alone.cache.answered, depth, spec, NO_EDITS, session.dice.ready(draws), spent
                 )
-        session.count.draft_passes += self.books * int(spent[0])
+        session.count.draft_passes += self.counts_passes * int(spent[0])
         one.forest = draft.forest
         one.front = draft.front
         one.layers = depth
@@ -707,7 +707,7 @@ class Branching(Complete):
 def draw_children(children: Children, law: RowLaw, count: int, session: Session) -> list[Draws]:
     """Return the children of one node; at temperature 0 the likeliest."""
     if session.warp.greedy:
-        return [Draws(_likeliest(law.logp, count).tolist(), sure=True)]
+        return [Draws(_likeliest(law.logp, count).tolist(), deterministic=True)]
     return children.draw(law.p, count, session.dice)
 
 
@@ -794,7 +794,7 @@ class StochasticBeam(Complete):
             if not mine:
                 continue
             drawn = [place for _, place in mine]
-            draws = Draws(drawn, sure=True) if greedy else Draws(drawn, law.p)
+            draws = Draws(drawn, deterministic=True) if greedy else Draws(drawn, law.p)
             families.append(Family(node, draws, law))
             values += [(phi[node] + float(law.logp[place]), -value) for value, place in mine]
         children = [child for born in tree.add_children(families) for child in born]

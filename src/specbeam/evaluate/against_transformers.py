@@ -11,12 +11,12 @@ from specbeam.decode import decode
 from specbeam.errors import BadSetting, SpecbeamError
 from specbeam.evaluate.replay import EqualsInOrder, Recorder, Rows, leaves, replaying, whole
 from specbeam.generation import Prompt
-from specbeam.option_checks import FORMS
+from specbeam.options.checks import FORMS
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.method import Method
 from specbeam.request import Request
 from specbeam.session import Session
-from specbeam.settings import Settings
 
 Scored = list[tuple[list[int], float]]  # new tokens of a beam, and its score
 CLOSE = 1e-4  # scores nearer than this are the same

@@ -17,13 +17,13 @@ from specbeam.decode import decode
 from specbeam.generation import Prompt, generate
 from specbeam.laws.joint import all_pairs, odds_among
 from specbeam.laws.warp import law_of_beams, on_host, processed_rows
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.beams import beam_sampling
 from specbeam.recipes.method import Method
 from specbeam.records import Beam
 from specbeam.request import Request
 from specbeam.session import Session
-from specbeam.settings import Settings
 
 Path = tuple[int, ...]
 

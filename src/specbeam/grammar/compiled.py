@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from specbeam.constraint import Constrained, Constraint, Form
+from specbeam.core.constraint import Constrained, Constraint, Form
 from specbeam.errors import BadSetting, MissingPackage, NotSupported
 from specbeam.grammar.with_llguidance import LLGuidance
 from specbeam.grammar.with_xgrammar import XGrammar
-from specbeam.option_checks import GRAMMAR_BACKENDS
+from specbeam.options.checks import GRAMMAR_BACKENDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

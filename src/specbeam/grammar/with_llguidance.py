@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import UInt8
 
-from specbeam.constraint import Form
+from specbeam.core.constraint import Form
 from specbeam.errors import BadSetting, BrokenLaw
 from specbeam.grammar.spelling import MANY, fitted, made_once, pieces, special_tokens, text_tokens
 

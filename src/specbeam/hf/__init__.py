@@ -23,11 +23,11 @@ from specbeam.laws.named import EXACT
 from specbeam.recipes.beams import beam_sampling as beam_sampling_recipe
 from specbeam.recipes.beams import dsbd as dsbd_recipe
 from specbeam.recipes.beams import sampling
-from specbeam.recipes.drawn import speculative_sampling
 from specbeam.recipes.method import Method, refuse_ignored
 from specbeam.recipes.search import DrafterName, drafted, speculative
 from specbeam.recipes.search import beam_search as beam_search_recipe
 from specbeam.recipes.search import speculative_beam_search as speculative_beam_search_recipe
+from specbeam.recipes.sequence import speculative_sampling
 from specbeam.session import Drafter
 from specbeam.verify.walk import MatchRule
 
@@ -117,4 +117,4 @@ def _of_one_beam(drafter: "DrafterName | Drafter", draft_beams: int | None, dept
 
 def repository() -> Path:
     """A folder for ``custom_generate=str(sb.hf.repository())``; transformers asks for ``trust_remote_code=True`` with it."""
-    return Path(__file__).parent.parent / "hf_repository"
+    return Path(__file__).parent / "repository"

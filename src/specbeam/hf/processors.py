@@ -9,7 +9,7 @@ import torch
 from specbeam.errors import NotSupported
 from specbeam.laws.ranking import NO_TRUNCATION
 from specbeam.laws.warp import Warp, truncation_of
-from specbeam.settings import allowed_after
+from specbeam.options.settings import allowed_after
 
 # What transformers builds of the temperature, top_k, ... of a call: these see the joint law, all others each beam.
 _WARPERS = {

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float64, Int64
 
-from specbeam.constraint import Constrained
 from specbeam.core.beams import Beams
+from specbeam.core.constraint import Constrained
 from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd, NotSupported, SpecbeamError
 from specbeam.laws.edits import NO_EDITS, Edits
 from specbeam.laws.joint import BROKEN, DEAD, JointLaw, all_pairs, condition_of, joint_law, odds_among

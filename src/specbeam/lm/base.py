@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from specbeam.core.forest import Forest
+from specbeam.engines.answers import LOGITS
 from specbeam.errors import BadPrompt, NotSupported
-from specbeam.lm.answers import LOGITS
 from specbeam.records import Needs, Scored, Turn
 from specbeam.session import Session
 

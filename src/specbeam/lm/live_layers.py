@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from specbeam.core.forest import Forest
+from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import checked_needs
-from specbeam.lm.compiled.passes import PackedPasses
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Needs, Scored, Turn
-from specbeam.session import Seat
+from specbeam.session import CacheOwner
 
 
 class LiveLayers:
@@ -37,7 +37,7 @@ class LiveLayers:
         self.passes = 0
 
     def extend(
-        self, sessions: Sequence[Seat], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
         """See `LM.extend`."""
         if any(one.states or one.ranked for one in checked_needs(self, len(sessions), needs)):
@@ -45,16 +45,16 @@ class LiveLayers:
         self.passes += 1
         return self.lm.extend_early(sessions, forests, self.layers)
 
-    def fill(self, sessions: Sequence[Seat], needs: Any = None, most: int | None = None) -> list[bool]:
+    def fill(self, sessions: Sequence[CacheOwner], needs: Any = None, most: int | None = None) -> list[bool]:
         """Return that there is nothing to store: the target stores its prompts itself."""
         return [True] * len(sessions)
 
-    def settle(self, session: Seat, turn: Turn) -> None:
+    def settle(self, session: CacheOwner, turn: Turn) -> None:
         """The target's cache is settled by the loop."""
 
-    def peak(self, session: Seat) -> int:
+    def peak(self, session: CacheOwner) -> int:
         """Return the most tokens of the session that were stored at once."""
         return self.lm.peak(session)
 
-    def close(self, session: Seat) -> None:
-        """The loop closes the target's lane."""
+    def close(self, session: CacheOwner) -> None:
+        """The loop closes the target's cache."""

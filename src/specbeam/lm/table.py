@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 
 from specbeam.core.forest import Forest
-from specbeam.lm.answers import answered
+from specbeam.engines.answers import answered
 from specbeam.lm.base import Uncached
 from specbeam.records import Needs, Scored
 from specbeam.session import Session

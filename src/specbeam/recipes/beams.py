@@ -99,7 +99,7 @@ def dsbd(
     Paper: arXiv 2409.16560 (AAAI 2025), with the corrections that make it exact.
 
     Steps of the paper: draft beams (alg. 1, l. 3-5) draft/beams.py; width (eq. 4-5) control/width.py; acceptance
-    (l. 9-21) verify/beams.py and verify/trials.py; forest attention (sec. 3.3) lm/kv/trie.py; one-sequence memory
+    (l. 9-21) verify/beams.py and verify/trials.py; forest attention (sec. 3.3) engines/kv/trie.py; one-sequence memory
     (sec. 3.4) `collapse`.
 
     Args:

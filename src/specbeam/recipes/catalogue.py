@@ -5,12 +5,18 @@ from collections.abc import Callable
 from specbeam.errors import BadSetting
 from specbeam.recipes.auto import auto
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
-from specbeam.recipes.blocks import mtjd
-from specbeam.recipes.chosen import gsd, opt_tree, propd
-from specbeam.recipes.drawn import (
+from specbeam.recipes.joint_beams import mjsd, mmtad, mtad
+from specbeam.recipes.joint_tokens import mtjd
+from specbeam.recipes.lookup import prompt_lookup, suffix_match, token_recycling
+from specbeam.recipes.method import Method, Recipe, described
+from specbeam.recipes.search import beam_search, speculative_beam_search
+from specbeam.recipes.sequence import (
     block_verification,
     dyspec,
+    gsd,
     multi_draft,
+    opt_tree,
+    propd,
     rsd_c,
     rsd_s,
     sequoia,
@@ -19,10 +25,6 @@ from specbeam.recipes.drawn import (
     speculative_sampling,
     traversal,
 )
-from specbeam.recipes.joint import mjsd, mmtad, mtad
-from specbeam.recipes.method import Method, Recipe, described
-from specbeam.recipes.retrieved import prompt_lookup, suffix_match, token_recycling
-from specbeam.recipes.search import beam_search, speculative_beam_search
 
 RECIPES: tuple[Callable[..., Method], ...] = (
     greedy, sampling, beam_search, speculative_beam_search, beam_sampling, dsbd,

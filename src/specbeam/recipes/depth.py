@@ -12,9 +12,9 @@ from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.lm.idle import IdleLM
 from specbeam.session import Controller, Drafter, Parts, Rule
-from specbeam.tune import curve_of, host_cost
+from specbeam.tuning.costs import curve_of, host_cost
+from specbeam.tuning.idle_model import IdleLM
 from specbeam.verify.beams import BeamRule
 from specbeam.verify.walk import MatchRule
 

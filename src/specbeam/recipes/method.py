@@ -7,8 +7,8 @@ from typing import Any
 
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import LM
+from specbeam.options.settings import Settings
 from specbeam.session import Controller, Drafter, Parts, Rule, is_part, law_of
-from specbeam.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,55 @@
+"""The cache of transformers' own beam search: a copy of the prompt per beam, all copied again when beams are reordered."""
+
+import copy
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import DynamicCache
+
+from specbeam.tuning.stored_prompt import TurnCost, timed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Copies:
+    """A prompt in transformers' cache, to time steps of beams on.
+
+    Args:
+        length: tokens of the prompt, at least 1.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, model: "PreTrainedModel", length: int) -> None:
+        self.model = model
+        self.prompt = (7 * torch.arange(length, device=model.device) + 3)[None] % model.config.vocab_size
+        self.cache = DynamicCache(config=model.config)
+        model.base_model(input_ids=self.prompt, past_key_values=self.cache, use_cache=True)
+
+    @torch.inference_mode()
+    def turn(self, beams: int) -> TurnCost:
+        """A pass over one row per beam, and the reordering: every other beam ends, the others get two successors. Making the
+        copies is not timed.
+        """
+        cache = copy.deepcopy(self.cache)
+        cache.batch_repeat_interleave(beams)
+        order = torch.arange(beams, device=self.model.device)
+        rows = (order % self.model.config.vocab_size)[:, None]
+        self.model(input_ids=rows[:1])  # copies have driven the weights from the CPU's caches
+        step = {"input_ids": rows, "past_key_values": cache, "use_cache": True}
+        pass_s = timed(self.model.device, lambda: self.model(**step))
+        kv_tokens = _bytes(cache) // token_bytes(self.model)
+        settle_s = timed(self.model.device, lambda: cache.reorder_cache(order // 2))
+        return TurnCost(pass_s, settle_s, kv_tokens)
+
+
+@torch.inference_mode()
+def token_bytes(model: "PreTrainedModel") -> int:
+    """Of the keys and values of one token in all layers."""
+    cache = DynamicCache(config=model.config)
+    model.base_model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
+    return _bytes(cache)
+
+
+def _bytes(cache: DynamicCache) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

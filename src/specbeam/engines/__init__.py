@@ -1,0 +1,1 @@
+"""Engines: what runs a model, and the caches of its keys and values."""

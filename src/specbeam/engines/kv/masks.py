@@ -1,0 +1,133 @@
+"""Masks: who may look at which slot, in the form that each attention backend understands."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int32, Int64
+
+from specbeam.engines.kv.trie import WASTE, Feed
+
+
+@runtime_checkable
+class SlotPositions(Protocol):
+    """A trie, or what knows as a trie does how far each slot's token is from the beginning."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def slot_position(self) -> Int64[np.ndarray, " capacity"]: ...
+
+
+_LOWEST = np.finfo(np.float32).min
+Mask = torch.Tensor | dict[str, torch.Tensor]
+
+
+def seen_by(feeds: list[Feed], width: int, extent: int) -> Bool[np.ndarray, "batch width extent"]:
+    """What each row of a pass may look at. Rows are aligned to the right.
+
+    A padding row looks at the waste slot alone: a row that sees nothing turns into NaN in some backends.
+    """
+    seen = np.zeros((len(feeds), width, extent), dtype=bool)
+    seen[:, :, WASTE] = True
+    for one, feed in zip(seen, feeds, strict=True):
+        if len(feed):
+            known = min(extent, feed.seen.shape[1])
+            one[-len(feed) :, :known] = feed.seen[:, :known]
+    return seen
+
+
+def back_of(
+    feeds: list[Feed], tries: Sequence[SlotPositions], width: int, extent: int
+) -> Int32[np.ndarray, "batch width extent"]:
+    """How many tokens before each row a slot stands."""
+    back = np.zeros((len(feeds), width, extent), dtype=np.int32)
+    for one, feed, trie in zip(back, feeds, tries, strict=True):
+        if len(feed):
+            known = min(extent, trie.capacity)
+            one[-len(feed) :, :known] = feed.positions[:, None] - trie.slot_position[None, :known]
+    return back
+
+
+class Masks:
+    """Builds the mask argument of one model.
+
+    SDPA takes booleans. Eager adds the mask to the scores, so it gets 0 and the lowest finite number; booleans would be
+    added as 0 and 1, silently, and -inf would make NaN. A model whose layers differ gets a dict by layer type.
+    """
+
+    def __init__(self, config: object, implementation: str, dtype: torch.dtype) -> None:
+        self.implementation = implementation
+        self.dtype = dtype
+        kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
+        window = getattr(config, "sliding_window", None)
+        if not getattr(config, "use_sliding_window", True):
+            window = None
+        self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
+        self.window = window
+        self.by_layer = len(self.windows) > 1 or "sliding_attention" in self.windows
+        if kinds == ["full_attention"]:
+            self.window = None
+
+    def build(
+        self,
+        feeds: list[Feed],
+        tries: Sequence[SlotPositions],
+        width: int,
+        extent: int,
+        device: torch.device,
+        additive: bool = False,
+    ) -> Mask:
+        """`additive`: in the form that eager takes, whatever the model's own."""
+        seen = seen_by(feeds, width, extent)
+        additive |= self.implementation == "eager"
+        back = back_of(feeds, tries, width, extent) if self._windowed else None
+        if self.by_layer:
+            kinds = self.windows.items()
+            return {kind: self._native(_cut(seen, back, window), device, additive) for kind, window in kinds}
+        return self._native(_cut(seen, back, self.window), device, additive)
+
+    def flat(
+        self, feeds: list[Feed], tries: Sequence[SlotPositions], extent: int
+    ) -> dict[str, Bool[np.ndarray, "rows extent"]]:
+        """What each row may look at by kind of layer, without padding: rows of all feeds one after the other."""
+        if len(feeds) == 1 and not self._windowed and extent <= feeds[0].seen.shape[1]:
+            return dict.fromkeys(self.windows or ["full_attention"], feeds[0].seen[:, :extent])
+        seen = np.zeros((sum(len(feed) for feed in feeds), extent), dtype=bool)
+        back = np.zeros(seen.shape, dtype=np.int32) if self._windowed else None
+        start = 0
+        for feed, trie in zip(feeds, tries, strict=True):
+            rows = slice(start, start + len(feed))
+            known = min(extent, feed.seen.shape[1])
+            seen[rows, :known] = feed.seen[:, :known]
+            if back is not None:
+                back[rows, :known] = feed.positions[:, None] - trie.slot_position[None, :known]
+            start += len(feed)
+        kinds = self.windows if self.by_layer else dict.fromkeys(self.windows or ["full_attention"], self.window)
+        return {kind: _cut(seen, back, window) for kind, window in kinds.items()}
+
+    def looked_back(self, kinds: list[str]) -> Int64[np.ndarray, " kinds"]:
+        """Tokens that each kind of layer looks back on, itself included; 0: all."""
+        known = self.windows if self.by_layer else dict.fromkeys(kinds, self.window)
+        return np.array([known[name] or 0 for name in kinds], dtype=np.int64)
+
+    @property
+    def _windowed(self) -> bool:
+        return any(self.windows.values()) if self.by_layer else self.window is not None
+
+    def _native(
+        self, seen: Bool[np.ndarray, "batch width extent"], device: torch.device, additive: bool
+    ) -> torch.Tensor:
+        if not additive:
+            return torch.from_numpy(seen)[:, None].to(device)
+        if self.dtype == torch.float32:
+            return torch.from_numpy(np.where(seen, np.float32(0), _LOWEST))[:, None].to(device)
+        mask = torch.from_numpy(seen)[:, None].to(device)
+        return torch.zeros(mask.shape, dtype=self.dtype, device=device).masked_fill_(~mask, torch.finfo(self.dtype).min)
+
+
+def _cut(seen: np.ndarray, back: np.ndarray | None, window: int | None) -> np.ndarray:
+    """A sliding window of n tokens lets a token see itself and the n - 1 before it."""
+    return seen if window is None or back is None else seen & (back < window)

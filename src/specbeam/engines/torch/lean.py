@@ -1,0 +1,194 @@
+"""A forward without module calls, for small Llama-like models: in their short passes calls cost more than arithmetic.
+
+Weights are fused, norms are folded into the matrices behind them, and rotary pairs stand side by side so that a rotation is
+one complex product. The arithmetic is that of transformers up to rounding; `load` compares both on a token tree.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specbeam.engines.eligibility import head_size, is_plain_llama
+from specbeam.engines.kv.store import KVStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LARGEST = 300_000_000  # parameters; above, a second copy of the weights is dear
+PACKED_FROM = 1_000_000  # weights of a matrix; packing costs small ones more than it saves
+
+
+class Matrix:
+    """x -> x @ weight.T + bias, from weights laid out once for few rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.transposed = weight.t().contiguous()
+        self.bias = bias
+        self.packed = _packed(weight) if weight.numel() >= PACKED_FROM else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """float[rows, in] -> float[rows, out]"""
+        if self.packed is not None and x.shape[0] > 1:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return torch.mm(x, self.transposed) if self.bias is None else torch.addmm(self.bias, x, self.transposed)
+
+    def added(self, to: Tensor, x: Tensor) -> Tensor:
+        """`to` + x @ weight.T, for matrices without bias."""
+        if self.packed is not None and x.shape[0] > 1:
+            return self(x).add_(to)
+        return torch.addmm(to, x, self.transposed)
+
+
+def _packed(weight: Tensor) -> Tensor | None:
+    """The weight in oneDNN's own order; None where this build has none."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return None
+    try:
+        return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+    except (RuntimeError, AttributeError):
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class LeanLayer:
+    qkv: Matrix
+    out: Matrix
+    gate_up: Matrix
+    down: Matrix
+    kind: str
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Rows of a pass: laid out as a batch with padding for attention, packed without it for everything else."""
+
+    batch: int
+    rows: int
+    real: Tensor | None  # int64[n]: flat places that hold a token; None: all do
+
+    def packed(self, x: Tensor) -> Tensor:
+        """[batch * rows, ...] -> [n, ...]"""
+        return x if self.real is None else x[self.real]
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        """[n, width] -> [batch, rows, width], zeros where there is padding."""
+        if self.real is not None:
+            x = x.new_zeros(self.batch * self.rows, x.shape[1]).index_copy_(0, self.real, x)
+        return x.view(self.batch, self.rows, -1)
+
+
+class LeanDecoder:
+    """The forward of one model. Made by `lean`, which knows whom it fits."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        config = model.config
+        inner = model.model
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.size = head_size(config)
+        self.eps = config.rms_norm_eps
+        self.embedding = inner.embed_tokens.weight
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self.layers = [self._layer(one, kind) for one, kind in zip(inner.layers, kinds, strict=True)]
+        self.head = Matrix(model.lm_head.weight * inner.norm.weight)
+        self.last_norm = inner.norm.weight
+        self.turns = _turns(inner.rotary_emb, config.max_position_embeddings, self.size)
+
+    def _layer(self, layer: Any, kind: str) -> LeanLayer:
+        attention = layer.self_attn
+        mlp = layer.mlp
+        rows = [self._paired(attention.q_proj), self._paired(attention.k_proj), _both(attention.v_proj)]
+        weight = torch.cat([w for w, _ in rows]) * layer.input_layernorm.weight
+        bias = None if rows[0][1] is None else torch.cat([b for _, b in rows if b is not None])
+        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]) * layer.post_attention_layernorm.weight
+        out = Matrix(attention.o_proj.weight)
+        down = Matrix(mlp.down_proj.weight)
+        return LeanLayer(Matrix(weight, bias), out, Matrix(gate_up), down, kind)
+
+    def _paired(self, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+        """Rows of each head reordered so that what is rotated together stands together."""
+
+        def reordered(x: Tensor) -> Tensor:
+            return x.view(-1, 2, self.size // 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
+
+        weight, bias = _both(linear)
+        return reordered(weight), None if bias is None else reordered(bias)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        masks: Tensor | dict[str, Tensor],
+        store: KVStore,
+        wanted: int,
+        real: Tensor | None = None,
+        heard: list[Tensor] | None = None,
+        embeds: Tensor | None = None,
+    ) -> Tensor:
+        """Logits float[batch, wanted, vocab] of the last rows. int64[batch, rows]; masks are added to the scores.
+
+        `real`: which of the batch * rows are no padding; only they pass through the matrices. None: all.
+        `embeds`: float[batch, rows, width], in place of the tokens' own.
+        `heard`: a list that the hidden states of all rows, float[batch, rows, width], are put into.
+        """
+        grid = Grid(tokens.shape[0], tokens.shape[1], real)
+        if embeds is None:
+            x = self.embedding[grid.packed(tokens.reshape(-1))]
+        else:
+            x = grid.packed(embeds.reshape(grid.batch * grid.rows, -1))
+        turns = self.turns[grid.packed(positions.reshape(-1))][:, None]
+        for number, layer in enumerate(self.layers):
+            mask = masks[layer.kind] if isinstance(masks, dict) else masks
+            x = self._attended(x, layer, turns, mask, store, number, grid)
+            gate, up = layer.gate_up(self._normed(x)).chunk(2, -1)
+            x = layer.down.added(x, functional.silu(gate).mul_(up))
+        if heard is not None:
+            heard.append(grid.laid_out(self._normed(x) * self.last_norm))
+        last = grid.laid_out(x)[:, -wanted:].reshape(grid.batch * wanted, -1)
+        return self.head(self._normed(last)).view(grid.batch, wanted, -1)
+
+    def _attended(
+        self,
+        x: Tensor,
+        layer: LeanLayer,
+        turns: Tensor,
+        mask: Tensor,
+        store: KVStore,
+        number: int,
+        grid: "Grid",
+    ) -> Tensor:
+        qkv = layer.qkv(self._normed(x))
+        rotated = (self.heads + self.kv_heads) * self.size
+        pairs = torch.view_as_complex(qkv[:, :rotated].reshape(len(qkv), -1, self.size // 2, 2)) * turns
+        qk = grid.laid_out(torch.view_as_real(pairs).view(len(qkv), rotated))
+        qk = qk.view(grid.batch, grid.rows, -1, self.size).transpose(1, 2)
+        v = grid.laid_out(qkv[:, rotated:]).view(grid.batch, grid.rows, self.kv_heads, self.size).transpose(1, 2)
+        keys, values = store.layers[number].update(qk[:, self.heads :], v)
+        attended = functional.scaled_dot_product_attention(
+            qk[:, : self.heads], keys, values, attn_mask=mask, enable_gqa=self.heads != self.kv_heads
+        )
+        flat = attended.transpose(1, 2).reshape(grid.batch * grid.rows, -1)
+        return layer.out.added(x, grid.packed(flat))
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+def _both(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    return linear.weight, linear.bias
+
+
+def _turns(rotary: nn.Module, positions: int, size: int) -> Tensor:
+    """complex64[positions, size / 2]: the rotation of each pair at each position."""
+    where = torch.arange(positions)[None]
+    cos, sin = rotary(torch.zeros(1), where)
+    return torch.complex(cos[0, :, : size // 2], sin[0, :, : size // 2])
+
+
+@torch.inference_mode()
+def lean(model: "PreTrainedModel") -> LeanDecoder | None:
+    """The lean forward of a model, or None if it would not be the same model."""
+    return LeanDecoder(model) if is_plain_llama(model) else None

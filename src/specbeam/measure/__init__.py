@@ -1,0 +1,1 @@
+"""Measurements of this machine: time by span, energy, and figures kept on disk."""

@@ -1,0 +1,82 @@
+"""A profiler: the time of spans inside spans, each without the time of the spans inside it."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Profile:
+    """The seconds of each span. A span inside another is named after both: "draft/model"."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _name: str = ""
+    _since: float = 0.0
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Record the time spent inside as that of a span inside the current one."""
+        outer = self._switch(f"{self._name}/{name}" if self._name else name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def move(self, name: str, seconds: float) -> None:
+        """Move recorded time from the current span to one inside it."""
+        self.move_to(f"{self._name}/{name}", seconds)
+
+    def move_to(self, name: str, seconds: float) -> None:
+        """Move recorded time from the current span to another one."""
+        for key, more in ((self._name, -seconds), (name, seconds)):
+            self.seconds[key] = self.seconds.get(key, 0.0) + more
+
+    def _switch(self, name: str) -> str:
+        """Record the time since the last switch for the span that ends here. Returns the name of that span."""
+        now = time.perf_counter()
+        before = self._name
+        if before:
+            self.seconds[before] = self.seconds.get(before, 0.0) + now - self._since
+        self._name = name
+        self._since = now
+        return before
+
+
+_RUNNING: ContextVar[Profile | None] = ContextVar("profile", default=None)
+_NO_SPAN = nullcontext()
+
+
+@contextmanager
+def profiled() -> Iterator[Profile]:
+    """Record the spans inside. On a GPU a span lasts as long as the host waits for it."""
+    profile = Profile()
+    token = _RUNNING.set(profile)
+    try:
+        yield profile
+    finally:
+        _RUNNING.reset(token)
+
+
+def apportion(parts: Mapping[str, float], since: float) -> None:
+    """Split the time since `since` over spans in the proportions of `parts`; it is taken from the current span."""
+    profile = _RUNNING.get()
+    whole = sum(parts.values())
+    if profile is not None and whole > 0:
+        seconds = time.perf_counter() - since
+        for name, part in parts.items():
+            profile.move_to(name, seconds * part / whole)
+
+
+def span(name: str) -> AbstractContextManager[None]:
+    """Record the time inside in the running profile, if there is one."""
+    profile = _RUNNING.get()
+    return _NO_SPAN if profile is None else profile.span(name)
+
+
+def record_share(name: str, since: float, share: float) -> None:
+    """Record a share of the time since `since`, measured by other means, as a span inside the current one."""
+    profile = _RUNNING.get()
+    if profile is not None:
+        profile.move(name, share * (time.perf_counter() - since))

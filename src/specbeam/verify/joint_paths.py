@@ -1,0 +1,111 @@
+"""VERIFY: draft paths and their joint likelihoods, as plain numbers: which pass, and which of those is the longest."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from specbeam.verify.joint_layers import TIE
+
+Theta = Literal["chain", "max", "own"]
+Prefix = Literal["longest", "first_failure"]
+PerNode = Float64[np.ndarray, " nodes"]
+
+
+@dataclass(frozen=True, eq=False)
+class Paths:
+    """Draft paths under one root (node 0) with their joint log-likelihoods, warped; a parent stands before its children."""
+
+    parents: Int64[np.ndarray, " nodes"]
+    logp: PerNode  # by the target; -inf below a token that it cannot say
+    logq: PerNode  # by the draft model
+    chains: Int64[
+        np.ndarray, " beams"
+    ]  # last nodes of the beams that were left when the draft was complete, best first
+    ended: Bool[np.ndarray, " nodes"] | None = None  # nodes of end tokens; only for `best_possible`
+    escape: PerNode | None = None  # largest log-likelihood of a path that leaves the tree after this node; likewise
+
+    @cached_property
+    def depths(self) -> Int64[np.ndarray, " nodes"]:
+        depths = np.zeros(len(self.parents), dtype=np.int64)
+        for node in range(1, len(depths)):
+            depths[node] = depths[self.parents[node]] + 1
+        return depths
+
+    def path(self, node: int | np.integer) -> list[int]:
+        """The nodes from below the root down to `node`."""
+        nodes: list[int] = []
+        while node > 0:
+            nodes.append(int(node))
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def theta(self, kind: Theta) -> PerNode:
+        """The draft log-likelihood that each node is compared with: its own, that of the best final beam at the same
+        depth ("chain"), or the largest of its depth ("max"). A beam that ended keeps its own at all greater depths.
+        """
+        if kind == "own":
+            return self.logq
+        by_depth = np.full(int(self.depths.max()) + 1, -np.inf)
+        by_depth[0] = 0.0
+        last = set(self.chains.tolist())
+        for node in range(1, len(self.parents)) if kind == "max" else self.path(self.chains[0]):
+            depth = int(self.depths[node])
+            span = slice(depth, None if node in last else depth + 1)
+            by_depth[span] = np.maximum(by_depth[span], self.logq[node])
+        return by_depth[self.depths]
+
+    def best_possible(self, length: int) -> float:
+        """Upper bound of the log-likelihood of every path of that many tokens, and of those that end before.
+
+        Such a path either stays in the tree or leaves it after some node, by a token that is no child there.
+        """
+        assert self.escape is not None
+        assert self.ended is not None
+        inside = self.logp[(self.depths == length) | (self.ended & (self.depths < length))]
+        outside = self.escape[self.depths < length]
+        return float(max(inside.max(initial=-np.inf), outside.max(initial=-np.inf)))
+
+
+def passing(paths: Paths, theta: PerNode, threshold: float, prefix: Prefix = "longest") -> Bool[np.ndarray, " nodes"]:
+    """Where min(1, p / exp(theta)) > threshold, strictly; "first_failure" asks it of all nodes above too."""
+    edge = math.log(threshold) if threshold > 0 else -math.inf
+    possible = (paths.logp > -np.inf) & (theta > -np.inf)
+    ratio = np.where(possible, paths.logp, -np.inf) - np.where(possible, theta, 0.0)
+    fine = possible & (np.minimum(ratio, 0.0) > edge + TIE)
+    fine[0] = True
+    if prefix == "first_failure":
+        for node in range(1, len(fine)):
+            fine[node] &= fine[paths.parents[node]]
+    return fine
+
+
+def deepest_in_tree(paths: Paths, threshold: float, theta: Theta = "chain", prefix: Prefix = "longest") -> int:
+    """The deepest passing node; of several the one of largest likelihood (theta "own": of largest ratio)."""
+    fine = np.flatnonzero(passing(paths, paths.theta(theta), threshold, prefix)[1:]) + 1
+    if len(fine) == 0:
+        return 0
+    fine = fine[paths.depths[fine] == paths.depths[fine].max()]
+    value = paths.logp - paths.logq if theta == "own" else paths.logp
+    return int(fine[np.argmax(value[fine])])
+
+
+def deepest_in_chains(paths: Paths, threshold: float, count: int = 1, prefix: Prefix = "longest") -> int:
+    """The longest passing prefix of the `count` best final beams, each by its own odds; the first of equally long ones.
+    A beam that passes as a whole ends the search, unless an earlier one got as far: a beam that ended may be short.
+    """
+    fine = passing(paths, paths.logq, threshold, prefix)
+    found = 0
+    length = 0
+    for last in paths.chains[:count]:
+        nodes = paths.path(last)
+        passed = max((number for number, node in enumerate(nodes, 1) if fine[node]), default=0)
+        if passed > length:
+            found = nodes[passed - 1]
+            length = passed
+            if passed == len(nodes):
+                break
+    return found

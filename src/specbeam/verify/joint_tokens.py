@@ -1,0 +1,113 @@
+"""VERIFY: whole blocks of tokens out of the complete joint law, for tables and small vocabularies."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float64
+
+from specbeam.core.forest import Forest
+from specbeam.errors import NotSupported
+from specbeam.records import Verdict
+from specbeam.session import Session
+from specbeam.verify.joint_beams import refuse_audit
+from specbeam.verify.joint_layers import TIE, layers
+from specbeam.verify.walk import WalkInputs, emit_path, emitted_layers, start_walk
+
+BlockMode = Literal["argmax", "ancestral", "joint_temperature", "joint_topk"]
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """Take one block out of the law of all blocks: paths one token longer than the tree is deep, or ended before.
+
+    The tree must hold every path (`draft.every_block.EveryBlock`). p of a block is the product of its warped conditionals.
+
+    Args:
+        mode: "argmax": the block of largest p, of equal ones the first in lexicographic order. "ancestral": one draw from p.
+            "joint_temperature": one draw from p^(1/temperature), normalised. "joint_topk": one draw from p among the `top`
+            most probable blocks, of equal ones the first.
+        temperature: of blocks; that of tokens is a setting of the generation.
+        top: number of blocks.
+
+    Law: by mode; "ancestral" is plain sampling, for p is the product of its conditionals.
+    Source: multi-token joint decoding, arXiv 2407.09722, sec. 2.
+    """
+
+    mode: BlockMode = "argmax"
+    temperature: float = 1.0
+    top: int = 1
+
+    def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
+        self.check(session.warp.greedy, session.audited)
+        logp = block_logp(session, forest, scored)
+        last, token = divmod(self._chosen(session, forest, logp), logp.shape[1])
+        nodes: list[int] = []
+        while last > 0:
+            nodes.insert(0, last)
+            last = int(forest.parents[last])
+        tokens = [*forest.tokens[nodes].tolist(), token]
+        drafted = [True] * len(nodes) + [False]
+        inputs = WalkInputs.of(session, forest, scored)
+        walk = start_walk(len(tokens))
+        inputs.run(
+            emit_path,
+            walk,
+            inputs.rows,
+            session.beams,
+            session.limits.stop,
+            session.length,
+            np.array(tokens),
+            np.array([*nodes, -1]),
+            np.array(drafted),
+            inputs.eye,
+        )
+        return Verdict(emitted_layers(walk), audit=inputs.audit())
+
+    def check(self, greedy: bool, audited: bool) -> None:
+        """Refuse what the mode cannot do."""
+        if self.mode != "ancestral":
+            refuse_audit(audited)
+        if greedy and self.mode == "ancestral":
+            raise NotSupported("ancestral draws token by token, at temperature 0 that is greedy: take method 'greedy'")
+        if greedy and self.mode != "argmax":
+            raise NotSupported(f"{self.mode} draws blocks; for temperature 0 take mode='argmax'")
+
+    def _chosen(self, session: Session, forest: Forest, logp: Float64[np.ndarray, "nodes vocab"]) -> int:
+        """Index into the flat table."""
+        flat = logp.ravel()
+        if self.mode == "argmax":
+            return most_probable(forest, logp, 1)[0]
+        if self.mode == "joint_topk":
+            flat = np.full_like(flat, -np.inf)
+            kept = most_probable(forest, logp, self.top)
+            flat[kept] = logp.ravel()[kept]
+        return session.dice.pick(np.exp((flat - flat.max()) / self.temperature))
+
+
+def most_probable(forest: Forest, logp: Float64[np.ndarray, "nodes vocab"], count: int) -> list[int]:
+    """Indices into the flat table of the `count` most probable blocks, fewer if there are fewer; of equal ones the first in
+    lexicographic order.
+    """
+    flat = logp.ravel()
+    vocab = logp.shape[1]
+    count = min(count, int(np.count_nonzero(flat > -np.inf)))
+    edge = np.partition(flat, -count)[-count]
+    above = np.flatnonzero(flat > edge + TIE).tolist()
+    equal = np.flatnonzero((flat >= edge - TIE) & (flat <= edge + TIE)).tolist()
+    equal.sort(key=lambda block: [*forest.path(block // vocab), block % vocab])
+    return above + equal[: count - len(above)]
+
+
+def block_logp(
+    session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]
+) -> Float64[np.ndarray, "nodes vocab"]:
+    """Log-likelihood of each block by its last node and its last token; -inf where a longer one goes on."""
+    deepest = int(forest.depths().max())
+    eos = np.array(session.limits.eos, dtype=np.int64)
+    logp = np.full(tuple(scored.shape), -np.inf)
+    for depth, (nodes, known, _, _) in enumerate(layers(session, forest, scored, deepest + 1)):
+        shown = eos if depth < deepest else np.arange(scored.shape[1])
+        logp[np.ix_(nodes, shown)] = known[:, shown]
+    return logp
