@@ -15,8 +15,8 @@ import typer
 import specbeam as sb
 from specbeam.bench.baselines import ctranslate2, transformers
 from specbeam.bench.outcome import Contender, specbeam
-from specbeam.bench.prompts import Row, read, spread
-from specbeam.bench.speed import Line, speed
+from specbeam.bench.prompts import PromptRow, read, spread
+from specbeam.bench.speed import SpeedLine, speed
 from specbeam.bench.widen_model import grown
 from specbeam.errors import MissingPackage
 from specbeam.pair import BUNDLED
@@ -86,16 +86,16 @@ def _beside(bundled: sb.Pair, target: torch.nn.Module, **how: str) -> sb.Pair:
     return sb.load(target, bundled.draft_model, tokenizer=bundled.tokenizer, **how)
 
 
-def row(what: str, theirs: Line, ours: Line) -> str:
+def row(what: str, theirs: SpeedLine, ours: SpeedLine) -> str:
     ratio = ours.ratio
     speeds = f"{theirs.tokens_per_second.median:.1f}, {ours.tokens_per_second.median:.1f}"
     quality = f"{theirs.quality['BLEU']:.1f}, {ours.quality['BLEU']:.1f}"
     return f"| {what} | {ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f}) | {speeds} | {quality} |"
 
 
-def _demo() -> list[Row]:
+def _demo() -> list[PromptRow]:
     lines = (BUNDLED / "sentences.tsv").read_text(encoding="utf-8").splitlines()
-    return [Row(*line.split("\t")[:2]) for line in lines]
+    return [PromptRow(*line.split("\t")[:2]) for line in lines]
 
 
 if __name__ == "__main__":

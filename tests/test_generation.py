@@ -180,6 +180,11 @@ def test_streamed_pieces_make_the_text(pair):
         whole = sb.generate(pair, "stream me", method, seed=9, max_new_tokens=20)[0].text
         pieces = list(sb.stream(pair, "stream me", method, seed=9, max_new_tokens=20))
         assert "".join(pieces) == whole
+
+
+def test_a_slow_model_is_followed_token_by_token(pair, monkeypatch):
+    """What takes less than a reader notices comes in one piece; `DELAY_S` is for everyone who follows a text."""
+    monkeypatch.setattr("specbeam.decode.DELAY_S", 0.0)
     assert len(list(sb.stream(pair, "stream me", "sampling", seed=9, max_new_tokens=20))) > 5
 
 

@@ -7,14 +7,16 @@ import random
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
+import numpy as np
 import sacrebleu
 import typer
 from corpus import sounds, translations
-from specbeam.forest import Forest
 
 import specbeam as sb
+from specbeam.core.forest import Forest
 from specbeam.decode import decode
 from specbeam.generation import Request
 from specbeam.options.settings import Settings
@@ -67,24 +69,33 @@ def acceptance(models: sb.Pair, prompts: list[str]) -> float:
     for turns in decode(models.target, request.sessions):
         for _, turn in turns:
             accepted += turn.verdict.accepted
-            judged += min(turn.verdict.accepted + 1, len(turn.forest.groups))
+            judged += min(turn.verdict.accepted + 1, turn.forest.siblings.size)
     return accepted / judged
+
+
+def with_nodes(root: Forest, tokens: range, parents: list[int]) -> Forest:
+    """Return a forest of the root and these nodes; parents by their place in the forest."""
+    return root._replace(
+        tokens=np.concatenate([root.tokens, np.array(tokens)]),
+        parents=np.concatenate([root.parents, np.array(parents)]),
+    )
 
 
 def costs(models: sb.Pair) -> tuple[float, float]:
     """Milliseconds of a target pass over a forest of 28 nodes and of a draft step of 6, medians, interleaved."""
     prompt = models.tokenizer("Der alte Mann füttert jeden Morgen die Vögel.")["input_ids"]
-    wide = Forest.rooted([prompt[-1]]).grown(range(10, 38), [0] * 6 + list(range(1, 23)))
-    narrow = Forest.rooted([prompt[-1]]).grown(range(10, 16), [0] * 6)
+    root = Forest.rooted([prompt[-1]])
+    wide = with_nodes(root, range(10, 38), [0] * 6 + list(range(1, 23)))
+    narrow = with_nodes(root, range(10, 16), [0] * 6)
     times: dict[str, list[float]] = {"target": [], "draft": []}
     for _ in range(60):
         for name, lm, forest in (("target", models.target, wide), ("draft", models.draft, narrow)):
-            seat = type("CacheOwner", (), {"prompt": prompt, "state": {}})()
-            lm.extend([seat], [Forest.rooted([prompt[-1]])])
+            owner = SimpleNamespace(prompt=prompt, state={})  # all that a model needs of a session
+            lm.extend([owner], [root])
             began = time.perf_counter()
-            lm.extend([seat], [forest])
+            lm.extend([owner], [forest])
             times[name].append(1000 * (time.perf_counter() - began))
-            lm.close(seat)
+            lm.close(owner)
     return statistics.median(times["target"]), statistics.median(times["draft"])
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Loaded on first use, so that `import specbeam` and `specbeam --help` do not wait for torch.
+# The module of each public name. They are imported on first use, so that `import specbeam` and `specbeam --help` do not
+# wait for torch.
 _HOMES = {
     "load": "pair",
     "Pair": "pair",
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module 'specbeam' has no attribute {name!r}")
     home = _HOMES[name]

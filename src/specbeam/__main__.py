@@ -1,4 +1,4 @@
-"""`python -m specbeam`: the command line where its script is not on the path."""
+"""The command line as `python -m specbeam`, for environments in which its script is not on the path."""
 
 from specbeam.cli.main import main
 

@@ -1,25 +1,31 @@
-"""THE LOOP: one Turn per session and pass of the target."""
+"""THE LOOP: decodes sessions side by side, one turn per session and pass of the target."""
 
+import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from specbeam.decoder import Decoder
 from specbeam.lm.base import LM
+from specbeam.runs import TURNS
 from specbeam.session import Session
 from specbeam.turn import Turns, turns
 
-__all__ = ["Decoder", "Turns", "decode", "turns"]
+__all__ = ["Decoder", "Turns", "decode", "decode_live", "turns"]
+DELAY_S = 0.02  # seconds that a reader does not notice
 
 
 def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int = 0) -> Iterator[Turns]:
-    """Decode sessions until all are over; yield the turns of each step (see `Decoder.step`).
+    """Decode sessions until all are over, and yield the turns of each step (see `Decoder.step`).
 
-    Sessions may differ in all but the target. One that fails keeps its error in `session.failure`, has no turn, and takes
-    nothing from the others. When one is over its place goes to the next in line, who is asked for before each step.
+    Sessions may differ in everything except the target. A session that fails keeps its error in `session.failure`, has no
+    turn, and does not affect the others. When a session is over, the next one of `waiting` takes its place; `waiting` is
+    advanced before each step.
 
     Args:
-        at_once: the most sessions side by side.
-        ahead: the most turns that may be one compiled run, which are not shown.
+        target: the target model.
+        waiting: the sessions.
+        at_once: maximum number of sessions side by side.
+        ahead: maximum number of turns that may be one compiled run; such turns are not yielded.
     """
     line = iter(waiting)
     with Decoder(target, at_once, ahead, filling=at_once) as decoder:
@@ -29,3 +35,20 @@ def decode(target: LM, waiting: Iterable[Session], at_once: int = 32, ahead: int
             if not decoder.busy:
                 return
             yield decoder.step()
+
+
+def decode_live(target: LM, session: Session) -> Iterator[None]:
+    """Decode one session for a reader who follows it: yield after every turn, or after as many as take `DELAY_S`.
+
+    How turns are grouped depends on the machine; what is decoded does not.
+    """
+    with Decoder(target, ahead=1) as decoder:
+        decoder.add(session)
+        while decoder.busy:
+            began = time.perf_counter()
+            before = session.count.target_passes
+            decoder.step()
+            turns_taken = max(session.count.target_passes - before, 1)
+            seconds_per_turn = (time.perf_counter() - began) / turns_taken
+            decoder.ahead = min(max(int(DELAY_S / seconds_per_turn), 1), TURNS)
+            yield

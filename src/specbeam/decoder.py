@@ -1,4 +1,4 @@
-"""Sessions that are decoded side by side: they come, take turns and go. Batches, streams and servers are made of it."""
+"""A decoder of many sessions side by side, which are added and cancelled at any time: for batches, streams and servers."""
 
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
@@ -6,7 +6,7 @@ from types import TracebackType
 
 from specbeam.draft.batch import close_drafters, fill_drafters, models_of
 from specbeam.errors import Cancelled
-from specbeam.kernels.interrupts import interrupts_held
+from specbeam.kernels.interrupts import hold_interrupts
 from specbeam.kernels.threads import torch_on_one_thread
 from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
 from specbeam.measure.profiler import span
@@ -16,18 +16,18 @@ from specbeam.turn import Turns, turns
 
 
 class Decoder:
-    """Decodes sessions of one target; they may differ in all else.
+    """A decoder of sessions that share a target and may differ in everything else.
 
-    A session that fails keeps its error in `session.failure`, has no turn, and takes nothing from the others. Between two
-    steps the decoder is at rest: sessions may be added and cancelled, in the thread that steps.
+    A session that fails keeps its error in `session.failure`, takes no further turns, and does not affect the others.
+    Sessions may be added and cancelled between two steps, by the thread that calls `step`.
 
-    A prompt that is longer than a pass of its model is stored chunk by chunk, a chunk in each step, while the sessions that
-    are live take their turns.
+    A prompt that is longer than one pass of its model is stored in chunks, one chunk per step, while live sessions take
+    their turns.
 
     Args:
-        at_once: the most sessions side by side; more of them wait, first come first served.
-        ahead: the most turns of a session that one compiled run may take, which are not shown; 0: all are shown.
-        filling: the most prompts that are stored side by side.
+        at_once: maximum number of sessions decoded side by side; further ones wait, first come, first served.
+        ahead: maximum number of turns of a session that one compiled run may take without showing them; 0: show every turn.
+        filling: maximum number of prompts that are stored side by side.
     """
 
     def __init__(self, target: LM, at_once: int = 32, ahead: int = 0, filling: int = 1) -> None:
@@ -40,16 +40,17 @@ class Decoder:
         self.live: list[Session] = []  # they take turns
 
     def add(self, session: Session) -> None:
-        """Let a session wait for its place.
+        """Queue a session.
 
-        Raises `NotSupported` if its parts need what the target cannot give, or it gives the target what that cannot take.
+        Raises `NotSupported` if its parts need something that the target cannot give, or if it has inputs that the target
+        does not take.
         """
         check_gives(self.target, session.parts.needs)
         check_takes(self.target, session)
         self.waiting.append(session)
 
     def cancel(self, session: Session) -> bool:
-        """End a session: what it held is free again, and its `failure` says so. Returns False if it is not here."""
+        """End a session, free what it holds, and set its `failure`. Returns False if the decoder does not have it."""
         for place in (self.waiting, self.filling, self.live):
             if session in place:
                 place.remove(session)
@@ -60,21 +61,21 @@ class Decoder:
 
     @property
     def free(self) -> int:
-        """How many more sessions could be side by side with those there are."""
+        """The number of sessions that can still be added without waiting."""
         return max(self.at_once - len(self.waiting) - len(self.filling) - len(self.live), 0)
 
     @property
     def busy(self) -> bool:
-        """Whether any session is not over."""
+        """Whether any session is not finished."""
         return bool(self.waiting or self.filling or self.live)
 
     def step(self) -> Turns:
-        """Take one turn of each live session, and store a chunk of the prompts that are long; return the turns.
+        """Take one turn of each live session, and store one chunk of long prompts; return the turns.
 
-        There are none where a compiled run took several turns, or where prompts are stored and nobody is live. Those who
-        are over have left when it returns.
+        Returns no turn for a session that took several in a compiled run. Sessions that are finished have been removed
+        when it returns.
         """
-        with interrupts_held(), self._threads():
+        with hold_interrupts(), self._threads():
             self._let_in()
             if self.filling:
                 self._fill()
@@ -84,18 +85,18 @@ class Decoder:
         return done
 
     def _threads(self) -> AbstractContextManager[None]:
-        """Leave all threads but one to compiled code, where nothing that a step does is worth more of them to torch."""
+        """Limit torch to one thread if compiled code does all the heavy work of a step; otherwise change nothing."""
         models = [self.target]
         for session in (*self.waiting, *self.filling, *self.live):
             drafting = models_of(session.parts.drafter)
             if drafting is None:
                 return nullcontext()
             models += drafting
-        are_compiled = all(getattr(model, "loops", False) for model in models)
+        are_compiled = all(getattr(model, "supports_runs", False) for model in models)
         return torch_on_one_thread() if are_compiled else nullcontext()
 
     def close(self) -> None:
-        """Leave all sessions as they are, and free what they hold in the models."""
+        """Drop all sessions unfinished, and free what they hold in the models."""
         self._close([*self.filling, *self.live])
         self.waiting.clear()
         self.filling = []
@@ -108,18 +109,18 @@ class Decoder:
         self.close()
 
     def _let_in(self) -> None:
-        """Give places to those who wait."""
+        """Move waiting sessions to the free places."""
         while self.waiting and len(self.filling) + len(self.live) < self.at_once:
             self.filling.append(self.waiting.popleft())
 
     def _fill(self) -> None:
-        """Store a chunk of prompts that are long in the target, then in draft models; who has no more to store is live."""
+        """Store a chunk of each long prompt, in the target and then in draft models; fully stored sessions become live."""
         with span("fill"):
             needs = [session.parts.needs for session in self.filling]
             filled = fill_prompts(self.target, self.filling, needs, self.at_once_filling)
             stored = [session for session, is_filled in zip(self.filling, filled, strict=True) if is_filled]
             later: list[Session] = []
-            if self.live:  # where nobody waits, a draft model stores its prompt when it drafts
+            if self.live:  # otherwise nobody is delayed if a draft model stores the prompt in its first draft
                 later = fill_drafters(stored, self.at_once_filling)
         ready = [session for session in stored if session not in later]
         self.filling = [session for session in self.filling if session not in ready]
@@ -134,12 +135,12 @@ class Decoder:
         return turns(self.target, rest) if rest else []
 
     def _run(self) -> list[Session]:
-        """Take several turns of those sessions that can as runs. Returns those that took any, or failed."""
+        """Take several turns of each session that supports compiled runs. Returns the sessions that took turns or failed."""
         with span("settle"):
             if len(self.live) > 1:
                 return run_side_by_side(self.target, self.live, self.ahead)
             (session,) = self.live
-            ran = True  # or it has failed
+            ran = True  # stays true if the session fails
             with session.failing_alone():
                 ran = run_ahead(self.target, session, self.ahead)
             return [session] if ran else []

@@ -1,11 +1,11 @@
-"""Every error that specbeam raises on purpose. Each says what was found, what was expected and what to do."""
+"""All errors that specbeam raises on purpose. Each message says what was found, what was expected and what to do."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 
 class SpecbeamError(Exception):
-    """The base of all of them: `except SpecbeamError` catches what a user can mend."""
+    """The base class of all errors of specbeam: `except SpecbeamError` catches what a user can correct."""
 
 
 class BadSetting(SpecbeamError, ValueError):
@@ -13,15 +13,15 @@ class BadSetting(SpecbeamError, ValueError):
 
 
 class NotSupported(SpecbeamError, ValueError):
-    """The method cannot honour what was asked for, and says so instead of ignoring it."""
+    """An option or combination that is not supported; specbeam raises this error instead of ignoring the option."""
 
 
 class LostLaw(SpecbeamError, ValueError):
-    """A rule that tries drafts against their law was given drafts whose law is not known."""
+    """A rule that tries drafts against their law was given drafts whose law is unknown."""
 
 
 class BadForest(SpecbeamError, ValueError):
-    """A drafter of one's own gave something that no model can read."""
+    """A user's own drafter returned a forest that no model can read."""
 
 
 class BadPrompt(SpecbeamError, ValueError):
@@ -33,43 +33,49 @@ class UnsupportedModel(SpecbeamError, ValueError):
 
 
 class VocabularyMismatch(SpecbeamError, ValueError):
-    """Draft and target do not speak the same tokens."""
+    """Draft and target do not have the same tokens."""
 
 
 class MissingFile(SpecbeamError, FileNotFoundError):
-    """A path does not lead to what was expected there."""
+    """A file or folder is missing, or does not hold what was expected."""
 
 
 class MissingPackage(SpecbeamError, ImportError):
-    """An optional package is needed that is not installed."""
+    """A required optional package is not installed."""
 
 
 class BrokenLaw(SpecbeamError, ArithmeticError):
-    """The model or a logits processor gave numbers that are no probabilities: NaN, infinity, or everything banned."""
+    """The scores of the model or of a logits processor define no law: NaN, infinity, or every token banned."""
 
 
 class BrokenProcessor(BrokenLaw):
-    """A logits processor raised, or gave what are no scores; the path that it did this for may be a draft's alone."""
+    """A logits processor raised an error or returned something that is no scores.
+
+    The path that it was called for may be a draft that would never have been accepted.
+    """
 
 
 class DeadEnd(BrokenLaw):
-    """Every token is banned: the path has no way on."""
+    """Every token is banned, so the text cannot go on."""
 
 
 class BrokenPart(SpecbeamError, RuntimeError):
-    """A controller or rule raised an error of its own, which is the cause of this one; the other prompts went on."""
+    """A part (a controller or rule, for instance) raised an error, which is the `__cause__` of this one.
+
+    It ends the session of its prompt; other prompts are not affected.
+    """
 
 
 class Cancelled(SpecbeamError):
-    """Somebody ended this session; what was generated so far is not an answer."""
+    """A session was ended by its user; the text generated so far is not an answer."""
 
 
 class AuditWarning(UserWarning):
-    """An audited run does not look like the law that its method declares."""
+    """The output of an audited run does not look like the law that its method declares."""
 
 
 class TooFewAnswers(SpecbeamError):
-    """Fewer texts were left than `num_return_sequences`; `generations` holds those there are."""
+    """A session ended with fewer texts than `num_return_sequences`; `generations` holds the texts that it has."""
 
     def __init__(self, text: str, generations: Sequence[Any] = ()) -> None:
         self.generations = list(generations)
@@ -77,12 +83,15 @@ class TooFewAnswers(SpecbeamError):
 
 
 class SomeFailed(SpecbeamError):
-    """Some prompts failed; `generations` holds the results of the others, None where there is none."""
+    """Some prompts failed; `failures` holds their errors.
+
+    `generations` has an entry per prompt and return sequence, in the order of the prompts; None where there is no result.
+    """
 
     def __init__(self, failures: Sequence[SpecbeamError], generations: Sequence[Any]) -> None:
         self.failures = list(failures)
         self.generations = list(generations)
-        done = sum(one is not None for one in self.generations)
+        done = sum(generation is not None for generation in self.generations)
         text = "; ".join(str(failure) for failure in self.failures[:3])
         more = "" if len(self.failures) <= 3 else f"; and {len(self.failures) - 3} more"
         prompts = f"{len(self.failures)} prompt{'' if len(self.failures) == 1 else 's'}"
@@ -90,6 +99,6 @@ class SomeFailed(SpecbeamError):
 
 
 def one_of(name: str, value: str, known: Iterable[str]) -> None:
-    """Refuse a word that is none of those known."""
+    """Raise `BadSetting` unless the setting `name` has one of the `known` values."""
     if value not in known:
         raise BadSetting(f"{name} is {value!r}; it must be one of {', '.join(known)}")

@@ -1,4 +1,7 @@
-"""The fastest exact method for this pair, these settings and this machine: by measurement, once, kept on disk."""
+"""The measurement behind the recipe `auto`: the fastest exact method for a pair, its settings and this machine.
+
+It is measured once and kept on disk.
+"""
 
 import statistics
 import time
@@ -19,21 +22,24 @@ Measure = Callable[[Method], float]  # tokens per second of a method on some pro
 
 @dataclass(frozen=True)
 class FastestMethod:
-    """What was chosen, and the figures behind it."""
+    """The name of the fastest candidate, and the figures of the choice."""
 
     name: str
-    tokens_per_second: dict[str, float]
-    measured_now: bool
+    tokens_per_second: dict[str, float]  # by candidate, medians
+    measured_now: bool  # False: the figures were read from disk
 
 
 def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
-    """A short list of exact methods for one sequence, each the best of its kind on some pair (docs/block_efficiency.md)."""
-    alone: dict[str, Callable[[], Method]] = {
+    """Return a short list of exact methods for one sequence, by name; those that need a draft model only if there is one.
+
+    Each is the best of its kind on some pair (docs/block_efficiency.md).
+    """
+    without_draft: dict[str, Callable[[], Method]] = {
         "sampling": sampling,
         "prompt_lookup": prompt_lookup,
         "token_recycling depth 3": lambda: token_recycling(3),
     }
-    drafted: dict[str, Callable[[], Method]] = {
+    with_draft: dict[str, Callable[[], Method]] = {
         "speculative_sampling depth 2": lambda: speculative_sampling(2),
         "speculative_sampling depth 4": lambda: speculative_sampling(4),
         "block_verification depth 4": lambda: block_verification(4),
@@ -42,17 +48,26 @@ def candidates(has_draft: bool) -> dict[str, Callable[[], Method]]:
         "sequoia 10 nodes": lambda: sequoia(10, 4),
         "opt_tree 12 nodes": lambda: opt_tree(12, 4),
     }
-    return alone | (drafted if has_draft else {})
+    return without_draft | (with_draft if has_draft else {})
 
 
 def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) -> tuple[Method, FastestMethod]:
-    """The candidate of most tokens per second; `measure` runs one. Rounds are interleaved and the first is warm-up."""
-    made = candidates(pair.draft is not None)
+    """Return the candidate with the most tokens per second, from disk or by measurement, and the figures of the choice.
+
+    Rounds over all candidates are interleaved. The first round is warm-up; the median of the others counts.
+
+    Args:
+        pair: the models.
+        settings: the settings to measure with.
+        measure: runs a method and returns its tokens per second.
+        repeats: number of rounds after the first.
+    """
+    recipes = candidates(pair.draft is not None)
     key = _key(pair, settings)
-    known = measured.load("auto", key)
-    if known is not None and known["name"] in made:
-        return made[known["name"]](), FastestMethod(known["name"], known["tokens_per_second"], measured_now=False)
-    methods = {name: make() for name, make in made.items()}
+    record = measured.load("auto", key)
+    if record is not None and record["name"] in recipes:
+        return recipes[record["name"]](), FastestMethod(record["name"], record["tokens_per_second"], measured_now=False)
+    methods = {name: make() for name, make in recipes.items()}
     rounds: dict[str, list[float]] = {name: [] for name in methods}
     for number in range(repeats + 1):
         for name, method in methods.items():
@@ -66,18 +81,18 @@ def fastest(pair: Pair, settings: Settings, measure: Measure, repeats: int = 3) 
 
 
 def tokens_per_second(run: Callable[[], Sequence[object]]) -> float:
-    """Speed of a run that returns its tokens."""
+    """Return the speed of `run`, which returns the tokens that it generated."""
     began = time.perf_counter()
     tokens = run()
     return len(tokens) / (time.perf_counter() - began)
 
 
 def _key(pair: Pair, settings: Settings) -> list[Any]:
-    """Names everything that the choice depends on, machine and version aside."""
+    """Return everything that the choice depends on, except the machine and the version of specbeam."""
     models = [measured.model_key(model) for model in (pair.target_model, pair.draft_model)]
     return [
         models,
-        [measured.weights_key(model) for model in (pair.target_model, pair.draft_model)],  # acceptance depends on them
+        [measured.weights_key(model) for model in (pair.target_model, pair.draft_model)],  # they determine acceptance
         settings.temperature,
         settings.top_k,
         settings.top_p,
@@ -85,5 +100,5 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
         settings.repetition_penalty,
         settings.no_repeat_ngram_size,
         settings.form_kind
-        and [settings.form_kind, settings.grammar_backend],  # not its text: each would be measured anew
+        and [settings.form_kind, settings.grammar_backend],  # without its text, or each form would be measured anew
     ]

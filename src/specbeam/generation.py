@@ -1,4 +1,4 @@
-"""Text in, text out."""
+"""The functions that generate text: `generate`, `stream` and `turns_of`."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbeam.audit import Audit
-from specbeam.decode import decode
+from specbeam.decode import decode, decode_live
 from specbeam.errors import AuditWarning, BadSetting, NotSupported, SomeFailed, SpecbeamError, TooFewAnswers
 from specbeam.fastest import FastestMethod, fastest, tokens_per_second
 from specbeam.measure.energy import EnergyMeter
@@ -19,7 +19,7 @@ from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
 from specbeam.records import Generation, Report, Turn
-from specbeam.request import Request, many
+from specbeam.request import Request, as_prompts
 from specbeam.runs import TURNS
 from specbeam.session import Session
 
@@ -42,34 +42,34 @@ def generate(
     on_result: Callable[[int, Generation | SpecbeamError], None] | None = None,
     **options: Any,
 ) -> list[Generation]:
-    """Answer prompts.
+    """Generate text for one or many prompts.
 
     Args:
-        pair: from `load`, or "bundled".
-        prompts: one or many; each a string, or a list, array or tensor of token ids.
+        pair: the models, from `load`; or "bundled", the pair that comes with specbeam.
+        prompts: one prompt or many; each is a string, or a list, array or tensor of token ids.
         method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them.
-        seed: the same seed gives the same answers, whatever else is in the batch. None: fresh chance.
-        batch_size: prompts that are decoded side by side.
-        audit: test while decoding that the output has the law that the method declares, and put the `audit.Audit` into each
-            report; a run that fails the test warns.
-        generation_config: transformers' own; keyword arguments go before it.
-        streamer: transformers' own; for one prompt. It receives tokens as soon as they are settled.
-        on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing.
-        options: the fields of `Settings`: max_new_tokens (256 or the room there is), max_length, min_new_tokens,
-            temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size, bad_words_ids,
-            prefix_allowed_tokens_fn, num_return_sequences, eos_token_id, stop_strings, length_penalty, early_stopping,
-            logits_processor; and one of json_schema, regex and grammar, which every text then keeps to, with
-            grammar_backend.
+        seed: the same seed gives the same answers, whatever else is in the batch. None: a random seed.
+        batch_size: maximum number of prompts, or of independent return sequences, that are decoded side by side.
+        audit: test while decoding that the output has the law that the method declares. The result is in each report
+            (`audit.Audit`); a warning is issued if the test fails.
+        generation_config: a generation config of transformers; keyword arguments take precedence over it.
+        streamer: a streamer of transformers, for one prompt. It receives tokens as soon as no live beam can change them.
+        on_result: called with (prompt number, result) as soon as a prompt is done, in the order of finishing. The result is
+            a `Generation`, or the error of the prompt.
+        options: the fields of `Settings`: max_new_tokens (default: 256, or fewer if the models have fewer positions left),
+            max_length, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size,
+            bad_words_ids, prefix_allowed_tokens_fn, num_return_sequences, eos_token_id, stop_strings, length_penalty,
+            early_stopping, logits_processor; and one of json_schema, regex and grammar, the form that every text must have,
+            with grammar_backend.
 
     Returns:
-        One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are all hypotheses that
-        there were at the end, best first, which can be more than the method's beams: finished ones, and live ones that
-        were cut off.
+        One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are all hypotheses at the
+        end, best first: finished ones, and live ones that were cut off. They can be more than the method's beams.
 
     Raises:
-        BadSetting, NotSupported: before anything is decoded.
-        BadPrompt, BrokenLaw, TooFewAnswers: there was one prompt, and it is at fault.
-        SomeFailed: some of several prompts failed; the others are done and in its `generations`.
+        BadSetting, NotSupported: an option is wrong or not supported; raised before decoding.
+        BadPrompt, BrokenLaw, TooFewAnswers: the only prompt failed.
+        SomeFailed: some of several prompts failed; the results of the others are in its `generations`.
     """
     if isinstance(pair, str):
         pair = load(pair)
@@ -80,58 +80,62 @@ def generate(
         _check_single(request)
     results: dict[int, list[Generation] | SpecbeamError] = {}
 
-    def keep(place: int, result: list[Generation] | SpecbeamError) -> None:
+    def store_result(place: int, result: list[Generation] | SpecbeamError) -> None:
         results[place] = result
         if on_result is not None:
-            for one in [result] if isinstance(result, SpecbeamError) else result:
-                on_result(request.prompt_of[place], one)
+            for each in [result] if isinstance(result, SpecbeamError) else result:
+                on_result(request.prompt_of[place], each)
 
     for place, error in request.refused.items():
-        keep(place, error)
+        store_result(place, error)
     with EnergyMeter(least_s=0.5) as meter:
         for session in run(request, batch_size, streamer):
-            keep(session.place, request.result(session))
+            store_result(session.place, request.result(session))
     if audit:
-        _judge_audit(request)
-    return _collected(request, results, meter.joules)
+        _warn_if_audit_failed(request)
+    return _in_prompt_order(request, results, meter.joules)
 
 
 def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[str]:
-    """Yield text as soon as no live beam can change it; with several beams that is their common prefix.
+    """Yield pieces of text as soon as no live beam can change them; with several beams they are the common prefix.
 
-    Arguments and errors as in `generate`, for one prompt with one return sequence.
+    The arguments and errors are those of `generate`, for one prompt with one return sequence.
     """
     if isinstance(pair, str):
         pair = load(pair)
     if pair.tokenizer is None:
         raise NotSupported("streaming text needs a tokenizer; give load(tokenizer=...)")
-    request = _single(pair, prompt, method, options)
+    request = _single_request(pair, prompt, method, options)
     session = request.sessions[0]
-    shown = ""
-    for _ in decode(pair.target, [session], ahead=1):
-        text = request.decoded(settled_tokens(session))
-        if text.startswith(shown) and len(text) > len(shown) and not text.endswith("\ufffd"):
-            yield text[len(shown) :]
-            shown = text
+    yielded = ""
+    for _ in decode_live(pair.target, session):
+        text = request.text_of(settled_tokens(session))
+        if text.startswith(yielded) and len(text) > len(yielded) and not text.endswith("\ufffd"):
+            yield text[len(yielded) :]
+            yielded = text
     if session.failure is not None:
         raise session.failure
-    yield request.answers(session)[0].text[len(shown) :]
+    yield request.answers(session)[0].text[len(yielded) :]
 
 
 def turns_of(pair: Pair, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[Turn]:
-    """Yield the turns of one generation: what was drafted, scored and decided in each pass. For pictures and study.
+    """Yield the turns of one generation: the drafts, scores and verdict of each pass of the target. For pictures and study.
 
-    Arguments and errors as in `generate`, for one prompt with one return sequence. The logits in a turn are valid until
-    the next one.
+    The arguments and errors are those of `generate`, for one prompt with one return sequence. The logits in a turn are valid
+    until the next turn.
     """
-    session = _single(pair, prompt, method, options).sessions[0]
+    session = _single_request(pair, prompt, method, options).sessions[0]
     for turns in decode(pair.target, [session]):
         yield from (turn for _, turn in turns)
     if session.failure is not None:
         raise session.failure
 
 
-def _single(pair: Pair, prompt: Prompt, method: Method | str, options: dict[str, Any]) -> Request:
+def _single_request(pair: Pair, prompt: Prompt, method: Method | str, options: dict[str, Any]) -> Request:
+    """Return the request of a single session. Raises the error of the prompt, if there is one.
+
+    Removes "seed" and "generation_config" from `options`.
+    """
     seed = options.pop("seed", None)
     config = options.pop("generation_config", None)
     settings = Settings.given(options, config)
@@ -143,7 +147,8 @@ def _single(pair: Pair, prompt: Prompt, method: Method | str, options: dict[str,
 
 
 def _check_single(request: Request) -> None:
-    count = len(request.prompt_of) * request.wanted
+    """Raise `NotSupported` unless the request has one prompt with one return sequence."""
+    count = len(request.prompt_of) * request.answers_per_session
     if count != 1:
         raise NotSupported(f"a stream follows one prompt with one return sequence; there are {count}: call generate()")
 
@@ -151,18 +156,25 @@ def _check_single(request: Request) -> None:
 def _resolved(
     pair: Pair, prompts: Any, method: Method | str, settings: Settings, config: "GenerationConfig | None"
 ) -> Method:
+    """Return the method itself or the one of that name; for "auto" the fastest one.
+
+    Raises `BadSetting` if the generation config contradicts the method.
+    """
     method = resolve(method)
     if method.name == "auto":
         method = chosen_by_speed(pair, prompts, settings)[0]
-    wrong = contradiction(config, method.name, method.beams, not (method.greedy or settings.temperature == 0))
-    if wrong is not None:
-        raise BadSetting(wrong)
+    reason = contradiction(config, method.name, method.beams, not (method.greedy or settings.temperature == 0))
+    if reason is not None:
+        raise BadSetting(reason)
     return method
 
 
 def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 32) -> tuple[Method, FastestMethod]:
-    """The fastest exact method, measured on the first prompts where it is not known yet."""
-    sample = many(prompts)[:2]
+    """Return the fastest exact method, and the figures of the choice.
+
+    If it is not known yet, the candidates are measured on the first two prompts with up to `tokens` new tokens each.
+    """
+    sample = as_prompts(prompts)[:2]
     short = replace(settings, max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
 
     def measure(method: Method) -> float:
@@ -175,103 +187,127 @@ def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 
 
 
 def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
-    """Decode, and yield sessions as they end. Prompts of similar length share a pass, which saves padding."""
+    """Decode the sessions of a request, and yield each when it ends.
+
+    Sessions start in the order of falling prompt length: prompts of similar length share a pass, which saves padding.
+    """
     require(is_integer(batch_size) and batch_size >= 1, "batch_size", batch_size, "an integer of at least 1")
-    line = sorted(request.sessions, key=lambda session: -len(session.prompt))
+    waiting = sorted(request.sessions, key=lambda session: -len(session.prompt))
     if streamer is not None:
-        return (yield from _streamed(request, line[0], streamer))
-    inside: list[Session] = []
-    for _ in decode(request.pair.target, _started(line, inside), batch_size, ahead=TURNS):
-        for session in [one for one in inside if one.over]:
-            inside.remove(session)
+        return (yield from _streamed(request, waiting[0], streamer))
+    running: list[Session] = []
+    for _ in decode(request.pair.target, _started(waiting, running), batch_size, ahead=TURNS):
+        for session in [session for session in running if session.over]:
+            running.remove(session)
             yield session
 
 
 def _streamed(request: Request, session: Session, streamer: Any) -> Iterator[Session]:
-    """As transformers does it: the prompt comes first, and the end comes in any case, or a waiting reader would hang."""
-    told = 0
+    """Decode one session, pass its tokens to a streamer as transformers does, and yield the session.
+
+    The streamer receives the prompt first. Its `end` is called even after an error, or a waiting reader would hang.
+    """
+    sent = 0
     try:
         streamer.put(torch.tensor([session.prompt]))
-        for _ in decode(request.pair.target, _started([session], []), ahead=1):
-            told = _tell(streamer, settled_tokens(session), told)
+        session.count.restart()
+        for _ in decode_live(request.pair.target, session):
+            sent = _put_new_tokens(streamer, settled_tokens(session), sent)
         if session.failure is None:
-            _tell(streamer, request.answers(session)[0].tokens, told)
+            _put_new_tokens(streamer, request.answers(session)[0].tokens, sent)
     finally:
         streamer.end()
     yield session
 
 
-def _started(line: list[Session], inside: list[Session]) -> Iterator[Session]:
-    """The clock of a session starts when it is let in; `inside` gets those that are."""
-    for session in line:
+def _started(waiting: list[Session], running: list[Session]) -> Iterator[Session]:
+    """Yield the waiting sessions; start the clock of each when the decoder takes it, and append it to `running`."""
+    for session in waiting:
         session.count.restart()
-        inside.append(session)
+        running.append(session)
         yield session
 
 
-def _tell(streamer: Any, tokens: list[int], told: int) -> int:
-    for token in tokens[told:]:
+def _put_new_tokens(streamer: Any, tokens: list[int], sent: int) -> int:
+    """Put the tokens after the first `sent` ones into the streamer. Returns the number of tokens sent so far."""
+    for token in tokens[sent:]:
         streamer.put(torch.tensor([token]))
-    return max(told, len(tokens))
+    return max(sent, len(tokens))
 
 
-def _judge_audit(request: Request) -> None:
+def _warn_if_audit_failed(request: Request) -> None:
+    """Issue an `AuditWarning` if the audits of all sessions together are suspicious."""
     whole = sum((session.audit for session in request.sessions), Audit())
     if whole.suspicious:
         warnings.warn(
-            f"AUDIT FAILED: evidence {whole.evidence:.3g}, which a correct run reaches at most once in so many runs; "
-            f"z_accept {whole.z_accept:.1f} over {whole.trials} trials, z_logp {whole.z_logp:.1f} over {whole.draws} draws, "
-            f"{whole.impossible} tokens of no odds: "
+            f"AUDIT FAILED: evidence {whole.evidence:.3g}, which a correct run reaches with a probability of at most one "
+            f"over this number; z_accept {whole.z_accept:.1f} over {whole.trials} trials, z_logp {whole.z_logp:.1f} over "
+            f"{whole.draws} draws, {whole.impossible} tokens of probability 0: "
             f"{request.method.name} did not have the law that it declares; please report this with the seed",
             AuditWarning,
             stacklevel=3,
         )
 
 
-def _collected(
+def _in_prompt_order(
     request: Request, results: dict[int, list[Generation] | SpecbeamError], joules: float | None
 ) -> list[Generation]:
-    """As many places for each prompt as return sequences, whatever failed."""
-    failures = [one for one in results.values() if isinstance(one, SpecbeamError)]
+    """Return the generations of all prompts, in the order of the prompts.
+
+    Args:
+        request: the request.
+        results: the generations or the error of each place of the request.
+        joules: energy of the whole request, None if it was not measured.
+
+    Raises:
+        SpecbeamError: the only prompt failed; its error.
+        SomeFailed: some of several prompts failed. Its `generations` has `num_return_sequences` entries for each prompt,
+            None where there is no generation.
+    """
+    failures = [result for result in results.values() if isinstance(result, SpecbeamError)]
     if failures and len(set(request.prompt_of)) == 1 and len(failures) == len(results):
         raise failures[0]
-    made: dict[int, list[Generation]] = {}
+    of_prompt: dict[int, list[Generation]] = {}
     for place in sorted(results):
-        made.setdefault(request.prompt_of[place], []).extend(_made(results[place]))
-    total = sum(len(one.tokens) for answers in made.values() for one in answers)
+        of_prompt.setdefault(request.prompt_of[place], []).extend(_generations_in(results[place]))
+    total = sum(len(answer.tokens) for answers in of_prompt.values() for answer in answers)
     flat: list[Generation | None] = []
-    for answers in made.values():
-        flat += [_with_energy(one, joules, total) for one in answers]
+    for answers in of_prompt.values():
+        flat += [_with_energy(answer, joules, total) for answer in answers]
         flat += [None] * (request.settings.num_return_sequences - len(answers))
     if failures:
         raise SomeFailed(failures, flat)
-    return [one for one in flat if one is not None]
+    return [answer for answer in flat if answer is not None]
 
 
-def _made(result: list[Generation] | SpecbeamError) -> list[Generation]:
+def _generations_in(result: list[Generation] | SpecbeamError) -> list[Generation]:
+    """Return the generations of a result; those that a `TooFewAnswers` holds, none for other errors."""
     if isinstance(result, SpecbeamError):
         return result.generations if isinstance(result, TooFewAnswers) else []
     return result
 
 
-def _with_energy(one: Generation, joules: float | None, total_tokens: int) -> Generation:
-    """A request's energy, shared out by tokens: one pass serves many prompts and has one meter."""
+def _with_energy(generation: Generation, joules: float | None, total_tokens: int) -> Generation:
+    """Return the generation with its share of the request's energy, in proportion to its tokens.
+
+    A pass serves many prompts and has one meter, so their shares are not measured one by one.
+    """
     if joules is None or total_tokens == 0:
-        return one
-    share: Report = replace(one.report, joules=joules * len(one.tokens) / total_tokens)
-    return replace(one, report=share)
+        return generation
+    report: Report = replace(generation.report, joules=joules * len(generation.tokens) / total_tokens)
+    return replace(generation, report=report)
 
 
 def settled_tokens(session: Session) -> list[int]:
-    """New tokens that every possible answer begins with."""
+    """Return the new tokens that every possible answer begins with."""
     common = [*session.settled]
-    for one in session.ended:
-        common = common[: _agreement(common, one.tokens)]
+    for text in session.ended:
+        common = common[: _common_length(common, text.tokens)]
     return common
 
 
-def _agreement(first: list[int], second: list[int]) -> int:
-    """Length of the common prefix."""
+def _common_length(first: list[int], second: list[int]) -> int:
+    """Return the length of the common prefix."""
     return next(
         (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )

@@ -1,4 +1,4 @@
-"""From names, paths or model objects to a pair that decodes: tokenizer, devices, types, checks."""
+"""Loading a pair of models from names, paths or model objects: tokenizer, devices, types and checks."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,30 +28,30 @@ BUNDLED = Path(__file__).parent / "bundled"
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A target model, perhaps a draft model, and their tokenizer."""
+    """A target model, an optional draft model, and their tokenizer."""
 
     target_model: "PreTrainedModel"
     draft_model: "PreTrainedModel | None"
     tokenizer: "PreTrainedTokenizerBase | None"
-    target: HuggingFaceLM = field(repr=False)
-    draft: HuggingFaceLM | None = field(repr=False)
+    target: HuggingFaceLM = field(repr=False)  # scores forests with `target_model`
+    draft: HuggingFaceLM | None = field(repr=False)  # scores forests with `draft_model`
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """End tokens: those of the target's generation config, else the tokenizer's."""
-        found = getattr(getattr(self.target_model, "generation_config", None), "eos_token_id", None)
-        if found is None and self.tokenizer is not None:
-            found = self.tokenizer.eos_token_id
-        if found is None:
+        """The end tokens: those of the target's generation config, or else the tokenizer's."""
+        eos = getattr(getattr(self.target_model, "generation_config", None), "eos_token_id", None)
+        if eos is None and self.tokenizer is not None:
+            eos = self.tokenizer.eos_token_id
+        if eos is None:
             return ()
-        return (found,) if isinstance(found, int) else tuple(found)
+        return (eos,) if isinstance(eos, int) else tuple(eos)
 
     def word(self, token: int) -> str:
-        """The text of one token; its number where there is no tokenizer."""
+        """Return the text of one token; its number if there is no tokenizer."""
         return self.tokenizer.decode([token]) if self.tokenizer is not None else str(token)
 
     def room(self, prompt_tokens: int) -> int | None:
-        """New tokens for which target and draft have positions; None if there is no limit."""
+        """Return the number of new tokens for which both target and draft have positions; None if there is no limit."""
         models = [lm for lm in (self.target, self.draft) if lm is not None]
         limits = [lm.max_positions for lm in models if lm.max_positions is not None]
         return min(limits) - prompt_tokens if limits else None
@@ -68,38 +68,42 @@ def load(
     quantize_draft: "Quantize | None" = None,
     compile: bool = False,
 ) -> Pair:
-    """Load a pair.
+    """Load a target model, and optionally a draft model, with their tokenizer.
 
     Args:
         target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included).
-        draft: likewise; None for methods that need none. It must have the target's vocabulary.
-        tokenizer: a path, a hub id or an object; by default the target's.
+        draft: the same kinds of values; None for methods that need no draft model. It must have the target's vocabulary.
+        tokenizer: a path, a hub id or an object; None: the target's tokenizer.
         dtype: "auto" is float32 on a CPU and the checkpoint's own type elsewhere. Ignored for model objects.
-        device: "cpu", "cuda", ...; by default a GPU if there is one. Ignored for model objects.
-        quantize: "int8" rounds the target's weights to 8 bits: faster on a CPU, and another model, whose law is what is
-            decoded; reports say so. For Llama, Mistral and Qwen2 in float32.
-        quantize_draft: the same for the draft, which changes no law.
-        check: compare a small token tree with plain forwards, once per model, and refuse a model that gets it wrong.
-        compile: by torch.compile, what transformers would run on a CPU: models that specbeam has no forward of its own for.
-            Takes some five seconds for each form of a pass (one prompt or several, one token or several, ...), of which a
-            model has up to a dozen; kept on disk.
+        device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
+        quantize: "int8" rounds the target's weights to 8 bits. This is faster on a CPU, but it is another model: the output
+            has the law of the rounded model, and reports say so. For Llama, Mistral and Qwen2 in float32.
+        quantize_draft: the same for the draft, which does not change the law of the output.
+        check: compare the logits of a small token tree with those of plain forwards, once per model, and refuse a model that
+            gets them wrong.
+        compile: use torch.compile for models that transformers would run on a CPU, because specbeam has no forward of its
+            own for them. Takes about five seconds for each form of a pass (one prompt or several, one token or several,
+            ...), of which a model has up to a dozen. The compiled code is kept on disk.
 
     Raises:
-        BadSetting, MissingFile, UnsupportedModel, VocabularyMismatch.
+        BadSetting: an option is wrong.
+        MissingFile: a model or tokenizer cannot be loaded.
+        UnsupportedModel: a model cannot score a token tree.
+        VocabularyMismatch: draft and target do not have the same tokens.
     """
     if isinstance(target, str) and target == "bundled":
         target = BUNDLED / "target"
         draft = draft or BUNDLED / "draft"
     if isinstance(draft, str) and draft == "bundled":
         draft = BUNDLED / "draft"
-    there = _device(device)
-    target_model = _model(target, dtype, there)
-    draft_model = None if draft is None else _model(draft, dtype, there)
-    words = _tokenizer(tokenizer if tokenizer is not None else target)
+    torch_device = _device(device)
+    target_model = _model(target, dtype, torch_device)
+    draft_model = None if draft is None else _model(draft, dtype, torch_device)
+    loaded_tokenizer = _tokenizer(tokenizer if tokenizer is not None else target)
     if draft_model is not None:
-        _check_same_vocabulary(target_model, draft_model, words, draft)
+        _check_same_vocabulary(target_model, draft_model, loaded_tokenizer, draft)
     target_lm = language_model(target_model, check, quantize, compile)
-    if draft_model is target_model:  # a model may draft for itself, but not out of the same cache
+    if draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
         engine = quantize_draft or ("torch" if target_lm.engine == "torch" else "auto")
         draft_lm: HuggingFaceLM | None = HuggingFaceLM(draft_model, engine=engine)
     else:
@@ -109,19 +113,20 @@ def load(
             "compile=True is for models that transformers runs, and specbeam runs these itself, by loops that are compiled "
             "already; leave it out"
         )
-    return Pair(target_model, draft_model, words, target_lm, draft_lm)
+    return Pair(target_model, draft_model, loaded_tokenizer, target_lm, draft_lm)
 
 
 def language_model(
     model: "PreTrainedModel", check: bool = True, quantize: "Quantize | None" = None, compile: bool = False
 ) -> HuggingFaceLM:
-    """The scorer of a model object; one per model, checked once, and made anew when the model has changed since, or is to be
-    quantised or compiled otherwise.
+    """Return the language model that scores forests with a model object.
+
+    There is one per model object, cached on it and checked once. A new one is made if the model has changed since, or if
+    `quantize` or `compile` differ. The arguments are those of `load`.
     """
-    how = (quantize, compile)
-    known = vars(model).get("_specbeam")
-    state = (_state(model), how)
-    if known is None or known.state != state:
+    options = (quantize, compile)
+    cached = vars(model).get("_specbeam")
+    if cached is None or cached.state != (_fingerprint(model), options):
         check_decoder_only(model)
         _use_a_backend_with_masks(model)
         model.eval()
@@ -132,59 +137,78 @@ def language_model(
             lm = HuggingFaceLM(model, engine="torch")
         if check:
             check_scores_forests(lm)
-        known = _Kept((_state(model), how), lm)  # an engine may have laid the weights out anew
-        object.__setattr__(model, "_specbeam", known)
-    assert known.lm is not None
-    return known.lm
+        # The fingerprint is taken again, because an engine may have changed the layout of the weights.
+        cached = _CachedLM((_fingerprint(model), options), lm)
+        object.__setattr__(model, "_specbeam", cached)
+    assert cached.lm is not None
+    return cached.lm
 
 
-class _Kept:
-    """A model's scorer, kept on the model so that both are freed together. Copies of the model start without one."""
+class _CachedLM:
+    """The language model of a model object, stored on the object so that both are freed together.
+
+    A copy of the model object starts without it.
+    """
 
     def __init__(self, state: Any = None, lm: HuggingFaceLM | None = None) -> None:
-        self.state = state
+        self.state = state  # fingerprint and options that `lm` was made for
         self.lm = lm
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Kept, ()
+        return _CachedLM, ()
 
 
-def _state(model: "PreTrainedModel") -> Any:
-    """What changes when a model is moved, cast, trained on, given other weights, hooked or patched."""
+def _fingerprint(model: "PreTrainedModel") -> Any:
+    """Return a hash that changes if a model is moved, cast, trained, given other weights, hooked or patched."""
     weights = [
-        (one.data_ptr(), 0 if one.is_inference() else one._version, one.dtype, one.device) for one in model.parameters()
+        (weight.data_ptr(), 0 if weight.is_inference() else weight._version, weight.dtype, weight.device)
+        for weight in model.parameters()
     ]
     hooks = [
-        len(one._forward_hooks) + len(one._forward_pre_hooks) + ("forward" in vars(one)) for one in model.modules()
+        len(module._forward_hooks) + len(module._forward_pre_hooks) + ("forward" in vars(module))
+        for module in model.modules()
     ]
     return hash((tuple(weights), tuple(hooks), _sample(model)))
 
 
-_LOOKS = 64  # numbers of each weight
+_SAMPLED = 64  # number of values of each weight that are sampled, or up to twice as many
 
 
 @torch.no_grad()
 def _sample(model: "PreTrainedModel") -> bytes:
-    """Sums of some numbers of each weight: changes through `.data`, as merged adapters make them, count no version up. On a
-    GPU nothing keeps a copy of the weights, so nothing has to be looked at.
+    """Return the sums of some values of each weight on a CPU, as bytes.
+
+    They detect changes through `.data`, as merged adapters make them, which do not increase the version of a tensor. Weights
+    on a GPU are left out, because engines for GPUs keep no copy of the weights.
     """
-    weights = [one.reshape(-1) for one in model.parameters() if one.device.type == "cpu" and one.is_floating_point()]
-    sums = [one[:: max(len(one) // _LOOKS, 1)].sum(dtype=torch.float64) for one in weights]
+    weights = [
+        weight.reshape(-1)
+        for weight in model.parameters()
+        if weight.device.type == "cpu" and weight.is_floating_point()
+    ]
+    sums = [weight[:: max(len(weight) // _SAMPLED, 1)].sum(dtype=torch.float64) for weight in weights]
     return torch.stack(sums).numpy().tobytes() if sums else b""
 
 
 def check_scores_forests(lm: HuggingFaceLM) -> None:
-    """Raise `UnsupportedModel` unless logits on a small tree equal plain forwards on its paths."""
+    """Raise an error unless the logits of a small token tree equal those of plain forwards on its paths.
+
+    The largest difference may be 1e-3 of the standard deviation of the logits in float32, 0.3 of it in other types.
+
+    Raises:
+        UnsupportedModel: the model cannot score the tree, or scores it wrong.
+        NotSupported: torch could not compile the model.
+    """
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, lm.vocab, 5).tolist()
     tokens = rng.integers(0, lm.vocab, 6).tolist()
     forest = Forest.rooted([prompt[-1]]).grown(tokens, [0, 0, 1, 2, 2, 4])
-    seat: Any = SimpleNamespace(prompt=prompt, state={})
+    owner: Any = SimpleNamespace(prompt=prompt, state={})  # of the cache, in place of a session
     name = type(lm.model).__name__
     try:
-        found = lm.extend([seat], [forest])[0].logits.float()
+        found = lm.extend([owner], [forest])[0].logits.float()
         paths = [prompt + forest.path(node) for node in range(forest.size)]
-        plain = [_alone(lm, path) for path in paths]
+        plain = [_plain_logits(lm, path) for path in paths]
     except SpecbeamError:
         raise
     except Exception as error:
@@ -197,54 +221,62 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
             "attention mask, position_ids and a transformers Cache"
         ) from error
     finally:
-        lm.close(seat)
+        lm.close(owner)
     expected = torch.stack(plain).float().to(found.device)
     spread = expected.std().clamp_min(1e-6)
-    wrong = float((found - expected).abs().max() / spread)
+    error_in_spreads = float((found - expected).abs().max() / spread)
     limit = 1e-3 if lm.model.dtype == torch.float32 else 0.3
-    if not wrong <= limit:
+    if not error_in_spreads <= limit:
         raise UnsupportedModel(
-            f"{name} does not honour masks and positions: on a token tree its logits are off by {wrong:.2g} of their "
-            "spread; specbeam needs a decoder whose attention takes both from the caller"
+            f"{name} does not honour masks and positions: on a token tree its logits are off by {error_in_spreads:.2g} of "
+            "their spread; specbeam needs a decoder whose attention takes both from the caller"
         )
 
 
 @torch.inference_mode()
-def _alone(lm: HuggingFaceLM, path: list[int]) -> torch.Tensor:
-    """Logits behind a path without any tree: of the model itself, or of its quantised form, which is another model."""
+def _plain_logits(lm: HuggingFaceLM, path: list[int]) -> torch.Tensor:
+    """Return the logits after a path, float[vocab], without a tree.
+
+    They are those of the model object itself; with 8-bit weights those of `lm`, because that is another model.
+    """
     if lm.engine != "int8":
         return lm.model(input_ids=torch.tensor([path], device=lm.device)).logits[0, -1]
-    seat: Any = SimpleNamespace(prompt=path, state={})
+    owner: Any = SimpleNamespace(prompt=path, state={})  # of the cache, in place of a session
     try:
-        return lm.extend([seat], [Forest.rooted([path[-1]])])[0].logits[0].clone()
+        return lm.extend([owner], [Forest.rooted([path[-1]])])[0].logits[0].clone()
     finally:
-        lm.close(seat)
+        lm.close(owner)
 
 
-def _device(asked: str | torch.device | None) -> torch.device:
+def _device(name: str | torch.device | None) -> torch.device:
+    """Return the device of that name; None: the GPU if there is one, or else the CPU.
+
+    Raises `BadSetting` if torch does not know the name, or if there is no such GPU.
+    """
     gpus = torch.cuda.device_count()
     try:
-        device = torch.device(asked or ("cuda" if gpus else "cpu"))
+        device = torch.device(name or ("cuda" if gpus else "cpu"))
     except RuntimeError as error:
         raise BadSetting(
-            f"device is {asked!r}; it must be 'cpu', 'cuda', 'cuda:1' or another one of torch's"
+            f"device is {name!r}; it must be 'cpu', 'cuda', 'cuda:1' or another device of torch"
         ) from error
     if device.type == "cuda" and (device.index or 0) >= gpus:
-        has = f"has {gpus} GPUs" if gpus else "has no GPU that it can use"
+        gpus_here = f"has {gpus} GPUs" if gpus else "has no GPU that it can use"
         raise BadSetting(
-            f"device is {str(asked)!r}, and torch {torch.__version__} {has} here; leave it out, or say 'cpu'"
+            f"device is {str(name)!r}, and torch {torch.__version__} {gpus_here} here; leave it out, or say 'cpu'"
         )
     return device
 
 
 def _model(source: Any, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel":
+    """Return a model object as it is, or load the model at a path or hub id; see `load`."""
     if isinstance(source, torch.nn.Module):
         return source
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise BadSetting(f"dtype is {dtype!r}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'")
-    name = _found(source)
+    name = _name_or_path(source)
     try:
         config = AutoConfig.from_pretrained(name)
         if getattr(config, "is_encoder_decoder", False):
@@ -261,8 +293,11 @@ def _model(source: Any, dtype: "str | torch.dtype", device: torch.device) -> "Pr
     return model.to(device)
 
 
-def _found(source: "str | Path") -> str:
-    """A hub id as it is; a path only if it is a folder with a model in it."""
+def _name_or_path(source: "str | Path") -> str:
+    """Return what transformers loads from: a hub id as it is, or the path of a folder that holds a model.
+
+    Raises `MissingFile` if there is no such folder, or if it has no config.json.
+    """
     path = Path(source).expanduser()
     looks_local = isinstance(source, Path) or path.is_absolute() or str(source).startswith((".", "~"))
     if path.is_dir():
@@ -275,44 +310,58 @@ def _found(source: "str | Path") -> str:
 
 
 def _tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
-    """A tokenizer, or None where a bare model object names no place to find one."""
+    """Return a tokenizer object as it is, or load the tokenizer at a path or hub id, or of a model object.
+
+    Returns None if a model object does not name a folder with a tokenizer. Raises `MissingFile` if loading fails.
+    """
     if isinstance(source, (str, Path)):
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(_found(source))
+            return AutoTokenizer.from_pretrained(_name_or_path(source))
         except (OSError, ValueError) as error:
             raise MissingFile(f"could not load a tokenizer from {source}: {error}; give load(tokenizer=...)") from error
     if isinstance(source, torch.nn.Module):
-        place = getattr(source, "name_or_path", "")
-        named = place and (Path(place) / "tokenizer_config.json").is_file()
-        return _tokenizer(place) if named else None
+        folder = getattr(source, "name_or_path", "")
+        has_tokenizer = folder and (Path(folder) / "tokenizer_config.json").is_file()
+        return _tokenizer(folder) if has_tokenizer else None
     return source
 
 
-def _check_same_vocabulary(target: "PreTrainedModel", draft: "PreTrainedModel", words: Any, draft_source: Any) -> None:
+def _check_same_vocabulary(
+    target: "PreTrainedModel", draft: "PreTrainedModel", tokenizer: Any, draft_source: Any
+) -> None:
+    """Raise `VocabularyMismatch` if the models have different numbers of tokens, or the draft's tokenizer differs.
+
+    Args:
+        tokenizer: the target's tokenizer, or None.
+        draft_source: the draft as it was given to `load`; its tokenizer is compared if this is a local folder with one.
+    """
     sizes = [model.get_output_embeddings().weight.shape[0] for model in (target, draft)]
     if sizes[0] != sizes[1]:
         raise VocabularyMismatch(
             f"draft has {sizes[1]} tokens, target has {sizes[0]}; choose a draft of the same family, trained with the "
             "same tokenizer"
         )
-    if words is None or not isinstance(draft_source, (str, Path)):
+    if tokenizer is None or not isinstance(draft_source, (str, Path)):
         return
     if not (Path(draft_source) / "tokenizer_config.json").is_file():
         return
-    own = _tokenizer(draft_source)
-    theirs = own.get_vocab() if own is not None else {}
-    ours = words.get_vocab()
-    if theirs != ours:
-        odd = next(iter({*theirs.items()} ^ {*ours.items()}))
+    draft_tokenizer = _tokenizer(draft_source)
+    draft_vocab = draft_tokenizer.get_vocab() if draft_tokenizer is not None else {}
+    target_vocab = tokenizer.get_vocab()
+    if draft_vocab != target_vocab:
+        difference = next(iter({*draft_vocab.items()} ^ {*target_vocab.items()}))
         raise VocabularyMismatch(
-            f"draft and target both have {sizes[0]} tokens but not the same ones (first difference: {odd[0]!r}); "
+            f"draft and target both have {sizes[0]} tokens but not the same ones (first difference: {difference[0]!r}); "
             "choose a draft trained with the target's tokenizer"
         )
 
 
 def _use_a_backend_with_masks(model: "PreTrainedModel") -> None:
-    """Token trees need a mask per node: SDPA and eager take one, flash and flex kernels do not."""
+    """Switch the model to SDPA unless its attention takes a mask per node, which token trees need.
+
+    SDPA and eager attention take one; flash and flex kernels do not.
+    """
     if model.config._attn_implementation not in ("sdpa", "eager"):
         model.set_attn_implementation("sdpa")

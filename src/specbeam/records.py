@@ -1,4 +1,4 @@
-"""The nouns that pass from room to room. Nobody changes one afterwards."""
+"""The records that parts and models pass to each other. They are never changed after they are made."""
 
 import math
 from dataclasses import dataclass, field, fields, replace
@@ -16,105 +16,111 @@ from specbeam.core.forest import Forest
 
 @dataclass(frozen=True)
 class Shape:
-    """What the controller asks the drafter for."""
+    """The size of the draft that a controller plans."""
 
-    depth: int  # draft layers; 0 means no draft
-    width: int  # draft nodes per layer
+    depth: int  # number of draft layers; 0 means no draft
+    width: int  # number of draft nodes per layer, or of the whole tree for drafters with a budget of nodes
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A draft node that was judged, or a pair that was drawn in its place: for pictures and audits."""
+    """A draft node that was judged, or a pair that was drawn in its place; for pictures and audits."""
 
     layer: int
     parent: int  # forest node
     token: int
-    node: int  # -1 if it was no draft
-    p: float  # target odds of the pair, at its trial
-    q: float  # draft odds, 0 if it was no draft
+    node: int  # forest node; -1 if the pair was not drafted
+    p: float  # probability of the pair under the target's law at its trial
+    q: float  # probability under the draft's law; 0 if the pair was not drafted
     fate: str  # "accepted", "rejected", "unused" or "resampled"
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What joint decoding can prove of the blocks that it accepted, whatever the law of its text; sums over blocks, in nats.
+    """A proof about the blocks that joint decoding accepted, which holds whatever the law of the text; sums over blocks.
 
-    Each block has log p > `floor`: its threshold by the draft model plus log(threshold). And no block of its length has a
-    log p more than `gap` above its own: that is how far it can be from the most probable block.
+    For each block, log p > `floor`, which is the draft log-likelihood that the block is compared with plus log(threshold).
+    And no block of its length has a log p that is more than `gap` above that of the block, so `gap` bounds the distance to
+    the most probable block. Log-likelihoods are in nats.
     """
 
-    blocks: int = 0
-    tokens: int = 0
-    logp: float = 0.0
+    blocks: int = 0  # number of accepted blocks
+    tokens: int = 0  # number of their tokens
+    logp: float = 0.0  # log-likelihood under the target
     floor: float = 0.0
     gap: float = 0.0
 
     def __add__(self, other: "Certificate") -> "Certificate":
+        """Return the certificate of the blocks of both."""
         return Certificate(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def perplexity(self) -> float:
-        """Of the accepted tokens, under the target as it was warped."""
+        """The perplexity of the accepted tokens under the warped target; 1 if there are none."""
         return math.exp(-self.logp / self.tokens) if self.tokens else 1.0
 
     @property
     def most_perplexity(self) -> float:
-        """What `perplexity` is sure to stay below."""
+        """An upper bound of `perplexity`, from `floor`."""
         return math.exp(-self.floor / self.tokens) if self.tokens else 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Verdict:
-    """What a turn decided: layers, of which the last one did not pass or lies past the drafts."""
+    """The decision of a turn: its layers. The last layer did not pass, or comes after the drafts, or ended the session."""
 
     layers: Layers
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[Trial, ...] = ()  # only if the method traces
     audit: Audit | None = None  # only if the session is audited
     collapsed: int | None = None  # index of the only live beam that is kept, if the method collapses
-    certificate: Certificate | None = None  # only by rules of joint likelihood
+    certificate: Certificate | None = None  # only of rules that judge joint likelihoods
 
     @cached_property
     def steps(self) -> tuple[Layer, ...]:
-        """Each layer by itself."""
+        """The layers, each by itself."""
         return self.layers.all()
 
     @property
     def accepted(self) -> int:
-        """The number of layers that were emitted from drafts; a turn emits one more than passed, unless it ended there."""
+        """The number of layers that passed, whose live beams are all drafts.
+
+        A turn emits one layer more than passed, unless the session ended in a layer that passed.
+        """
         return int(self.layers.passed.sum())
 
     @cached_property
     def beams(self) -> Beams:
-        """The survivors."""
+        """The beams that are live after the turn."""
         live = live_of(self.layers)
         return live if self.collapsed is None else live.pick(np.array([self.collapsed]))
 
     @cached_property
     def parents(self) -> Int64[np.ndarray, " beams"]:
-        """The forest nodes under which the survivors hang."""
+        """The forest node that each live beam extends."""
         parents = live_parents_of(self.layers)
         return parents if self.collapsed is None else parents[[self.collapsed]]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a part asks of each row that a model scores.
+    """The outputs of a model that a part reads, for each row that the model scores.
 
-    A part says so in an attribute `needs`. A rule that has none is given logits; a rule that has one is given `Scored`.
+    A part states them in an attribute `needs`. A rule without this attribute is given logits, a rule with it is given a
+    `Scored`.
     """
 
     logits: bool = False
-    ranked: int = 0  # so many of the likeliest tokens
-    hidden: bool = False  # what the model's head reads: the last hidden states, normed
-    prompt: bool = False  # the same of the rows before the first root: at first the prompt without its last token
+    ranked: int = 0  # number of likeliest tokens; 0: none
+    hidden: bool = False  # the last hidden states after the final norm, which the model's head reads
+    prompt: bool = False  # the hidden states of the rows before the first root: the prompt without its last token
 
     @property
     def states(self) -> bool:
-        """Whether any hidden states are asked for."""
+        """Whether any hidden states are needed."""
         return self.hidden or self.prompt
 
     def __or__(self, other: "Needs") -> "Needs":
-        """Return what serves both."""
+        """Return the needs that serve both."""
         return Needs(
             self.logits or other.logits,
             max(self.ranked, other.ranked),
@@ -124,49 +130,49 @@ class Needs:
 
 
 class Probes(NamedTuple):
-    """Rows that the target scores for a drafter below nodes of a forest; no draft sees them, and no rule.
+    """Extra rows under nodes of a forest that the target scores for a drafter, such as mask tokens or learnt prompts.
 
-    They see the path to their parent, and each other where one hangs under the other: mask tokens, learnt prompts.
+    A probe attends to the path to its parent, which may be a probe, too. No draft attends to a probe, and no rule sees one.
     """
 
-    tokens: Int64[np.ndarray, " probes"]  # a negative one is given by embedding (see `Session.vectors`)
-    parents: Int64[
-        np.ndarray, " probes"
-    ]  # nodes of the forest, or probes: number k of them is the node forest.size + k
+    tokens: Int64[np.ndarray, " probes"]  # a negative number stands for an embedding (see `Session.vectors`)
+    parents: Int64[np.ndarray, " probes"]  # nodes of the forest, or forest.size + k for probe k
 
 
 @dataclass(frozen=True, eq=False)
 class Ranked:
-    """The likeliest tokens of each row, best first; of equally likely ones the first in the vocabulary comes first."""
+    """The likeliest tokens of each row, best first; equally likely tokens are in ascending order."""
 
     log_norm: Float[torch.Tensor, " nodes"]  # log of the sum of exp(logit) over the whole vocabulary
     tokens: Int64[torch.Tensor, "nodes ranked"]
     logits: Float[torch.Tensor, "nodes ranked"]
 
 
-_NOT_ASKED = torch.zeros(0, 0)
-_NOT_RANKED = Ranked(torch.zeros(0), torch.zeros(0, 0, dtype=torch.int64), _NOT_ASKED)
+_NO_ROWS = torch.zeros(0, 0)
+_NOT_RANKED = Ranked(torch.zeros(0), torch.zeros(0, 0, dtype=torch.int64), _NO_ROWS)
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What a model says of the nodes that are new to it, a row each; of no rows where nobody asked for it (see `Needs`)."""
+    """The outputs of a model for the nodes that are new to it, one row per node. Outputs that no part needs have no rows
+    (see `Needs`).
+    """
 
-    logits: Float[torch.Tensor, "nodes vocab"] = _NOT_ASKED
+    logits: Float[torch.Tensor, "nodes vocab"] = _NO_ROWS
     ranked: Ranked = _NOT_RANKED
-    hidden: Float[torch.Tensor, "states size"] = _NOT_ASKED
-    prompt: Float[torch.Tensor, "rows width"] = _NOT_ASKED  # in the first turn; later ones have none
-    probes: "Scored | None" = None  # of a drafter's probes, where there are any
+    hidden: Float[torch.Tensor, "states size"] = _NO_ROWS
+    prompt: Float[torch.Tensor, "rows width"] = _NO_ROWS  # only in the first turn
+    probes: "Scored | None" = None  # the rows of the drafter's probes, if there are any
 
     def split(self, nodes: int) -> "Scored":
-        """Return the rows of the first nodes, and those of the others as `probes`."""
+        """Return the rows of the first `nodes` nodes, with the rows of the others as their `probes`."""
         first, later = (
             Scored(
-                self.logits[some],
-                Ranked(self.ranked.log_norm[some], self.ranked.tokens[some], self.ranked.logits[some]),
-                self.hidden[some],
+                self.logits[rows],
+                Ranked(self.ranked.log_norm[rows], self.ranked.tokens[rows], self.ranked.logits[rows]),
+                self.hidden[rows],
             )
-            for some in (slice(nodes), slice(nodes, None))
+            for rows in (slice(nodes), slice(nodes, None))
         )
         return replace(first, prompt=self.prompt, probes=later)
 
@@ -181,9 +187,9 @@ class Turn:
     verdict: Verdict
 
     def on(self, forest: Forest, names: Int64[np.ndarray, " nodes"]) -> "Turn":
-        """Return the same turn told on another forest, in which node k of this one is node ``names[k]``.
+        """Return the same turn expressed on another forest, in which node k of this turn's forest is node ``names[k]``.
 
-        For a drafter whose model scored more nodes than it handed on.
+        This is for a drafter whose model scored more nodes than the drafter passed on.
         """
         layers = self.verdict.layers
         drafts = layers.beams.nodes
@@ -194,7 +200,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Beam:
-    """One finished or live text of a generation."""
+    """One text of a generation, finished or cut off."""
 
     tokens: list[int]
     score: float  # log-likelihood / length ** length_penalty
@@ -204,19 +210,19 @@ class Beam:
 
 @dataclass(frozen=True)
 class Report:
-    """What a generation cost."""
+    """The law of a generation's output, and its cost."""
 
-    law: str
-    tokens: int = 0
+    law: str  # the law of the output, exact or approximate
+    tokens: int = 0  # number of new tokens
     target_passes: int = 0
     draft_passes: int = 0
-    accepted: int = 0  # layers (with one beam: tokens) that drafts supplied
-    widths: list[int] = field(default_factory=list)  # beams that each step took, those that ended with it included
+    accepted: int = 0  # number of layers (with one beam: tokens) that came from drafts
+    widths: list[int] = field(default_factory=list)  # number of beams that each step drew, including those that ended
     seconds: float = 0.0
-    joules: float | None = None  # None without a counter, or if that of a GPU is too slow for so short a run
-    peak_kv_tokens: int = 0  # most tokens stored at once in the target's KV trie
-    audit: Audit | None = None
-    certificate: Certificate | None = None  # of joint decoding
+    joules: float | None = None  # None without a counter, or if a GPU's counter is too slow for so short a run
+    peak_kv_tokens: int = 0  # largest number of tokens stored at once in the target's KV cache
+    audit: Audit | None = None  # only if audited
+    certificate: Certificate | None = None  # only of joint decoding
 
 
 @dataclass(frozen=True)

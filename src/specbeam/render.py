@@ -1,4 +1,4 @@
-"""One turn's forest as a picture: in the terminal and as SVG."""
+"""Pictures of one turn's forest, in the terminal and as SVG."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from specbeam.records import Turn
 if TYPE_CHECKING:
     from rich.tree import Tree
 
-Words = Callable[[int], str]
+Words = Callable[[int], str]  # the text of a token
 MARKS = {"root": "●", "accepted": "✓", "rejected": "✗", "resampled": "↻", "unused": "·"}
 STYLES = {"root": "bold", "accepted": "bold green", "rejected": "red", "resampled": "bold yellow", "unused": "dim"}
 COLOURS = {"root": "#333", "accepted": "#1a7f37", "rejected": "#cf222e", "resampled": "#9a6700", "unused": "#8c959f"}
@@ -26,17 +26,20 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Leaf:
-    """One drawn pair: a draft node, or what the target took in its place."""
+    """One node of the picture: a root, a draft node, or a pair that the target drew in place of a draft."""
 
     parent: int  # index into the picture, -1 at a root
     text: str
-    fate: str
-    p: float | None = None  # odds under the target's joint law; None if the layer was not reached
-    q: float | None = None  # odds under the draft's joint law
+    fate: str  # a key of MARKS
+    p: float | None = None  # probability under the target's joint law; None if the layer was not reached
+    q: float | None = None  # probability under the draft's joint law
 
 
 def picture(turn: Turn, words: Words) -> list[Leaf]:
-    """The turn's forest with the fate of every node; parents come first. Needs a method with `trace=True`."""
+    """Return the nodes of a turn's forest, each with its fate, and the pairs drawn in place of drafts; parents come first.
+
+    The method must have recorded its trials (`trace=True`).
+    """
     forest = turn.forest
     nodes = [Leaf(int(parent), words(int(token)), "unused" if parent >= 0 else "root")
              for parent, token in zip(forest.parents, forest.tokens, strict=True)]  # fmt: skip
@@ -50,6 +53,7 @@ def picture(turn: Turn, words: Words) -> list[Leaf]:
 
 
 def odds(leaf: Leaf) -> str:
+    """Return the label with the probabilities of a node, like "p 0.25 q 0.5"; "" if its layer was not reached."""
     if leaf.p is None:
         return ""
     draft = f" q {leaf.q:.2g}" if leaf.q else ""
@@ -57,22 +61,22 @@ def odds(leaf: Leaf) -> str:
 
 
 def as_trees(nodes: list[Leaf]) -> list["Tree"]:
-    """One rich tree per beam."""
+    """Return the picture as trees of the library rich, one per beam."""
     from rich.text import Text
     from rich.tree import Tree
 
-    made: dict[int, Tree] = {}
+    trees: dict[int, Tree] = {}  # by index of the node
     for index, leaf in enumerate(nodes):
         label = Text.assemble(
             (f"{MARKS[leaf.fate]} {leaf.text!r}", STYLES[leaf.fate]),
             ("  " + odds(leaf) if leaf.p is not None else "", "dim"),
         )
-        made[index] = Tree(label) if leaf.parent < 0 else made[leaf.parent].add(label)
-    return [made[index] for index, leaf in enumerate(nodes) if leaf.parent < 0]
+        trees[index] = Tree(label) if leaf.parent < 0 else trees[leaf.parent].add(label)
+    return [trees[index] for index, leaf in enumerate(nodes) if leaf.parent < 0]
 
 
 def as_svg(nodes: list[Leaf]) -> str:
-    """The same picture; layers run from left to right."""
+    """Return the picture as the text of an SVG file, with layers from left to right."""
     depth, row = _places(nodes)
     x = 30 + 190 * depth
     y = 50 + 30 * row
@@ -106,24 +110,25 @@ def as_svg(nodes: list[Leaf]) -> str:
                 f'<text x="{x[index] + 11:.0f}" y="{y[index] + 13:.0f}" font-size="9" fill="#888">{odds(leaf)}</text>'
             )
     for place, (fate, meaning) in enumerate(MEANINGS.items()):
-        at = 30 + place * max(190, (width - 60) / 4)
+        left = 30 + place * max(190, (width - 60) / 4)
         parts.append(
-            f'<text x="{at:.0f}" y="{height - 14}" font-size="11" fill="{COLOURS[fate]}">{MARKS[fate]} {meaning}</text>'
+            f'<text x="{left:.0f}" y="{height - 14}" font-size="11" fill="{COLOURS[fate]}">{MARKS[fate]} {meaning}</text>'
         )
     return "\n".join([*parts, "</svg>"])
 
 
 def _places(nodes: list[Leaf]) -> tuple[np.ndarray, np.ndarray]:
-    """Depth, and row: leaves one below the other, parents in the middle of their children."""
+    """Return the depth and the row of each node: leaves one below the other, parents in the middle of their children."""
     depth = np.zeros(len(nodes))
     children: dict[int, list[int]] = {index: [] for index in range(-1, len(nodes))}
     for index, leaf in enumerate(nodes):
         children[leaf.parent].append(index)
         depth[index] = 0 if leaf.parent < 0 else depth[leaf.parent] + 1
     row = np.zeros(len(nodes))
-    free = 0
+    free = 0  # the next row for a leaf
 
     def place(index: int) -> None:
+        """Set the rows of a node and of all nodes below it."""
         nonlocal free
         for child in children[index]:
             place(child)

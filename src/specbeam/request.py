@@ -1,16 +1,20 @@
-"""The checked input of one call: prompts as token ids, options completed, one session for each text that is drawn."""
+"""The checked input of one call: prompts as token ids, completed settings, and the sessions that decode them."""
 
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from jaxtyping import Bool
+
+from specbeam.core.constraint import Constraint
 from specbeam.core.limits import Ended
 from specbeam.core.noise import request_key
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.grammar.compiled import compiled
-from specbeam.grammar.spelling import closing_tokens, spelled
-from specbeam.options.checks import is_integer, require, texts
+from specbeam.grammar.spelling import closing_tokens, text_of_tokens
+from specbeam.options.checks import as_texts, is_integer, require
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.method import Method, RequestInfo
@@ -19,107 +23,180 @@ from specbeam.session import Session
 
 
 class Request:
-    """One session per prompt, or per return sequence where these are independent."""
+    """The checked input of one call, with one session per prompt, or per return sequence if these are independent.
+
+    A place is the number of a session in the request. A prompt that cannot be decoded takes one place without a session.
+
+    Attributes:
+        pair: the models.
+        method: the method that decodes.
+        settings: the options of the caller, completed by the model's generation config.
+        audit: whether sessions are audited.
+        parts: the parts that decode; their law names 8-bit weights and the form, too.
+        eos: the end tokens.
+        constraint: enforces the form of the texts; None if there is no form.
+        answers_per_session: number of answers that each session gives.
+        sessions: the sessions, in the order of their places.
+        refused: the error of each prompt that cannot be decoded, by place.
+        prompt_of: the number of the prompt at each place.
+    """
 
     def __init__(
         self, pair: Pair, prompts: Any, method: Method, settings: Settings, seed: int | None, audit: bool = False
     ) -> None:
-        self.audit = audit
+        """Check the input and make the sessions. Nothing is decoded.
+
+        Args:
+            pair: the models.
+            prompts: one prompt or many; each is a text, or a list, array or tensor of token ids.
+            method: the method that decodes.
+            settings: the options of the caller.
+            seed: the same seed gives the same answers; None: a random seed.
+            audit: whether to test while decoding that the output has the declared law.
+
+        Raises:
+            BadSetting, NotSupported: the settings are wrong, or the method cannot honour them. An error of a single prompt
+                is stored in `refused`.
+        """
         _check(method, settings)
-        own = getattr(pair.target_model, "generation_config", None)
-        settings = settings.completed(own, draws=not method.greedy)
-        require(seed is None or is_integer(seed), "seed", seed, "an integer, or None for fresh chance")
+        config = getattr(pair.target_model, "generation_config", None)
+        settings = settings.completed(config, draws=not method.greedy)
+        require(seed is None or is_integer(seed), "seed", seed, "an integer, or None for a random seed")
+        self.audit = audit
         self.pair = pair
         self.method = method
         self.settings = settings
-        self.parts = method.parts(pair.target, pair.draft)
+        parts = method.parts(pair.target, pair.draft)
         self.eos = settings.eos(pair.eos)
         _check_tokens(settings, pair.target.vocab)
         method.check(RequestInfo(pair.target.vocab, self.eos, settings, audit))
-        if pair.target.engine == "int8":
-            self.parts = replace(self.parts, law=f"{self.parts.law}; of the target in int8")
-        self.constraint = None
-        if (form := settings.form) is not None:
-            self.constraint = compiled(form, settings.grammar_backend, pair.tokenizer, pair.target.vocab, self.eos)
-            self.parts = replace(self.parts, law=f"{self.parts.law}; constrained by {form.kind}")
-        stops = texts(settings.stop_strings)
-        may_run = bool(stops) and pair.tokenizer is not None and getattr(pair.target, "loops", False)
-        self.closing = closing_tokens(pair.tokenizer, pair.target.vocab, stops) if may_run else None
-        self.wanted = settings.num_return_sequences if method.beams > 1 else 1  # answers of one session
+        self.constraint = self._compiled_constraint()
+        self.parts = replace(parts, law=self._full_law(parts.law))
+        self._closing = self._closing_tokens()
+        self.answers_per_session = settings.num_return_sequences if method.beams > 1 else 1
         self.sessions: list[Session] = []
         self.refused: dict[int, SpecbeamError] = {}
-        self.prompt_of: list[int] = []  # prompt number of each session's place
-        seen: Counter[tuple[int, ...]] = Counter()
-        for number, prompt in enumerate(many(prompts)):
+        self.prompt_of: list[int] = []
+        self._add_prompts(prompts, seed)
+
+    def _compiled_constraint(self) -> Constraint | None:
+        """Return the constraint that enforces the form of the texts; None if there is no form."""
+        form = self.settings.form
+        if form is None:
+            return None
+        return compiled(form, self.settings.grammar_backend, self.pair.tokenizer, self.pair.target.vocab, self.eos)
+
+    def _full_law(self, law: str) -> str:
+        """Return the method's law, completed by 8-bit weights and by the form of the texts."""
+        if self.pair.target.engine == "int8":
+            law = f"{law}; of the target in int8"
+        if self.settings.form_kind is not None:
+            law = f"{law}; constrained by {self.settings.form_kind}"
+        return law
+
+    def _closing_tokens(self) -> Bool[np.ndarray, " vocab"] | None:
+        """Return which tokens can complete a stop string; None if that is not known or not needed.
+
+        Only compiled runs of many turns need it.
+        """
+        stops = as_texts(self.settings.stop_strings)
+        may_run = bool(stops) and self.pair.tokenizer is not None and getattr(self.pair.target, "supports_runs", False)
+        return closing_tokens(self.pair.tokenizer, self.pair.target.vocab, stops) if may_run else None
+
+    def _add_prompts(self, prompts: Any, seed: int | None) -> None:
+        """Add the sessions of each prompt; a prompt that cannot be decoded takes one place, and its error is stored."""
+        earlier: Counter[tuple[int, ...]] = Counter()  # number of sessions so far, by prompt
+        for number, prompt in enumerate(as_prompts(prompts)):
             try:
-                ids = _token_ids(pair, prompt, number)
-                room = _room(pair, method, ids, settings, number)
+                ids = _token_ids(self.pair, prompt, number)
+                room = _room(self.pair, self.method, ids, self.settings, number)
             except BadPrompt as error:
                 self.refused[len(self.prompt_of)] = error
                 self.prompt_of.append(number)
                 continue
-            for _ in range(settings.num_return_sequences // self.wanted):
-                key = None if seed is None else request_key(int(seed), ids, seen[tuple(ids)])
-                seen[tuple(ids)] += 1
+            for _ in range(self.settings.num_return_sequences // self.answers_per_session):
+                key = None if seed is None else request_key(int(seed), ids, earlier[tuple(ids)])
+                earlier[tuple(ids)] += 1
                 self.sessions.append(self._session(ids, number, room, key))
                 self.prompt_of.append(number)
 
     def _session(self, prompt: list[int], number: int, room: int | None, key: int | None) -> Session:
+        """Return a session at the next place.
+
+        Args:
+            prompt: the token ids.
+            number: number of the prompt.
+            room: number of new tokens for which the models have positions; None if there is no limit.
+            key: key of the session's chance; None: random.
+        """
         warp = self.settings.warp(
             self.eos, self.method.greedy, len(prompt), number, self.method.search, self.constraint
         )
         decoder = None if self.pair.tokenizer is None else self.pair.tokenizer.decode  # with its special tokens
         limits = self.settings.limits(self.eos, len(prompt), room, decoder, self.method.beams)
-        limits = replace(limits, closing=self.closing)
+        limits = replace(limits, closing=self._closing)
         return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit, number)
 
-    def decoded(self, tokens: list[int]) -> str:
+    def text_of(self, tokens: list[int]) -> str:
+        """Return the text of new tokens, without special tokens; "" without a tokenizer.
+
+        Under a constraint it is the exact text, without the end token.
+        """
         if self.pair.tokenizer is None:
             return ""
         if self.constraint is None:
             return self.pair.tokenizer.decode(tokens, skip_special_tokens=True)
-        return spelled(self.pair.tokenizer, tokens[:-1] if self._complete(tokens) else tokens)
+        return text_of_tokens(self.pair.tokenizer, tokens[:-1] if self._is_complete(tokens) else tokens)
 
-    def _complete(self, tokens: list[int]) -> bool:
-        """Whether a text has its end token, which under a constraint says that it keeps to the form."""
+    def _is_complete(self, tokens: list[int]) -> bool:
+        """Return whether a text has its end token; under a constraint it then has the required form."""
         return bool(tokens) and tokens[-1] in self.eos
 
     def result(self, session: Session) -> list[Generation] | SpecbeamError:
-        """The answers of a session that is over, or why there are none."""
+        """Return the answers of a session that is over, or its error.
+
+        If there are fewer answers than return sequences, the error is a `TooFewAnswers` that holds them.
+        """
         if session.failure is not None:
             return session.failure
-        found = self.answers(session)
-        if len(found) == self.wanted:
-            return found
+        answers = self.answers(session)
+        wanted = self.answers_per_session
+        if len(answers) == wanted:
+            return answers
         return TooFewAnswers(
-            f"prompt {self.prompt_of[session.place]} has {len(found)} answers, num_return_sequences is {self.wanted}: a "
+            f"prompt {self.prompt_of[session.place]} has {len(answers)} answers, num_return_sequences is {wanted}: a "
             "constraint, top-k, top-p or a dynamic width left fewer beams (width='fixed' or min_beams keeps more); they "
             "are in .generations",
-            found,
+            answers,
         )
 
     def answers(self, session: Session) -> list[Generation]:
-        """The best hypotheses, at most as many as were asked for."""
+        """Return the best hypotheses of a session, best first; at most `answers_per_session`."""
         limits = session.limits
 
-        def score(one: Ended) -> float:
-            return limits.normalised(one.loglik, len(one.tokens))
+        def score(text: Ended) -> float:
+            return limits.normalised(text.loglik, len(text.tokens))
 
-        found = sorted(session.hypotheses(), key=score, reverse=True)
-        if session.remaining > 0 and any(one.finished for one in found):  # live beams were given up, not finished
-            found.sort(key=lambda one: not one.finished)
-        if self.constraint is not None and not self.method.search:  # what was cut off does not keep to the form
-            found.sort(key=lambda one: not self._complete(one.tokens))
-        beams = [Beam(one.tokens, score(one), self.decoded(one.tokens), one.finished) for one in found]
-        return [self._generation(session, beams, best) for best in range(min(self.wanted, len(beams)))]
+        texts = sorted(session.hypotheses(), key=score, reverse=True)
+        if session.remaining > 0 and any(text.finished for text in texts):
+            # The session was over before its limit, so its live beams were given up: finished ones come first.
+            texts.sort(key=lambda text: not text.finished)
+        if self.constraint is not None and not self.method.search:
+            # A text that was cut off does not have the required form: complete ones come first.
+            texts.sort(key=lambda text: not self._is_complete(text.tokens))
+        beams = [Beam(text.tokens, score(text), self.text_of(text.tokens), text.finished) for text in texts]
+        count = min(self.answers_per_session, len(beams))
+        return [self._generation(session, beams, number) for number in range(count)]
 
-    def _generation(self, session: Session, beams: list[Beam], best: int) -> Generation:
-        chosen = beams[best]
-        report = session.report(len(chosen.tokens))
-        return Generation(chosen.text, chosen.tokens, beams, report, session.prompt)
+    def _generation(self, session: Session, beams: list[Beam], number: int) -> Generation:
+        """Return the answer that is beam `number` of all beams of the session."""
+        answer = beams[number]
+        report = session.report(len(answer.tokens))
+        return Generation(answer.text, answer.tokens, beams, report, session.prompt)
 
 
 def _check(method: Method, settings: Settings) -> None:
+    """Raise `NotSupported` or `BadSetting` if the method would ignore a setting or cannot give enough answers."""
     if method.greedy:
         warping = [name for name in ("temperature", "top_k", "top_p", "min_p") if getattr(settings, name) is not None]
         if warping and settings.temperature != 0:
@@ -133,6 +210,7 @@ def _check(method: Method, settings: Settings) -> None:
 
 
 def _check_tokens(settings: Settings, vocab: int) -> None:
+    """Raise `BadSetting` if eos_token_id or bad_words_ids holds a token that the model does not have."""
     ends = [token for token in settings.eos(None) if not 0 <= token < vocab]
     if ends:
         raise BadSetting(f"eos_token_id is {ends[0]}; the model knows 0 to {vocab - 1} ([] for no end token)")
@@ -141,7 +219,11 @@ def _check_tokens(settings: Settings, vocab: int) -> None:
         raise BadSetting(f"bad_words_ids holds {words[0]}; the model knows 0 to {vocab - 1}")
 
 
-def many(prompts: Any) -> list[Any]:
+def as_prompts(prompts: Any) -> list[Any]:
+    """Return a list of prompts, from one prompt or several. Raises `BadSetting` if `prompts` is neither.
+
+    A prompt is a text or a list of token ids. A list of integers is one prompt; so is an array or tensor of one dimension.
+    """
     if isinstance(prompts, str):
         return [prompts]
     if hasattr(prompts, "tolist"):  # an array or a tensor of ids
@@ -149,12 +231,13 @@ def many(prompts: Any) -> list[Any]:
     if not isinstance(prompts, Iterable):
         raise BadSetting(f"prompts is {prompts!r}; it must be a text, a list of token ids, or a list of these")
     prompts = list(prompts)
-    if prompts and all(isinstance(one, int) for one in prompts):
+    if prompts and all(isinstance(prompt, int) for prompt in prompts):
         return [prompts]
     return prompts
 
 
 def _token_ids(pair: Pair, prompt: Any, number: int) -> list[int]:
+    """Return the token ids of prompt `number`. Raises `BadPrompt` if it is empty, or no text or list of token ids."""
     if isinstance(prompt, str):
         if pair.tokenizer is None:
             raise BadPrompt(
@@ -170,16 +253,20 @@ def _token_ids(pair: Pair, prompt: Any, number: int) -> list[int]:
         ids = list(prompt)
     if not ids:
         raise BadPrompt(f"prompt {number} is empty; it must hold at least one token")
-    strange = [token for token in ids if not 0 <= token < pair.target.vocab]
-    if strange:
+    unknown = [token for token in ids if not 0 <= token < pair.target.vocab]
+    if unknown:
         raise BadPrompt(
-            f"prompt {number} holds token id {strange[0]}; the model knows 0 to {pair.target.vocab - 1}: "
+            f"prompt {number} holds token id {unknown[0]}; the model knows 0 to {pair.target.vocab - 1}: "
             "was it made with another tokenizer?"
         )
     return ids
 
 
 def _room(pair: Pair, method: Method, prompt: list[int], settings: Settings, number: int) -> int | None:
+    """Return the number of new tokens for which the models have positions; None if there is no limit.
+
+    Raises `BadPrompt` if prompt `number` is too long for the settings or for the models.
+    """
     models = pair if method.needs_draft else Pair(pair.target_model, None, None, pair.target, None)
     room = models.room(len(prompt))
     wanted = settings.new_tokens(len(prompt))

@@ -1,14 +1,17 @@
-"""Runs: many turns of one session as one compiled loop, by the very steps that single turns are made of."""
+"""Runs: many turns of one session in one compiled loop, made of the same steps as single turns."""
 
+import ctypes
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam.audit import Audit
 from specbeam.control.planning import Plan, deepest_of, learn_passed, plan_shape
 from specbeam.control.width import ChosenWidths, FixedWidths, restore_widths, save_widths
 from specbeam.core.beams import (
@@ -30,6 +33,7 @@ from specbeam.core.beams import (
     rooted_beams,
     settle_turn,
 )
+from specbeam.core.callbacks import Callback, array_at, call_back, integers_at
 from specbeam.core.cycles import cycles
 from specbeam.core.dice import Uniforms
 from specbeam.core.forest import Forest, Fronts, Siblings, drafted_layers, start_of
@@ -38,19 +42,21 @@ from specbeam.draft.batch import models_of
 from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draft
 from specbeam.draft.tree import ROOM, TreeSpec, draws_of, grow_tree, start_tree
 from specbeam.engines.answers import LOGITS
-from specbeam.engines.cpu.cache_steps import has_room, rewound, settle_cache
+from specbeam.engines.cpu.cache_steps import has_room, rewind_cache, settle_cache
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED
 from specbeam.engines.pass_steps import run_pass
+from specbeam.errors import BrokenProcessor
 from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
-from specbeam.laws.edits import Edits, edited_rows, edits_any
+from specbeam.laws.edits import NO_EDITS, Edits, ban, edited_rows, edits_any
+from specbeam.laws.evidence import Evidence, no_evidence
 from specbeam.laws.joint import BROKEN, SOUND
+from specbeam.laws.warp import processed_rows
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.measure.profiler import apportion
 from specbeam.session import Session
 from specbeam.verify.beams import SearchSpec, judge
 from specbeam.verify.traversal import ClimbSpec, climb
-from specbeam.verify.trials import Watched, watch_for
 from specbeam.verify.walk import WalkSpec, walk_down
 
 SPAN = 128  # most tokens of a run
@@ -60,7 +66,7 @@ DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
 DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, LAYERS = range(6)  # of `RunCounters.numbers`
 
 
-LOOK = 3  # beside SOUND, DEAD and BROKEN: a text may have ended, which Python has to see
+LOOK = 3  # a condition beside SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
 _NO_TOKENS = np.zeros(0, dtype=np.bool_)
 
 
@@ -80,6 +86,7 @@ class RunSpec(NamedTuple):
     widths: FixedWidths | ChosenWidths
     stop: Stop
     edits: Edits
+    moved: int  # address of a `Callback` that gets the live beams after each turn; 0: none
     closing: Array  # bool[vocab]: tokens after which Python looks for stop strings; of no tokens: after none
     most_beams: int
     most_turns: int
@@ -92,6 +99,7 @@ class RunRoom(NamedTuple):
     finished: Finished
     ended: EndedTexts
     widths: Array  # int64[SPAN]: draws of each layer
+    evidence: Evidence  # for audits
     fronts: Array  # float32[rows, vocab]: rows that layers are drawn from
     numbers: Array  # int64[6]: turns (DONE), passes as a session counts them and as the models do, layers
     cycles: Array  # int64[5], by `PARTS`
@@ -113,14 +121,14 @@ def roots_of(tokens: Array, fronts: Array) -> Forest:
 
 def nodes_of(drafts: Any, roots: int, depth: int, width: int) -> int:
     """Return the most nodes that a draft of this shape adds."""
-    raise NotImplementedError("compiled alone")
+    raise NotImplementedError("this function has compiled forms only")
 
 
 def draft_turn(
     drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
 ) -> tuple[Forest, int]:
     """Return the forest that is drafted below the roots, and SOUND, DEAD or BROKEN."""
-    raise NotImplementedError("compiled alone")
+    raise NotImplementedError("this function has compiled forms only")
 
 
 @step
@@ -182,30 +190,30 @@ def _compiled_draft_turn(
 
 def verify_turn(
     rows: Array, forest: Forest, live: Beams, rule: Any, widths: Any, planned: int, length: int, finished: Finished,
-    dice: Any, watched: Watched, eye: None,
+    dice: Any, evidence: Evidence, eye: None,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Return the layers that a turn decides, and SOUND, DEAD or BROKEN."""
-    raise NotImplementedError("compiled alone")
+    raise NotImplementedError("this function has compiled forms only")
 
 
 @compiled_as(verify_turn)
 def _compiled_verify_turn(
     rows: Any, forest: Any, live: Any, rule: Any, widths: Any, planned: Any, length: Any, finished: Any, dice: Any,
-    watched: Any, eye: Any,
+    evidence: Any, eye: Any,
 ) -> Any:  # fmt: skip
     return {WalkSpec: walk_down, ClimbSpec: climb}.get(rule.instance_class, judge)
 
 
 @step
 def runs_layers(model: Any, nodes: int) -> bool:
-    """Return whether a pass over a forest of so many nodes runs the layers of the model."""
+    """Return whether a pass over a forest of `nodes` nodes runs the layers of the model."""
     counts = model.trie.counts
     return counts[SIZE] > counts[STORED] or nodes > counts[KNOWN]
 
 
 @step
 def _has_room(room: RunRoom, draws: int, layers: int, uniforms: int, dice: Any) -> bool:
-    """Return whether there is room for a turn that decides so many layers, of so many draws in all."""
+    """Return whether there is room for a turn that decides `layers` layers with `draws` draws in all."""
     length = room.texts.sizes[LENGTH] + layers
     ended = room.ended
     texts = ended.sizes[TEXTS] + draws
@@ -268,7 +276,7 @@ def take_turn(
         spans[SCORE] = cycles() - began
         began = cycles()
         layers, condition = verify_turn(
-            rows, forest, live, spec.rule, spec.widths, depth, length, room.finished, dice, watch_for(0, 0), None
+            rows, forest, live, spec.rule, spec.widths, depth, length, room.finished, dice, room.evidence, None
         )
         if condition == SOUND and _may_close(layers.beams.tokens, spec.closing):
             condition = LOOK
@@ -346,20 +354,27 @@ def run_turns(
         used = dice.used[0]
         held = room.finished.held[0]
         learnt = save_widths(spec.widths)
+        known = room.evidence.numbers.copy()
         was_waiting = runs_layers(draft, 0)
         turn = take_turn(target, draft, spec, live, room, depth, width, dice)
         room.finished.held[0] = held  # settling adds them again, with their texts
         if turn.condition != SOUND:
             dice.used[0] = used
             restore_widths(spec.widths, learnt)
-            rewound(target, roots)
+            room.evidence.numbers[:] = known
+            rewind_cache(target, roots)
             if spec.drafting:
-                rewound(draft, roots)
+                rewind_cache(draft, roots)
             return live, LOOK if turn.condition == LOOK else BROKEN
         began = cycles()
         live = settle_run_turn(target, draft, spec, turn, room)
         count_turn(room, turn, was_waiting)
         over = is_session_over(room.finished, stop, live.scores, room.texts.sizes[LENGTH])
+        if (
+            spec.moved != 0
+            and call_back(spec.moved, (live.tokens.ctypes.data, len(live.tokens), over, 0, 0, 0, 0, 0)) != 0
+        ):
+            break
         turn.spans[SETTLE] = cycles() - began
         for part in range(len(turn.spans)):
             room.cycles[part] += turn.spans[part]
@@ -386,13 +401,12 @@ def spec_of(part: object, verb: str, session: Session) -> Any:
 
 
 def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, list[HuggingFaceLM]] | None:
-    """Return how the turns of a session go, and its models; None if a part decides in Python, or Python looks at rows."""
+    """Return how the turns of a session go, and its models; None if a part decides in Python."""
     warp = session.warp
-    if not isinstance(target, HuggingFaceLM) or not target.loops or _Refused in session.state:
+    if not isinstance(target, HuggingFaceLM) or not target.supports_runs or _Refused in session.state:
         return None
-    edits = warp.edits(session.prompt)
     closing = session.limits.closing if session.limits.stop_strings else _NO_TOKENS
-    if edits is None or session.audited or closing is None:
+    if not warp.is_for_runs or closing is None:
         return None
     if session.state.get(_Looking) == session.count.target_passes:
         return None
@@ -417,11 +431,14 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
         drafts = spec_of(parts.drafter, "draft", session)
         drafting = models_of(parts.drafter) or (None,)
         lm = drafting[0]
-        if drafts is None or not isinstance(lm, HuggingFaceLM) or not lm.loops or lm.vocab != target.vocab:
+        if drafts is None or not isinstance(lm, HuggingFaceLM) or not lm.supports_runs or lm.vocab != target.vocab:
             return None
         models.append(lm)
     stop = session.limits.stop
-    return RunSpec(plan, drafts, len(models) > 1, rule, widths, stop, edits, closing, widths.most, most_turns), models
+    edits = warp.edits(session.prompt) or NO_EDITS
+    return RunSpec(
+        plan, drafts, len(models) > 1, rule, widths, stop, edits, 0, closing, widths.most, most_turns
+    ), models
 
 
 def numbers_of(controller: object, session: Session) -> Plan | None:
@@ -430,6 +447,54 @@ def numbers_of(controller: object, session: Session) -> Plan | None:
         if "plan" in vars(kind):
             return controller.numbers(session) if "numbers" in vars(kind) else None  # type: ignore[attr-defined]
     return None
+
+
+class RowsOfSession:
+    """Callbacks through which a run processes a session's rows in Python: by logits processors and constraints.
+
+    If a processor raises, the turn is taken back, and turn-by-turn decoding meets the same error and reports it. An error
+    of the constraint between two turns ends the run, and `Run.keep` raises it.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.rows = Callback(self._process)
+        self.moved = Callback(self._move)
+        processors = session.warp.processors or []
+        self.constraint = session.warp.constraint if len(processors) == 1 else None  # if it is all that changes rows
+
+    def for_run(self, spec: RunSpec) -> RunSpec:
+        """Return how the turns of a run go if it calls this object, which has to outlive it."""
+        constrained = self.session.warp.constraint is not None
+        edits = spec.edits._replace(callback=self.rows.address)
+        return spec._replace(edits=edits, moved=self.moved.address if constrained else 0)
+
+    def _process(
+        self, rows: int, count: int, vocab: int, wide: int, tokens: int, parents: int, nodes: int, first: int
+    ) -> None:
+        """Put rows through the processors, in place: `count` of them, of the forest nodes from `first` on."""
+        kind = ctypes.c_double if wide == 8 else ctypes.c_float
+        raw = array_at(rows, count * vocab, kind).reshape(count, vocab)
+        forest = Forest.rooted(integers_at(tokens, nodes).copy())._replace(parents=integers_at(parents, nodes).copy())
+        if self.constraint is not None:
+            roots = Forest.rooted(forest.tokens[forest.parents < 0])
+            beams = self.session.new_tokens(roots, np.arange(roots.size))
+            ban(raw, self.constraint.allowed_below(beams, forest.tokens, forest.parents, first, vocab))
+            return
+        depths = forest.depths()[first:]
+        for depth in np.unique(depths):  # processors see texts of one length
+            at = np.flatnonzero(depths == depth)
+            there = raw[at]
+            session = self.session
+            changed = processed_rows(there, session.warp, partial(session.paths, forest, first + at))
+            if changed.dtype != raw.dtype:
+                raise BrokenProcessor(f"a logits processor returned {changed.dtype} for {raw.dtype}")
+            raw[at] = changed
+
+    def _move(self, tokens: int, count: int, over: int, *_: int) -> None:
+        """Let the constraint forget all paths but those of the live beams, which end with these tokens."""
+        live = integers_at(tokens, count).copy() if count > 0 and not over else np.zeros(0, dtype=np.int64)
+        self.session.keep_constraint(live)
 
 
 @dataclass(eq=False)
@@ -443,11 +508,12 @@ class Run:
     fresh: int  # most nodes that a turn drafts
     dice: Uniforms
     live: Beams
+    python: "RowsOfSession | None" = None  # what the run calls
     condition: int = SOUND
 
     @classmethod
     def of(cls, target: LM, session: Session, most_turns: int) -> "Run | None":
-        """Return a run of at most so many turns; None if the turns of the session are not for a run."""
+        """Return a run of at most `most_turns` turns; None if the session cannot be decoded in runs."""
         session.beside = 1
         found = run_spec(target, session, most_turns)
         if found is None:
@@ -458,7 +524,11 @@ class Run:
         dice = session.dice.ready(_uniforms_of(spec, fresh, deepest))
         room = _room_for(spec, session)
         spec = spec._replace(edits=spec.edits._replace(texts=room.texts))
-        return cls(session, spec, models, room, fresh, dice, session.beams)
+        python = None
+        if not session.warp.takes_raw_rows and not edits_any(spec.edits):
+            python = RowsOfSession(session)
+            spec = python.for_run(spec)
+        return cls(session, spec, models, room, fresh, dice, session.beams, python)
 
     def caches(self, stack: ExitStack) -> list[Any] | None:
         """Return the session in each of its models, with room for the run until the stack is left.
@@ -468,7 +538,7 @@ class Run:
         """
         more = min(self.session.remaining, SPAN)
         fresh = self.fresh + self.spec.most_beams
-        found = [stack.enter_context(lm.alone(self.session, fresh, more)) for lm in self.models]
+        found = [stack.enter_context(lm.cache_for_steps(self.session, fresh, more)) for lm in self.models]
         caches = [cache.arrays for cache in found if cache is not None]
         if len(caches) < len(self.models) or any(lm.shares(self.session) for lm in self.models):
             return None
@@ -482,8 +552,10 @@ class Run:
         )
 
     def keep(self) -> bool:
-        """Leave the session where the run has led. Returns True if any turn ran."""
+        """Move the session to the end of the run. Returns True if any turn ran. Raises what its constraint raised."""
         _keep(self.session, self.models, self.room, self.live)
+        if self.python is not None and self.python.moved.failure is not None:
+            raise self.python.moved.failure
         if self.condition == LOOK:
             self.session.state[_Looking] = self.session.count.target_passes
         elif self.condition != SOUND:
@@ -510,18 +582,18 @@ def run_ahead(target: LM, session: Session, most_turns: int = TURNS) -> bool:
 
 
 def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = TURNS) -> list[Session]:
-    """Advance several sessions, each by a run of its own, on as many threads as torch may take.
+    """Advance several sessions, each by its own run, on as many threads as torch may use.
 
-    Returns the sessions that took a turn, or failed. The others had better share passes: those whose models are too large
-    for the caches of a processor, so that to read them once for all saves more than threads do, and those without drafts
-    where there is one thread.
+    Returns the sessions that took a turn or failed. For the others sharing passes is faster: sessions whose models exceed
+    the processor's caches, as reading the weights once for all saves more than threads do; and, on a single thread,
+    sessions without drafts.
     """
     threads = allowed_threads()
-    with torch_on_one_thread(ours=1), ExitStack() as stack:  # a run is a thread's own affair
+    with torch_on_one_thread(compiled_threads=1), ExitStack() as stack:  # each run stays on one thread
         every = [_small_run(target, session, most_turns) for session in sessions]
         runs = [run for run in every if run is not None and (threads > 1 or _gains_alone(run.spec))]
         for run in runs:
-            _caches_of(run, stack)  # so that all have room before anybody is told where
+            _caches_of(run, stack)  # first make room for all: growing the store moves the arrays of every session
         ready = [(run, caches) for run in runs if (caches := _caches_of(run, stack)) is not None]
         if not ready:
             return _failed(sessions)
@@ -591,6 +663,7 @@ def _room_for(spec: RunSpec, session: Session) -> RunRoom:
         finished=session.finished_with_room(2 * draws + 2 * ended),
         ended=room_for_ended(ended, length),
         widths=np.empty(SPAN, dtype=np.int64),
+        evidence=no_evidence(session.audited and not session.warp.greedy),
         fronts=np.empty((rows, vocab), dtype=np.float32),
         numbers=np.zeros(6, dtype=np.int64),
         cycles=np.zeros(5, dtype=np.int64),
@@ -598,15 +671,16 @@ def _room_for(spec: RunSpec, session: Session) -> RunRoom:
 
 
 def _keep(session: Session, models: list[HuggingFaceLM], room: RunRoom, live: Beams) -> None:
-    """Leave the session where the run has led, and let everybody know what was counted."""
+    """Move the session and its models to the end of a run, and add up its counters."""
     numbers = room.numbers
     count = session.count
     for lm, passes in zip(models, (numbers[SCORED], numbers[DRAFT_SCORED]), strict=False):
-        lm.ran(session, int(passes))
+        lm.finish_run(session, int(passes))
     count.target_passes += int(numbers[DONE])
     count.draft_passes += int(numbers[DRAFT_PASSES])
     count.accepted += int(numbers[ACCEPTED])
     count.widths += room.widths[: numbers[LAYERS]].tolist()
     count.peak_kv_tokens = models[0].peak(session)
+    session.audit += Audit.of(room.evidence)
     session.put_aside(room.ended)
     session.beams = live

@@ -1,4 +1,4 @@
-"""What is alive in one generation: beams, scores, dice, limits, the state of each part."""
+"""A session: everything that changes during one generation (beams, scores, dice, limits, the state of each part)."""
 
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -119,7 +119,7 @@ class Parts:
 
     def __post_init__(self) -> None:
         if type(self.drafter).__hash__ is None:
-            raise BadSetting(f"{type(self.drafter).__name__} has no hash, and sessions are told apart by their drafters: "
+            raise BadSetting(f"{type(self.drafter).__name__} has no hash, and sessions are grouped by their drafters: "
                              "make it a @dataclass(frozen=True) or @dataclass(eq=False)")  # fmt: skip
         why = getattr(self.drafter, "no_law_reason", "")
         if why and getattr(self.rule, "tries", False):
@@ -186,8 +186,8 @@ class Session:
         self.finished = Finished(np.zeros(0), np.zeros(1, dtype=np.int64))  # the normalised scores of those
         self.failure: SpecbeamError | None = None
         self.state: dict[Hashable, Any] = {}
-        self.beside = 1  # sessions that share the present pass, itself included; told by the loop
-        self.shape = Shape(0, 0)  # that was planned for the present turn; told by the loop
+        self.beside = 1  # number of sessions in the current pass, itself included; set by the loop
+        self.shape = Shape(0, 0)  # planned for the current turn; set by the loop
         self.context: Mapping[Any, Any] = {}
         self.vectors: Mapping[Any, torch.Tensor] = {}
         self.audited = audited
@@ -262,7 +262,7 @@ class Session:
         return self.warp.constraint.permits(self.paths(forest, nodes), tokens)
 
     def finished_with_room(self, draws: int) -> Finished:
-        """Return the scores of the beams that ended, with room for so many more."""
+        """Return the scores of the beams that ended, with room for `draws` more."""
         held = int(self.finished.held[0])
         if held + draws > len(self.finished.scores):
             scores = np.zeros(2 * (held + draws))
@@ -293,7 +293,7 @@ class Session:
             self.audit += verdict.audit
         if verdict.certificate is not None:
             self.certificate = (self.certificate or Certificate()) + verdict.certificate
-        self.tell_constraint()
+        self.keep_constraint(self.beams.tokens[:0] if self.over else self.beams.tokens)
 
     def put_aside(self, ended: EndedTexts) -> None:
         """Add texts that ended to the answers there are."""
@@ -303,10 +303,10 @@ class Session:
             self.ended.append(Ended(ended.tokens[start:stop].tolist(), float(ended.logliks[number])))
             start = stop
 
-    def tell_constraint(self) -> None:
-        """Let the constraint forget all paths but those of the live beams."""
+    def keep_constraint(self, tokens: Int64[np.ndarray, " beams"]) -> None:
+        """Let the constraint forget all paths but those of the live beams, which end with these tokens."""
         if self.warp.constraint is not None:
-            live = Forest.rooted(self.beams.tokens[:0] if self.over else self.beams.tokens)
+            live = Forest.rooted(tokens)
             self.warp.constraint.keep(self.new_tokens(live, np.arange(live.size)))
 
     def hypotheses(self) -> Iterator[Ended]:

@@ -1,4 +1,4 @@
-"""THE TURN: plan, draft, score, verify, settle, of many sessions in one pass of the target."""
+"""THE TURN: plan, draft, score, verify and settle many sessions with one pass of the target."""
 
 from specbeam.core.forest import Forest
 from specbeam.draft.batch import drafted, with_probes
@@ -12,7 +12,7 @@ Turns = list[tuple[Session, Turn]]
 
 
 def turns(target: LM, live: list[Session]) -> Turns:
-    """Take one turn of each session that does not fail in it."""
+    """Take one turn of each session. Returns the turns of those that did not fail."""
     with span("plan"):
         shapes = [_planned(session, len(live)) for session in live]  # how deep, how wide
     with span("draft"):
@@ -39,16 +39,16 @@ def turns(target: LM, live: list[Session]) -> Turns:
 
 def _planned(session: Session, beside: int) -> Shape:
     session.beside = beside
-    session.shape = Shape(0, 0)  # if it fails: it is over after this pass
+    session.shape = Shape(0, 0)  # stays if planning fails; the session then ends after this pass
     with session.failing_alone():
         session.shape = session.parts.controller.plan(session)
     return session.shape
 
 
 def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scored]:
-    """Score every node, and what drafters want to be scored besides.
+    """Score every node, and the extra rows (probes) of drafters.
 
-    A model of somebody's own that knows no `needs` serves parts that have none.
+    `needs` is passed only if a part asks for more than logits, so a custom model may leave that argument out.
     """
     needs = [session.parts.needs for session in live]
     probed = [with_probes(session, forest) for session, forest in zip(live, forests, strict=True)]
@@ -61,6 +61,6 @@ def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scor
 
 
 def _verdict(session: Session, forest: Forest, scored: Scored) -> Verdict:
-    """Return what lives on. A rule that says what it needs is given that, others logits."""
+    """Return the verdict. A rule with `needs` gets the whole `Scored`, other rules get logits."""
     rule = session.parts.rule
     return rule.verify(session, forest, scored if hasattr(rule, "needs") else scored.logits)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from specbeam.bench.cliffs import (
     flagged,
     prompts_of,
     random_prompts,
-    replaced,
+    replaced_mode,
     settings_of,
     why_not_ours,
     why_not_theirs,
@@ -98,8 +98,8 @@ def test_what_cannot_be_done_says_why():
 
 
 def test_assisted_decoding_stands_beside_one_prompt_only():
-    assert replaced("speculative_sampling", 1) == "assisted"
-    assert replaced("speculative_sampling", 2) == "sampling"
+    assert replaced_mode("speculative_sampling", 1) == "assisted"
+    assert replaced_mode("speculative_sampling", 2) == "sampling"
     ours, theirs = contenders_of(CliffPlan(options=["none"]), 1)
     assert len(ours) == len(METHODS)
     assert sorted(mode for mode, _ in theirs) == ["assisted", "beam_sampling", "beam_search", "greedy", "sampling"]

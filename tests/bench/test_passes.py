@@ -11,8 +11,8 @@ from specbeam.bench import passes as timed
 from specbeam.bench.cost_fits import knee_fit, straight_fit
 from specbeam.bench.passes import OURS, THEIRS, PassPlan, fits, passes
 from specbeam.bench.passes_report import as_markdown, as_records, plot
-from specbeam.bench.transformers_cache import Copies, token_bytes
-from specbeam.tuning.stored_prompt import Context, TurnCost
+from specbeam.bench.transformers_cache import CopiedPrompt, token_bytes
+from specbeam.tuning.stored_prompt import StoredPrompt, TurnCost
 from tests.support import words
 from tests.support.tiny_models import tiny
 
@@ -44,14 +44,14 @@ def test_every_size_meets_every_length(cells):
 def test_both_sides_have_the_prompt_in_their_caches():
     """And the same row behind it costs the same arithmetic: its logits are equal."""
     lm = words.pair(draft_seed=None).target
-    context, copies = Context(lm, 30), Copies(lm.model, 30)
-    assert context.seat.prompt == copies.prompt[0].tolist()
+    context, copies = StoredPrompt(lm, 30), CopiedPrompt(lm.model, 30)
+    assert context.session.prompt == copies.prompt[0].tolist()
     assert copies.cache.get_seq_length() == 30
     assert copies.turn(3).kv_tokens == 93
     assert copies.cache.get_seq_length() == 30  # the next turn meets the same
     assert token_bytes(lm.model) == SIZE
     forest = context.root.grown([5, 7], [0, 0])
-    found = lm.extend([context.seat], [forest])[0].logits[1:]
+    found = lm.extend([context.session], [forest])[0].logits[1:]
     with torch.inference_mode():
         copies.cache.batch_repeat_interleave(2)
         plain = lm.model(input_ids=torch.tensor([[5], [7]]), past_key_values=copies.cache).logits[:, -1]
@@ -60,7 +60,7 @@ def test_both_sides_have_the_prompt_in_their_caches():
 
 def test_other_families_have_copies_too():
     for family in ("gpt2", "mistral"):
-        assert Copies(tiny(family), 20).turn(2).kv_tokens > 0
+        assert CopiedPrompt(tiny(family), 20).turn(2).kv_tokens > 0
 
 
 def test_a_knee_is_found():
@@ -85,8 +85,8 @@ def test_a_line_is_found():
 @pytest.fixture
 def priced(monkeypatch):
     """Costs by a formula, in place of a clock."""
-    monkeypatch.setattr(timed.Context, "turn", lambda self, rows: _priced(len(self.seat.prompt), rows, 1))
-    monkeypatch.setattr(timed.Copies, "turn", lambda self, beams: _priced(self.prompt.shape[1], beams, beams))
+    monkeypatch.setattr(timed.StoredPrompt, "turn", lambda self, rows: _priced(len(self.session.prompt), rows, 1))
+    monkeypatch.setattr(timed.CopiedPrompt, "turn", lambda self, beams: _priced(self.prompt.shape[1], beams, beams))
     cells = passes(words.pair(draft_seed=None).target, dataclasses.replace(PLAN, copies_gb=1))
     return cells, fits(cells, dataclasses.replace(PLAN, copies_gb=1))
 

@@ -130,7 +130,7 @@ def test_the_tracked_threshold_follows_acceptance():
 def test_a_plan_never_drafts_beyond_the_limit(controller):
     session = session_of(sb.speculative_sampling(9, controller=controller), TableLM([0.5, 0.5]), steps=3)
     if controller == "cost":  # so sure of its drafts that it would take all there is
-        session.parts.controller._seen(session).seen[0] = 1e6
+        session.parts.controller._pass_odds(session).seen[0] = 1e6
     for key in range(20):
         if controller == "thompson":
             session.parts.controller._belief(session).accepted = 1e9

@@ -152,7 +152,7 @@ def test_more_sessions_than_places_wait_for_theirs(pair):
 
 
 def test_a_lone_session_may_run_ahead_and_somebody_may_join_it(pair):
-    if not pair.target.loops:
+    if not pair.target.supports_runs:
         pytest.skip("its turns are not compiled")
     method = sb.dsbd(3, 4, 2, "fixed")
     decoder = Decoder(pair.target, ahead=2)

@@ -8,7 +8,7 @@ import pytest
 import specbeam as sb
 from specbeam.core.dice import Dice
 from specbeam.core.limits import Limits
-from specbeam.draft.joint_beams import JointBeams, taken
+from specbeam.draft.joint_beams import JointBeams, drawn_candidates
 from specbeam.draft.joint_tokens import EveryBlock
 from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting
@@ -65,7 +65,7 @@ def test_history_counts():
     assert layer(forest, 2) == ["aa"]
     assert math.exp(forest.logq[-1]) == pytest.approx(0.25)
     scores = np.log([0.5, 0.3, 0.05])
-    shares = exact_law(lambda dice: int(taken(scores, np.ones(3, dtype=np.int64), 1, False, dice)[0][0]))
+    shares = exact_law(lambda dice: int(drawn_candidates(scores, np.ones(3, dtype=np.int64), 1, False, dice)[0][0]))
     assert [shares[beam] for beam in range(3)] == pytest.approx([0.5882, 0.3529, 0.0588], abs=1e-4)
 
 
@@ -111,7 +111,7 @@ def test_a_constant_added_to_the_scores_changes_nothing():
     for key in range(50):
         scores = rng.normal(-20, 5, 30)
         counts = np.ones(30, dtype=np.int64)
-        plain, shifted = (taken(s, counts, 4, False, Dice(key)) for s in (scores, scores - 700.0))
+        plain, shifted = (drawn_candidates(s, counts, 4, False, Dice(key)) for s in (scores, scores - 700.0))
         assert plain[0].tolist() == shifted[0].tolist()
 
 
@@ -150,7 +150,7 @@ def test_repeated_draws_are_one_beam_that_weighs_twice():
         assert len(set(paths)) == len(paths)
         counts.add(len(layer(forest, 1)))
     assert counts == {1, 2, 3}
-    shares = exact_law(lambda dice: int(taken(np.log([0.3, 0.3]), np.array([2, 1]), 1, True, dice)[0][0]))
+    shares = exact_law(lambda dice: int(drawn_candidates(np.log([0.3, 0.3]), np.array([2, 1]), 1, True, dice)[0][0]))
     assert shares == pytest.approx({0: 2 / 3, 1: 1 / 3})
 
 
@@ -222,9 +222,9 @@ def test_no_candidate_is_too_unlikely_to_be_taken():
     """Odds are relative to the best that is left: nothing underflows but what is impossible."""
     scores = np.array([0.0, -800.0, -900.0, -1000.0, -np.inf])
     ones = np.ones(5, dtype=np.int64)
-    assert taken(scores, ones, 4, False, Dice(0))[0].tolist() == [0, 1, 2, 3]
-    assert taken(scores, ones, 9, False, Dice(0))[0].tolist() == [0, 1, 2, 3]
-    assert taken(scores - 1e5, ones, 4, True, Dice(0))[0].tolist() == [0]
+    assert drawn_candidates(scores, ones, 4, False, Dice(0))[0].tolist() == [0, 1, 2, 3]
+    assert drawn_candidates(scores, ones, 9, False, Dice(0))[0].tolist() == [0, 1, 2, 3]
+    assert drawn_candidates(scores - 1e5, ones, 4, True, Dice(0))[0].tolist() == [0]
 
 
 def test_a_beam_that_cannot_go_on_leaves_the_race():
@@ -286,7 +286,7 @@ def test_more_candidates_than_a_multinomial_takes():
     """torch.multinomial ends at 2^24 categories."""
     scores = np.full(2**24 + 8, -30.0)
     scores[-1] = 0.0
-    assert taken(scores, np.ones(len(scores), dtype=np.int64), 1, False, Dice(0))[0].tolist() == [2**24 + 7]
+    assert drawn_candidates(scores, np.ones(len(scores), dtype=np.int64), 1, False, Dice(0))[0].tolist() == [2**24 + 7]
 
 
 def test_limits_and_draft_agree_on_what_is_left():

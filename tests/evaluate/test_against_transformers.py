@@ -11,7 +11,7 @@ from specbeam import errors
 from specbeam.core.beams import FIRST_ENOUGH
 from specbeam.core.limits import Limits
 from specbeam.evaluate.against_transformers import comparisons
-from specbeam.evaluate.replay import EqualsInOrder, leaves, replaying, whole
+from specbeam.evaluate.replay import EqualsInOrder, forward_logits, leaves, replaying
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Scored
 from specbeam.verify.search import SearchRule
@@ -158,8 +158,9 @@ def test_a_replayed_model_says_what_was_recorded():
     ids = torch.tensor([path, (5, 6, 8)])
     rows = made(input_ids=ids).logits[:, -1]
     assert torch.equal(rows[0], torch.arange(61.0))
-    assert torch.allclose(rows[1], whole(model, (5, 6, 8))[-1])
-    assert torch.allclose(model(ids).logits[0, -1], whole(model, path)[-1], atol=1e-5)  # the model itself is as it was
+    assert torch.allclose(rows[1], forward_logits(model, (5, 6, 8))[-1])
+    unchanged = model(ids).logits[0, -1]
+    assert torch.allclose(unchanged, forward_logits(model, path)[-1], atol=1e-5)
 
 
 def test_leaves_are_paths_that_no_other_prolongs():

@@ -11,7 +11,7 @@ import specbeam as sb
 from specbeam.core.constraint import Constrained, Form
 from specbeam.decode import decode
 from specbeam.grammar.compiled import compiled
-from specbeam.grammar.spelling import spelled
+from specbeam.grammar.spelling import text_of_tokens
 from specbeam.options.settings import Settings
 from specbeam.request import Request
 from tests.grammar.forms import FORMS, PERSON, POINTS, WORDS, characters
@@ -148,7 +148,7 @@ def test_a_space_at_the_beginning_stays_where_the_decoder_would_drop_it():
     pair.tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     assert pair.tokenizer.decode(pair.tokenizer(" a")["input_ids"]) == "a"
     tokens = pair.tokenizer(" ab")["input_ids"]
-    assert spelled(pair.tokenizer, tokens) == " ab"
+    assert text_of_tokens(pair.tokenizer, tokens) == " ab"
 
 
 def test_a_session_holds_one_walker_per_live_beam():

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from specbeam.core.constraint import Constrained, Form
-from specbeam.grammar.compiled import compiled
+from specbeam.grammar.compiled import KEPT, compiled
 from specbeam.pair import BUNDLED
 from tests.grammar.forms import CODE, PERSON, SUM, needs_pair
 from tests.support import words
@@ -111,3 +111,12 @@ def test_masks_of_many_walkers_are_those_of_each(backend):
             walker.take(token)
     alone = np.concatenate([constraint.allowed([walker.copy()]) for walker in walkers])
     assert (constraint.allowed(walkers) == alone).all()
+
+
+def test_forms_are_compiled_once_per_tokenizer(backend):
+    tokenizer = words.tokenizer()
+    made = [compiled(Form("regex", "a" * number), backend, tokenizer, 64, (1,)) for number in range(1, KEPT + 2)]
+    again = [compiled(Form("regex", "a" * number), backend, tokenizer, 64, (1,)) for number in range(KEPT + 1, 0, -1)]
+    assert again[:-1] == made[:0:-1]
+    assert again[-1] is not made[0]  # the one used longest ago was dropped
+    assert compiled(Form("regex", "aa"), backend, words.tokenizer(), 64, (1,)) is not made[1]

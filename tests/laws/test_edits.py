@@ -94,4 +94,5 @@ def test_a_penalty_that_leaves_out_the_prompt_is_left_to_python():
 
 def test_the_modes_of_transformers_search_are_left_to_python():
     warp = Settings(repetition_penalty=1.2).warp(EOS, False, len(PROMPT), search=True)
-    assert warp.edits(PROMPT) is None
+    assert not warp.is_for_runs
+    assert Settings().warp(EOS, False, len(PROMPT), search=True).is_for_runs

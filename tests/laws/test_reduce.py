@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.kernels.sums import pick
+from specbeam.kernels.sums import picked_by_blocks
 from specbeam.laws.reduce import log_norm, log_sum, place_of
 from tests.support.steps import needs_numba, source_of_steps
 
@@ -79,7 +79,7 @@ def test_a_law_is_picked_from_by_its_cumulated_sums(size):
         edges = np.cumsum(law)
         uniform = rng.random()
         expected = np.searchsorted(edges, uniform * edges[-1], side="right")
-        for way in (pick, place_of):  # in blocks, and whatever its length asks for
+        for way in (picked_by_blocks, place_of):  # in blocks, and whatever its length asks for
             assert way(law, uniform) == expected, number
             assert law[way(law, 0.0)] > 0
             assert way(law, 1.0) == np.flatnonzero(law)[-1]

@@ -17,11 +17,11 @@ from specbeam.core.forest import Forest
 from specbeam.engines.gpu import passes
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.graphs import FEW, CapturedGraphs, Graphs
-from specbeam.engines.gpu.kernels import attended, gated, normed, turned
+from specbeam.engines.gpu.kernels import attended, gated, normed, rotate_and_store
 from specbeam.engines.gpu.staging import Inputs, Staging
 from specbeam.engines.kv.store import SlotStore
 from specbeam.engines.torch.captured import MOST_GRAPHS
-from specbeam.engines.torch.sizes import up
+from specbeam.engines.torch.sizes import rounded_up
 from specbeam.errors import NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import Pair, check_scores_forests, language_model
@@ -107,7 +107,7 @@ def test_keys_are_turned_and_stored_but_not_in_the_waste_slot(kind):
     inputs = inputs_of(rows, [rows], [0], [64], torch.ones(1, rows, 64, dtype=torch.bool, device=DEVICE))._replace(
         positions=numbers([9, 0, 4]), caches=numbers([1, 0, 1]), slots=numbers([7, 0, 63])
     )
-    q = turned(qkv, heads, angles, inputs, keys, values)
+    q = rotate_and_store(qkv, heads, angles, inputs, keys, values)
     every = qkv.float().view(rows, 8, 2, size // 2)
     cos, sin = angles[:, [9, 0, 4]][:, :, None]
     both = torch.cat([every[:, :, 0] * cos - every[:, :, 1] * sin, every[:, :, 1] * cos + every[:, :, 0] * sin], -1)
@@ -223,7 +223,8 @@ def test_what_the_model_has_not_is_refused():
 
 
 def test_sizes_of_passes():
-    assert [up(count) for count in (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33)] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
+    counts = (1, 2, 3, 4, 5, 7, 9, 13, 17, 25, 33)
+    assert [rounded_up(count) for count in counts] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
 
 
 class StepByStep:
@@ -251,7 +252,7 @@ class StepByStep:
         return 0
 
     def captured_for_steps(self, most):
-        sizes = np.array([up(count) for count in range(most + 1)])
+        sizes = np.array([rounded_up(count) for count in range(most + 1)])
         return CapturedGraphs(np.stack([sizes, sizes, np.full_like(sizes, self.logits.data_ptr())]), 0, self.calls)
 
 
@@ -276,13 +277,13 @@ def test_loops_run_passes(monkeypatch):
 def test_captured_passes_are_those_run_step_by_step(kind):
     model = tiny("llama").to(DEVICE, kind)
     captured, plain = HuggingFaceLM(model, engine="gpu"), HuggingFaceLM(model, engine="gpu")
-    plain.runner.graphs.capture, plain.runner.graphs.loops = None, False
+    plain.runner.graphs.capture, plain.runner.graphs.steps_can_launch = None, False
     prompt = [5, 6, 7, 8]
     forest = Forest.rooted([8]).grown([1, 2, 3], [0, 0, 1])
     for _ in range(4):
         assert torch.equal(scored(captured, prompt, forest), scored(plain, prompt, forest))
     graphs = captured.runner.graphs
-    assert graphs.of_loops or any(graphs.graphs.made.values())
+    assert graphs.step_graphs or any(graphs.graphs.made.values())
 
 
 @ON_GPU

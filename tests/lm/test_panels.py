@@ -79,8 +79,8 @@ def test_bytes_are_summed_alike_on_machines_that_have_no_instruction_for_it(rows
     monkeypatch.setattr(sums, "DOTS_BYTES", False)
     product_of = sums._LoopOfBytes._product
     monkeypatch.setattr(sums._LoopOfBytes, "_product", lambda *given: written.append(1) or product_of(*given))
-    standing = numba.njit(inspect.unwrap(panels_module._standing.py_func))
-    times = numba.njit(error_model="numpy")(inspect.unwrap(panels_module._panel_times_standing.py_func))
+    standing = numba.njit(inspect.unwrap(panels_module._transposed_parts.py_func))
+    times = numba.njit(error_model="numpy")(inspect.unwrap(panels_module._multiply_panel_in_parts.py_func))
     out = np.full((rows, len(panels) * WIDTH), np.nan, dtype=np.float32)
     for panel in range(len(panels)):
         times(panels, panel, standing(x, panels), *x.shape, out)

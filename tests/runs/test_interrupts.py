@@ -8,7 +8,7 @@ import pytest
 
 from specbeam import kernels
 from specbeam.core.steps import step
-from specbeam.kernels.interrupts import interrupts_held
+from specbeam.kernels.interrupts import hold_interrupts
 from tests.support.steps import needs_numba
 
 
@@ -20,7 +20,7 @@ def raised():
 
 
 def held(call):
-    with interrupts_held():
+    with hold_interrupts():
         call()
 
 
@@ -50,7 +50,7 @@ def test_a_step_that_is_compiled_can_be_interrupted(raised, monkeypatch):
 
     done = []
     turn = interrupted(done)
-    monkeypatch.setattr(never_called.door, "compile", lambda kinds: turn())
+    monkeypatch.setattr(never_called.python_entry, "compile", lambda kinds: turn())
     with pytest.raises(KeyboardInterrupt):
         held(lambda: never_called(1))
     assert not done
@@ -73,7 +73,7 @@ def test_a_second_interrupt_comes_at_once(raised):
 
 def test_handlers_that_are_none_of_python_stay(raised):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with interrupts_held():
+    with hold_interrupts():
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
         signal.raise_signal(signal.SIGINT)
 

@@ -1,9 +1,11 @@
 """Runs of turns in one compiled loop against the same turns one by one: texts, scores, reports, and what models hold."""
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
+from transformers import LogitsProcessorList
 
 import specbeam as sb
 from specbeam import kernels, runs
@@ -140,28 +142,93 @@ def answers(*given, **options):
     return [known(one) for one in found]
 
 
+def check_every_prompt(pair, method, monkeypatch, **options):
+    """Check that a generation with runs is that without them."""
+    for prompt in PROMPTS:
+        found, expected = both(pair, prompt, method, monkeypatch, **options)
+        assert found == expected
+
+
+def check_every_turn_ran(seen):
+    assert len(seen) >= len(PROMPTS)
+    assert {one.condition for one in seen} == {SOUND}
+
+
+def favour(tokens, scores):
+    """Make tokens likelier that follow the last one, as a processor of the user's."""
+    liked = scores.clone()
+    for row, last in enumerate(tokens[:, -1].tolist()):
+        liked[row, last % 7 :: 7] += 1.5
+    return liked
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_texts_and_reports_are_the_same(pair, seen, monkeypatch, name, options):
-    for prompt in PROMPTS:
-        found, expected = both(pair, prompt, METHODS[name], monkeypatch, **options)
-        assert found == expected
-    assert len(seen) >= len(PROMPTS)
-    assert {one.condition for one in seen} == {SOUND}
+    check_every_prompt(pair, METHODS[name], monkeypatch, **options)
+    check_every_turn_ran(seen)
 
 
 @pytest.mark.parametrize("options", EDITS, ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_what_options_change_in_rows_is_done_in_runs(pair, seen, monkeypatch, name, options):
     """Turn by turn it is done by transformers' processors."""
-    for prompt in PROMPTS:
-        found, expected = both(pair, prompt, METHODS[name], monkeypatch, **options)
-        assert found == expected
+    check_every_prompt(pair, METHODS[name], monkeypatch, **options)
     if METHODS[name].search:  # its rows are log-probabilities, which Python processes
         assert not seen
     else:
-        assert len(seen) >= len(PROMPTS)
-        assert {one.condition for one in seen} == {SOUND}
+        check_every_turn_ran(seen)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_rows_are_processed_by_python_in_runs(pair, seen, monkeypatch, name):
+    """By processors that no step knows: several of them, and one of the user's own."""
+    options = {
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[3], [5, 8]],
+        "logits_processor": LogitsProcessorList([favour]),
+    }
+    check_every_prompt(pair, METHODS[name], monkeypatch, **options, top_k=20)
+    if METHODS[name].search:
+        assert not seen
+    else:
+        check_every_turn_ran(seen)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_constraints_hold_in_runs(speaking, spoken, monkeypatch, name):
+    for prompt, form in (("abc", "[a-f ]*"), ("Hello you.", "(ab|cd)+e?")):
+        options = {"regex": form, "eos_token_id": [1], "max_new_tokens": 20}
+        found, expected = both(speaking, prompt, METHODS[name], monkeypatch, **options)
+        assert found == expected
+    if METHODS[name].search:
+        assert not spoken
+    else:
+        assert len(spoken) >= 2
+        assert {one.condition for one in spoken} == {SOUND}
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 6}, {"temperature": 0}], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_runs_are_audited(pair, seen, monkeypatch, name, options):
+    """With the same evidence as turn by turn, up to rounding: sums over many turns are added up in another order."""
+    for prompt in PROMPTS:
+        options = {"audit": True, "seed": 4, "max_new_tokens": 12, **options}
+        found = audits(pair, prompt, METHODS[name], **options)
+        with monkeypatch.context() as patch:
+            turn_by_turn(patch)
+            expected = audits(pair, prompt, METHODS[name], **options)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+    check_every_turn_ran(seen)
+
+
+def audits(*given, **options):
+    """The numbers of the audits of each answer."""
+    try:
+        found = sb.generate(*given, **options)
+    except TooFewAnswers as error:
+        found = error.generations
+    return [np.hstack(astuple(one.report.audit)) for one in found]
 
 
 @pytest.mark.parametrize("stops", [["q", "ab"], ["e"], ["~"]], ids=str)
@@ -175,8 +242,23 @@ def test_texts_end_at_stop_strings_in_runs(speaking, spoken, monkeypatch, name, 
         assert found == expected
     conditions = {one.condition for one in spoken}
     assert conditions <= {SOUND, runs.LOOK}
-    if stops == ["~"] and "transformers' sampling" not in name:  # whose candidates Python has to see
-        assert conditions == {SOUND}
+    if "transformers' sampling" in name:  # whose candidates Python has to see
+        return
+    assert conditions == {SOUND} or stops != ["~"]
+
+
+@pytest.mark.parametrize("name", METHODS | SEARCHES)
+def test_a_run_stops_before_a_turn_that_completes_a_stop_string(speaking, spoken, name):
+    """A character from the middle of the text that comes without stop strings."""
+    method = (METHODS | SEARCHES)[name]
+    options = {"seed": 4, "eos_token_id": [1], "max_new_tokens": 12}
+    text = sb.generate(speaking, "abc", method, **options)[0].text
+    spoken.clear()
+    sb.generate(speaking, "abc", method, stop_strings=[text[len(text) // 2]], **options)
+    if "transformers' sampling" in name:  # whose candidates Python has to see
+        assert not spoken
+    else:
+        assert runs.LOOK in {one.condition for one in spoken}
 
 
 def test_greedy_texts_are_edited_in_runs(pair, seen, monkeypatch):
@@ -322,7 +404,7 @@ def test_a_pass_is_counted_once(pair, monkeypatch):
     assert counts[0] == counts[1]
 
 
-def test_streams_and_single_turns_do_not_run_ahead(pair, seen):
+def test_turns_that_are_shown_do_not_run_ahead(pair, seen):
     turns = [*turns_of(pair, PROMPTS[0], METHODS["fixed"], max_new_tokens=6, seed=1)]
     assert len(turns) > 0
     assert not seen

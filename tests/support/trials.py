@@ -1,8 +1,12 @@
 """The kernel of draws on small laws: drafts on trial, and what came of them."""
 
+from unittest.mock import patch
+
 import numpy as np
 
-from specbeam.verify.trials import Drafts, take_draws, watch_for
+from specbeam.laws.evidence import no_evidence
+from specbeam.verify import trials
+from specbeam.verify.trials import Drafts, take_draws
 from tests.oracles.draws import Taken
 from tests.support.steps import source_of_steps
 
@@ -25,10 +29,14 @@ def sure(tokens, size):
 
 def tried(drafts, p, want, dice, replacement):
     """The draws that the kernel's source takes from `p`, as the oracle tells them."""
-    watched = watch_for(len(drafts.places), len(p))
-    with source_of_steps():
-        tokens, _ = take_draws(p, drafts, want, replacement, dice, watched)
-    accepted = np.flatnonzero(watched.accepted[: watched.count[0]]).tolist()
+    fates = []
+
+    def note_trial(evidence, wanted, drafted, accepted):
+        fates.append(accepted)
+
+    with source_of_steps(), patch.object(trials, "note_trial", note_trial):
+        tokens, _ = take_draws(p, drafts, want, replacement, dice, no_evidence(True))
+    accepted = [number for number, fate in enumerate(fates) if fate]
     numbers = accepted + [-1] * (len(tokens) - len(accepted))
     return [Taken(token, number) for token, number in zip(tokens.tolist(), numbers, strict=True)]
 

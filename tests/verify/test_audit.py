@@ -9,16 +9,18 @@ import pytest
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.audit import ALARM, TILTS, Audit
+from specbeam.audit import ALARM, Audit
 from specbeam.control.fixed import FixedShape
 from specbeam.draft.children import Draws
 from specbeam.draft.tree import Branching, TreeDrafter
+from specbeam.laws.evidence import TILTS
 from specbeam.lm.table import TableLM
 from specbeam.session import Parts
 from specbeam.verify import walk
 from specbeam.verify.traversal import TraversalRule
 from specbeam.verify.walk import PathRule
 from tests.support import words
+from tests.support.evidence import of_draw, of_trial, of_worth
 from tests.support.exact import exact_law
 from tests.support.examples import PAIRS
 from tests.support.programs import run, session_of
@@ -99,11 +101,11 @@ def test_rules_that_judge_from_the_leaves_are_audited_too(method):
 def test_the_moments_of_a_worth():
     """What a candidate is worth has the mean and the spread that are noted for it; odds of dead tokens are 0."""
     r, law = np.array([0.3, 0.4, 0.1]), np.array([0.6, 0.2, 0.0])  # 0.2 of the draft's mass is on tokens that are cut
-    seen = [(law[token], Audit.of_odds(r, law, min(1.0, r[token] / law[token]))) for token in (0, 1)]
-    seen.append((0.2, Audit.of_odds(r, law, 0.0)))
+    seen = [(law[token], of_worth(r, law, min(1.0, r[token] / law[token]))) for token in (0, 1)]
+    seen.append((0.2, of_worth(r, law, 0.0)))
     assert sum(odds * one.accept_surprise for odds, one in seen) == pytest.approx(0)
     assert sum(odds * one.accept_surprise**2 for odds, one in seen) == pytest.approx(seen[0][1].accept_variance)
-    sure = Audit.of_odds(r, np.array([0.0, 1.0, 0.0]), 0.4)
+    sure = of_worth(r, np.array([0.0, 1.0, 0.0]), 0.4)
     assert (sure.accept_surprise, sure.accept_variance) == (pytest.approx(0), pytest.approx(0))
 
 
@@ -146,7 +148,7 @@ def test_the_moments_of_a_draw():
     p = np.array([0.5, 0.25, 0.25, 0.0])
     with np.errstate(divide="ignore"):
         logp = np.log(p)
-    drawn = [Audit.of_draw(logp, token) for token in range(3)]
+    drawn = [of_draw(logp, token) for token in range(3)]
     assert sum(odds * one.logp_surprise for odds, one in zip(p, drawn, strict=False)) == pytest.approx(0)
     assert sum(odds * one.logp_surprise**2 for odds, one in zip(p, drawn, strict=False)) == pytest.approx(
         drawn[0].logp_variance
@@ -155,8 +157,8 @@ def test_the_moments_of_a_draw():
 
 def test_one_token_of_no_odds_is_enough():
     logp = np.log(np.array([0.6, 0.4, 1e-300])) - np.array([0, 0, np.inf])
-    assert not Audit.of_draw(logp, 0).suspicious
-    whole = sum((Audit.of_draw(logp, token) for token in (0, 1, 0, 2)), Audit())
+    assert not of_draw(logp, 0).suspicious
+    whole = sum((of_draw(logp, token) for token in (0, 1, 0, 2)), Audit())
     assert (whole.impossible, whole.draws) == (1, 4)
     assert whole.suspicious
     assert abs(whole.z_logp) < 4
@@ -174,11 +176,11 @@ def test_each_bet_is_fair():
         r, law = rng.dirichlet(np.ones(size)), rng.dirichlet(np.ones(size) * 0.3)
         r[0] = 0.0  # a token that is cut
         law *= rng.choice([1.0, 0.8])  # the rest is on tokens that the target cannot say
-        of_draws = [(odds, Audit.of_draw(np.log(law / law.sum()), token)) for token, odds in enumerate(law / law.sum())]
+        of_draws = [(odds, of_draw(np.log(law / law.sum()), token)) for token, odds in enumerate(law / law.sum())]
         odds = float(np.minimum(r, law).sum())
-        of_trials = [(odds, Audit.of_trial(r, law, True)), (1 - odds, Audit.of_trial(r, law, False))]
-        of_worths = [(law[t], Audit.of_odds(r, law, min(1.0, r[t] / law[t]))) for t in range(size)]
-        of_worths.append((1 - law.sum(), Audit.of_odds(r, law, 0.0)))
+        of_trials = [(odds, of_trial(r, law, True)), (1 - odds, of_trial(r, law, False))]
+        of_worths = [(law[t], of_worth(r, law, min(1.0, r[t] / law[t]))) for t in range(size)]
+        of_worths.append((1 - law.sum(), of_worth(r, law, 0.0)))
         for seen in (of_draws, of_trials, of_worths):
             for gains in ("trial_gains", "draw_gains"):
                 wealth = sum(chance * np.exp(getattr(one, gains)) for chance, one in seen)
@@ -188,7 +190,7 @@ def test_each_bet_is_fair():
 @pytest.mark.parametrize("law", LAWS, ids=str)
 def test_however_few_draws_there_are_a_run_of_the_declared_law_seldom_alarms(law):
     """All texts of up to seven draws, each watched by someone who stops at the worst moment."""
-    single = [Audit.of_draw(np.log(law), token) for token in range(len(law))]
+    single = [of_draw(np.log(law), token) for token in range(len(law))]
     worst = []
     for text in itertools.product(range(len(law)), repeat=7):
         sums = itertools.accumulate(single[token] for token in text)
@@ -201,7 +203,7 @@ def test_however_few_draws_there_are_a_run_of_the_declared_law_seldom_alarms(law
 
 def test_one_unlikely_draw_is_far_from_normal_and_no_alarm():
     """Of a law of (0.999, 0.001) one draw in a thousand lies 31 standard deviations off."""
-    one = Audit.of_draw(np.log([0.999, 0.001]), 1)
+    one = of_draw(np.log([0.999, 0.001]), 1)
     assert abs(one.z_logp) > 30
     assert not one.suspicious
 
@@ -251,7 +253,7 @@ def test_short_runs_of_correct_methods_do_not_alarm(method):
 def test_evidence_adds_up_over_turns_and_sessions():
     """Of many short reports of a wrong law none may be enough, and all together are."""
     logp = np.log([0.5, 0.3, 0.2])
-    draws = [Audit.of_draw(logp, 0) for _ in range(60)]
+    draws = [of_draw(logp, 0) for _ in range(60)]
     halves = sum(draws[:30], Audit()), sum(draws[30:], Audit())
     whole = halves[0] + halves[1]
     assert whole.draws == 60

@@ -17,13 +17,13 @@ from specbeam.draft import beams as draft_steps
 from specbeam.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, start_draft
 from specbeam.draft.tree import grow_layer, start_tree
 from specbeam.laws import joint
+from specbeam.laws.evidence import no_evidence
 from specbeam.laws.joint import BROKEN, DEAD, SOUND
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.verify import beams as judge_steps
 from specbeam.verify import traversal, walk
 from specbeam.verify.beams import SearchSpec, SharedSpec, TriedSpec
 from specbeam.verify.traversal import ClimbSpec
-from specbeam.verify.trials import watch_for
 from specbeam.verify.walk import MATCH_BY_DICE, MATCH_BY_NOISE, ONE_SEQUENCE, TRY, WalkSpec
 from tests.draft.test_tree import begun
 from tests.support.forests import assert_same_forests
@@ -109,7 +109,7 @@ def assert_same_numbers(found, expected):
 class Inputs:
     """What a turn is judged by: makers of arguments, so that the step and its source each write into their own."""
 
-    def __init__(self, rows, forest, live, spec, widths=lambda: ONE_SEQUENCE, planned=0, room=9):
+    def __init__(self, rows, forest, live, spec, widths=lambda: ONE_SEQUENCE, planned=0, is_audited=True):
         uniforms = np.random.default_rng(len(forest.tokens)).random(400)
         length = 5
         self.makers = (
@@ -122,12 +122,12 @@ class Inputs:
             lambda: length,
             lambda: Finished(np.zeros(200), np.zeros(1, dtype=np.int64)),
             lambda: Uniforms(uniforms, np.zeros(1, dtype=np.int64)),
-            lambda: watch_for(room, 5 * VOCAB if room else 0),
+            lambda: no_evidence(is_audited),
             lambda: None,
         )
 
 
-WIDTHS, FINISHED, DICE, WATCHED = 4, 7, 8, 9  # places of what steps write into
+WIDTHS, FINISHED, DICE, EVIDENCE = 4, 7, 8, 9  # places of what steps write into
 
 
 def judged_alike(step_of, inputs):
@@ -135,7 +135,7 @@ def judged_alike(step_of, inputs):
     (found, given), (expected, others) = both(step_of, *inputs.makers)
     assert found[1] == expected[1]
     assert_same_numbers(tuple(found[0]), tuple(expected[0]))
-    for place in (FINISHED, DICE, WATCHED):
+    for place in (FINISHED, DICE, EVIDENCE):
         assert_same_numbers(tuple(given[place]), tuple(others[place]))
     if isinstance(given[WIDTHS], ChosenWidths):
         assert_same_numbers(tuple(given[WIDTHS].values), tuple(others[WIDTHS].values))
@@ -172,14 +172,14 @@ def test_walks_and_climbs_are_those_of_the_source(name, cut):
     for turn in range(12):
         rows, forest, live = random_tree(rng, GROWTHS[name], CUTS[cut])
         stop = stop_of(most=7 if turn % 4 == 3 else 40)
-        room = (2 * len(forest.siblings.tokens) + 1, 3, 0)[turn % 3]
+        is_audited = turn % 3 != 2
         specs = [
             (lambda: walk.walk_down, WalkSpec(way, False, CUTS[cut], stop))
             for way in (TRY, MATCH_BY_NOISE, MATCH_BY_DICE)
         ]
         specs.append((lambda: traversal.climb, ClimbSpec(False, CUTS[cut], stop)))
         for step_of, spec in specs:
-            layers, condition, used = judged_alike(step_of, Inputs(rows, forest, live, spec, room=room))
+            layers, condition, used = judged_alike(step_of, Inputs(rows, forest, live, spec, is_audited=is_audited))
             assert condition == SOUND
             assert 1 <= layers.size <= LAYERS + 1
             passed += int(layers.passed.sum())
@@ -294,8 +294,8 @@ def test_layers_of_beams_are_those_of_the_source(name, cut):
         most = 7 if turn % 4 == 3 else 40
         keep = 2 if turn == 6 else 99
         judging = spec._replace(stop=stop_of((BEST_LIVE_MAY_WIN, FIRST_ENOUGH)[turn % 2], most, keep))
-        room = (40, 2, 0)[turn % 3]
-        inputs = Inputs(rows, forest, live, judging, lambda: FixedWidths(CORE), room=room)
+        is_audited = turn % 3 != 2
+        inputs = Inputs(rows, forest, live, judging, lambda: FixedWidths(CORE), is_audited=is_audited)
         layers, condition, _ = judged_alike(lambda: judge_steps.judge, inputs)
         assert condition == SOUND
         assert layers.size >= 1
@@ -420,7 +420,7 @@ def test_the_source_runs_only_where_python_has_to_look(pair, module, name, metho
         "top-k": ({"top_k": 6}, False, "compiled"),
         "min-p": ({"min_p": 0.1}, False, "compiled"),
         "processors": ({"repetition_penalty": 1.3}, False, "source"),
-        "audits": ({}, True, "source"),
+        "audits": ({}, True, "compiled"),
     }
     for case, (options, audited, expected) in cases.items():
         calls.clear()

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from specbeam.core.dice import Dice, Uniforms
+from specbeam.laws.evidence import no_evidence
 from specbeam.verify import trials
-from specbeam.verify.trials import law_on_trial, refuse, residual, watch_for
+from specbeam.verify.trials import law_on_trial, refuse, residual
 from tests.oracles import draws as oracle
 from tests.oracles.draws import Candidate, Taken
 from tests.support.exact import distance, exact_law, successive
@@ -168,27 +169,26 @@ def test_kernel_and_oracle_agree_on_long_random_chains():
             np.testing.assert_allclose(first, second, atol=1e-9)
 
 
-def watched_draws(tokens, p, rho, room, values, distinct, replacement):
-    """Three draws by the kernel, compiled or not, and the trials that it notes."""
+def audited_draws(tokens, p, rho, is_audited, values, distinct, replacement):
+    """Three draws by the kernel, compiled or not, and the evidence that it notes."""
     dice = Uniforms(values, np.zeros(1, dtype=np.int64))
-    watched = watch_for(room, len(p))
+    evidence = no_evidence(is_audited)
     drafts = drawn(tokens, rho, len(p), distinct)
-    taken, looked = trials.take_draws(p, drafts, 3, replacement, dice, watched)
-    return (taken.tolist(), int(looked), int(dice.used[0])), watched
+    taken, looked = trials.take_draws(p, drafts, 3, replacement, dice, evidence)
+    return (taken.tolist(), int(looked), int(dice.used[0])), evidence.numbers
 
 
 def test_the_compiled_kernel_is_its_source():
-    """Equal draws of equal uniforms, as many drafts looked at, and the same trials noted, also where there is little room."""
+    """Equal draws of equal uniforms, as many drafts looked at, and the same evidence, where somebody audits."""
     for number, p, rho, tokens, distinct, replacement in long_chains():
         values = np.random.default_rng(number).random(20)
-        for room in (6, 2, 0):
-            given = (tokens, p, rho, room, values, distinct, replacement)
-            found, watched = watched_draws(*given)
+        for is_audited in (True, False):
+            given = (tokens, p, rho, is_audited, values, distinct, replacement)
+            found, evidence = audited_draws(*given)
             with source_of_steps():
-                expected, noted = watched_draws(*given)
+                expected, same_evidence = audited_draws(*given)
             assert found == expected
-            for one, other in zip(watched, noted, strict=True):
-                np.testing.assert_allclose(one, other, atol=1e-12)
+            np.testing.assert_allclose(evidence, same_evidence, atol=1e-12)
 
 
 def test_a_refusal_takes_the_law_of_the_draft_off_what_is_wanted():
@@ -358,7 +358,7 @@ def first_accepted(groups, p, dice):
     """The token of one draw, for which groups of drafts of different laws are tried, one after the other."""
     rest = p.copy()
     for drafts in groups:
-        found = trials.try_drafts(rest, drafts, 0, dice, watch_for(0, 0))
+        found = trials.try_drafts(rest, drafts, 0, dice, no_evidence(False))
         if found < len(drafts.places):
             return int(drafts.places[found])
     return dice.pick(rest)

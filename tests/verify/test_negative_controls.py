@@ -7,7 +7,8 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from specbeam.verify.trials import residual, try_drafts, watch_for
+from specbeam.laws.evidence import no_evidence
+from specbeam.verify.trials import residual, try_drafts
 from tests.support.exact import distance, exact_law, successive
 from tests.support.trials import drawn, sure, token_of
 from tests.support.trials import tried as layer_of
@@ -118,7 +119,7 @@ def test_two_models_in_either_order():
             rest = P.copy()
             for law in laws:
                 draft = drawn([dice.pick(law)], law, 3, distinct=False)
-                if try_drafts(rest, draft, 0, dice, watch_for(0, 0)) == 0:
+                if try_drafts(rest, draft, 0, dice, no_evidence(False)) == 0:
                     return int(draft.places[0]), True
             return dice.pick(rest), False
 

@@ -64,7 +64,7 @@ def test_each_node_sees_its_ancestors_and_itself():
     forest = Forest.rooted([7]).grown([1, 2, 1, 2, 1, 2, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 3, 4, 5, 6])
     trie = KVTrie([7])
     trie.enter(forest)
-    feed = trie.feed(trie.waiting)
+    feed = trie.feed(trie.pending)
     node_at = {slot: node for node, slot in enumerate(feed.slots.tolist())}
     seen = [{node_at[slot] for slot in np.flatnonzero(row).tolist()} for row in feed.seen]
     assert seen[8] == {0, 1, 4, 8}

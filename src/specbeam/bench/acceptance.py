@@ -1,4 +1,4 @@
-"""Which of several children is accepted, how often: the vector from which Sequoia plans its tree."""
+"""Acceptance by rank: how often the k-th draft token tried is the accepted one. Sequoia plans its tree by these odds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,31 +14,44 @@ from specbeam.records import Turn
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Odds that the child accepted at a node is the k-th one tried, and on how many nodes that rests."""
+    """The odds that the child accepted at a node is the k-th one tried, and the number of nodes that they rest on.
+
+    Attributes:
+        odds: share of the nodes at which the k-th child was accepted, for each k. The rest of the nodes accepted none.
+        nodes: number of nodes whose children were tried.
+    """
 
     odds: tuple[float, ...]
     nodes: int
 
     @property
     def error(self) -> tuple[float, ...]:
-        """One standard error of each."""
+        """The standard error of each of the odds."""
         return tuple(float(np.sqrt(p * (1 - p) / max(self.nodes, 1))) for p in self.odds)
 
 
 def acceptance(pair: Pair, prompts: Sequence[Prompt], children: int = 8, seed: int = 0, **options: Any) -> Acceptance:
-    """Measured on wide flat trees: `children` draws without replacement under the last token, tried in draw order."""
+    """Measure how often the k-th draft token tried is the accepted one.
+
+    The drafts are wide flat trees: `children` draws without replacement under the last token, tried in the order in
+    which they were drawn.
+
+    Args:
+        children: number of draft tokens under the last token.
+        options: as for `specbeam.generate`.
+    """
     flat = sequoia(children, 1, acceptance=[1 / children] * children)
-    taken = np.zeros(children + 1)
+    counts = np.zeros(children + 1)  # the last entry counts the nodes that accepted no child
     for prompt in prompts:
         for turn in turns_of(pair, prompt, flat, seed=seed, **options):
             if turn.forest.siblings.size:
-                taken[_accepted(turn)] += 1
-    nodes = int(taken.sum())
-    return Acceptance(tuple((taken[:-1] / max(nodes, 1)).round(4).tolist()), nodes)
+                counts[_rank_of_accepted(turn)] += 1
+    nodes = int(counts.sum())
+    return Acceptance(tuple((counts[:-1] / max(nodes, 1)).round(4).tolist()), nodes)
 
 
-def _accepted(turn: Turn) -> int:
-    """Place of the accepted child among those tried; -1 if there is none."""
+def _rank_of_accepted(turn: Turn) -> int:
+    """Return the place of the accepted child in the order of trial, -1 if none was accepted."""
     step = turn.verdict.steps[0]
     if not step.passed:
         return -1

@@ -1,4 +1,4 @@
-"""What others do with the same model: transformers' own generate, and CTranslate2."""
+"""Baselines that run the same target model: transformers' own `generate`, and CTranslate2."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,89 +13,114 @@ from specbeam.generation import Prompt
 from specbeam.pair import Pair
 
 MODES = ("greedy", "sampling", "beam_search", "beam_sampling", "assisted", "assisted_greedy")
-OF_DRAWS = ("temperature", "top_k", "top_p", "min_p")
-OF_ALL = ("repetition_penalty", "min_new_tokens", "stop_strings", "streamer")
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")  # for modes that sample
+COMMON_OPTIONS = ("repetition_penalty", "min_new_tokens", "stop_strings", "streamer")  # for every mode
+DEFAULT_NEW_TOKENS = 64
 
 
 def transformers(pair: Pair, mode: str, beams: int = 4, **options: Any) -> Contender:
-    """`generate` of transformers.
+    """Return a contender that answers with transformers' `generate`.
 
     Args:
-        mode: one of `MODES`; "assisted" is its speculative sampling with the pair's draft, one prompt at a time.
-        options: max_new_tokens, `OF_ALL`, and `OF_DRAWS` where it draws; all as for `specbeam.generate`.
+        mode: one of `MODES`. "assisted" is transformers' speculative sampling with the draft model of the pair, one
+            prompt at a time; "assisted_greedy" is the same without sampling.
+        beams: number of beams in the modes that have beams.
+        options: max_new_tokens (64 if it is not given), the `COMMON_OPTIONS`, and the `SAMPLING_OPTIONS` if the mode
+            samples. They mean the same as in `specbeam.generate`; others are ignored.
+
+    Raises:
+        BadSetting: the mode is unknown, or needs a draft model that the pair does not have.
+        NotSupported: the pair has no tokenizer.
     """
     if mode not in MODES:
         raise BadSetting(f"transformers/{mode} is not known; it is one of {', '.join(MODES)}")
     if pair.tokenizer is None:
         raise NotSupported("the baselines read text; give a tokenizer")
-    draws = mode in ("sampling", "beam_sampling", "assisted")
-    asked: dict[str, Any] = {"do_sample": draws, "num_beams": beams if mode.startswith("beam") else 1}
-    if draws:
-        asked |= {"top_k": 0} | {name: options[name] for name in OF_DRAWS if options.get(name)}
-    asked |= {name: options[name] for name in OF_ALL if options.get(name)}
-    if "stop_strings" in asked:
-        asked["tokenizer"] = pair.tokenizer
+    samples = mode in ("sampling", "beam_sampling", "assisted")
+    arguments: dict[str, Any] = {"do_sample": samples, "num_beams": beams if mode.startswith("beam") else 1}
+    if samples:
+        arguments |= {"top_k": 0} | {name: options[name] for name in SAMPLING_OPTIONS if options.get(name)}
+    arguments |= {name: options[name] for name in COMMON_OPTIONS if options.get(name)}
+    if "stop_strings" in arguments:
+        arguments["tokenizer"] = pair.tokenizer
     if mode.startswith("assisted"):
         if pair.draft_model is None:
             raise BadSetting(f"transformers/{mode} needs a draft model")
-        asked["assistant_model"] = pair.draft_model
-    most = options.get("max_new_tokens") or 64
+        arguments["assistant_model"] = pair.draft_model
+    arguments["max_new_tokens"] = options.get("max_new_tokens") or DEFAULT_NEW_TOKENS
 
     def run(prompts: Sequence[Prompt], seed: int) -> Outcome:
         torch.manual_seed(seed)
-        groups = [[one] for one in prompts] if "assistant_model" in asked else [list(prompts)]
-        return Outcome([tokens for group in groups for tokens in _generated(pair, group, most, asked)])
+        one_at_a_time = "assistant_model" in arguments
+        batches = [[prompt] for prompt in prompts] if one_at_a_time else [list(prompts)]
+        return Outcome([tokens for batch in batches for tokens in _answers(pair, batch, arguments)])
 
-    return Contender(f"transformers {mode.replace('_', ' ')}" + (f" {beams}" if mode.startswith("beam") else ""), run)
+    name = f"transformers {mode.replace('_', ' ')}"
+    if mode.startswith("beam"):
+        name += f" {beams}"
+    return Contender(name, run)
 
 
-def _generated(pair: Pair, prompts: list[Prompt], most: int, asked: dict[str, Any]) -> list[list[int]]:
-    words: Any = pair.tokenizer
-    words.padding_side = "left"
-    starts = [_tokens_of(pair, one) for one in prompts]
-    masks = [[1] * len(one) for one in starts]
-    batch = words.pad({"input_ids": starts, "attention_mask": masks}, return_tensors="pt", padding=len(prompts) > 1).to(
-        pair.target_model.device
-    )
+def _answers(pair: Pair, prompts: list[Prompt], arguments: dict[str, Any]) -> list[list[int]]:
+    """Return the new tokens of each prompt, from one call of transformers' `generate`."""
+    tokenizer: Any = pair.tokenizer
+    tokenizer.padding_side = "left"
+    starts = [_tokens_of(pair, prompt) for prompt in prompts]
+    masks = [[1] * len(start) for start in starts]
+    batch = tokenizer.pad(
+        {"input_ids": starts, "attention_mask": masks}, return_tensors="pt", padding=len(prompts) > 1
+    ).to(pair.target_model.device)
     with torch.inference_mode():
-        found = pair.target_model.generate(**batch, max_new_tokens=most, **asked)
-    ends = _ends(pair)
-    fill = words.pad_token_id
-    return [_until(row, ends, fill) for row in found[:, batch["input_ids"].shape[1] :].tolist()]
+        sequences = pair.target_model.generate(**batch, **arguments)
+    ends = _end_tokens(pair)
+    new_tokens = sequences[:, batch["input_ids"].shape[1] :].tolist()
+    return [_without_padding(row, ends, tokenizer.pad_token_id) for row in new_tokens]
 
 
 def _tokens_of(pair: Pair, prompt: Prompt) -> list[int]:
-    words: Any = pair.tokenizer
-    return list(words(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
+    tokenizer: Any = pair.tokenizer
+    return list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
 
 
-def _until(tokens: list[int], ends: set[int], fill: int | None) -> list[int]:
-    """Up to and with the first end token; without what fills a row that a stop string has ended."""
+def _without_padding(tokens: list[int], ends: set[int], padding: int | None) -> list[int]:
+    """Return the tokens of an answer up to and including its first end token.
+
+    If there is no end token, the padding after the answer is removed: a row that a stop string has ended is padded too.
+    """
     for place, token in enumerate(tokens):
         if token in ends:
             return tokens[: place + 1]
     length = len(tokens)
-    while length > 0 and tokens[length - 1] == fill:
+    while length > 0 and tokens[length - 1] == padding:
         length -= 1
     return tokens[:length]
 
 
-def _ends(pair: Pair) -> set[int]:
+def _end_tokens(pair: Pair) -> set[int]:
+    """Return the end tokens of the target's generation config; if it names none, that of the tokenizer."""
     ends = pair.target_model.generation_config.eos_token_id
     if ends is None:
         ends = getattr(pair.tokenizer, "eos_token_id", None)
-    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+    if ends is None:
+        return set()
+    return {ends} if isinstance(ends, int) else set(ends)
 
 
 def ctranslate2(
     pair: Pair, mode: str, beams: int = 4, compute_type: str = "float32", threads: int | None = None, **options: Any
 ) -> Contender:
-    """CTranslate2's generator on the target, converted once.
+    """Return a contender that answers with CTranslate2's generator. The target is converted for it here, once.
 
     Args:
         mode: "greedy", "sampling" or "beam_search".
-        compute_type: of its weights and products: "float32", "int8", ...
-        threads: None: as many as torch uses.
+        beams: number of beams of "beam_search".
+        compute_type: type of the weights and products in CTranslate2: "float32", "int8", ...
+        threads: number of CPU threads; None: as many as torch uses.
+        options: max_new_tokens (64 if it is not given); for "sampling" also top_k, top_p and temperature.
+
+    Raises:
+        BadSetting: the mode is unknown.
+        MissingPackage: ctranslate2 is not installed.
     """
     if mode not in ("greedy", "sampling", "beam_search"):
         raise BadSetting(f"ctranslate2/{mode} is not known; it is greedy, sampling or beam_search")
@@ -104,33 +129,40 @@ def ctranslate2(
         from ctranslate2.converters import TransformersConverter
     except ImportError as error:
         raise MissingPackage("the baseline needs ctranslate2: pip install ctranslate2") from error
-    words: Any = pair.tokenizer
+    tokenizer: Any = pair.tokenizer
     folder = tempfile.TemporaryDirectory(prefix="specbeam-")  # kept alive by `run`
-    pair.target_model.save_pretrained(Path(folder.name) / "source")
-    words.save_pretrained(Path(folder.name) / "source")
-    goal = str(Path(folder.name) / "converted")
-    TransformersConverter(str(Path(folder.name) / "source")).convert(goal, quantization=compute_type)
-    engine = Generator(goal, compute_type=compute_type, intra_threads=threads or torch.get_num_threads())
-    most = options.get("max_new_tokens") or 64
-    asked: dict[str, Any] = {}
+    source = Path(folder.name) / "source"
+    pair.target_model.save_pretrained(source)
+    tokenizer.save_pretrained(source)
+    converted = str(Path(folder.name) / "converted")
+    TransformersConverter(str(source)).convert(converted, quantization=compute_type)
+    engine = Generator(converted, compute_type=compute_type, intra_threads=threads or torch.get_num_threads())
+    max_new_tokens = options.get("max_new_tokens") or DEFAULT_NEW_TOKENS
+    arguments: dict[str, Any] = {}
     if mode == "sampling":
-        asked["sampling_topk"] = options.get("top_k") or 0
-        asked["sampling_topp"] = options.get("top_p") or 1.0
-        asked["sampling_temperature"] = options.get("temperature") or 1.0
+        arguments["sampling_topk"] = options.get("top_k") or 0
+        arguments["sampling_topp"] = options.get("top_p") or 1.0
+        arguments["sampling_temperature"] = options.get("temperature") or 1.0
     elif mode == "beam_search":
-        asked["beam_size"] = beams
-    ends = list(_ends(pair))
+        arguments["beam_size"] = beams
+    ends = list(_end_tokens(pair))
 
     def run(prompts: Sequence[Prompt], seed: int, _folder: Any = folder) -> Outcome:
-        starts = [words.convert_ids_to_tokens(_tokens_of(pair, one)) for one in prompts]
-        found = engine.generate_batch(
-            starts, max_length=most, include_prompt_in_result=False, end_token=ends, return_end_token=True, **asked
+        starts = [tokenizer.convert_ids_to_tokens(_tokens_of(pair, prompt)) for prompt in prompts]
+        results = engine.generate_batch(
+            starts,
+            max_length=max_new_tokens,
+            include_prompt_in_result=False,
+            end_token=ends,
+            return_end_token=True,
+            **arguments,
         )
-        return Outcome([list(one.sequences_ids[0]) for one in found])
+        return Outcome([list(result.sequences_ids[0]) for result in results])
 
-    return Contender(
-        f"ctranslate2 {compute_type} {mode.replace('_', ' ')}" + (f" {beams}" if mode == "beam_search" else ""), run
-    )
+    name = f"ctranslate2 {compute_type} {mode.replace('_', ' ')}"
+    if mode == "beam_search":
+        name += f" {beams}"
+    return Contender(name, run)
 
 
 MAKERS: dict[str, Callable[..., Contender]] = {"transformers": transformers, "ctranslate2": ctranslate2}

@@ -1,4 +1,4 @@
-"""Where speed falls off: every method under every option, so many prompts at once, beside transformers doing the same."""
+"""A table of the places where speed falls off: every method with every option and batch size, beside transformers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from specbeam.recipes.method import Method
 from specbeam.recipes.search import beam_search, speculative_beam_search
 from specbeam.recipes.sequence import speculative_sampling
 
-# name -> (recipe, the mode of transformers that it replaces)
+# name of a method -> (its recipe, the mode of transformers that it replaces)
 METHODS: dict[str, tuple[Callable[[], Method], str]] = {
     "sampling": (sampling, "sampling"),
     "beam_sampling": (beam_sampling, "beam_sampling"),
@@ -33,26 +33,28 @@ OPTIONS = (
     "none", "top_p", "min_p", "repetition_penalty", "min_new_tokens", "stop_strings", "grammar", "stream", "audit"
 )  # fmt: skip
 KINDS = ("trained", "random")
-BEAMS = 4  # of transformers' methods with beams, as the recipes have
-RANDOM_TOKENS = 24  # of a random prompt
-RARE = "qqq"  # a stop string that hardly comes, so that texts are as long as without it, of what every tokenizer has
-NO_DIGITS = "[^0-9]*"  # a regular expression that leaves texts much as they are
-STEEP = 0.5  # a cell below this share of its method's best is a cliff
+BEAMS = 4  # in transformers' modes with beams, as our recipes have by default
+RANDOM_TOKENS = 24  # length of a random prompt
+# A stop string that hardly ever occurs, so that texts are as long as without it. Every tokenizer has its letters.
+RARE_STOP = "qqq"
+NO_DIGITS = "[^0-9]*"  # a regular expression that most texts match anyway
+CLIFF_SHARE = 0.5  # a cell below this share of its method's best speed is a cliff
 SLOWER = "slower"
 CLIFF = "cliff"
 
 
 @dataclass(frozen=True)
 class SpeedCell:
-    """One method under one option, with so many prompts of one kind at once.
+    """One method with one option, one kind of prompts and one batch size.
 
     Attributes:
-        ours, theirs: tokens per second by round; None where that cannot be done.
-        ratio: ours to theirs, taken within each round; None where one of them is missing.
-        why_not_ours, why_not_theirs: a word on what is missing, "" where nothing is.
-        message: what a contender said that broke, in full; "" where none did.
-        of_best: median of ours, as a share of the method's best option with these prompts and this batch size.
-        flags: "slower" than transformers, and "cliff": below half of the method's best.
+        replaces: the mode of transformers that is measured beside the method.
+        ours, theirs: tokens per second in the rounds, of specbeam and of transformers; None if it cannot be measured.
+        ratio: `ours` divided by `theirs`, taken within each round; None if one of them is missing.
+        why_not_ours, why_not_theirs: a short reason why the figure is missing, "" if it is there.
+        message: the full error messages of the contenders that failed, "" if none failed.
+        of_best: median of `ours` as a share of the method's best option with the same kind of prompts and batch size.
+        flags: "slower" if slower than transformers; "cliff" if below half of the method's best.
     """
 
     method: str
@@ -72,11 +74,11 @@ class SpeedCell:
 
 @dataclass(frozen=True)
 class CliffPlan:
-    """What is measured, and how long.
+    """The contents of the table, and the amount of measuring.
 
     Attributes:
-        rows: prompts of a round at least; batches are always full, so that 64 at once are 64.
-        repeats: rounds that count; one more goes ahead.
+        rows: minimum number of prompts in a round. It is rounded up to full batches of `batch_size` prompts.
+        repeats: number of rounds that count. Before them each contender answers one batch as warm-up.
     """
 
     methods: Sequence[str] = tuple(METHODS)
@@ -89,58 +91,60 @@ class CliffPlan:
 
     @property
     def tables(self) -> list[tuple[str, int]]:
-        """Each kind of prompts with each batch size: what is measured in one interleaved run."""
+        """The pairs of a kind of prompts and a batch size. Each pair is measured in one interleaved run."""
         return [(kind, size) for kind in self.kinds for size in self.batch_sizes]
 
     def runs(self, batch_size: int) -> int:
-        """How often a contender is asked in one table, warm-up included."""
+        """Return the number of batches that each contender answers in one table, warm-up included."""
         return 1 + self.repeats * -(-self.rows // batch_size)
 
 
-class Unread:
-    """A streamer of transformers that throws away what it gets."""
+class DiscardingStreamer:
+    """A streamer for transformers' `generate` that discards all tokens."""
 
     def put(self, tokens: object) -> None:
-        """Take tokens."""
+        """Discard the tokens."""
 
     def end(self) -> None:
-        """Hear that there are no more."""
+        """Do nothing at the end of the text."""
 
 
 @dataclass
 class Attempt:
-    """A contender that may break: then it answers nothing any more, and the others go on.
+    """A contender that may fail. After its first error it returns empty outcomes, and the other contenders go on.
 
     Attributes:
         make: makes the contender; called once, at the first run.
-        told: hears of every run.
-        failure: what was raised; None as long as nothing was.
+        on_progress: called after every run.
+        failure: the exception that `make` or a run raised, None if there was none.
+        contender: what `make` returned, None before the first run.
     """
 
     make: Callable[[], Contender]
-    told: Callable[[], None] | None = None
+    on_progress: Callable[[], None] | None = None
     failure: Exception | None = None
-    made: Contender | None = field(default=None, repr=False)
+    contender: Contender | None = field(default=None, repr=False)
 
     def run(self, prompts: Sequence[Prompt], seed: int) -> Outcome:
+        """Return the contender's outcome, or an outcome without answers if this run or an earlier one failed."""
         outcome = Outcome([])
         if self.failure is None:
             try:
-                outcome = self._made().run(prompts, seed)
+                outcome = self._get_contender().run(prompts, seed)
             except Exception as error:  # whatever a foreign library raises, the table has to go on
                 self.failure = error
-        if self.told is not None:
-            self.told()
+        if self.on_progress is not None:
+            self.on_progress()
         return outcome
 
-    def _made(self) -> Contender:
-        if self.made is None:
-            self.made = self.make()
-        return self.made
+    def _get_contender(self) -> Contender:
+        if self.contender is None:
+            self.contender = self.make()
+        return self.contender
 
     @property
     def why_not(self) -> str:
-        """A word on what was raised."""
+        """A short reason for the failure, "" if there was none."""
         if self.failure is None:
             return ""
         return "not installed" if isinstance(self.failure, MissingPackage) else type(self.failure).__name__
@@ -149,14 +153,17 @@ class Attempt:
 Key = tuple[str, str]  # (method, option), or (mode of transformers, option)
 
 
-def replaced(method: str, batch_size: int) -> str:
-    """The mode of transformers that a method replaces. Assisted decoding takes one prompt; several are sampled plainly."""
+def replaced_mode(method: str, batch_size: int) -> str:
+    """Return the mode of transformers that a method replaces.
+
+    Assisted decoding takes a single prompt, so in larger batches plain sampling stands in its place.
+    """
     mode = METHODS[method][1]
     return "sampling" if mode == "assisted" and batch_size > 1 else mode
 
 
 def why_not_ours(method: str, option: str, batch_size: int) -> str:
-    """Why there is no such cell; "" where there is one."""
+    """Return a short reason why specbeam cannot run a method with an option at this batch size, "" if it can."""
     if METHODS[method][0]().greedy and option in ("top_p", "min_p"):
         return "no draws"
     if option == "stream" and batch_size > 1:
@@ -165,7 +172,7 @@ def why_not_ours(method: str, option: str, batch_size: int) -> str:
 
 
 def why_not_theirs(mode: str, option: str, batch_size: int) -> str:
-    """Why transformers cannot do the same; "" where it can."""
+    """Return a short reason why a mode of transformers cannot run with an option at this batch size, "" if it can."""
     if option in ("grammar", "audit"):
         return f"no {option}"
     if option == "stream" and batch_size > 1:
@@ -173,61 +180,67 @@ def why_not_theirs(mode: str, option: str, batch_size: int) -> str:
     if option == "stream" and mode.startswith("beam"):
         return "no beams"
     if option == "stop_strings" and mode == "assisted":
-        return "no stops"  # its assistant is not given the tokenizer that they need
+        return "no stops"  # they need the tokenizer, which transformers does not hand on to its assistant
     if mode in ("greedy", "beam_search") and option in ("top_p", "min_p"):
         return "no draws"
     return ""
 
 
 def settings_of(option: str, max_new_tokens: int) -> dict[str, Any]:
-    """The arguments of `generate` that an option stands for."""
+    """Return the arguments of `generate` that an option of the table stands for."""
     known: dict[str, dict[str, Any]] = {
         "none": {},
         "top_p": {"top_p": 0.9, "temperature": 0.7},
         "min_p": {"min_p": 0.1},
         "repetition_penalty": {"repetition_penalty": 1.2},
         "min_new_tokens": {"min_new_tokens": max(max_new_tokens // 2, 1)},
-        "stop_strings": {"stop_strings": [RARE]},
+        "stop_strings": {"stop_strings": [RARE_STOP]},
         "grammar": {"regex": NO_DIGITS},
-        "stream": {"streamer": Unread()},
+        "stream": {"streamer": DiscardingStreamer()},
         "audit": {"audit": True},
     }
     return {"max_new_tokens": max_new_tokens, **known[option]}
 
 
 def random_prompts(pair: Pair, count: int) -> list[Prompt]:
-    """Prompts of tokens drawn evenly from the vocabulary, without the special ones; the same ones every time."""
-    words: Any = pair.tokenizer
-    special = set(pair.eos) if words is None else {*pair.eos, *words.all_special_ids}
+    """Return `count` prompts of `RANDOM_TOKENS` tokens, drawn uniformly from the vocabulary without its special tokens.
+
+    Every call returns the same prompts.
+    """
+    tokenizer: Any = pair.tokenizer
+    special = set(pair.eos) if tokenizer is None else {*pair.eos, *tokenizer.all_special_ids}
     ordinary = [token for token in range(pair.target.vocab) if token not in special]
     dice = np.random.default_rng(0)
     return [dice.choice(ordinary, RANDOM_TOKENS).tolist() for _ in range(count)]
 
 
 def prompts_of(pair: Pair, kind: str, sentences: Sequence[str], count: int) -> list[Prompt]:
-    """So many prompts of a kind; sentences come again where there are not enough."""
+    """Return `count` prompts of a kind, "random" or "trained". Sentences repeat if there are fewer than `count`."""
     if kind == "random":
         return random_prompts(pair, count)
     return [sentences[place % len(sentences)] for place in range(count)]
 
 
 def cliffs(
-    pair: Pair, plan: CliffPlan, sentences: Sequence[str], told: Callable[[], None] | None = None
+    pair: Pair, plan: CliffPlan, sentences: Sequence[str], on_progress: Callable[[], None] | None = None
 ) -> Iterator[list[SpeedCell]]:
     """Yield the cells of each table as soon as it is measured.
 
     Args:
         sentences: the prompts of the kind "trained".
-        told: hears of every run of every contender.
+        on_progress: called after every batch that a contender has answered.
     """
     for kind, size in plan.tables:
         count = size * -(-plan.rows // size)
         prompts = prompts_of(pair, kind, sentences, count)
-        yield flagged(_table(pair, plan, kind, size, prompts, told))
+        yield flagged(_table(pair, plan, kind, size, prompts, on_progress))
 
 
 def contenders_of(plan: CliffPlan, batch_size: int) -> tuple[list[Key], list[Key]]:
-    """Of one table: ours as (method, option), theirs as (mode, option), without those that cannot be."""
+    """Return the contenders of one table: ours as (method, option), theirs as (mode, option).
+
+    Combinations that cannot run are left out.
+    """
     ours: list[Key] = []
     theirs: list[Key] = []
     for option in plan.options:
@@ -235,7 +248,7 @@ def contenders_of(plan: CliffPlan, batch_size: int) -> tuple[list[Key], list[Key
             if why_not_ours(method, option, batch_size):
                 continue
             ours.append((method, option))
-            mode = replaced(method, batch_size)
+            mode = replaced_mode(method, batch_size)
             if not why_not_theirs(mode, option, batch_size) and (mode, option) not in theirs:
                 theirs.append((mode, option))
     return ours, theirs
@@ -247,49 +260,51 @@ def _table(
     kind: str,
     size: int,
     prompts: Sequence[Prompt],
-    told: Callable[[], None] | None,
+    on_progress: Callable[[], None] | None,
 ) -> list[SpeedCell]:
-    """The cells of one kind of prompts and one batch size, from one interleaved run."""
+    """Measure one kind of prompts with one batch size in one interleaved run, and return the cells without flags."""
     ours, theirs = contenders_of(plan, size)
     attempts: dict[tuple[str, Key], Attempt] = {}
-    for option in plan.options:  # those with one option stand side by side, so that a ratio is of neighbours
+    for option in plan.options:  # contenders with the same option run one after the other, for ratios within a moment
         settings = settings_of(option, plan.max_new_tokens)
-        for key in [one for one in theirs if one[1] == option]:
-            attempts["theirs", key] = Attempt(partial(transformers, pair, key[0], BEAMS, **settings), told)
-        for key in [one for one in ours if one[1] == option]:
+        for key in [key for key in theirs if key[1] == option]:
+            make = partial(transformers, pair, key[0], BEAMS, **settings)
+            attempts["theirs", key] = Attempt(make, on_progress)
+        for key in [key for key in ours if key[1] == option]:
             recipe = METHODS[key[0]][0]
-            attempts["ours", key] = Attempt(partial(specbeam, pair, key[0], recipe(), **settings), told)
+            make = partial(specbeam, pair, key[0], recipe(), **settings)
+            attempts["ours", key] = Attempt(make, on_progress)
     batches = in_batches(len(prompts), size)
     for attempt in attempts.values():  # the first use compiles
         attempt.run([prompts[place] for place in batches[0]], 0)
     running = [Contender(" ".join(key), attempt.run) for (_, key), attempt in attempts.items()]
-    measured = interleaved(running, prompts, batches, plan.repeats)
-    rates = {key: one.rates for key, one in zip(attempts, measured, strict=True)}
+    measurements = interleaved(running, prompts, batches, plan.repeats)
+    rates = {key: measured.rates for key, measured in zip(attempts, measurements, strict=True)}
     cells = []
     for method in plan.methods:
         for option in plan.options:
-            cell = SpeedCell(method, option, size, kind, replaced(method, size))
-            cells.append(_filled(cell, attempts, rates))
+            cell = SpeedCell(method, option, size, kind, replaced_mode(method, size))
+            cells.append(_with_results(cell, attempts, rates))
     return cells
 
 
-def _filled(
+def _with_results(
     cell: SpeedCell, attempts: dict[tuple[str, Key], Attempt], rates: dict[tuple[str, Key], list[float]]
 ) -> SpeedCell:
-    """A cell with its figures, or with why there are none."""
+    """Return the cell with its figures, or with the reasons why there are none."""
     our_key = ("ours", (cell.method, cell.option))
     their_key = ("theirs", (cell.replaces, cell.option))
     us = attempts.get(our_key)
     them = attempts.get(their_key)
     why_ours = why_not_ours(cell.method, cell.option, cell.batch_size) if us is None else us.why_not
     why_theirs = why_not_theirs(cell.replaces, cell.option, cell.batch_size) if them is None else them.why_not
-    failures = [one.failure for one in (us, them) if one is not None and one.failure is not None]
+    failures = [side.failure for side in (us, them) if side is not None and side.failure is not None]
     return with_rates(
         replace(
             cell,
             why_not_ours=why_ours,
             why_not_theirs=why_theirs,
-            message="; ".join(f"{type(one).__name__}: {one}" for one in failures),
+            message="; ".join(f"{type(error).__name__}: {error}" for error in failures),
         ),
         [] if why_ours else rates[our_key],
         [] if why_theirs else rates[their_key],
@@ -297,10 +312,14 @@ def _filled(
 
 
 def with_rates(cell: SpeedCell, ours: Sequence[float], theirs: Sequence[float]) -> SpeedCell:
-    """A cell with tokens per second of each round; none where that cannot be done."""
+    """Return the cell with its speeds and their ratio.
+
+    Args:
+        ours, theirs: tokens per second in each round; empty if it cannot be measured.
+    """
     ratio = None
     if ours and theirs and min(theirs) > 0:
-        ratio = Spread.of([mine / other for mine, other in zip(ours, theirs, strict=True)])
+        ratio = Spread.of([our_rate / their_rate for our_rate, their_rate in zip(ours, theirs, strict=True)])
     return replace(
         cell,
         ours=Spread.of(ours) if ours else None,
@@ -310,7 +329,10 @@ def with_rates(cell: SpeedCell, ours: Sequence[float], theirs: Sequence[float]) 
 
 
 def flagged(cells: Sequence[SpeedCell]) -> list[SpeedCell]:
-    """The cells with their flags and their share of the best option of the same method, kind and batch size."""
+    """Return the cells with their flags, and with their share of the best speed.
+
+    The best is that of all options of the same method, kind of prompts and batch size.
+    """
     best: dict[tuple[str, str, int], float] = {}
     for cell in cells:
         if cell.ours is not None:
@@ -325,6 +347,6 @@ def _flagged(cell: SpeedCell, best: float) -> SpeedCell:
     flags = []
     if cell.ratio is not None and cell.ratio.median < 1:
         flags.append(SLOWER)
-    if cell.ours.median < STEEP * best:
+    if cell.ours.median < CLIFF_SHARE * best:
         flags.append(CLIFF)
     return replace(cell, of_best=cell.ours.median / best if best > 0 else None, flags=tuple(flags))

@@ -1,4 +1,4 @@
-"""The table of cliffs: an overview of ratios, and every cell with its spread."""
+"""The table of cliffs as Markdown: an overview of ratios, and every cell with its spread."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from specbeam.bench.speed import Spread
 
 
 def as_markdown(cells: Sequence[SpeedCell]) -> str:
-    """A summary, and for each kind of prompts and batch size an overview and the figures."""
+    """Return a page: a summary, an overview and the figures of each kind of prompts and batch size, and the errors."""
     parts = [summary(cells)]
     for kind, size in dict.fromkeys((cell.kind, cell.batch_size) for cell in cells):
-        some = [cell for cell in cells if (cell.kind, cell.batch_size) == (kind, size)]
-        parts += [f"## {kind} prompts, {size} at once", overview(some), figures(some)]
+        table = [cell for cell in cells if (cell.kind, cell.batch_size) == (kind, size)]
+        parts += [f"## {kind} prompts, {size} at once", overview(table), figures(table)]
     messages = dict.fromkeys(cell.message for cell in cells if cell.message)
     if messages:
         parts.append("What broke:\n\n" + "\n".join(f"- {' '.join(message.split())}" for message in messages))
@@ -19,28 +19,32 @@ def as_markdown(cells: Sequence[SpeedCell]) -> str:
 
 
 def summary(cells: Sequence[SpeedCell]) -> str:
-    """How many cells there are, and how many of them are flagged."""
+    """Return a sentence with the number of cells, of measured ones, and of flagged ones."""
     measured = [cell for cell in cells if cell.ours is not None]
-    beside = [cell for cell in measured if cell.ratio is not None]
+    compared = [cell for cell in measured if cell.ratio is not None]
     slower = [cell for cell in measured if SLOWER in cell.flags]
     steep = [cell for cell in measured if CLIFF in cell.flags]
     return (
-        f"{len(measured)} cells of {len(cells)} measured: {len(slower)} of {len(beside)} slower than transformers, "
+        f"{len(measured)} cells of {len(cells)} measured: {len(slower)} of {len(compared)} slower than transformers, "
         f"{len(steep)} below half of their method's best."
     )
 
 
 def overview(cells: Sequence[SpeedCell]) -> str:
-    """A row per method and a column per option: the median ratio to transformers and the flags, of one table."""
+    """Return a table with a row per method and a column per option: the median ratio to transformers, and the flags.
+
+    Args:
+        cells: of one kind of prompts and one batch size.
+    """
     options = list(dict.fromkeys(cell.option for cell in cells))
     methods = list(dict.fromkeys(cell.method for cell in cells))
     places = {(cell.method, cell.option): cell for cell in cells}
-    rows = [[method, *(_short(places[method, option]) for option in options)] for method in methods]
+    rows = [[method, *(_ratio_and_flags(places[method, option]) for option in options)] for method in methods]
     return _table(["ratio to transformers", *options], rows)
 
 
 def figures(cells: Sequence[SpeedCell]) -> str:
-    """A row per cell. Spreads are the smallest and the largest round."""
+    """Return a table with a row per cell: medians of the rounds, with the smallest and the largest round."""
     heads = ["method", "option", "tokens/s", "transformers", "its tokens/s", "ratio", "of its best", "flags"]
     rows = []
     for cell in cells:
@@ -52,11 +56,11 @@ def figures(cells: Sequence[SpeedCell]) -> str:
     return _table(heads, rows)
 
 
-def _short(cell: SpeedCell) -> str:
+def _ratio_and_flags(cell: SpeedCell) -> str:
     if cell.ours is None:
         return cell.why_not_ours
-    known = f"{cell.ratio.median:.2f}" if cell.ratio is not None else f"({cell.why_not_theirs})"
-    return f"{known} {_flags(cell)}".strip()
+    ratio = f"{cell.ratio.median:.2f}" if cell.ratio is not None else f"({cell.why_not_theirs})"
+    return f"{ratio} {_flags(cell)}".strip()
 
 
 def _flags(cell: SpeedCell) -> str:

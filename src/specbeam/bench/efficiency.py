@@ -1,7 +1,7 @@
-"""Block efficiency at a fixed budget of scored nodes: how many tokens a pass of the target yields (RSD's protocol).
+"""Block efficiency at a fixed budget of scored nodes: tokens per pass of the target (the protocol of RSD).
 
-Comparing trees at equal depth flatters the wide ones; what the target pays for is nodes. Each recipe enters with the shapes
-that fit the budget, and the best of them is shown.
+A comparison of trees at equal depth favours the wide ones, but the target pays for nodes. So each recipe is measured
+with several shapes that fit the budget, and the best of them is reported.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +24,23 @@ BEAMS = {5: [(1, 5), (2, 2)], 10: [(2, 5), (3, 3)], 21: [(3, 7), (4, 5), (7, 3)]
 
 @dataclass(frozen=True)
 class TreeCell:
-    """One recipe at one budget."""
+    """The efficiency of one recipe at one budget of nodes, with its best shape."""
 
     recipe: str
     budget: int
     shape: str
     efficiency: float  # emitted tokens per pass of the target
-    low: float  # 95 % interval, bootstrap over prompts
+    low: float  # lower end of the 95 % interval of the efficiency, by bootstrap over prompts
     high: float
-    nodes: float  # scored per pass, mean
-    draft_passes: float  # per pass of the target, mean
+    nodes: float  # mean number of nodes scored per pass of the target
+    draft_passes: float  # mean number per pass of the target
 
 
 def contenders(budget: int) -> dict[str, dict[str, Callable[[], Method]]]:
-    """Recipe -> shape -> method, none with more nodes than the budget."""
+    """Return the shapes of each recipe, as recipe -> shape -> function that makes the method.
+
+    No shape has more nodes than the budget. A recipe may have no shape that fits.
+    """
     chains = [length for length in (budget, 8, 5) if length <= budget]
     counts = BRANCHING[budget]
     beams = BEAMS[budget]
@@ -68,22 +71,31 @@ def efficiency(
     prompts: Sequence[Prompt],
     budgets: Sequence[int] = BUDGETS,
     seed: int = 0,
-    told: Callable[[TreeCell], None] | None = None,
+    on_progress: Callable[[TreeCell], None] | None = None,
     **options: Any,
 ) -> list[TreeCell]:
-    """A cell per recipe and budget; `told` hears of each as it is measured. What fits a small budget fits a large one."""
+    """Measure the best shape of each recipe at each budget; return a cell for each pair of them.
+
+    Shapes that fit a smaller budget compete in the larger budgets too.
+
+    Args:
+        budgets: numbers of nodes scored per pass; keys of `BRANCHING`.
+        on_progress: called with each cell as soon as it is measured.
+        options: as for `specbeam.generate`.
+    """
     cells = list[TreeCell]()
-    known = dict[tuple[str, str], TreeCell]()
+    measured = dict[tuple[str, str], TreeCell]()
     for budget in sorted(budgets):
         for recipe, shapes in contenders(budget).items():
             for shape, make in shapes.items():
-                if (recipe, shape) not in known:
-                    known[recipe, shape] = _cell(pair, prompts, recipe, budget, shape, make(), seed, options)
-            found = [cell for (name, _), cell in known.items() if name == recipe]
-            if found:
-                cells.append(replace(max(found, key=lambda cell: cell.efficiency), budget=budget))
-                if told is not None:
-                    told(cells[-1])
+                if (recipe, shape) not in measured:
+                    measured[recipe, shape] = _cell(pair, prompts, recipe, budget, shape, make(), seed, options)
+            candidates = [cell for (name, _), cell in measured.items() if name == recipe]
+            if candidates:
+                best = max(candidates, key=lambda cell: cell.efficiency)
+                cells.append(replace(best, budget=budget))
+                if on_progress is not None:
+                    on_progress(cells[-1])
     return cells
 
 
@@ -97,6 +109,7 @@ def _cell(
     seed: int,
     options: dict,
 ) -> TreeCell:
+    """Measure one recipe with one shape."""
     rows = []
     for prompt in prompts:
         turns = list(turns_of(pair, prompt, method, seed=seed, **options))
@@ -106,13 +119,13 @@ def _cell(
     table = np.array(rows, dtype=float)
     emitted, passes, nodes, layers = table.sum(0)
     rng = np.random.default_rng(0)
-    again = table[rng.integers(0, len(table), (2000, len(table)))].sum(1)
-    low, high = np.quantile(again[:, 0] / again[:, 1], [0.025, 0.975])
+    resampled = table[rng.integers(0, len(table), (2000, len(table)))].sum(1)
+    low, high = np.quantile(resampled[:, 0] / resampled[:, 1], [0.025, 0.975])
     return TreeCell(recipe, budget, shape, emitted / passes, float(low), float(high), nodes / passes, layers / passes)
 
 
 def as_markdown(cells: Sequence[TreeCell]) -> str:
-    """A row per recipe, a column per budget."""
+    """Return a table with a row per recipe and a column per budget."""
     budgets = sorted({cell.budget for cell in cells})
     lines = [
         "| recipe | " + " | ".join(f"{budget} nodes" for budget in budgets) + " |",
@@ -129,7 +142,7 @@ def as_markdown(cells: Sequence[TreeCell]) -> str:
 
 
 def plot(cells: Sequence[TreeCell], path: str) -> None:
-    """Efficiency against budget, a line per recipe, with intervals."""
+    """Write a plot of efficiency against budget to `path`, with a line per recipe and 95 % intervals."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What is told of a method on a task: its figures, with their intervals, from its answers and their costs."""
+"""The figures of a method on a task, with 95 % intervals, computed from its answers and their costs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from specbeam.recipes.method import Method
 from specbeam.records import Generation
 
 METRICS = ("BLEU", "exact match")
-# what others are compared with
+# names of the methods to which the ratios of the others are taken
 SAMPLING = "sampling"
 SPECULATIVE = "speculative sampling"
 
 
 @dataclass(frozen=True)
 class Task:
-    """Prompts with one right answer each."""
+    """A list of prompts with one right answer each."""
 
     name: str
     metric: str  # one of METRICS
-    rows: list[tuple[str, str]]
+    rows: list[tuple[str, str]]  # (prompt, answer)
 
 
 @dataclass(frozen=True)
@@ -37,57 +37,71 @@ class Figure:
 
 @dataclass(frozen=True)
 class MethodLine:
-    """One method on one task."""
+    """The figures of one method on one task."""
 
     task: str
     method: str
     lossless: bool
     law: str
     metric: str
-    perplexity: Figure  # of the output under the target's raw law; macro
-    perplexity_ratio: Figure | None  # to that of plain sampling, prompt by prompt; None: it was not measured
+    perplexity: Figure  # of the output under the target's raw law, averaged over outputs (see `Perplexity.perplexity`)
+    perplexity_ratio: Figure | None  # to that of plain sampling, prompt by prompt; None if sampling was not measured
     quality: Figure
     seconds_per_token: Figure
-    joules_per_token: Figure | None  # None where the machine has no counter
-    tokens_per_pass: Figure
-    tokens_per_pass_ratio: Figure | None  # to that of speculative sampling
+    joules_per_token: Figure | None  # None if the machine has no energy counter
+    tokens_per_pass: Figure  # passes of the target
+    tokens_per_pass_ratio: Figure | None  # to that of speculative sampling; None if that was not measured
     tokens_per_output: float
-    repeated: float
+    repeated: float  # share of 4-grams that occurred before in the same output
 
 
 @dataclass
 class MethodRun:
-    """What one method did on one task: answers and costs, by prompt and seed."""
+    """The answers of one method on one task, and their costs: parallel lists with an entry per answer.
+
+    Attributes:
+        answers: one per prompt and seed.
+        seconds: wall time of each answer.
+        prompts: number of the prompt of each answer.
+        logp: log-likelihood of each answer under the target, in nats; empty until the answers are scored.
+    """
 
     answers: list[Generation]
     seconds: list[float]
-    prompts: list[int]  # number of the prompt of each
-    logp: list[float]  # log-likelihood of each, once scored
+    prompts: list[int]
+    logp: list[float]
 
     def by_prompt(self, values: np.ndarray | Sequence[float]) -> np.ndarray:
-        """Sums over the answers to each prompt."""
+        """Return for each prompt the sum of `values` over its answers."""
         return np.bincount(self.prompts, np.asarray(values, dtype=float))
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.array([len(one.tokens) for one in self.answers], dtype=float)
+        """Number of tokens of each answer."""
+        return np.array([len(answer.tokens) for answer in self.answers], dtype=float)
 
     @property
     def means(self) -> np.ndarray:
-        """log p per token of each answer."""
+        """Mean log-likelihood per token of each answer, in nats."""
         return np.array(self.logp) / self.lengths
 
     @property
     def passes(self) -> np.ndarray:
-        return np.array([one.report.target_passes for one in self.answers], dtype=float)
+        """Number of target passes of each answer."""
+        return np.array([answer.report.target_passes for answer in self.answers], dtype=float)
 
 
 def line_of(task: Task, name: str, method: Method, run: MethodRun, runs: dict[str, MethodRun]) -> MethodLine:
-    """All figures of one method. Intervals are by bootstrap over prompts."""
-    whole = summary(run.logp, [one.tokens for one in run.answers])
+    """Compute all figures of one method on a task. Intervals are by bootstrap over prompts.
+
+    Args:
+        run: what the method did; its answers have to be scored.
+        runs: the runs of all methods by name, from which those to compare with are taken.
+    """
+    scores = summary(run.logp, [answer.tokens for answer in run.answers])
     likelihood = _ratio(run, run.means, np.ones(len(run.answers)))
-    joules = [one.report.joules for one in run.answers]
-    known = None if None in joules else np.array(joules, dtype=float)
+    readings = [answer.report.joules for answer in run.answers]
+    joules = None if None in readings else np.array(readings, dtype=float)
     return MethodLine(
         task=task.name,
         method=name,
@@ -98,21 +112,24 @@ def line_of(task: Task, name: str, method: Method, run: MethodRun, runs: dict[st
         perplexity_ratio=_perplexity_ratio(run, runs.get(SAMPLING)),
         quality=_quality(task, run),
         seconds_per_token=_ratio(run, np.array(run.seconds), run.lengths),
-        joules_per_token=None if known is None else _ratio(run, known, run.lengths),
+        joules_per_token=None if joules is None else _ratio(run, joules, run.lengths),
         tokens_per_pass=_ratio(run, run.lengths, run.passes),
         tokens_per_pass_ratio=_pass_ratio(run, runs.get(SPECULATIVE)),
-        tokens_per_output=whole.tokens_per_output,
-        repeated=whole.repeated,
+        tokens_per_output=scores.tokens_per_output,
+        repeated=scores.repeated,
     )
 
 
 def _ratio(run: MethodRun, above: np.ndarray, below: np.ndarray) -> Figure:
-    """Sum over sum; the outputs of one prompt are drawn together."""
+    """Return sum(above) / sum(below). The answers to one prompt are resampled together."""
     return Figure(float(above.sum() / below.sum()), *ratio_interval(run.by_prompt(above), run.by_prompt(below)))
 
 
 def _perplexity_ratio(run: MethodRun, plain: MethodRun | None) -> Figure | None:
-    """Both answered the same prompts equally often, so differences of means pair up."""
+    """Return the perplexity divided by that of `plain`, None if `plain` is None.
+
+    Both methods answered the same prompts equally often, so their mean log-likelihoods are subtracted prompt by prompt.
+    """
     if plain is None:
         return None
     gain = plain.by_prompt(plain.means) - run.by_prompt(run.means)
@@ -121,22 +138,24 @@ def _perplexity_ratio(run: MethodRun, plain: MethodRun | None) -> Figure | None:
     return Figure(float(np.exp(gain.sum() / count.sum())), low, high)
 
 
-def _pass_ratio(run: MethodRun, drafted: MethodRun | None) -> Figure | None:
-    if drafted is None:
+def _pass_ratio(run: MethodRun, speculative: MethodRun | None) -> Figure | None:
+    """Return the tokens per pass divided by those of `speculative`, None if `speculative` is None."""
+    if speculative is None:
         return None
-    columns = [one.by_prompt(values) for one in (run, drafted) for values in (one.lengths, one.passes)]
+    columns = [side.by_prompt(values) for side in (run, speculative) for values in (side.lengths, side.passes)]
     low, high = interval(columns, lambda a, b, c, d: (a / b) / (c / d))
     a, b, c, d = (values.sum() for values in columns)
     return Figure(float((a / b) / (c / d)), low, high)
 
 
 def _quality(task: Task, run: MethodRun) -> Figure:
-    texts = [one.text for one in run.answers]
+    """Return the task's metric: the share of exact matches, or BLEU from 0 to 100."""
+    texts = [answer.text for answer in run.answers]
     answers = [task.rows[place][1] for place in run.prompts]
     if task.metric == "exact match":
-        right = run.by_prompt(hits(texts, answers))
-        asked = run.by_prompt(np.ones(len(texts)))
-        return Figure(exact_match(texts, answers), *share_interval(right, asked))
+        correct = run.by_prompt(hits(texts, answers))
+        total = run.by_prompt(np.ones(len(texts)))
+        return Figure(exact_match(texts, answers), *share_interval(correct, total))
     columns = [run.by_prompt(np.array(column)) for column in zip(*bleu_counts(texts, answers), strict=True)]
     low, high = interval(columns, lambda *sums: np.array([bleu_of(row) for row in zip(*sums, strict=True)]))
     return Figure(bleu(texts, answers), low, high)

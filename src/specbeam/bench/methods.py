@@ -1,7 +1,8 @@
-"""Which method for what: likelihood and quality of the text against seconds, joules and passes per token, method by method.
+"""A comparison of methods: likelihood and quality of the text against seconds, joules and passes per token.
 
-One prompt at a time, as a user at a keyboard has it. Every prompt meets all methods one after the other, so that a busy
-moment of the machine is shared; the first round is warm-up. Intervals are by bootstrap over prompts.
+Prompts are decoded one at a time, as for a single user at a keyboard. All methods answer a prompt one after the other
+before the next prompt comes, so that a busy moment of the machine affects all of them. The first round is warm-up.
+Intervals are by bootstrap over prompts.
 """
 
 import time
@@ -22,14 +23,20 @@ from specbeam.recipes.sequence import speculative_sampling
 
 @dataclass(frozen=True)
 class MethodContender:
-    """A method with the options it runs at."""
+    """A method with the options of `generate` that it runs with."""
 
     method: Method
     options: dict[str, Any]
 
 
 def contenders(beams: int = 4, depth: int = 4, threshold: float = 0.5) -> dict[str, MethodContender]:
-    """One of each kind, at equal beams and equal draft depth; those that are called "auto" choose their own."""
+    """Return one method of each kind by name, with equal numbers of beams and equal draft depths.
+
+    Methods that have "auto" in their name choose their own depth or width.
+
+    Args:
+        threshold: of MTAD and MMTAD.
+    """
     return {
         "greedy": MethodContender(greedy(), {}),
         SAMPLING: MethodContender(sampling(), {}),
@@ -55,18 +62,25 @@ def measure(
     methods: dict[str, MethodContender],
     seeds: int = 3,
     max_new_tokens: int = 64,
-    told: Callable[[], None] | None = None,
+    on_progress: Callable[[], None] | None = None,
 ) -> list[MethodLine]:
-    """A line per method; `told` hears of every round: one prompt by all methods."""
+    """Answer a task by several methods, and return a line of figures per method.
+
+    Args:
+        seeds: number of times that each prompt is answered, with the seeds 0, 1, ...
+        on_progress: called after every round, in which all methods answer one prompt.
+    """
     runs = {name: MethodRun([], [], [], []) for name in methods}
     _round(pair, methods, task.rows[0][0], 0, 0, max_new_tokens, {name: MethodRun([], [], [], []) for name in methods})
     for number in range(seeds * len(task.rows)):
         seed, place = divmod(number, len(task.rows))
         _round(pair, methods, task.rows[place][0], place, seed, max_new_tokens, runs)
-        if told is not None:
-            told()
+        if on_progress is not None:
+            on_progress()
     for run in runs.values():
-        run.logp = log_likelihoods(pair, [one.prompt for one in run.answers], [one.tokens for one in run.answers])
+        prompts = [answer.prompt for answer in run.answers]
+        outputs = [answer.tokens for answer in run.answers]
+        run.logp = log_likelihoods(pair, prompts, outputs)
     return [line_of(task, name, methods[name].method, run, runs) for name, run in runs.items()]
 
 
@@ -76,15 +90,18 @@ def _round(
     prompt: str,
     place: int,
     seed: int,
-    most: int,
+    max_new_tokens: int,
     runs: dict[str, MethodRun],
 ) -> None:
+    """Answer one prompt by all methods, and append the answers and their costs to `runs`."""
     names = [*methods]
-    turn = (place + seed) % len(names)  # nobody is always the first
-    for name in names[turn:] + names[:turn]:
-        one = methods[name]
+    first = (place + seed) % len(names)  # rotates, so that no method always runs first
+    for name in names[first:] + names[:first]:
+        contender = methods[name]
         began = time.perf_counter()
-        (answer,) = generate(pair, prompt, one.method, seed=seed, max_new_tokens=most, **one.options)
+        (answer,) = generate(
+            pair, prompt, contender.method, seed=seed, max_new_tokens=max_new_tokens, **contender.options
+        )
         runs[name].seconds.append(time.perf_counter() - began)
         runs[name].answers.append(answer)
         runs[name].prompts.append(place)

@@ -13,7 +13,7 @@ HEADS = (
 
 
 def as_markdown(lines: Sequence[MethodLine]) -> str:
-    """A table per task; values with 95 % intervals. A star marks methods that change the law of the output."""
+    """Return a table per task, with 95 % intervals. A star marks methods that change the law of the output."""
     tables = []
     for task in dict.fromkeys(line.task for line in lines):
         rows = [line for line in lines if line.task == task]
@@ -23,14 +23,15 @@ def as_markdown(lines: Sequence[MethodLine]) -> str:
 
 
 def _row(line: MethodLine) -> str:
+    """Return the row of a method."""
     cells = (
         line.method + ("" if line.lossless else " *"),
-        _shown(line.perplexity, 2),
+        _with_interval(line.perplexity, 2),
         _change(line.perplexity_ratio),
-        _shown(line.quality, 1, 100 if line.metric == "exact match" else 1),
-        _shown(line.seconds_per_token, 1, 1000),
-        "no counter" if line.joules_per_token is None else _shown(line.joules_per_token, 2),
-        _shown(line.tokens_per_pass, 2),
+        _with_interval(line.quality, 1, 100 if line.metric == "exact match" else 1),
+        _with_interval(line.seconds_per_token, 1, 1000),
+        "no counter" if line.joules_per_token is None else _with_interval(line.joules_per_token, 2),
+        _with_interval(line.tokens_per_pass, 2),
         _change(line.tokens_per_pass_ratio),
         f"{line.tokens_per_output:.1f}",
         f"{line.repeated:.1%}",
@@ -38,22 +39,23 @@ def _row(line: MethodLine) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _shown(figure: Figure, digits: int, scale: float = 1) -> str:
+def _with_interval(figure: Figure, digits: int, scale: float = 1) -> str:
     value, low, high = (scale * x for x in (figure.value, figure.low, figure.high))
     return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def _change(ratio: Figure | None) -> str:
-    """In percent."""
-    return (
-        ""
-        if ratio is None
-        else "{:+.0%} ({:+.0%} to {:+.0%})".format(*(x - 1 for x in (ratio.value, ratio.low, ratio.high)))
-    )
+    """Return a ratio with its interval as changes in percent, "" if there is none."""
+    if ratio is None:
+        return ""
+    return f"{ratio.value - 1:+.0%} ({ratio.low - 1:+.0%} to {ratio.high - 1:+.0%})"
 
 
 def plot(lines: Sequence[MethodLine], path: Path) -> None:
-    """Perplexity and quality of each task, against time and, where it was read, energy. Open marks: the law is changed."""
+    """Write a plot of perplexity and quality of each task against time, and against energy if all methods have it.
+
+    Open marks are methods that change the law of the output.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What a benchmark sees of a contender."""
+"""Contenders of a benchmark, and what it reads of their answers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,37 +13,48 @@ from specbeam.records import Generation
 
 @dataclass(frozen=True)
 class Outcome:
-    """New tokens of each prompt's best answer, end token included, and what they cost where the contender tells."""
+    """The best answers to a batch of prompts, and their costs as far as the contender reports them.
+
+    Attributes:
+        tokens: new tokens of each prompt's best answer, end token included.
+        passes: number of target passes, summed over prompts; None if it is not reported.
+        widths: mean number of live beams of each prompt; empty if it is not reported.
+        peak_kv_tokens: largest number of tokens stored at once for a prompt; None if it is not reported.
+    """
 
     tokens: list[list[int]]
-    passes: int | None = None  # of the target, summed over prompts
-    widths: list[float] = field(default_factory=list)  # mean live beams of each prompt
-    peak_kv_tokens: int | None = None  # largest of a prompt
+    passes: int | None = None
+    widths: list[float] = field(default_factory=list)
+    peak_kv_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody who answers a batch of prompts."""
+    """A name, and a function that answers a batch of prompts."""
 
     name: str
-    run: Callable[[Sequence[Prompt], int], Outcome]  # (prompts, seed)
+    run: Callable[[Sequence[Prompt], int], Outcome]  # takes prompts and a seed
 
 
 def specbeam(pair: Pair, name: str, method: Method, **options: Any) -> Contender:
-    """A method of ours; all prompts of a call at once."""
+    """Return a contender that runs a method of specbeam. The prompts of a call are decoded as one batch.
+
+    Args:
+        options: as for `specbeam.generate`.
+    """
 
     def run(prompts: Sequence[Prompt], seed: int) -> Outcome:
-        done = generate(pair, list(prompts), method, seed=seed, batch_size=len(prompts), **options)
-        return _outcome(done)
+        generations = generate(pair, list(prompts), method, seed=seed, batch_size=len(prompts), **options)
+        return _outcome(generations)
 
     return Contender(name, run)
 
 
-def _outcome(done: list[Generation]) -> Outcome:
-    reports = [one.report for one in done]
+def _outcome(generations: list[Generation]) -> Outcome:
+    reports = [generation.report for generation in generations]
     return Outcome(
-        [one.tokens for one in done],
-        sum(report.target_passes for report in reports),
-        [fmean(report.widths) for report in reports if report.widths],
-        max(report.peak_kv_tokens for report in reports),
+        tokens=[generation.tokens for generation in generations],
+        passes=sum(report.target_passes for report in reports),
+        widths=[fmean(report.widths) for report in reports if report.widths],
+        peak_kv_tokens=max(report.peak_kv_tokens for report in reports),
     )

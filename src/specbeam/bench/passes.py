@@ -1,7 +1,7 @@
-"""What a pass of the target costs, by its rows and by the tokens in the cache, and what a step of beams costs beside
-transformers, which keeps a copy of the prompt per beam.
+"""The cost of a target pass by its rows and by the tokens in the cache, and of a step of beams beside transformers.
 
-In every round all lengths and sizes have their turn, so that a busy moment of the machine meets all of them.
+Transformers keeps a copy of the prompt per beam. Every round times all lengths and sizes, so that a busy moment of the
+machine affects all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ from typing import TypeVar
 
 from specbeam.bench.cost_fits import Fit, knee_fit, straight_fit
 from specbeam.bench.speed import Spread
-from specbeam.bench.transformers_cache import Copies, token_bytes
+from specbeam.bench.transformers_cache import CopiedPrompt, token_bytes
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.tuning.costs import NODES
-from specbeam.tuning.stored_prompt import Context, TurnCost
+from specbeam.tuning.stored_prompt import StoredPrompt, TurnCost
 
 LENGTHS = (128, 512, 1024, 2048, 4096)
 BEAMS = (1, 4, 16, 64)
@@ -25,108 +25,156 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class PassPlan:
-    """What is measured. Sizes ascend."""
+    """The sizes to measure, each in ascending order.
 
-    lengths: tuple[int, ...] = LENGTHS  # tokens in the cache
+    Attributes:
+        lengths: numbers of tokens in the cache.
+        rows: numbers of rows of a pass.
+        beams: numbers of beams of a step that is also timed with transformers' cache.
+        repeats: number of rounds that count; a warm-up round runs before them.
+        copies_gb: limit in GB (1e9 bytes) on transformers' copies of the cache; sizes that need more are not measured.
+    """
+
+    lengths: tuple[int, ...] = LENGTHS
     rows: tuple[int, ...] = NODES
     beams: tuple[int, ...] = BEAMS
     repeats: int = 7
-    copies_gb: float = 4.0  # copies of the cache that take more are not made
+    copies_gb: float = 4.0
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of all passes of ours."""
+        """The numbers of rows of specbeam's passes: those of `rows` and of `beams`, ascending."""
         return tuple(sorted({*self.rows, *self.beams}))
 
     @property
     def steps(self) -> int:
-        """How often `passes` tells of itself, at most."""
+        """The largest possible number of calls of `on_progress` by `passes`."""
         each = (self.repeats + 1) * len(self.sizes) + self.repeats * len(self.beams)
         return len(self.lengths) * (1 + each)
 
 
 @dataclass(frozen=True)
 class PassCell:
-    """One size at one length. Milliseconds: median, smallest and largest of the rounds; None where nothing was measured."""
+    """The cost of a pass of one size at one length.
 
-    engine: str  # OURS or THEIRS
-    length: int  # tokens in the cache before the pass
-    rows: int  # scored by the pass, one per beam
+    Times are in milliseconds: median, smallest and largest of the rounds. They are None if nothing was measured.
+
+    Attributes:
+        engine: `OURS` or `THEIRS`.
+        length: number of tokens in the cache before the pass.
+        rows: number of rows that the pass scores, one per beam.
+        settle_ms: time between the pass and the next one, in `settle` or in transformers' `reorder_cache`.
+        turn_ms: sum of both times.
+        kv_tokens: number of tokens stored after the pass.
+        kv_mb: their keys and values in MB (1e6 bytes).
+    """
+
+    engine: str
+    length: int
+    rows: int
     pass_ms: Spread | None
-    settle_ms: Spread | None  # the way to the next pass: `settle`, `reorder_cache`
-    turn_ms: Spread | None  # both
-    kv_tokens: int  # stored after the pass
+    settle_ms: Spread | None
+    turn_ms: Spread | None
+    kv_tokens: int
     kv_mb: float
 
 
-def passes(lm: HuggingFaceLM, plan: PassPlan, told: Callable[[], None] | None = None) -> list[PassCell]:
-    """A cell of ours per length and size, and one of theirs per length and number of beams.
+def passes(lm: HuggingFaceLM, plan: PassPlan, on_progress: Callable[[], None] | None = None) -> list[PassCell]:
+    """Time passes of a model with specbeam's cache and with transformers' cache.
 
     Args:
-        lm: whose model and engine are timed; lengths get stores of their own, for a long cache widens those beside it.
-        told: hears of every prompt that is stored and of every turn.
+        lm: its model is timed, with its engine. Each length gets a cache store for itself, because a long cache widens
+            those that share its store.
+        on_progress: called after every prompt that is stored and after every turn that is timed.
 
-    Raises `IndexError` where the model has fewer positions than the longest length plus 1.
+    Returns:
+        A cell of `OURS` per length and size, then a cell of `THEIRS` per length and number of beams.
+
+    Raises:
+        IndexError: the model has fewer positions than the longest length plus 1.
     """
     samples: dict[tuple[str, int, int], list[TurnCost]] = {}
     size = token_bytes(lm.model)
-    told = told or (lambda: None)
+    on_progress = on_progress or (lambda: None)
     with ExitStack() as stack:
-        timed = dict[tuple[str, int], tuple[Callable[[int], TurnCost], Sequence[int]]]()
+        contenders = dict[tuple[str, int], tuple[Callable[[int], TurnCost], Sequence[int]]]()
         for length in plan.lengths:
-            context = Context(HuggingFaceLM(lm.model, engine=lm.engine), length)
-            timed[OURS, length] = stack.enter_context(closing(context)).turn, plan.sizes
-            if made := _made(plan, size, length):
-                timed[THEIRS, length] = Copies(lm.model, length).turn, made
-            told()
+            prompt = StoredPrompt(HuggingFaceLM(lm.model, engine=lm.engine), length)
+            contenders[OURS, length] = (stack.enter_context(closing(prompt)).turn, plan.sizes)
+            if beams := _beams_with_copies(plan, size, length):
+                contenders[THEIRS, length] = (CopiedPrompt(lm.model, length).turn, beams)
+            on_progress()
         for number in range(plan.repeats + 1):  # the first round is warm-up
-            for engine, length in _turned([*timed], number):
-                turn, sizes = timed[engine, length]
-                turn(1)  # what ran before has driven the weights from the CPU's caches
-                for rows in _turned(sizes, number) if number or engine == OURS else ():
+            for engine, length in _rotated([*contenders], number):
+                turn, sizes = contenders[engine, length]
+                turn(1)  # not timed: the contender before has driven the weights from the CPU's caches
+                for rows in _rotated(sizes, number) if number or engine == OURS else ():
                     cost = turn(rows)
                     if number:
                         samples.setdefault((engine, length, rows), []).append(cost)
-                    told()
-    asked = [(OURS, length, rows) for length in plan.lengths for rows in plan.sizes]
-    asked += [(THEIRS, length, beams) for length in plan.lengths for beams in plan.beams]
-    return [_cell(*key, samples.get(key, []), size) for key in asked]
+                    on_progress()
+    keys = [(OURS, length, rows) for length in plan.lengths for rows in plan.sizes]
+    keys += [(THEIRS, length, beams) for length in plan.lengths for beams in plan.beams]
+    return [_cell(*key, samples.get(key, []), size) for key in keys]
 
 
-def _made(plan: PassPlan, size: int, length: int) -> list[int]:
-    """Numbers of beams for which there is a copy per beam."""
+def _beams_with_copies(plan: PassPlan, size: int, length: int) -> list[int]:
+    """Return the numbers of beams for which a copy of the cache per beam stays within `copies_gb`.
+
+    Args:
+        size: bytes of a token in the cache.
+    """
     return [beams for beams in plan.beams if beams * (length + 1) * size <= 1e9 * plan.copies_gb]
 
 
-def _turned(values: Sequence[_T], number: int) -> list[_T]:
-    """Nobody is always the first."""
-    turn = number % max(len(values), 1)
-    return [*values[turn:], *values[:turn]]
+def _rotated(values: Sequence[_T], number: int) -> list[_T]:
+    """Return the values in an order that starts elsewhere in each round, so that no value always comes first."""
+    start = number % max(len(values), 1)
+    return [*values[start:], *values[:start]]
 
 
 def _cell(engine: str, length: int, rows: int, costs: list[TurnCost], size: int) -> PassCell:
+    """Return the cell of these samples; without samples, that of a size whose copies would need too much memory."""
     if not costs:
         tokens = rows * (length + 1)
         return PassCell(engine, length, rows, None, None, None, tokens, tokens * size / 1e6)
-    passed = [1e3 * one.pass_s for one in costs]
-    settled = [1e3 * one.settle_s for one in costs]
-    both = [sum(pair) for pair in zip(passed, settled, strict=True)]
+    pass_ms = [1e3 * cost.pass_s for cost in costs]
+    settle_ms = [1e3 * cost.settle_s for cost in costs]
+    turn_ms = [sum(pair) for pair in zip(pass_ms, settle_ms, strict=True)]
     tokens = costs[0].kv_tokens
-    times = Spread.of(passed), Spread.of(settled), Spread.of(both)
-    return PassCell(engine, length, rows, *times, tokens, tokens * size / 1e6)
+    return PassCell(
+        engine,
+        length,
+        rows,
+        pass_ms=Spread.of(pass_ms),
+        settle_ms=Spread.of(settle_ms),
+        turn_ms=Spread.of(turn_ms),
+        kv_tokens=tokens,
+        kv_mb=tokens * size / 1e6,
+    )
 
 
 @dataclass(frozen=True)
 class Fits:
-    """Lines through the medians, in milliseconds."""
+    """Lines through the medians of measured passes, in milliseconds.
 
-    by_length: dict[int, Fit]  # a pass against its rows, beyond the knee; where four sizes or more were measured
-    row: Fit | None  # a row beyond the knee against tokens in the cache
-    by_beams: dict[tuple[str, int], Fit]  # a turn against tokens in the cache, for each engine and number of beams
+    Attributes:
+        by_length: time of a pass as a function of its rows, for each length; empty with fewer than four numbers of
+            rows.
+        row: time of a row beyond the knee as a function of the tokens in the cache; None with fewer than two lengths.
+        by_beams: time of a turn as a function of the tokens in the cache, for each engine and number of beams.
+    """
+
+    by_length: dict[int, Fit]
+    row: Fit | None
+    by_beams: dict[tuple[str, int], Fit]
 
 
 def fits(cells: Sequence[PassCell], plan: PassPlan) -> Fits:
-    """Of cells that `passes` made for the plan; what rests on fewer than two lengths is left out."""
+    """Fit lines to the cells that `passes` returned for the plan.
+
+    Lines over lengths that would rest on fewer than two lengths are left out.
+    """
     at = {(cell.engine, cell.length, cell.rows): cell for cell in cells}
     by_length = {
         length: knee_fit(plan.rows, [_median(at[OURS, length, rows].pass_ms) for rows in plan.rows])
@@ -134,10 +182,10 @@ def fits(cells: Sequence[PassCell], plan: PassPlan) -> Fits:
     }
     by_beams = {}
     for engine, beams in [(engine, beams) for beams in plan.beams for engine in (OURS, THEIRS)]:
-        known = [length for length in plan.lengths if at[engine, length, beams].turn_ms is not None]
-        if len(known) >= 2:
-            turns = [_median(at[engine, length, beams].turn_ms) for length in known]
-            by_beams[engine, beams] = straight_fit(known, turns)
+        measured = [length for length in plan.lengths if at[engine, length, beams].turn_ms is not None]
+        if len(measured) >= 2:
+            turns = [_median(at[engine, length, beams].turn_ms) for length in measured]
+            by_beams[engine, beams] = straight_fit(measured, turns)
     row = straight_fit(list(by_length), [fit.slope for fit in by_length.values()]) if len(by_length) >= 2 else None
     return Fits(by_length, row, by_beams)
 

@@ -1,4 +1,4 @@
-"""Costs of passes as tables and as a plot."""
+"""The costs of passes as tables, as records and as a plot."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,48 +9,50 @@ from specbeam.bench.passes import OURS, THEIRS, Fits, PassCell, PassPlan
 from specbeam.bench.speed import Spread
 
 
-def as_records(cells: Sequence[PassCell], found: Fits) -> list[dict[str, Any]]:
-    """A record per cell, then one per line through them."""
+def as_records(cells: Sequence[PassCell], fitted: Fits) -> list[dict[str, Any]]:
+    """Return a record per cell, then a record per fitted line, as dictionaries for JSON."""
     records = [{"record": "cell"} | dataclasses.asdict(cell) for cell in cells]
-    for length, fit in found.by_length.items():
+    for length, fit in fitted.by_length.items():
         records.append({"record": "ms by rows", "length": length} | dataclasses.asdict(fit))
-    if found.row is not None:
-        records.append({"record": "ms of a row by length"} | dataclasses.asdict(found.row))
-    for (engine, beams), fit in found.by_beams.items():
+    if fitted.row is not None:
+        records.append({"record": "ms of a row by length"} | dataclasses.asdict(fitted.row))
+    for (engine, beams), fit in fitted.by_beams.items():
         records.append({"record": "ms by length", "engine": engine, "beams": beams} | dataclasses.asdict(fit))
     return records
 
 
-def as_markdown(cells: Sequence[PassCell], found: Fits, plan: PassPlan) -> str:
-    """Passes by rows, the lines through them, steps of beams, and what these store. Spreads are the smallest and the largest
-    round.
+def as_markdown(cells: Sequence[PassCell], fitted: Fits, plan: PassPlan) -> str:
+    """Return tables of passes by rows, of the lines fitted to them, of steps of beams, and of the tokens they store.
+
+    Times are medians of the rounds, with the smallest and the largest round.
     """
     at = {(cell.engine, cell.length, cell.rows): cell for cell in cells}
     heads = [f"{length} cached" for length in plan.lengths]
     sizes = [[str(rows), *(_spread(at[OURS, length, rows].pass_ms) for length in plan.lengths)] for rows in plan.rows]
-    blocks = [_table(["ms of a pass, by rows", *heads], sizes), *_lines(found)]
+    blocks = [_table(["ms of a pass, by rows", *heads], sizes), *_lines(fitted)]
     if plan.beams:
         turns = _beams(at, plan, lambda cell: _spread(cell.turn_ms) or f"not made, {cell.kv_mb / 1e3:.1f} GB")
         for row, key in zip(turns, _order(plan), strict=True):
-            row.append(f"{1e3 * found.by_beams[key].slope:.2f}" if key in found.by_beams else "")
+            row.append(f"{1e3 * fitted.by_beams[key].slope:.2f}" if key in fitted.by_beams else "")
         blocks.append(_table(["ms of a pass and reordering", *heads, "µs per cached token"], turns))
         stored = _beams(at, plan, lambda cell: f"{cell.kv_tokens:,} ({cell.kv_mb:,.0f} MB)")
         blocks.append(_table(["KV tokens stored", *heads], stored))
     return "\n\n".join(blocks)
 
 
-def _lines(found: Fits) -> list[str]:
-    if not found.by_length:
+def _lines(fitted: Fits) -> list[str]:
+    """Return a table of the lines by rows and a sentence on the cost of a row; nothing if there are no such lines."""
+    if not fitted.by_length:
         return []
     rows = [
         [f"{length}", f"{fit.start:.2f}", f"{fit.knee:.1f}", f"{fit.slope:.3f}", f"{fit.r2:.4f}"]
-        for length, fit in found.by_length.items()
+        for length, fit in fitted.by_length.items()
     ]
     blocks = [_table(["cached tokens", "ms up to the knee", "knee, rows", "ms per further row", "R²"], rows)]
-    if found.row is not None:
+    if fitted.row is not None:
         blocks.append(
-            f"A row beyond the knee costs {found.row.start:.3f} ms, and {1e3 * found.row.slope:.3f} ms more per 1,000 "
-            f"cached tokens (R² {found.row.r2:.3f})."
+            f"A row beyond the knee costs {fitted.row.start:.3f} ms, and {1e3 * fitted.row.slope:.3f} ms more per 1,000 "
+            f"cached tokens (R² {fitted.row.r2:.3f})."
         )
     return blocks
 
@@ -60,15 +62,17 @@ def _order(plan: PassPlan) -> list[tuple[str, int]]:
 
 
 def _beams(
-    at: dict[tuple[str, int, int], PassCell], plan: PassPlan, told: Callable[[PassCell], str]
+    at: dict[tuple[str, int, int], PassCell], plan: PassPlan, text_of: Callable[[PassCell], str]
 ) -> list[list[str]]:
+    """Return a row per number of beams and engine, with a text per length."""
     return [
-        [
-            f"{engine}, {beams} beam{'s' * (beams > 1)}",
-            *(told(at[engine, length, beams]) for length in plan.lengths),
-        ]
+        [_label(engine, beams), *(text_of(at[engine, length, beams]) for length in plan.lengths)]
         for engine, beams in _order(plan)
     ]
+
+
+def _label(engine: str, beams: int) -> str:
+    return f"{engine}, {beams} beam{'s' * (beams > 1)}"
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:
@@ -82,8 +86,12 @@ def _spread(spread: Spread | None) -> str:
     return f"{spread.median:,.{digits}f} ({spread.low:,.{digits}f} to {spread.high:,.{digits}f})"
 
 
-def plot(cells: Sequence[PassCell], found: Fits, plan: PassPlan, path: Path) -> None:
-    """Left: a pass against its rows, a line per length, with the fitted ones. Right: a turn against length, by beams."""
+def plot(cells: Sequence[PassCell], fitted: Fits, plan: PassPlan, path: Path) -> None:
+    """Write a plot with two panels to `path`.
+
+    The left one shows the time of a pass against its rows for each length, with the fitted lines. The right one shows
+    the time of a turn against the length for each number of beams.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -95,8 +103,8 @@ def plot(cells: Sequence[PassCell], found: Fits, plan: PassPlan, path: Path) -> 
         row = [cell for cell in cells if (cell.engine, cell.length) == (OURS, length) and cell.rows in plan.rows]
         colour = colours(0.9 - 0.9 * place / max(len(plan.lengths) - 1, 1))
         _points(left, plan.rows, [cell.pass_ms for cell in row], colour, "o", "none", f"{length:,} tokens")
-        if length in found.by_length:
-            fit = found.by_length[length]
+        if length in fitted.by_length:
+            fit = fitted.by_length[length]
             bends = sorted({plan.rows[0], fit.knee, plan.rows[-1]})
             left.plot(bends, [fit.at(rows) for rows in bends], color=colour, lw=1)
     left.set(xlabel="rows of a pass", ylabel="ms per pass", xlim=(0, None), ylim=(0, None))
@@ -105,8 +113,7 @@ def plot(cells: Sequence[PassCell], found: Fits, plan: PassPlan, path: Path) -> 
         row = [cell for cell in cells if (cell.engine, cell.rows) == (engine, beams)]
         colour = pyplot.get_cmap("tab10")(plan.beams.index(beams))
         style = "-" if engine == OURS else "--"
-        label = f"{engine}, {beams} beam{'s' * (beams > 1)}"
-        _points(right, plan.lengths, [cell.turn_ms for cell in row], colour, "o", style, label)
+        _points(right, plan.lengths, [cell.turn_ms for cell in row], colour, "o", style, _label(engine, beams))
     right.set(xlabel="tokens in the cache", ylabel="ms per pass and reordering", xscale="log", yscale="log")
     right.set_xticks(plan.lengths, [f"{length:,}" for length in plan.lengths])
     right.minorticks_off()
@@ -121,10 +128,12 @@ def plot(cells: Sequence[PassCell], found: Fits, plan: PassPlan, path: Path) -> 
 def _points(
     axes: Any, x: Sequence[int], spreads: Sequence[Spread | None], colour: Any, marker: str, style: str, label: str
 ) -> None:
-    known = [(place, one) for place, one in zip(x, spreads, strict=True) if one is not None]
+    """Draw the spreads that are known as error bars."""
+    known = [(place, spread) for place, spread in zip(x, spreads, strict=True) if spread is not None]
     if known:
+        below = [spread.median - spread.low for _, spread in known]
+        above = [spread.high - spread.median for _, spread in known]
         axes.errorbar(
-            [place for place, _ in known], [one.median for _, one in known],
-            yerr=[[one.median - one.low for _, one in known], [one.high - one.median for _, one in known]],
+            [place for place, _ in known], [spread.median for _, spread in known], yerr=[below, above],
             marker=marker, ms=4, capsize=2, lw=1.2, elinewidth=0.8, ls=style, color=colour, label=label,
         )  # fmt: skip

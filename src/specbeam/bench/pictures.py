@@ -1,4 +1,4 @@
-"""Pictures can be written: asked before anything is measured."""
+"""A check that plots can be written, made before anything is measured."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,6 +7,7 @@ from specbeam.errors import MissingFile, MissingPackage
 
 
 def check_picture(path: Path) -> None:
+    """Raise `MissingFile` if a plot cannot be written to `path`, `MissingPackage` if matplotlib is missing."""
     if path.is_dir() or not path.parent.is_dir():
         raise MissingFile(f"a plot cannot be written to {path}; name a file in a folder that exists")
     if find_spec("matplotlib") is None:

@@ -1,4 +1,4 @@
-"""Prompts for benchmarks: from files as they are published, or by name through `datasets`."""
+"""Prompts for benchmarks: from files in the formats in which they are published, or by name through `datasets`."""
 
 import gzip
 import io
@@ -12,7 +12,7 @@ from typing import Any
 from specbeam.errors import BadPrompt, MissingFile, MissingPackage
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-# name -> (hub id, configuration, split)
+# name of a data set -> (hub id, configuration, split)
 KNOWN = {
     "gsm8k": ("openai/gsm8k", "main", "test"),
     "humaneval": ("openai/openai_humaneval", None, "test"),
@@ -24,32 +24,35 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt, and its right answer if there is one."""
+    """A prompt, and its right answer; None if it has none."""
 
     prompt: str
     answer: str | None = None
 
 
 def read(source: str, rows: int | None = None, columns: tuple[int, int] = (1, 2)) -> list[PromptRow]:
-    """Prompts of a source.
+    """Read the prompts of a file or of a data set.
 
     Args:
-        source: a file, plain or packed (.gz, .xz): text with a prompt per line, .tsv, or JSON lines of Spec-Bench, MT-Bench
-            ("turns"), GSM8K, HumanEval, SQuAD, Spider, or with a "prompt". Or one of those names, for `datasets` to fetch.
-        rows: at most so many, see `spread`.
-        columns: of a .tsv: prompt and answer, from 1.
+        source: a file, plain or packed (.gz, .xz): text with a prompt per line, .tsv, or JSON lines of Spec-Bench,
+            MT-Bench ("turns"), GSM8K, HumanEval, SQuAD, Spider, or with a "prompt". Or a name in `KNOWN`, which
+            `datasets` fetches.
+        rows: maximum number of prompts, chosen as `spread` does; None: all.
+        columns: the columns of prompt and answer in a .tsv, counted from 1.
 
     Raises:
-        MissingFile, MissingPackage, BadPrompt: with file and line.
+        MissingFile: there is no such file, and no data set of that name.
+        MissingPackage: `datasets` is not installed.
+        BadPrompt: a line cannot be read (the error names file and line), or there are no prompts.
     """
-    found = list(_rows(source, columns))
-    if not found:
+    prompts = list(_rows(source, columns))
+    if not prompts:
         raise BadPrompt(f"{source} holds no prompts")
-    return found if rows is None else spread(found, rows)
+    return prompts if rows is None else spread(prompts, rows)
 
 
 def spread(rows: Sequence[Any], count: int) -> list[Any]:
-    """At most `count` of them, evenly over the whole: published files are often sorted, by length for example."""
+    """Return at most `count` rows, spaced evenly over all: published files are often sorted, by length for example."""
     if count >= len(rows):
         return list(rows)
     return [rows[(2 * place + 1) * len(rows) // (2 * count)] for place in range(count)]
@@ -58,14 +61,14 @@ def spread(rows: Sequence[Any], count: int) -> list[Any]:
 def _rows(source: str, columns: tuple[int, int]) -> Iterator[PromptRow]:
     path = Path(source)
     if path.is_file():
-        yield from _of_file(path, columns)
+        yield from _rows_of_file(path, columns)
     elif source in KNOWN:
-        yield from _of_hub(source)
+        yield from _rows_of_hub(source)
     else:
         raise MissingFile(f"there is no file {source}; give one, or a name: {', '.join(KNOWN)}")
 
 
-def _of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow]:
+def _rows_of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow]:
     packed = OPENERS.get(path.suffix)
     kind = path.with_suffix("").suffix if packed else path.suffix
     with (packed or open)(path, "rb") as file:
@@ -74,12 +77,12 @@ def _of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow]:
             if not text.strip():
                 continue
             try:
-                yield _of_line(text, kind, columns)
+                yield _row_of_line(text, kind, columns)
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 raise BadPrompt(f"{path}, line {number}: {type(error).__name__}: {error}") from error
 
 
-def _of_line(text: str, kind: str, columns: tuple[int, int]) -> PromptRow:
+def _row_of_line(text: str, kind: str, columns: tuple[int, int]) -> PromptRow:
     if kind == ".jsonl":
         return of_record(json.loads(text))
     if kind == ".tsv":
@@ -89,7 +92,10 @@ def _of_line(text: str, kind: str, columns: tuple[int, int]) -> PromptRow:
 
 
 def of_record(record: Any) -> PromptRow:
-    """From a record of any of the known sets. Raises `KeyError` if nothing in it looks like a prompt."""
+    """Return the prompt and the answer in a record of any of the known data sets.
+
+    Raises `KeyError` if the record has no field that holds a prompt.
+    """
     if isinstance(record, str):
         return PromptRow(record)
     if "turns" in record:
@@ -108,6 +114,7 @@ def of_record(record: Any) -> PromptRow:
 
 
 def _first(answer: Any) -> str | None:
+    """Return the first answer of a field that holds a text, a list of texts or a dictionary with them; None if none."""
     if isinstance(answer, dict):
         answer = answer.get("text")
     if isinstance(answer, list):
@@ -115,10 +122,10 @@ def _first(answer: Any) -> str | None:
     return answer if isinstance(answer, str) else None
 
 
-def _of_hub(name: str) -> Iterator[PromptRow]:
+def _rows_of_hub(name: str) -> Iterator[PromptRow]:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise MissingPackage(f"{name} is fetched by datasets: pip install datasets, or give a file") from error
-    place, configuration, split = KNOWN[name]
-    yield from map(of_record, load_dataset(place, configuration, split=split))
+    hub_id, configuration, split = KNOWN[name]
+    yield from map(of_record, load_dataset(hub_id, configuration, split=split))

@@ -1,4 +1,4 @@
-"""Where figures come from: command, versions, commit, machine."""
+"""The provenance of figures: command, versions, commit and machine."""
 
 import importlib.metadata
 import os
@@ -14,7 +14,7 @@ from specbeam import __version__
 
 
 def provenance() -> dict[str, str]:
-    """What somebody else needs to measure the same again."""
+    """Return what is needed to repeat a measurement, as texts by name."""
     return {
         "command": shlex.join(["specbeam", *sys.argv[1:]]),
         "specbeam": __version__,
@@ -29,7 +29,10 @@ def provenance() -> dict[str, str]:
 
 
 def _commit(source: Path = Path(__file__)) -> str:
-    """Of the checkout that `source` lies in, if that is ours: an environment may stand in anybody's repository."""
+    """Return the commit of the checkout that holds `source`, "none" if that is no checkout of specbeam.
+
+    An installed specbeam may lie in an environment inside the repository of another project.
+    """
     folder = source.resolve().parent
     try:
         top = Path(_git(folder, "rev-parse", "--show-toplevel"))
@@ -39,8 +42,10 @@ def _commit(source: Path = Path(__file__)) -> str:
         return "none"
 
 
-def _git(folder: Path, *asked: str) -> str:
-    return subprocess.run(["git", "-C", str(folder), *asked], capture_output=True, text=True, check=True).stdout.strip()
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def _machine() -> str:

@@ -1,5 +1,7 @@
-"""Tokens per second, side by side: every batch of prompts meets all contenders in turn, so that a busy moment of the machine
-meets all of them; rounds are repeated, the first is warm-up, and ratios are taken within a round.
+"""Tokens per second of contenders in one interleaved run.
+
+All contenders answer a batch of prompts one after the other before the next batch comes, so that a busy moment of the
+machine affects all of them. Rounds are repeated after a warm-up, and ratios are taken within a round.
 """
 
 import os
@@ -25,7 +27,7 @@ from specbeam.pair import Pair
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, smallest and largest of the rounds."""
+    """The median, the smallest and the largest value of the rounds."""
 
     median: float
     low: float
@@ -33,46 +35,75 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
+        """Return the spread of the values of the rounds, at least one."""
         return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass(frozen=True)
 class SpeedLine:
-    """One contender."""
+    """The figures of one contender.
+
+    Attributes:
+        tokens_per_second: speed by round.
+        ratio: speed divided by that of the first contender, round by round.
+        ms_per_token: milliseconds per token over all rounds.
+        joules_per_token: None if the machine has no energy counter.
+        passes_per_token: target passes per token; None if the contender does not report them.
+        mean_width: mean number of live beams over prompts; None if the contender does not report it.
+        logp_per_token: log-likelihood of the answers under the target's raw law, in nats per token.
+        quality: BLEU and exact match by these names; empty without references.
+        peak_kv_tokens: most tokens stored at once for a prompt; None if the contender does not report it.
+        memory_mb: memory in MB, see `speed`; None if it cannot be read.
+        tokens: number of tokens of one round.
+    """
 
     name: str
     batch_size: int
     tokens_per_second: Spread
-    ratio: Spread  # to the first contender, round by round
+    ratio: Spread
     ms_per_token: float
-    joules_per_token: float | None  # None where the machine has no counter
-    passes_per_token: float | None  # of the target; None where the contender does not tell
+    joules_per_token: float | None
+    passes_per_token: float | None
     mean_width: float | None
-    logp_per_token: float  # of the answers, under the target's raw law
-    quality: dict[str, float]  # BLEU and exact match, where there are references
+    logp_per_token: float
+    quality: dict[str, float]
     peak_kv_tokens: int | None
-    memory_mb: float | None  # see `speed`; None where it cannot be read
-    tokens: int  # of one round
+    memory_mb: float | None
+    tokens: int
 
 
 @dataclass
 class Measurements:
-    """What one contender did."""
+    """The measurements of one contender.
 
-    seconds: list[float] = field(default_factory=list)  # by round
+    Attributes:
+        seconds: wall time of each round.
+        counts: number of new tokens of each round.
+        joules: energy of each round; None if there is no counter.
+        outcomes: one per batch, of all rounds.
+        prompts: number of the prompt of each answer in `outcomes`.
+        memory_mb: memory in MB, see `speed`; None if it was not or cannot be read.
+    """
+
+    seconds: list[float] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     joules: list[float | None] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
-    prompts: list[int] = field(default_factory=list)  # number of the prompt of each answer
+    prompts: list[int] = field(default_factory=list)
     memory_mb: float | None = None
 
     def begin(self) -> None:
-        """A new round."""
+        """Begin a new round."""
         self.seconds.append(0.0)
         self.counts.append(0)
         self.joules.append(0.0)
 
     def add(self, outcome: Outcome, prompts: list[int], seconds: float, joules: float | None) -> None:
+        """Add a batch to the current round.
+
+        Args:
+            prompts: numbers of the prompts of the batch.
+        """
         self.seconds[-1] += seconds
         self.counts[-1] += sum(map(len, outcome.tokens))
         self.joules[-1] = None if joules is None or self.joules[-1] is None else self.joules[-1] + joules
@@ -81,7 +112,7 @@ class Measurements:
 
     @property
     def rates(self) -> list[float]:
-        """Tokens per second, by round."""
+        """Tokens per second of each round."""
         return [count / seconds for count, seconds in zip(self.counts, self.seconds, strict=True)]
 
 
@@ -91,35 +122,39 @@ def speed(
     rows: Sequence[PromptRow],
     batch_size: int = 1,
     repeats: int = 7,
-    told: Callable[[], None] | None = None,
+    on_progress: Callable[[], None] | None = None,
 ) -> list[SpeedLine]:
-    """A line per contender.
+    """Measure contenders on the same prompts in interleaved rounds, and return a line of figures per contender.
 
     Args:
-        pair: whose target scores the answers, and whose tokenizer reads them.
-        contenders: ratios are to the first.
-        rows: prompts of every round.
-        batch_size: prompts that are given at once.
-        repeats: rounds that count; one more goes ahead, in which memory is read: its peak above what was there, on the
-            GPU that has the target, else what is resident. What a first use keeps is the first contender's.
-        told: hears of every batch that all contenders have met.
+        pair: its target scores the answers, and its tokenizer reads them.
+        contenders: ratios are to the first one.
+        rows: the prompts of every round.
+        batch_size: number of prompts that a contender answers in one call.
+        repeats: number of rounds that count. Before them each contender answers at most four batches as warm-up, and
+            its memory is read: the peak above the memory in use before, on the target's GPU, or resident memory if it
+            has none. Memory that is allocated at the first use and kept counts for the first contender.
+        on_progress: called after every batch that all contenders have answered.
     """
     prompts = [row.prompt for row in rows]
     batches = in_batches(len(rows), batch_size)
     memory: list[float | None] = []
     for contender in contenders:
-        work = partial(_several, contender, prompts, batches[:4])
+        work = partial(_run_batches, contender, prompts, batches[:4])
         device = pair.target_model.device
         memory.append(_gpu_memory_of(work, device) if device.type == "cuda" else _memory_of(work))
-    measured = interleaved(contenders, prompts, batches, repeats, told)
-    for of, found in zip(measured, memory, strict=True):
-        of.memory_mb = found
-    first = measured[0]
-    return [_line(pair, one, of, first, rows, batch_size) for one, of in zip(contenders, measured, strict=True)]
+    measurements = interleaved(contenders, prompts, batches, repeats, on_progress)
+    for measured, memory_mb in zip(measurements, memory, strict=True):
+        measured.memory_mb = memory_mb
+    reference = measurements[0]
+    return [
+        _line(pair, contender.name, measured, reference, rows, batch_size)
+        for contender, measured in zip(contenders, measurements, strict=True)
+    ]
 
 
 def in_batches(count: int, batch_size: int) -> list[list[int]]:
-    """The numbers of so many prompts, as they are given at once."""
+    """Split the numbers of `count` prompts into batches; the last one may be smaller."""
     return [list(range(start, min(start + batch_size, count))) for start in range(0, count, batch_size)]
 
 
@@ -128,72 +163,81 @@ def interleaved(
     prompts: Sequence[Prompt],
     batches: Sequence[list[int]],
     repeats: int,
-    told: Callable[[], None] | None = None,
+    on_progress: Callable[[], None] | None = None,
 ) -> list[Measurements]:
-    """What each contender did. A batch meets all of them before the next one comes.
+    """Run all contenders on each batch before the next batch comes, and return their measurements.
 
     Args:
-        batches: numbers of prompts.
-        repeats: rounds, each with the seed of its number; all of them count, so that whoever calls warms up.
-        told: hears of every batch that all contenders have met.
+        batches: the numbers of the prompts of each batch.
+        repeats: number of rounds; round k has the seed k. All of them count, so the caller does the warm-up.
+        on_progress: called after every batch that all contenders have answered.
     """
-    measured = [Measurements() for _ in contenders]
+    measurements = [Measurements() for _ in contenders]
     for number in range(repeats):
-        for of in measured:
-            of.begin()
-        for place, some in enumerate(batches):
-            turn = (place + number) % len(contenders)  # nobody is always the first
-            for who in [*range(turn, len(contenders)), *range(turn)]:
+        for measured in measurements:
+            measured.begin()
+        for place, batch in enumerate(batches):
+            first = (place + number) % len(contenders)  # rotates, so that no contender always runs first
+            for which in [*range(first, len(contenders)), *range(first)]:
                 with EnergyMeter() as meter:
                     began = time.perf_counter()
-                    outcome = _asked(contenders[who], prompts, some, number)
+                    outcome = _run_batch(contenders[which], prompts, batch, number)
                     seconds = time.perf_counter() - began
-                measured[who].add(outcome, some, seconds, meter.joules)
-            if told is not None:
-                told()
-    return measured
+                measurements[which].add(outcome, batch, seconds, meter.joules)
+            if on_progress is not None:
+                on_progress()
+    return measurements
 
 
-def _asked(contender: Contender, prompts: Sequence[Prompt], some: list[int], seed: int) -> Outcome:
-    return contender.run([prompts[place] for place in some], seed)
+def _run_batch(contender: Contender, prompts: Sequence[Prompt], batch: list[int], seed: int) -> Outcome:
+    return contender.run([prompts[place] for place in batch], seed)
 
 
-def _several(contender: Contender, prompts: Sequence[Prompt], batches: list[list[int]]) -> None:
-    for some in batches:
-        _asked(contender, prompts, some, 0)
+def _run_batches(contender: Contender, prompts: Sequence[Prompt], batches: list[list[int]]) -> None:
+    for batch in batches:
+        _run_batch(contender, prompts, batch, 0)
 
 
 def _line(
-    pair: Pair, one: Contender, of: Measurements, first: Measurements, rows: Sequence[PromptRow], batch_size: int
+    pair: Pair,
+    name: str,
+    measured: Measurements,
+    reference: Measurements,
+    rows: Sequence[PromptRow],
+    batch_size: int,
 ) -> SpeedLine:
-    rates = np.array(of.rates)
-    others = np.array(first.rates)
-    answers = [tokens for outcome in of.outcomes for tokens in outcome.tokens]
+    """Compute the figures of a contender; ratios are to `reference`, the measurements of the first contender."""
+    rates = np.array(measured.rates)
+    reference_rates = np.array(reference.rates)
+    answers = [tokens for outcome in measured.outcomes for tokens in outcome.tokens]
     total = sum(map(len, answers))
-    passes = [outcome.passes for outcome in of.outcomes]
-    widths = [width for outcome in of.outcomes for width in outcome.widths]
-    kept = [outcome.peak_kv_tokens for outcome in of.outcomes if outcome.peak_kv_tokens is not None]
-    joules = [value for value in of.joules if value is not None]
-    words = pair.tokenizer
-    prompts = [list(words(rows[place].prompt)["input_ids"]) for place in of.prompts] if words is not None else []
+    passes = [outcome.passes for outcome in measured.outcomes]
+    widths = [width for outcome in measured.outcomes for width in outcome.widths]
+    peaks = [outcome.peak_kv_tokens for outcome in measured.outcomes if outcome.peak_kv_tokens is not None]
+    joules = [value for value in measured.joules if value is not None]
+    tokenizer = pair.tokenizer
+    prompts: list[list[int]] = []
+    if tokenizer is not None:
+        prompts = [list(tokenizer(rows[place].prompt)["input_ids"]) for place in measured.prompts]
     return SpeedLine(
-        name=one.name,
+        name=name,
         batch_size=batch_size,
         tokens_per_second=Spread.of(rates.tolist()),
-        ratio=Spread.of((rates / others).tolist()),
-        ms_per_token=1e3 * sum(of.seconds) / total,
-        joules_per_token=sum(joules) / total if len(joules) == len(of.joules) else None,
+        ratio=Spread.of((rates / reference_rates).tolist()),
+        ms_per_token=1e3 * sum(measured.seconds) / total,
+        joules_per_token=sum(joules) / total if len(joules) == len(measured.joules) else None,
         passes_per_token=None if None in passes else sum(value for value in passes if value is not None) / total,
         mean_width=statistics.fmean(widths) if widths else None,
         logp_per_token=sum(log_likelihoods(pair, prompts, answers)) / total,
-        quality=_quality(pair, answers, [rows[place].answer for place in of.prompts]),
-        peak_kv_tokens=max(kept, default=None),
-        memory_mb=of.memory_mb,
-        tokens=of.counts[0],
+        quality=_quality(pair, answers, [rows[place].answer for place in measured.prompts]),
+        peak_kv_tokens=max(peaks, default=None),
+        memory_mb=measured.memory_mb,
+        tokens=measured.counts[0],
     )
 
 
 def _quality(pair: Pair, answers: list[list[int]], references: list[str | None]) -> dict[str, float]:
+    """Return BLEU (0 to 100) and the share of exact matches; nothing if a reference or the tokenizer is missing."""
     known = [text for text in references if text is not None]
     if len(known) < len(references) or pair.tokenizer is None:
         return {}
@@ -202,7 +246,7 @@ def _quality(pair: Pair, answers: list[list[int]], references: list[str | None])
 
 
 def _gpu_memory_of(work: Callable[[], object], device: torch.device) -> float:
-    """Most memory of tensors on a GPU while it works, above that before, in MB."""
+    """Do the work; return the peak memory of tensors on the GPU meanwhile, above that before, in MB."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()
@@ -210,27 +254,28 @@ def _gpu_memory_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _memory_of(work: Callable[[], object]) -> float | None:
-    """Largest resident memory while it works, above that before, in MB; None where the system does not tell."""
+    """Do the work; return the peak resident memory meanwhile, above that before, in MB; None if it cannot be read."""
     before = _resident_mb()
     if before is None:
         work()
         return None
-    seen = [before]
-    over = threading.Event()
+    samples = [before]
+    done = threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.005):
-            seen.append(_resident_mb() or 0.0)
+        while not done.wait(0.005):
+            samples.append(_resident_mb() or 0.0)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     work()
-    over.set()
+    done.set()
     watcher.join()
-    return max(seen) - before
+    return max(samples) - before
 
 
 def _resident_mb() -> float | None:
+    """Return the resident memory of this process in MB, None if the system has no /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

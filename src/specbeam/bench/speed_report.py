@@ -1,4 +1,4 @@
-"""Speeds as a table and as a plot."""
+"""The speeds of contenders as a table and as a plot."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,19 +7,19 @@ from specbeam.bench.speed import SpeedLine, Spread
 
 
 def as_markdown(lines: Sequence[SpeedLine]) -> str:
-    """A row per contender. Spreads are the smallest and the largest round."""
-    known = [name for name in ("BLEU", "exact match") if all(name in line.quality for line in lines)]
-    counted = any(line.joules_per_token is not None for line in lines)
+    """Return a table with a row per contender: medians of the rounds, with the smallest and the largest round."""
+    metrics = [name for name in ("BLEU", "exact match") if all(name in line.quality for line in lines)]
+    has_joules = any(line.joules_per_token is not None for line in lines)
     heads = [
-        f"{lines[0].batch_size} at once", "tokens/s", "ratio", "ms per token", *(["J per token"] if counted else []),
-        "target passes per token", "mean width", "log p per token", *known, "peak KV tokens", "memory, MB",
+        f"{lines[0].batch_size} at once", "tokens/s", "ratio", "ms per token", *(["J per token"] if has_joules else []),
+        "target passes per token", "mean width", "log p per token", *metrics, "peak KV tokens", "memory, MB",
     ]  # fmt: skip
     rows = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for line in lines:
-        quality = [f"{line.quality[name] * (100 if name == 'exact match' else 1):.1f}" for name in known]
+        quality = [f"{line.quality[name] * (100 if name == 'exact match' else 1):.1f}" for name in metrics]
         cells = [
             line.name, _spread(line.tokens_per_second, 1), _spread(line.ratio, 2), f"{line.ms_per_token:.2f}",
-            *([_number(line.joules_per_token, 2)] if counted else []), _number(line.passes_per_token, 2),
+            *([_number(line.joules_per_token, 2)] if has_joules else []), _number(line.passes_per_token, 2),
             _number(line.mean_width, 1), f"{line.logp_per_token:.2f}", *quality,
             "" if line.peak_kv_tokens is None else str(line.peak_kv_tokens), _number(line.memory_mb, 0),
         ]  # fmt: skip
@@ -36,7 +36,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def plot(lines: Sequence[SpeedLine], path: Path) -> None:
-    """Quality against speed: BLEU where there are references, log p per token otherwise."""
+    """Write a plot of quality against speed to `path`: BLEU if there are references, else log p per token."""
     import matplotlib
 
     matplotlib.use("Agg")

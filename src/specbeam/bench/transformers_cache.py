@@ -1,4 +1,7 @@
-"""The cache of transformers' own beam search: a copy of the prompt per beam, all copied again when beams are reordered."""
+"""The cache of transformers' own beam search, for timing.
+
+It holds a copy of the prompt per beam, and all of them are copied again whenever beams are reordered.
+"""
 
 import copy
 from typing import TYPE_CHECKING
@@ -6,17 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import DynamicCache
 
-from specbeam.tuning.stored_prompt import TurnCost, timed
+from specbeam.tuning.stored_prompt import TurnCost, seconds_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Copies:
-    """A prompt in transformers' cache, to time steps of beams on.
+class CopiedPrompt:
+    """A prompt in transformers' cache, on which steps of beams are timed.
 
     Args:
-        length: tokens of the prompt, at least 1.
+        length: number of tokens of the prompt, at least 1.
     """
 
     @torch.inference_mode()
@@ -28,24 +31,25 @@ class Copies:
 
     @torch.inference_mode()
     def turn(self, beams: int) -> TurnCost:
-        """A pass over one row per beam, and the reordering: every other beam ends, the others get two successors. Making the
-        copies is not timed.
+        """Time a pass over one row per beam, and the reordering of the cache after it.
+
+        Every other beam ends, and the others get two successors each. Making the copies is not timed.
         """
         cache = copy.deepcopy(self.cache)
         cache.batch_repeat_interleave(beams)
         order = torch.arange(beams, device=self.model.device)
         rows = (order % self.model.config.vocab_size)[:, None]
-        self.model(input_ids=rows[:1])  # copies have driven the weights from the CPU's caches
+        self.model(input_ids=rows[:1])  # making the copies has driven the weights from the CPU's caches
         step = {"input_ids": rows, "past_key_values": cache, "use_cache": True}
-        pass_s = timed(self.model.device, lambda: self.model(**step))
+        pass_s = seconds_of(self.model.device, lambda: self.model(**step))
         kv_tokens = _bytes(cache) // token_bytes(self.model)
-        settle_s = timed(self.model.device, lambda: cache.reorder_cache(order // 2))
+        settle_s = seconds_of(self.model.device, lambda: cache.reorder_cache(order // 2))
         return TurnCost(pass_s, settle_s, kv_tokens)
 
 
 @torch.inference_mode()
 def token_bytes(model: "PreTrainedModel") -> int:
-    """Of the keys and values of one token in all layers."""
+    """Return the number of bytes of the keys and values of one token in all layers."""
     cache = DynamicCache(config=model.config)
     model.base_model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache)
     return _bytes(cache)

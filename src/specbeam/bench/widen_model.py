@@ -1,9 +1,12 @@
-"""Growth: a larger model with the same function, so that real agreement of a trained pair meets the cost of a real target.
+"""Growth of a model into a larger one with the same function.
 
-New layers, heads and feed-forward units write nothing, and new residual width carries zeros; everything else that is new is
-random, and costs what trained weights would cost: numbers of bfloat16 where the model's own are, as they are in most
-checkpoints, for an engine may read those faster. Speed comes from the large model, quality from the small one.
-Positions can be added too.
+A benchmark of a small trained pair has real agreement of draft and target. With the target grown, it also has the cost
+of a real target.
+
+New layers, heads and feed-forward units write nothing, and new residual width carries zeros. All other new weights are
+random, and cost what trained weights would cost. Where the weights of the model are bfloat16 numbers, as in most
+checkpoints, the new ones are too, because an engine may read those faster. So speed is that of the large model, and
+quality that of the small one. Positions can be added too.
 """
 
 import copy
@@ -21,17 +24,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ROTARY = ("default", "linear", "llama3")  # whose angles do not depend on how many positions there are
+ROTARY = ("default", "linear", "llama3")  # kinds whose angles do not depend on the number of positions
 NARROW = 1024
-WIDTH_PER_LAYER = (64, 128)  # of usual models, up to NARROW and above: 768 wide with 12 layers; 4,096 with 32
-WIDER_INSIDE = 8 / 3  # feed-forward units per unit of width
+# Width divided by layers in usual models: 64 up to NARROW (768 wide with 12 layers), 128 above it (4,096 with 32).
+WIDTH_PER_LAYER = (64, 128)
+INNER_PER_WIDTH = 8 / 3  # feed-forward units per unit of width
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a Llama-like decoder is made of."""
+    """The dimensions of a Llama-like decoder."""
 
-    hidden: int
+    hidden: int  # residual width
     layers: int
     inner: int  # feed-forward units
     heads: int
@@ -39,60 +43,69 @@ class Size:
 
     @classmethod
     def of(cls, config: Any) -> "Size":
+        """Return the size of a model with this config of transformers."""
         return cls(
             config.hidden_size, config.num_hidden_layers, config.intermediate_size, config.num_attention_heads,
             config.num_key_value_heads,
         )  # fmt: skip
 
     def parameters(self, head_size: int, vocab: int, tied: bool) -> int:
-        """Norms and biases, which do not matter, left out."""
+        """Return the number of weights, without norms and biases, which are negligible.
+
+        Args:
+            head_size: width of a head.
+            vocab: number of tokens.
+            tied: whether the embedding and the output head share their weights.
+        """
         attention = 2 * self.hidden * head_size * (self.heads + self.kv_heads)
         return (1 if tied else 2) * vocab * self.hidden + self.layers * (attention + 3 * self.hidden * self.inner)
 
 
 def size_for(config: Any, parameters: int) -> Size:
-    """A size of about so many parameters with usual proportions, in no direction below the model's own.
+    """Return a size of about `parameters` weights with usual proportions; no dimension is below the model's own.
 
-    Raises `BadSetting` if the model has more than that already.
+    Raises `BadSetting` if the model has more weights already.
     """
     own = Size.of(config)
     head = head_size(config)
     tied = bool(config.tie_word_embeddings)
-    if own.parameters(head, config.vocab_size, tied) > parameters:
-        have = own.parameters(head, config.vocab_size, tied)
-        raise BadSetting(f"cannot grow to {parameters:,} parameters: the model has {have:,} already")
+    own_parameters = own.parameters(head, config.vocab_size, tied)
+    if own_parameters > parameters:
+        raise BadSetting(f"cannot grow to {parameters:,} parameters: the model has {own_parameters:,} already")
     best = own
-    least = math.inf
+    least_deviation = math.inf
     for factor in range(1, 65):
         hidden = own.hidden * factor
         heads = max(own.heads, hidden // head // own.heads * own.heads)
-        wide = Size(
-            hidden, 1, max(own.inner, round(WIDER_INSIDE * hidden / 64) * 64), heads, own.kv_heads * heads // own.heads
-        )
-        without = wide.parameters(head, config.vocab_size, tied)
-        each = without - Size(hidden, 0, wide.inner, heads, wide.kv_heads).parameters(head, config.vocab_size, tied)
-        layers = round((parameters - without) / each) + 1
+        kv_heads = own.kv_heads * heads // own.heads
+        inner = max(own.inner, round(INNER_PER_WIDTH * hidden / 64) * 64)
+        one_layer = Size(hidden, 1, inner, heads, kv_heads).parameters(head, config.vocab_size, tied)
+        no_layer = Size(hidden, 0, inner, heads, kv_heads).parameters(head, config.vocab_size, tied)
+        layers = round((parameters - one_layer) / (one_layer - no_layer)) + 1
         if layers < own.layers:
             continue
-        odd = abs(math.log(layers * WIDTH_PER_LAYER[hidden > NARROW] / hidden))
-        if odd < least:
-            best = Size(hidden, layers, wide.inner, heads, wide.kv_heads)
-            least = odd
+        deviation = abs(math.log(layers * WIDTH_PER_LAYER[hidden > NARROW] / hidden))
+        if deviation < least_deviation:
+            best = Size(hidden, layers, inner, heads, kv_heads)
+            least_deviation = deviation
     return best
 
 
 @torch.no_grad()
 def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTrainedModel":
-    """A new model that computes the same logits up to rounding, with more weights; of the model's type, where it is. Where
-    the matrices of the model hold numbers of bfloat16 alone, so do those of the new one.
+    """Return a new model with more weights that computes the same logits up to rounding.
+
+    It has the dtype of the model and lies on the same device. If all matrices of the model hold bfloat16 numbers,
+    whatever their dtype, so do those of the new model.
 
     Args:
-        model: of the Llama, Mistral, Qwen2 or Qwen3 family. It stays as it is.
+        model: of the Llama, Mistral, Qwen2 or Qwen3 family. It is not changed.
         to: a size, or a number of parameters for `size_for`.
-        seed: of the new weights.
+        seed: of the new random weights.
 
     Raises:
-        NotSupported: another family. BadSetting: a size that is smaller somewhere, or whose heads do not fit.
+        NotSupported: the model is of another family.
+        BadSetting: a dimension of the size is smaller than the model's, or its heads do not fit.
     """
     if model.config.model_type not in FAMILIES:
         raise NotSupported(f"growth knows {', '.join(FAMILIES)}; {type(model).__name__} is {model.config.model_type}")
@@ -109,63 +122,73 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     config.rms_norm_eps = model.config.rms_norm_eps * own.hidden / size.hidden
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[number % own.layers] for number in range(size.layers)]
-    large = _fresh(type(model), config, model, seed)
-    if _of_bfloat16(model) and large.dtype != torch.bfloat16:
+    large = _random_model(type(model), config, model, seed)
+    if _holds_bfloat16(model) and large.dtype != torch.bfloat16:
         for weight in _matrices(large):
             weight.copy_(weight.bfloat16())
-    shrunk = math.sqrt(own.hidden / size.hidden)  # a norm over more width divides by less
+    norm_scale = math.sqrt(own.hidden / size.hidden)  # a norm over more width divides by less
     large.model.embed_tokens.weight.zero_()
-    _put(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    _insert(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
     if not config.tie_word_embeddings:
-        _put(large.lm_head.weight, model.lm_head.weight)
-    large.model.norm.weight.fill_(shrunk)
-    _put(large.model.norm.weight, model.model.norm.weight * shrunk)
-    for layer in large.model.layers:  # nothing new writes anything
+        _insert(large.lm_head.weight, model.lm_head.weight)
+    large.model.norm.weight.fill_(norm_scale)
+    _insert(large.model.norm.weight, model.model.norm.weight * norm_scale)
+    for layer in large.model.layers:  # new layers, heads and units write nothing
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     for layer, source in zip(large.model.layers, model.model.layers, strict=False):
-        _copy(layer, source, shrunk)
+        _copy_layer(layer, source, norm_scale)
     large.generation_config = copy.deepcopy(model.generation_config)
     return large.eval()
 
 
-def _fresh(kind: Any, config: Any, like: "PreTrainedModel", seed: int) -> Any:
-    """A random model of the type of another one, where that is: billions of numbers are not drawn on the host."""
+def _random_model(kind: Any, config: Any, like: "PreTrainedModel", seed: int) -> Any:
+    """Return a model with random weights, of the class `kind`.
+
+    It has the dtype of the model `like` and is made on the same device, so that billions of numbers for a GPU are not
+    drawn on the host.
+    """
     before = torch.get_default_dtype()
     device = like.device
     try:
         torch.set_default_dtype(like.dtype)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(seed)
-            return kind(config)  # not cast: rotary frequencies stay float32
+            return kind(config)  # is not cast afterwards: rotary frequencies have to stay float32
     finally:
         torch.set_default_dtype(before)
 
 
-def _of_bfloat16(model: nn.Module) -> bool:
+def _holds_bfloat16(model: nn.Module) -> bool:
+    """Return whether all numbers in the matrices of a model are bfloat16 numbers, whatever their dtype."""
     return all(torch.equal(weight, weight.bfloat16().to(weight.dtype)) for weight in _matrices(model))
 
 
 def _matrices(model: nn.Module) -> list[torch.Tensor]:
-    return [one.weight for one in model.modules() if isinstance(one, (nn.Linear, nn.Embedding))]
+    return [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
 
 
-def _copy(layer: nn.Module, source: nn.Module, shrunk: float) -> None:
+def _copy_layer(layer: nn.Module, source: nn.Module, norm_scale: float) -> None:
+    """Copy the weights of a layer into a larger one; norms over the residual width are scaled by `norm_scale`."""
     for name, old in source.named_parameters():
         new = layer.get_parameter(name)
         scale = 1.0
         if name.endswith("layernorm.weight"):
-            scale = shrunk
-            new.fill_(shrunk)
-        _put(new, old * scale)
+            scale = norm_scale
+            new.fill_(norm_scale)
+        _insert(new, old * scale)
 
 
-def _put(new: torch.Tensor, old: torch.Tensor) -> None:
-    """The old weights in the first rows and columns; old rows read nothing of what is new, which is zero anyway."""
+def _insert(new: torch.Tensor, old: torch.Tensor) -> None:
+    """Write the old weights into the first rows and columns of the new ones.
+
+    The rest of these rows may stay random: it reads new residual width, which is always zero.
+    """
     new[tuple(slice(length) for length in old.shape)] = old
 
 
 def _check(own: Size, size: Size) -> None:
+    """Raise `BadSetting` if a dimension is smaller than in `own`, or if heads per key-value head differ."""
     for name in ("hidden", "layers", "inner", "heads", "kv_heads"):
         if getattr(size, name) < getattr(own, name):
             raise BadSetting(f"{name} is {getattr(size, name)}; a model does not shrink, it has {getattr(own, name)}")
@@ -176,15 +199,17 @@ def _check(own: Size, size: Size) -> None:
 
 
 def with_positions(model: "PreTrainedModel", positions: int) -> "PreTrainedModel":
-    """The same weights with more positions, to time long texts on: beyond those of its training, passes cost what they
-    would cost and texts are worth nothing. Up to them its function stays.
+    """Return a model with the same weights and more positions, on which long texts can be timed.
+
+    Up to the model's own positions the function stays the same. Beyond them passes cost what they would cost in a model
+    trained for them, but the texts are worthless.
 
     Args:
-        model: stays as it is, and shares its weights with the new one.
-        positions: how many.
+        model: it is not changed, and shares its weights with the new one.
+        positions: number of positions of the new model.
 
     Raises:
-        NotSupported: positions are learned, or angles depend on how many there are.
+        NotSupported: positions are learned, or rotary angles depend on the number of positions.
     """
     kind = (getattr(model.config, "rope_parameters", None) or {}).get("rope_type")
     if kind not in ROTARY:
@@ -192,6 +217,6 @@ def with_positions(model: "PreTrainedModel", positions: int) -> "PreTrainedModel
             f"{type(model).__name__} cannot get {positions:,} positions: its own are {kind or 'not rotary'}, and only "
             f"rotary ones ({', '.join(ROTARY)}) go on by themselves; give lengths that it has positions for"
         )
-    longer = copy.deepcopy(model, {id(one): one for one in model.parameters()})
+    longer = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     longer.config.max_position_embeddings = positions
     return longer

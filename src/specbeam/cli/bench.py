@@ -1,4 +1,4 @@
-"""`specbeam bench`: figures that can be trusted."""
+"""The commands `specbeam bench efficiency` and `specbeam bench acceptance`."""
 
 import dataclasses
 import json as json_format
@@ -14,47 +14,53 @@ from specbeam.pair import BUNDLED
 
 
 def demo_sentences() -> list[str]:
+    """Return the German sentences of the bundled pair."""
     lines = (BUNDLED / "sentences.tsv").read_text(encoding="utf-8").splitlines()
     return [line.split("\t")[0] for line in lines]
 
 
-def ranks(
+def acceptance_by_rank(
     prompts: list[str], files: list[Path], model: str, draft: str | None, children: int, temperature: float | None,
     rows: int, max_new_tokens: int, seed: int, json: bool,
 ) -> int:  # fmt: skip
+    """Print how often the k-th draft token tried is the accepted one; return the exit code."""
     pair = quiet_load(model, draft)
     options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    found = acceptance(pair, spread(_asked(prompts, files), rows), children, seed, **options)
+    measured = acceptance(pair, spread(_texts(prompts, files), rows), children, seed, **options)
     if json:
-        print(json_format.dumps(dataclasses.asdict(found)))
+        print(json_format.dumps(dataclasses.asdict(measured)))
         return 0
-    for place, (odds, error) in enumerate(zip(found.odds, found.error, strict=True)):
-        print(f"child {place + 1}: accepted at {odds:.3f} of {found.nodes} steps (standard error {error:.3f})")
-    print(f"use it with --set acceptance={','.join(map(str, found.odds))}")
+    for place, (odds, error) in enumerate(zip(measured.odds, measured.error, strict=True)):
+        print(f"child {place + 1}: accepted at {odds:.3f} of {measured.nodes} steps (standard error {error:.3f})")
+    print(f"use it with --set acceptance={','.join(map(str, measured.odds))}")
     return 0
 
 
-def _asked(prompts: list[str], files: list[Path]) -> list[str]:
-    return [one.text for one in gather(prompts, files)[0]] if prompts or files else demo_sentences()
+def _texts(prompts: list[str], files: list[Path]) -> list[str]:
+    """Return the prompts of arguments and files; without any, the demo's sentences."""
+    if not prompts and not files:
+        return demo_sentences()
+    return [prompt.text for prompt in gather(prompts, files)[0]]
 
 
 def block_efficiency(
     prompts: list[str], files: list[Path], model: str, draft: str | None, budgets: list[int], temperature: float | None,
     rows: int, max_new_tokens: int, seed: int, picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
+    """Print the tokens per target pass of each recipe at each budget of nodes; return the exit code."""
     from rich.console import Console
 
     if picture is not None:
         check_picture(picture)
-    asked = _asked(prompts, files)
+    texts = _texts(prompts, files)
     pair = quiet_load(model, draft)
     console = Console(stderr=True, highlight=False)
 
-    def told(cell: TreeCell) -> None:
+    def on_progress(cell: TreeCell) -> None:
         console.print(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
 
     cells = efficiency(
-        pair, spread(asked, rows), budgets, seed, told, temperature=temperature, max_new_tokens=max_new_tokens
+        pair, spread(texts, rows), budgets, seed, on_progress, temperature=temperature, max_new_tokens=max_new_tokens
     )
     if json:
         for cell in cells:

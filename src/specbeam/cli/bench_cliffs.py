@@ -1,4 +1,4 @@
-"""`specbeam bench cliffs`: where speed falls off, by method, option, batch size and kind of prompts."""
+"""The command `specbeam bench cliffs`: speeds by method, option, batch size and kind of prompts."""
 
 import dataclasses
 import json as json_format
@@ -19,6 +19,7 @@ def run(
     max_new_tokens: int, model: str, draft: str | None, grow: str | None, threads: int | None, markdown: Path | None,
     json: Path | None,
 ) -> int:  # fmt: skip
+    """Measure the table of cliffs, print and write it, and return the exit code."""
     import torch
     from rich.console import Console
     from rich.progress import Progress
@@ -42,15 +43,15 @@ def run(
     cells: list[SpeedCell] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("cliffs", total=_runs(plan))
-        for some in cliffs(pair, plan, sentences, partial(progress.advance, bar)):
-            cells += some
-            _write(cells, plan, origin, markdown, json)  # each table anew: a long run may be cut off
+        for table in cliffs(pair, plan, sentences, partial(progress.advance, bar)):
+            cells += table
+            _write(cells, plan, origin, markdown, json)  # after each table, because a long run may be interrupted
     print(_page(cells, plan, origin))
     return 0
 
 
 def _runs(plan: CliffPlan) -> int:
-    """How often contenders are asked in all tables."""
+    """Return the number of batches that contenders answer in all tables, warm-up included."""
     total = 0
     for _, size in plan.tables:
         ours, theirs = contenders_of(plan, size)
@@ -59,16 +60,18 @@ def _runs(plan: CliffPlan) -> int:
 
 
 def _page(cells: Sequence[SpeedCell], plan: CliffPlan, origin: dict[str, str]) -> str:
-    said = "; ".join(f"{name}: {value}" for name, value in origin.items())
+    """Return the page in Markdown, with the provenance of the figures."""
+    details = "; ".join(f"{name}: {value}" for name, value in origin.items())
     return (
         f"{as_markdown(cells)}\n\nRatios are taken round by round; median of {plan.repeats} rounds, smallest to largest; "
-        f"at most {plan.max_new_tokens} new tokens. {said}"
+        f"at most {plan.max_new_tokens} new tokens. {details}"
     )
 
 
 def _write(
     cells: Sequence[SpeedCell], plan: CliffPlan, origin: dict[str, str], markdown: Path | None, json: Path | None
 ) -> None:
+    """Write the cells to the files that are given: the page in Markdown, a line of JSON per cell."""
     if markdown is not None:
         markdown.write_text(_page(cells, plan, origin) + "\n", encoding="utf-8")
     if json is not None:
@@ -77,16 +80,20 @@ def _write(
 
 
 def _words(name: str, text: str | None, known: Sequence[str]) -> list[str]:
-    """Words between commas, each once; all that are known where none are given."""
+    """Return the words between commas without repetitions; all that are known if `text` is None.
+
+    Raises `BadSetting`, which names the option `name`, if a word is not known.
+    """
     if text is None:
         return list(known)
-    found = list(dict.fromkeys(word.strip() for word in text.split(",")))
-    for word in found:
+    words = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    for word in words:
         one_of(name, word, known)
-    return found
+    return words
 
 
 def _sizes(text: str) -> list[int]:
+    """Return the numbers between commas without repetitions."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
         raise BadSetting(f"--batch-sizes is {text!r}; it must be numbers like 1,4,16")
@@ -94,6 +101,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def _check(plan: CliffPlan, files: Sequence[Path | None]) -> None:
+    """Raise an error if a number is below 1, or if a file cannot be written because its folder is missing."""
     numbers = [("--rows", plan.rows), ("--repeats", plan.repeats), ("--max-new-tokens", plan.max_new_tokens)]
     for name, value in (*numbers, *(("--batch-sizes", size) for size in plan.batch_sizes)):
         if value < 1:

@@ -1,4 +1,4 @@
-"""`specbeam bench methods`: which method for what."""
+"""The command `specbeam bench methods`: a comparison of methods by quality and cost."""
 
 import dataclasses
 import json as json_format
@@ -22,6 +22,12 @@ def run(
     pairs: list[Path], model: str, draft: str | None, grow: str | None, metric: str | None,
     shape: tuple[int, int, float], rows: int, seeds: int, max_new_tokens: int, picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
+    """Compare methods on tasks, print a table per task, and return the exit code.
+
+    Args:
+        pairs: TSV files of prompts and answers; empty: the bundled tasks.
+        shape: beams, draft depth, and threshold of the methods.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -42,9 +48,9 @@ def run(
     lines = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for task in tasks:
-            task = dataclasses.replace(task, rows=task.rows[:rows])
-            bar = progress.add_task(task.name, total=seeds * len(task.rows))
-            lines += measure(loaded, task, methods, seeds, max_new_tokens, partial(progress.advance, bar))
+            shortened = dataclasses.replace(task, rows=task.rows[:rows])
+            bar = progress.add_task(task.name, total=seeds * len(shortened.rows))
+            lines += measure(loaded, shortened, methods, seeds, max_new_tokens, partial(progress.advance, bar))
     origin = provenance()
     if json:
         for line in lines:
@@ -62,7 +68,7 @@ def run(
 
 
 def bundled_tasks() -> list[Task]:
-    """The demo's own input."""
+    """Return the tasks of the bundled pair: German sentences to translate, and letters to spell as sounds."""
     words = [(f"<sounds> {' '.join(word)}", sounds) for word, sounds in _rows(BUNDLED / "words.tsv")]
     return [
         Task("German sentences", "BLEU", _rows(BUNDLED / "sentences.tsv")),
@@ -71,7 +77,10 @@ def bundled_tasks() -> list[Task]:
 
 
 def tasks_of(files: list[Path], metric: str) -> list[Task]:
-    """A task per file, named after it, and by its path where several have one name."""
+    """Return a task per TSV file, named after the file; by its path if several files have the same name.
+
+    Raises `BadSetting` if a file is given twice.
+    """
     if len({file.resolve() for file in files}) < len(files):
         raise BadSetting("a file is given twice; give each task once")
     stems = Counter(file.stem for file in files)
@@ -79,6 +88,7 @@ def tasks_of(files: list[Path], metric: str) -> list[Task]:
 
 
 def _rows(file: Path) -> list[tuple[str, str]]:
+    """Read the prompts and answers of a TSV file; raise `MissingFile` or `BadPrompt` if it has none."""
     if not file.is_file():
         raise MissingFile(f"there is no file {file}; give a TSV with a prompt and its answer per line")
     rows = []

@@ -1,4 +1,4 @@
-"""`specbeam bench passes`: what a pass costs by rows, length and beams."""
+"""The command `specbeam bench passes`: the cost of a pass by rows, tokens in the cache, and beams."""
 
 import json as json_format
 from functools import partial
@@ -20,6 +20,7 @@ def run(
     model: str, grow: str | None, rows: list[int], beams: list[int], lengths: list[int], copies_gb: float, repeats: int,
     threads: int | None, picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
+    """Time passes, print tables of their cost, and return the exit code."""
     import torch
     from rich.console import Console
     from rich.progress import Progress
@@ -34,23 +35,24 @@ def run(
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("passes", total=plan.steps)
         cells = passes(lm, plan, partial(progress.advance, bar))
-    found = fits(cells, plan)
+    fitted = fits(cells, plan)
     origin = provenance() | {"engine": lm.engine, "positions": positions}
     if json:
-        for record in as_records(cells, found):
+        for record in as_records(cells, fitted):
             print(json_format.dumps({**record, "provenance": origin}))
     else:
-        print(as_markdown(cells, found, plan))
+        print(as_markdown(cells, fitted, plan))
         print(f"\nMedian of {plan.repeats} rounds, smallest to largest; fits are through medians. ", end="")
         print("; ".join(f"{name}: {value}" for name, value in origin.items()))
     if picture is not None:
-        plot(cells, found, plan, picture)
+        plot(cells, fitted, plan, picture)
     return 0
 
 
 def _plan(rows: list[int], beams: list[int], lengths: list[int], copies_gb: float, repeats: int) -> PassPlan:
-    known = (("--rows", rows), ("--beams", beams), ("--length", lengths), ("--repeats", [repeats]))
-    for name, values in known:
+    """Return the plan of these sizes in ascending order; raise `BadSetting` if one is below 1."""
+    options = (("--rows", rows), ("--beams", beams), ("--length", lengths), ("--repeats", [repeats]))
+    for name, values in options:
         for value in values:
             if value < 1:
                 raise BadSetting(f"{name} is {value}; it must be at least 1")
@@ -59,7 +61,7 @@ def _plan(rows: list[int], beams: list[int], lengths: list[int], copies_gb: floa
 
 
 def _model(name: str, grow: str | None, needed: int) -> tuple[HuggingFaceLM, str]:
-    """A target with as many positions as are needed, and what to say of them."""
+    """Return a model with at least `needed` positions, and a text on where its positions come from."""
     pair = quiet_load(name, None)
     model = pair.target_model if grow is None else grown(pair.target_model, parameters(grow))
     own = pair.target.max_positions

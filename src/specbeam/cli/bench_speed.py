@@ -1,4 +1,4 @@
-"""`specbeam bench speed`: methods and baselines on the same prompts in one interleaved run."""
+"""The command `specbeam bench speed`: methods and baselines on the same prompts in one interleaved run."""
 
 import dataclasses
 import json as json_format
@@ -38,6 +38,7 @@ def run(
     grow_draft: str | None, quantize: str | None, rows: int, batch_sizes: list[int], repeats: int, threads: int | None,
     options: dict[str, Any], picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
+    """Measure contenders, print a table per batch size, and return the exit code."""
     import torch
     from rich.console import Console
     from rich.progress import Progress
@@ -45,34 +46,35 @@ def run(
     _check(rows, batch_sizes, repeats, picture)
     if threads is not None:
         torch.set_num_threads(threads)
-    asked = spread(demo_rows() if source is None else read(source, None, columns), rows)
+    prompts = spread(demo_rows() if source is None else read(source, None, columns), rows)
     pair = grown_pair(model, draft, grow, grow_draft, quantize)
     running = [_contender(pair, text, options) for text in contenders or DEFAULT]
     console = Console(stderr=True, highlight=False)
-    lines = []
+    tables = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         for size in batch_sizes:
-            bar = progress.add_task(f"{size} at once", total=repeats * -(-len(asked) // size))
-            lines.append(speed(pair, running, asked, size, repeats, partial(progress.advance, bar)))
+            bar = progress.add_task(f"{size} at once", total=repeats * -(-len(prompts) // size))
+            tables.append(speed(pair, running, prompts, size, repeats, partial(progress.advance, bar)))
     origin = provenance()
-    for some in lines:
+    for table in tables:
         if json:
-            for line in some:
+            for line in table:
                 print(json_format.dumps({**dataclasses.asdict(line), "provenance": origin}))
         else:
-            print(as_markdown(some) + "\n")
+            print(as_markdown(table) + "\n")
     if not json:
         print(
-            f"Ratios are to {lines[0][0].name}, round by round; median of {repeats} rounds, smallest to largest. ",
+            f"Ratios are to {tables[0][0].name}, round by round; median of {repeats} rounds, smallest to largest. ",
             end="",
         )
         print("; ".join(f"{name}: {value}" for name, value in origin.items()))
     if picture is not None:
-        plot([line for some in lines for line in some], picture)
+        plot([line for table in tables for line in table], picture)
     return 0
 
 
 def _check(rows: int, batch_sizes: list[int], repeats: int, picture: Path | None) -> None:
+    """Raise an error if a number is below 1 or the plot cannot be written."""
     for name, value in (("--rows", rows), ("--repeats", repeats), *(("--batch-size", size) for size in batch_sizes)):
         if value < 1:
             raise BadSetting(f"{name} is {value}; it must be at least 1")
@@ -81,19 +83,22 @@ def _check(rows: int, batch_sizes: list[int], repeats: int, picture: Path | None
 
 
 def _contender(pair: Pair, text: str, options: dict[str, Any]) -> Contender:
+    """Return the contender that a text like "dsbd beams=4" or "transformers/sampling" describes."""
     name, *settings = shlex.split(text)
     engine, _, mode = name.partition("/")
     if not mode:
-        return specbeam(pair, text, method_from(name, settings), **_for(name, options))
+        return specbeam(pair, text, method_from(name, settings), **_options_for(name, options))
     if engine not in MAKERS:
         raise BadSetting(f"{engine} is no baseline; there are {', '.join(MAKERS)}")
-    return MAKERS[engine](
-        pair, mode, **{key: _read(value) for key, _, value in (one.partition("=") for one in settings)}, **options
-    )
+    own_options = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        own_options[key] = _read(value)
+    return MAKERS[engine](pair, mode, **own_options, **options)
 
 
-def _for(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What draws nothing takes no warpers."""
+def _options_for(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that are set, without warpers if the method does not sample."""
     warpers = ("temperature", "top_k", "top_p") if name in ("greedy", "beam_search", "speculative_beam_search") else ()
     return {key: value for key, value in options.items() if value is not None and key not in warpers}
 
@@ -103,5 +108,6 @@ def _read(value: str) -> int | str:
 
 
 def demo_rows() -> list[PromptRow]:
+    """Return the German sentences of the bundled pair with their translations."""
     lines = (BUNDLED / "sentences.tsv").read_text(encoding="utf-8").splitlines()
     return [PromptRow(*line.split("\t")[:2]) for line in lines]

@@ -1,4 +1,4 @@
-"""What several commands share: settings from text, quiet loading, records as JSON."""
+"""Functions that several commands share: settings from text, loading without progress bars, records as JSON."""
 
 import dataclasses
 import inspect
@@ -21,7 +21,7 @@ def quiet_load(
     quantize: Any = None,
     compile: bool = False,
 ) -> Pair:
-    """Load without the progress bars of the model library."""
+    """Load a pair as `specbeam.load` does, without the progress bars and messages of the model library."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -30,10 +30,14 @@ def quiet_load(
 
 
 def method_from(name: str, settings: list[str]) -> Method:
-    """A method from its name and NAME=VALUE texts, each read as the type of the setting."""
-    make = {make.__name__: make for make in RECIPES}.get(name)
+    """Return a method by its name, with settings from NAME=VALUE texts.
+
+    Each value is read as the type of its setting. Raises `BadSetting` if there is no such method or setting, or if a
+    text has no value.
+    """
+    make = {recipe.__name__: recipe for recipe in RECIPES}.get(name)
     if make is None:
-        return resolve(name)
+        return resolve(name)  # raises an error that names the methods there are
     known = inspect.signature(make).parameters
     chosen: dict[str, Any] = {}
     for setting in settings:
@@ -47,19 +51,26 @@ def method_from(name: str, settings: list[str]) -> Method:
 
 
 def _words(annotation: Any) -> list[str]:
-    """Those that a type allows beside numbers: "auto", for one."""
-    words = [one for one in get_args(annotation) if isinstance(one, str)]
-    return sum((_words(one) for one in get_args(annotation) if not isinstance(one, str)), words)
+    """Return the words that a type allows in `Literal`, such as "auto"."""
+    words = []
+    for argument in get_args(annotation):
+        words += [argument] if isinstance(argument, str) else _words(argument)
+    return words
 
 
 def _example(parameter: inspect.Parameter) -> Any:
-    """The default, which shows the type; where that is None, any number if a number may stand there."""
+    """Return a value of a parameter's type: its default, or zero if the type allows numbers, or None."""
     if parameter.default is not None:
         return parameter.default
     return next((kind() for kind in get_args(parameter.annotation) if kind in (int, float)), None)
 
 
 def _read(key: str, value: str, default: Any) -> Any:
+    """Read the value of the setting `key` as the type of `default`.
+
+    A tuple is read from values between commas. Without a default, digits are an integer and all else is text. Raises
+    `BadSetting` if the value does not fit.
+    """
     if isinstance(default, bool):
         if value.lower() not in ("true", "false"):
             raise BadSetting(f"{key} is {value!r}; it must be true or false")
@@ -73,18 +84,28 @@ def _read(key: str, value: str, default: Any) -> Any:
             raise BadSetting(
                 f"{key} is {value!r}; it must be {'an integer' if isinstance(default, int) else 'a number'}"
             ) from error
-    return int(value) if value.isdigit() else value  # "auto" or a number
+    return int(value) if value.isdigit() else value
 
 
 def text_or_file(value: str | None, mark: str, name: str) -> str | None:
-    """What the file of that name holds; if there is none, the text itself, which has `mark` in it."""
+    """Return the content of the file named `value`, or `value` itself if there is no such file.
+
+    Args:
+        value: a file name or a text; None is returned as it is.
+        mark: a part that every such text has, which tells a text from the name of a missing file.
+        name: what the text is, for errors.
+
+    Raises:
+        BadSetting: the file is not UTF-8.
+        MissingFile: the file cannot be read, or there is none and the value does not contain `mark`.
+    """
     if value is None:
         return None
     try:
         return Path(value).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise BadSetting(f"{value} is not UTF-8: {error.reason} at byte {error.start}") from error
-    except (OSError, ValueError) as error:  # no file, or no name of one
+    except (OSError, ValueError) as error:  # there is no such file, or `value` cannot be a file name
         if mark in value or (name == "json_schema" and value in ("true", "false")):
             return value
         if _is_there(value):
@@ -100,9 +121,9 @@ def _is_there(name: str) -> bool:
         return False
 
 
-def as_json(number: int, prompt: str, one: Generation) -> str:
-    """One line per answer."""
-    record = {"index": number, "prompt": prompt, **dataclasses.asdict(one)}
-    record["prompt_tokens"] = len(one.prompt)
-    record["prompt"] = prompt
+def as_json(number: int, prompt: str, generation: Generation) -> str:
+    """Return an answer as a line of JSON; `number` and `prompt` are those of its prompt."""
+    record = {"index": number, "prompt": prompt, **dataclasses.asdict(generation)}
+    record["prompt_tokens"] = len(generation.prompt)
+    record["prompt"] = prompt  # the text, where `asdict` has put the token ids
     return json.dumps(record, ensure_ascii=False)

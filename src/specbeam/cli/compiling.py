@@ -1,4 +1,4 @@
-"""What a user at a terminal sees while steps are compiled, which happens once on a machine."""
+"""A spinner at the terminal while steps are compiled, which happens once per machine."""
 
 import logging
 from collections.abc import Iterator
@@ -7,30 +7,31 @@ from typing import Any
 
 
 class _Spinner(logging.Handler):
-    """Turns while anything is compiled, and names it."""
+    """A log handler that shows a spinner with the name of the step that is being compiled."""
 
     def __init__(self, console: Any) -> None:
         super().__init__()
         self.status = console.status("")
-        self.under_way = 0  # a step may be compiled while another one is that calls it
+        self.under_way: list[str] = []  # names of steps: compiling one compiles the steps that it calls
         self.done = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hear that a step is being compiled, or that it was."""
-        is_beginning = record.getMessage().startswith("compiling")
-        self.under_way += 1 if is_beginning else -1
-        self.done += not is_beginning
-        said = f"Compiling for this processor, once: {self.done} steps are done"
-        self.status.update(f"{said}, {record.getMessage().split()[-1]} is next" if is_beginning else said)
-        if self.under_way > 0:
-            self.status.start()
-        else:
+        """Count a step whose compilation begins or ends, and show or hide the spinner."""
+        if record.getMessage().startswith("compiling"):
+            self.under_way.append(record.getMessage().split()[-1])
+        elif self.under_way:
+            self.under_way.pop()
+            self.done += 1
+        if not self.under_way:
             self.status.stop()
+            return
+        self.status.update(f"Compiling for this processor, once: {self.under_way[-1]} (steps done: {self.done})")
+        self.status.start()
 
 
 @contextmanager
-def compiling_shown() -> Iterator[None]:
-    """Show what is compiled for a while, if standard error is a terminal."""
+def showing_compilation() -> Iterator[None]:
+    """Show a spinner whenever a step is compiled inside, if standard error is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -1,4 +1,4 @@
-"""`specbeam demo`: the main job on real input, method beside method, with the bundled pair."""
+"""The command `specbeam demo`: several methods on German sentences, side by side, with the bundled pair."""
 
 import dataclasses
 import json as json_format
@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from specbeam import render as drawing
+from specbeam import render
 from specbeam.cli.common import quiet_load
 from specbeam.errors import MissingFile
 from specbeam.generation import generate, turns_of
@@ -17,16 +17,20 @@ from specbeam.recipes.method import Method
 from specbeam.records import Generation
 
 SHOWN = 3  # sentences whose translations are printed
-LAW: dict[str, Any] = {"temperature": 1.0, "top_k": 10, "top_p": 0.9}  # of all methods, on their joint law
+LAW: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 10,
+    "top_p": 0.9,
+}  # options of all methods; they apply to the joint law of the beams
 
 
 @dataclass(frozen=True)
 class DemoLine:
-    """One method's row of the table."""
+    """The figures of one method, a row of the table."""
 
     method: str
-    bleu: float
-    words_right: float
+    bleu: float  # of the sentences, 0 to 100
+    words_right: float  # share of the words whose sounds are right
     target_passes_per_token: float
     tokens_per_second: float
     mean_width: float
@@ -35,6 +39,7 @@ class DemoLine:
 
 
 def run(beams: int, seed: int, json: bool) -> int:
+    """Run the demo, print texts and a table or JSON, and return the exit code."""
     try:
         import sacrebleu  # noqa: F401
     except ImportError as error:
@@ -52,16 +57,16 @@ def run(beams: int, seed: int, json: bool) -> int:
         f"dsbd {beams}, fixed width": dsbd(beams, beams + 2, width="fixed"),
         f"dsbd {beams}, dynamic width": dsbd(beams, beams + 2),
     }
-    console.print("Warming up, which takes a minute where anything has to be compiled ...")
+    console.print("Warming up; this takes a minute if anything has to be compiled ...")
     for method in contenders.values():
         generate(pair, sentences[0][0], method, seed=seed, max_new_tokens=64, **LAW)
     texts = {}
     lines = []
     for name, method in contenders.items():
         with EnergyMeter() as meter:
-            done = _translated(pair, method, [source for source, _ in sentences], name, seed, console)
-        lines.append(_line(pair, name, method, done, meter.joules, sentences, words, seed))
-        texts[name] = [one.text for _, one in done]
+            answers, seconds = _translate(pair, method, [source for source, _ in sentences], name, seed, console)
+        lines.append(_line(pair, name, method, answers, seconds, meter.joules, sentences, words, seed))
+        texts[name] = [answer.text for answer in answers]
     if json:
         for line in lines:
             print(json_format.dumps(dataclasses.asdict(line)))
@@ -74,48 +79,56 @@ def run(beams: int, seed: int, json: bool) -> int:
 
 
 def _rows(name: str) -> list[tuple[str, str]]:
+    """Read the pairs of prompt and right answer of a bundled file."""
     lines = (BUNDLED / name).read_text(encoding="utf-8").splitlines()
     return [(source, answer) for source, answer in (line.split("\t") for line in lines)]
 
 
-def _translated(
+def _translate(
     pair: Pair, method: Method, sources: list[str], name: str, seed: int, console: Any
-) -> list[tuple[float, Generation]]:
-    """One prompt after the other, as a user at a keyboard has it; seconds and answer of each."""
+) -> tuple[list[Generation], list[float]]:
+    """Decode prompts one at a time, as for a single user at a keyboard; return the answers and the seconds of each."""
     from rich.progress import track
 
-    done = []
+    answers = []
+    seconds = []
     for source in track(sources, name.ljust(24), console=console, transient=True, disable=not console.is_terminal):
         began = time.perf_counter()
         answer = generate(pair, source, method, seed=seed, max_new_tokens=64, **LAW)[0]
-        done.append((time.perf_counter() - began, answer))
-    return done
+        seconds.append(time.perf_counter() - began)
+        answers.append(answer)
+    return answers, seconds
 
 
 def _line(
-    pair: Pair, name: str, method: Method, done: list[tuple[float, Generation]], joules: float | None, sentences: Any,
-    words: Any, seed: int,
+    pair: Pair, name: str, method: Method, answers: list[Generation], seconds: list[float], joules: float | None,
+    sentences: Any, words: Any, seed: int,
 ) -> DemoLine:  # fmt: skip
+    """Compute the figures of a method from its translations, and let it spell the words as sounds."""
     import sacrebleu
 
-    answers = [one for _, one in done]
-    tokens = sum(len(one.tokens) for one in answers)
-    asked = ["<sounds> " + " ".join(word) for word, _ in words]
-    spoken = generate(pair, asked, method, seed=seed, max_new_tokens=32, **LAW)
-    widths = [width for one in answers for width in one.report.widths]
+    tokens = sum(len(answer.tokens) for answer in answers)
+    passes = sum(answer.report.target_passes for answer in answers)
+    widths = [width for answer in answers for width in answer.report.widths]
+    references = [reference for _, reference in sentences]
+    score = sacrebleu.corpus_bleu([answer.text for answer in answers], [references]).score
+    word_prompts = ["<sounds> " + " ".join(word) for word, _ in words]
+    spoken = generate(pair, word_prompts, method, seed=seed, max_new_tokens=32, **LAW)
+    right = sum(answer.text == sounds for answer, (_, sounds) in zip(spoken, words, strict=True))
     return DemoLine(
-        name,
-        round(sacrebleu.corpus_bleu([one.text for one in answers], [[answer for _, answer in sentences]]).score, 1),
-        sum(one.text == answer for one, (_, answer) in zip(spoken, words, strict=True)) / len(words),
-        round(sum(one.report.target_passes for one in answers) / tokens, 3),
-        round(tokens / sum(seconds for seconds, _ in done), 1),
-        round(sum(widths) / len(widths), 2),
-        None if joules is None else round(joules / tokens, 2),
-        answers[0].report.law,
+        method=name,
+        bleu=round(score, 1),
+        words_right=right / len(words),
+        target_passes_per_token=round(passes / tokens, 3),
+        tokens_per_second=round(tokens / sum(seconds), 1),
+        mean_width=round(sum(widths) / len(widths), 2),
+        joules_per_token=None if joules is None else round(joules / tokens, 2),
+        law=answers[0].report.law,
     )
 
 
 def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[str]], lines: list[DemoLine]) -> None:
+    """Print some translations of each method, and the table of figures."""
     from rich.table import Table
 
     for number in range(SHOWN):
@@ -135,14 +148,15 @@ def _show(console: Any, sentences: list[tuple[str, str]], texts: dict[str, list[
         )  # fmt: skip
     console.print(table)
     if any(line.joules_per_token is None for line in lines):
-        console.print("[dim]J/token: this machine shows no energy counter[/]")
+        console.print("[dim]J/token: this machine has no energy counter that can be read[/]")
     for line in lines:
         console.print(f"[dim]{line.method}: {line.law}[/]")
 
 
 def _draw(console: Any, pair: Pair, source: str, method: Method, seed: int) -> None:
+    """Print the forest of the first turn of a sentence, with a legend."""
     turn = next(iter(turns_of(pair, source, method, seed=seed, **LAW)))
     console.print(f"\nThe first turn's forest for [bold]{source}[/]")
-    for tree in drawing.as_trees(drawing.picture(turn, pair.word)):
+    for tree in render.as_trees(render.picture(turn, pair.word)):
         console.print(tree)
-    console.print("   ".join(f"[{drawing.STYLES[f]}]{drawing.MARKS[f]}[/] {m}" for f, m in drawing.MEANINGS.items()))
+    console.print("   ".join(f"[{render.STYLES[f]}]{render.MARKS[f]}[/] {m}" for f, m in render.MEANINGS.items()))

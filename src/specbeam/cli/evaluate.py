@@ -1,4 +1,4 @@
-"""`specbeam evaluate`: is the output what it is declared to be?"""
+"""The commands `specbeam evaluate same-beams` and `specbeam evaluate perplexity`: checks and scores of outputs."""
 
 import dataclasses
 import json as json_format
@@ -17,28 +17,34 @@ def same_beams(
     prompts: list[str], files: list[Path], model: str, draft: str | None, settings: list[str], seed: int,
     batch_size: int, max_new_tokens: int, json: bool,
 ) -> int:  # fmt: skip
-    """Exit code 1 if beams differ and rounding does not explain it."""
-    asked, _ = gather(prompts, files)
-    if not asked:
+    """Compare the beams of DSBD with those of beam sampling, and print each prompt whose beams differ.
+
+    Returns exit code 1 if beams differ and rounding does not explain it, else 0.
+    """
+    sources, _ = gather(prompts, files)
+    if not sources:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
     pair = quiet_load(model, draft)
     method = method_from("dsbd", ["width=fixed", *settings])
-    found = differences(pair, [one.text for one in asked], method, seed, batch_size, max_new_tokens=max_new_tokens)
-    for one in found:
+    texts = [source.text for source in sources]
+    found = differences(pair, texts, method, seed, batch_size, max_new_tokens=max_new_tokens)
+    for difference in found:
         if json:
-            print(json_format.dumps(dataclasses.asdict(one)))
+            print(json_format.dumps(dataclasses.asdict(difference)))
         else:
-            why = "rounding" if one.is_rounding else "NOT rounding"
-            print(f"{asked[one.prompt].place}, step {one.step}: beams differ at a gap of {one.gap:.2g} ({why})")
-            for name, paths in (("plain", one.plain), ("dsbd", one.other)):
-                texts = [pair.tokenizer.decode(path) if pair.tokenizer else str(path) for path in paths]
-                print(f"  {name:6} {texts}")
+            why = "rounding" if difference.is_rounding else "NOT rounding"
+            place = sources[difference.prompt].place
+            print(f"{place}, step {difference.step}: beams differ at a gap of {difference.gap:.2g} ({why})")
+            for name, paths in (("plain", difference.plain), ("dsbd", difference.other)):
+                shown = [pair.tokenizer.decode(path) if pair.tokenizer else str(path) for path in paths]
+                print(f"  {name:6} {shown}")
     if not json:
-        print(f"{len(asked) - len(found)} of {len(asked)} prompts: the same {method.beams} beams")
-    return int(any(not one.is_rounding for one in found))
+        print(f"{len(sources) - len(found)} of {len(sources)} prompts: the same {method.beams} beams")
+    return int(any(not difference.is_rounding for difference in found))
 
 
 def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
+    """Score files of outputs by the target, print a row per file, and return the exit code."""
     from rich.console import Console
     from rich.table import Table
 
@@ -51,18 +57,18 @@ def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
     if any(outputs.references for outputs in read.values()):
         check_bleu()
     for file, outputs in read.items():
-        found = score(pair, outputs.prompts, outputs.tokens, outputs.places)
-        task = (bleu, exact_match) if outputs.references else ()
-        quality = [metric(outputs.texts, outputs.references) for metric in task]
+        scores = score(pair, outputs.prompts, outputs.tokens, outputs.places)
+        metrics = (bleu, exact_match) if outputs.references else ()
+        quality = [metric(outputs.texts, outputs.references) for metric in metrics]
         if json:
             named = dict(zip(("bleu", "exact_match"), quality, strict=False))
-            print(json_format.dumps({"file": str(file), **dataclasses.asdict(found), **named}))
+            print(json_format.dumps({"file": str(file), **dataclasses.asdict(scores), **named}))
         table.add_row(
-            str(file), str(found.outputs), f"{found.perplexity:.3f}", f"{found.low:.3f} to {found.high:.3f}",
-            f"{found.by_token:.3f}", f"{found.tokens_per_output:.1f}", f"{found.distinct_2:.3f}", f"{found.repeated:.1%}",
-            *([f"{quality[0]:.1f}", f"{quality[1]:.1%}"] if quality else ["no references", ""]),
+            str(file), str(scores.outputs), f"{scores.perplexity:.3f}", f"{scores.low:.3f} to {scores.high:.3f}",
+            f"{scores.by_token:.3f}", f"{scores.tokens_per_output:.1f}", f"{scores.distinct_2:.3f}",
+            f"{scores.repeated:.1%}", *([f"{quality[0]:.1f}", f"{quality[1]:.1%}"] if quality else ["no references", ""]),
         )  # fmt: skip
     if not json:
         Console(width=140).print(table)
-        print("Low perplexity alone proves little: look at length, repetition and the task beside it.")
+        print("Low perplexity alone proves little: look at length, repetition and the quality beside it.")
     return 0

@@ -1,4 +1,4 @@
-"""`specbeam generate`: prompts in, answers out, each written as soon as it may be."""
+"""The command `specbeam generate`: answers to prompts, each written as soon as possible."""
 
 import json as json_format
 import sys
@@ -18,56 +18,66 @@ from specbeam.records import Generation
 
 @dataclass(frozen=True)
 class PromptSource:
-    """One prompt and where it came from."""
+    """A prompt, and the place that it comes from."""
 
     text: str
-    place: str
+    place: str  # for messages, such as "argument 1" or a file and a line
 
 
 @dataclass
 class Writer:
-    """Writes answers: JSON at once, plain text in the order of the prompts."""
+    """A writer of answers to standard output: JSON at once, plain text in the order of the prompts.
 
-    asked: list[PromptSource]
+    Attributes:
+        prompts: all prompts, by number.
+        json: whether answers are written as lines of JSON.
+        expected: number of answers per prompt.
+        done: the answers so far by the number of their prompt.
+        failed: numbers of the prompts that failed.
+        written: number of prompts whose answers are written, or failed, with all prompts before them.
+        audit: sum of the audits of all answers.
+    """
+
+    prompts: list[PromptSource]
     json: bool
-    expected: int  # answers per prompt
+    expected: int
     done: dict[int, list[Generation]] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
     written: int = 0
     audit: Audit = field(default_factory=Audit)
 
     def take(self, number: int, result: Generation | SpecbeamError) -> None:
+        """Take an answer to a prompt, or its error, and write what can be written now."""
         if isinstance(result, SpecbeamError):
-            for one in result.generations if isinstance(result, TooFewAnswers) else []:
-                self.take(number, one)
+            for generation in result.generations if isinstance(result, TooFewAnswers) else []:
+                self.take(number, generation)
             self.failed.add(number)
-            complain(f"{self.asked[number].place}: {result}")
+            complain(f"{self.prompts[number].place}: {result}")
         else:
             self.done.setdefault(number, []).append(result)
             self.audit += result.report.audit or Audit()
             if self.json:
-                print(as_json(number, self.asked[number].text, result), flush=True)
+                print(as_json(number, self.prompts[number].text, result), flush=True)
         self._write_ready()
 
     def _write_ready(self) -> None:
-        while self.written < len(self.asked) and self._complete(self.written):
+        while self.written < len(self.prompts) and self._is_complete(self.written):
             self._write(self.written)
             self.written += 1
 
-    def _complete(self, number: int) -> bool:
+    def _is_complete(self, number: int) -> bool:
         return number in self.failed or len(self.done.get(number, [])) == self.expected
 
     def _write(self, number: int) -> None:
         if not self.json:
-            for one in self.done.get(number, []):
-                print(one.text, flush=True)
+            for generation in self.done.get(number, []):
+                print(generation.text, flush=True)
 
     def close(self) -> None:
-        """Write what is finished behind an unfinished prompt: an interrupt must not cost it."""
+        """Write the finished answers that wait for an earlier unfinished prompt, so that an interrupt loses none."""
         for number in sorted(self.done):
-            if number >= self.written and not self.json:
-                for one in self.done[number]:
-                    print(one.text, flush=True)
+            if number >= self.written:
+                self._write(number)
 
 
 def run(
@@ -87,27 +97,33 @@ def run(
     profile: bool,
     json: bool,
 ) -> int:
-    """Exit code: 0, or 1 if a prompt failed."""
+    """Answer prompts, and return the exit code.
+
+    The code is 0, or 1 if a prompt failed or could not be read or an audit is suspicious, or 130 after an interrupt.
+
+    Args:
+        options: as for `specbeam.generate`.
+    """
     method = method_from(method_name, settings)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         options[name] = text_or_file(options[name], mark, name)
     if not method.lossless:
         complain(f"note: {method.name} is {method.law}")
-    asked, unreadable = gather(prompts, files)
-    if not asked and not unreadable:
+    sources, unreadable = gather(prompts, files)
+    if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
     pair = quiet_load(model, draft, device, quantize=quantize, compile=compile)
-    writer = Writer(asked, json, options["num_return_sequences"])
-    if asked:
-        with _progress(len(asked)) as advance:
+    writer = Writer(sources, json, options["num_return_sequences"])
+    if sources:
+        with _ProgressBar(len(sources)) as advance:
 
             def take(number: int, result: Generation | SpecbeamError) -> None:
                 writer.take(number, result)
                 advance()
 
             try:
-                texts = [one.text for one in asked]
-                if profile:  # kernels are loaded and caches made before the clock runs
+                texts = [source.text for source in sources]
+                if profile:  # a warm-up loads kernels and makes caches before time is measured
                     generate(pair, texts[0], method, seed=seed, **options | {"max_new_tokens": 8})
                 with profile_if(profile) as answers:
                     answers += generate(
@@ -116,55 +132,62 @@ def run(
             except KeyboardInterrupt:
                 complain("interrupted; what was finished is written")
                 return 130
-            except SpecbeamError:  # SomeFailed too: each failure was named when it came
+            except SpecbeamError:  # includes SomeFailed, whose failures the writer has reported already
                 if not writer.failed:
                     raise
             finally:
                 writer.close()
     if audit:
-        _say(writer.audit)
+        _print_audit(writer.audit)
     return 1 if unreadable or writer.failed or writer.audit.suspicious else 0
 
 
-def _say(audit: Audit) -> None:
+def _print_audit(audit: Audit) -> None:
+    """Print the outcome of an audit on standard error."""
     if audit.empty:
-        complain("audit: nothing to test, for nothing was left to chance")
+        complain("audit: there is nothing to test, because nothing was drawn at random")
         return
     word = "FAILED" if audit.suspicious else "passed"
     complain(
-        f"audit {word}: evidence {audit.evidence:.3g} against the law (a correct run ever reaches {ALARM:,.0f} less than "
-        f"once in so many runs); z_accept {audit.z_accept:.2f} over {audit.trials} trials, z_logp {audit.z_logp:.2f} over "
-        f"{audit.draws} draws, {audit.impossible} impossible tokens"
+        f"audit {word}: evidence {audit.evidence:.3g} against the law (of correct runs, fewer than one in {ALARM:,.0f} "
+        f"ever reaches {ALARM:,.0f}); z_accept {audit.z_accept:.2f} over {audit.trials} trials, "
+        f"z_logp {audit.z_logp:.2f} over {audit.draws} draws, {audit.impossible} impossible tokens"
     )
 
 
 def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], int]:
-    """All prompts, and how many lines could not be read."""
-    asked = [PromptSource(text, f"argument {number}") for number, text in enumerate(prompts, 1)]
+    """Return the prompts of arguments and files, and the number of lines that could not be read.
+
+    Without arguments and files, prompts are read from standard input unless that is a terminal. Empty lines are
+    skipped, and each line that cannot be read is reported on standard error.
+    """
+    sources = [PromptSource(text, f"argument {number}") for number, text in enumerate(prompts, 1)]
     unreadable = 0
     if not prompts and not files and not sys.stdin.isatty():
-        asked += [
+        sources += [
             PromptSource(line, f"standard input, line {number}")
-            for number, line in _filled(sys.stdin.read().split("\n"))
+            for number, line in _numbered_lines(sys.stdin.read().split("\n"))
         ]
     for file in files:
         if not file.is_file():
             raise MissingFile(f"there is no file {file}")
-        for number, line in _filled(lines_of(file)):
+        for number, line in _numbered_lines(lines_of(file)):
             place = f"{file}, line {number}"
             try:
-                asked.append(PromptSource(_prompt_of(line) if file.suffix == ".jsonl" else line, place))
+                sources.append(PromptSource(_prompt_of(line) if file.suffix == ".jsonl" else line, place))
             except ValueError as error:
                 unreadable += 1
                 complain(f"{place}: {error}")
-    return asked, unreadable
+    return sources, unreadable
 
 
-def _filled(lines: list[str]) -> Iterator[tuple[int, str]]:
+def _numbered_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
+    """Return the lines that are not empty, with their numbers counted from 1."""
     return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def _prompt_of(line: str) -> str:
+    """Return the prompt in a line of JSON; raise `ValueError` if there is none."""
     try:
         record = json_format.loads(line)
     except json_format.JSONDecodeError as error:
@@ -175,8 +198,8 @@ def _prompt_of(line: str) -> str:
     return text
 
 
-class _progress:  # noqa: N801
-    """A bar on standard error if that is a terminal and there is more than one prompt."""
+class _ProgressBar:
+    """A progress bar on standard error, shown if that is a terminal and there is more than one prompt."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -196,4 +219,5 @@ class _progress:  # noqa: N801
 
 
 def complain(text: str) -> None:
+    """Print a message on standard error."""
     print(f"specbeam: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The command line. Each command is one file that reads arguments, calls one public function and prints its record."""
+"""The command line. Each command is a file that reads arguments, calls one public function and prints its record."""
 
 import os
 import sys
@@ -14,69 +14,141 @@ app = typer.Typer(
     help="Decode language models with beams at the price of one sequence.",
 )
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Target: a path, a hub id, or 'bundled'.")]
-Draft = Annotated[str | None, typer.Option("--draft", "-d", help="Draft: a path or a hub id.")]
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="Target model: a path, a hub id, or 'bundled' for the bundled pair.")
+]
+Draft = Annotated[
+    str | None,
+    typer.Option("--draft", "-d", help="Draft model: a path or a hub id; by default the bundled pair's, else none."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
-Grow = Annotated[str | None, typer.Option(help="Enlarge the target, as it is, to 100M, 1B, ... weights.")]
-MethodName = Annotated[str, typer.Option("--method", help="A recipe; `specbeam methods` lists them.")]
+Grow = Annotated[
+    str | None,
+    typer.Option(
+        help="Enlarge the target to this many weights (100M, 1B, ...) without changing what it computes. By default not."
+    ),
+]
+MethodName = Annotated[str, typer.Option("--method", help="Decoding method; `specbeam methods` lists them.")]
 Settings = Annotated[
     list[str],
     typer.Option("--set", "-s", metavar="NAME=VALUE", help="A setting of the method, e.g. -s beams=4 -s width=fixed."),
 ]
+Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts. Without any they are read from standard input.")]
+DemoPrompts = Annotated[list[str] | None, typer.Argument(help="Prompts. Without any the demo's sentences are used.")]
+PromptFiles = Annotated[
+    list[Path],
+    typer.Option("--file", "-f", help="A text file with a prompt per line, or .jsonl with a field 'prompt'."),
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens per answer.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="Sampling temperature; by default the model's own, else 1. With 0 nothing is random."),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(help="Sample among the k likeliest tokens only; by default the model's own setting, else all."),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample among the fewest likeliest tokens with total probability p; by default the model's own, else 1."
+    ),
+]
+SpacedRows = Annotated[int, typer.Option(help="Maximum number of prompts, taken at even distances from all.")]
+Threads = Annotated[int | None, typer.Option(help="Number of CPU threads; by default as many as torch chooses.")]
+StopTexts = Annotated[list[str], typer.Option(help="End an answer after this text. May be given several times.")]
+PassRows = Annotated[list[int], typer.Option(help="Number of rows of a pass. May be given several times.")]
+Lengths = Annotated[list[int], typer.Option(help="Number of tokens in the KV cache. May be given several times.")]
+Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.")]
+Rounds = Annotated[int, typer.Option(help="Number of rounds that count; a warm-up runs before them.")]
 
 
 @app.callback()
 def start(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and stop.")] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
 ) -> None:
+    """Print the version and exit if `--version` is given; otherwise prepare the process for a command."""
     if version:
         from specbeam import __version__
 
         print(__version__)
         raise typer.Exit
-    # A spinning barrier waits for a descheduled partner at every operator; has to be set before torch is imported.
+    # With spinning barriers, every operator waits for any thread that is descheduled. Set before torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from specbeam.cli.compiling import compiling_shown
+    from specbeam.cli.compiling import showing_compilation
 
-    context.with_resource(compiling_shown())
+    context.with_resource(showing_compilation())
 
 
 @app.command()
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts. None: read standard input.")] = None,
+    prompts: Prompts = None,
     model: Model = "bundled",
     draft: Draft = None,
     method: MethodName = "dsbd",
     setting: Settings = [],  # noqa: B006
-    file: Annotated[
-        list[Path],
-        typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl with a field 'prompt'."),
-    ] = [],  # noqa: B006
-    max_new_tokens: Annotated[int | None, typer.Option(help="Most new tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0: no chance at all.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest only.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest that hold p of the mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Draw from those at least p times the likeliest.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: shun what was said.")] = None,
-    num_return_sequences: Annotated[int, typer.Option(help="Answers per prompt.")] = 1,
-    length_penalty: Annotated[float | None, typer.Option(help="Exponent of the length in a beam's score; 1.")] = None,
-    stop: Annotated[list[str], typer.Option(help="Stop after this text.")] = [],  # noqa: B006
-    json_schema: Annotated[str | None, typer.Option(help="Answer in JSON like this: a schema or its file.")] = None,
-    regex: Annotated[str | None, typer.Option(help="Answer by this regular expression.")] = None,
-    grammar: Annotated[str | None, typer.Option(help="Answer by this grammar: Lark, or its file.")] = None,
-    grammar_backend: Annotated[str, typer.Option(help="llguidance or xgrammar.")] = "llguidance",
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts decoded side by side.")] = 32,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
-    quantize: Annotated[str | None, typer.Option(help="int8: the target's weights; another, faster model.")] = None,
+    file: PromptFiles = [],  # noqa: B006
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of new tokens per answer; by default 256, or fewer if the model has no room."
+        ),
+    ] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Sample among the tokens with at least p times the probability of the likeliest; by default the "
+            "model's own, else 0."
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Make tokens that occurred before less likely (above 1) or likelier (below 1); by default the model's "
+            "own, else 1."
+        ),
+    ] = None,
+    num_return_sequences: Annotated[int, typer.Option(help="Number of answers per prompt.")] = 1,
+    length_penalty: Annotated[
+        float | None,
+        typer.Option(help="A score is log-likelihood / length ** this exponent; by default the model's own, else 1."),
+    ] = None,
+    stop: StopTexts = [],  # noqa: B006
+    json_schema: Annotated[
+        str | None, typer.Option(help="Answer in JSON that fits this schema: the schema itself or a file with it.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer with texts that match this regular expression.")] = None,
+    grammar: Annotated[
+        str | None, typer.Option(help="Answer with texts of this Lark grammar: the grammar itself or a file with it.")
+    ] = None,
+    grammar_backend: Annotated[
+        str, typer.Option(help="Library that applies schemas, expressions and grammars: llguidance or xgrammar.")
+    ] = "llguidance",
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers; by default random.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Number of prompts decoded side by side.")] = 32,
+    device: Annotated[
+        str | None, typer.Option(help="Device of the models: cpu, cuda, ...; by default a GPU if there is one.")
+    ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            help="'int8' rounds the target's weights to 8 bits: faster, with the law of the rounded model. By default not."
+        ),
+    ] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="By torch.compile, models that transformers runs on a CPU.")
+        bool,
+        typer.Option("--compile", help="Compile with torch.compile those models that transformers runs on a CPU."),
     ] = False,
     audit: Annotated[
-        bool, typer.Option("--audit", help="Test while decoding that the law is the declared one.")
+        bool, typer.Option("--audit", help="Test while decoding that the output has the law that the method declares.")
     ] = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Show where the time goes.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Print the time spent in each part of a turn to standard error.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Answer prompts given as arguments, in files, or on standard input."""
@@ -97,10 +169,10 @@ def generate(
 
 @app.command()
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Explain this one.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Explain this method.")] = None,
     json: Json = False,
 ) -> None:
-    """List the methods with their output laws, or explain one."""
+    """List the methods with their output laws, or explain one of them."""
     from specbeam.cli.methods import run
 
     raise typer.Exit(run(name, json))
@@ -108,38 +180,42 @@ def methods(
 
 @app.command()
 def inspect(
-    prompt: Annotated[str, typer.Argument(help="A prompt.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt to decode.")],
     model: Model = "bundled",
     draft: Draft = None,
     setting: Settings = [],  # noqa: B006
-    turn: Annotated[int, typer.Option(help="Which turn to draw, from 1.")] = 1,
-    seed: Annotated[int, typer.Option(help="Same seed, same forest.")] = 0,
-    svg: Annotated[Path | None, typer.Option(help="Write the picture here too.")] = None,
+    turn: Annotated[int, typer.Option(help="Number of the turn to draw, counted from 1.")] = 1,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same forest.")] = 0,
+    svg: Annotated[Path | None, typer.Option(help="Also write the picture to this SVG file.")] = None,
     json: Json = False,
 ) -> None:
-    """Draw one turn's forest: which drafts were accepted, rejected or resampled, and with what odds."""
+    """Draw the forest of one turn of DSBD: which drafts were accepted, rejected or resampled, and with what odds."""
     from specbeam.cli.inspect import run
 
     raise typer.Exit(run(prompt, model, draft, setting, turn, seed, svg, json))
 
 
-evaluate = typer.Typer(no_args_is_help=True, help="Check and score what methods put out.")
+evaluate = typer.Typer(no_args_is_help=True, help="Check and score the outputs of methods.")
 app.add_typer(evaluate, name="evaluate")
 
 
 @evaluate.command("same-beams")
 def same_beams(
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts. None: read standard input.")] = None,
+    prompts: Prompts = None,
     model: Model = "bundled",
     draft: Draft = None,
     setting: Settings = [],  # noqa: B006
-    file: Annotated[list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl.")] = [],  # noqa: B006
-    seed: Annotated[int, typer.Option(help="The seed of both.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Prompts that DSBD decodes side by side.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 64,
+    file: PromptFiles = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Seed of both methods.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Number of prompts that DSBD decodes side by side.")] = 1,
+    max_new_tokens: MaxNewTokens = 64,
     json: Json = False,
 ) -> None:
-    """Compare the beams of fixed-width DSBD with those of plain beam sampling, seed by seed; show the gap at each flip."""
+    """Compare the beams of fixed-width DSBD with those of plain beam sampling under the same seed.
+
+    Each prompt whose beams differ is shown with its gap: the distance between the last pair taken and the first one
+    left.
+    """
     from specbeam.cli.evaluate import same_beams as run
 
     raise typer.Exit(run(prompts or [], file, model, draft, setting, seed, batch_size, max_new_tokens, json))
@@ -147,24 +223,35 @@ def same_beams(
 
 @app.command()
 def diff(
-    model: Annotated[str, typer.Argument(help="Target: a path, a hub id, or 'bundled'.")] = "bundled",
+    model: Annotated[
+        str, typer.Argument(help="Target model: a path, a hub id, or 'bundled' for the bundled pair.")
+    ] = "bundled",
     draft: Draft = None,
-    prompt: Annotated[list[str], typer.Option(help="A prompt. None at all: read standard input.")] = [],  # noqa: B006
-    prompts: Annotated[
-        list[Path], typer.Option("--prompts", "-f", help="A text file, a prompt per line; or .jsonl.")
+    prompt: Annotated[
+        list[str], typer.Option(help="A prompt. Without any, and without files, they are read from standard input.")
     ] = [],  # noqa: B006
-    beams: Annotated[int, typer.Option(help="Beams of both.")] = 4,
+    prompts: Annotated[
+        list[Path],
+        typer.Option("--prompts", "-f", help="A text file with a prompt per line, or .jsonl with a field 'prompt'."),
+    ] = [],  # noqa: B006
+    beams: Annotated[int, typer.Option(help="Number of beams of both searches.")] = 4,
     setting: Settings = [],  # noqa: B006
-    rows: Annotated[int, typer.Option(help="Most prompts.")] = 1000,
+    rows: Annotated[int, typer.Option(help="Maximum number of prompts: the first ones.")] = 1000,
     every_option: Annotated[
-        bool, typer.Option("--every-option", help="Other options for each prompt; any two values meet on some prompt.")
+        bool,
+        typer.Option(
+            "--every-option",
+            help="Use different search options for each prompt, so that any two values of two options meet somewhere.",
+        ),
     ] = False,
-    batch_size: Annotated[int, typer.Option(help="Prompts that specbeam decodes side by side.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 64,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, ...")] = "auto",
+    batch_size: Annotated[int, typer.Option(help="Number of prompts that specbeam decodes side by side.")] = 1,
+    max_new_tokens: MaxNewTokens = 64,
+    dtype: Annotated[
+        str, typer.Option(help="Type of the weights: float32, bfloat16, ...; 'auto' takes the checkpoint's.")
+    ] = "auto",
     json: Json = False,
 ) -> None:
-    """Run transformers' beam search and specbeam's; report each difference, and whether it is rounding."""
+    """Run the beam searches of transformers and specbeam; report each difference, and whether rounding explains it."""
     from specbeam.cli.diff import run
 
     raise typer.Exit(
@@ -175,13 +262,18 @@ def diff(
 @evaluate.command()
 def perplexity(
     files: Annotated[
-        list[Path], typer.Argument(help="Outputs as JSON lines: 'prompt', 'tokens' or 'text', 'reference'.")
+        list[Path], typer.Argument(help="JSON lines with 'prompt', 'tokens' or 'text', and perhaps 'reference'.")
     ],
     model: Model = "bundled",
-    ended: Annotated[bool, typer.Option("--ended", help="Texts without tokens are complete: score their end.")] = False,
+    ended: Annotated[
+        bool, typer.Option("--ended", help="Outputs that have a text only are complete: score their end token too.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Score outputs of any decoder by the target's raw probabilities: what `generate --json` wrote, file beside file."""
+    """Score files of outputs by the target's raw probabilities, whatever decoder wrote them.
+
+    `specbeam generate --json` writes such files. Each file gets a row of the table.
+    """
     from specbeam.cli.evaluate import perplexity as run
 
     raise typer.Exit(run(files, model, ended, json))
@@ -193,19 +285,21 @@ app.add_typer(bench, name="bench")
 
 @bench.command("efficiency")
 def block_efficiency(
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts. None: the demo's sentences.")] = None,
+    prompts: DemoPrompts = None,
     model: Model = "bundled",
     draft: Draft = None,
-    file: Annotated[list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl.")] = [],  # noqa: B006
-    budget: Annotated[list[int], typer.Option(help="Scored nodes per pass: 5, 10, 21 or 30.")] = [5, 10, 21, 30],  # noqa: B006
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
-    rows: Annotated[int, typer.Option(help="Most prompts, evenly over all.")] = 60,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 48,
-    seed: int = 0,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    file: PromptFiles = [],  # noqa: B006
+    budget: Annotated[
+        list[int], typer.Option(help="Number of nodes scored per pass: 5, 10, 21 or 30. May be given several times.")
+    ] = [5, 10, 21, 30],  # noqa: B006
+    temperature: Temperature = None,
+    rows: SpacedRows = 60,
+    max_new_tokens: MaxNewTokens = 48,
+    seed: Annotated[int, typer.Option(help="Seed of the decoding.")] = 0,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Tokens per pass of the target, for every method for one sequence, at a fixed budget of scored nodes."""
+    """Measure tokens per target pass at a fixed budget of scored nodes, for every method that decodes one sequence."""
     from specbeam.cli.bench import block_efficiency as run
 
     raise typer.Exit(
@@ -215,43 +309,47 @@ def block_efficiency(
 
 @bench.command()
 def acceptance(
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts. None: the demo's sentences.")] = None,
+    prompts: DemoPrompts = None,
     model: Model = "bundled",
     draft: Draft = None,
-    file: Annotated[list[Path], typer.Option("--file", "-f", help="A text file, a prompt per line; or .jsonl.")] = [],  # noqa: B006
-    children: Annotated[int, typer.Option(help="Draft tokens tried per step.")] = 8,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
-    rows: Annotated[int, typer.Option(help="Most prompts, evenly over all.")] = 60,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 48,
-    seed: int = 0,
+    file: PromptFiles = [],  # noqa: B006
+    children: Annotated[int, typer.Option(help="Number of draft tokens tried per step.")] = 8,
+    temperature: Temperature = None,
+    rows: SpacedRows = 60,
+    max_new_tokens: MaxNewTokens = 48,
+    seed: Annotated[int, typer.Option(help="Seed of the decoding.")] = 0,
     json: Json = False,
 ) -> None:
-    """How often the k-th draft token tried is the accepted one: what `sequoia` plans its tree by."""
-    from specbeam.cli.bench import ranks
+    """Measure how often the k-th draft token tried is the accepted one; `sequoia` plans its tree by these odds."""
+    from specbeam.cli.bench import acceptance_by_rank as run
 
-    raise typer.Exit(ranks(prompts or [], file, model, draft, children, temperature, rows, max_new_tokens, seed, json))
+    raise typer.Exit(run(prompts or [], file, model, draft, children, temperature, rows, max_new_tokens, seed, json))
 
 
 @bench.command("methods")
 def compare(
     pairs: Annotated[
         list[Path],
-        typer.Argument(help="TSV files: a prompt and its one right answer per line. None: the bundled tasks."),
+        typer.Argument(
+            help="TSV files with a prompt and its right answer per line. Without any the bundled tasks are used."
+        ),
     ] = [],  # noqa: B006
     model: Model = "bundled",
     draft: Draft = None,
     grow: Grow = None,
-    metric: Annotated[str | None, typer.Option(help="Of the files: BLEU (if not said) or 'exact match'.")] = None,
-    beams: Annotated[int, typer.Option(help="Beams of all methods that have some.")] = 4,
-    depth: Annotated[int, typer.Option(help="Draft tokens per pass, where a method is not said to choose.")] = 4,
-    threshold: Annotated[float, typer.Option(help="Of MTAD and MMTAD.")] = 0.5,
-    rows: Annotated[int, typer.Option(help="Most prompts of a task.")] = 400,
-    seeds: Annotated[int, typer.Option(help="How often each prompt is answered.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 64,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Quality measure of the files: 'BLEU' (default) or 'exact match'.")
+    ] = None,
+    beams: Annotated[int, typer.Option(help="Number of beams of the methods that have beams.")] = 4,
+    depth: Annotated[int, typer.Option(help="Number of draft layers per pass, except of methods named 'auto'.")] = 4,
+    threshold: Annotated[float, typer.Option(help="Acceptance threshold of MTAD and MMTAD.")] = 0.5,
+    rows: Annotated[int, typer.Option(help="Maximum number of prompts per task: the first ones.")] = 400,
+    seeds: Annotated[int, typer.Option(help="Number of times that each prompt is answered, with different seeds.")] = 3,
+    max_new_tokens: MaxNewTokens = 64,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Perplexity and quality of the text against seconds, joules and target passes per token, method beside method."""
+    """Compare methods: perplexity and quality of the text against seconds, joules and target passes per token."""
     from specbeam.cli.bench_methods import run
 
     raise typer.Exit(
@@ -265,31 +363,43 @@ def speed(
         list[str],
         typer.Argument(
             help="'dsbd beams=4 depth=2', 'transformers/beam_sampling beams=4', 'ctranslate2/beam_search "
-            "compute_type=int8', ...; ratios are to the first. None: the usual ones."
+            "compute_type=int8', ... Ratios are to the first one. Without any a usual selection runs."
         ),
     ] = [],  # noqa: B006
     prompts: Annotated[
         str | None,
-        typer.Option(help="A file (.txt, .tsv, .jsonl, packed or not), or gsm8k, humaneval, mt_bench, squad, spider."),
+        typer.Option(
+            help="A file (.txt, .tsv or .jsonl, also .gz or .xz), or gsm8k, humaneval, mt_bench, squad or spider; by "
+            "default the demo's sentences."
+        ),
     ] = None,
-    columns: Annotated[tuple[int, int], typer.Option(help="Of a .tsv: prompt and answer.")] = (1, 2),
+    columns: Annotated[
+        tuple[int, int], typer.Option(help="Columns of prompt and answer in a .tsv, counted from 1.")
+    ] = (1, 2),
     model: Model = "bundled",
     draft: Draft = None,
     grow: Grow = None,
-    grow_draft: Annotated[str | None, typer.Option(help="Enlarge the draft model likewise.")] = None,
-    quantize: Annotated[str | None, typer.Option(help="int8: the target's weights, for specbeam's methods.")] = None,
-    rows: Annotated[int, typer.Option(help="Most prompts, evenly over all.")] = 30,
-    batch_size: Annotated[list[int], typer.Option(help="Prompts at once.")] = [1],  # noqa: B006
-    repeats: Annotated[int, typer.Option(help="Rounds.")] = 7,
-    threads: Annotated[int | None, typer.Option(help="Of the arithmetic.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k likeliest only.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest that hold p of the mass.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 64,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    grow_draft: Annotated[
+        str | None, typer.Option(help="Enlarge the draft model in the same way to this many weights. By default not.")
+    ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="'int8' rounds the target's weights to 8 bits for specbeam's methods. By default not."),
+    ] = None,
+    rows: SpacedRows = 30,
+    batch_size: Annotated[
+        list[int], typer.Option(help="Number of prompts decoded at once. May be given several times.")
+    ] = [1],  # noqa: B006
+    repeats: Rounds = 7,
+    threads: Threads = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    max_new_tokens: MaxNewTokens = 64,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Tokens per second of methods, transformers and CTranslate2, interleaved, with quality and memory beside them."""
+    """Measure tokens per second, quality and memory of methods, transformers and CTranslate2 in one interleaved run."""
     from specbeam.cli.bench_speed import run
 
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
@@ -316,27 +426,34 @@ def speed(
 
 @bench.command("cliffs")
 def speed_cliffs(
-    methods: Annotated[str | None, typer.Option(help="Between commas. None: all of the table.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="Methods, separated by commas; by default all that the table has.")
+    ] = None,
     options: Annotated[
         str | None,
         typer.Option(
-            help="Between commas: none, top_p, min_p, repetition_penalty, min_new_tokens, stop_strings, grammar, stream, "
-            "audit. None: all."
+            help="Options of generation, separated by commas: none, top_p, min_p, repetition_penalty, min_new_tokens, "
+            "stop_strings, grammar, stream, audit. By default all."
         ),
     ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Prompts at once, between commas.")] = "1,16",
-    prompts: Annotated[str, typer.Option(help="trained: the demo's sentences; random: 24 random tokens.")] = "trained",
-    rows: Annotated[int, typer.Option(help="Prompts of a round, at least; batches are always full.")] = 2,
-    repeats: Annotated[int, typer.Option(help="Rounds.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 24,
+    batch_sizes: Annotated[str, typer.Option(help="Numbers of prompts decoded at once, separated by commas.")] = "1,16",
+    prompts: Annotated[
+        str,
+        typer.Option(
+            help="Kinds of prompts, separated by commas: trained (the demo's sentences), random (24 random tokens)."
+        ),
+    ] = "trained",
+    rows: Annotated[int, typer.Option(help="Minimum number of prompts per round; batches are always full.")] = 2,
+    repeats: Rounds = 3,
+    max_new_tokens: MaxNewTokens = 24,
     model: Model = "bundled",
     draft: Draft = None,
     grow: Grow = None,
-    threads: Annotated[int | None, typer.Option(help="Of the arithmetic.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write the page here too.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write a JSON line per cell here.")] = None,
+    threads: Threads = None,
+    markdown: Annotated[Path | None, typer.Option(help="Also write the Markdown page to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write a JSON line per cell to this file.")] = None,
 ) -> None:
-    """Where speed falls off: methods under each option and batch size, beside transformers doing the same."""
+    """Find where speed falls off: time methods with each option and batch size, beside transformers with the same."""
     from specbeam.cli.bench_cliffs import run
 
     code = run(
@@ -349,18 +466,24 @@ def speed_cliffs(
 def pass_cost(
     model: Model = "bundled",
     grow: Grow = None,
-    rows: Annotated[list[int], typer.Option(help="Rows of a pass.")] = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128],  # noqa: B006
-    beams: Annotated[list[int], typer.Option(help="Beams of a step, beside transformers.")] = [1, 4, 16, 64],  # noqa: B006
-    length: Annotated[list[int], typer.Option(help="Tokens in the cache.")] = [128, 512, 1024, 2048, 4096],  # noqa: B006
+    rows: PassRows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128],  # noqa: B006
+    beams: Annotated[
+        list[int],
+        typer.Option(help="Number of beams of a step, also timed in transformers. May be given several times."),
+    ] = [1, 4, 16, 64],  # noqa: B006
+    length: Lengths = [128, 512, 1024, 2048, 4096],  # noqa: B006
     copies_gb: Annotated[
-        float, typer.Option(help="Most that transformers' copies of the cache may take; 0: none.")
+        float,
+        typer.Option(
+            help="Memory limit of transformers' copies of the cache, in GB. Sizes above it are left out; 0 leaves out all."
+        ),
     ] = 4.0,
-    repeats: Annotated[int, typer.Option(help="Rounds.")] = 7,
-    threads: Annotated[int | None, typer.Option(help="Of the arithmetic.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture here.")] = None,
+    repeats: Rounds = 7,
+    threads: Threads = None,
+    plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """What a pass costs by its rows and by the tokens in the cache, and a step of beams beside transformers' cache."""
+    """Time a pass by its rows and by the tokens in the KV cache, and a step of beams beside transformers' cache."""
     from specbeam.cli.bench_passes import run
 
     raise typer.Exit(run(model, grow, rows, beams, length, copies_gb, repeats, threads, plot, json))
@@ -370,14 +493,20 @@ def pass_cost(
 def tune(
     model: Model = "bundled",
     draft: Draft = None,
-    context: Annotated[list[int], typer.Option(help="Tokens in the cache.")] = [64],  # noqa: B006
-    beams: Annotated[int, typer.Option(help="For --explain.")] = 4,
-    draft_beams: Annotated[int | None, typer.Option(help="For --explain. None: beams + 2.")] = None,
-    odds: Annotated[float, typer.Option(help="For --explain: how often a draft layer passes.")] = 0.6,
-    explain: Annotated[bool, typer.Option("--explain", help="Show what depth='auto' weighs.")] = False,
+    context: Lengths = [64],  # noqa: B006
+    beams: Annotated[int, typer.Option(help="Number of beams that --explain assumes.")] = 4,
+    draft_beams: Annotated[
+        int | None, typer.Option(help="Number of draft nodes per layer that --explain assumes; by default beams + 2.")
+    ] = None,
+    odds: Annotated[
+        float, typer.Option(help="Probability that a draft layer passes, which --explain assumes; in (0, 1).")
+    ] = 0.6,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show the options between which depth='auto' and width='auto' choose.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Measure what a pass of each model costs on this machine, and keep it for depth='auto'."""
+    """Measure the time of a pass of each model on this machine, and keep it on disk for depth='auto'."""
     from specbeam.cli.tune import run
 
     raise typer.Exit(run(model, draft, context, beams, draft_beams, odds, explain, json))
@@ -385,8 +514,8 @@ def tune(
 
 @app.command()
 def demo(
-    beams: Annotated[int, typer.Option(help="Beams of beam sampling and DSBD.")] = 4,
-    seed: Annotated[int, typer.Option(help="Same seed, same texts.")] = 0,
+    beams: Annotated[int, typer.Option(help="Number of beams of beam sampling and DSBD.")] = 4,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0,
     json: Json = False,
 ) -> None:
     """Translate German sentences by sampling, beam sampling and DSBD side by side, with the bundled pair."""
@@ -396,7 +525,11 @@ def demo(
 
 
 def main() -> None:
-    """Errors that a user can mend are one line on standard error and exit code 2."""
+    """Run the command line.
+
+    Errors that the user can correct are printed as one line on standard error, with exit code 2. An interrupt gives
+    exit code 130, a closed output pipe 141.
+    """
     from specbeam.errors import SpecbeamError
 
     try:

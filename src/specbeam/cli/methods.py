@@ -1,4 +1,4 @@
-"""`specbeam methods`: the catalogue."""
+"""The command `specbeam methods`: the catalogue of methods."""
 
 import inspect
 import json as json_format
@@ -8,42 +8,43 @@ from specbeam.recipes.method import Recipe
 
 
 def run(name: str | None, json: bool) -> int:
+    """List all methods, or explain the one of this name; return the exit code."""
     if name is not None:
-        resolve(name)  # refuses an unknown name
-    listed = [one for one in methods() if name in (None, one.name)]
+        resolve(name)  # raises an error if the name is unknown
+    listed = [recipe for recipe in methods() if name in (None, recipe.name)]
     if json:
-        for one in listed:
-            print(json_format.dumps(_record(one), ensure_ascii=False))
+        for recipe in listed:
+            print(json_format.dumps(_record(recipe), ensure_ascii=False))
     elif name is not None:
         _explain(listed[0])
     else:
-        _table(listed)
+        _print_table(listed)
     return 0
 
 
-def _record(one: Recipe) -> dict[str, object]:
+def _record(recipe: Recipe) -> dict[str, object]:
     return {
-        "name": one.name,
-        "law": one.law,
-        "exact": one.exact,
-        "lossless": one.lossless,
-        "paper": one.paper,
-        "needs": one.needs,
-        "defaults": one.defaults,
+        "name": recipe.name,
+        "law": recipe.law,
+        "exact": recipe.exact,
+        "lossless": recipe.lossless,
+        "paper": recipe.paper,
+        "needs": recipe.needs,
+        "defaults": recipe.defaults,
     }
 
 
-def _explain(one: Recipe) -> None:
-    defaults = ", ".join(f"{key}={value!r}" for key, value in one.defaults.items())
-    print(f"{one.name}({defaults})\n\n{inspect.cleandoc(one.make.__doc__ or '')}")
+def _explain(recipe: Recipe) -> None:
+    defaults = ", ".join(f"{key}={value!r}" for key, value in recipe.defaults.items())
+    print(f"{recipe.name}({defaults})\n\n{inspect.cleandoc(recipe.make.__doc__ or '')}")
 
 
-def _table(listed: list[Recipe]) -> None:
+def _print_table(listed: list[Recipe]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table("method", "output law", "needs", "paper", box=None, pad_edge=False)
-    for one in listed:
-        table.add_row(one.name, one.law, one.needs, one.paper)
+    for recipe in listed:
+        table.add_row(recipe.name, recipe.law, recipe.needs, recipe.paper)
     Console().print(table)
-    print("\n`specbeam methods NAME` explains one.")
+    print("\n`specbeam methods NAME` explains a method.")

@@ -1,4 +1,4 @@
-"""`--profile`: where the time of a turn goes."""
+"""The option `--profile`: the time spent in each part of a turn."""
 
 import time
 from collections.abc import Iterator
@@ -7,22 +7,26 @@ from contextlib import contextmanager
 from specbeam.measure.profiler import Profile, profiled
 from specbeam.records import Generation
 
+# name of a span -> what happens in it
 MEANINGS = {
     "fill/model": "passes that store long prompts between turns",
-    "fill": "who waits, and for what",
+    "fill": "bookkeeping of the prompts that wait to be stored",
     "plan": "depth and width of the draft",
     "draft/model": "passes of the draft model",
-    "draft": "laws and draws of the draft, its bookkeeping",
+    "draft": "laws, draws and bookkeeping of the drafter",
     "score/model": "passes of the target",
-    "score": "masks, slots, positions of these passes",
-    "verify": "the target's laws, draws, and what becomes of the drafts",
-    "settle": "caches and statistics catch up",
+    "score": "masks, slots and positions of these passes",
+    "verify": "the target's laws and draws, and the verdict on the drafts",
+    "settle": "updates of caches and statistics",
 }
 
 
 @contextmanager
 def profile_if(wanted: bool) -> Iterator[list[Generation]]:
-    """Time what is done inside, and show it with the answers that were put into the list."""
+    """Time the work done inside if `wanted`, and print a table at the end.
+
+    Yields an empty list, into which the caller puts the answers; their passes and tokens are counted in the table.
+    """
     answers: list[Generation] = []
     if not wanted:
         yield answers
@@ -34,15 +38,19 @@ def profile_if(wanted: bool) -> Iterator[list[Generation]]:
 
 
 def show(profile: Profile, whole_s: float, answers: list[Generation]) -> None:
-    """Milliseconds per pass of the target, on standard error. `whole_s`: of the run, with everything around the turns."""
+    """Print milliseconds per target pass of each span on standard error.
+
+    Args:
+        whole_s: seconds of the whole run, with everything around the turns.
+    """
     from rich.console import Console
     from rich.table import Table
 
-    passes = max(sum(one.report.target_passes for one in answers), 1)
+    passes = max(sum(answer.report.target_passes for answer in answers), 1)
     seconds = dict(profile.seconds)
     seconds["around"] = max(whole_s - sum(seconds.values()), 0.0)
     inside = sum(value for name, value in seconds.items() if name.endswith("/model"))
-    table = Table(title=f"{passes} passes, {sum(len(one.tokens) for one in answers)} tokens, {whole_s:.2f} s")
+    table = Table(title=f"{passes} passes, {sum(len(answer.tokens) for answer in answers)} tokens, {whole_s:.2f} s")
     for head, side in (("part", "left"), ("ms per pass", "right"), ("share", "right"), ("", "left")):
         table.add_column(head, justify="right" if side == "right" else "left")
     for name in [*MEANINGS, "around"]:
@@ -50,9 +58,9 @@ def show(profile: Profile, whole_s: float, answers: list[Generation]) -> None:
         meaning = MEANINGS.get(name, "tokenizer, the loop itself, output")
         table.add_row(name, f"{1e3 * value / passes:.2f}", f"{value / whole_s:.1%}", meaning)
     turns_s = whole_s - seconds["around"]
-    for name, part, of, meaning in (
+    for name, part_s, total_s, meaning in (
         ("outside models", turns_s - inside, turns_s, "of the turns alone"),
         ("", whole_s - inside, whole_s, "of everything"),
     ):
-        table.add_row(name, f"{1e3 * part / passes:.2f}", f"{part / max(of, 1e-9):.1%}", meaning, style="bold")
+        table.add_row(name, f"{1e3 * part_s / passes:.2f}", f"{part_s / max(total_s, 1e-9):.1%}", meaning, style="bold")
     Console(stderr=True, highlight=False).print(table)

@@ -1,4 +1,4 @@
-"""`specbeam tune`: what passes cost here, and what follows from it."""
+"""The command `specbeam tune`: the cost of passes on this machine, and the draft shapes that follow from it."""
 
 import dataclasses
 import json as json_format
@@ -28,6 +28,13 @@ def run(
     explain: bool,
     json: bool,
 ) -> int:
+    """Measure passes of the models, print their cost, and return the exit code.
+
+    Args:
+        contexts: numbers of tokens in the cache.
+        width: draft nodes per layer; None: as `dsbd` chooses.
+        odds: probability that a draft layer passes, for `explain`.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -36,89 +43,100 @@ def run(
     pair = quiet_load(model, draft)
     models = {"target": pair.target} | ({"draft": pair.draft} if pair.draft is not None else {})
     console = Console(highlight=False)
-    measured = {name: {context: _measured(lm, context) for context in contexts} for name, lm in models.items()}
+    curves = {name: {context: _cost_curve(lm, context) for context in contexts} for name, lm in models.items()}
     if json:
-        print(
-            json_format.dumps(
-                {name: {c: dataclasses.asdict(one) for c, one in some.items()} for name, some in measured.items()}
-            )
-        )
+        record = {
+            name: {context: dataclasses.asdict(curve) for context, curve in by_context.items()}
+            for name, by_context in curves.items()
+        }
+        print(json_format.dumps(record))
         return 0
     table = Table(title="milliseconds of a pass, by nodes")
     table.add_column("nodes", justify="right")
-    columns = [(name, context) for name in measured for context in contexts]
+    columns = [(name, context) for name in curves for context in contexts]
     for name, context in columns:
-        table.add_column(f"{name}, {context} tokens before", justify="right")
+        table.add_column(f"{name}, {context} tokens cached", justify="right")
     for place, nodes in enumerate(NODES):
-        table.add_row(str(nodes), *(f"{1e3 * measured[name][context].seconds[place]:.2f}" for name, context in columns))
+        table.add_row(str(nodes), *(f"{1e3 * curves[name][context].seconds[place]:.2f}" for name, context in columns))
     console.print(table)
-    if explain and "draft" in measured:
-        target, drafted = (measured[name][contexts[0]] for name in ("target", "draft"))
-        _explain(console, replace(_control(pair, beams, width), target=target, draft=drafted), odds)
-        _explain_value(console, replace(_by_value(pair, beams, width), target=target, draft=drafted))
+    if explain and "draft" in curves:
+        target_curve = curves["target"][contexts[0]]
+        draft_curve = curves["draft"][contexts[0]]
+        by_cost = replace(_depth_controller(pair, beams, width), target=target_curve, draft=draft_curve)
+        by_value = replace(_shape_controller(pair, beams, width), target=target_curve, draft=draft_curve)
+        _explain_depth(console, by_cost, odds)
+        _explain_shape(console, by_value)
     return 0
 
 
-def _measured(lm: HuggingFaceLM, context: int) -> CostCurve:
+def _cost_curve(lm: HuggingFaceLM, context: int) -> CostCurve:
+    """Measure the cost curve of a model; raise `BadSetting` if its positions do not suffice."""
     most = lm.max_positions
     if most is not None and context + len(NODES) > most:
         raise BadSetting(f"--context is {context}, but the model has {most} positions")
     return measure(lm, NODES, context)
 
 
-def _control(pair: Pair, beams: int, width: int | None) -> DepthByCost:
-    """What decides on the depth of `dsbd`."""
-    control = dsbd(beams, width, width="fixed").parts(pair.target, pair.draft).controller
-    assert isinstance(control, DepthByCost)
-    return control
+def _depth_controller(pair: Pair, beams: int, width: int | None) -> DepthByCost:
+    """Return the controller that chooses the depth of `dsbd` with a fixed width."""
+    controller = dsbd(beams, width, width="fixed").parts(pair.target, pair.draft).controller
+    assert isinstance(controller, DepthByCost)
+    return controller
 
 
-def _by_value(pair: Pair, beams: int, width: int | None) -> ShapeByValue:
-    """What decides on the shape of `dsbd` with width="auto"."""
-    control = dsbd(beams, width, width="auto").parts(pair.target, pair.draft).controller
-    assert isinstance(control, ShapeByValue)
-    return control
+def _shape_controller(pair: Pair, beams: int, width: int | None) -> ShapeByValue:
+    """Return the controller that chooses depth and drafts per layer of `dsbd` with width="auto"."""
+    controller = dsbd(beams, width, width="auto").parts(pair.target, pair.draft).controller
+    assert isinstance(controller, ShapeByValue)
+    return controller
 
 
-def _explain_value(console: "Console", control: ShapeByValue) -> None:
-    """What each shape promises a session that has seen nothing yet; it learns from its own layers."""
+def _explain_shape(console: "Console", controller: ShapeByValue) -> None:
+    """Print the value per second expected of each shape in a new session, which has not learnt from layers yet."""
     from rich.table import Table
 
-    rates = control.rates(control.width.values({}), control.width.most)
+    rates = controller.rates(controller.width.values({}), controller.width.most)
     best = rates.max()
     table = Table(
-        title='width="auto": value per second by draft layers and drafts of each, in layers of one beam, as guessed at first'
+        title='width="auto": value per second by draft layers and drafts per layer, in layers of one beam, as guessed '
+        "at first"
     )
-    for head in ("draft layers", *map(str, control.sizes)):
+    for head in ("draft layers", *map(str, controller.sizes)):
         table.add_column(head, justify="right")
     for depth, row in enumerate(rates.tolist()):
-        table.add_row(str(depth), *(f"[bold green]{one:.1f}[/]" if one == best else f"{one:.1f}" for one in row))
+        table.add_row(str(depth), *(f"[bold green]{rate:.1f}[/]" if rate == best else f"{rate:.1f}" for rate in row))
     console.print(table)
-    width = control.width
+    width = controller.width
     console.print(
         f"a layer of w beams is worth 1 + {width.worth:g} log2 w; its width maximises that plus the odds that it passes "
-        "times what is behind it"
+        "times the value of the layers after it"
     )
 
 
-def _explain(console: "Console", control: DepthByCost, odds: float) -> None:
-    """The options that `depth="auto"` weighs, if layers pass with these odds."""
+def _explain_depth(console: "Console", controller: DepthByCost, odds: float) -> None:
+    """Print the depths between which `depth="auto"` chooses, if layers pass with these odds."""
     from rich.table import Table
 
     seen = PassOdds(8)
     seen.seen[:] = [[odds], [1.0]]
-    options = control.options(seen, control.beams)
+    options = controller.options(seen, controller.beams)
     best = max(options, key=lambda option: option.rate)
     table = Table(
-        title=f"{control.beams} beams, {control.layers[0]} draft nodes per layer, a layer passes with odds {odds:g}"
+        title=f"{controller.beams} beams, {controller.layers[0]} draft nodes per layer, a layer passes with odds {odds:g}"
     )
     for head in ("draft layers", "scored nodes", "layers per turn", "ms per turn", "layers per second"):
         table.add_column(head, justify="right")
-    for one in options:
-        cells = (str(one.depth), str(one.nodes), f"{one.layers:.2f}", f"{1e3 * one.seconds:.1f}", f"{one.rate:.1f}")
-        table.add_row(*cells, style="bold green" if one is best else "")
+    for option in options:
+        table.add_row(
+            str(option.depth),
+            str(option.nodes),
+            f"{option.layers:.2f}",
+            f"{1e3 * option.seconds:.1f}",
+            f"{option.rate:.1f}",
+            style="bold green" if option is best else "",
+        )
     console.print(table)
-    host = control.host
+    host = controller.host
     console.print(
         f"outside the models: {1e3 * host.turn_s:.2f} ms per turn, {1e3 * host.draft_s:.2f} per drafted layer, "
         f"{1e3 * host.judge_s:.2f} per layer judged"

@@ -1,4 +1,4 @@
-"""Pairs whose models are enlarged before they are timed: `--grow`, `--grow-draft`."""
+"""The options `--grow` and `--grow-draft`: pairs whose models are enlarged before they are timed."""
 
 import re
 from typing import Any
@@ -12,24 +12,33 @@ from specbeam.pair import Pair, load
 def grown_pair(
     model: str, draft: str | None, grow: str | None, grow_draft: str | None = None, quantize: Any = None
 ) -> Pair:
-    """A pair of the same function, with so many parameters; as it is where none are asked for."""
+    """Load a pair, and enlarge its models without changing what they compute.
+
+    Args:
+        model, draft: paths or hub ids of target and draft.
+        grow, grow_draft: numbers of parameters like "100M"; None: the model stays as it is.
+        quantize: as for `specbeam.load`.
+    """
     pair = quiet_load(model, draft)
     if grow is None and grow_draft is None and quantize is None:
         return pair
     target = pair.target_model
-    small = pair.draft_model
+    draft_model = pair.draft_model
     if grow is not None:
         target = grown(target, parameters(grow))
     if grow_draft is not None:
-        if small is None:
+        if draft_model is None:
             raise BadSetting("--grow-draft enlarges the draft model, and there is none; give --draft")
-        small = grown(small, parameters(grow_draft, "--grow-draft"))
-    return load(target, small, pair.tokenizer, quantize=quantize)
+        draft_model = grown(draft_model, parameters(grow_draft, "--grow-draft"))
+    return load(target, draft_model, pair.tokenizer, quantize=quantize)
 
 
 def parameters(text: str, option: str = "--grow") -> int:
-    """From "100M" or "1.5B" or plain digits."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([MB]?)", text.strip(), re.IGNORECASE)
-    if found is None:
+    """Return the number of parameters that a text like "100M", "1.5B" or "5000" stands for.
+
+    Raises `BadSetting`, which names the option, if the text is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MB]?)", text.strip(), re.IGNORECASE)
+    if match is None:
         raise BadSetting(f"{option} is {text!r}; it must be a number of parameters like 100M or 1.5B")
-    return round(float(found[1]) * {"": 1, "M": 1e6, "B": 1e9}[found[2].upper()])
+    return round(float(match[1]) * {"": 1, "M": 1e6, "B": 1e9}[match[2].upper()])

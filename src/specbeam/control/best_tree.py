@@ -1,4 +1,4 @@
-"""PLAN: the best fixed tree for measured acceptance and measured cost."""
+"""PLAN: the best fixed tree for measured acceptance rates and measured costs."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,38 +13,39 @@ Topology = tuple[Any, ...]  # the subtrees under a node, in the order in which i
 
 
 def depth_of_tree(topology: Topology) -> int:
+    """Return the number of layers below the root."""
     return 1 + max(map(depth_of_tree, topology)) if topology else 0
 
 
 def layers_of(topology: Topology) -> tuple[int, ...]:
-    """Nodes of each layer below the root."""
+    """Return the number of nodes of each layer below the root."""
     below = itertools.zip_longest(*map(layers_of, topology), fillvalue=0)
     return (len(topology), *map(sum, below)) if topology else ()
 
 
 def size_of(topology: Topology) -> int:
-    """Nodes below the root."""
+    """Return the number of nodes below the root."""
     return sum(layers_of(topology))
 
 
 def sequoia_tree(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[Topology, float]:
-    """The tree of most expected tokens per pass, and that number (Sequoia, arXiv 2402.12374, sec. 3.1).
+    """Return the tree of most expected tokens per pass, and that number (Sequoia, arXiv 2402.12374, sec. 3.1).
 
     Args:
-        acceptance: odds that the child accepted at a node is the k-th one tried.
-        nodes: most nodes of the tree, root included; fewer if no tree of that size fits the depth and the ranks.
-        depth: most layers below the root.
+        acceptance: probability that the child accepted at a node is the k-th one tried.
+        nodes: number of nodes, root included; the tree has fewer if none of that size fits the depth and the ranks.
+        depth: the most layers below the root.
 
     >>> sequoia_tree([0.7, 0.175, 0.125], 3, 9)  # a chain of two below the root
     ((((),),), 2.19)
     """
-    table = _Best(acceptance, nodes, depth)
+    table = _BestSubtrees(acceptance, nodes, depth)
     size = int(np.flatnonzero(np.isfinite(table.value[depth].max(1))).max())
     return table.tree(size, depth), float(table.value[depth, size].max())
 
 
-class _Best:
-    """T[l][m][b]: most expected tokens of a subtree of m nodes and at most l layers whose root has b children."""
+class _BestSubtrees:
+    """The table T[l][m][b]: the most expected tokens of a subtree of m nodes and at most l layers, root with b children."""
 
     def __init__(self, acceptance: Sequence[float], nodes: int, depth: int) -> None:
         self.acceptance = acceptance
@@ -60,9 +61,11 @@ class _Best:
                     self.value[layers, size, children] = options.max()
 
     def tree(self, size: int, layers: int) -> Topology:
+        """Return the best subtree of `size` nodes and at most `layers` layers."""
         return self._children(size, layers, int(np.argmax(self.value[layers, size])))
 
     def _children(self, size: int, layers: int, children: int) -> Topology:
+        """Return the best subtree of `size` nodes and at most `layers` layers whose root has `children` children."""
         if children == 0:
             return ()
         best_below = self.value[layers - 1].max(1)
@@ -73,15 +76,18 @@ class _Best:
 
 
 def _scaled(odds: float, values: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-    """Also where the odds are 0: an impossible tree stays impossible."""
+    """Return odds * values, where -inf, an impossible tree, stays -inf even if the odds are 0."""
     return np.where(np.isfinite(values), odds * np.where(np.isfinite(values), values, 0.0), -np.inf)
 
 
 def fastest_tree(
     acceptance: Sequence[float], cost: CostCurve, most_nodes: int, most_depth: int
 ) -> tuple[Topology, float]:
-    """The tree of least time per token, and that time (Sequoia's hardware-aware rule). Sizes as in `cost.nodes`."""
-    found: tuple[float, Topology] | None = None
+    """Return the tree of least time per token, and that time in seconds (Sequoia's hardware-aware rule).
+
+    Its number of nodes, root included, is one of `cost.nodes` and at most `most_nodes`.
+    """
+    best: tuple[float, Topology] | None = None
     for size in (n for n in cost.nodes if 1 <= n <= most_nodes):
         for depth in range(most_depth + 1):
             if (size == 1) != (depth == 0):
@@ -90,7 +96,7 @@ def fastest_tree(
             if not np.isfinite(tokens):
                 continue
             time = (depth * cost.draft_layer_s + cost.pass_s(size)) / tokens
-            if found is None or time < found[0]:
-                found = (time, tree)
-    assert found is not None, "a tree of one node is always possible"
-    return found[1], found[0]
+            if best is None or time < best[0]:
+                best = (time, tree)
+    assert best is not None, "a tree of one node is always possible"
+    return best[1], best[0]

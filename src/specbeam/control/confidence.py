@@ -1,7 +1,7 @@
-"""PLAN by what was accepted so far: stop rules and lengths for drafts of one sequence.
+"""PLAN: the length of drafts of one sequence, by the draft model's confidence and past acceptance.
 
-A controller reads past outcomes and tokens that are already drafted, and draws from a stream of its own; so no law depends
-on it.
+A controller reads past outcomes and tokens that are already drafted, and has a random stream of its own. So it does not
+change the law of the output.
 """
 
 from dataclasses import dataclass
@@ -15,23 +15,35 @@ from specbeam.session import Session
 
 @runtime_checkable
 class Stopping(Protocol):
-    """A controller that may also end a draft between layers. Where that depends on its settings it has a property
-    `between_layers`.
+    """A controller that may also end a draft between layers.
+
+    If that depends on its settings, it has a property `between_layers`, which is False where it never does.
     """
 
     def more(self, session: Session, depth: int, confidence: float) -> bool:
-        """Whether to draft below `depth` layers; `confidence` is the largest draft odds of a token of the newest one."""
+        """Return whether to draft more than the `depth` layers there are.
+
+        Args:
+            confidence: the largest draft probability of a token of the newest layer.
+        """
         ...
 
 
 def stops_between_layers(controller: object) -> bool:
-    """Whether it has to be asked between layers to do what it is for."""
+    """Return whether a controller, with its settings, may end a draft between layers."""
     return isinstance(controller, Stopping) and getattr(controller, "between_layers", True)
 
 
 @dataclass(frozen=True)
 class SureDraft:
-    """Draft on while the newest token's draft odds are at least `threshold` (the token itself stays)."""
+    """A controller that drafts on while the newest token's draft probability is at least `threshold`.
+
+    The token that falls below the threshold stays in the draft.
+
+    Args:
+        most: the most layers of a draft.
+        width: number of draft nodes per layer.
+    """
 
     threshold: float = 0.4
     most: int = 8
@@ -44,15 +56,22 @@ class SureDraft:
         return confidence >= self.threshold
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Nothing to learn."""
+        """Do nothing: there is nothing to learn."""
 
 
 @dataclass(frozen=True)
 class TrackedThreshold:
-    """`SureDraft` whose threshold follows the acceptance rate (Draft & Verify, arXiv 2309.08168).
+    """A `SureDraft` whose threshold follows the acceptance rate (Draft & Verify, arXiv 2309.08168).
 
-    The threshold rises by `step` when fewer than `wanted` of the drafts were accepted and falls when more were, except
-    after a draft of full length; both are smoothed.
+    The threshold rises by `step` if the share of drafts that are accepted is below `wanted`, and falls by `step` if not,
+    except after a draft of full length. Both the share and the threshold are smoothed.
+
+    Args:
+        start: the first threshold.
+        wanted: the acceptance rate aimed at, as a share of drafted tokens.
+        smooth_rate, smooth_threshold: weight of the old value in the smoothed one.
+        most: the most layers of a draft.
+        width: number of draft nodes per layer.
     """
 
     start: float = 0.6

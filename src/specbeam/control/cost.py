@@ -1,4 +1,4 @@
-"""PLAN: what a pass of the target costs, measured beforehand or while decoding."""
+"""PLAN: the time of passes of the models, measured beforehand or while decoding."""
 
 from dataclasses import dataclass, field
 
@@ -8,14 +8,14 @@ from jaxtyping import Float64
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a target pass by scored nodes, and of one draft layer."""
+    """The measured seconds of a pass by its number of scored nodes, and the seconds of one draft layer."""
 
-    nodes: tuple[int, ...]
-    seconds: tuple[float, ...]
+    nodes: tuple[int, ...]  # numbers of scored nodes, ascending
+    seconds: tuple[float, ...]  # of a pass over each of these numbers
     draft_layer_s: float = 0.0
 
     def pass_s(self, nodes: float) -> float:
-        """Seconds of a pass over so many nodes; beyond the last one measured the last slope goes on."""
+        """Return the seconds of a pass over `nodes` nodes; interpolated, and extrapolated by the last slope."""
         if nodes <= self.nodes[-1] or len(self.nodes) == 1:
             return float(np.interp(nodes, self.nodes, self.seconds))
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.nodes[-1] - self.nodes[-2])
@@ -24,20 +24,20 @@ class CostCurve:
 
 @dataclass(frozen=True)
 class HostCost:
-    """Seconds outside the models: of a turn, of each layer drafted, of each layer judged and emitted."""
+    """The seconds that a turn spends outside the models: in any case, per drafted layer, per judged and emitted layer."""
 
     turn_s: float = 0.0
     draft_s: float = 0.0
     judge_s: float = 0.0
 
     def seconds(self, drafted: int, emitted: float) -> float:
-        """Of a turn that drafts and emits so many layers."""
+        """Return the seconds outside the models of a turn that drafts and emits these numbers of layers."""
         return self.turn_s + drafted * self.draft_s + emitted * self.judge_s
 
 
 @dataclass
 class PassTimes:
-    """A line through (nodes, seconds) samples, of which older ones count less (ProPD, arXiv 2402.13485, sec. 4.2).
+    """A line fitted to (nodes, seconds) samples, of which older ones count less (ProPD, arXiv 2402.13485, sec. 4.2).
 
     >>> times = PassTimes(decay=0.9)
     >>> for nodes, seconds in [(8, 10.6), (16, 11.4), (32, 13.2), (32, 13.0), (64, 16.6)]:
@@ -46,15 +46,16 @@ class PassTimes:
     [9.6827, 0.1077]
     """
 
-    decay: float = 0.98
+    decay: float = 0.98  # weight of a sample relative to the next one
     moments: Float64[np.ndarray, " 5"] = field(default_factory=lambda: np.zeros(5))  # 1, n, n^2, s, n s
 
     def add(self, nodes: int, seconds: float) -> None:
+        """Add a sample: a pass over `nodes` nodes took `seconds`."""
         fresh = np.array([1.0, nodes, nodes**2, seconds, nodes * seconds])
         self.moments = self.decay * self.moments + fresh
 
     def line(self) -> tuple[float, float]:
-        """Seconds of a pass over no node, and seconds per node (never negative); a flat line where all sizes were equal."""
+        """Return the seconds of a pass over no node, and the seconds per node: at least 0, and 0 if all sizes were equal."""
         weight, n, nn, s, ns = self.moments
         if weight == 0:
             return 1.0, 0.0

@@ -1,4 +1,4 @@
-"""PLAN: the same shape in every turn, cut to what may still be emitted."""
+"""PLAN: the same shape in every turn, cut to the number of tokens that may still be emitted."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,10 @@ from specbeam.session import Session
 
 @dataclass(frozen=True)
 class FixedShape:
-    """A turn emits up to `beyond` layers more than it drafts, so the last turns draft less."""
+    """A controller that plans the same shape in every turn.
+
+    A turn emits up to `beyond` layers more than it drafts, so the last turns of a session draft fewer layers.
+    """
 
     depth: int
     width: int
@@ -23,15 +26,15 @@ class FixedShape:
         return Shape(min(self.depth, session.remaining - self.beyond), self.width)
 
     def numbers(self, session: Session) -> Plan:
-        """Return what it decides by, for steps."""
+        """Return the plan as numbers for steps."""
         return self._plan
 
     @cached_property
     def _plan(self) -> Plan:
-        """Nothing of it changes where the depth is given."""
+        """The plan, made once: nothing in it changes if the depth is fixed."""
         return Plan(
             self.depth, np.array([self.width]), self.beyond, np.zeros((1, 1, 1)), 0.0, np.ones((2, 1)), 1, NO_VALUES
         )
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Nothing to learn."""
+        """Do nothing: there is nothing to learn."""

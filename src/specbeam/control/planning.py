@@ -1,4 +1,4 @@
-"""PLAN: how deep and wide the next draft is, by numbers that steps can read."""
+"""PLAN: depth and width of the next draft, from numbers that steps can read."""
 
 from typing import NamedTuple
 
@@ -7,27 +7,34 @@ import numpy as np
 from specbeam.control.values import Values
 from specbeam.core.steps import Array, step
 
-# what stands in place of a depth that is chosen
+# values of `Plan.depth` if the depth is chosen
 BY_ODDS = -1
 BY_VALUE = -2
 
 
 class Plan(NamedTuple):
-    """A depth, or what one is chosen by."""
+    """What a controller decides by, as numbers for steps: a fixed depth, or tables from which a depth is chosen.
 
-    depth: int  # or BY_ODDS, BY_VALUE
-    widths: Array  # int64[sizes]: drafts of a layer, of which one is chosen by value
-    beyond: int  # layers that a turn may emit more than it drafts
+    BY_ODDS chooses the depth of most expected layers per second, BY_VALUE the depth and width of most value per second.
+    """
+
+    depth: int  # of a draft; or BY_ODDS, BY_VALUE
+    widths: Array  # int64[sizes]: drafts per layer, of which BY_VALUE chooses one; in other plans there is only one
+    beyond: int  # number of layers that a turn may emit beyond those it drafts
     seconds: Array  # float64[roots + 1, depths, sizes]: of a turn that emits nothing
     judge_s: float  # seconds of each layer that is emitted
     seen: Array  # float64[2, layers]: how often each layer passed, and was reached; changed by `learn_passed`
-    explore: int  # every so many turns that draft nothing, draft one layer
+    explore: int  # every `explore`-th turn drafts one layer if it would draft none
     values: Values  # changed where widths are chosen
 
 
 @step
 def layers_by_depth(seen: Array) -> Array:
-    """Return the number of layers that a turn emits, by the depth of its draft: 0, 1, 2, ..."""
+    """Return the expected number of layers that a turn emits if it drafts 0, 1, 2, ... layers, float64[layers + 1].
+
+    Args:
+        seen: float64[2, layers], how often each layer passed, and was reached.
+    """
     emitted = np.ones(seen.shape[1] + 1)
     survive = 1.0
     for layer in range(seen.shape[1]):
@@ -38,7 +45,7 @@ def layers_by_depth(seen: Array) -> Array:
 
 @step
 def plan_shape(plan: Plan, roots: int, turns: int, remaining: int) -> tuple[int, int]:
-    """Return depth and width of the next draft, after so many turns and with so many tokens still to come."""
+    """Return depth and width of the next draft, after `turns` turns and with `remaining` tokens that may be emitted."""
     depth = plan.depth
     place = 0
     if depth < 0:
@@ -62,7 +69,7 @@ def plan_shape(plan: Plan, roots: int, turns: int, remaining: int) -> tuple[int,
 
 @step
 def learn_passed(plan: Plan, passed: Array) -> None:
-    """Count which of the drafted layers that were judged have passed, bool[layers]."""
+    """Count in `plan.seen` which of the drafted layers that were judged in a turn passed, bool[layers]."""
     if plan.depth < 0:
         for layer in range(min(len(passed), plan.seen.shape[1])):
             plan.seen[0, layer] += passed[layer]

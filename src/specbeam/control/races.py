@@ -1,26 +1,27 @@
-"""How likely a draft layer is accepted in full, by its width: what a width is chosen by.
+"""The probability that a draft layer is accepted in full, by its width. Widths are chosen by it.
 
-Computed from the laws of the layer alone, never from its draws or its noise, so that a width chosen by it leaves the law of
-the layer as it is.
+It is computed from the laws of the layer alone, never from its draws or its noise. So a width that is chosen by it does not
+change the law of the layer.
 """
 
 import numpy as np
 
 from specbeam.core.steps import Array, step
 
-RACES = 64  # exponential races that are run
-ENTRANTS = 64  # likeliest pairs that run in them
-NEVER = 10**9  # drafts that a pair takes which is none of them
+RACES = 64  # number of exponential races that are simulated
+ENTRANTS = 64  # number of most probable pairs in a race
+NEVER = 10**9  # in place of the number of drafts that it takes until a pair is among them: it never is
 RACE_NOISE = np.random.default_rng(0).exponential(size=(RACES, ENTRANTS))
 
 
 @step
 def accepted_pmf(p: Array, q: Array, drafts: int) -> Array:
-    """Return the odds of 0, 1, ..., `drafts` accepted draws among independent drafts from `q` for target `p`.
+    """Return the probabilities of 0, 1, ..., `drafts` accepted draws among `drafts` drafts from `q`, for the target law `p`.
 
-    After j rejections in a row the residual is (p - c_j q)^+ / S_j, with c_0 = 0, S_0 = 1, c_{j+1} = c_j + S_j and
-    S_{j+1} = sum (p - c_{j+1} q)^+. The first acceptance comes at draft i with odds S_{i-1} - S_i and starts anew.
-    `q` may sum to less than 1: the rest lies on drafts that cannot be accepted. Source: DSBD (arXiv 2409.16560, eq. 4).
+    Drafts are independent. After j rejections in a row the residual is (p - c_j q)^+ / S_j, with c_0 = 0, S_0 = 1,
+    c_{j+1} = c_j + S_j and S_{j+1} = sum (p - c_{j+1} q)^+. The first acceptance comes at draft i with probability
+    S_{i-1} - S_i, and then the process starts anew. `q` may sum to less than 1: the rest is the probability of drafts that
+    cannot be accepted. Source: DSBD (arXiv 2409.16560, eq. 4).
 
     >>> p, q = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.2, 0.3, 0.4])
     >>> accepted_pmf(p, q, 2).round(2).tolist()
@@ -42,32 +43,35 @@ def accepted_pmf(p: Array, q: Array, drafts: int) -> Array:
 
 @step
 def odds_of_rejection(p: Array, q: Array, drafts: int) -> Array:
-    """Return the odds that 0, 1, ..., `drafts` draws are accepted from as many independent drafts."""
+    """Return the probabilities that at least 0, 1, ..., `drafts` draws are accepted from `drafts` independent drafts."""
     return np.cumsum(accepted_pmf(p, q, drafts)[::-1])[::-1]
 
 
 @step
 def _first(arrival: Array, count: int, order: Array) -> None:
-    """Write the places of the `count` smallest into `order`, in order; of equal ones the first."""
+    """Write the indices of the `count` smallest arrivals into `order`, ascending; of equal arrivals the first index."""
     held = 0
     for place in range(len(arrival)):
         value = arrival[place]
-        slot = held
+        rank = held
         if held == count:
             if value >= arrival[order[count - 1]]:
                 continue
-            slot -= 1
+            rank -= 1
         else:
             held += 1
-        while slot > 0 and arrival[order[slot - 1]] > value:
-            order[slot] = order[slot - 1]
-            slot -= 1
-        order[slot] = place
+        while rank > 0 and arrival[order[rank - 1]] > value:
+            order[rank] = order[rank - 1]
+            rank -= 1
+        order[rank] = place
 
 
 @step
 def _needed_by_rank(arrival: Array, likeliest: Array, most: int, order: Array, needed: Array) -> None:
-    """Write how many drafts it takes until each pair is one: the first `most` that arrive come first, then the likeliest."""
+    """Write into `needed` how many drafts it takes until each pair is a draft, if a truncation cuts the draft law.
+
+    Drafts are then the first `most` pairs to arrive, and after them the most probable others.
+    """
     core = 0
     needed[:] = 0
     _first(arrival, min(most, len(arrival)), order)
@@ -83,7 +87,10 @@ def _needed_by_rank(arrival: Array, likeliest: Array, most: int, order: Array, n
 
 @step
 def _needed_by_race(arrival: Array, among: Array, rest: float, needed: Array) -> None:
-    """Write the same for the pairs `among`, where drafts are the first to arrive: those before, and as many of the rest."""
+    """Write into `needed` how many drafts it takes until each pair of `among` is a draft, if drafts are the first to arrive.
+
+    These are the pair itself, the pairs that arrive before it, and the expected number of those in the mass `rest`.
+    """
     for pair in among:
         at = arrival[pair]
         if at == np.inf:
@@ -97,20 +104,20 @@ def _needed_by_race(arrival: Array, among: Array, rest: float, needed: Array) ->
 
 @step
 def odds_by_drafts(p: Array, q: Array, drafts: int, most: int, rest: float, likeliest: Array, noise: Array) -> Array:
-    """Return the odds that the first 0, 1, ..., `most` draws from `p` are among 0, 1, ..., `drafts` draft nodes.
+    """Return the probabilities that the first 0, 1, ..., `most` draws from `p` are among 0, 1, ..., `drafts` drafts.
 
     The pairs run an exponential race (Gumbel-max in another form): pair i arrives at e_i / p_i at the target and at
-    e_i / q_i at the draft model, with the same e_i; draws are the first ones to arrive. Estimated from races with noise
-    of their own, the same for all layers, to about 0.06.
+    e_i / q_i at the draft model, with the same e_i. Draws are the first pairs to arrive. The probabilities are estimated to
+    about 0.06, from simulated races with noise of their own, the same for all layers.
 
     Args:
-        p, q: odds of the same pairs, float64[pairs], at most `ENTRANTS` of them.
-        rest: mass of the draft on countless small pairs that are not here, of which as many as expected arrive before.
-        likeliest: pairs by draft likelihood, where a truncation cuts the draft: then the first `most` to arrive are drafted,
-            and the likeliest others. Empty where none does.
+        p, q: target and draft probabilities of the same pairs, float64[pairs], at most `ENTRANTS` of them.
+        rest: draft probability of the many small pairs that are left out; their expected number arrives before a pair.
+        likeliest: indices of pairs by descending draft probability, if a truncation cuts the draft law: then the first
+            `most` to arrive are drafted, and after them the most probable others. Empty if none does.
         noise: float64[races, `ENTRANTS`].
 
-    Returns float64[widths, drafts + 1].
+    Returns float64[widths, drafts + 1], where the number of widths is at most `most` + 1.
     """
     races = noise.shape[0]
     size = len(p)
@@ -118,7 +125,7 @@ def odds_by_drafts(p: Array, q: Array, drafts: int, most: int, rest: float, like
     for place in range(size):
         wanted += p[place] > 0
     wanted = min(wanted, most)
-    found = np.zeros((wanted + 1, drafts + 1))
+    hits = np.zeros((wanted + 1, drafts + 1))
     target = np.empty(size)
     draft = np.empty(size)
     first = np.empty(size, np.int64)
@@ -138,9 +145,9 @@ def odds_by_drafts(p: Array, q: Array, drafts: int, most: int, rest: float, like
             deepest = max(deepest, needed[first[width]])
             if deepest > drafts:
                 break
-            found[width + 1, deepest] += 1
-    found[0, 0] = races
+            hits[width + 1, deepest] += 1
+    hits[0, 0] = races
     for width in range(wanted + 1):
         for count in range(drafts):
-            found[width, count + 1] += found[width, count]
-    return found / races
+            hits[width, count + 1] += hits[width, count]
+    return hits / races

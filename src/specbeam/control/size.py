@@ -1,4 +1,4 @@
-"""PLAN: as many nodes as pay for themselves, by a latency model fitted while decoding (ProPD, arXiv 2402.13485)."""
+"""PLAN: the number of nodes by a latency model that is fitted while decoding (ProPD, arXiv 2402.13485)."""
 
 import heapq
 import time
@@ -13,8 +13,8 @@ from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
 
-class Learnt:
-    """What all sessions of a method have seen: pass times, and how often the k-th candidate of a layer was right."""
+class PassStatistics:
+    """Measurements of all sessions of a method: pass times, and how often the k-th candidate of a layer was right."""
 
     def __init__(self, depth: int, ranks: int) -> None:
         self.times = PassTimes()
@@ -23,9 +23,11 @@ class Learnt:
         self.tries = np.full((depth, ranks), 2.0)
 
     def accuracy(self) -> Float64[np.ndarray, "depth ranks"]:
+        """Return how often the k-th candidate of each layer was right, as a share of its trials."""
         return self.hits / self.tries
 
-    def see(self, turn: Turn) -> None:
+    def learn(self, turn: Turn) -> None:
+        """Count the candidates of a turn that were tried, and those that were right."""
         groups = turn.forest.siblings.groups()
         children = {int(group.parents[0]): group.tokens.tolist() for group in groups}
         for layer, step in enumerate(turn.verdict.steps[: len(self.hits)]):
@@ -37,24 +39,24 @@ class Learnt:
 
 @dataclass(frozen=True)
 class SizeByLatency:
-    """The number of nodes of most expected tokens per second: argmax A(n) / T(n).
+    """A controller that plans the number of nodes of most expected tokens per second: argmax A(n) / T(n).
 
-    A(n) counts tokens of the best tree of n nodes at the accuracies seen so far; T(n) is a line fitted to the times of
-    past turns. One session after the other learns into the same memory; a session's first turn holds its prompt and does
-    not count.
+    A(n) is the expected number of tokens of the best tree of n nodes at the accuracies measured so far; T(n) is a line that
+    is fitted to the times of past turns. All sessions share what is learnt. The time of a session's first turn does not
+    count, because it includes the prompt.
 
     Args:
-        most: nodes below the root.
-        depth: layers.
-        ranks: candidates per node whose accuracy is followed.
-        explore: every so many turns the size is doubled or halved, so that the line has something to rest on.
+        most: the most nodes below the root.
+        depth: the most layers.
+        ranks: number of candidates per node whose accuracy is measured.
+        explore: every `explore`-th turn doubles or halves the size, so that the line is fitted to different sizes.
     """
 
     most: int = 32
     depth: int = 5
     ranks: int = 8
     explore: int = 8
-    learnt: dict[str, Learnt] = field(default_factory=dict, compare=False)
+    learnt: dict[str, PassStatistics] = field(default_factory=dict, compare=False)
 
     def plan(self, session: Session) -> Shape:
         memory = self._memory()
@@ -68,18 +70,20 @@ class SizeByLatency:
     def settle(self, session: Session, turn: Turn) -> None:
         memory = self._memory()
         began = session.state.pop(self)
-        memory.see(turn)
+        memory.learn(turn)
         if session.count.target_passes > 1:
             memory.times.add(turn.shape.width + 1, time.perf_counter() - began)
 
-    def _memory(self) -> Learnt:
-        return self.learnt.setdefault("all", Learnt(self.depth, self.ranks))
+    def _memory(self) -> PassStatistics:
+        return self.learnt.setdefault("all", PassStatistics(self.depth, self.ranks))
 
 
 def best_size(
     accuracy: Float64[np.ndarray, "depth ranks"] | Sequence[Sequence[float]], fixed_s: float, node_s: float, most: int
 ) -> int:
-    """Nodes, root included, of most expected tokens per time if a pass over n nodes takes `fixed_s` + `node_s` n.
+    """Return the number of nodes, root included, of most expected tokens per second.
+
+    A pass over n nodes takes `fixed_s` + `node_s` n seconds.
 
     >>> ranks = [(0.7, 0.175, 0.125)] * 9
     >>> [best_size(ranks, 10, slope, 9) for slope in (0.1, 0.35, 1.0, 3.0)]
@@ -91,7 +95,7 @@ def best_size(
 
 
 def best_values(accuracy: Float64[np.ndarray, "depth ranks"] | Sequence[Sequence[float]], most: int) -> list[float]:
-    """Odds of acceptance of the `most` likeliest nodes of the endless tree, the root's 1 first, in falling order."""
+    """Return the acceptance probabilities of the `most` likeliest nodes of the infinite tree, descending; the root has 1."""
     heap: list[tuple[float, int]] = [(-1.0, 0)]
     values: list[float] = []
     while heap and len(values) < most:

@@ -1,4 +1,4 @@
-"""PLAN by Thompson sampling of the acceptance rate (EESD, arXiv 2406.03853)."""
+"""PLAN: the length of drafts by Thompson sampling of the acceptance rate (EESD, arXiv 2406.03853)."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -13,30 +13,35 @@ Mode = Literal["step", "round", "best"]
 
 @dataclass
 class Belief:
-    """Beta posterior of the rate, the error of draft odds as a predictor of acceptance, and a private stream."""
+    """A Beta posterior of the acceptance rate, the error of draft probabilities as predictions, and a random stream."""
 
-    accepted: float
-    refused: float
-    score_error: float
+    accepted: float  # first parameter of the Beta posterior
+    refused: float  # second parameter
+    score_error: float  # estimated variance of the true acceptance rate around the draft probability
     stream: np.random.Generator
-    rate: float = 1.0  # this turn's draw
-    scores: list[float] = field(default_factory=list)  # draft odds of this turn's tokens
+    rate: float = 1.0  # the rate drawn for this turn
+    scores: list[float] = field(default_factory=list)  # draft probabilities of this turn's tokens
 
 
 @dataclass(frozen=True)
 class Thompson:
-    """Draw the rate at which drafts are accepted from its posterior, and draft as far as that rate carries.
+    """A controller that draws the acceptance rate of drafts from its posterior, and drafts as long as that rate suggests.
 
     Args:
-        mode: "step": a fresh draw after each token, continue with that probability; "round": one draw per turn; "best":
-            one draw per turn and the length that is best for it and `cost`.
-        cost: a draft step's share of a target pass, for mode "best".
-        calibrated: mix the posterior with the draft's own odds of the newest token, each weighted by its certainty
-            (Calibration-TS), and toss a coin with the mixture after each token; in mode "best" within the chosen length.
-        persistent: keep a spread of the rate between tokens, so that the score keeps its say in long texts.
-        censored: after the first refusal the other tokens' fate is unknown; False counts them as refused.
-        forget: share of what was learned that is kept per turn.
-        most: longest draft.
+        mode: "step": draw a new rate after each token, and go on with that probability; "round": draw one rate per turn, and
+            go on with that probability; "best": draw one rate per turn, and draft to the best length for it and `cost`.
+        cost: time of a draft step as a share of a target pass, for mode "best".
+        calibrated: mix the posterior with the draft model's own probability of the newest token, each weighted by its
+            certainty (Calibration-TS), and go on with the mixed probability after each token; in mode "best" within the
+            chosen length.
+        persistent: give the rate a constant variance in this mixture; that of the posterior shrinks, so that the draft
+            model's own probability would lose its influence in long texts.
+        censored: True: the tokens after the first refusal are not counted, because they were not judged; False: they count
+            as refused.
+        forget: share of what was learnt that is kept at each turn; 1: all of it.
+        prior: parameters of the Beta prior: accepted, refused.
+        most: the most layers of a draft.
+        width: number of draft nodes per layer.
     """
 
     mode: Mode = "best"
@@ -51,7 +56,7 @@ class Thompson:
 
     @property
     def between_layers(self) -> bool:
-        """Mode "best" alone has fixed the length in `plan`."""
+        """Whether it may end a draft between layers. Mode "best", if not calibrated, fixes the length in `plan`."""
         return self.calibrated or self.mode != "best"
 
     def plan(self, session: Session) -> Shape:
@@ -62,7 +67,7 @@ class Thompson:
         return Shape(min(max(length, 1), session.remaining - 1), self.width)
 
     def more(self, session: Session, depth: int, confidence: float) -> bool:
-        """The first token is always drafted; mode "best" has fixed the length in `plan`."""
+        """Return whether to draft on after a token. The first one is always drafted."""
         belief = self._belief(session)
         belief.scores.append(confidence)
         if self.calibrated:
@@ -91,6 +96,7 @@ class Thompson:
         return session.state[self]
 
     def _calibrated(self, belief: Belief, score: float) -> float:
+        """Return a draw of the acceptance rate, mixed with the draft probability `score` of the newest token."""
         total = belief.accepted + belief.refused
         mean = belief.accepted / total
         spread = 0.05 if self.persistent else belief.accepted * belief.refused / (total**2 * (total + 1))
@@ -101,7 +107,9 @@ class Thompson:
 
 
 def best_length(rate: float, cost: float, most: int) -> int:
-    """argmax over K of (1 - rate^(K+1)) / ((1 - rate)(1 + cost K)): tokens per unit of time at a constant rate.
+    """Return the K up to `most` of largest (1 - rate^(K+1)) / ((1 - rate)(1 + cost K)).
+
+    These are the expected tokens per unit of time at a constant acceptance rate.
 
     >>> [best_length(rate, 0.05, 30) for rate in (0.5, 0.7, 0.9)]
     [3, 6, 13]

@@ -1,4 +1,4 @@
-"""What layers are worth, learnt from their odds: by it widths are chosen, and shapes of drafts."""
+"""The values of draft layers, learnt from acceptance probabilities. Widths and shapes of drafts are chosen by them."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,11 @@ from specbeam.core.steps import Array, step
 
 
 class Values(NamedTuple):
-    """Sums over the layers judged so far; changed by `choose_most_valued`."""
+    """What the rest of a turn gains, as sums over the layers judged so far, which `choose_most_valued` adds to."""
 
     sums: Array  # float64[depths + 1, drafts + 1]: of gains from a layer on, by drafted layers left and drafts of each
-    count: Array  # float64[1]
-    utility: float  # of twice the beams, in layers of one beam
+    count: Array  # float64[1]: number of layers in the sums, with the weight of the prior
+    utility: float  # gain of doubling the number of beams, in layers of one beam
 
 
 NO_VALUES = Values(np.zeros((0, 1)), np.ones(1), 0.0)
@@ -20,16 +20,16 @@ NO_VALUES = Values(np.zeros((0, 1)), np.ones(1), 0.0)
 
 @step
 def gain_of(utility: float, width: int) -> float:
-    """Return what a layer of so many beams is worth, in layers of one beam."""
+    """Return the gain of a layer of `width` beams, in layers of one beam: 1 + utility * log2(width); 0 for no beam."""
     return 1.0 + utility * np.log2(width) if width > 0 else 0.0
 
 
 @step
 def choose_most_valued(values: Values, odds: Array, drafts: int, left: int, least: int) -> int:
-    """Return the width of most value, argmax gain(w) + odds(w) * (what the layers after it are worth), and learn from it.
+    """Return the width of most value, argmax gain(w) + odds(w) * (mean gain of the layers after it), and add to `values`.
 
     Args:
-        odds: float64[widths, drafts + 1]: that 0, 1, ... draws are accepted in full, by the number of drafts.
+        odds: float64[widths, drafts + 1], probability that 0, 1, ... draws are accepted in full, by number of drafts.
         drafts: number of drafts of this layer.
         left: number of layers that were to be drafted, this one included.
         least: the least width.

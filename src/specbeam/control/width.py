@@ -1,4 +1,4 @@
-"""PLAN, inside a turn: how many beams the next layer draws, decided before its drafts are looked at."""
+"""PLAN, within a turn: the number of draws of the next layer, chosen before its drafts are read."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,65 +16,70 @@ from specbeam.core.steps import Array, compiled_as, step
 from specbeam.laws.joint import HEAD, JointLaw, head_of, joint_law, likeliest_pairs, odds_at
 from specbeam.laws.ranking import Truncation, cuts, sorted_places
 
-DEEPEST = 8  # layers that a value is known for
-GUESS = 0.6  # odds that a layer passes, before any was seen
-WEIGHT = 3.0  # how many layers the guess counts for
+DEEPEST = 8  # the most drafted layers that values are known for
+GUESS = 0.6  # prior probability that a layer passes
+WEIGHT = 3.0  # number of layers that a prior counts for
 BY_THRESHOLD, BY_VALUE = range(2)
 
 
 class FixedWidths(NamedTuple):
-    """Every layer gets the same number of draws."""
+    """The numbers of a `FixedWidth`: every layer has `most` draws."""
 
     most: int
 
 
 class ChosenWidths(NamedTuple):
-    """How a layer's width is chosen: the widest that is accepted with enough odds, or that of most value."""
+    """How the width of a layer is chosen: the widest that is accepted with enough probability, or that of most value."""
 
     kind: int  # BY_THRESHOLD or BY_VALUE
     most: int
     least: int
     threshold: float
-    by_noise: bool  # whether draft and target share noise; otherwise drafts are tried
+    by_noise: bool  # True: draft and target share noise; False: drafts are tried
     noise: Array  # float64[races, entrants], see `control.races`
     values: Values
 
 
 @dataclass(frozen=True, eq=False)
 class WidthContext:
-    """What the width of a drafted layer may be chosen by: laws of the layer, never its draws."""
+    """What the width of a drafted layer may depend on: the laws of the layer, never its draws."""
 
-    law: JointLaw  # of the target, over live beams
+    law: JointLaw  # of the target, over the live beams
     live: Beams
     forest: Forest
-    number: int  # of the layer
-    planned: int  # layers that were to be drafted from the first one on
+    number: int  # of the layer, from 0 on
+    planned: int  # number of layers that the turn was to draft
 
     @property
     def drafted(self) -> int:
-        """The number of drafts that there are."""
+        """The number of drafts of the layer."""
         ends = self.forest.siblings.draw_ends
         return int(ends[self.number] - start_of(ends, self.number))
 
     @property
     def left(self) -> int:
-        """The number of layers that were to be drafted from this one on."""
+        """The number of layers that were to be drafted from this one on, at least 1."""
         return max(self.planned - self.number, 1)
 
     def odds(self, most: int, by_noise: bool = True) -> Float64[np.ndarray, " widths"]:
-        """Return the odds that 0, 1, 2, ... draws are all drafts."""
+        """Return the probabilities that 0, 1, 2, ... draws are all accepted drafts.
+
+        Args:
+            most: the most draws.
+            by_noise: whether draft and target share noise; otherwise drafts are tried.
+        """
         if by_noise:
             return self.by_drafts(self.drafted, most)[:, self.drafted]
         return odds_when_tried(self.law, self.live, self.forest, self.number)
 
     def by_drafts(self, drafts: int, most: int) -> Float64[np.ndarray, "widths drafts"]:
-        """Return the same if there were 0, 1, ..., `drafts` drafts, under shared noise."""
+        """Return the probabilities that 0, 1, ... draws are all among 0, 1, ..., `drafts` drafts, under shared noise."""
         return odds_when_shared(self.law, self.live, self.forest, self.number, drafts, most, RACE_NOISE)
 
 
 @runtime_checkable
 class Width(Protocol):
-    """A width policy. One of one's own decides in Python, in `choose`."""
+    """A policy that chooses the width of drafted layers. A policy that steps do not know decides in Python, by `choose`."""
 
     @property
     def most(self) -> int:
@@ -88,41 +93,48 @@ class Width(Protocol):
 
 @dataclass(frozen=True)
 class FixedWidth:
-    """Always the same number of draws."""
+    """A policy that gives every layer the same number of draws."""
 
     most: int
 
     def choose(self, layer: WidthContext) -> int:
-        """Return the number of draws."""
+        """Return the number of draws of a drafted layer."""
         return self.most
 
 
 @dataclass(frozen=True)
 class SureWidth:
-    """The widest layer that is accepted in full with at least `threshold` odds (DSBD, arXiv 2409.16560, eq. 5)."""
+    """A policy that takes the widest layer that is accepted in full with a probability of at least `threshold`.
+
+    Source: DSBD (arXiv 2409.16560, eq. 5).
+
+    Args:
+        most, least: number of draws.
+    """
 
     most: int
     least: int = 1
     threshold: float = 0.7
 
     def choose(self, layer: WidthContext) -> int:
-        """Return the number of draws."""
+        """Return the number of draws of a drafted layer."""
         return int(widest(layer.odds(self.most), self.threshold, self.least, self.most))
 
 
 @dataclass(frozen=True)
 class ValuedWidth:
-    """The width of most value: argmax over w of gain(w) + odds(w) V(k - 1), for a layer from which on k were
-    to be drafted.
+    """A policy that takes the width of most value: argmax over w of gain(w) + odds(w) V(k - 1).
 
-    A layer of w beams gains 1 + `worth` log2(w) layers of one beam. V(k) is what a turn gains from there on if it passes;
-    V(0) is the gain of the layer after the draft, V(k) the mean over all layers judged so far of the maximum above. Where
-    a threshold narrows every layer alike, this narrows where much comes after it, and where the odds turn on it.
+    Here k is the number of layers that were to be drafted from this one on, gain(w) = 1 + `worth` log2(w) is the gain of a
+    layer of w beams, in layers of one beam, and odds(w) is the probability that it is accepted in full. V(k - 1) is what the
+    turn gains after the layer if it passes: V(0) is the gain of the layer after the draft, V(k) is the mean, over all layers
+    judged so far, of the maximum above. A threshold narrows all layers alike; this policy narrows layers that have much to
+    come after them, and those whose acceptance depends much on the width.
 
     Args:
-        most, least: beams.
-        worth: what twice the beams are worth, in layers.
-        drafts: most drafts of a layer that a value is known for.
+        most, least: number of draws.
+        worth: gain of doubling the number of beams, in layers of one beam.
+        drafts: the most drafts of a layer that values are known for.
     """
 
     most: int
@@ -131,21 +143,22 @@ class ValuedWidth:
     drafts: int = 8
 
     def choose(self, layer: WidthContext) -> int:
-        """Return the number of draws by the guess alone, without what a session has learnt."""
+        """Return the number of draws by the prior alone, without what a session has learnt."""
         odds = layer.by_drafts(self.drafts, self.most)
         return int(choose_most_valued(self.values({}), odds, layer.drafted, layer.left, self.least))
 
     def values(self, memory: dict[Hashable, Any]) -> Values:
-        """Return what a session has learnt so far."""
+        """Return what a session has learnt so far; `memory` is the state of the session, in which it is stored."""
         if self not in memory:
-            memory[self] = Values(self._guess.copy(), np.full(1, WEIGHT), float(self.worth))
-        found: Values = memory[self]
-        return found
+            memory[self] = Values(self._prior.copy(), np.full(1, WEIGHT), float(self.worth))
+        values: Values = memory[self]
+        return values
 
     @cached_property
-    def _guess(self) -> Float64[np.ndarray, "depths drafts"]:
-        """Prior for the value table, fitted on the bundled pair: a layer is about sqrt(most) wide; each further drafted
-        layer adds less, the more so the fewer drafts it has.
+    def _prior(self) -> Float64[np.ndarray, "depths drafts"]:
+        """The prior of `Values.sums`, fitted on the bundled pair.
+
+        A layer is about sqrt(most) wide. Each further drafted layer adds less, and the less the fewer drafts it has.
         """
         drafts = np.arange(self.drafts + 1)
         few = self.most + 2
@@ -157,7 +170,12 @@ class ValuedWidth:
 
 
 def width_spec(width: Width, memory: dict[Hashable, Any], by_noise: bool) -> "FixedWidths | ChosenWidths | Width":
-    """Return how steps choose a width for a session that remembers this; a policy of one's own as it is."""
+    """Return how steps choose the widths of a session; a policy that steps do not know is returned as it is.
+
+    Args:
+        memory: the state of the session.
+        by_noise: whether draft and target share noise; otherwise drafts are tried.
+    """
     if type(width) is FixedWidth:
         return FixedWidths(width.most)
     if type(width) is SureWidth:
@@ -173,8 +191,9 @@ def asked_width(widths: Any, law: JointLaw, live: Beams, forest: Forest, number:
 
     Args:
         widths: `FixedWidths`, `ChosenWidths`, or a policy that decides in Python.
-        law: the target's, over live beams.
-        planned: number of layers that were to be drafted; how many were tells of draws to come.
+        law: of the target, over the live beams.
+        planned: number of layers that the turn was to draft. A width must not depend on how many it has drafted, because
+            that depends on later draws.
     """
     if isinstance(widths, FixedWidths):
         return widths.most
@@ -191,21 +210,21 @@ def _compiled_asked_width(widths: Any, law: Any, live: Any, forest: Any, number:
 
 
 class LearntWidths(NamedTuple):
-    """What a session had learnt for its widths before a turn."""
+    """A copy of what a session had learnt about widths before a turn."""
 
     sums: Array
     count: Array
 
 
 def save_widths(widths: Any) -> LearntWidths:
-    """Return a copy of what is learnt."""
+    """Return a copy of what has been learnt about widths; empty arrays if nothing is learnt."""
     if isinstance(widths, ChosenWidths):
         return LearntWidths(widths.values.sums.copy(), widths.values.count.copy())
     return LearntWidths(np.zeros((0, 1)), np.ones(1))
 
 
 def restore_widths(widths: Any, saved: LearntWidths) -> None:
-    """Forget what was learnt since."""
+    """Set what has been learnt about widths back to a copy that `save_widths` returned."""
     if isinstance(widths, ChosenWidths):
         widths.values.sums[:] = saved.sums
         widths.values.count[:] = saved.count
@@ -213,6 +232,7 @@ def restore_widths(widths: Any, saved: LearntWidths) -> None:
 
 @step
 def _restore_values(widths: ChosenWidths, saved: LearntWidths) -> None:
+    """Set the learnt values back to a copy that `save_widths` returned."""
     widths.values.sums[:] = saved.sums
     widths.values.count[:] = saved.count
 
@@ -233,7 +253,7 @@ def _compiled_restore_widths(widths: Any, saved: Any) -> Any:
 
 @step
 def widest(odds: Array, threshold: float, least: int, most: int) -> int:
-    """Return the largest width whose odds are at least the threshold, within these bounds."""
+    """Return the largest width whose odds are at least `threshold`, but at least `least` and at most `most`."""
     sure = 0
     for width in range(len(odds)):
         if odds[width] >= threshold:
@@ -243,7 +263,7 @@ def widest(odds: Array, threshold: float, least: int, most: int) -> int:
 
 @step
 def choose_width(spec: ChosenWidths, law: JointLaw, live: Beams, forest: Forest, number: int, planned: int) -> int:
-    """Return the number of draws of drafted layer `number`; see `asked_width`."""
+    """Return the number of draws of drafted layer `number`, as `spec` chooses it; see `asked_width`."""
     ends = forest.siblings.draw_ends
     drafts = ends[number] - start_of(ends, number)
     left = max(planned - number, 1)
@@ -259,7 +279,7 @@ def choose_width(spec: ChosenWidths, law: JointLaw, live: Beams, forest: Forest,
 
 @step
 def draft_law(fronts: Fronts, number: int, truncation: Truncation) -> JointLaw:
-    """Return the law that layer `number` of a draft was chosen from, over its front."""
+    """Return the draft law that layer `number` of a draft was chosen from, over the beams of its front."""
     start = start_of(fronts.row_ends, number)
     stop = fronts.row_ends[number]
     rows = fronts.logits[start:stop]
@@ -268,7 +288,7 @@ def draft_law(fronts: Fronts, number: int, truncation: Truncation) -> JointLaw:
 
 @step
 def _beams_of_rows(nodes: Array, live: Beams) -> tuple[Array, Array]:
-    """Return which of these nodes each live beam is, and which beam each node is; -1 for none."""
+    """Return the index in `nodes` of each live beam, and the live beam at each of `nodes`; -1 for none."""
     row_of = np.full(len(live.nodes), -1, dtype=np.int64)
     beam_of = np.full(len(nodes), -1, dtype=np.int64)
     for beam in range(len(live.nodes)):
@@ -281,7 +301,7 @@ def _beams_of_rows(nodes: Array, live: Beams) -> tuple[Array, Array]:
 
 @step
 def _odds_at(pairs: Array, odds: Array, pair: int) -> float:
-    """Return the odds of a pair among ascending pairs; 0 if it is not among them."""
+    """Return the entry of `odds` for a pair, where `pairs` ascend; 0 if the pair is not among them."""
     place = np.searchsorted(pairs, pair)
     if place < len(pairs) and pairs[place] == pair:
         return odds[place]
@@ -292,7 +312,7 @@ def _odds_at(pairs: Array, odds: Array, pair: int) -> float:
 def odds_when_shared(
     law: JointLaw, live: Beams, forest: Forest, number: int, drafts: int, most: int, noise: Array
 ) -> Array:
-    """Return the odds that 0, 1, ... draws are among 0, 1, ..., `drafts` drafts of a layer, under shared noise.
+    """Return the probabilities that 0, 1, ... draws are among 0, 1, ..., `drafts` drafts of a layer, under shared noise.
 
     Returns float64[widths, drafts + 1].
     """
@@ -304,40 +324,40 @@ def odds_when_shared(
     row_of, beam_of = _beams_of_rows(nodes, live)
     if not cuts(law.truncation):
         return _odds_of_whole_laws(law, draft, row_of, drafts, most, noise)
-    left, p_left = head_of(law)
-    drawn, q_drawn = head_of(draft)
-    # The likeliest drafts come first, as the extra ones of a layer are chosen.
+    target_pairs, target_odds = head_of(law)
+    draft_pairs, draft_odds = head_of(draft)
+    # The most probable drafts come first: in this order the extra pairs of a layer are chosen.
     likeliest = likeliest_pairs(draft, drafts + most)
-    pairs = np.empty(len(likeliest) + len(left), dtype=np.int64)
+    pairs = np.empty(len(likeliest) + len(target_pairs), dtype=np.int64)
     count = 0
     for pair in likeliest:
         beam = beam_of[pair // own_vocab]
         if beam >= 0 and pair % own_vocab < vocab:
             pairs[count] = beam * vocab + pair % own_vocab
             count += 1
-    named = count
-    for pair in left:
-        if not (pairs[:named] == pair).any():
+    from_draft = count
+    for pair in target_pairs:
+        if not (pairs[:from_draft] == pair).any():
             pairs[count] = pair
             count += 1
     p = np.zeros(count)
     q = np.zeros(count)
     for place in range(count):
-        p[place] = _odds_at(left, p_left, pairs[place])
+        p[place] = _odds_at(target_pairs, target_odds, pairs[place])
         row = row_of[pairs[place] // vocab]
         token = pairs[place] % vocab
         if row >= 0 and token < own_vocab:
-            q[place] = _odds_at(drawn, q_drawn, row * own_vocab + token)
+            q[place] = _odds_at(draft_pairs, draft_odds, row * own_vocab + token)
     if count > ENTRANTS:
-        runs = np.sort(sorted_places(p)[:ENTRANTS])
-        p = p[runs]
-        q = q[runs]
+        entrants = np.sort(sorted_places(p)[:ENTRANTS])
+        p = p[entrants]
+        q = q[entrants]
     return odds_by_drafts(p, q, drafts, most, 0.0, np.arange(len(p)), noise)
 
 
 @step
 def _odds_of_whole_laws(law: JointLaw, draft: JointLaw, row_of: Array, drafts: int, most: int, noise: Array) -> Array:
-    """Return `odds_when_shared` of laws of which nothing is cut: the likeliest pairs of the target run."""
+    """Return `odds_when_shared` for laws without truncation, from races of the most probable pairs of the target."""
     vocab = law.logits.shape[1]
     own_vocab = draft.logits.shape[1]
     pairs = likeliest_pairs(law, ENTRANTS)
@@ -358,20 +378,20 @@ def _odds_of_whole_laws(law: JointLaw, draft: JointLaw, row_of: Array, drafts: i
 
 @step
 def odds_when_tried(law: JointLaw, live: Beams, forest: Forest, number: int) -> Array:
-    """Return the odds that 0, 1, ... draws are accepted from the drafts of a layer, which are tried. float64[widths]."""
+    """Return the probabilities that at least 0, 1, ... drafts of a layer are accepted if they are tried, float64[widths]."""
     groups = forest.siblings
     vocab = law.logits.shape[1]
     nodes = groups.parents[start_of(groups.parent_ends, number) : groups.parent_ends[number]]
     row_of, _ = _beams_of_rows(nodes, live)
     start = start_of(groups.law_ends, number)
-    named = groups.law_pairs[start : groups.law_ends[number]]
-    odds = groups.law_odds[start : groups.law_ends[number]]
+    draft_pairs = groups.law_pairs[start : groups.law_ends[number]]
+    draft_odds = groups.law_odds[start : groups.law_ends[number]]
     pairs, p = head_of(law)
     q = np.zeros(len(pairs))
     for place in range(len(pairs)):
         row = row_of[pairs[place] // vocab]
         token = pairs[place] % vocab
         if row >= 0 and token < groups.vocab:
-            q[place] = _odds_at(named, odds, row * groups.vocab + token)
+            q[place] = _odds_at(draft_pairs, draft_odds, row * groups.vocab + token)
     drafts = groups.draw_ends[number] - start_of(groups.draw_ends, number)
     return odds_of_rejection(p, q, drafts)

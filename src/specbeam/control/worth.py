@@ -1,4 +1,4 @@
-"""PLAN: as many draft layers as pay for themselves, by what passes cost on this machine."""
+"""PLAN: the depth of most expected gain per second, by what passes cost on this machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,51 +18,54 @@ from specbeam.session import Session
 
 @dataclass(frozen=True)
 class Option:
-    """A depth and what is expected of it."""
+    """A draft depth, with its expected gain and cost per turn."""
 
     depth: int
-    nodes: int  # scored by the target, roots included
-    layers: float  # emitted per turn
+    nodes: int  # number of nodes that the target scores, roots included
+    layers: float  # expected number of layers that are emitted
     seconds: float
 
     @property
     def rate(self) -> float:
+        """The expected layers per second."""
         return self.layers / self.seconds
 
 
 class PassOdds:
-    """How often the k-th draft layer of a turn passed, when it was reached."""
+    """Counts of how often the k-th draft layer of a turn was reached, and how often it passed then; with a prior."""
 
     def __init__(self, most: int) -> None:
-        self.seen = np.full((2, most), WEIGHT)  # passed, reached
+        self.seen = np.full((2, most), WEIGHT)  # number of times that each layer passed, and was reached
         self.seen[0] *= GUESS
 
     def learn(self, passed: Sequence[bool]) -> None:
+        """Count the drafted layers that were judged in a turn, and those that passed."""
         self.seen[0, : len(passed)] += passed
         self.seen[1, : len(passed)] += 1
 
     def layers(self) -> Float64[np.ndarray, " depths"]:
-        """Layers that a turn emits, by the depth of its draft: 0, 1, 2, ..."""
+        """Return the expected number of layers that a turn emits if it drafts 0, 1, 2, ... layers."""
         return layers_by_depth(self.seen)
 
 
 @dataclass(frozen=True)
 class DepthByCost:
-    """The depth of most expected layers per second: argmax E(d) / T(d).
+    """A controller that plans the depth of most expected layers per second: argmax E(d) / T(d).
 
-    E(d) = 1 + the sum over layers of the odds that all layers down to it pass, as this session has seen them; T(d) adds the
-    target's pass over the roots and d layers, d passes of the draft model, and what the host does beside. Of a pass that is
-    shared it pays its share: with many prompts at once rows are dear, and drafts have to be better to be worth it. It reads
-    past turns alone, and each session learns by itself, so neither the law nor the other prompts of a batch are touched.
+    E(d) is 1 + the sum over the d drafted layers of the probability that all layers down to it pass, as this session has
+    measured it. T(d) is the time of the target's pass over the roots and d layers, of d passes of the draft model, and of
+    the work outside the models. A session pays its share of a pass that sessions share: with many prompts at once, rows are
+    expensive, and drafts have to be better to be worth it. The controller reads past turns alone, and each session learns
+    by itself, so it affects neither the law of the output nor the other prompts of a batch.
 
     Args:
-        target, draft: seconds of a pass by scored nodes; see `specbeam tune`.
-        beams: roots of a turn, at most.
-        layers: draft nodes of each layer; the last number stands for all deeper ones.
-        most: deepest draft.
-        host: what a turn costs outside the models.
-        explore: every so many turns that drafted nothing, draft one layer, or nothing could be learnt.
-        alone: plan as if a pass were never shared, for rules whose text depends on the depth: the same seed has to give the
+        target, draft: seconds of a pass by number of scored nodes; see `specbeam tune`.
+        beams: the most roots of a turn.
+        layers: number of draft nodes of each layer; the last one also holds for all deeper layers.
+        most: the most layers of a draft.
+        host: seconds of a turn outside the models.
+        explore: every `explore`-th turn drafts one layer if it would draft none; otherwise nothing could be learnt.
+        alone: plan as if passes were never shared. For rules whose text depends on the depth: the same seed must give the
             same text, whatever else is in the batch.
     """
 
@@ -81,51 +84,51 @@ class DepthByCost:
         return Shape(*plan_shape(plan, session.beams.size, count.target_passes, session.remaining))
 
     def numbers(self, session: Session) -> Plan:
-        """Return what it decides by, for steps."""
-        seconds = self._passes_s(1 if self.alone else session.beside)[:, :, None]
+        """Return the plan as numbers for steps."""
+        seconds = self._turn_seconds(1 if self.alone else session.beside)[:, :, None]
         return Plan(
-            BY_ODDS, np.array(self.layers[:1]), 1, seconds, self.host.judge_s, self._seen(session).seen,
+            BY_ODDS, np.array(self.layers[:1]), 1, seconds, self.host.judge_s, self._pass_odds(session).seen,
             self.explore, NO_VALUES,
         )  # fmt: skip
 
     def settle(self, session: Session, turn: Turn) -> None:
-        self._seen(session).learn(_passed(turn))
+        self._pass_odds(session).learn(_passed_layers(turn))
 
     def options(self, seen: PassOdds, roots: int, beside: int = 1) -> list[Option]:
-        """What is expected of each depth, with so many sessions in a pass."""
+        """Return the expected gain and cost of each depth, in turns of `roots` roots with `beside` sessions in a pass."""
         layers = seen.layers()
-        turns_s = self._passes_s(beside)[max(roots, 1)] + layers * self.host.judge_s
+        turns_s = self._turn_seconds(beside)[max(roots, 1)] + layers * self.host.judge_s
         turns = zip(layers.tolist(), turns_s.tolist(), strict=True)
         return [
-            Option(depth, max(roots, 1) + sum(self._drafted(depth)), emitted, seconds)
+            Option(depth, max(roots, 1) + sum(self._layer_sizes(depth)), emitted, seconds)
             for depth, (emitted, seconds) in enumerate(turns)
         ]
 
-    def _passes_s(self, beside: int) -> Float64[np.ndarray, "roots depths"]:
-        """Seconds of a turn that emits nothing, by roots and depth, with so many sessions in a pass."""
-        drafted = [self._drafted(depth) for depth in range(self.most + 1)]
-        return _passes_s(self.target, self.draft, self.host, self.beams, tuple(map(tuple, drafted)), beside)
+    def _turn_seconds(self, beside: int) -> Float64[np.ndarray, "roots depths"]:
+        """Return the seconds of a turn that emits nothing, by number of roots and depth; `beside` sessions share a pass."""
+        drafted = [self._layer_sizes(depth) for depth in range(self.most + 1)]
+        return _turn_seconds(self.target, self.draft, self.host, self.beams, tuple(map(tuple, drafted)), beside)
 
-    def _drafted(self, depth: int) -> list[int]:
-        """Nodes of each draft layer."""
+    def _layer_sizes(self, depth: int) -> list[int]:
+        """Return the number of nodes of each layer of a draft."""
         return [self.layers[min(layer, len(self.layers) - 1)] for layer in range(depth)]
 
-    def _seen(self, session: Session) -> PassOdds:
+    def _pass_odds(self, session: Session) -> PassOdds:
         return session.state.setdefault(self, PassOdds(self.most))
 
 
 @dataclass(frozen=True)
 class ShapeByValue:
-    """Depth and drafts per layer of most value per second: argmax V(d, n) / T(d, n).
+    """A controller that plans the depth and the drafts per layer of most value per second: argmax V(d, n) / T(d, n).
 
-    V(d, n) is what a turn with d drafted layers of n nodes gains if widths are chosen by value, as this session has seen it
-    (`ValuedWidth`; known for every n, for the odds behind it follow from laws alone); T(d, n) as in `DepthByCost`. Texts
-    depend on it, so it plans as if passes were never shared.
+    V(d, n) is what a turn with d drafted layers of n nodes gains if widths are chosen by value, as this session has measured
+    it (see `ValuedWidth`). It is known for every n, because acceptance probabilities follow from the laws alone. T(d, n) is
+    as in `DepthByCost`. Texts depend on the shape, so it is planned as if passes were never shared.
 
     Args:
-        target, draft: seconds of a pass by scored nodes; see `specbeam tune`.
-        width: what chooses widths.
-        sizes: drafts per layer to choose from.
+        target, draft: seconds of a pass by number of scored nodes; see `specbeam tune`.
+        width: the policy that chooses widths.
+        sizes: numbers of drafts per layer to choose from.
         host, explore: see `DepthByCost`.
     """
 
@@ -149,8 +152,8 @@ class ShapeByValue:
         return Shape(*plan_shape(plan, session.beams.size, count.target_passes, session.remaining))
 
     def numbers(self, session: Session) -> Plan:
-        """Return what it decides by, for steps. At temperature 0 no width is chosen, and depth goes by layers alone."""
-        seen = self._seen(session).seen
+        """Return the plan as numbers for steps. At temperature 0 no width is chosen, so the depth is chosen BY_ODDS."""
+        seen = self._pass_odds(session).seen
         judge_s = self.host.judge_s
         if session.warp.greedy:
             seconds = np.ascontiguousarray(self.seconds[:, :, -1:])
@@ -159,37 +162,38 @@ class ShapeByValue:
         return Plan(BY_VALUE, np.array(self.sizes), 1, self.seconds, judge_s, seen, self.explore, values)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        self._seen(session).learn(_passed(turn))
+        self._pass_odds(session).learn(_passed_layers(turn))
 
     def rates(self, values: Values, roots: int) -> Float64[np.ndarray, "depths sizes"]:
-        """Value per second of each shape, in layers of one beam."""
+        """Return the value per second of each shape in turns of `roots` roots, in layers of one beam."""
         means = values.sums[:, list(self.sizes)] / values.count[0]
         return means / (self.seconds[roots] + PassOdds(DEEPEST).layers()[:, None] * self.host.judge_s)
 
     @cached_property
     def seconds(self) -> Float64[np.ndarray, "roots depths sizes"]:
-        """Of a turn that emits nothing."""
+        """The seconds of a turn that emits nothing, by number of roots, depth and drafts per layer."""
         tables = [
-            _passes_s(self.target, self.draft, self.host, self.width.most, _layers(size, DEEPEST), 1)
+            _turn_seconds(self.target, self.draft, self.host, self.width.most, _drafts_of_size(size, DEEPEST), 1)
             for size in self.sizes
         ]
         return np.stack(tables, axis=2)
 
-    def _seen(self, session: Session) -> PassOdds:
+    def _pass_odds(self, session: Session) -> PassOdds:
         return session.state.setdefault(self, PassOdds(DEEPEST))
 
 
-def _layers(size: int, deepest: int) -> tuple[tuple[int, ...], ...]:
+def _drafts_of_size(size: int, deepest: int) -> tuple[tuple[int, ...], ...]:
+    """Return the layer sizes of drafts of 0, 1, ..., `deepest` layers of `size` nodes each."""
     return tuple((size,) * depth for depth in range(deepest + 1))
 
 
-def _passed(turn: Turn) -> list[bool]:
-    """Of the drafted layers that were judged."""
+def _passed_layers(turn: Turn) -> list[bool]:
+    """Return whether each drafted layer that was judged in a turn has passed."""
     return [step.passed for step in turn.verdict.steps[: turn.forest.layers]]
 
 
 @lru_cache(maxsize=256)
-def _passes_s(
+def _turn_seconds(
     target: CostCurve,
     draft: CostCurve,
     host: HostCost,
@@ -197,6 +201,14 @@ def _passes_s(
     drafted: tuple[tuple[int, ...], ...],
     beside: int,
 ) -> Float64[np.ndarray, "roots depths"]:
+    """Return the seconds of a turn that emits nothing, by number of roots (0 counts as 1) and by draft.
+
+    Args:
+        beams: the most roots.
+        drafted: the layer sizes of each draft.
+        beside: number of sessions that share a pass; each of them pays its share.
+    """
+
     def share(curve: CostCurve, nodes: int) -> float:
         return curve.pass_s(beside * nodes) / beside
 

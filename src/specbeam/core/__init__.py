@@ -1,1 +1,1 @@
-"""The nouns: records of arrays that every room reads, and the steps that change them."""
+"""Records of arrays that every folder reads, and the steps that create and change them."""

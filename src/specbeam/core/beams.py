@@ -1,4 +1,4 @@
-"""Live beams, the layers of draws that a turn decides, the tokens of beams from turn to turn, and when these end."""
+"""Records of live beams, of the layers that a turn decides and of texts; and the steps that extend and stop them."""
 
 from typing import NamedTuple
 
@@ -12,20 +12,20 @@ BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER = range(3)  # early_stopping False, True 
 
 
 class Beams(NamedTuple):
-    """Live beams of one session: distinct token paths of equal length, best guess of the next roots.
+    """The live beams of one session: distinct token paths of equal length, which become the roots of the next turn.
 
-    A path that was drawn several times (draws with replacement) stands here once, with its count.
+    A path that was drawn several times (draws with replacement) is one beam, with its count.
     """
 
-    nodes: Array  # int64[beams]: forest nodes; -1 where the last token has no node yet
+    nodes: Array  # int64[beams]: the forest node of the last token; -1 if it has none yet
     tokens: Array  # int64[beams]: the last token
     scores: Array  # float64[beams]: log-likelihood of the generated tokens
-    counts: Array  # int64[beams]
-    keys: Array  # uint64[beams]: names of the paths, for their noise
+    counts: Array  # int64[beams]: how often each path was drawn
+    keys: Array  # uint64[beams]: keys of the paths, which determine their noise (core/noise.py)
 
     @classmethod
     def start(cls, token: int, key: int) -> "Beams":
-        """Return one empty path after the prompt, whose last token is the root."""
+        """Return one beam without new tokens; its root is `token`, the last token of the prompt."""
         return cls(
             nodes=np.zeros(1, dtype=np.int64),
             tokens=np.array([token], dtype=np.int64),
@@ -40,41 +40,41 @@ class Beams(NamedTuple):
         return len(self.tokens)
 
     def pick(self, which: np.ndarray) -> "Beams":
-        """Return the beams at these indices or where this mask is True."""
+        """Return the beams at the indices `which`, or where the mask `which` is True."""
         return picked_beams(self, which)
 
 
 @step
 def picked_beams(beams: Beams, which: Array) -> Beams:
-    """Return the beams at these indices or where this mask is True."""
+    """Return the beams at the indices `which`, or where the mask `which` is True."""
     return Beams(beams.nodes[which], beams.tokens[which], beams.scores[which], beams.counts[which], beams.keys[which])
 
 
 @step
 def rooted_beams(beams: Beams) -> Beams:
-    """Return the same beams at the start of the next turn, where beam k is root k."""
+    """Return the same beams as the roots of the next turn: beam k is at forest node k."""
     return Beams(np.arange(len(beams.tokens)), beams.tokens, beams.scores, beams.counts, beams.keys)
 
 
 class Layer(NamedTuple):
-    """What one layer drew, and what each drawn pair became."""
+    """One layer of a turn: the (beam, token) pairs that it drew, and the beam that each became."""
 
-    parents: Array  # int64[draws]: forest nodes
+    parents: Array  # int64[draws]: the forest node that each draw extends
     beams: Beams
     ended: Array  # bool[draws]: by an end token, a stop string or the length limit
-    width: int  # draws that were asked for
-    passed: bool  # every live draw was a draft node, so that the next layer can be judged
+    width: int  # number of draws that were requested
+    passed: bool  # whether every live draw is a draft node, so that the next layer can be judged
 
     @property
     def live(self) -> Beams:
-        """The draws that did not end."""
+        """The beams that did not end."""
         return self.beams.pick(~self.ended)
 
 
 class Layers(NamedTuple):
-    """What a turn decided, layer by layer: the draws of layer k are draw_ends[k - 1] .. draw_ends[k]."""
+    """The layers that a turn decided, one after the other: draw_ends[k] is the index after the last draw of layer k."""
 
-    parents: Array  # int64[draws], and so on, as in `Layer`
+    parents: Array  # int64[draws]: of all layers; the other fields are those of `Layer`
     beams: Beams
     ended: Array
     draw_ends: Array  # int64[layers]
@@ -87,19 +87,19 @@ class Layers(NamedTuple):
         return len(self.draw_ends)
 
     def layer(self, number: int) -> Layer:
-        """Return one layer."""
+        """Return layer `number` by itself."""
         here = part(self.draw_ends, number)
         beams = Beams(*(values[here] for values in self.beams))
         return Layer(self.parents[here], beams, self.ended[here], int(self.widths[number]), bool(self.passed[number]))
 
     def all(self) -> tuple[Layer, ...]:
-        """Return each layer."""
+        """Return each layer by itself."""
         return tuple(self.layer(number) for number in range(self.size))
 
 
 @step
 def no_layers(draws: int, layers: int) -> Layers:
-    """Return room for so many draws in so many layers; `add_layer` fills it."""
+    """Return uninitialised layers with capacity for `draws` draws in `layers` layers; `add_layer` fills them."""
     beams = Beams(
         np.empty(draws, dtype=np.int64),
         np.empty(draws, dtype=np.int64),
@@ -119,7 +119,7 @@ def no_layers(draws: int, layers: int) -> Layers:
 
 @step
 def first_layers(room: Layers, count: int) -> Layers:
-    """Return the first `count` layers of a room."""
+    """Return the first `count` of the layers that `add_layer` wrote into `room`."""
     draws = start_of(room.draw_ends, count)
     beams = room.beams
     return Layers(
@@ -136,7 +136,7 @@ def first_layers(room: Layers, count: int) -> Layers:
 
 @step
 def add_layer(room: Layers, number: int, layer: Layers, width: int, passed: bool) -> None:
-    """Write one layer as layer `number` into a room."""
+    """Write a single layer into `room` as its layer `number`, with this `width` and this `passed`."""
     start = start_of(room.draw_ends, number)
     stop = start + len(layer.parents)
     room.parents[start:stop] = layer.parents
@@ -153,7 +153,7 @@ def add_layer(room: Layers, number: int, layer: Layers, width: int, passed: bool
 
 @step
 def live_of(layer: Layers) -> Beams:
-    """Return the draws of the last layer that did not end."""
+    """Return the live beams of the last layer: its draws, without those that ended."""
     start = start_of(layer.draw_ends, len(layer.draw_ends) - 1)
     stop = layer.draw_ends[len(layer.draw_ends) - 1]
     going = start + np.flatnonzero(~layer.ended[start:stop])
@@ -162,32 +162,32 @@ def live_of(layer: Layers) -> Beams:
 
 @step
 def live_parents_of(layer: Layers) -> Array:
-    """Return the forest nodes above the draws of the last layer that did not end."""
+    """Return the forest node that each live beam of the last layer extends, int64[beams]."""
     start = start_of(layer.draw_ends, len(layer.draw_ends) - 1)
     stop = layer.draw_ends[len(layer.draw_ends) - 1]
     return layer.parents[start + np.flatnonzero(~layer.ended[start:stop])]
 
 
 class Finished(NamedTuple):
-    """The normalised scores of the beams of a session that ended, with room for more."""
+    """The normalised scores of the ended beams of a session, in a buffer with spare capacity."""
 
-    scores: Array  # float64[room]
-    held: Array  # int64[1]
+    scores: Array  # float64[capacity]
+    held: Array  # int64[1]: number of scores in use
 
 
 class Stop(NamedTuple):
-    """The numbers that stop a session."""
+    """The numbers by which steps stop a session; see `core.limits.Limits`."""
 
-    most: int  # new tokens
-    keep: int  # finished beams that are wanted
+    most: int  # the most new tokens
+    keep: int  # number of finished beams that are wanted
     early: int  # BEST_LIVE_MAY_WIN, FIRST_ENOUGH or NEVER
-    penalty: float
+    penalty: float  # the length penalty, see `normalised_score`
     eos: Array  # int64[ends]
 
 
 @step
 def is_end(token: int, eos: Array) -> bool:
-    """Return whether a token is one of the end tokens, int64[ends]."""
+    """Return whether `token` is one of the end tokens `eos`, int64[ends]."""
     found = False
     for end in eos:
         found |= token == end
@@ -196,23 +196,23 @@ def is_end(token: int, eos: Array) -> bool:
 
 @step
 def normalised_score(stop: Stop, loglik: float, length: int) -> float:
-    """Return the score by which texts of different length are compared."""
+    """Return loglik / length ** penalty, the score by which texts of different lengths are compared."""
     return loglik / max(length, 1) ** stop.penalty
 
 
 @step
 def is_over(stop: Stop, finished: Array, live: Array, length: int) -> bool:
-    """Return whether a session is over, though beams may be alive.
+    """Return whether a session is over, even if it has live beams.
 
     Args:
         finished: float64[n], normalised scores of the beams that ended.
-        live: float64[beams], log-likelihoods of the others, which are `length` tokens long.
+        live: float64[beams], log-likelihoods of the live beams, whose texts have `length` tokens.
     """
     if length >= stop.most or len(live) == 0:
         return True
     if len(finished) < stop.keep:
         return False
-    if stop.early == FIRST_ENOUGH or stop.keep == 1:  # one beam is greedy search or sampling, which ends at an end
+    if stop.early == FIRST_ENOUGH or stop.keep == 1:  # keep 1: greedy search or sampling, over at its first end
         return True
     longest = stop.early == NEVER and stop.penalty > 0
     best = normalised_score(stop, live.max(), stop.most if longest else length)
@@ -221,7 +221,7 @@ def is_over(stop: Stop, finished: Array, live: Array, length: int) -> bool:
 
 @step
 def add_finished(finished: Finished, stop: Stop, layer: Layers, length: int) -> None:
-    """Add the draws of one layer that ended, each as often as it was drawn; their texts have so many tokens."""
+    """Store the score of each ended draw of a layer, once per time it was drawn; its text has `length` tokens."""
     for place in range(len(layer.parents)):
         if layer.ended[place]:
             score = normalised_score(stop, layer.beams.scores[place], length)
@@ -232,18 +232,18 @@ def add_finished(finished: Finished, stop: Stop, layer: Layers, length: int) -> 
 
 @step
 def is_session_over(finished: Finished, stop: Stop, live: Array, length: int) -> bool:
-    """Return whether a session with these live log-likelihoods, of texts of that length, is over."""
+    """Return whether a session is over: `is_over` with the scores that `finished` holds."""
     return is_over(stop, finished.scores[: finished.held[0]], live, length)
 
 
-BEAMS, LENGTH, SETTLED = range(3)  # of `Texts.sizes`
+BEAMS, LENGTH, SETTLED = range(3)  # indices into `Texts.sizes`
 
 
 class Texts(NamedTuple):
-    """The new tokens of all live beams, with room for more."""
+    """The new tokens of all live beams, in a buffer with spare capacity."""
 
-    tokens: Array  # int64[room, room]: a row per beam
-    sizes: Array  # int64[3]: BEAMS, LENGTH of each, and how many first tokens they share (SETTLED)
+    tokens: Array  # int64[rows, columns]: the first BEAMS rows and LENGTH columns are in use, a row per beam
+    sizes: Array  # int64[3]: number of beams (BEAMS), tokens of each (LENGTH), first tokens that all share (SETTLED)
 
     @property
     def settled(self) -> Int64[np.ndarray, " settled"]:
@@ -252,13 +252,13 @@ class Texts(NamedTuple):
 
     @property
     def tails(self) -> Int64[np.ndarray, "beams length"]:
-        """What each beam has after the shared tokens."""
+        """The tokens of each beam after those that all live beams share."""
         beams, length, settled = self.sizes.tolist()
         return self.tokens[:beams, settled:length]
 
 
 def room_for_texts(texts: Texts | None, beams: int, length: int) -> Texts:
-    """Return the texts with room for so many beams of so many tokens; None: one empty text."""
+    """Return `texts` (None: one empty text) with capacity for `beams` texts of `length` tokens, copied if they must grow."""
     if texts is None:
         return Texts(np.zeros((max(beams, 1), length), dtype=np.int64), np.array([1, 0, 0]))
     rows, columns = texts.tokens.shape
@@ -271,7 +271,7 @@ def room_for_texts(texts: Texts | None, beams: int, length: int) -> Texts:
 
 @step
 def write_path(row: Array, stop: int, tokens: Array, parents: Array, node: int) -> int:
-    """Write the tokens on the path to a forest node into row[..stop]. Returns the root that it hangs under."""
+    """Write the tokens from below the root to `node` into `row`, the last one at stop - 1. Returns the root."""
     while parents[node] >= 0:
         stop -= 1
         row[stop] = tokens[node]
@@ -281,7 +281,7 @@ def write_path(row: Array, stop: int, tokens: Array, parents: Array, node: int) 
 
 @step
 def depth_of(parents: Array, node: int) -> int:
-    """Return how many nodes stand above a forest node."""
+    """Return the depth of a forest node: the number of nodes above it, 0 for a root."""
     depth = 0
     while parents[node] >= 0:
         node = parents[node]
@@ -291,7 +291,7 @@ def depth_of(parents: Array, node: int) -> int:
 
 @step
 def text_of(texts: Texts, tokens: Array, parents: Array, parent: int, token: int) -> Array:
-    """Return all new tokens of a beam that prolongs forest node `parent` by a token, int64[length]."""
+    """Return all new tokens of the beam that extends forest node `parent` by `token`, int64[length]."""
     before = texts.sizes[LENGTH]
     depth = depth_of(parents, parent)
     text = np.empty(before + depth + 1, dtype=np.int64)
@@ -303,7 +303,12 @@ def text_of(texts: Texts, tokens: Array, parents: Array, parent: int, token: int
 
 @step
 def prolong_texts(texts: Texts, tokens: Array, parents: Array, above: Array, newest: Array) -> None:
-    """Move on to the surviving beams, which hang under the forest nodes `above`, equally deep, by their newest tokens."""
+    """Replace the texts by those of the surviving beams, which extend the forest nodes `above`.
+
+    Args:
+        above: int64[beams], the forest node that each survivor extends; all have the same depth.
+        newest: int64[beams], the token that each survivor adds to it.
+    """
     beams = len(above)
     before = texts.sizes[LENGTH]
     settled = texts.sizes[SETTLED]
@@ -329,7 +334,7 @@ def prolong_texts(texts: Texts, tokens: Array, parents: Array, above: Array, new
 def paths_to(
     texts: Texts, head: Array, forest: Forest, nodes: Int64[np.ndarray, " n"]
 ) -> Int64[np.ndarray, "n length"]:
-    """Return the head, then all new tokens up to and with each node; the nodes must be equally deep."""
+    """Return, for each node, `head` and all new tokens up to and including the node; all nodes must have the same depth."""
     below = forest.below(nodes)
     known = len(head) + int(texts.sizes[LENGTH])
     paths = np.empty((len(nodes), known + below.shape[1]), dtype=np.int64)
@@ -339,27 +344,27 @@ def paths_to(
     return paths
 
 
-TEXTS, USED = range(2)  # of `EndedTexts.sizes`
+TEXTS, USED = range(2)  # indices into `EndedTexts.sizes`
 
 
 class EndedTexts(NamedTuple):
-    """The new tokens of beams that ended, one text after the other, with room for more."""
+    """The new tokens of beams that ended, one text after the other, in a buffer with spare capacity."""
 
-    tokens: Array  # int64[room]
-    ends: Array  # int64[room]: where each text ends
-    logliks: Array  # float64[room]
-    sizes: Array  # int64[2]: number of texts (TEXTS), and of tokens (USED)
+    tokens: Array  # int64[capacity]
+    ends: Array  # int64[capacity]: the index after the last token of each text
+    logliks: Array  # float64[capacity]
+    sizes: Array  # int64[2]: number of texts (TEXTS) and of tokens (USED)
 
 
 def room_for_ended(texts: int, length: int) -> EndedTexts:
-    """Return room for so many texts of so many tokens each."""
+    """Return an empty buffer with capacity for `texts` texts of `length` tokens each."""
     ends = np.empty(texts, dtype=np.int64)
     return EndedTexts(np.empty(texts * length, dtype=np.int64), ends, np.empty(texts), np.zeros(2, dtype=np.int64))
 
 
 @step
 def add_ended(ended: EndedTexts, text: Array, loglik: float) -> None:
-    """Add the text of a beam that ended."""
+    """Append the text of a beam that ended, and its log-likelihood."""
     number = ended.sizes[TEXTS]
     start = ended.sizes[USED]
     stop = start + len(text)
@@ -375,10 +380,12 @@ def settle_turn(
     texts: Texts, finished: Finished, ended: EndedTexts, forest: Forest, layers: Layers, survivors: Beams, above: Array,
     stop: Stop,
 ) -> None:  # fmt: skip
-    """Move on to where a turn leads: beams that ended are put aside, the survivors are prolonged.
+    """Apply the result of a turn: store the beams that ended, and extend the texts of the survivors.
 
     Args:
-        above: int64[survivors], the forest nodes that they hang under, equally deep.
+        texts, finished, ended: changed in place.
+        survivors: the live beams after the turn.
+        above: int64[survivors], the forest node that each survivor extends; all have the same depth.
     """
     tokens = forest.tokens
     parents = forest.parents

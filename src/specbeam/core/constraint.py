@@ -1,7 +1,7 @@
-"""Constraints: which tokens may come next, told for every path of a session.
+"""Constraints: which tokens may follow each path of a session.
 
-A ban depends on the path and on nothing else, and draft and target are banned alike. So what is decoded is the model's own
-law, renormalised at every step over the tokens that are allowed (docs/constrained.md).
+Whether a token is banned depends on the path alone, and the bans of the draft are those of the target. So the law of the
+output is the model's own law, renormalised at every step over the allowed tokens (docs/constrained.md).
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,85 +13,89 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 
-TOKEN = 8  # bytes of a token in the name of a path
+TOKEN = 8  # number of bytes of a token in the name of a path, see `Constrained`
 Bits = UInt8[np.ndarray, " bytes"]
 
 
 class Form(NamedTuple):
-    """What texts have to look like, in words."""
+    """A form that texts must have: a JSON schema, a regular expression or a grammar."""
 
     kind: str  # the option of `generate`: "json_schema", "regex" or "grammar"
-    text: str
+    text: str  # as the user wrote it
 
 
 @runtime_checkable
 class Walker(Protocol):
-    """Stands behind a text and moves on and back."""
+    """A place in a constraint, after some text; moves forward and back by tokens."""
 
     def take(self, token: int) -> None:
-        """One token on, which is allowed here. Raises `BrokenLaw` if the constraint gets lost in it."""
+        """Move forward by a token, which must be allowed here. Raises `BrokenLaw` if the constraint fails to follow it."""
         ...
 
     def back(self, tokens: int) -> None:
-        """Undo the last tokens."""
+        """Move back by this number of tokens."""
         ...
 
     def copy(self) -> "Walker":
-        """Another one in the same place. Its cost may grow with the text."""
+        """Return another walker at the same place. The cost may grow with the length of the text."""
         ...
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """What a text has to look like. It serves many sessions."""
+    """A form that texts must have, as a set of allowed next tokens at each place. Many sessions may share one."""
 
     def start(self) -> Walker:
-        """A walker before the first new token."""
+        """Return a walker before the first new token."""
         ...
 
     def allowed(self, walkers: Sequence[Any]) -> UInt8[np.ndarray, "walkers bytes"]:
-        """One bit per token, token 0 in the lowest bit of the first byte. End tokens are not its business."""
+        """Return a bit per token, 1 if it is allowed; that of token 0 is the lowest one of the first byte.
+
+        The bits of end tokens are ignored: `complete` decides on them.
+        """
         ...
 
     def complete(self, walkers: Sequence[Any]) -> list[bool]:
-        """Whether the text may end here."""
+        """Return whether the text of each walker may end."""
         ...
 
 
 @dataclass(eq=False)
 class Trail:
-    """A walker, and how far it has gone behind the live path that it belongs to."""
+    """The walker of a live beam, and the tokens that it has taken after the end of that beam."""
 
     walker: Any
-    behind: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
 
-    def go(self, tokens: list[int]) -> None:
-        """To the place that many tokens behind the live path, by the shortest way."""
-        shared = _agreement(self.behind, tokens)
-        if shared < len(self.behind):
-            self.walker.back(len(self.behind) - shared)
-            del self.behind[shared:]
+    def move_to(self, tokens: list[int]) -> None:
+        """Move the walker to the place after the live beam and `tokens`, with as few steps as possible."""
+        shared = _common_length(self.tokens, tokens)
+        if shared < len(self.tokens):
+            self.walker.back(len(self.tokens) - shared)
+            del self.tokens[shared:]
         for token in tokens[shared:]:
             self.walker.take(token)
-            self.behind.append(token)
+            self.tokens.append(token)
 
     def copy(self) -> "Trail":
-        return Trail(self.walker.copy(), list(self.behind))
+        """Return a trail with a walker of its own at the same place."""
+        return Trail(self.walker.copy(), list(self.tokens))
 
 
 class Constrained:
     """The constraint of one session, in the form of a logits processor of transformers.
 
-    One walker per live beam goes through what is drafted under it, depth first. Of each path that it was at, the allowed
-    tokens are kept until the session moves on (`keep`), so the target finds what the draft asked for.
+    One walker per live beam visits the drafts under that beam, depth first. The allowed tokens of each path that it visits
+    are stored until the turn ends (`keep`), so the target does not compute again what the draft model looked up.
 
-    An end token is allowed exactly where the text may end. Behind a banned token nothing is banned: such a path is never
-    emitted, but who has drafted it may ask for its law.
+    An end token is allowed exactly where the text may end. After a banned token nothing is banned: such a path is never
+    emitted, but a drafter that has drafted it may ask for its law.
 
     Args:
         eos: the end tokens; at least one.
-        prompt_length: tokens at the head of each path that are not looked at.
-        name: what to call it in messages.
+        prompt_length: number of tokens at the start of each path that are ignored.
+        name: the name of the constraint in messages.
     """
 
     def __init__(
@@ -101,83 +105,108 @@ class Constrained:
         self.eos = eos
         self.prompt_length = prompt_length
         self.name = name
-        # Paths have names: the bytes of their tokens, without those that all live beams share.
-        # tokens left out; bytes of the name of a live beam
-        self._shared = 0
-        self._size = 0
-        self._trails = {b"": Trail(constraint.start())}  # of each live beam
-        self._allowed: dict[bytes, Bits | None] = {}  # ends included; None behind a banned token
+        # The name of a path is the bytes of its new tokens, without the first ones, which all live beams share.
+        self._shared = 0  # number of tokens that names leave out
+        self._size = 0  # number of bytes in the name of a live beam
+        self._trails = {b"": Trail(constraint.start())}  # by the name of a live beam
+        # Allowed tokens by the name of a path, end tokens included; None after a banned token.
+        self._allowed: dict[bytes, Bits | None] = {}
 
     def __call__(
         self, input_ids: Int64[torch.Tensor, "paths length"], scores: Float[torch.Tensor, "paths vocab"]
     ) -> Float[torch.Tensor, "paths vocab"]:
+        """Return `scores` with -inf at the tokens that may not follow their path; paths start with the prompt."""
         paths = input_ids[:, self.prompt_length :].cpu().numpy()
-        banned = np.unpackbits(~self._bits(paths, scores.shape[1]), axis=1, count=scores.shape[1], bitorder="little")
+        banned = np.unpackbits(
+            ~self._bits(self._names(paths), scores.shape[1]), axis=1, count=scores.shape[1], bitorder="little"
+        )
         return scores.masked_fill(torch.from_numpy(banned.view(bool)).to(scores.device), -torch.inf)
 
     def allowed(self, paths: Int64[np.ndarray, "paths length"], vocab: int) -> Bool[np.ndarray, "paths vocab"]:
-        """The tokens that may follow each path of new tokens, each of which begins with a live beam."""
-        return np.unpackbits(self._bits(paths, vocab), axis=1, count=vocab, bitorder="little").view(bool)
+        """Return which tokens may follow each path of new tokens; each path must start with a live beam."""
+        return np.unpackbits(self._bits(self._names(paths), vocab), axis=1, count=vocab, bitorder="little").view(bool)
+
+    def allowed_below(
+        self,
+        beams: Int64[np.ndarray, "beams length"],
+        tokens: Int64[np.ndarray, " nodes"],
+        parents: Int64[np.ndarray, " nodes"],
+        first: int,
+        vocab: int,
+    ) -> UInt8[np.ndarray, "rows bytes"]:
+        """Return the allowed tokens after each forest node from `first` on, one bit per token as in `Constraint.allowed`.
+
+        Args:
+            beams: the paths of new tokens of the live beams, which are the roots of the forest.
+            tokens, parents: of the forest.
+        """
+        paths = self._names(beams)
+        above = parents.tolist()
+        for node in range(len(beams), len(tokens)):
+            paths.append(paths[above[node]] + tokens[node].tobytes())
+        return self._bits(paths[first:], vocab)
 
     def permits(
         self, paths: Int64[np.ndarray, "paths length"], tokens: Int64[np.ndarray, " paths"]
     ) -> Bool[np.ndarray, " paths"]:
-        """Whether each token may follow its path, which has the prompt at its head."""
-        found = self._found(self._names(paths[:, self.prompt_length :]))
+        """Return whether each token may follow its path, which starts with the prompt."""
+        allowed = self._allowed_after(self._names(paths[:, self.prompt_length :]))
         return np.array(
-            [bits is None or _has(bits, token) for bits, token in zip(found, tokens.tolist(), strict=True)], dtype=bool
+            [bits is None or _has(bits, token) for bits, token in zip(allowed, tokens.tolist(), strict=True)],
+            dtype=bool,
         )
 
     def keep(self, paths: Int64[np.ndarray, "beams length"]) -> None:
-        """Forget all paths but the live beams and what was drafted under them."""
+        """Set the live beams to these paths of new tokens; forget all paths that do not start with one of them."""
         live = list(dict.fromkeys(self._names(paths)))
-        self._trails = self._inherited(live)
+        self._trails = self._trails_of(live)
         fresh = paths[:, self._shared :]
         differs = (fresh != fresh[:1]).any(0)
         shared = int(np.argmax(differs)) if differs.any() else fresh.shape[1]
         size = TOKEN * fresh.shape[1]
         cut = TOKEN * shared
-        kept = {path[cut:]: bits for path, bits in self._allowed.items() if path[:size] in self._trails}
-        self._allowed = kept
+        self._allowed = {path[cut:]: bits for path, bits in self._allowed.items() if path[:size] in self._trails}
         self._trails = {path[cut:]: trail for path, trail in self._trails.items()}
         self._shared = self._shared + shared
         self._size = size - cut
 
     def __len__(self) -> int:
-        """Walkers that are held."""
+        """Return the number of walkers, one per live beam."""
         return len(self._trails)
 
     def _names(self, paths: Int64[np.ndarray, "paths length"]) -> list[bytes]:
         return [path.tobytes() for path in np.ascontiguousarray(paths[:, self._shared :])]
 
-    def _inherited(self, live: list[bytes]) -> dict[bytes, Trail]:
-        """The first heir of a beam gets its walker, the others copies."""
+    def _trails_of(self, live: list[bytes]) -> dict[bytes, Trail]:
+        """Return a trail per new live beam: the first that extends a former beam gets its walker, the others copies."""
         heirs: dict[bytes, list[bytes]] = {}
         for path in live:
             heirs.setdefault(path[: self._size], []).append(path)
         trails = {}
         for beam, paths in heirs.items():
             trail = self._trails[beam]
-            for path, one in zip(paths, [trail, *(trail.copy() for _ in paths[1:])], strict=True):
-                one.go(_tokens(path[self._size :]))
-                trails[path] = Trail(one.walker)
+            for path, heir in zip(paths, [trail, *(trail.copy() for _ in paths[1:])], strict=True):
+                heir.move_to(_tokens(path[self._size :]))
+                trails[path] = Trail(heir.walker)
         return trails
 
-    def _bits(self, paths: Int64[np.ndarray, "paths length"], vocab: int) -> UInt8[np.ndarray, "paths bytes"]:
+    def _bits(self, paths: list[bytes], vocab: int) -> UInt8[np.ndarray, "paths bytes"]:
+        """Return the allowed tokens after each path, one bit per token; all of them after a banned token."""
         rows = np.zeros((len(paths), -(-vocab // 8)), dtype=np.uint8)
-        for row, bits in zip(rows, self._found(self._names(paths)), strict=True):
+        for row, bits in zip(rows, self._allowed_after(paths), strict=True):
             if bits is None:
                 row[:] = 255
             else:
                 row[: len(bits)] = bits[: len(row)]
         return rows
 
-    def _found(self, paths: list[bytes]) -> list[Bits | None]:
+    def _allowed_after(self, paths: list[bytes]) -> list[Bits | None]:
+        """Return the allowed tokens after each path; None after a banned token. Asks the constraint about new paths."""
         missing: dict[bytes, None] = {}
         for path in paths:
             while path not in self._allowed and path not in missing:
                 missing[path] = None
-                if len(path) == self._size:  # a live beam: the way to it was allowed
+                if len(path) == self._size:  # a live beam: its tokens were allowed
                     break
                 path = path[:-TOKEN]
         if missing:
@@ -185,27 +214,28 @@ class Constrained:
         return [self._allowed[path] for path in paths]
 
     def _explore(self, missing: Iterable[bytes]) -> None:
-        """Depth first under each live beam, which is the order of the names, and side by side for all of them."""
+        """Look up paths depth first, which is the order of their names, and under all live beams in parallel."""
         under: dict[bytes, list[bytes]] = {}
         for path in sorted(missing):
             under.setdefault(path[: self._size], []).append(path)
         for paths in zip_longest(*under.values()):
-            self._look([path for path in paths if path is not None])
+            self._look_up([path for path in paths if path is not None])
 
-    def _look(self, paths: list[bytes]) -> None:
-        """At places under different live beams whose parents are known."""
-        lawful = [path for path in paths if self._lawful(path)]
-        for path in lawful:
-            self._trails[path[: self._size]].go(_tokens(path[self._size :]))
-        if lawful:
-            walkers = [self._trails[path[: self._size]].walker for path in lawful]
+    def _look_up(self, paths: list[bytes]) -> None:
+        """Store the allowed tokens after paths under different live beams; those after their parents are known."""
+        reachable = [path for path in paths if self._is_reachable(path)]
+        for path in reachable:
+            self._trails[path[: self._size]].move_to(_tokens(path[self._size :]))
+        if reachable:
+            walkers = [self._trails[path[: self._size]].walker for path in reachable]
             rows = self.constraint.allowed(walkers)
             complete = self.constraint.complete(walkers)
-            for path, bits, ends in zip(lawful, rows, complete, strict=True):
+            for path, bits, ends in zip(reachable, rows, complete, strict=True):
                 self._allowed[path] = _with_ends(bits, self.eos, ends)
         self._allowed.update((path, None) for path in paths if path not in self._allowed)
 
-    def _lawful(self, path: bytes) -> bool:
+    def _is_reachable(self, path: bytes) -> bool:
+        """Return whether a path is a live beam, or has allowed tokens after it of which none is an end token."""
         if len(path) == self._size:
             return True
         above = self._allowed[path[:-TOKEN]]
@@ -222,17 +252,17 @@ def _has(bits: Bits, token: int) -> bool:
 
 
 def _with_ends(bits: Bits, eos: tuple[int, ...], complete: bool) -> Bits:
-    """A copy in which the end tokens are allowed or banned."""
+    """Return a copy in which the end tokens are allowed if the text is `complete`, and banned if not."""
     size = max(len(bits), *(token // 8 + 1 for token in eos))
-    made = np.zeros(size, dtype=np.uint8)
-    made[: len(bits)] = bits
+    copy = np.zeros(size, dtype=np.uint8)
+    copy[: len(bits)] = bits
     for token in eos:
         bit = np.uint8(1 << (token & 7))
-        made[token >> 3] = made[token >> 3] | bit if complete else made[token >> 3] & ~bit
-    return made
+        copy[token >> 3] = copy[token >> 3] | bit if complete else copy[token >> 3] & ~bit
+    return copy
 
 
-def _agreement(first: list[int], second: list[int]) -> int:
-    """Length of the common beginning."""
-    shared = zip(first, second, strict=False)
-    return next((place for place, (one, other) in enumerate(shared) if one != other), min(len(first), len(second)))
+def _common_length(first: list[int], second: list[int]) -> int:
+    """Return the number of tokens that both lists start with."""
+    pairs = zip(first, second, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -1,4 +1,4 @@
-"""The processor's clock, for steps that tell where their time goes."""
+"""The clock of the processor, by which steps measure the time of their parts."""
 
 import platform
 import time
@@ -11,11 +11,11 @@ if AVAILABLE:
     from numba import types
     from numba.extending import intrinsic
 
-READABLE = platform.machine().lower() in ("x86_64", "amd64")  # elsewhere a program may not read the counter
+READABLE = platform.machine().lower() in ("x86_64", "amd64")  # other processors do not let programs read the counter
 
 
 def cycles() -> int:
-    """Return ticks of constant length, of which only differences mean something; 0 where there are none to be read."""
+    """Return a count of ticks of constant length; only differences mean something. Compiled: 0 if it is not `READABLE`."""
     return time.perf_counter_ns()
 
 

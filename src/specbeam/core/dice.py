@@ -1,7 +1,6 @@
-"""Chance: the dice of a session, and the uniforms that steps take from them.
+"""The random numbers of a session: its dice, and the uniforms that steps take from them.
 
-A session's dice are seeded by (seed, prompt, occurrence) and by nothing else, so that the batch it happens to run in cannot
-change its text.
+A session's dice are seeded by (seed, prompt, occurrence) alone, so the other prompts of a batch cannot change its text.
 """
 
 import math
@@ -14,22 +13,22 @@ from jaxtyping import Float64
 from specbeam.core.steps import Array, compiled_as
 from specbeam.kernels.sums import picked as place_of
 
-TAKEN_TOGETHER = 64  # uniforms that are taken from a stream together
-SMALLEST = 2.0**-53
+TAKEN_TOGETHER = 64  # least number of uniforms that are drawn from a stream at once
+SMALLEST = 2.0**-53  # in place of a uniform that is 0
 
 
 class Uniforms(NamedTuple):
-    """Uniform numbers of one session, consumed in order."""
+    """A buffer of uniform random numbers of one session, consumed in order."""
 
     values: Array  # float64[n] in [0, 1)
-    used: Array  # int64[1]: how many of them are consumed
+    used: Array  # int64[1]: number of values consumed so far
 
     def flip(self, odds: float) -> bool:
-        """Return True with probability `odds`."""
+        """Return True with probability `odds` (1 and above: always; 0 and below: never)."""
         return bool(self._next() < odds)
 
     def pick(self, law: Array) -> int:
-        """Return an index drawn from `law`, which need not sum to one and holds something."""
+        """Return an index drawn with probability proportional to `law`, float64[n], which must have a positive entry."""
         return int(place_of(law, self._next()))
 
     def _next(self) -> float:
@@ -43,7 +42,7 @@ def flip(dice: Any, odds: float) -> bool:
 
 
 def pick(dice: Any, law: Array) -> int:
-    """Return an index drawn from `law`, float64[n], which need not sum to one and holds something."""
+    """Return an index drawn with probability proportional to `law`, float64[n], which must have a positive entry."""
     return dice.pick(law)
 
 
@@ -66,7 +65,7 @@ def _compiled_pick(dice: Any, law: Any) -> Any:
 
 
 class Dice:
-    """The dice of one session: an endless stream of uniforms. Tests replace them by dice that walk through every outcome."""
+    """The dice of one session: an endless stream of uniforms. Tests use dice that go through every outcome in turn."""
 
     def __init__(self, key: int | None = None) -> None:
         self.key = secrets.randbits(64) if key is None else key
@@ -74,7 +73,7 @@ class Dice:
         self._uniforms = Uniforms(np.zeros(0), np.zeros(1, dtype=np.int64))
 
     def ready(self, count: int) -> Uniforms:
-        """Return the uniforms, of which at least `count` are not consumed. Valid until the next call of any method."""
+        """Return uniforms of which at least `count` are not consumed. Valid until the next call of any method."""
         values, used = self._uniforms
         missing = int(used[0]) + count - len(values)
         if missing > 0:
@@ -88,13 +87,13 @@ class Dice:
         return self.ready(1).flip(odds)
 
     def pick(self, law: Float64[np.ndarray, " n"]) -> int:
-        """Return an index drawn from `law`, which need not sum to one and holds something."""
+        """Return an index drawn with probability proportional to `law`, which must have a positive entry."""
         return self.ready(1).pick(law)
 
     def uniform(self, shape: tuple[int, ...]) -> Float64[np.ndarray, "*shape"]:
         """Return independent uniforms in (0, 1)."""
         count = math.prod(shape)
         values, used = self.ready(count)
-        found = values[used[0] : used[0] + count]
+        uniforms = values[used[0] : used[0] + count]
         used[0] += count
-        return np.maximum(found, SMALLEST).reshape(shape)
+        return np.maximum(uniforms, SMALLEST).reshape(shape)

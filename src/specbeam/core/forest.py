@@ -1,4 +1,4 @@
-"""The token trees of one turn, flat, and what is known of how they were drawn."""
+"""The token trees of one turn as flat arrays, and how their nodes were drawn."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,30 +16,30 @@ _NO_ODDS = np.zeros(0)
 
 
 class Siblings(NamedTuple):
-    """Groups of draws, in the order in which they were drawn: group k has the draws draw_ends[k - 1] .. draw_ends[k].
+    """Groups of sibling draws, in draw order: draw_ends[k] is the index after the last draw of group k.
 
     A token tree has one group under each parent, or several that are tried one after the other; a layer of draft beams is
-    one group over all its parents. What a rule may do with the draws of a group depends on its kind:
+    one group with several parents. A rule *tries* a draw if it accepts it with a probability that depends on the law that
+    the draw is from; it *matches* draws if the target draws by itself and the result is looked up among them. Which of the
+    two is possible depends on the kind of the group:
 
-    - INDEPENDENT, DISTINCT: they were drawn from the law that is stated, each by itself or each struck out once drawn;
-    - CHOSEN: they were chosen and not drawn, like the best tokens of a model; each stands for all the mass of its law;
-    - SHARED: they are what the draft model takes under the noise that the target will use; they can be compared with it;
-    - LOST: their law is not known (pruned by content, merged, retrieved); they can be matched, not tried.
+    - INDEPENDENT, DISTINCT: drawn from the stated law, with or without replacement; they can be tried.
+    - CHOSEN: chosen and not drawn, like the best tokens of a model; each is tried as a draw from a law with all mass on it.
+    - SHARED: the best pairs of the draft model under the noise that the target will use; they can be matched.
+    - LOST: of unknown law (pruned by content, merged, retrieved); they can be matched, not tried.
     """
 
     kinds: Array  # int64[groups]
-    parents: Array  # int64[...]: the forest nodes that each group ranges over
-    parent_ends: Array  # int64[groups]
+    parents: Array  # int64[...]: the forest nodes that are the parents of each group
+    parent_ends: Array  # int64[groups]: the index after the last parent of each group
     draw_ends: Array  # int64[groups]
-    rows: Array  # int64[draws]: which of its group's parents each draw hangs under
+    rows: Array  # int64[draws]: which of its group's parents is the parent of each draw
     tokens: Array  # int64[draws]
-    nodes: Array  # int64[draws]: the drawn forest node; -1 where the draw ends its beam and needs no node
-    law_ends: Array  # int64[groups]
-    law_pairs: Array  # int64[...]: row * vocab + token, ascending, of each odds; of no pairs: all pairs, in order
-    law_odds: (
-        Array  # float64[...]: the laws of all groups, one after the other; CHOSEN, SHARED and LOST ones state none
-    )
-    vocab: int
+    nodes: Array  # int64[draws]: the forest node of the draw; -1 if the draw ends its beam and needs no node
+    law_ends: Array  # int64[groups]: the index after the last probability of each group's law
+    law_pairs: Array  # int64[...]: row * vocab + token of each of `law_odds`, ascending; empty: all pairs, in order
+    law_odds: Array  # float64[...]: probabilities, the laws of all groups; CHOSEN, SHARED and LOST groups state none
+    vocab: int  # number of tokens in the vocabulary of the laws
 
     @property
     def size(self) -> int:
@@ -47,7 +47,7 @@ class Siblings(NamedTuple):
         return len(self.kinds)
 
     def group(self, number: int) -> "Siblings":
-        """Return one group alone."""
+        """Return group `number` by itself."""
         draws = part(self.draw_ends, number)
         parents = part(self.parent_ends, number)
         law = part(self.law_ends, number)
@@ -66,7 +66,7 @@ class Siblings(NamedTuple):
         )
 
     def groups(self) -> "list[Siblings]":
-        """Return each group alone."""
+        """Return each group by itself."""
         return [self.group(number) for number in range(self.size)]
 
     @property
@@ -98,13 +98,13 @@ NO_SIBLINGS = Siblings(
 
 
 def part(ends: Array, number: int) -> slice:
-    """Return where part `number` stands among parts that end at `ends`."""
+    """Return the slice of part `number` of an array in which part k ends before index ends[k]."""
     return slice(int(ends[number - 1]) if number > 0 else 0, int(ends[number]))
 
 
 @step
 def start_of(ends: Array, number: int) -> int:
-    """Return where part `number` begins among parts that end at `ends`."""
+    """Return the index at which part `number` begins, in an array in which part k ends before index ends[k]."""
     return ends[number - 1] if number > 0 else 0
 
 
@@ -121,11 +121,11 @@ def siblings(
 
     Args:
         kind: INDEPENDENT, DISTINCT, CHOSEN, SHARED or LOST.
-        parents: the forest nodes that it ranges over.
-        tokens, nodes: of the draws, in draw order; -1 for a draw without a node.
-        rows: which of the parents each draw hangs under; None: the first.
-        law: pairs and odds, see `Siblings`.
-        vocab: tokens of the law.
+        parents: the forest nodes that are the parents of the group.
+        tokens, nodes: of the draws, in draw order; node -1 for a draw without a node.
+        rows: int64[draws], which of the parents is the parent of each draw; None: the first.
+        law: `law_pairs` and `law_odds`, see `Siblings`.
+        vocab: number of tokens in the vocabulary of the law.
     """
     above = np.asarray(list(parents), dtype=np.int64)
     pairs, odds = law
@@ -146,60 +146,60 @@ def siblings(
 
 def joined(parts: Sequence[Siblings]) -> Siblings:
     """Return the groups of all parts, one after the other."""
-    parts = [one for one in parts if one.size]
+    parts = [groups for groups in parts if groups.size]
     if len(parts) < 2:
         return parts[0] if parts else NO_SIBLINGS
 
-    def together(name: str) -> Array:
-        return np.concatenate([getattr(one, name) for one in parts])
+    def concatenated(name: str) -> Array:
+        return np.concatenate([getattr(groups, name) for groups in parts])
 
     def ends(name: str) -> Array:
-        return np.cumsum(np.concatenate([np.diff(getattr(one, name), prepend=0) for one in parts]))
+        return np.cumsum(np.concatenate([np.diff(getattr(groups, name), prepend=0) for groups in parts]))
 
-    stated = [one for one in parts if len(one.law_odds)]
-    some_are_short = any(len(one.law_pairs) for one in stated)
-    pairs = [_pairs_in_full(one) for one in stated] if some_are_short else []
+    with_laws = [groups for groups in parts if len(groups.law_odds)]
+    must_name_pairs = any(len(groups.law_pairs) for groups in with_laws)
+    pairs = [_named_pairs(groups) for groups in with_laws] if must_name_pairs else []
     return Siblings(
-        kinds=together("kinds"),
-        parents=together("parents"),
+        kinds=concatenated("kinds"),
+        parents=concatenated("parents"),
         parent_ends=ends("parent_ends"),
         draw_ends=ends("draw_ends"),
-        rows=together("rows"),
-        tokens=together("tokens"),
-        nodes=together("nodes"),
+        rows=concatenated("rows"),
+        tokens=concatenated("tokens"),
+        nodes=concatenated("nodes"),
         law_ends=ends("law_ends"),
         law_pairs=np.concatenate([_NO_NUMBERS, *pairs]),
-        law_odds=together("law_odds"),
-        vocab=max(one.vocab for one in parts),
+        law_odds=concatenated("law_odds"),
+        vocab=max(groups.vocab for groups in parts),
     )
 
 
-def _pairs_in_full(one: Siblings) -> Array:
-    """Return the pair of each odds, also where they are all pairs in order."""
-    if len(one.law_pairs):
-        return one.law_pairs
-    sizes = np.diff(one.law_ends, prepend=0)
+def _named_pairs(groups: Siblings) -> Array:
+    """Return the pair of each of `law_odds`, even where `law_pairs` is empty because they are all pairs in order."""
+    if len(groups.law_pairs):
+        return groups.law_pairs
+    sizes = np.diff(groups.law_ends, prepend=0)
     return np.concatenate([np.arange(size) for size in sizes])
 
 
 class Fronts(NamedTuple):
-    """What layers of draft beams were drawn from: layer k from the rows row_ends[k - 1] .. row_ends[k]."""
+    """The rows of logits that draft layers were drawn from: row_ends[k] is the index after the last row of layer k."""
 
-    nodes: Array  # int64[rows]: forest nodes
-    scores: Array  # float64[rows]: log-likelihood of the beams that end there
-    counts: Array  # int64[rows]
+    nodes: Array  # int64[rows]: the forest node of each row
+    scores: Array  # float64[rows]: log-likelihood of the beam that ends at the node
+    counts: Array  # int64[rows]: how often that beam was drawn
     row_ends: Array  # int64[layers]
-    logits: Array  # float[room, vocab]: of the draft model, after the processors; of no rows where nobody asks for them
+    logits: Array  # float[capacity, vocab]: of the draft model, after the processors; capacity 0 if no rule reads them
 
 
 def no_fronts(rows: int = 0, vocab: int = 0, dtype: Any = np.float32) -> Fronts:
-    """Return the fronts of a draft without layers, with room for so many rows of logits."""
+    """Return the fronts of a draft without layers, with capacity for `rows` rows of logits."""
     return Fronts(_NO_NUMBERS, _NO_ODDS, _NO_NUMBERS, _NO_NUMBERS, np.empty((rows, vocab), dtype=dtype))
 
 
 @step
 def add_front(fronts: Fronts, nodes: Array, scores: Array, counts: Array, rows: Array) -> Fronts:
-    """Return the fronts with those of one more layer, which was drawn from these rows of logits."""
+    """Return the fronts with those of one more layer, whose logits `rows` are written into `fronts.logits`."""
     start = len(fronts.nodes)
     stop = start + len(nodes)
     fronts.logits[start:stop] = rows
@@ -213,7 +213,7 @@ def add_front(fronts: Fronts, nodes: Array, scores: Array, counts: Array, rows: 
 
 
 class Forest(NamedTuple):
-    """Token trees, one under each live beam. A parent always stands before its children; roots come first.
+    """Token trees, one under each live beam, as flat arrays. A parent always comes before its children; roots come first.
 
     >>> forest = Forest.rooted([7]).grown([4, 5], [0, 0]).grown([9], [2])
     >>> forest.parents.tolist(), forest.depths().tolist(), forest.path(3)
@@ -223,15 +223,13 @@ class Forest(NamedTuple):
     tokens: Array  # int64[nodes]; a root holds the last committed token of its beam
     parents: Array  # int64[nodes]: index of the parent node, -1 at a root
     siblings: Siblings = NO_SIBLINGS
-    logq: Array = (
-        _NO_ODDS  # float64[nodes]: of the path from the root, by the draft model, NaN: unknown; of no nodes: of none
-    )
-    beams: Array = _NO_NUMBERS  # int64[beams]: last nodes of the beams that the drafter ended with, best first
+    logq: Array = _NO_ODDS  # float64[nodes]: draft log-likelihood of the path from the root; NaN, or empty: unknown
+    beams: Array = _NO_NUMBERS  # int64[beams]: the last nodes of the drafter's final beams, best first
     fronts: Fronts = no_fronts()
 
     @classmethod
     def rooted(cls, tokens: Array | Sequence[int]) -> "Forest":
-        """Return the roots alone."""
+        """Return a forest of roots only, one per token."""
         tokens = np.asarray(tokens, dtype=np.int64)
         return cls(tokens, np.full(len(tokens), -1, dtype=np.int64))
 
@@ -242,7 +240,7 @@ class Forest(NamedTuple):
 
     @property
     def roots(self) -> int:
-        """The number of roots; they are the nodes 0 .. roots - 1."""
+        """The number of roots, which are the nodes 0 to roots - 1."""
         return int(np.count_nonzero(self.parents < 0))
 
     def grown(
@@ -252,7 +250,12 @@ class Forest(NamedTuple):
         logq: Array | None = None,
         groups: Sequence[Siblings] = (),
     ) -> "Forest":
-        """Return the forest with more nodes after the present ones, and more groups of siblings."""
+        """Return the forest with more nodes after the present ones, and more groups of siblings.
+
+        Args:
+            tokens, parents: of the new nodes; a parent may be a new node.
+            logq: float64[new nodes], draft log-likelihoods of their paths; None: unknown.
+        """
         together = joined([self.siblings, *groups]) if groups else self.siblings
         if len(tokens) == 0:
             return self._replace(siblings=together)
@@ -270,32 +273,33 @@ class Forest(NamedTuple):
         )
 
     def fitting(self, vocab: int) -> "Forest":
-        """Return the forest if a model of so many tokens can read it; else raise `BadForest`."""
+        """Return the forest itself if all its tokens are below `vocab`; raises `BadForest` if not."""
         if self.size and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < vocab:
             strange = sorted({token for token in self.tokens.tolist() if not 0 <= token < vocab})
-            raise BadForest(f"it holds tokens {strange[:5]}, and the target knows 0 to {vocab - 1}")
+            raise BadForest(f"the forest holds tokens {strange[:5]}, and the target knows 0 to {vocab - 1}")
         return self
 
     @property
     def layers(self) -> int:
-        """The number of layers that were drafted below the roots, drafts that end their beam included."""
+        """The number of layers that were drafted below the roots, including drafts that end their beam."""
         return int(drafted_layers(self))
 
     def groups_under(self, node: int) -> list[Siblings]:
-        """Return the groups of one parent, in the order in which they are tried."""
-        found = []
+        """Return the groups whose only parent is `node`, in the order in which they are tried."""
+        groups = []
         for number in range(self.siblings.size):
             parents = part(self.siblings.parent_ends, number)
             if parents.stop - parents.start == 1 and self.siblings.parents[parents.start] == node:
-                found.append(self.siblings.group(number))
-        return found
+                groups.append(self.siblings.group(number))
+        return groups
 
     def selected(self, nodes: Int64[np.ndarray, " kept"]) -> "Forest":
-        """Return the forest of these nodes alone: ascending, roots and all parents among them.
+        """Return the forest of these nodes only. They must ascend and include all roots and the parent of each node.
 
-        A group that loses a draw loses its law, for which draws are left says something about them; one that loses all of
-        them stays, without a draw, so that no rule takes its parent for a leaf. Guesses that were chosen and not drawn stay
-        so. Where nodes are selected by what they hold, `lost` has to follow: that all draws are left says something too.
+        A group that loses a draw becomes LOST: which draws are left depends on what they are, so they no longer have the
+        stated law. If it loses all of its draws, it stays without draws, so that no rule takes its parent for a leaf. CHOSEN
+        groups stay CHOSEN. If nodes are selected by their content, call `lost` on the result: that a group has kept all of
+        its draws then depends on what they are, too.
         """
         names = np.full(self.size + 1, -1, dtype=np.int64)  # the last entry renames -1 to itself
         names[nodes] = np.arange(len(nodes))
@@ -326,7 +330,7 @@ class Forest(NamedTuple):
         )
 
     def lost(self) -> "Forest":
-        """Return the forest with no law for what was drawn; guesses that were chosen stay so."""
+        """Return the forest with all groups LOST, without their laws, except those that are CHOSEN."""
         groups = []
         for group in self.siblings.groups():
             if group.kinds[0] == CHOSEN:
@@ -336,11 +340,11 @@ class Forest(NamedTuple):
         return self._replace(siblings=joined(groups))
 
     def depths(self) -> Int64[np.ndarray, " nodes"]:
-        """Return how many nodes stand above each node; 0 at roots."""
+        """Return the depth of each node: the number of nodes above it, 0 for a root."""
         return depths_of(self.parents)
 
     def path(self, node: int | np.integer) -> list[int]:
-        """Return the tokens from below the root down to `node`."""
+        """Return the tokens on the path to `node`, without that of the root."""
         tokens: list[int] = []
         while self.parents[node] >= 0:
             tokens.append(int(self.tokens[node]))
@@ -348,14 +352,14 @@ class Forest(NamedTuple):
         return tokens[::-1]
 
     def root_of(self, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Return the root above each node."""
+        """Return the root above each node; a root itself for a root."""
         above = nodes
         while (self.parents[above] >= 0).any():
             above = np.where(self.parents[above] >= 0, self.parents[above], above)
         return above
 
     def below(self, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, "n depth"]:
-        """Return the tokens under the root on the paths to nodes of one depth, one row per node."""
+        """Return the tokens below the root on the path to each node, a row per node; all must have the same depth."""
         columns: list[np.ndarray] = []
         above = nodes
         while len(above) and self.parents[above[0]] >= 0:
@@ -366,16 +370,16 @@ class Forest(NamedTuple):
         return np.stack(columns[::-1], 1)
 
     def find(self, parents: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Return the nodes that are the children `tokens` of `parents`; -1 where there is none."""
-        found = np.empty(len(parents), dtype=np.int64)
+        """Return the child of each of `parents` that has the token in the same place of `tokens`; -1 where there is none."""
+        children = np.empty(len(parents), dtype=np.int64)
         for place in range(len(parents)):
-            found[place] = find_child(self.tokens, self.parents, parents[place], tokens[place])
-        return found
+            children[place] = find_child(self.tokens, self.parents, parents[place], tokens[place])
+        return children
 
 
 @step
 def depths_of(parents: Array) -> Array:
-    """Return the depth of each node, int64[nodes]; parents stand before their children."""
+    """Return the depth of each node, int64[nodes], 0 for a root. Parents must come before their children."""
     depths = np.zeros(len(parents), dtype=np.int64)
     for node in range(len(parents)):
         if parents[node] >= 0:
@@ -385,7 +389,7 @@ def depths_of(parents: Array) -> Array:
 
 @step
 def find_child(tokens: Array, parents: Array, parent: int, token: int) -> int:
-    """Return the forest node that is this child; -1 if there is none. Newer nodes are looked at first."""
+    """Return the child of `parent` that has this token, the last one if there are several; -1 if there is none."""
     node = len(tokens) - 1
     while node >= 0 and not (parents[node] == parent and tokens[node] == token):
         node -= 1
@@ -393,7 +397,7 @@ def find_child(tokens: Array, parents: Array, parent: int, token: int) -> int:
 
 
 class GroupsUnder(NamedTuple):
-    """Which groups of siblings stand under which node, in the order of their trials."""
+    """The groups of siblings under each node as linked lists, in the order in which the groups are tried."""
 
     first: Array  # int64[nodes]: the first group under each node, -1 for none
     after: Array  # int64[groups]: the next group under the same node, -1 for none
@@ -401,7 +405,7 @@ class GroupsUnder(NamedTuple):
 
 @step
 def groups_by_node(groups: Siblings, nodes: int) -> GroupsUnder:
-    """Return the groups under each node of a forest of so many nodes; groups over several parents stand under none."""
+    """Return the groups under each of `nodes` forest nodes; groups with several parents are left out."""
     first = np.full(nodes, -1, dtype=np.int64)
     after = np.full(len(groups.kinds), -1, dtype=np.int64)
     last = np.full(nodes, -1, dtype=np.int64)
@@ -420,7 +424,7 @@ def groups_by_node(groups: Siblings, nodes: int) -> GroupsUnder:
 
 @step
 def drafted_layers(forest: Forest) -> int:
-    """Return the number of layers that were drafted below the roots, drafts that end their beam included."""
+    """Return the number of layers that were drafted below the roots, including drafts that end their beam."""
     groups = forest.siblings
     if len(groups.parents) == 0:
         return 0
@@ -429,5 +433,5 @@ def drafted_layers(forest: Forest) -> int:
 
 @step
 def most_layers(forest: Forest) -> int:
-    """Return how many layers of beams a forest can hold: the number of its groups, or of its depths where there are more."""
+    """Return the most layers of beams that a forest can hold: the number of its groups or its depth, whichever is larger."""
     return max(len(forest.siblings.kinds), depths_of(forest.parents).max())

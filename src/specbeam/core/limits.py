@@ -1,4 +1,4 @@
-"""The stop rules of a session, as they are set; steps go by their numbers (core/beams.py)."""
+"""The stop rules of a session as the user sets them. Steps read them as numbers: `core.beams.Stop`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,34 +14,34 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True)
 class Ended:
-    """A beam that left the live ones."""
+    """A text that is complete or was cut off: a beam that is no longer live, or a live one at the end of the session."""
 
     tokens: list[int]
     loglik: float
-    finished: bool = True  # by an end token or stop string, not by a limit
+    finished: bool = True  # False: cut off by a limit, not ended by an end token or stop string
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Stop rules of one session. They look at outcomes only, never at drafts, so that no law depends on them.
+    """The stop rules of one session. They read outcomes, never drafts, so they do not change any law.
 
-    `early_stopping` as in transformers: True stops at `keep` finished beams; False when the best live beam, at its
-    present length, cannot beat the worst of the `keep` best finished ones; "never" when it could not at any length. One
-    beam stops when it finishes.
+    `early_stopping` as in transformers: True stops at `keep` finished beams; False stops when the best live beam, at its
+    present length, cannot beat the worst of the `keep` best finished ones; "never" stops when it could not do so at any
+    length. With `keep` = 1 a session stops at the first finished beam.
     """
 
     max_new_tokens: int
     eos: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
-    decode: Decode | None = None  # needed for stop strings
-    keep: int = 1
+    decode: Decode | None = None  # text of tokens; needed for stop strings
+    keep: int = 1  # number of finished beams that are wanted
     early_stopping: bool | str = False
     length_penalty: float = 1.0
-    closing: Bool[np.ndarray, " vocab"] | None = None  # tokens that can complete a stop string; None: nobody knows
+    closing: Bool[np.ndarray, " vocab"] | None = None  # whether a token can complete a stop string; None: not known
 
     @cached_property
     def stop(self) -> Stop:
-        """The numbers, for steps."""
+        """The same rules, without stop strings, as numbers for steps."""
         early = FIRST_ENOUGH if self.early_stopping is True else BEST_LIVE_MAY_WIN
         if self.early_stopping == "never":
             early = NEVER
@@ -49,13 +49,13 @@ class Limits:
 
     @cached_property
     def ending(self) -> Int64[np.ndarray, " ends"]:
-        """The end tokens."""
+        """The end tokens, for steps."""
         return np.array(self.eos, dtype=np.int64)
 
     def stopped_by(self, tokens: list[int]) -> str | None:
         """Return the stop string that the newest token completed, or None.
 
-        A stop string is never longer than its bytes in tokens, so only so many tokens are decoded.
+        A stop string has at most as many tokens as bytes, so only that many of the last tokens, and 4 more, are decoded.
         """
         if not self.stop_strings or self.decode is None:
             return None
@@ -64,5 +64,5 @@ class Limits:
         return next((stop for stop in self.stop_strings if stop in tail), None)
 
     def normalised(self, loglik: float, length: int) -> float:
-        """Return the score by which texts of different length are compared."""
+        """Return loglik / length ** length_penalty, the score by which texts of different lengths are compared."""
         return float(normalised_score(self.stop, loglik, length))

@@ -1,6 +1,7 @@
-"""Noise that belongs to a place: a pure function of the request's key, the path and the token.
+"""Noise as a pure function of the request's key, the path and the token.
 
-A path has a key, and so has each path that is one token longer. Equal keys give equal noise, on every machine.
+The key of a path is computed from the key of the path that is one token shorter; that of the empty path is the request's.
+Equal keys give equal noise on every machine.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ _TOP = np.float32((31 + 127) * _LN2 + 1e-5)
 
 
 def request_key(seed: int, prompt: Sequence[int], occurrence: int) -> int:
-    """Return the 64-bit key of a request. `occurrence` tells equal prompts of one call apart."""
+    """Return the 64-bit key of a request. `occurrence` distinguishes equal prompts of one call."""
     head = np.array([seed % 2**64, occurrence], dtype="<u8").tobytes()
     text = np.asarray(prompt, dtype="<i8").tobytes()
     digest = hashlib.blake2b(head + text, digest_size=8).digest()
@@ -40,7 +41,7 @@ def request_key(seed: int, prompt: Sequence[int], occurrence: int) -> int:
 
 @step
 def scramble(x: Array) -> Array:
-    """Return a uint64 every bit of which depends on every bit of `x`: the finalizer of splitmix64."""
+    """Return a uint64 of which every bit depends on every bit of `x`: the finalizer of splitmix64."""
     x = (x ^ (x >> _L30)) * _FACTOR_1
     x = (x ^ (x >> _L27)) * _FACTOR_2
     return x ^ (x >> _L31)
@@ -48,13 +49,13 @@ def scramble(x: Array) -> Array:
 
 @step
 def child_key(key: Array, token: int) -> Array:
-    """Return the key of a path that is one token longer than the path of `key`."""
+    """Return the key of the path of `key` extended by `token`."""
     return scramble(scramble(key ^ _GOLDEN) + np.uint64(token))
 
 
 @step
 def child_keys(keys: Array, tokens: Array) -> Array:
-    """Return the keys, uint64[n], of the paths of `keys`, each prolonged by one of the tokens, int64[n]."""
+    """Return the keys, uint64[n], of the paths of `keys`, each extended by its token of `tokens`, int64[n]."""
     longer = np.empty_like(keys)
     for place in range(len(keys)):
         longer[place] = child_key(keys[place], tokens[place])
@@ -63,7 +64,7 @@ def child_keys(keys: Array, tokens: Array) -> Array:
 
 @step
 def path_keys(key: Array, tokens: Array) -> Array:
-    """Return uint64[n + 1]: the key of a path, and of the paths that grow out of it token by token."""
+    """Return the keys, uint64[n + 1], of a path and of its extensions by the first 1, 2, ..., n of the tokens."""
     keys = np.empty(len(tokens) + 1, dtype=np.uint64)
     keys[0] = key
     for place in range(len(tokens)):
@@ -73,8 +74,8 @@ def path_keys(key: Array, tokens: Array) -> Array:
 
 @step
 def leading_bits(key: Array, token: int) -> Array:
-    """Return the leading 32 bits of the uniform behind `gumbel`: three multiply-and-shift rounds of key and token."""
-    # Every product is cut to 32 bits at once, for numba widens it to 64.
+    """Return the leading 32 bits of the uniform in `gumbel`: three multiply-and-shift rounds of key and token."""
+    # Every product is cut to 32 bits at once, because numba widens it to 64.
     u32 = np.uint32
     low = u32(key & np.uint64(0xFFFFFFFF))
     high = u32(key >> _L32)
@@ -88,7 +89,7 @@ def leading_bits(key: Array, token: int) -> Array:
 
 @step
 def gumbel(key: Array, token: int) -> float:
-    """Return the Gumbel(0, 1) noise of a token after a path, from 64 bits."""
+    """Return the Gumbel(0, 1) noise of a token after a path, computed from 64 bits."""
     trailing = scramble(key + (np.uint64(token) + _L1) * _GOLDEN) >> _L32
     leading = np.float64(leading_bits(key, token))
     uniform = (leading + (np.float64(trailing) + 0.5) * 2.0**-32) * 2.0**-32
@@ -97,12 +98,12 @@ def gumbel(key: Array, token: int) -> float:
 
 @step
 def bound_noise(key: Array, bounds: Array) -> None:
-    """Write upper bounds of the noise of each token after a path into `bounds`, float32[vocab].
+    """Write an upper bound of the noise of each token after a path into `bounds`, float32[vocab].
 
-    The noise is at most -log(u) where u begins with `leading_bits`, and log2 of a float32 is at least its bits, read as a
-    number.
+    The noise is at most -log(u), where u is the uniform that begins with `leading_bits`. And log2 of a float32 is at least
+    its bits, read as a number and scaled by 2^-23.
     """
-    # `leading_bits` is written out: loops over plain arithmetic become vector instructions.
+    # `leading_bits` is written out here: loops over plain arithmetic become vector instructions.
     u32 = np.uint32
     low = u32(key & np.uint64(0xFFFFFFFF))
     high = u32(key >> _L32)

@@ -18,11 +18,11 @@ step = compiled
 
 
 def compiled_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Say what stands for a Python function in compiled steps.
+    """Return a decorator for the function that chooses what compiled steps run in place of `function`.
 
-    The decorated function gets the types of the arguments and returns what numba compiles, a function or a step. So a step
-    can call something that goes by the type of its arguments, or that Python and compiled code do in different ways, like
-    looking at an object. Only what a type needs is compiled.
+    The decorated function takes the numba types of the arguments and returns what numba compiles for them, a function or a
+    step. So a step can call something that depends on the types of its arguments, or that Python and compiled code do in
+    different ways, such as looking at an object. Only the choices that occur are compiled.
     """
 
     def decorate(choose: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,9 +43,9 @@ def compiled_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
 
 
 def open_step(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step that is compiled inside of compiled steps, while Python runs its source.
+    """Return a step of which compiled steps run the compiled form, while Python runs its source.
 
-    For steps that hand on what may be an object of Python, like the rows of a turn that go through logits processors.
+    For steps that pass on what may be a Python object, such as the rows of a turn that go through logits processors.
     """
     source = inspect.unwrap(function)
     compiled_as(source)(lambda *kinds: source)

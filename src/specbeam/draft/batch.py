@@ -1,4 +1,4 @@
-"""DRAFT for all live sessions: those that share a drafter are drafted together."""
+"""DRAFT: drafts for all live sessions. Sessions that share a drafter are drafted together."""
 
 import warnings
 
@@ -9,49 +9,53 @@ from specbeam.session import Drafter, Session, failing_together
 
 
 def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Forest]:
-    """A forest per session, of tokens below `vocab`.
+    """Return a forest per session, of tokens below `vocab`.
 
-    Where a drafter fails, its sessions have failed and get their roots alone; those of others go on.
+    If a drafter fails, its sessions fail and get forests of their roots only; the sessions of other drafters go on.
     """
     forests = {session: Forest.rooted(session.beams.tokens) for session in sessions}
+    shape_of = dict(zip(sessions, shapes, strict=True))
     for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
-        mine = {one: shape for one, shape in zip(sessions, shapes, strict=True) if one.parts.drafter == drafter}
-        with failing_together([*mine], "draft: "):
-            for one, forest in zip(mine, drafter.draft([*mine], [*mine.values()]), strict=True):
-                with one.failing_alone("draft: "):
-                    forests[one] = forest.fitting(vocab)
+        batch = [session for session in sessions if session.parts.drafter == drafter]
+        with failing_together(batch, "draft: "):
+            drafts = drafter.draft(batch, [shape_of[session] for session in batch])
+            for session, forest in zip(batch, drafts, strict=True):
+                with session.failing_alone("draft: "):
+                    forests[session] = forest.fitting(vocab)
     return [*forests.values()]
 
 
 def with_probes(session: Session, forest: Forest) -> Forest:
-    """Return the forest with the rows behind it that its drafter wants to be scored, too.
+    """Return the forest with the probes of the session's drafter after it: rows that the target scores for the drafter.
 
-    A drafter that wants any has `probes(session, forest) -> Probes`.
+    A drafter that has any has a method `probes(session, forest) -> Probes`.
     """
-    ask = getattr(session.parts.drafter, "probes", None)
-    if ask is not None and session.failure is None:
+    probes = getattr(session.parts.drafter, "probes", None)
+    if probes is not None and session.failure is None:
         with session.failing_alone("draft: "):
-            return forest.grown(*ask(session, forest))
+            return forest.grown(*probes(session, forest))
     return forest
 
 
 def fill_drafters(sessions: list[Session], most: int) -> list[Session]:
-    """Store a chunk of up to `most` long prompts in each draft model; return the sessions that have more to store.
+    """Store the next chunk of up to `most` long prompts in each draft model; return the sessions that have more to store.
 
-    A drafter with a model has `fill(sessions, most) -> list[bool]`, which says which are filled; others store nothing.
+    A drafter with a model has a method `fill(sessions, most) -> list[bool]`, which returns whether each session may take a
+    turn. Drafters without one store nothing.
     """
     unready: list[Session] = []
     for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
-        mine = [one for one in sessions if one.parts.drafter == drafter]
+        batch = [session for session in sessions if session.parts.drafter == drafter]
         fill = getattr(drafter, "fill", None)
         if fill is not None:
-            with failing_together(mine, "draft: "):
-                unready += [one for one, is_filled in zip(mine, fill(mine, most), strict=True) if not is_filled]
+            with failing_together(batch, "draft: "):
+                filled = fill(batch, most)
+                unready += [session for session, is_filled in zip(batch, filled, strict=True) if not is_filled]
     return unready
 
 
 def models_of(drafter: Drafter) -> tuple[LM, ...] | None:
-    """Return the models that a drafter runs, which it has in `models`; None if it does not say."""
+    """Return the models that a drafter runs, from its attribute `models`; None if it has no such attribute."""
     return getattr(drafter, "models", None)
 
 
@@ -60,12 +64,12 @@ def close_drafters(sessions: list[Session]) -> None:
     for session in sessions:
         try:
             close_drafter(session.parts.drafter, session)
-        except Exception as error:  # the text is there, and nobody else's work should be lost
+        except Exception as error:  # the text is complete, and the work of the other sessions must not be lost
             warnings.warn(f"prompt {session.number}: the drafter could not close: {error!r}", stacklevel=2)
 
 
 def close_drafter(drafter: Drafter, session: Session) -> None:
-    """Let a drafter forget a session that is over, if it remembers any."""
+    """Let a drafter forget a session that is over, if the drafter has a method `close`."""
     close = getattr(drafter, "close", None)
     if close is not None:
         close(session)

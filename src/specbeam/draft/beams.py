@@ -1,4 +1,4 @@
-"""DRAFT: beams drafted by a small language model, one layer per pass."""
+"""DRAFT: beams of a draft model, one layer per pass."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -34,62 +34,65 @@ from specbeam.session import Session
 
 
 class SharedLayers(NamedTuple):
-    """Layers are the best pairs of the draft's law, under the noise that the target will use unless at temperature 0."""
+    """How layers are drafted for shared noise: the best pairs of the draft law under the noise that the target will use."""
 
-    noisy: bool  # False: nothing is drawn
-    core: int  # pairs that the draft model itself would keep
+    noisy: bool  # False: temperature 0, where there is no noise
+    core: int  # number of pairs that the draft model by itself would keep
     truncation: Truncation
     eos: Array  # int64[ends]
-    keeps_rows: bool  # whether widths are chosen by the laws that the layers were drawn from
+    keeps_rows: bool  # whether `Forest.fronts` is stored, because widths are chosen by the laws of the draft
 
 
 class SearchedLayers(NamedTuple):
-    """The same for transformers' beam modes: the core are those that would go on; ends are not drafted."""
+    """How layers are drafted for transformers' beam modes: core pairs are those that would go on; ends are not drafted."""
 
-    noisy: bool
-    core: int
+    noisy: bool  # False: temperature 0, where there is no noise
+    core: int  # number of pairs that the draft model by itself would keep
     truncation: Truncation
     eos: Array
 
 
 class DrawnLayers(NamedTuple):
-    """Layers are drawn by dice from the draft's law, which is stated."""
+    """How layers are drafted for rules that try them: drawn by dice from the draft law, which is stated."""
 
-    again: bool  # independent draws, with replacement
+    again: bool  # whether draws are independent, with replacement
     truncation: Truncation
     eos: Array
 
 
 class Drafted(NamedTuple):
-    """The layers of draft beams so far."""
+    """A draft of beams while it grows."""
 
     forest: Forest
-    front: Beams  # the newest layer, without the beams that ended
-    core: Array  # bool[front]: beams that the draft model itself would have kept
+    front: Beams  # the beams of the newest layer, without those that ended
+    core: Array  # bool[front]: whether the draft model by itself would have kept the beam
 
 
 @step
 def candidate_count(beams: int, ends: int) -> int:
-    """Return how many pairs a step looks at, so that `beams` of them go on even if each beam could end in every way."""
+    """Return how many candidates suffice for `beams` of them to go on, even if each beam ends by each of `ends` end tokens.
+
+    This is the number that transformers takes: at least 2 per beam.
+    """
     return max(2, 1 + ends) * beams
 
 
 @step
 def going_on(scores: Array, ends: Array, beams: int) -> Array:
-    """Return which candidates go on, int64[beams]: those of largest score that did not end, best first."""
+    """Return the indices of the candidates that go on: up to `beams` of largest score that did not end, best first."""
     alive = np.flatnonzero(~ends)
     return alive[sorted_places(scores[alive])[:beams]]
 
 
 @step
 def _chosen_as_search_does(law: JointLaw, front: Beams, core: Array, width: int, spec: SearchedLayers) -> Choice:
-    """Return a layer for transformers' beam modes: the core are those that would go on; ends are not drafted."""
+    """Return up to `width` pairs for transformers' beam modes, none of them an end; the core are those that would go on."""
     vocab = law.logits.shape[1]
     keys = front.keys if spec.noisy else front.keys[:0]
     every = np.ones(len(core), dtype=np.bool_)
-    looked, _ = core_and_extra(law, keys, core, candidate_count(spec.core, len(spec.eos)), 0)
-    candidates = choice_of(law, front.keys, looked, 0, spec.eos)
-    best = looked[going_on(candidates.scores, candidates.ends, min(spec.core, width))]
+    candidate_pairs, _ = core_and_extra(law, keys, core, candidate_count(spec.core, len(spec.eos)), 0)
+    candidates = choice_of(law, front.keys, candidate_pairs, 0, spec.eos)
+    best = candidate_pairs[going_on(candidates.scores, candidates.ends, min(spec.core, width))]
     wider, _ = core_and_extra(law, keys, every, width + len(spec.eos) * len(core), 0)
     pairs = np.empty(max(width, len(best)), dtype=np.int64)
     held = len(best)
@@ -104,11 +107,11 @@ def _chosen_as_search_does(law: JointLaw, front: Beams, core: Array, width: int,
 
 @step
 def draw_pairs(odds: Array, count: int, again: bool, dice: Any) -> Array:
-    """Return the places of up to `count` draws, int64[draws]; each is struck out once drawn, unless `again`."""
+    """Return the indices of up to `count` draws from `odds`, int64[draws], without replacement unless `again`."""
     left = odds.copy()
     places = np.empty(count, dtype=np.int64)
     for draw in range(count):
-        if not (left > 0).any():  # what is left has odds too small for a float
+        if not (left > 0).any():  # the probabilities that are left are too small for a float
             return places[:draw]
         places[draw] = pick(dice, left)
         if not again:
@@ -118,7 +121,7 @@ def draw_pairs(odds: Array, count: int, again: bool, dice: Any) -> Array:
 
 @step
 def _first_places(drawn: Array) -> tuple[Array, Array, Array]:
-    """Return the distinct draws in the order of their first coming, which of them each draw is, and how often each came."""
+    """Return the distinct draws by first occurrence, the index in them of each draw, and how often each occurs."""
     distinct = np.empty(len(drawn), dtype=np.int64)
     which = np.empty(len(drawn), dtype=np.int64)
     counts = np.zeros(len(drawn), dtype=np.int64)
@@ -146,11 +149,12 @@ def add_drafted_layer(
     law_odds: Array,
     vocab: int,
 ) -> Drafted:
-    """Return a draft with one more layer; ends have no node.
+    """Return a draft with one more layer; end tokens get no node.
 
     Args:
-        draws: int64[draws], which pair of the choice each draw is; counts: int64[pairs], how often each was drawn.
-        kind, law_pairs, law_odds, vocab: see `Siblings`.
+        draws: int64[draws], index of each draw among the pairs of the choice.
+        counts: int64[pairs], how often each pair was drawn.
+        kind, law_pairs, law_odds, vocab: of the new group, see `Siblings`.
     """
     forest = drafted.forest
     front = drafted.front
@@ -186,9 +190,10 @@ def add_drafted_layer(
 
 
 def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
-    """Return a draft with one more layer, chosen or drawn from the law of its front, which must be sound.
+    """Return a draft with one more layer, chosen or drawn from the law of its front, which must be SOUND.
 
     Args:
+        spec: how layers are drafted: a `SharedLayers`, `SearchedLayers` or `DrawnLayers`.
         width: number of draft beams in the layer.
     """
     return LAYERS_BY_SPEC[type(spec)](spec, drafted, law, width, dice)
@@ -196,15 +201,15 @@ def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: An
 
 @step
 def _add_choice(drafted: Drafted, choice: Choice, vocab: int) -> Drafted:
-    """Return a draft with one more layer, whose draws the target can only be compared with."""
+    """Return a draft with one more layer, whose draws are SHARED: they can be matched, not tried."""
     every = np.arange(len(choice.tokens))
-    none = np.empty(0, dtype=np.int64)
-    return add_drafted_layer(drafted, choice, every, np.ones_like(every), SHARED, none, np.empty(0), vocab)
+    no_pairs = np.empty(0, dtype=np.int64)
+    return add_drafted_layer(drafted, choice, every, np.ones_like(every), SHARED, no_pairs, np.empty(0), vocab)
 
 
 @step
 def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
-    """Return a draft with one more layer of best pairs; see `draft_layer`."""
+    """Return a draft with one more layer of best pairs, under shared noise if there is any; see `draft_layer`."""
     front = drafted.front
     if spec.keeps_rows:
         forest = drafted.forest
@@ -225,7 +230,7 @@ def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, width:
 
 @step
 def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
-    """Return a draft with one more layer that is drawn by dice; see `draft_layer`."""
+    """Return a draft with one more layer that is drawn by dice, with its law; see `draft_layer`."""
     pairs = all_pairs(law)
     odds = odds_among(law, pairs)
     count = width if spec.again else min(width, len(pairs))
@@ -245,7 +250,7 @@ def _compiled_draft_layer(spec: Any, drafted: Any, law: Any, width: Any, dice: A
 
 @step
 def start_draft(live: Beams, roots: Forest) -> Drafted:
-    """Return a draft without layers below these roots, one for each live beam."""
+    """Return a draft without layers, whose front is the live beams; `roots` is a forest of one root per beam."""
     return Drafted(roots, live, np.ones(len(live.tokens), dtype=np.bool_))
 
 
@@ -261,15 +266,15 @@ def draft_layers(
     dice: Any,
     spent: Array,
 ) -> tuple[Drafted, int]:
-    """Return a draft of up to `depth` layers of `width` beams, and SOUND.
+    """Return a draft with up to `depth` more layers of `width` beams, and SOUND.
 
-    Or DEAD or BROKEN in place of SOUND, if the last pass gave no law to draw from.
+    Returns DEAD or BROKEN in place of SOUND if the last pass gave no law to draw from.
 
     Args:
-        model: a session in a model that compiled steps can run (see `lm.any_cache`).
-        answered: number of forest nodes whose logits were given in this turn already.
-        edits: of the model's rows.
-        spent: int64[2], to which passes and the processor's cycles inside the model are added.
+        model: the cache of a session in a model that compiled steps can run, see `engines.pass_steps.run_pass`.
+        answered: number of forest nodes whose logits were computed in this turn already.
+        edits: changes of the model's rows.
+        spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
     for _ in range(depth):
         front = drafted.front
@@ -289,12 +294,12 @@ def draft_layers(
 
 @dataclass(frozen=True)
 class NoDraft:
-    """Plain decoding: the roots alone."""
+    """A drafter that drafts nothing, for plain decoding."""
 
     models: ClassVar[tuple[LM, ...]] = ()
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Return the roots of each session."""
+        """Return a forest of roots only for each session."""
         return [Forest.rooted(session.beams.tokens) for session in sessions]
 
     def settle(self, session: Session, turn: Turn) -> None:
@@ -305,29 +310,29 @@ class NoDraft:
 
 
 @dataclass(eq=False)
-class Growing:
+class GrowingBeams:
     """One session's draft while it grows layer by layer."""
 
     session: Session
     shape: Shape
     spec: Any  # SharedLayers, SearchedLayers or DrawnLayers
     drafted: Drafted
-    layers: int = 0
+    layers: int = 0  # number of layers drafted so far
 
     @property
-    def wants(self) -> bool:
+    def wants_layer(self) -> bool:
         """Whether another layer is to be drafted."""
         return self.layers < self.shape.depth and self.drafted.front.size > 0 and self.session.failure is None
 
     def make_room(self, vocab: int, dtype: Any) -> None:
-        """Make room for the rows that layers are drawn from, where they are kept."""
+        """Before the first layer, allocate the rows that layers are drawn from, if the spec keeps them."""
         if isinstance(self.spec, SharedLayers) and self.spec.keeps_rows and self.layers == 0:
             rows = self.drafted.forest.roots + (self.shape.depth - 1) * self.shape.width
             forest = self.drafted.forest._replace(fronts=no_fronts(rows, vocab, dtype))
             self.drafted = self.drafted._replace(forest=forest)
 
     def grow(self, rows: Rows) -> None:
-        """Add a layer that is drawn from these logits of the front. Where there is no law, the draft ends."""
+        """Add a layer that is drawn from these logits of the front. If they give no law to draw from, the draft ends."""
         session = self.session
         front = self.drafted.front
         self.make_room(rows.shape[1], rows.dtype)
@@ -336,7 +341,7 @@ class Growing:
             forest = self.drafted.forest
             rows = processed_rows(rows, session.warp, lambda: session.paths(forest, front.nodes))
             law = law_of_beams(rows, front, session.warp)
-        except (DeadEnd, BrokenProcessor):  # on a draft's path; the target need not go there
+        except (DeadEnd, BrokenProcessor):  # on a drafted path, which the target need not take
             self.end()
             return
         width = self.shape.width
@@ -349,17 +354,18 @@ class Growing:
 
 @dataclass(frozen=True)
 class BeamDrafter:
-    """Beam sampling on the draft model, from the target's carried scores, in the session's own warp.
+    """A drafter that runs beam sampling on a draft model, from the scores of the live beams and with the session's warp.
 
     Args:
         lm: the draft model.
-        beams: how many beams the target keeps. With shared noise, that many draft pairs per layer are what the draft
-            model would keep by itself (core); the rest of the layer are the likeliest others, whatever its truncation cut.
-        coupling: "noise" drafts by the noise that the target will use; "rejection" draws and states its law.
-        replacement: independent draws instead of draws without replacement (coupling "rejection" only).
-        search: draft for transformers' beam modes, in which a beam that ends makes room for the next one: ends are not
+        beams: number of beams that the target keeps. With shared noise, that many draft pairs per layer are core: what the
+            draft model by itself would keep. The rest of a layer are the most probable other pairs, even if its truncation
+            cuts them.
+        coupling: "noise": draft under the noise that the target will use; "rejection": draw by dice and state the law.
+        replacement: draw with replacement, independently, instead of without (coupling "rejection" only).
+        search: draft for transformers' beam modes. In these a beam that ends makes room for the next one, so ends are not
             drafted.
-        keeps_rows: hand on the laws that layers were drawn from, for rules that choose widths by them.
+        keeps_rows: pass on the laws that layers were drawn from, for rules that choose widths by them.
     """
 
     lm: LM
@@ -375,21 +381,21 @@ class BeamDrafter:
         return (self.lm,)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Return a forest per session: layers of `shape.width` draft beams, `shape.depth` deep where beams go on."""
-        growing = [self._start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
-        if len(growing) == 1:
-            self._grow_alone(growing[0])
-        while active := [one for one in growing if one.wants]:
-            for one in active:
-                one.session.count.draft_passes += 1
-            scored = self.lm.extend([one.session for one in active], [one.drafted.forest for one in active])
-            for one, found in zip(active, scored, strict=True):
-                with one.session.failing_alone("draft model: "):
-                    one.grow(on_host(found.logits))
-        return [one.drafted.forest for one in growing]
+        """Return a forest per session: up to `shape.depth` layers of `shape.width` draft beams, fewer if all beams end."""
+        drafts = [self._start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
+        if len(drafts) == 1:
+            self._grow_compiled(drafts[0])
+        while active := [draft for draft in drafts if draft.wants_layer]:
+            for draft in active:
+                draft.session.count.draft_passes += 1
+            answers = self.lm.extend([draft.session for draft in active], [draft.drafted.forest for draft in active])
+            for draft, answer in zip(active, answers, strict=True):
+                with draft.session.failing_alone("draft model: "):
+                    draft.grow(on_host(answer.logits))
+        return [draft.drafted.forest for draft in drafts]
 
     def spec(self, session: Session) -> Any:
-        """Return how layers are chosen for a session."""
+        """Return how layers are drafted for a session: a `SharedLayers`, `SearchedLayers` or `DrawnLayers`."""
         warp = session.warp
         ends = session.limits.ending
         if self.search:
@@ -398,37 +404,38 @@ class BeamDrafter:
             return DrawnLayers(self.replacement, warp.cut, ends)
         return SharedLayers(not warp.greedy, self.beams, warp.cut, ends, self.keeps_rows and not warp.greedy)
 
-    def _start(self, session: Session, shape: Shape) -> Growing:
+    def _start(self, session: Session, shape: Shape) -> GrowingBeams:
+        """Return a draft without layers."""
         roots = Forest.rooted(session.beams.tokens)
-        return Growing(session, shape, self.spec(session), start_draft(session.beams, roots))
+        return GrowingBeams(session, shape, self.spec(session), start_draft(session.beams, roots))
 
-    def _grow_alone(self, one: Growing) -> None:
-        """Draft all layers by one compiled call, where steps can run the model and nothing in Python sees a row."""
-        session = one.session
-        depth = one.shape.depth
-        nodes = depth * one.shape.width
-        if not isinstance(self.lm, HuggingFaceLM) or not session.warp.takes_raw_rows or not one.wants:
+    def _grow_compiled(self, draft: GrowingBeams) -> None:
+        """Draft all layers in one compiled call if steps can run the model and Python need not see rows; else do nothing."""
+        session = draft.session
+        depth = draft.shape.depth
+        nodes = depth * draft.shape.width
+        if not isinstance(self.lm, HuggingFaceLM) or not session.warp.takes_raw_rows or not draft.wants_layer:
             return
-        with self.lm.alone(session, nodes) as alone:
-            if alone is None:
+        with self.lm.cache_for_steps(session, nodes) as model:
+            if model is None:
                 return
-            one.make_room(self.lm.vocab, np.float32)
+            draft.make_room(self.lm.vocab, np.float32)
             spent = np.zeros(2, dtype=np.int64)
-            with alone.booked(spent):
+            with model.count_passes(spent):
                 dice = session.dice.ready(nodes)
-                one.drafted, condition = draft_layers(
-                    alone.arrays,
-                    one.drafted,
-                    alone.cache.answered,
+                draft.drafted, condition = draft_layers(
+                    model.arrays,
+                    draft.drafted,
+                    model.cache.answered,
                     depth,
-                    one.shape.width,
-                    one.spec,
+                    draft.shape.width,
+                    draft.spec,
                     NO_EDITS,
                     dice,
                     spent,
                 )
         session.count.draft_passes += int(spent[0])
-        one.layers = depth
+        draft.layers = depth
         if condition == BROKEN:
             with session.failing_alone("draft model: "):
                 raise BrokenLaw(
@@ -436,13 +443,13 @@ class BeamDrafter:
                 )
 
     def fill(self, sessions: list[Session], most: int) -> list[bool]:
-        """Store a chunk of up to `most` prompts that are long; return which have no more to store."""
+        """Store the next chunk of up to `most` long prompts; return whether each session may take a turn."""
         return fill_prompts(self.lm, sessions, None, most)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Keep what the surviving beams need in the model's cache."""
+        """Keep in the draft model's cache what the surviving beams need, and free the rest."""
         self.lm.settle(session, turn)
 
     def close(self, session: Session) -> None:
-        """Forget the session."""
+        """Free what the draft model stores for the session."""
         self.lm.close(session)

@@ -1,4 +1,4 @@
-"""DRAFT: trees whose shape follows the draft's own confidence, under a budget of nodes."""
+"""DRAFT: trees whose shape follows the draft model's confidence, with a budget of nodes."""
 
 import heapq
 import math
@@ -14,13 +14,15 @@ from specbeam.laws.warp import best_places
 
 @dataclass(frozen=True)
 class BestFirst:
-    """The `shape.width` nodes of largest value, the product of draft odds on the path; nothing is drawn.
+    """A growth that keeps the `shape.width` nodes of largest value; nothing is drawn.
 
-    Each layer expands the `widest` most valuable nodes that wait, each by its `top` likeliest tokens. Values never increase
-    along a path, so the best nodes are closed under parents.
+    The value of a node is the product of the draft probabilities on its path. Each layer expands the `widest` most valuable
+    nodes that wait, each by its `top` likeliest tokens. Values never increase along a path, so the best nodes include their
+    parents.
 
-    Sources: EAGLE-2 (arXiv 2406.16858) expands within a layer, `within_layer=True`; OPT-Tree (2406.17276) and SpecExec
-    (2406.02532) wherever it is worth most. OPT-Tree stops when a layer adds at most `least_gain` expected tokens.
+    Sources: EAGLE-2 (arXiv 2406.16858) expands nodes of the newest layer, `within_layer=True`; OPT-Tree (2406.17276) and
+    SpecExec (2406.02532) expand the most valuable nodes of all layers. OPT-Tree stops when a layer adds at most `least_gain`
+    expected tokens.
     """
 
     top: int = 8
@@ -29,7 +31,7 @@ class BestFirst:
     least_gain: float = 0.0
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
-        value: dict[int, float] = tree.memory.setdefault("value", tree.standing())
+        value: dict[int, float] = tree.memory.setdefault("value", tree.root_scores())  # log values
         waiting: list[tuple[float, int, int]] = tree.memory.setdefault("waiting", [])  # (log value, parent, token)
         ends = tree.session.limits.eos
         fresh = [
@@ -41,32 +43,32 @@ class BestFirst:
         before = self._expected(tree)
         waiting += fresh
         ranked = sorted(fresh if self.within_layer else waiting, reverse=True)
-        worth = self._threshold(tree)
-        chosen = [one for one in ranked[: self.widest] if one[0] >= worth]
+        threshold = self._threshold(tree)
+        chosen = [leaf for leaf in ranked[: self.widest] if leaf[0] >= threshold]
         gain = self._expected(tree) - before
         last = layer + 1 >= tree.shape.depth or gain <= self.least_gain
         start = tree.forest.size
         if not last:
-            for node, one in enumerate(chosen, start):
-                waiting.remove(one)
-                value[node] = one[0]
+            for node, leaf in enumerate(chosen, start):
+                waiting.remove(leaf)
+                value[node] = leaf[0]
             scores, parents, tokens = map(list, zip(*chosen, strict=True)) if chosen else ([], [], [])
             tree.forest = tree.forest.grown(tokens, parents, np.array(scores))
         tree.front = np.arange(start, tree.forest.size)
 
     def _values(self, tree: GrowingTree) -> list[float]:
-        """Log values of all nodes seen, best first, the roots left out."""
-        seen = [score for node, score in tree.memory["value"].items() if node not in tree.roots]
-        return sorted([*seen, *(one[0] for one in tree.memory["waiting"])], reverse=True)
+        """Return the log values of all nodes but the roots, including those that wait, best first."""
+        expanded = [score for node, score in tree.memory["value"].items() if node not in tree.roots]
+        return sorted([*expanded, *(leaf[0] for leaf in tree.memory["waiting"])], reverse=True)
 
     def _threshold(self, tree: GrowingTree) -> float:
-        """The value of the last node within the budget so far."""
+        """Return the log value of the last node within the budget; -inf while there are fewer nodes."""
         values = self._values(tree)
         budget = tree.shape.width
         return values[budget - 1] if len(values) >= budget else -np.inf
 
     def _expected(self, tree: GrowingTree) -> float:
-        """Expected accepted tokens of the best tree so far, if draft odds were acceptance odds."""
+        """Return the expected accepted tokens of the best tree so far, with draft probabilities as those of acceptance."""
         return float(np.exp(self._values(tree)[: tree.shape.width]).sum())
 
     def finish(self, tree: GrowingTree) -> None:
@@ -75,11 +77,10 @@ class BestFirst:
         value: dict[int, float] = tree.memory["value"]
         inner = [(score, node) for node, score in value.items() if node not in tree.roots]
         # Among equal values an ancestor goes first, so that no node is kept without its parent.
-        leaves = [(one[0], -1, one) for one in tree.memory["waiting"]]
         depth = tree.forest.depths()
         ranked = sorted(
             [(-score, int(depth[node]), node, None) for score, node in inner]
-            + [(-score, int(depth[one[1]]) + 1, one[1], one) for score, _, one in leaves],
+            + [(-leaf[0], int(depth[leaf[1]]) + 1, leaf[1], leaf) for leaf in tree.memory["waiting"]],
             key=lambda entry: entry[:3],
         )[: tree.shape.width]
         kept = {*tree.roots, *(node for _, _, node, leaf in ranked if leaf is None)}
@@ -88,11 +89,11 @@ class BestFirst:
                 kept.add(tree.forest.size)
                 tree.forest = tree.forest.grown([leaf[2]], [leaf[1]], np.array([leaf[0]]))
         tree.kept = np.array(sorted(kept), dtype=np.int64)
-        _group_as_sure(tree)
+        _add_chosen_groups(tree)
 
 
-def _group_as_sure(tree: GrowingTree) -> None:
-    """State for every parent that its children were chosen, not drawn."""
+def _add_chosen_groups(tree: GrowingTree) -> None:
+    """Add a CHOSEN group of siblings for every kept parent: its children were chosen, not drawn."""
     assert tree.kept is not None
     kept = set(tree.kept.tolist())
     families = list[Family]()
@@ -105,17 +106,18 @@ def _group_as_sure(tree: GrowingTree) -> None:
 
 @dataclass(frozen=True)
 class BestFirstDraws(Complete):
-    """Drawn tokens, as many per node as are worth it (DySpec, arXiv 2410.11744, the variant with a threshold).
+    """A growth that draws children where they are worth most (DySpec, arXiv 2410.11744, the variant with a threshold).
 
-    The next draw at a node is worth the worth of the node times the draft mass that its earlier draws left; it is made
-    while that is at least `least` and the tree has fewer than `shape.width` nodes. Worth comes from laws and from earlier
-    draws, never from the draw in question, so each draw still has the draft law without its earlier siblings.
+    The worth of the next draw at a node is the worth of the node times the draft probability that its earlier draws left.
+    The draw of most worth is next, while its worth is at least `least` and the tree has fewer than `shape.width` nodes.
+    Worth depends on laws and on earlier draws, never on the draw in question, so each draw still has the draft law without
+    its earlier siblings.
     """
 
     least: float = 0.05
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
-        worth: dict[int, float] = tree.memory.setdefault("worth", _odds(tree))
+        worth: dict[int, float] = tree.memory.setdefault("worth", _root_odds(tree))
         greedy = tree.session.warp.greedy
         left = [law.p for law in laws]
         nodes = tree.front.tolist()
@@ -142,11 +144,12 @@ class BestFirstDraws(Complete):
             if drawn
         ]
         born = [child for children in tree.add_children(families) for child in children]
-        values = [value for some in odds for value in some]
+        values = [value for node_odds in odds for value in node_odds]
         going = {child: value for child, value in zip(born, values, strict=True) if child >= 0}
         worth |= going
         tree.front = np.array([*going], dtype=np.int64)
 
 
-def _odds(tree: GrowingTree) -> dict[int, float]:
-    return {root: math.exp(score) for root, score in tree.standing().items()}
+def _root_odds(tree: GrowingTree) -> dict[int, float]:
+    """Return the likelihood of the beam at each root, relative to the best beam."""
+    return {root: math.exp(score) for root, score in tree.root_scores().items()}

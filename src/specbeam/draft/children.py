@@ -1,4 +1,4 @@
-"""DRAFT: how the children of one node are drawn. Each way states the law that its draws can be tried against."""
+"""DRAFT: ways to draw the children of a node. Each states the law that its draws can be tried against."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,28 +15,31 @@ ONE_BY_ONE, STRUCK_OUT, STRUCK_OUT_THEN_ANY, LIKELIEST, LIKELIEST_AND_ONE = rang
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """Siblings drawn together; see `core.forest.Siblings` for what is known of them."""
+    """A group of siblings, in draw order; `core.forest.Siblings` says what a rule may do with them."""
 
     tokens: list[int]
-    law: Law | None = None
-    replacement: bool = False
-    deterministic: bool = False
+    law: Law | None = None  # that they were drawn from; None: not known
+    replacement: bool = False  # whether they were drawn with replacement
+    deterministic: bool = False  # whether they were chosen and not drawn
 
 
 @runtime_checkable
 class Children(Protocol):
-    """A way of drawing `count` children of a node whose next token has the draft law `q`: odds of the tokens that its
-    truncation left.
+    """A way to draw the children of a node."""
 
-    Tokens of the draws are places in `q`, and their laws are of its length.
-    """
+    def draw(self, q: Law, count: int, dice: Dice) -> list[Draws]:
+        """Return groups of `count` draws in all, in the order in which they are to be tried.
 
-    def draw(self, q: Law, count: int, dice: Dice) -> list[Draws]: ...
+        Args:
+            q: the draft law of the next token: probabilities of the tokens that the truncation kept. The tokens of the draws
+                are indices into `q`, and their laws have its length.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class Independent:
-    """Independent draws; a token may come twice (SpecInfer, arXiv 2305.09781)."""
+    """Independent draws; a token may be drawn twice (SpecInfer, arXiv 2305.09781)."""
 
     way: int = ONE_BY_ONE
 
@@ -45,21 +48,21 @@ class Independent:
 class Distinct:
     """Draws without replacement, in draw order (RSD, arXiv 2402.14160).
 
-    If q's support is used up, `fallback` draws the rest uniformly among the tokens not tried yet, and says so
-    (Sequoia, arXiv 2402.12374).
+    If all tokens of q's support are drawn, `fallback` draws the rest uniformly from the tokens not drawn yet, as a group
+    that states this law (Sequoia, arXiv 2402.12374).
     """
 
     fallback: bool = False
 
     @property
     def way(self) -> int:
-        """How steps draw them."""
+        """The way in which steps draw them."""
         return STRUCK_OUT_THEN_ANY if self.fallback else STRUCK_OUT
 
 
 @dataclass(frozen=True)
 class Best:
-    """The likeliest tokens; nothing is drawn (EAGLE-2, OPT-Tree, Medusa trees)."""
+    """The likeliest tokens, chosen and not drawn (EAGLE-2, OPT-Tree, Medusa trees)."""
 
     way: int = LIKELIEST
 
@@ -79,5 +82,5 @@ AnyChildren = Independent | Distinct | Best | BestAndOne | Children
 
 
 def distinct(tokens: Sequence[int]) -> list[int]:
-    """Return tokens without repeats, in the order of their first coming."""
+    """Return the tokens without repeats, in the order of their first occurrence."""
     return list(dict.fromkeys(tokens))

@@ -1,7 +1,8 @@
 """DRAFT: beams ranked by their joint likelihood under the draft model, for rules that judge whole paths.
 
-Unlike the layers of `draft/beams.py`, which share the law of beam sampling with the target, these rank a path by the sum
-of its warped conditionals alone, keep a beam that ended in the race, and may hand on only the best of them.
+The layers of `draft/beams.py` follow the law of beam sampling that the target has, too. Here a path is ranked by the sum of
+its warped conditional log-probabilities alone, a beam that ended still competes with the others, and only the best beams may
+be passed on.
 """
 
 from collections import Counter
@@ -17,34 +18,38 @@ from specbeam.draft.tree import GrowingTree
 from specbeam.laws.rows import RowLaw
 from specbeam.laws.warp import best_places
 
-FAINT = 1e-100  # odds from which on precision is worth another look
+FAINT = 1e-100  # below this, relative odds are rescaled, for precision
 
 
 @dataclass(frozen=True, eq=False)
-class Slots:
+class RankedBeams:
     """The beams of one draft after a layer, best first.
 
-    Equal ones stand by parent slot and then token where they were searched; where they were drawn, in draw order, which
-    favours no token.
+    Beams of equal likelihood are in the order of their parents and then tokens if they were searched; if they were drawn, in
+    draw order, which favours no token.
     """
 
-    nodes: Int64[np.ndarray, " slots"]  # forest nodes; ended beams have one too, so that they can be judged
-    logq: Float64[np.ndarray, " slots"]  # log-likelihood of the path
-    ended: Bool[np.ndarray, " slots"]
-    counts: Int64[np.ndarray, " slots"]  # how often each was drawn, with replacement
+    nodes: Int64[np.ndarray, " beams"]  # forest nodes; ended beams have one too, so that they can be judged
+    logq: Float64[np.ndarray, " beams"]  # log-likelihood of the path
+    ended: Bool[np.ndarray, " beams"]
+    counts: Int64[np.ndarray, " beams"]  # how often each was drawn, with replacement
 
     @classmethod
-    def start(cls, tree: GrowingTree) -> "Slots":
+    def start(cls, tree: GrowingTree) -> "RankedBeams":
+        """Return the beams before the first layer: the roots."""
         roots = len(tree.roots)
         counts = tree.session.beams.counts
-        return cls(np.arange(roots), np.array([*tree.standing().values()]), np.zeros(roots, dtype=bool), counts)
+        return cls(np.arange(roots), np.array([*tree.root_scores().values()]), np.zeros(roots, dtype=bool), counts)
 
-    def prolonged(
+    def extended_scores(
         self, front: Int64[np.ndarray, " front"], logq: Float64[np.ndarray, "front vocab"]
-    ) -> Float64[np.ndarray, "slots vocab"]:
-        """Log-likelihood of each beam with each next token; that of an ended beam stands in the first column, as it is.
+    ) -> Float64[np.ndarray, "beams vocab"]:
+        """Return the log-likelihood of each beam with each next token.
 
-        `front` names the beams with a row in `logq`, in the order of their slots; the others cannot go on.
+        An ended beam has its own log-likelihood in the first column and -inf in the others.
+
+        Args:
+            front: nodes of the beams that have a row in `logq`, in the order of the beams. The others cannot go on.
         """
         scores = np.full((len(self.nodes), logq.shape[1]), -np.inf)
         live = np.isin(self.nodes, front)
@@ -55,17 +60,20 @@ class Slots:
 
 @dataclass(frozen=True)
 class JointBeams:
-    """Beam decoding with the draft model, `shape.width` beams, `shape.depth` tokens deep (arXiv 2407.09722, sec. 3).
+    """A growth that decodes beams with the draft model, `shape.width` beams of `shape.depth` tokens.
 
-    A layer's candidates are all prolongations of live beams, and ended beams as they are; their scores are the true joint
-    log-likelihoods. Candidates of no odds are never taken, so a small support keeps fewer beams.
+    The candidates of a layer are all extensions of live beams, and ended beams as they are. Their scores are the true joint
+    log-likelihoods. Candidates of probability 0 are never taken, so a small support keeps fewer beams.
+
+    Source: arXiv 2407.09722, sec. 3.
 
     Args:
-        mode: "search" keeps the best candidates; "sample" draws them from their normalised joint odds. At temperature 0
-            there is only "search".
-        replacement: independent draws (mode "sample" only); a beam drawn twice weighs twice in the next layer.
-        chains: how many of the final beams are handed on, best first; None: the whole forest.
-        lost_ends: hand on, of a whole forest, ended beams that later lost their place to likelier ones too.
+        mode: "search" keeps the best candidates; "sample" draws them from their normalised joint probabilities. At
+            temperature 0 there is only "search".
+        replacement: draw independently (mode "sample" only); a beam that is drawn twice has twice the weight in the next
+            layer.
+        chains: number of final beams that are passed on, best first; None: the whole forest.
+        lost_ends: if the whole forest is passed on, include ended beams that later lost their place to likelier ones.
     """
 
     mode: Literal["search", "sample"] = "sample"
@@ -74,56 +82,58 @@ class JointBeams:
     lost_ends: bool = False
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
-        slots: Slots = tree.memory.get("slots") or Slots.start(tree)
+        beams: RankedBeams = tree.memory.get("beams") or RankedBeams.start(tree)
         logq = np.stack([law.spread().logp for law in laws])
-        scores = slots.prolonged(tree.front, logq).ravel()
-        drawn = self.mode == "sample" and not tree.session.warp.greedy
-        if drawn:
-            odds = np.repeat(slots.counts, logq.shape[1])
-            chosen, counts = taken(scores, odds, tree.shape.width, self.replacement, tree.session.dice)
+        scores = beams.extended_scores(tree.front, logq).ravel()
+        is_drawn = self.mode == "sample" and not tree.session.warp.greedy
+        if is_drawn:
+            weights = np.repeat(beams.counts, logq.shape[1])
+            chosen, counts = drawn_candidates(scores, weights, tree.shape.width, self.replacement, tree.session.dice)
         else:
             chosen = best_places(scores, tree.shape.width)
             counts = np.ones_like(chosen)
         parents, tokens = np.divmod(chosen, logq.shape[1])
-        stays = slots.ended[parents]
-        new = _hang(tree, slots.nodes[parents][~stays], tokens[~stays], scores[chosen][~stays], deterministic=not drawn)
-        nodes = slots.nodes[parents]
-        nodes[~stays] = new
-        ended = stays | np.isin(tokens, tree.session.limits.eos)
-        tree.memory["slots"] = Slots(nodes, scores[chosen], ended, counts)
+        had_ended = beams.ended[parents]
+        goes_on = ~had_ended
+        nodes = beams.nodes[parents]
+        new = _add_layer(tree, nodes[goes_on], tokens[goes_on], scores[chosen][goes_on], deterministic=not is_drawn)
+        nodes[goes_on] = new
+        ended = had_ended | np.isin(tokens, tree.session.limits.eos)
+        tree.memory["beams"] = RankedBeams(nodes, scores[chosen], ended, counts)
         tree.front = new if not ended.all() else new[:0]
 
     def finish(self, tree: GrowingTree) -> None:
-        """Hand on the paths of the best beams; of a whole forest all but the ended beams that lost the race."""
-        slots: Slots | None = tree.memory.get("slots")
-        if slots is None:
+        """Choose what is passed on: the paths of the best beams, or all but the ended beams that lost their place."""
+        beams: RankedBeams | None = tree.memory.get("beams")
+        if beams is None:
             return
-        tree.forest = forest = tree.forest._replace(beams=slots.nodes[: self.chains])
+        tree.forest = forest = tree.forest._replace(beams=beams.nodes[: self.chains])
         if self.chains is not None:
-            tree.kept = _ancestry(forest, slots.nodes[: self.chains])
+            tree.kept = _with_ancestors(forest, beams.nodes[: self.chains])
         elif not self.lost_ends:
             ends = np.isin(forest.tokens, tree.session.limits.eos) & (forest.parents >= 0)
-            tree.kept = np.flatnonzero(~ends | np.isin(np.arange(forest.size), slots.nodes))
+            tree.kept = np.flatnonzero(~ends | np.isin(np.arange(forest.size), beams.nodes))
         if tree.kept is not None and len(tree.kept) == forest.size:
             tree.kept = None
 
 
-def _ancestry(forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " kept"]:
-    """The roots, these nodes and all between."""
-    found = {*range(forest.roots)}
+def _with_ancestors(forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " kept"]:
+    """Return all roots, these nodes and all nodes above them, ascending."""
+    kept = {*range(forest.roots)}
     for node in nodes.tolist():
-        while node not in found:
-            found.add(node)
+        while node not in kept:
+            kept.add(node)
             node = int(forest.parents[node])
-    return np.array(sorted(found), dtype=np.int64)
+    return np.array(sorted(kept), dtype=np.int64)
 
 
-def taken(
+def drawn_candidates(
     scores: Float64[np.ndarray, " n"], counts: Int64[np.ndarray, " n"], width: int, replacement: bool, dice: Dice
 ) -> tuple[Int64[np.ndarray, " k"], Int64[np.ndarray, " k"]]:
-    """At most `width` draws with odds counts * exp(scores): the distinct ones, best first, and how often each was drawn.
+    """Return at most `width` draws from the law counts * exp(scores): distinct ones, best first, and how often each came.
 
-    Odds are relative to the best candidate that is left, so that none is lost for being far below the first.
+    Probabilities are computed relative to the best candidate that is left, so that those far below the first one do not
+    underflow.
     """
     odds = np.zeros(len(scores))
     drawn = list[int]()
@@ -144,18 +154,18 @@ def taken(
     return chosen[order], counts[order]
 
 
-def _hang(
+def _add_layer(
     tree: GrowingTree,
     parents: Int64[np.ndarray, " n"],
     tokens: Int64[np.ndarray, " n"],
     logq: Float64[np.ndarray, " n"],
     deterministic: bool,
 ) -> Int64[np.ndarray, " n"]:
-    """The nodes of a new layer, a group per parent: chosen ones are sure, of drawn ones the law is lost."""
+    """Add a layer of nodes, one group per parent: CHOSEN if deterministic, LOST if drawn. Returns the nodes."""
     nodes = tree.forest.size + np.arange(len(tokens))
     groups = []
     for parent in dict.fromkeys(parents.tolist()):
-        mine = parents == parent
-        groups.append(siblings(CHOSEN if deterministic else LOST, [parent], tokens[mine], nodes[mine]))
+        here = parents == parent
+        groups.append(siblings(CHOSEN if deterministic else LOST, [parent], tokens[here], nodes[here]))
     tree.forest = tree.forest.grown(tokens, parents, logq, groups)
     return nodes

@@ -1,4 +1,4 @@
-"""DRAFT: every path there is, for rules that judge whole blocks."""
+"""DRAFT: all possible paths, for rules that judge whole blocks."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,11 +14,11 @@ from specbeam.session import Session
 
 @dataclass(frozen=True)
 class EveryBlock:
-    """All paths of `shape.depth` tokens, without a draft model: for tables and small vocabularies.
+    """A drafter of all paths of `shape.depth` tokens, without a draft model: for tables and small vocabularies.
 
     Args:
-        vocab: tokens of the target.
-        most: refuse trees of more nodes.
+        vocab: number of tokens in the target's vocabulary.
+        most: the most draft nodes of a tree; `check` refuses larger ones.
     """
 
     vocab: int
@@ -26,17 +26,17 @@ class EveryBlock:
     models: ClassVar[tuple[LM, ...]] = ()
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        """Trees whose layers are in lexicographic order; an end token has no node, for nothing comes after it."""
+        """Return trees whose layers are in lexicographic order; an end token gets no node, because nothing follows it."""
         return [self._tree(session, shape.depth) for session, shape in zip(sessions, shapes, strict=True)]
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Nothing to remember."""
+        """Do nothing: there is nothing to remember."""
 
     def close(self, session: Session) -> None:
-        """Nothing to forget."""
+        """Do nothing: there is nothing to forget."""
 
     def check(self, depth: int, eos: tuple[int, ...]) -> None:
-        """Refuse a tree of too many nodes."""
+        """Raise `BadSetting` if a tree of this depth has more than `most` draft nodes."""
         going = self.vocab - len(set(eos) & set(range(self.vocab)))
         if sum(going**layer for layer in range(1, depth + 1)) > self.most:
             raise BadSetting(

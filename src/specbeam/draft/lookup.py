@@ -1,6 +1,6 @@
-"""DRAFT without a model: continue the text as it went on before.
+"""DRAFT without a model: continue the text as it continued when its last tokens occurred before.
 
-Nothing is drawn, but what was found depends on the text, so the drafts are matched and not tried.
+Nothing is drawn. But what is found depends on the text, so the drafts can be matched and not tried.
 """
 
 from collections.abc import Hashable, Iterable
@@ -15,17 +15,17 @@ from specbeam.lm.base import LM
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
-RETRIEVED = "retrieves its drafts"  # why nobody knows their law
+RETRIEVED = "retrieves its drafts"  # the reason why their law is not known
 
 
 def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
-    """A chain of guesses under each beam, cut before an end token and before what the constraint bans."""
+    """Return a chain of guesses under each live beam, cut before the first end token or token that the constraint bans."""
     forest = Forest.rooted(session.beams.tokens)
     for root, chain in enumerate(guesses):
         parent = root
         for token in chain:
             if (
-                token < 0  # of the prompt, given by embedding
+                token < 0  # a token of the prompt that is given by embedding
                 or token in session.limits.eos
                 or not permitted(session, forest, np.array([parent]), np.array([token])).all()
             ):
@@ -39,7 +39,10 @@ def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
 def permitted(
     session: Session, forest: Forest, parents: Int64[np.ndarray, " n"], tokens: Int64[np.ndarray, " n"]
 ) -> Bool[np.ndarray, " n"]:
-    """Which tokens the constraint lets follow equally deep nodes. Any choice is lawful, for retrieved drafts are matched."""
+    """Return whether the constraint allows each token after its parent; all parents must have the same depth.
+
+    Retrieved drafts are matched, so leaving any of them out does not change the law of the output.
+    """
     if session.warp.constraint is not None:
         with session.failing_alone("draft: "):
             return session.permits(forest, parents, tokens)
@@ -47,27 +50,34 @@ def permitted(
 
 
 def retrieved(tokens: list[int], parent: int, nodes: list[int]) -> Siblings:
-    """Return siblings whose law is not known."""
+    """Return a LOST group of siblings: their law is not known."""
     return siblings(LOST, [parent], tokens, nodes)
 
 
 @runtime_checkable
 class Index(Protocol):
-    """What a text was followed by before. A `tail` stands behind the text that was added, as one of several futures."""
+    """An index of a growing text, which finds what followed earlier occurrences of its last tokens."""
 
-    def add(self, token: int) -> None: ...
+    def add(self, token: int) -> None:
+        """Append a token to the text."""
+        ...
 
-    def continuation(self, most: int, tail: list[int]) -> list[int]: ...
+    def continuation(self, most: int, tail: list[int]) -> list[int]:
+        """Return up to `most` tokens that followed an earlier occurrence of the last tokens of the text and `tail`.
+
+        `tail` holds the tokens of one beam that come after the text and are not added to it.
+        """
+        ...
 
 
 class GramIndex:
-    """Where each run of up to `longest` tokens was last (or first) followed by something: a look-up costs O(longest)."""
+    """An index of where each run of up to `longest` tokens occurred last (or first). A look-up takes O(longest) time."""
 
     def __init__(self, longest: int, match: Literal["last", "first"] = "last") -> None:
         self.longest = longest
         self.match = match
         self.text: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # run -> place of the token behind it
+        self._after: dict[tuple[int, ...], int] = {}  # by run: the index of the token after it
 
     def add(self, token: int) -> None:
         place = len(self.text)
@@ -78,7 +88,7 @@ class GramIndex:
         self.text.append(token)
 
     def continuation(self, most: int, tail: list[int] = []) -> list[int]:  # noqa: B006
-        """What followed the longest earlier match of the last tokens."""
+        """Return up to `most` tokens that followed the longest earlier match of the last tokens."""
         last = [*self.text[-self.longest :], *tail]
         for size in range(min(self.longest, len(last)), 0, -1):
             place = self._after.get(tuple(last[-size:]))
@@ -88,40 +98,42 @@ class GramIndex:
 
 
 class SuffixAutomaton:
-    """All substrings of a growing text; knows the longest suffix that occurred before (SAM-Decoding, arXiv 2411.10666).
+    """An index of all substrings of a growing text, by its longest suffix that occurred before.
 
-    The match moves on before its token is inserted, so it always refers to an earlier place; when insertion splits the
+    The match is updated before its token is inserted, so it always refers to an earlier place. If the insertion splits the
     state of the match, the match moves to the part that is still long enough.
+
+    Source: SAM-Decoding (arXiv 2411.10666).
     """
 
     def __init__(self) -> None:
         self.text: list[int] = []
         self._next: list[dict[int, int]] = [{}]
-        # suffix link, longest string, end of its first occurrence
-        self._link = [-1]
-        self._length = [0]
-        self._end = [0]
-        self._last = 0
-        self._state = 0
-        self.matched = 0
+        self._link = [-1]  # suffix link of each state
+        self._length = [0]  # length of its longest string
+        self._end = [0]  # index after the first occurrence of that string
+        self._last = 0  # state of the whole text
+        self._state = 0  # state of the match
+        self.matched = 0  # length of the match
 
     def add(self, token: int) -> None:
-        self._state, self.matched = self._moved(self._state, self.matched, token)
+        self._state, self.matched = self._next_match(self._state, self.matched, token)
         self._insert(token)
 
     def matched_with(self, tail: list[int]) -> tuple[int, int]:
-        """State and length of the match when `tail` stands behind the text."""
+        """Return state and length of the match of the text followed by `tail`."""
         state = self._state
         matched = self.matched
         for token in tail:
-            state, matched = self._moved(state, matched, token)
+            state, matched = self._next_match(state, matched, token)
         return state, matched
 
     def continuation(self, most: int, tail: list[int] = []) -> list[int]:  # noqa: B006
         state, matched = self.matched_with(tail)
         return self.text[self._end[state] : self._end[state] + most] if matched else []
 
-    def _moved(self, state: int, matched: int, token: int) -> tuple[int, int]:
+    def _next_match(self, state: int, matched: int, token: int) -> tuple[int, int]:
+        """Return state and length of the match after one more token."""
         while state and token not in self._next[state]:
             state = self._link[state]
             matched = self._length[state]
@@ -159,8 +171,8 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
 
-class _Reading:
-    """An index together with how much of the session it has read."""
+class _IndexReader:
+    """An index, and the number of tokens of the session that were added to it."""
 
     def __init__(self, index: Any, tokens: Iterable[int]) -> None:
         self.index = index
@@ -168,25 +180,27 @@ class _Reading:
         self.catch_up(list(tokens))
 
     def catch_up(self, tokens: list[int]) -> None:
+        """Add the tokens of the session that are not in the index yet."""
         for token in tokens[self.read :]:
             self.index.add(token)
         self.read = len(tokens)
 
 
-def _index(key: Hashable, session: Session, make: Any) -> Any:
-    reading = session.state.get(key)
-    if reading is None:
-        reading = session.state[key] = _Reading(make(), [])
-    reading.catch_up([*session.prompt, *session.settled])
-    return reading.index
+def _updated_index(key: Hashable, session: Session, make: Any) -> Any:
+    """Return the index of a session, after adding the prompt and the new tokens that all live beams share."""
+    reader = session.state.get(key)
+    if reader is None:
+        reader = session.state[key] = _IndexReader(make(), [])
+    reader.catch_up([*session.prompt, *session.settled])
+    return reader.index
 
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """Continue the latest (or first) earlier match of the last tokens (prompt lookup decoding).
+    """A drafter that continues the last (or first) earlier match of the last tokens (prompt lookup decoding).
 
     Args:
-        longest: tokens that are tried to agree, from many to one.
+        longest: length of the longest match that is tried; if there is none, shorter ones are tried, down to one token.
         match: which of several earlier places to continue.
     """
 
@@ -196,17 +210,17 @@ class PromptLookup:
     no_law_reason: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        return [self._chains(one, shape) for one, shape in zip(sessions, shapes, strict=True)]
+        return [self._chains(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
 
     def _chains(self, session: Session, shape: Shape) -> Forest:
-        index = _index(self, session, self._empty)
+        index = _updated_index(self, session, self._empty)
         return retrieved_chains(session, [index.continuation(shape.depth, tail) for tail in session.tails.tolist()])
 
     def _empty(self) -> GramIndex:
         return GramIndex(self.longest, self.match)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """The text itself is the memory."""
+        """Do nothing: the text itself is the memory."""
 
     def close(self, session: Session) -> None:
         session.state.pop(self, None)
@@ -214,10 +228,12 @@ class PromptLookup:
 
 @dataclass(frozen=True)
 class SuffixMatch:
-    """Continue the longest earlier match of any length; the longer it is, the further (arXiv 2411.10666).
+    """A drafter that continues the longest earlier match of any length; the longer the match, the longer the draft.
+
+    Source: arXiv 2411.10666.
 
     Args:
-        per_match: draft tokens per matched token, one in any case.
+        per_match: number of draft tokens per matched token, added to 1.
     """
 
     per_match: float = 4.0
@@ -225,10 +241,10 @@ class SuffixMatch:
     no_law_reason: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
-        return [self._chains(one, shape) for one, shape in zip(sessions, shapes, strict=True)]
+        return [self._chains(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
 
     def _chains(self, session: Session, shape: Shape) -> Forest:
-        index = _index(self, session, SuffixAutomaton)
+        index = _updated_index(self, session, SuffixAutomaton)
         chains = []
         for tail in session.tails.tolist():
             most = min(shape.depth, 1 + int(self.per_match * index.matched_with(tail)[1]))
@@ -236,7 +252,7 @@ class SuffixMatch:
         return retrieved_chains(session, chains)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """The text itself is the memory."""
+        """Do nothing: the text itself is the memory."""
 
     def close(self, session: Session) -> None:
         session.state.pop(self, None)

@@ -1,4 +1,4 @@
-"""DRAFT: trees made of trees: several draft models at once, repeated runs joined, hopeless nodes dropped."""
+"""DRAFT: trees made of other trees: unions of several drafts, graphs of repeated runs, pruned trees."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -19,9 +19,10 @@ from specbeam.session import Drafter, Session
 
 
 def united(forests: list[Forest]) -> tuple[Forest, list[Int64[np.ndarray, " _"]]]:
-    """Trees with the same roots as one: a path is there if one of them has it. Also the new name of each old node.
+    """Return the union of trees with the same roots, and for each tree the node in the union of each of its nodes.
 
-    Groups keep their order, so a node reached by two trees tries the drafts of the first before those of the second.
+    A path is in the union if it is in one of the trees. Groups keep their order, so at a node of two trees the drafts of the
+    first are tried before those of the second.
     """
     roots = forests[0].roots
     whole = Forest.rooted(forests[0].tokens[:roots])
@@ -43,26 +44,33 @@ def united(forests: list[Forest]) -> tuple[Forest, list[Int64[np.ndarray, " _"]]
 
 
 def _renamed(groups: Siblings, names: Int64[np.ndarray, " nodes"]) -> Siblings:
+    """Return the groups with node `names[k]` in place of node k."""
     return groups._replace(parents=names[groups.parents], nodes=names[groups.nodes])
 
 
 def completed(
     own: Forest, whole: Forest, names: Int64[np.ndarray, " own"]
 ) -> tuple[Forest, Int64[np.ndarray, " whole"]]:
-    """`own` with the nodes of `whole` that it lacks hung behind, and where it has each node of `whole`."""
-    back = np.full(whole.size, -1, dtype=np.int64)
-    back[names] = np.arange(len(names))
-    for node in np.flatnonzero(back < 0).tolist():
-        back[node] = own.size
-        own = own.grown([int(whole.tokens[node])], [int(back[whole.parents[node]])])
-    return own, back
+    """Return `own` with the nodes of `whole` that it lacks after its own, and the node in it of each node of `whole`.
+
+    Args:
+        names: the node in `whole` of each node of `own`.
+    """
+    own_nodes = np.full(whole.size, -1, dtype=np.int64)
+    own_nodes[names] = np.arange(len(names))
+    for node in np.flatnonzero(own_nodes < 0).tolist():
+        own_nodes[node] = own.size
+        own = own.grown([int(whole.tokens[node])], [int(own_nodes[whole.parents[node]])])
+    return own, own_nodes
 
 
 @dataclass(frozen=True)
 class ManyDrafters:
-    """Several draft models, each growing its own tree; the target scores their union (SpecInfer, arXiv 2305.09781).
+    """A drafter of several draft models, each with its own tree; the target scores the union of the trees.
 
-    At a node the drafts of the first model are tried first, each against the law of its own model.
+    At each node the drafts of the first model are tried first, each against the law of its own model.
+
+    Source: SpecInfer (arXiv 2305.09781).
     """
 
     drafters: tuple[TreeDrafter, ...]
@@ -82,7 +90,7 @@ class ManyDrafters:
         return forests
 
     def fill(self, sessions: list[Session], most: int) -> list[bool]:
-        """Store a chunk of up to `most` prompts that are long in each model; return which have no more to store."""
+        """Store the next chunk of up to `most` long prompts in each model; return whether each session may take a turn."""
         each = [drafter.fill(sessions, most) for drafter in self.drafters]
         return [all(filled) for filled in zip(*each, strict=True)]
 
@@ -99,10 +107,10 @@ class ManyDrafters:
 
 @dataclass(frozen=True)
 class Pruned:
-    """Drop drafts that an early look of the target finds hopeless: a node stays if its token is among the `top` likeliest
-    after its parent under `early`, the target's first layers (ProPD, arXiv 2402.13485).
+    """A drafter that prunes the trees of another one by an early look of the target (ProPD, arXiv 2402.13485).
 
-    What is left says something about the drafts, so drawn ones lose their law; chosen ones stay sure.
+    A node stays if its token is among the `top` likeliest after its parent under `early`, the target's first layers. Which
+    nodes are left depends on their tokens, so drawn groups become LOST; CHOSEN groups stay CHOSEN.
     """
 
     drafter: Drafter
@@ -111,22 +119,24 @@ class Pruned:
 
     @property
     def models(self) -> tuple[LM, ...] | None:
-        """The models that it runs; None if its drafter does not say."""
+        """The models that it runs; None if its drafter does not name its own."""
         drafting = models_of(self.drafter)
         return None if drafting is None else (*drafting, self.early)
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         forests = self.drafter.draft(sessions, shapes)
-        kept_forests = []
-        for session, forest, found in zip(sessions, forests, self.early.extend(sessions, forests), strict=True):
-            names = np.arange(forest.roots)
+        answers = self.early.extend(sessions, forests)
+        pruned = []
+        for session, forest, answer in zip(sessions, forests, answers, strict=True):
+            nodes = np.arange(forest.roots)
             with session.failing_alone("draft: "):
-                names = self._hopeful(forest, _constrained(session, forest, found.logits))
-            session.state[self] = (forest, names)
-            kept_forests.append(forest.selected(names).lost())
-        return kept_forests
+                nodes = self._likely_nodes(forest, _without_banned(session, forest, answer.logits))
+            session.state[self] = (forest, nodes)
+            pruned.append(forest.selected(nodes).lost())
+        return pruned
 
-    def _hopeful(self, forest: Forest, rows: Float[torch.Tensor, "nodes vocab"]) -> Int64[np.ndarray, " kept"]:
+    def _likely_nodes(self, forest: Forest, rows: Float[torch.Tensor, "nodes vocab"]) -> Int64[np.ndarray, " kept"]:
+        """Return the nodes that stay: the roots, and the nodes whose path is likely token by token."""
         likely = rows.topk(min(self.top, rows.shape[1]), dim=-1).indices.cpu().numpy()
         kept = np.ones(forest.size, dtype=bool)
         for node in range(forest.roots, forest.size):
@@ -145,10 +155,10 @@ class Pruned:
         self.early.close(session)
 
 
-def _constrained(
+def _without_banned(
     session: Session, forest: Forest, rows: Float[torch.Tensor, "nodes vocab"]
 ) -> Float[torch.Tensor, "nodes vocab"]:
-    """The rows of a forest's nodes without what the constraint bans."""
+    """Return the rows of a forest's nodes with -inf at the tokens that the constraint bans."""
     bans = session.warp.constraint
     if bans is None:
         return rows
@@ -163,18 +173,18 @@ def _constrained(
 
 @dataclass(frozen=True)
 class Graph(Complete):
-    """Draft a repeated run of tokens once: a candidate that repeats an earlier node and the `context` tokens before it
-    gets an edge to that node instead of a node of its own; the graph is unrolled into a tree (GSD, arXiv 2407.16207).
+    """A growth that drafts a repeated run of tokens only once (GSD, arXiv 2407.16207).
 
-    An edge never leads to a node from which its start can be reached, so the graph has no cycles. Copies reuse what was
-    drafted in another context, so their law is lost.
+    A candidate that repeats an earlier node and the `context` tokens before it gets an edge to that node instead of a node
+    of its own. At the end the graph is unrolled into a tree. An edge never leads to a node from which its start can be
+    reached, so the graph has no cycles. Copies reuse what was drafted in another context, so all groups are LOST.
 
     Args:
-        top: candidates per node.
-        context: tokens before the candidate that must agree too; -1 never merges.
-        least: a node with smaller draft odds gets no children.
-        least_sibling: candidates below this share of their best sibling's odds are left out.
-        most_nodes: of the unrolled trees, roots included.
+        top: number of candidates per node.
+        context: number of tokens before the candidate that must agree, too; -1: never merge.
+        least: a node of smaller draft probability gets no children.
+        least_sibling: candidates whose draft probability is below this share of their best sibling's are left out.
+        most_nodes: the most nodes of the unrolled trees, roots included.
     """
 
     top: int = 4
@@ -211,7 +221,7 @@ class Graph(Complete):
             tree.front = tree.front[:0]
 
     def _twin(self, tree: GrowingTree, edges: dict[int, list[int]], node: int, token: int) -> int | None:
-        """An earlier node that this candidate repeats and that does not lead back to `node`."""
+        """Return an earlier node that this candidate repeats and that does not lead to `node`; None if there is none."""
         if self.context < 0:
             return None
         wanted = [*self._tail(tree, node, self.context), token]
@@ -222,6 +232,7 @@ class Graph(Complete):
         return None
 
     def _tail(self, tree: GrowingTree, node: int, size: int) -> list[int]:
+        """Return the last `size` tokens of the text that ends at a node."""
         if size == 0:
             return []
         root = int(tree.forest.root_of(np.array([node]))[0])
@@ -229,7 +240,7 @@ class Graph(Complete):
         return [*before, *tree.forest.path(node)][-size:]
 
     def finish(self, tree: GrowingTree) -> None:
-        """Unroll; each copy hangs in the forest too, unscored, so that the draft model's cache knows where it is."""
+        """Unroll the graph. Copies are added to the forest unscored, so that the draft model's cache knows their places."""
         edges: dict[int, list[int]] = tree.memory.get("edges", {})
         kept = [*tree.roots]
         queue = [(root, root, 0) for root in kept]  # (node, node of the graph that it stands for, its depth)
@@ -257,13 +268,14 @@ class Graph(Complete):
 
 
 def _reaches(edges: dict[int, list[int]], start: int, goal: int) -> bool:
+    """Return whether edges lead from `start` to `goal`."""
     seen = {start}
     queue = [start]
     while queue:
         node = queue.pop()
         if node == goal:
             return True
-        fresh = [one for one in edges.get(node, []) if one not in seen]
+        fresh = [target for target in edges.get(node, []) if target not in seen]
         seen.update(fresh)
         queue += fresh
     return False

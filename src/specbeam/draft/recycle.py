@@ -1,4 +1,4 @@
-"""DRAFT without a model: Token Recycling (arXiv 2408.08696). What the target nearly said is remembered and said again."""
+"""DRAFT without a model: Token Recycling (arXiv 2408.08696) drafts what the target found likeliest after each token."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from specbeam.session import Session
 
 Ranks = tuple[int, ...]
 
-# Children of each rank path, by level (the paper's template): 80 nodes, 8 + 21 + 25 + 15 + 8 + 3.
+# The ranks of the children of each rank path, by level, as in the paper: 80 nodes, 8 + 21 + 25 + 15 + 8 + 3.
 _LEVELS: tuple[dict[str, str], ...] = (
     {"": "01234567"},
     {"0": "01234567", "1": "0123", "2": "012", "3": "01", "4": "0", "5": "0", "6": "0", "7": "0"},
@@ -35,38 +35,42 @@ _LEVELS: tuple[dict[str, str], ...] = (
 
 
 def template() -> list[Ranks]:
-    """The rank paths of the published tree, level by level."""
+    """Return the rank paths of the published tree, level by level."""
     return [(*map(int, path), int(rank)) for level in _LEVELS for path, ranks in level.items() for rank in ranks]
 
 
 def likeliest(nodes: int) -> tuple[Ranks, ...]:
-    """The `nodes` paths of the template of smallest rank sum plus depth: parents always come before children."""
+    """Return the `nodes` paths of the template of smallest rank sum plus depth; parents always come before children."""
     return tuple(sorted(template(), key=lambda path: (sum(path) + len(path), path))[:nodes])
 
 
 @dataclass(eq=False)
 class Successors:
-    """For each token the `k` tokens that the target last thought likeliest after it, int32[vocab, k].
+    """A table of the `k` tokens that the target last found likeliest after each token.
 
-    Shared by all sessions and kept between calls: what one request teaches, others draft from. Outputs never depend on it.
+    All sessions share it and it is kept between calls: other requests draft from what one request has taught. Outputs never
+    depend on it.
     """
 
-    table: Int32[np.ndarray, "vocab k"]
+    table: Int32[np.ndarray, "vocab k"]  # row t: the tokens after token t, likeliest first
 
     @classmethod
     def empty(cls, vocab: int, k: int = 8) -> "Successors":
+        """Return a table of zeros."""
         return cls(np.zeros((vocab, k), dtype=np.int32))
 
     def learn(self, tokens: np.ndarray, best: np.ndarray) -> None:
-        """Rows of `best` follow `tokens`; of equal tokens the last one counts, which is the deepest."""
+        """Store each row of `best` for its token of `tokens`; of equal tokens the last one counts, which is the deepest."""
         for token, row in zip(tokens.tolist(), best, strict=True):
             self.table[token, : len(row)] = row
 
     def save(self, path: str | Path) -> None:
+        """Write the table to a file of NumPy's format .npy."""
         np.save(path, self.table)
 
     @classmethod
     def load(cls, path: str | Path) -> "Successors":
+        """Return the table in a file that `save` wrote. Raises `MissingFile`, or `BadSetting` if it holds something else."""
         path = Path(path)
         if not path.is_file():
             raise MissingFile(f"there is no file {path}; save a table with Successors.save")
@@ -78,7 +82,12 @@ class Successors:
 
 @dataclass(frozen=True)
 class TokenRecycling:
-    """Fill a static tree of rank paths under each beam from the successor table; learn from every row that was scored."""
+    """A drafter that fills a fixed tree of rank paths from a table of successors, which it updates from every scored row.
+
+    Args:
+        memory: the table.
+        ranks: rank paths of the tree, parents before children: (0, 2) is the third likeliest token after the likeliest one.
+    """
 
     memory: Successors
     ranks: tuple[Ranks, ...] = field(default_factory=lambda: tuple(template()))
@@ -102,7 +111,7 @@ class TokenRecycling:
             parents = list[int]()
             for path, ranks in wanted.items():
                 for root, parent in nodes_of[path].items():
-                    # An end needs no node, a sibling no twin; ranks beyond what the constraint allows have no token.
+                    # End tokens get no node, equal siblings only one. Ranks past the allowed tokens have no token.
                     fresh = {rank: after[parent][rank] for rank in ranks if rank < len(after[parent])}
                     fresh = {token: rank for rank, token in reversed(fresh.items()) if token not in session.limits.eos}
                     siblings = list(reversed(fresh))
@@ -117,18 +126,19 @@ class TokenRecycling:
         return forest.grown([], [], groups=groups)
 
     def _children(self, depth: int, known: Collection[Ranks]) -> dict[Ranks, list[int]]:
-        """Ranks of the children of each path of the template that has nodes, for one layer."""
-        found: dict[Ranks, list[int]] = {}
+        """Return the ranks of the children in layer `depth` of each known path, which has nodes."""
+        children: dict[Ranks, list[int]] = {}
         for path in self.ranks:
             if len(path) == depth and path[:-1] in known:
-                found.setdefault(path[:-1], []).append(path[-1])
-        return found
+                children.setdefault(path[:-1], []).append(path[-1])
+        return children
 
     def _successors(self, session: Session, forest: Forest, nodes: list[int]) -> dict[int, list[int]]:
-        """What the table knows after equally deep nodes, without what the constraint bans."""
-        table = self.memory.table[forest.tokens[nodes]]
-        fine = permitted(session, forest, np.repeat(nodes, table.shape[1]), table.ravel().astype(np.int64))
-        return {node: row[may].tolist() for node, row, may in zip(nodes, table, fine.reshape(table.shape), strict=True)}
+        """Return the tokens in the table after each of these equally deep nodes, without those that the constraint bans."""
+        rows = self.memory.table[forest.tokens[nodes]]
+        allowed = permitted(session, forest, np.repeat(nodes, rows.shape[1]), rows.ravel().astype(np.int64))
+        allowed = allowed.reshape(rows.shape)
+        return {node: row[mask].tolist() for node, row, mask in zip(nodes, rows, allowed, strict=True)}
 
     def settle(self, session: Session, turn: Turn) -> None:
         rows = turn.scored.logits
@@ -137,4 +147,4 @@ class TokenRecycling:
         self.memory.learn(turn.forest.tokens, best)
 
     def close(self, session: Session) -> None:
-        """The memory outlives the session."""
+        """Do nothing: the table outlives the session."""

@@ -1,7 +1,7 @@
-"""DRAFT: token trees, grown layer by layer by a draft model. A growth decides the shape.
+"""DRAFT: token trees that a draft model grows layer by layer. A growth decides their shape.
 
-Rules that try drafts against their law work under one beam, and with it such trees have one root; beam search needs nodes
-alone, so under several beams a tree grows under each, and the likelier beams get the better part of a budget.
+Rules that try drafts against their law work with one live beam, and so with trees of one root. Beam search only needs the
+nodes: with several live beams a tree grows under each, and the likelier beams get the larger part of a budget.
 """
 
 import itertools
@@ -43,19 +43,19 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
-ROOM = 4096  # numbers of laws that there is room for at first
+ROOM = 4096  # initial capacity for the probabilities of stated laws
 
 
 class TreeSpec(NamedTuple):
-    """How a tree branches, and how children are drawn.
+    """How a tree branches, and how children are drawn, as numbers for steps.
 
-    A node has a place in the topology, from 0 at the roots on. A node at place t gets counts[t] children, of which the k-th
-    drawn has the place first[t] + k * apart.
+    Each node has a place in the topology, which is 0 at the roots. A node at place t gets counts[t] children; the k-th one
+    drawn, from k = 0 on, has the place first[t] + k * apart.
     """
 
     counts: Array  # int64[places]
     first: Array  # int64[places]
-    apart: int  # 0: all children of a node have the same place, as in a tree of fixed counts per layer
+    apart: int  # 1; or 0: all children of a node have the same place, as in a tree of fixed counts per layer
     way: int  # ONE_BY_ONE, STRUCK_OUT, STRUCK_OUT_THEN_ANY, LIKELIEST or LIKELIEST_AND_ONE
     truncation: Truncation
     eos: Array  # int64[ends]
@@ -65,42 +65,42 @@ class TreeDraft(NamedTuple):
     """A tree while it grows."""
 
     forest: Forest
-    front: Array  # int64[front]: nodes whose laws come next, in the order of the forest
-    places: Array  # int64[front]: where they stand in the topology
-    law_tokens: Array  # int64[room]: what the laws of the siblings are written into, which see the first part of it
-    law_odds: Array  # float64[room]
+    front: Array  # int64[front]: nodes whose children are drawn next, in the order of the forest
+    places: Array  # int64[front]: their places in the topology
+    law_tokens: Array  # int64[capacity]: buffer whose used part is `Siblings.law_pairs`
+    law_odds: Array  # float64[capacity]: buffer whose used part is `Siblings.law_odds`
 
 
 @step
 def start_tree(roots: Forest, room: int) -> TreeDraft:
-    """Return a tree without layers, with room for so many numbers of laws."""
+    """Return a tree without layers, with capacity for `room` probabilities of stated laws."""
     size = len(roots.tokens)
     front = np.arange(size)
     return TreeDraft(roots, front, np.zeros(size, dtype=np.int64), np.empty(room, dtype=np.int64), np.empty(room))
 
 
 class Newborn(NamedTuple):
-    """The children of a layer while they are drawn, with room for more."""
+    """The children of a layer while they are drawn, in buffers with spare capacity."""
 
-    tokens: Array  # int64[room]: of nodes
+    tokens: Array  # int64[capacity]: of new nodes, as the next three
     parents: Array
-    logq: Array  # float64[room]
-    places: Array  # int64[room]
-    draw_tokens: Array  # int64[room]: of draws
+    logq: Array  # float64[capacity]: draft log-likelihoods of the paths
+    places: Array  # int64[capacity]: in the topology
+    draw_tokens: Array  # int64[capacity]: of draws
     draw_nodes: Array
-    kinds: Array  # int64[room]: of groups
+    kinds: Array  # int64[capacity]: of groups, as the next three
     group_parents: Array
     draw_ends: Array
     law_ends: Array
-    sizes: Array  # int64[3]: nodes, draws, groups
+    sizes: Array  # int64[3]: number of NODES, DRAWS and GROUPS
 
 
-NODES, DRAWS, GROUPS = range(3)
+NODES, DRAWS, GROUPS = range(3)  # indices into `Newborn.sizes`
 
 
 @step
 def _room_for_children(draws: int, groups: int) -> Newborn:
-    """Return room for so many draws in so many groups."""
+    """Return empty buffers with capacity for `draws` draws in `groups` groups."""
     return Newborn(
         np.empty(draws, dtype=np.int64),
         np.empty(draws, dtype=np.int64),
@@ -120,12 +120,12 @@ def _room_for_children(draws: int, groups: int) -> Newborn:
 def _bear(
     born: Newborn, siblings_from: int, size: int, parent: int, token: int, logq: float, place: int, eos: Array
 ) -> None:
-    """Note a draw under a parent: end tokens have no node, and draws of one token share theirs.
+    """Add a draw under a parent. End tokens get no node, and draws of the same token share one.
 
     Args:
-        siblings_from: number of nodes that were born before the first child of this parent.
+        siblings_from: number of nodes that were added before the first child of this parent.
         size: number of nodes of the forest before this layer.
-        logq: log-likelihood of the path by the draft model.
+        logq: draft log-likelihood of the path.
         place: in the topology.
     """
     draw = born.sizes[DRAWS]
@@ -148,7 +148,7 @@ def _bear(
 
 @step
 def _close_group(born: Newborn, kind: int, parent: int, law_end: int) -> None:
-    """End a group of draws of one parent."""
+    """Add a group of the draws since the last group, all under one parent."""
     group = born.sizes[GROUPS]
     born.kinds[group] = kind
     born.group_parents[group] = parent
@@ -159,13 +159,13 @@ def _close_group(born: Newborn, kind: int, parent: int, law_end: int) -> None:
 
 @step
 def _likeliest(logp: Array, count: int) -> Array:
-    """Return the places of the `count` largest, best first."""
+    """Return the indices of the `count` largest log-probabilities, best first."""
     return largest(logp.reshape(1, len(logp)), np.zeros(1), count)[:count]
 
 
 @step
 def grow_layer(draft: TreeDraft, rows: Array, spec: TreeSpec, dice: Any) -> tuple[TreeDraft, int]:
-    """Return a tree with one more layer, and SOUND; or BROKEN if a row of logits is none.
+    """Return a tree with one more layer, and SOUND; or the same tree, and BROKEN if a row holds NaN or +inf.
 
     A node after which everything is banned is a leaf.
 
@@ -206,13 +206,13 @@ def grow_layer(draft: TreeDraft, rows: Array, spec: TreeSpec, dice: Any) -> tupl
 
 @step
 def _logq_of(forest: Forest, node: int) -> float:
-    """Return the log-likelihood of the path to a node by the draft model."""
+    """Return the draft log-likelihood of the path to a node; 0 if the forest has none."""
     return forest.logq[node] if len(forest.logq) > 0 else 0.0
 
 
 @step
 def _state_law(law: RowLaw, odds: Array, law_tokens: Array, law_odds: Array, used: int) -> int:
-    """Write odds on the tokens of a law after the numbers that are used. Returns how many are used then."""
+    """Write probabilities on the tokens of a law into the buffers, from index `used` on. Returns the index after them."""
     stop = used + len(odds)
     if len(law.tokens) > 0:
         law_tokens[used:stop] = law.tokens
@@ -227,7 +227,16 @@ def _draw_children(
     born: Newborn, law: RowLaw, parent: int, size: int, base: float, here: int, count: int, spec: TreeSpec, dice: Any,
     law_tokens: Array, law_odds: Array, used: int,
 ) -> int:  # fmt: skip
-    """Draw the children of one node, whose path has the draft log-likelihood `base`. Returns the numbers of laws used."""
+    """Draw the children of one node, and write their laws into the buffers from index `used` on.
+
+    Returns the index after the laws.
+
+    Args:
+        size: number of nodes of the forest before this layer.
+        base: draft log-likelihood of the path to the parent.
+        here: place of the parent in the topology.
+        count: number of children.
+    """
     before = born.sizes[NODES]
     odds = np.exp(law.logp)
     drawn = 0
@@ -268,7 +277,7 @@ def _bear_place(
     born: Newborn, law: RowLaw, place: int, before: int, size: int, parent: int, base: float, here: int, drawn: int,
     spec: TreeSpec,
 ) -> None:  # fmt: skip
-    """Note a draw by its place in a law."""
+    """Add the draw at an index of a law, as child `drawn` of its parent; see `_draw_children` for the other arguments."""
     token = law.tokens[place] if len(law.tokens) > 0 else place
     _bear(born, before, size, parent, token, base + law.logp[place], spec.first[here] + drawn * spec.apart, spec.eos)
 
@@ -278,7 +287,10 @@ def _draw_any(
     born: Newborn, law: RowLaw, before: int, size: int, parent: int, here: int, drawn: int, count: int, spec: TreeSpec,
     dice: Any, law_tokens: Array, law_odds: Array, used: int,
 ) -> int:  # fmt: skip
-    """Draw the children that a law could not supply uniformly from the tokens that were not tried."""
+    """Draw the children that a law has too few tokens for, uniformly from the tokens that were not drawn yet.
+
+    Returns the index after the laws; see `_draw_children` for the arguments.
+    """
     untried = np.ones(law.vocab)
     for draw in range(born.sizes[DRAWS] - drawn, born.sizes[DRAWS]):
         untried[born.draw_tokens[draw]] = 0.0
@@ -302,7 +314,7 @@ def _draw_any(
 def _with_layer(
     draft: TreeDraft, born: Newborn, law_tokens: Array, law_odds: Array, used: int, vocab: int
 ) -> TreeDraft:
-    """Return a tree with the children of one more layer, which are the next front."""
+    """Return a tree with one more layer, the new children, which are the next front."""
     forest = draft.forest
     groups = forest.siblings
     nodes = born.sizes[NODES]
@@ -338,13 +350,13 @@ def _with_layer(
 def grow_tree(
     model: Any, draft: TreeDraft, answered: int, depth: int, spec: TreeSpec, edits: Edits, dice: Any, spent: Array
 ) -> tuple[TreeDraft, int]:
-    """Return a tree with up to `depth` more layers, and SOUND; or BROKEN if a row of logits is none.
+    """Return a tree with up to `depth` more layers, and SOUND; or BROKEN if a row of logits holds NaN or +inf.
 
     Args:
-        model: a session in a model that compiled steps can run (see `lm.any_cache`).
-        answered: number of forest nodes whose logits were given in this turn already.
-        edits: of the model's rows.
-        spent: int64[2], to which passes and the processor's cycles inside the model are added.
+        model: the cache of a session in a model that compiled steps can run, see `engines.pass_steps.run_pass`.
+        answered: number of forest nodes whose logits were computed in this turn already.
+        edits: changes of the model's rows.
+        spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
     for _ in range(depth):
         if len(draft.front) == 0:
@@ -361,15 +373,15 @@ def grow_tree(
 
 @dataclass(eq=False)
 class GrowingTree:
-    """One session's tree while it grows. The draft model scores every node of `forest`; leaves wait until the end."""
+    """One session's tree while it grows. The draft model scores all nodes of `forest`; leaves may be added at the end."""
 
     session: Session
     shape: Shape
     forest: Forest
-    front: Int64[np.ndarray, " front"]  # nodes whose laws come next
-    memory: dict[str, Any] = field(default_factory=dict)  # what a growth keeps from layer to layer
-    kept: Int64[np.ndarray, " kept"] | None = None  # nodes that are handed on; None: all
-    layers: int = 0
+    front: Int64[np.ndarray, " front"]  # nodes whose laws are computed next
+    memory: dict[str, Any] = field(default_factory=dict)  # what the growth stores from layer to layer
+    kept: Int64[np.ndarray, " kept"] | None = None  # nodes that are passed on; None: all
+    layers: int = 0  # number of layers drafted so far
 
     @classmethod
     def start(cls, session: Session, shape: Shape) -> "GrowingTree":
@@ -379,11 +391,11 @@ class GrowingTree:
 
     @property
     def roots(self) -> range:
-        """The roots."""
+        """The root nodes, one per live beam."""
         return range(self.session.beams.size)
 
-    def standing(self) -> dict[int, float]:
-        """Return the log-likelihood of the beam above each root, that of the best one taken off."""
+    def root_scores(self) -> dict[int, float]:
+        """Return, by root, the log-likelihood of its beam minus that of the best beam."""
         scores = self.session.beams.scores
         return dict(enumerate((scores - scores.max()).tolist()))
 
@@ -392,10 +404,10 @@ class GrowingTree:
         return processed_rows(rows, self.session.warp, lambda: self.session.paths(self.forest, self.front))
 
     def laws(self, rows: Rows) -> list[RowLaw]:
-        """Return the draft laws of the nodes that may go on, which are the front from now on.
+        """Cut the front to the nodes that may go on, and return their draft laws.
 
-        After an end token there is no law to ask for: logits processors need not know one. A node after which everything is
-        banned is a leaf.
+        After an end token no law is computed, because logits processors need not support that. A node after which everything
+        is banned is a leaf.
         """
         eos = self.session.limits.eos
         front = self.front.tolist()
@@ -412,9 +424,9 @@ class GrowingTree:
         return [law for law in laws if law is not None]
 
     def add_children(self, families: Sequence["Family"]) -> list[list[int]]:
-        """Add siblings under nodes: one child per token, shared by draws of the same token.
+        """Add siblings under nodes: one child per token, shared by draws of the same token; none for end tokens.
 
-        Returns the node of each draw, -1 for end tokens.
+        Returns for each family the node of each draw, -1 for end tokens.
         """
         tokens: list[int] = []
         parents: list[int] = []
@@ -422,35 +434,35 @@ class GrowingTree:
         groups: list[Siblings] = []
         eos = self.session.limits.eos
         size = self.forest.size
-        above = self.forest.logq
+        logq = self.forest.logq
         known_under: dict[int, dict[int, int]] = {}
-        for one in families:
-            if one.parent not in known_under:
-                known_under[one.parent] = self.children_of(one.parent) if one.law is None else {}
-            known = known_under[one.parent]
-            drawn = one.tokens
-            base = float(above[one.parent]) if len(above) else 0.0
+        for family in families:
+            if family.parent not in known_under:
+                known_under[family.parent] = self.children_of(family.parent) if family.law is None else {}
+            known = known_under[family.parent]
+            drawn = family.tokens
+            base = float(logq[family.parent]) if len(logq) else 0.0
             nodes: list[int] = []
-            for place, token in zip(one.draws.tokens, drawn, strict=True):
+            for place, token in zip(family.draws.tokens, drawn, strict=True):
                 if token not in known and token not in eos:
                     known[token] = size + len(tokens)
                     tokens.append(token)
-                    parents.append(one.parent)
-                    scores.append(np.nan if one.law is None else base + float(one.law.logp[place]))
+                    parents.append(family.parent)
+                    scores.append(np.nan if family.law is None else base + float(family.law.logp[place]))
                 nodes.append(known.get(token, -1))
-            groups.append(one.group(drawn, nodes))
+            groups.append(family.group(drawn, nodes))
         self.forest = self.forest.grown(tokens, parents, np.array(scores), groups)
         return [group.nodes.tolist() for group in groups]
 
     def children_of(self, parent: int) -> dict[int, int]:
-        """Return the node of each child token."""
+        """Return the children of a node, by their tokens."""
         nodes = np.flatnonzero(self.forest.parents == parent)
         return dict(zip(self.forest.tokens[nodes].tolist(), nodes.tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Children to add under `parent`. `draws.tokens` index into `law` if it is given, else they are token ids."""
+    """Children to add under `parent`. `draws.tokens` are indices into `law` if it is given, else token ids."""
 
     parent: int
     draws: Draws
@@ -462,37 +474,42 @@ class Family:
         return self.draws.tokens if self.law is None else self.law.tokens_at(self.draws.tokens).tolist()
 
     def group(self, tokens: list[int], nodes: list[int]) -> Siblings:
-        """Return the draws as a group of siblings."""
+        """Return the draws as a group of siblings, which have these tokens and nodes."""
         draws = self.draws
         if draws.deterministic:
             return siblings(CHOSEN, [self.parent], tokens, nodes)
         if draws.law is None:
             return siblings(LOST, [self.parent], tokens, nodes)
         assert self.law is not None
-        named = self.law.tokens if len(self.law.tokens) else np.arange(self.law.size)
+        law_tokens = self.law.tokens if len(self.law.tokens) else np.arange(self.law.size)
         kind = INDEPENDENT if draws.replacement else DISTINCT
-        return siblings(kind, [self.parent], tokens, nodes, law=(named, np.asarray(draws.law)), vocab=self.law.vocab)
+        return siblings(
+            kind, [self.parent], tokens, nodes, law=(law_tokens, np.asarray(draws.law)), vocab=self.law.vocab
+        )
 
 
 @runtime_checkable
 class Growth(Protocol):
-    """The shape of a tree. `grow` is called with the draft laws of the front and sets the next front.
+    """A part that decides the shape of a tree.
 
-    One whose drafts must not be tried says why in an attribute `no_law_reason`. One that steps can grow has a method `spec`.
+    If its drafts must not be tried, it gives the reason in an attribute `no_law_reason`. If steps can grow its trees, it has
+    a method `spec`, see `Branching`.
     """
 
-    def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None: ...
+    def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
+        """Add layer `layer`, from 0 on, by the draft laws of the front, and set `tree.front` to the next front."""
 
     def finish(self, tree: GrowingTree) -> None:
-        """Add leaves that the draft model need not score, choose what is handed on. Called after the last layer."""
+        """Add leaves that the draft model need not score, and choose what is passed on. Called after the last layer."""
 
 
 @dataclass(frozen=True)
 class TreeDrafter:
-    """Grow a tree by a draft model: as many layers as the shape is deep, one pass of the model each.
+    """A drafter that grows trees by a draft model: up to `shape.depth` layers, one pass of the model for each.
 
     Args:
-        counts_passes: count these passes as the draft's; False where the model counts them itself.
+        lm: the draft model.
+        counts_passes: count these passes as the draft's; False if the model counts them itself.
     """
 
     lm: LM
@@ -506,131 +523,139 @@ class TreeDrafter:
 
     @property
     def no_law_reason(self) -> str:
-        """Why the law of what is grown is not known; a growth says so by an attribute of this name."""
+        """The reason why the law of the drafts is not known, from an attribute of the growth; "" if it is known."""
         return getattr(self.growth, "no_law_reason", "")
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Return one tree per session; see `Growth`. A controller that is `Stopping` may end a draft between layers."""
         trees = [GrowingTree.start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
         if len(trees) == 1:
-            self._grow_alone(trees[0])
-        while active := [one for one in trees if self._wants(one)]:
-            for one in active:
-                one.session.count.draft_passes += self.counts_passes
-            scored = self.lm.extend([one.session for one in active], [one.forest for one in active])
-            for one, found in zip(active, scored, strict=True):
-                with one.session.failing_alone("draft model: "):
+            self._grow_compiled(trees[0])
+        while active := [tree for tree in trees if self._wants_layer(tree)]:
+            for tree in active:
+                tree.session.count.draft_passes += self.counts_passes
+            answers = self.lm.extend([tree.session for tree in active], [tree.forest for tree in active])
+            for tree, answer in zip(active, answers, strict=True):
+                with tree.session.failing_alone("draft model: "):
                     try:
-                        self._grow(one, on_host(found.logits))
-                    except BrokenProcessor:  # on a draft's path; the target need not go there
-                        one.front = one.front[:0]
-                one.layers += 1
-        return [self._finished(one) for one in trees]
+                        self._grow(tree, on_host(answer.logits))
+                    except BrokenProcessor:  # on a drafted path, which the target need not take
+                        tree.front = tree.front[:0]
+                tree.layers += 1
+        return [self._finish(tree) for tree in trees]
 
     def spec(self, session: Session) -> TreeSpec | None:
-        """Return how steps grow trees for a session; None for a growth, or children, of one's own."""
+        """Return how steps grow trees for a session; None if only Python can, as for a growth that steps do not know."""
         warp = session.warp
         if warp.others or not self.counts_passes or not hasattr(self.growth, "spec"):
             return None
         spec = self.growth.spec(warp.cut, session.limits.ending, warp.greedy, warp.constraint is not None)
         return cast("TreeSpec | None", spec)
 
-    def _grow_alone(self, one: GrowingTree) -> None:
-        """Grow all layers by one compiled call, where steps can run the model and Python need not look between layers."""
-        session = one.session
-        depth = one.shape.depth
+    def _grow_compiled(self, tree: GrowingTree) -> None:
+        """Grow all layers in one compiled call, if steps can run the model and Python need not see layers; or do nothing."""
+        session = tree.session
+        depth = tree.shape.depth
         spec = self.spec(session)
-        looks = _stops(type(session.parts.controller)) or not session.warp.takes_raw_rows
-        if spec is None or looks or not isinstance(self.lm, HuggingFaceLM) or not self._wants(one):
+        needs_python = _may_stop(type(session.parts.controller)) or not session.warp.takes_raw_rows
+        if spec is None or needs_python or not isinstance(self.lm, HuggingFaceLM) or not self._wants_layer(tree):
             return
-        draws = draws_of(spec, one.forest.size, depth)
-        with self.lm.alone(session, draws) as alone:
-            if alone is None:
+        draws = draws_of(spec, tree.forest.size, depth)
+        with self.lm.cache_for_steps(session, draws) as model:
+            if model is None:
                 return
             spent = np.zeros(2, dtype=np.int64)
-            draft = start_tree(one.forest, ROOM)
-            with alone.booked(spent):
+            draft = start_tree(tree.forest, ROOM)
+            with model.count_passes(spent):
                 draft, condition = grow_tree(
-                    alone.arrays, draft, alone.cache.answered, depth, spec, NO_EDITS, session.dice.ready(draws), spent
+                    model.arrays, draft, model.cache.answered, depth, spec, NO_EDITS, session.dice.ready(draws), spent
                 )
         session.count.draft_passes += self.counts_passes * int(spent[0])
-        one.forest = draft.forest
-        one.front = draft.front
-        one.layers = depth
+        tree.forest = draft.forest
+        tree.front = draft.front
+        tree.layers = depth
         if condition == BROKEN:
             with session.failing_alone("draft model: "):
                 raise BrokenLaw(
                     "the model returned NaN or +inf logits; try float32, or look for overflow in the weights"
                 )
 
-    def _grow(self, one: GrowingTree, rows: Rows) -> None:
-        spec = self.spec(one.session)
-        before = one.forest
-        parents = one.front
-        controller = one.session.parts.controller
-        stops = _stops(type(controller))
+    def _grow(self, tree: GrowingTree, rows: Rows) -> None:
+        """Add a layer by the logits of the front; empty the front if the controller ends the draft."""
+        spec = self.spec(tree.session)
+        before = tree.forest
+        parents = tree.front
+        controller = tree.session.parts.controller
+        may_stop = _may_stop(type(controller))
         if spec is not None:
-            draft = one.memory.setdefault("draft", start_tree(one.forest, ROOM))
-            rows = one.processed(rows)
-            dice = one.session.dice.ready(int(spec.counts[draft.places].sum()))
+            draft = tree.memory.setdefault("draft", start_tree(tree.forest, ROOM))
+            rows = tree.processed(rows)
+            dice = tree.session.dice.ready(int(spec.counts[draft.places].sum()))
             draft, condition = grow_layer(draft, rows, spec, dice)
             if condition == BROKEN:
-                row_laws(rows, one.session.warp)  # says what is wrong
-            one.memory["draft"] = draft
-            one.forest = draft.forest
-            one.front = draft.front
+                row_laws(rows, tree.session.warp)  # raises `BrokenLaw`, which says what is wrong
+            tree.memory["draft"] = draft
+            tree.forest = draft.forest
+            tree.front = draft.front
             laws: dict[int, RowLaw] = {}
-            if stops:
-                every = zip(parents.tolist(), row_laws(rows, one.session.warp), strict=True)
-                laws = {node: law for node, law in every if law is not None}
+            if may_stop:
+                parent_laws = zip(parents.tolist(), row_laws(rows, tree.session.warp), strict=True)
+                laws = {node: law for node, law in parent_laws if law is not None}
         else:
-            sound = one.laws(rows)
-            if not sound:
+            front_laws = tree.laws(rows)
+            if not front_laws:
                 return
-            laws = dict(zip(one.front.tolist(), sound, strict=True))
-            self.growth.grow(one, one.layers, sound)
-        if stops and len(one.front):
-            sure = _confidence(one.forest, before, laws)
-            if not cast(Stopping, controller).more(one.session, one.layers + 1, sure):
-                one.front = one.front[:0]
+            laws = dict(zip(tree.front.tolist(), front_laws, strict=True))
+            self.growth.grow(tree, tree.layers, front_laws)
+        if may_stop and len(tree.front):
+            confidence = _confidence(tree.forest, before, laws)
+            if not cast(Stopping, controller).more(tree.session, tree.layers + 1, confidence):
+                tree.front = tree.front[:0]
 
-    def _finished(self, one: GrowingTree) -> Forest:
-        self.growth.finish(one)
-        if one.kept is None:
-            return one.forest
-        one.session.state[self] = one
-        return one.forest.selected(one.kept)
+    def _finish(self, tree: GrowingTree) -> Forest:
+        """Let the growth finish a tree, and return the forest that is passed on."""
+        self.growth.finish(tree)
+        if tree.kept is None:
+            return tree.forest
+        tree.session.state[self] = tree
+        return tree.forest.selected(tree.kept)
 
     def fill(self, sessions: list[Session], most: int) -> list[bool]:
-        """Store a chunk of up to `most` prompts that are long; return which have no more to store."""
+        """Store the next chunk of up to `most` long prompts; return whether each session may take a turn."""
         return fill_prompts(self.lm, sessions, None, most)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Keep what the surviving beams need in the model's cache."""
+        """Keep in the draft model's cache what the surviving beams need, and free the rest."""
         whole = session.state.pop(self, None)
         self.lm.settle(session, turn if whole is None else turn.on(whole.forest, whole.kept))
 
     def close(self, session: Session) -> None:
-        """Forget the session."""
+        """Free what the draft model stores for the session."""
         self.lm.close(session)
 
-    def _wants(self, one: GrowingTree) -> bool:
-        return one.layers < one.shape.depth and len(one.front) > 0 and one.session.failure is None
+    def _wants_layer(self, tree: GrowingTree) -> bool:
+        """Return whether another layer is to be drafted."""
+        return tree.layers < tree.shape.depth and len(tree.front) > 0 and tree.session.failure is None
 
 
 @cache
-def _stops(kind: type) -> bool:
-    """Return whether controllers of this kind are `Stopping`; to ask it of a protocol costs as much as a layer."""
+def _may_stop(kind: type) -> bool:
+    """Return whether controllers of this class are `Stopping`. Cached: the check of a protocol takes as long as a layer."""
     return issubclass(kind, Stopping)
 
 
 def _confidence(forest: Forest, before: Forest, laws: dict[int, RowLaw]) -> float:
-    """Return the largest draft odds of a token of the newest layer."""
+    """Return the largest draft probability of a token of the newest layer; 1 if the layer is empty.
+
+    Args:
+        before: the forest before that layer.
+        laws: draft laws after the parents of the layer, by node.
+    """
     drawn: list[tuple[int, int]] = []
     for number in range(before.siblings.size, forest.siblings.size):
         group = forest.siblings.group(number)
         drawn += zip(group.draw_parents.tolist(), group.tokens.tolist(), strict=True)
-    if not drawn:  # a growth that groups its nodes at the end
+    if not drawn:  # the growth adds groups only at the end
         drawn += zip(forest.parents[before.size :].tolist(), forest.tokens[before.size :].tolist(), strict=True)
     odds: list[float] = []
     for parent, token in drawn:
@@ -641,7 +666,7 @@ def _confidence(forest: Forest, before: Forest, laws: dict[int, RowLaw]) -> floa
 
 
 def draws_of(spec: TreeSpec, roots: int, depth: int) -> int:
-    """Return the most draws of a tree of that depth under so many roots."""
+    """Return the most draws of trees of `depth` layers under `roots` roots."""
     places = [0] * roots
     total = 0
     for _ in range(depth):
@@ -656,46 +681,47 @@ def draws_of(spec: TreeSpec, roots: int, depth: int) -> int:
 
 
 class Complete:
-    """A base of growths that hand on all they grew."""
+    """A base class of growths that pass on every node they have grown."""
 
     def finish(self, tree: GrowingTree) -> None:
         """Do nothing: there is nothing to add."""
 
 
-DEEPEST = 64  # layers of fixed counts that are laid out
+DEEPEST = 64  # least number of layers in the layout of fixed counts
 
 
 @dataclass(frozen=True)
 class Branching(Complete):
-    """A fixed number of children in each layer; the last number serves all deeper layers. (1,) is a chain."""
+    """A growth with a fixed number of children per node in each layer; the last holds for deeper layers. (1,) is a chain."""
 
     counts: tuple[int, ...]
-    children: Any  # one of draft.children, or of one's own: `Children`
+    children: Any  # a class of draft.children, or another `Children`
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Draws of each layer."""
+        """The number of draws of each layer under one root."""
         return tuple(itertools.accumulate(self.counts, operator.mul))
 
     def count(self, layer: int) -> int:
-        """Return the children of each node of a layer."""
+        """Return the number of children of each node whose children are layer `layer`, from 0 on."""
         return self.counts[min(layer, len(self.counts) - 1)]
 
     def spec(self, truncation: Truncation, eos: Array, greedy: bool, constrained: bool) -> TreeSpec | None:
-        """Return how steps grow it; None for children of one's own."""
+        """Return how steps grow such trees; None if steps do not know `children`."""
         if not isinstance(self.children, KNOWN):
             return None
-        counts, first = self._laid_out
+        counts, first = self._layout
         return TreeSpec(counts, first, 0, LIKELIEST if greedy else self.children.way, truncation, eos)
 
     @cached_property
-    def _laid_out(self) -> tuple[Array, Array]:
+    def _layout(self) -> tuple[Array, Array]:
+        """`TreeSpec.counts` and `TreeSpec.first`, where the place of a node is its depth."""
         layers = np.arange(max(DEEPEST, len(self.counts)))
         counts = np.array([self.count(layer) for layer in layers.tolist()])
         return counts, np.minimum(layers + 1, len(layers) - 1)
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
-        """Add a layer of children of one's own."""
+        """Add a layer, whose children are drawn in Python."""
         families: list[Family] = []
         for node, law in zip(tree.front.tolist(), laws, strict=True):
             drawn = draw_children(self.children, law, self.count(layer), tree.session)
@@ -705,7 +731,7 @@ class Branching(Complete):
 
 
 def draw_children(children: Children, law: RowLaw, count: int, session: Session) -> list[Draws]:
-    """Return the children of one node; at temperature 0 the likeliest."""
+    """Return the draws of the children of one node; at temperature 0 the likeliest tokens."""
     if session.warp.greedy:
         return [Draws(_likeliest(law.logp, count).tolist(), deterministic=True)]
     return children.draw(law.p, count, session.dice)
@@ -713,35 +739,35 @@ def draw_children(children: Children, law: RowLaw, count: int, session: Session)
 
 @dataclass(frozen=True)
 class FixedTree(Complete):
-    """A tree whose every node knows beforehand how many children it gets (Sequoia, arXiv 2402.12374)."""
+    """A growth of trees of a fixed topology, which says how many children each node gets (Sequoia, arXiv 2402.12374)."""
 
     topology: Topology
-    children: Any  # one of draft.children, or of one's own: `Children`
+    children: Any  # a class of draft.children, or another `Children`
 
     def spec(self, truncation: Truncation, eos: Array, greedy: bool, constrained: bool) -> TreeSpec | None:
-        """Return how steps grow it; None for children of one's own."""
+        """Return how steps grow such trees; None if steps do not know `children`."""
         if not isinstance(self.children, KNOWN):
             return None
-        counts, first = self._laid_out
+        counts, first = self._layout
         way = LIKELIEST if greedy else self.children.way
         if constrained and way == STRUCK_OUT_THEN_ANY:
-            way = STRUCK_OUT  # no fallback: beyond the law's support nearly all is banned
+            way = STRUCK_OUT  # no fallback: outside of the law's support nearly all tokens are banned
         return TreeSpec(counts, first, 1, way, truncation, eos)
 
     @cached_property
-    def _laid_out(self) -> tuple[Array, Array]:
-        """Number of children of each node of the topology, and where the first of them stands; breadth first."""
+    def _layout(self) -> tuple[Array, Array]:
+        """`TreeSpec.counts` and `TreeSpec.first`, where places number the nodes of the topology breadth first."""
         nodes: list[Topology] = [self.topology]
         counts: list[int] = []
         first: list[int] = []
-        for node in nodes:  # grows while it is walked through
+        for node in nodes:  # the list grows during the loop
             counts.append(len(node))
             first.append(len(nodes))
             nodes += list(node)
         return np.array(counts), np.array(first)
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
-        """Add a layer of children of one's own."""
+        """Add a layer, whose children are drawn in Python."""
         subtree_of = tree.memory.setdefault("subtree_of", dict.fromkeys(tree.roots, self.topology))
         nodes = tree.front.tolist()
         families: list[Family] = []
@@ -757,18 +783,19 @@ class FixedTree(Complete):
                 if child >= 0 and child not in subtree_of:
                     subtree_of[child] = subtree
                     front.append(child)
-        # Every node is scored, in the order of the forest, so leaves stand in the front and get no children.
+        # All nodes are scored, in the order of the forest, so leaves are in the front too, and get no children.
         tree.front = np.array(front, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class StochasticBeam(Complete):
-    """Stochastic beam search: the `shape.width` sequences of largest perturbed log-odds in each layer (RSD-S,
-    arXiv 2402.14160). Siblings stand in descending perturbed order, which is their draw order; parents whose children all
-    lost are leaves.
+    """A growth by stochastic beam search: the `shape.width` sequences of largest perturbed log-probability in each layer.
 
-    Truncation looks at the perturbed values and never at the tokens, so each surviving sibling still has the draft law
-    without its earlier siblings.
+    Siblings are in descending perturbed order, which is their draw order. Parents of which no child is kept are leaves.
+    Which sequences are kept depends on the perturbed values and never on the tokens, so each sibling that is kept still has
+    the draft law without its earlier siblings.
+
+    Source: RSD-S (arXiv 2402.14160).
     """
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
@@ -776,27 +803,27 @@ class StochasticBeam(Complete):
         nodes = tree.front.tolist()
         width = tree.shape.width
         greedy = tree.session.warp.greedy
-        phi = tree.memory.setdefault("phi", tree.standing())
-        top = tree.memory.setdefault("top", tree.standing())
-        found: list[tuple[float, int, int]] = []  # (minus the perturbed log-odds, number of the law, place)
+        phi = tree.memory.setdefault("phi", tree.root_scores())
+        top = tree.memory.setdefault("top", tree.root_scores())
+        candidates: list[tuple[float, int, int]] = []  # (minus the perturbed log-probability, number of the law, place)
         for number, (node, law) in enumerate(zip(nodes, laws, strict=True)):
             if greedy:
                 places = _likeliest(law.logp, width)
                 tops = phi[node] + law.logp[places]
             else:
                 places, tops = perturbed(law.logp, phi[node], top[node], tree.session.dice.uniform((law.size,)), width)
-            found += zip((-tops).tolist(), itertools.repeat(number), places.tolist(), strict=False)
-        chosen = sorted(found)[:width]
+            candidates += zip((-tops).tolist(), itertools.repeat(number), places.tolist(), strict=False)
+        chosen = sorted(candidates)[:width]
         families: list[Family] = []
         values: list[tuple[float, float]] = []
         for number, (node, law) in enumerate(zip(nodes, laws, strict=True)):
-            mine = [(value, place) for value, which, place in chosen if which == number]
-            if not mine:
+            kept = [(value, place) for value, which, place in chosen if which == number]
+            if not kept:
                 continue
-            drawn = [place for _, place in mine]
+            drawn = [place for _, place in kept]
             draws = Draws(drawn, deterministic=True) if greedy else Draws(drawn, law.p)
             families.append(Family(node, draws, law))
-            values += [(phi[node] + float(law.logp[place]), -value) for value, place in mine]
+            values += [(phi[node] + float(law.logp[place]), -value) for value, place in kept]
         children = [child for born in tree.add_children(families) for child in born]
         for child, (path, value) in zip(children, values, strict=True):
             if child >= 0:
@@ -807,13 +834,16 @@ class StochasticBeam(Complete):
 
 @step
 def perturbed(logp: Array, path: float, top: float, u: Array, count: int) -> tuple[Array, Array]:
-    """Return the `count` places of largest perturbed log-odds, ascending, and these, given that their maximum is `top`.
+    """Return the `count` indices of largest perturbed log-probability, ascending, and their values, of maximum `top`.
 
-    Perturbed log-odds are path + log p - log(-log u), conditioned on their maximum, monotonously (Kool et al. 2019,
-    app. B.3). The largest are the first to arrive of a race in which place i arrives at -log(u_i) / p_i; as
-    -log(u) >= 1 - u, few logarithms are needed to know them.
+    Perturbed log-probabilities are path + log p - log(-log u), conditioned on their maximum by a monotonic map (Kool et al.
+    2019, app. B.3). The largest are the first to arrive in a race in which index i arrives at -log(u_i) / p_i. As
+    -log(u) >= 1 - u, few logarithms are needed to find them.
 
     Args:
+        logp: float64[n], log p.
+        path: log-likelihood of the path so far.
+        top: the value that the largest perturbed log-probability is known to have.
         u: float64[n] in (0, 1).
     """
     count = min(count, len(logp))
@@ -829,14 +859,14 @@ def perturbed(logp: Array, path: float, top: float, u: Array, count: int) -> tup
         arrival = -np.log(u[place]) / p
         if held == count and arrival >= arrivals[count - 1]:
             continue
-        slot = held if held < count else count - 1
+        rank = held if held < count else count - 1
         held = min(held + 1, count)
-        while slot > 0 and arrivals[slot - 1] > arrival:
-            arrivals[slot] = arrivals[slot - 1]
-            places[slot] = places[slot - 1]
-            slot -= 1
-        arrivals[slot] = arrival
-        places[slot] = place
+        while rank > 0 and arrivals[rank - 1] > arrival:
+            arrivals[rank] = arrivals[rank - 1]
+            places[rank] = places[rank - 1]
+            rank -= 1
+        arrivals[rank] = arrival
+        places[rank] = place
     chosen = np.sort(places[:held])
     values = np.empty(held)
     for number in range(held):
@@ -853,7 +883,7 @@ def perturbed(logp: Array, path: float, top: float, u: Array, count: int) -> tup
 
 @step
 def _conditioned(value: float, largest_value: float, top: float) -> float:
-    """Return a Gumbel value below the largest one, moved to where it stands if the largest one is `top`."""
+    """Return what becomes of a Gumbel value below the largest one if the largest one is `top`."""
     gap = value - largest_value
     log_rest = np.log(-np.expm1(gap)) if gap > -0.693 else np.log1p(-np.exp(gap))  # log(1 - exp(gap)), at both ends
     w = top - value + log_rest

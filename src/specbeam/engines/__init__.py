@@ -1,1 +1,1 @@
-"""Engines: what runs a model, and the caches of its keys and values."""
+"""Engines, which run the layers of a model, and the caches of its keys and values."""

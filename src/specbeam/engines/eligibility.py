@@ -1,4 +1,4 @@
-"""Which models are Llamas at heart: their layers are run by loops and kernels of our own."""
+"""A test of which models compute what a Llama does, so that the engines here can run their layers themselves."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,17 @@ _ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change w
 
 
 def head_size(config: Any) -> int:
+    """Return the number of dimensions of one attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def is_plain_llama(model: "PreTrainedModel") -> bool:
-    """Whether a model does what a Llama, Mistral or Qwen2 does, in float32 on a CPU, and nothing is hooked into it."""
+    """Return whether a model passes `is_llama_like`, is in float32 and is on a CPU."""
     return is_llama_like(model) and model.dtype == torch.float32 and model.device.type == "cpu"
 
 
 def is_llama_like(model: "PreTrainedModel") -> bool:
-    """Whether a model does what a Llama, Mistral or Qwen2 does, and nothing is hooked into it."""
+    """Return whether a model computes just what a Llama, Mistral or Qwen2 does, without hooks, adapters or quantisation."""
     config = model.config
     if (
         config.model_type not in _FAMILIES
@@ -30,9 +31,10 @@ def is_llama_like(model: "PreTrainedModel") -> bool:
     ):
         return False
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    linears = [one for one in model.modules() if hasattr(one, "weight") and hasattr(one, "in_features")]
-    plain = all(type(one) is nn.Linear for one in linears)  # no adapters, nothing quantised
-    hooked = any(one._forward_hooks or one._forward_pre_hooks or "forward" in vars(one) for one in model.modules())
+    modules = list(model.modules())
+    linears = [module for module in modules if hasattr(module, "weight") and hasattr(module, "in_features")]
+    plain = all(type(linear) is nn.Linear for linear in linears)  # no adapters, no quantised layers
+    hooked = any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules)
     return (
         plain
         and not hooked

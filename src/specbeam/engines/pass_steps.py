@@ -1,45 +1,46 @@
-"""A pass of a session that is alone, inside a loop, whatever runs the model."""
+"""Steps that run a pass of one session by itself, with the engine for CPUs or the one for GPUs."""
 
 from typing import Any
 
 from specbeam.core.cycles import cycles
 from specbeam.core.steps import Array, compiled_as, step
-from specbeam.engines.cpu.cache_steps import CacheArrays, extended
-from specbeam.engines.gpu.cache import GpuCacheArrays, gpu_extended
+from specbeam.engines.cpu.cache_steps import CacheArrays, extend_cache
+from specbeam.engines.gpu.cache import GpuCacheArrays, extend_gpu_cache
 
 AnyCacheArrays = CacheArrays | GpuCacheArrays
 
 
-def scored_alone(one: AnyCacheArrays, tokens: Array, parents: Array, answered: int) -> Array:
-    """`extended` or `gpu_extended`, by the kind of the cache."""
-    by: Any = gpu_extended if isinstance(one, GpuCacheArrays) else extended
-    return by(one, tokens, parents, answered)
+def extend_any_cache(cache: AnyCacheArrays, tokens: Array, parents: Array, answered: int) -> Array:
+    """Call `extend_cache` or `extend_gpu_cache`, by the type of the cache."""
+    extend: Any = extend_gpu_cache if isinstance(cache, GpuCacheArrays) else extend_cache
+    return extend(cache, tokens, parents, answered)
 
 
-@compiled_as(scored_alone)
-def _of_kind(one: Any, tokens: Any, parents: Any, answered: Any) -> Any:
-    by = gpu_extended if one.instance_class is GpuCacheArrays else extended
+@compiled_as(extend_any_cache)
+def _compiled_extend_any_cache(cache: Any, tokens: Any, parents: Any, answered: Any) -> Any:
+    extend = extend_gpu_cache if cache.instance_class is GpuCacheArrays else extend_cache
 
-    def found(one: Any, tokens: Any, parents: Any, answered: Any) -> Any:
-        return by(one, tokens, parents, answered)
+    def call(cache: Any, tokens: Any, parents: Any, answered: Any) -> Any:
+        return extend(cache, tokens, parents, answered)
 
-    return found
+    return call
 
 
-PASSES, CYCLES = range(2)  # of what is spent
+PASSES, CYCLES = range(2)  # indices of `spent`
 
 
 @step
-def run_pass(one: Any, tokens: Array, parents: Array, answered: int, spent: Array) -> Array:
-    """Return the logits of the forest nodes from `answered` on, after one pass of a session that is alone.
+def run_pass(cache: Any, tokens: Array, parents: Array, answered: int, spent: Array) -> Array:
+    """Run one pass of a single session, and return the logits of the forest nodes from `answered` on, float32[nodes, vocab].
 
     Args:
-        one: a session in a model.
-        tokens, parents: of the forest.
-        spent: int64[2], to which the pass and its cycles are added.
+        cache: the session's cache in the model, `CacheArrays` or `GpuCacheArrays`.
+        tokens, parents: int64[nodes] of the forest.
+        answered: the number of forest nodes whose logits earlier passes of this turn have returned.
+        spent: int64[2]; 1 is added to the passes, and the pass's duration to the cycles.
     """
     began = cycles()
-    rows = scored_alone(one, tokens, parents, answered)
+    rows = extend_any_cache(cache, tokens, parents, answered)
     spent[PASSES] += 1
     spent[CYCLES] += cycles() - began
     return rows
@@ -47,5 +48,5 @@ def run_pass(one: Any, tokens: Array, parents: Array, answered: int, spent: Arra
 
 @step
 def now() -> int:
-    """Return the processor's clock, see `core.cycles`."""
+    """Return the present count of the processor's clock, in cycles; see `core.cycles`."""
     return cycles()

@@ -1,4 +1,4 @@
-"""Does beam search give what transformers gives? Where it does not: is it rounding?"""
+"""A comparison of beam search with that of transformers, which tells rounding from other differences."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import torch
 
 from specbeam.decode import decode
 from specbeam.errors import BadSetting, SpecbeamError
-from specbeam.evaluate.replay import EqualsInOrder, Recorder, Rows, leaves, replaying, whole
+from specbeam.evaluate.replay import EqualsInOrder, Recorder, Rows, forward_logits, leaves, replaying
 from specbeam.generation import Prompt
 from specbeam.options.checks import FORMS
 from specbeam.options.settings import Settings
@@ -18,88 +18,117 @@ from specbeam.recipes.method import Method
 from specbeam.request import Request
 from specbeam.session import Session
 
-Scored = list[tuple[list[int], float]]  # new tokens of a beam, and its score
-CLOSE = 1e-4  # scores nearer than this are the same
-LIKELY = 10.0  # tokens whose log-odds are further below those of the best one decide nothing
-SPREAD = 4.0  # by how much more than transformers' own passes our logits may differ
+ScoredBeams = list[tuple[list[int], float]]  # new tokens and score of each beam, best first
+CLOSE = 1e-4  # scores that differ by less count as equal
+LIKELY = 10.0  # tokens whose log-odds lie further below the best one's cannot decide anything
+SPREAD = 4.0  # the logits may differ by this multiple of the difference between transformers' own passes
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference between the beams of one prompt, and what it comes from."""
+    """The first difference between the beams of one prompt, and the evidence on its cause.
 
-    beam: int  # rank of the first beam that differs
-    step: int | None  # its first token that differs, from 0; None: only its score does
+    Attributes:
+        beam: rank of the first beam that differs, from 0.
+        step: place of its first token that differs, from 0; None if only its score differs.
+        theirs, ours: new tokens of this beam in transformers and in specbeam.
+        gap: distance between the logits of the two tokens at this place; None if there are no two tokens to compare.
+        replayed: whether transformers' search, given the logits that specbeam saw, finds specbeam's beams and scores.
+        apart: largest distance of these logits, as log-odds of likely tokens, from those of a plain forward.
+        noise: the largest such distance between a plain forward and one that runs token by token.
+    """
+
+    beam: int
+    step: int | None
     theirs: list[int]
     ours: list[int]
-    gap: float | None  # between the logits of the two tokens there; None: there are no two tokens
-    replayed: bool  # transformers' own search, given the logits that specbeam saw, finds specbeam's beams and scores
-    apart: float  # largest distance of these logits, as log-odds of likely tokens, from those of a plain forward
-    noise: float  # the same between a plain forward and one token by token
+    gap: float | None
+    replayed: bool
+    apart: float
+    noise: float
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the search is the same, and its logits differ no more than transformers' own from pass to pass."""
+        """Whether the search is the same, and its logits differ by at most `SPREAD` times `noise`."""
         return self.replayed and self.apart <= SPREAD * self.noise
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The beams of one prompt by one method beside those of transformers."""
+    """The comparison of one method with transformers on one prompt.
+
+    Attributes:
+        prompt: number of the prompt.
+        method: name of the method.
+        off: largest distance between the scores of equal beams.
+        difference: the first difference; None if all beams and scores are equal.
+        failure: the reason why there are no beams to compare; None if there are.
+    """
 
     prompt: int
     method: str
-    off: float = 0.0  # largest distance between the scores of equal beams
-    difference: Difference | None = None  # None: all beams are the same
-    failure: str | None = None  # why there are no beams to compare
+    off: float = 0.0
+    difference: Difference | None = None
+    failure: str | None = None
 
 
 def comparisons(
     pair: Pair, prompts: Sequence[Prompt], methods: Sequence[Method], batch_size: int = 1, **options: Any
 ) -> Iterator[Comparison]:
-    """Compare with transformers' ``generate(num_beams=W, do_sample=False)``, prompt by prompt, in all beams and scores.
+    """Compare all beams and scores with those of transformers' ``generate(num_beams=W, do_sample=False)``.
 
     Args:
-        pair: target, and draft if a method drafts with one.
+        pair: the target, and the draft if a method drafts with one.
         prompts: texts or token ids.
-        methods: `beam_search` or `speculative_beam_search`, all of the same number of beams W.
-        batch_size: prompts that are decoded side by side. The logits of that many are kept.
-        options: as in `generate`; both sides get them.
+        methods: `beam_search` or `speculative_beam_search`, all with the same number of beams W.
+        batch_size: number of prompts that specbeam decodes side by side. Their logits are kept in memory.
+        options: as in `specbeam.generate`; both sides get them.
 
     Yields:
-        For each prompt, one per method. Scores differ if they are further apart than 1e-4 (1e-6 of a large score).
+        A comparison per method for each prompt. Scores differ if they are more than 1e-4 apart (for large scores, more
+        than 1e-6 of the score).
 
     Raises:
-        BadSetting: transformers has no such option.
+        BadSetting: transformers has no such option, a method keeps fewer than 2 beams, or the methods keep different
+            numbers of beams.
     """
-    if strange := [one.name for one in methods if one.beams < 2]:
+    if strange := [method.name for method in methods if method.beams < 2]:
         raise BadSetting(f"{', '.join(strange)} keeps fewer than 2 beams, so there is nothing to compare with")
-    if len({one.beams for one in methods}) > 1:
-        found = ", ".join(f"{one.beams} of {one.name}" for one in methods)
-        raise BadSetting(f"the methods keep different numbers of beams: {found}; compare those of one number")
+    if len({method.beams for method in methods}) > 1:
+        numbers = ", ".join(f"{method.beams} of {method.name}" for method in methods)
+        raise BadSetting(f"the methods keep different numbers of beams: {numbers}; compare those of one number")
     strange = [name for name in (*FORMS, "grammar_backend") if options.get(name) is not None]
     if strange:
         raise BadSetting(f"transformers has no option {', '.join(strange)}, so there is nothing to compare with")
-    options = {name: value for name, value in options.items() if name != "num_return_sequences"}  # all are compared
+    # All beams are compared, whatever number of answers is asked for.
+    options = {name: value for name, value in options.items() if name != "num_return_sequences"}
     for start in range(0, len(prompts), batch_size):
         runs = [
-            BatchComparison(pair, prompts[start : start + batch_size], method, _numbered(options, start))
+            RecordedBatch(pair, prompts[start : start + batch_size], method, _options_of_batch(options, start))
             for method in methods
         ]
         for place in range(len(runs[0].request.prompt_of)):
-            yield from _of_prompt(runs, place, start + place, options)
+            yield from _compare_prompt(runs, place, start + place, options)
 
 
-def _numbered(options: dict[str, Any], start: int) -> dict[str, Any]:
-    """Options for a batch that begins with prompt `start`: who asks for the number gets that among all."""
+def _options_of_batch(options: dict[str, Any], start: int) -> dict[str, Any]:
+    """Return the options for a batch that begins with prompt `start`.
+
+    `prefix_allowed_tokens_fn` is called with the number of the prompt among all prompts, not in the batch.
+    """
     allowed = options.get("prefix_allowed_tokens_fn")
     if allowed is None:
         return options
     return options | {"prefix_allowed_tokens_fn": lambda number, tokens: allowed(start + number, tokens)}
 
 
-class BatchComparison:
-    """A batch of prompts decoded by one method, with the logits that it saw."""
+class RecordedBatch:
+    """A batch of prompts decoded by one method, with the logits that the method saw.
+
+    Attributes:
+        sessions: by the place of the prompt in the batch.
+        rows: the logits by place and path.
+    """
 
     def __init__(self, pair: Pair, prompts: Sequence[Prompt], method: Method, options: dict[str, Any]) -> None:
         self.pair = pair
@@ -111,17 +140,21 @@ class BatchComparison:
             pass
         self.rows = recorder.rows
 
-    def beams(self, place: int) -> Scored | SpecbeamError:
+    def beams(self, place: int) -> ScoredBeams | SpecbeamError:
+        """Return the beams of the prompt at this place of the batch, or the error of a prompt that failed."""
         if place in self.request.refused:
             return self.request.refused[place]
-        found = self.request.result(self.sessions[place])
-        if isinstance(found, SpecbeamError):
-            return found
-        return [(beam.tokens, beam.score) for beam in found[0].beams[: self.method.beams]]
+        result = self.request.result(self.sessions[place])
+        if isinstance(result, SpecbeamError):
+            return result
+        return [(beam.tokens, beam.score) for beam in result[0].beams[: self.method.beams]]
 
 
-def _of_prompt(runs: list[BatchComparison], place: int, number: int, options: dict[str, Any]) -> Iterator[Comparison]:
-    theirs: Scored | None = None
+def _compare_prompt(
+    runs: list[RecordedBatch], place: int, number: int, options: dict[str, Any]
+) -> Iterator[Comparison]:
+    """Yield a comparison per run for the prompt at a place of the batch, which is prompt `number` among all."""
+    theirs: ScoredBeams | None = None
     for run in runs:
         ours = run.beams(place)
         name = run.method.name
@@ -129,58 +162,67 @@ def _of_prompt(runs: list[BatchComparison], place: int, number: int, options: di
             yield Comparison(number, name, failure=str(ours))
             continue
         session = run.sessions[place]
-        given = given_to_transformers(run.pair, session, run.method.beams, options, number)
+        arguments = transformers_arguments(run.pair, session, run.method.beams, options, number)
         if theirs is None:
-            theirs = searched(run.pair.target_model, session, given)
+            theirs = transformers_beams(run.pair.target_model, session, arguments)
         off = max((abs(a - b) for (x, a), (y, b) in zip(ours, theirs, strict=False) if x == y), default=0.0)
-        yield Comparison(
-            number, name, off, None if same(ours, theirs) else _difference(run, place, theirs, ours, given)
-        )
+        difference = None if are_same(ours, theirs) else _difference(run, place, theirs, ours, arguments)
+        yield Comparison(number, name, off, difference)
 
 
-def same(ours: Scored, theirs: Scored) -> bool:
+def are_same(ours: ScoredBeams, theirs: ScoredBeams) -> bool:
+    """Return whether both sides have the same beams in the same order, with scores that are close."""
     return [tokens for tokens, _ in ours] == [tokens for tokens, _ in theirs] and all(map(_close, ours, theirs))
 
 
-def _close(one: tuple[list[int], float], other: tuple[list[int], float]) -> bool:
-    return math.isclose(one[1], other[1], rel_tol=1e-6, abs_tol=CLOSE)
+def _close(ours: tuple[list[int], float], theirs: tuple[list[int], float]) -> bool:
+    """Return whether the scores of two beams are close."""
+    return math.isclose(ours[1], theirs[1], rel_tol=1e-6, abs_tol=CLOSE)
 
 
-def given_to_transformers(
+def transformers_arguments(
     pair: Pair, session: Session, beams: int, options: dict[str, Any], number: int
 ) -> dict[str, Any]:
-    """The arguments of `generate` that mean what `options` mean here."""
-    given = {name: value for name, value in options.items() if name not in ("max_length", "temperature")}
-    given |= {"num_beams": beams, "num_return_sequences": beams, "do_sample": False}
-    given |= {"max_new_tokens": session.limits.max_new_tokens, "eos_token_id": list(session.limits.eos)}
+    """Return the arguments of transformers' `generate` that mean the same as `options` in specbeam.
+
+    Args:
+        number: number of the prompt, for `prefix_allowed_tokens_fn`.
+    """
+    arguments = {name: value for name, value in options.items() if name not in ("max_length", "temperature")}
+    arguments |= {"num_beams": beams, "num_return_sequences": beams, "do_sample": False}
+    arguments |= {"max_new_tokens": session.limits.max_new_tokens, "eos_token_id": list(session.limits.eos)}
     if not session.limits.eos:
-        given["pad_token_id"] = 1  # it would look for an end token to pad with, although nothing is padded
-    if given.get("stop_strings"):
-        given["tokenizer"] = pair.tokenizer
-    if (allowed := given.get("prefix_allowed_tokens_fn")) is not None:
-        given["prefix_allowed_tokens_fn"] = lambda _, tokens: allowed(number, tokens)
-    return given
+        arguments["pad_token_id"] = (
+            1  # else transformers looks for an end token to pad with, although nothing is padded
+        )
+    if arguments.get("stop_strings"):
+        arguments["tokenizer"] = pair.tokenizer
+    if (allowed := arguments.get("prefix_allowed_tokens_fn")) is not None:
+        arguments["prefix_allowed_tokens_fn"] = lambda _, tokens: allowed(number, tokens)
+    return arguments
 
 
-def searched(model: Any, session: Session, given: dict[str, Any]) -> Scored:
-    """New tokens up to and with their end, and scores, of all beams that transformers finds; best first.
+def transformers_beams(model: Any, session: Session, arguments: dict[str, Any]) -> ScoredBeams:
+    """Return the beams that transformers finds, best first: new tokens up to and including the end, and scores.
 
-    Where there are fewer texts than beams it fills up with copies of the prompt at -1e9, which are left out.
+    If there are fewer texts than beams, transformers adds copies of the prompt with a score of -1e9. They are left out.
     """
     ids = torch.tensor([session.prompt], device=model.device)
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_scores=True, **given
+        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_scores=True, **arguments
     )
-    found: Scored = []
+    beams: ScoredBeams = []
     for row, score in zip(out.sequences[:, len(session.prompt) :], out.sequences_scores.tolist(), strict=True):
-        tokens = _up_to_end(row.tolist(), session)
-        whole = score * len(tokens) ** session.limits.length_penalty
-        if min(score, whole) > -5e8:  # a copy that ended has its score divided, a place that was never filled has not
-            found.append((tokens, score))
-    return found
+        tokens = _tokens_up_to_end(row.tolist(), session)
+        undivided = score * len(tokens) ** session.limits.length_penalty
+        # A copy that ended has its score divided by the length penalty; a place that was never filled has not.
+        if min(score, undivided) > -5e8:
+            beams.append((tokens, score))
+    return beams
 
 
-def _up_to_end(tokens: list[int], session: Session) -> list[int]:
+def _tokens_up_to_end(tokens: list[int], session: Session) -> list[int]:
+    """Return the tokens up to and including the first end token or stop string."""
     limits = session.limits
     for size in range(1, len(tokens) + 1):
         if tokens[size - 1] in limits.eos or limits.stopped_by(tokens[:size]) is not None:
@@ -188,30 +230,36 @@ def _up_to_end(tokens: list[int], session: Session) -> list[int]:
     return tokens
 
 
-def _difference(run: BatchComparison, place: int, theirs: Scored, ours: Scored, given: dict[str, Any]) -> Difference:
+def _difference(
+    run: RecordedBatch, place: int, theirs: ScoredBeams, ours: ScoredBeams, arguments: dict[str, Any]
+) -> Difference:
+    """Return the first difference between the beams of a prompt, with the evidence on its cause."""
     model = run.pair.target_model
     session = run.sessions[place]
     rows = run.rows[place]
     beam = _first_that_differs(ours, theirs)
-    mine, other = (side[beam][0] if beam < len(side) else [] for side in (ours, theirs))
-    step = next((k for k, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b), min(len(mine), len(other)))
+    our_tokens = ours[beam][0] if beam < len(ours) else []
+    their_tokens = theirs[beam][0] if beam < len(theirs) else []
+    shorter = min(len(our_tokens), len(their_tokens))
+    pairs = enumerate(zip(our_tokens, their_tokens, strict=False))
+    step = next((place for place, (a, b) in pairs if a != b), shorter)
     with EqualsInOrder():
-        again = searched(replaying(model, rows), session, given | {"use_cache": False})
+        replay = transformers_beams(replaying(model, rows), session, arguments | {"use_cache": False})
     texts = [[*session.prompt, *tokens] for tokens, _ in (*ours, *theirs)]
     return Difference(
-        beam,
-        None if mine == other else step,
-        other,
-        mine,
-        _gap(model, session.prompt, mine, other, step) if step < min(len(mine), len(other)) else None,
-        same(ours, again),
-        _apart(model, rows, len(session.prompt)),
-        max(_noise(model, text, len(session.prompt)) for text in texts),
+        beam=beam,
+        step=None if our_tokens == their_tokens else step,
+        theirs=their_tokens,
+        ours=our_tokens,
+        gap=_gap(model, session.prompt, our_tokens, their_tokens, step) if step < shorter else None,
+        replayed=are_same(ours, replay),
+        apart=_distance_from_plain(model, rows, len(session.prompt)),
+        noise=max(_noise(model, text, len(session.prompt)) for text in texts),
     )
 
 
-def _first_that_differs(ours: Scored, theirs: Scored) -> int:
-    """In its tokens; if all tokens are the same, in its score."""
+def _first_that_differs(ours: ScoredBeams, theirs: ScoredBeams) -> int:
+    """Return the rank of the first beam whose tokens differ; if no tokens differ, of the first whose score does."""
     pairs = list(zip(ours, theirs, strict=False))
     texts = [k for k, (a, b) in enumerate(pairs) if a[0] != b[0]]
     if texts or len(ours) != len(theirs):
@@ -219,16 +267,17 @@ def _first_that_differs(ours: Scored, theirs: Scored) -> int:
     return next(k for k, (a, b) in enumerate(pairs) if not _close(a, b))
 
 
-def _gap(model: Any, prompt: list[int], mine: list[int], other: list[int], step: int) -> float:
-    row = whole(model, [*prompt, *mine[:step]])[-1].float()
-    return abs(float(row[mine[step]] - row[other[step]]))
+def _gap(model: Any, prompt: list[int], ours: list[int], theirs: list[int], step: int) -> float:
+    """Return the distance between the logits of the two tokens at `step`, by a plain forward."""
+    row = forward_logits(model, [*prompt, *ours[:step]])[-1].float()
+    return abs(float(row[ours[step]] - row[theirs[step]]))
 
 
-def _apart(model: Any, rows: Rows, start: int) -> float:
-    """How far recorded logits are from those of plain forwards."""
+def _distance_from_plain(model: Any, rows: Rows, start: int) -> float:
+    """Return the largest distance of recorded logits from those of plain forwards; `start` is the prompt's length."""
     most = 0.0
     for leaf in leaves(rows):
-        plain = whole(model, leaf)[start - 1 :]
+        plain = forward_logits(model, leaf)[start - 1 :]
         seen = [(place, rows[path]) for place in range(len(plain)) if (path := leaf[: start + place]) in rows]
         places = [place for place, _ in seen]
         most = max(most, _distance(plain[places], torch.stack([row for _, row in seen]).to(plain.device)))
@@ -237,9 +286,9 @@ def _apart(model: Any, rows: Rows, start: int) -> float:
 
 @torch.inference_mode()
 def _noise(model: Any, text: list[int], start: int) -> float:
-    """How far apart two passes of transformers are: one over the text, and one token by token.
+    """Return the distance between two runs of transformers: one pass over the text, and passes token by token.
 
-    At least the last place of a logit in the model's type.
+    It is at least the last place of the largest logit in the model's dtype.
     """
     ids = torch.tensor([text], device=model.device)
     plain = model(ids).logits[0, start - 1 : -1]
@@ -253,7 +302,7 @@ def _noise(model: Any, text: list[int], start: int) -> float:
 
 
 def _distance(plain: torch.Tensor, other: torch.Tensor) -> float:
-    """Largest distance between the log-odds of likely tokens."""
+    """Return the largest distance between the log-odds of likely tokens, those at most `LIKELY` below the best one."""
     plain = plain.float().log_softmax(-1)
     other = other.float().log_softmax(-1)
     likely = plain > plain.amax(-1, keepdim=True) - LIKELY

@@ -1,4 +1,4 @@
-"""Options of beam search in a covering design: any two values of two options meet on some prompt."""
+"""A covering design of the options of beam search: any two values of two options meet on some prompt."""
 
 import random
 from collections import Counter
@@ -15,14 +15,17 @@ from specbeam.pair import Pair
 from specbeam.recipes.method import Method
 from specbeam.recipes.search import beam_search
 
-TRIED = 200  # random rows, the best of which joins the design
-Row = dict[str, Any]
+CANDIDATES = 200  # number of random rows, of which the best one joins the design
+Row = dict[str, Any]  # a value for each option
 
 
 def covering(values: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Row]:
-    """Few rows of options in which every value of one option meets every value of every other: a pairwise covering array.
+    """Return a pairwise covering array: few rows in which any two values of two options meet.
 
-    Greedy: of many random rows, the one with most pairs that are still missing comes next.
+    The search is greedy: of many random rows, the one that covers most of the missing pairs comes next.
+
+    Args:
+        values: the values of each option. None stands for an option that is not given.
     """
     draw = random.Random(seed)
     missing = {
@@ -33,7 +36,7 @@ def covering(values: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Row]:
     }
     design: list[Row] = []
     while missing:
-        rows = [{name: draw.randrange(len(choice)) for name, choice in values.items()} for _ in range(TRIED)]
+        rows = [{name: draw.randrange(len(choice)) for name, choice in values.items()} for _ in range(CANDIDATES)]
         best = max(rows, key=lambda row: len(missing & _pairs(row)))
         missing -= _pairs(best)
         design.append({name: values[name][place] for name, place in best.items() if values[name][place] is not None})
@@ -41,21 +44,24 @@ def covering(values: Mapping[str, Sequence[Any]], seed: int = 0) -> list[Row]:
 
 
 def _pairs(row: dict[str, int]) -> set[tuple[str, int, str, int]]:
+    """Return the pairs that a row covers, as (option, number of its value, other option, number of its value)."""
     return {(one, row[one], other, row[other]) for one, other in combinations(row, 2)}
 
 
 def option_values(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) -> dict[str, list[Any]]:
-    """Values of each option of beam search; tokens that are banned or end texts are those that this pair says most.
+    """Return several values of each option of beam search.
+
+    Tokens that are banned, or that end texts, are those that the pair writes most often.
 
     Args:
-        prompts: what the pair is asked; the first ones show what it says.
+        prompts: the first 20 are answered to count the tokens.
         max_new_tokens: the longer of the two lengths.
     """
     answers = generate(pair, prompts[:20], beam_search(2), max_new_tokens=max_new_tokens)
-    said = Counter(token for one in answers for token in one.tokens)
+    counts = Counter(token for answer in answers for token in answer.tokens)
     own_end = pair.target_model.generation_config.eos_token_id
     ends = [own_end] if isinstance(own_end, int) else list(own_end or [])
-    frequent = [token for token, _ in said.most_common() if token not in ends]
+    frequent = [token for token, _ in counts.most_common() if token not in ends]
     frequent += [0] * (3 - len(frequent))
     return {
         "length_penalty": [1.0, 0.0, -0.7, 2.0],
@@ -72,10 +78,10 @@ def option_values(pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int) ->
 
 
 class AgainstThePast:
-    """A processor as users write them: which tokens lose depends on the token before."""
+    """A logits processor as users write them: the tokens that it makes less likely depend on the last token."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Args and result as those of a `transformers.LogitsProcessor`."""
+        """Return the changed scores; shapes are those of a `transformers.LogitsProcessor`."""
         changed = scores.clone()
         for row, last in zip(changed, input_ids[:, -1].tolist(), strict=True):
             row[last % 7 :: 11] -= 1.5
@@ -83,7 +89,10 @@ class AgainstThePast:
 
 
 def some_tokens(vocab: int, always: set[int]) -> Callable[[int, Tensor], list[int]]:
-    """A `prefix_allowed_tokens_fn`: at two of three places only every other token, and those that are always allowed."""
+    """Return a `prefix_allowed_tokens_fn` that allows all tokens at every third place.
+
+    At the other places it allows every other token, and the tokens in `always`.
+    """
     everything = list(range(vocab))
     half = sorted({*range(0, vocab, 2), *always})
 
@@ -94,8 +103,8 @@ def some_tokens(vocab: int, always: set[int]) -> Callable[[int, Tensor], list[in
 
 
 @dataclass(frozen=True)
-class Covered:
-    """A comparison, and the options under which it was made."""
+class ComparedRun:
+    """A comparison, with the options of its run."""
 
     options: Row
     comparison: Comparison
@@ -103,15 +112,16 @@ class Covered:
 
 def with_every_option(
     pair: Pair, prompts: Sequence[Prompt], methods: Sequence[Method], batch_size: int = 1, max_new_tokens: int = 64
-) -> Iterator[Covered]:
-    """`comparisons` with the rows of a covering design, prompt after prompt in turns; with fewer prompts than rows some
-    have several turns, so that every row has one.
+) -> Iterator[ComparedRun]:
+    """Yield `comparisons` with the rows of a covering design: each prompt takes the next row of options.
+
+    With fewer prompts than rows, prompts are used again until every row has had a prompt.
     """
     design = covering(option_values(pair, prompts, max_new_tokens))
     for start, options in enumerate(design):
-        mine = [turn % len(prompts) for turn in range(start, max(len(prompts), len(design)), len(design))]
-        asked = [prompts[number] for number in mine]
-        found = comparisons(pair, asked, methods, batch_size, **options)
-        for number in mine:
-            for one in islice(found, len(methods)):
-                yield Covered(options, replace(one, prompt=number))
+        numbers = [place % len(prompts) for place in range(start, max(len(prompts), len(design)), len(design))]
+        batch = [prompts[number] for number in numbers]
+        found = comparisons(pair, batch, methods, batch_size, **options)
+        for number in numbers:
+            for comparison in islice(found, len(methods)):
+                yield ComparedRun(options, replace(comparison, prompt=number))

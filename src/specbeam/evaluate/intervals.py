@@ -1,4 +1,4 @@
-"""Confidence intervals by bootstrap over the units that were drawn: prompts, not tokens."""
+"""Confidence intervals by bootstrap over the units that were drawn at random: prompts, not tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,14 +6,17 @@ import numpy as np
 from jaxtyping import Float64
 
 RESAMPLES = 2000
-Z = 1.959963984540054  # 97.5 % of a normal law lie below
+Z = 1.959963984540054  # the 97.5 % quantile of the standard normal law
 Column = Sequence[float] | Float64[np.ndarray, " n"]
 
 
 def interval(columns: Sequence[Column], statistic: Callable[..., Float64[np.ndarray, " n"]]) -> tuple[float, float]:
-    """95 % interval of a statistic of column sums, where the n units stand in the same order in all columns.
+    """Return the 95 % interval of a statistic of column sums. With a single unit the interval is a point.
 
-    `statistic` takes an array of sums per column, one entry per resample. With one unit the interval is a point.
+    Args:
+        columns: values of the n units, in the same order in all columns.
+        statistic: takes an array of sums for each column, with an entry per resample, and returns an entry per
+            resample.
     """
     table = np.column_stack([np.asarray(values, dtype=float) for values in columns])
     rng = np.random.default_rng(0)
@@ -23,12 +26,15 @@ def interval(columns: Sequence[Column], statistic: Callable[..., Float64[np.ndar
 
 
 def ratio_interval(above: Column, below: Column) -> tuple[float, float]:
-    """95 % interval of sum(above) / sum(below)."""
+    """Return the 95 % interval of sum(above) / sum(below)."""
     return interval((above, below), lambda a, b: a / b)
 
 
 def share_interval(hits: Column, tries: Column) -> tuple[float, float]:
-    """95 % interval of a share, sum(hits) / sum(tries): Wilson's where all or none hit, for resamples know only these."""
+    """Return the 95 % interval of the share sum(hits) / sum(tries).
+
+    If all or no tries hit, all resamples are equal, so the interval is Wilson's, with the units as trials.
+    """
     units = len(tries)
     share = sum(hits) / sum(tries)
     beyond = Z**2 / (units + Z**2)

@@ -1,4 +1,4 @@
-"""Files of one record per line."""
+"""Lines of text files that have a record per line."""
 
 from pathlib import Path
 
@@ -6,7 +6,11 @@ from specbeam.errors import BadPrompt
 
 
 def lines_of(path: Path) -> list[str]:
-    """The lines of a UTF-8 file. Only line breaks end one, and not U+2028 or U+0085 inside a text, as with `splitlines`."""
+    """Return the lines of a UTF-8 file.
+
+    Only line breaks end a line, unlike `str.splitlines`, which also splits at U+2028 or U+0085 inside a text. Raises
+    `BadPrompt`, which names the line, if the file is not UTF-8.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Outputs of any decoder, read from files: a prompt and what came after it, perhaps with a reference."""
+"""Outputs of any decoder, read from files: prompts, the tokens or texts after them, and perhaps references."""
 
 import json
 from dataclasses import dataclass
@@ -12,13 +12,21 @@ from specbeam.pair import Pair
 
 @dataclass(frozen=True)
 class Outputs:
-    """Parallel lists. `references` is empty unless every output has one."""
+    """The outputs in a file, as parallel lists.
+
+    Attributes:
+        prompts: token ids of the prompts.
+        tokens: token ids of the outputs.
+        texts: texts of the outputs.
+        references: right answers; empty unless every output has one.
+        places: file and line of each output, for errors.
+    """
 
     prompts: list[list[int]]
     tokens: list[list[int]]
     texts: list[str]
     references: list[str]
-    places: list[str]  # file and line
+    places: list[str]
 
 
 def read_outputs(path: Path, pair: Pair, ended: bool = False) -> Outputs:
@@ -27,37 +35,39 @@ def read_outputs(path: Path, pair: Pair, ended: bool = False) -> Outputs:
     A line needs "prompt" (text or token ids) and "tokens" (ids of the output) or "text"; it may have "reference".
 
     Args:
-        path: the file.
         pair: its tokenizer reads texts.
-        ended: texts without tokens are complete, so that the end token that generation stops at is scored behind them.
+        ended: whether outputs that have a text but no tokens are complete; then the end token is added and scored too.
 
     Raises:
-        MissingFile, BadPrompt: with file and line.
+        MissingFile: there is no such file.
+        BadPrompt: a line cannot be read (the error names file and line), there are no outputs, or only some have
+            references.
     """
     if not path.is_file():
         raise MissingFile(f"there is no file {path}; write one with `specbeam generate --json ... > {path}`")
-    found = Outputs([], [], [], [], [])
+    outputs = Outputs([], [], [], [], [])
     for number, line in enumerate(lines_of(path), 1):
         if line.strip():
             try:
-                _take(found, json.loads(line), pair, ended)
-                found.places.append(f"{path}, line {number}")
+                _append(outputs, json.loads(line), pair, ended)
+                outputs.places.append(f"{path}, line {number}")
             except (ValueError, KeyError, TypeError) as error:
                 raise BadPrompt(
                     f"{path}, line {number}: {error}; expected a JSON object with 'prompt' and 'tokens' or 'text'"
                 ) from error
-    if not found.tokens:
+    if not outputs.tokens:
         raise BadPrompt(
             f"{path} holds no outputs; expected JSON objects with 'prompt' and 'tokens' or 'text', one per line"
         )
-    if len(found.references) not in (0, len(found.tokens)):
+    if len(outputs.references) not in (0, len(outputs.tokens)):
         raise BadPrompt(
-            f"{path}: {len(found.references)} of {len(found.tokens)} lines have a 'reference'; all or none must"
+            f"{path}: {len(outputs.references)} of {len(outputs.tokens)} lines have a 'reference'; all or none must"
         )
-    return found
+    return outputs
 
 
-def _take(found: Outputs, record: Any, pair: Pair, ended: bool) -> None:
+def _append(outputs: Outputs, record: Any, pair: Pair, ended: bool) -> None:
+    """Append the output in a record to all lists but `places`; raise `ValueError` or `KeyError` if it has none."""
     if not isinstance(record, dict):
         raise ValueError(f"found {type(record).__name__}")
     tokens, text, reference = (record.get(name) for name in ("tokens", "text", "reference"))
@@ -66,33 +76,36 @@ def _take(found: Outputs, record: Any, pair: Pair, ended: bool) -> None:
     for name, value in (("text", text), ("reference", reference)):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"'{name}' is {value!r} and no text")
-    found.prompts.append(_ids(record["prompt"], pair, special=True))
+    outputs.prompts.append(_token_ids(record["prompt"], pair, special=True))
     if tokens is None:
-        tokens = [*_ids(text, pair, special=False), *(_end(pair) if ended else [])]
-    found.tokens.append(_listed(tokens))
+        tokens = [*_token_ids(text, pair, special=False), *(_end_token(pair) if ended else [])]
+    outputs.tokens.append(_checked_ids(tokens))
     if text is None:
         text = pair.tokenizer.decode(tokens, skip_special_tokens=True) if pair.tokenizer is not None else ""
-    found.texts.append(text)
+    outputs.texts.append(text)
     if reference is not None:
-        found.references.append(reference)
+        outputs.references.append(reference)
 
 
-def _end(pair: Pair) -> list[int]:
+def _end_token(pair: Pair) -> list[int]:
+    """Return the end token, in a list: that of the tokenizer if generation stops at it, else the first one."""
     if not pair.eos:
         raise ValueError("texts cannot be ended, for neither generation config nor tokenizer names an end token")
-    usual = getattr(pair.tokenizer, "eos_token_id", None)
-    return [usual if usual in pair.eos else pair.eos[0]]
+    preferred = getattr(pair.tokenizer, "eos_token_id", None)
+    return [preferred if preferred in pair.eos else pair.eos[0]]
 
 
-def _ids(source: Any, pair: Pair, special: bool) -> list[int]:
+def _token_ids(source: Any, pair: Pair, special: bool) -> list[int]:
+    """Return the token ids of a text or of a list of token ids; `special`: with the special tokens of a prompt."""
     if not isinstance(source, str):
-        return _listed(source)
+        return _checked_ids(source)
     if pair.tokenizer is None:
         raise ValueError("found text, but there is no tokenizer; give token ids")
     return list(pair.tokenizer(source, add_special_tokens=special)["input_ids"])
 
 
-def _listed(source: Any) -> list[int]:
+def _checked_ids(source: Any) -> list[int]:
+    """Return a list of token ids as it is; raise `ValueError` if it is something else."""
     if not isinstance(source, list) or not all(type(token) is int for token in source):
         raise ValueError(f"{source!r} is no list of token ids")
     return source

@@ -1,8 +1,8 @@
-"""How likely the target finds outputs, whoever made them: one pass over prompt and output, raw probabilities.
+"""The likelihood of outputs of any decoder under the raw probabilities of the target, from one pass over each text.
 
-Raw means: temperature 1, no truncation, no logits processor, so that outputs of all methods are scored alike. Low perplexity
-alone proves little: a text that repeats itself has it too. So length, repetition and, where there are references, a task
-metric stand beside it.
+Raw means temperature 1, no truncation and no logits processor, so that the outputs of all methods are scored alike. Low
+perplexity alone proves little, because a text that repeats itself has it too. So length and repetition are reported
+beside it, and if there are references, a task metric.
 """
 
 import math
@@ -16,28 +16,41 @@ from specbeam.errors import BadPrompt
 from specbeam.evaluate.intervals import ratio_interval
 from specbeam.pair import Pair
 
-LOGITS_PER_PASS = 2**26  # keeps a pass below some hundred megabytes
-REPEAT = 4  # tokens that make a repetition
-MOST_NATS = math.log(sys.float_info.max)
+LOGITS_PER_PASS = 2**26  # keeps the memory of a pass below some hundred megabytes
+REPEAT = 4  # number of tokens that make a repetition
+MOST_NATS = math.log(sys.float_info.max)  # the largest argument of exp
 
 Tokens = list[int]
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Scores of many outputs. Intervals are 95 %, by bootstrap over prompts."""
+    """The scores of many outputs.
+
+    Attributes:
+        outputs: number of outputs.
+        tokens: number of their tokens.
+        perplexity: exp of minus the mean over outputs of the mean log p per token; every output has the same weight.
+        low, high: its 95 % interval, by bootstrap over prompts.
+        by_token: exp of minus the mean log p over all tokens; every token has the same weight.
+        mean_of_outputs: mean over outputs of their own perplexities.
+        tokens_per_output: mean length.
+        distinct_1: number of distinct tokens divided by the number of all tokens.
+        distinct_2: number of distinct pairs of neighbouring tokens divided by the number of all such pairs.
+        repeated: share of 4-grams that occurred before in the same output.
+    """
 
     outputs: int
     tokens: int
-    perplexity: float  # exp of minus the mean over outputs of the mean log p of a token: every output counts the same
+    perplexity: float
     low: float
     high: float
-    by_token: float  # the same with every token counting the same
-    mean_of_outputs: float  # mean over outputs of their own perplexities
+    by_token: float
+    mean_of_outputs: float
     tokens_per_output: float
-    distinct_1: float  # distinct tokens among all tokens
-    distinct_2: float  # distinct pairs of neighbours among all
-    repeated: float  # share of 4-grams that stood before in the same output
+    distinct_1: float
+    distinct_2: float
+    repeated: float
 
 
 def perplexity(
@@ -46,9 +59,12 @@ def perplexity(
     """Score outputs under the target of a pair.
 
     Args:
-        prompts: token ids; at least one each. Outputs of equal prompts are resampled together.
-        outputs: new token ids of each prompt, end token included if it was generated. Empty ones are refused.
-        places: where each output stands, for errors.
+        prompts: token ids, at least one each. Outputs of equal prompts are resampled together.
+        outputs: new token ids after each prompt, with the end token if it was generated.
+        places: file and line of each output, for errors.
+
+    Raises:
+        BadPrompt: there are no outputs, or a prompt or an output is empty, too long, or of another tokenizer.
 
     Source: arXiv 2407.09722 (the authors' measure is `perplexity`).
     """
@@ -56,17 +72,21 @@ def perplexity(
 
 
 def summary(logp: Sequence[float], outputs: Sequence[Tokens], prompts: Sequence[Tokens] | None = None) -> Perplexity:
-    """From the log-likelihood of each output, in nats. Without `prompts` every output has a prompt of its own."""
+    """Compute all scores from the log-likelihood of each output, in nats.
+
+    Args:
+        prompts: token ids of each output's prompt; None: every output has a different prompt.
+    """
     if not outputs:
         raise BadPrompt("there are no outputs; there must be at least one to score")
-    lengths = [len(one) for one in outputs]
+    lengths = [len(output) for output in outputs]
     means = [total / length for total, length in zip(logp, lengths, strict=True)]
     count = len(outputs)
     tokens = sum(lengths)
     low, high = ratio_interval(*_by_prompt(means, prompts))
-    singles = [token for one in outputs for token in one]
-    pairs = [gram for one in outputs for gram in _grams(one, 2)]
-    repeats = [again for one in outputs for again in _repeats(one)]
+    singles = [token for output in outputs for token in output]
+    pairs = [gram for output in outputs for gram in _grams(output, 2)]
+    repeats = [is_repeat for output in outputs for is_repeat in _repeats(output)]
     return Perplexity(
         outputs=count,
         tokens=tokens,
@@ -83,51 +103,58 @@ def summary(logp: Sequence[float], outputs: Sequence[Tokens], prompts: Sequence[
 
 
 def exp(nats: float) -> float:
-    """inf where a float does not reach."""
+    """Return e to the power of `nats`, inf if that is larger than any float."""
     return math.exp(nats) if nats < MOST_NATS else math.inf
 
 
 def _by_prompt(means: list[float], prompts: Sequence[Tokens] | None) -> tuple[list[float], list[float]]:
-    """Sum of `means` and number of outputs of each prompt."""
-    named = range(len(means)) if prompts is None else map(tuple, prompts)
-    sums: dict[Hashable, list[float]] = {}
-    for name, mean in zip(named, means, strict=True):
-        sums.setdefault(name, []).append(mean)
-    return [sum(some) for some in sums.values()], [float(len(some)) for some in sums.values()]
+    """Return the sum of `means` and the number of outputs of each prompt."""
+    keys = range(len(means)) if prompts is None else map(tuple, prompts)
+    means_of: dict[Hashable, list[float]] = {}
+    for key, mean in zip(keys, means, strict=True):
+        means_of.setdefault(key, []).append(mean)
+    sums = [sum(group) for group in means_of.values()]
+    counts = [float(len(group)) for group in means_of.values()]
+    return sums, counts
 
 
 def _grams(tokens: Tokens, size: int) -> list[tuple[int, ...]]:
+    """Return all runs of `size` neighbouring tokens."""
     return [tuple(tokens[start : start + size]) for start in range(len(tokens) - size + 1)]
 
 
 def _repeats(tokens: Tokens) -> list[bool]:
-    """For each 4-gram whether it stood before."""
+    """Return for each 4-gram whether it occurred before."""
     seen: set[tuple[int, ...]] = set()
-    found = []
+    repeats = []
     for gram in _grams(tokens, REPEAT):
-        found.append(gram in seen)
+        repeats.append(gram in seen)
         seen.add(gram)
-    return found
+    return repeats
 
 
 def log_likelihoods(
     pair: Pair, prompts: Sequence[Tokens], outputs: Sequence[Tokens], places: Sequence[str] = ()
 ) -> list[float]:
-    """log p of each output after its prompt, in nats, summed in float64. Outputs of similar length share a pass."""
+    """Return log p of each output after its prompt, in nats, summed in float64. Outputs of similar length share a pass.
+
+    Arguments and errors are those of `perplexity`.
+    """
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         _check(pair, prompt, output, number, f"{places[number]}: " if places else "")
-    found = [0.0] * len(outputs)
+    totals = [0.0] * len(outputs)
     texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
     for batch in _batches([len(text) for text in texts], LOGITS_PER_PASS // pair.target.vocab):
-        logp = _logp_of([texts[one] for one in batch], pair)
-        for one, row in zip(batch, logp, strict=True):
-            start = len(prompts[one]) - 1
-            length = len(outputs[one])
-            found[one] = float(row[start : start + length].sum())
-    return found
+        logp = _logp_of([texts[number] for number in batch], pair)
+        for number, row in zip(batch, logp, strict=True):
+            start = len(prompts[number]) - 1
+            length = len(outputs[number])
+            totals[number] = float(row[start : start + length].sum())
+    return totals
 
 
 def _check(pair: Pair, prompt: Tokens, output: Tokens, number: int, place: str) -> None:
+    """Raise `BadPrompt` if the target cannot score an output."""
     if not prompt or not output:
         what = "prompt" if not prompt else "output"
         raise BadPrompt(
@@ -147,20 +174,23 @@ def _check(pair: Pair, prompt: Tokens, output: Tokens, number: int, place: str) 
 
 
 def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Numbers of texts that go together: at most `most` tokens, padding included, but at least one text."""
+    """Yield the numbers of the texts of each batch: at most `most` tokens with padding, but at least one text."""
     batch: list[int] = []
-    for one in sorted(range(len(lengths)), key=lambda number: lengths[number]):
-        if batch and lengths[one] * (len(batch) + 1) > most:
+    for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
+        if batch and lengths[number] * (len(batch) + 1) > most:
             yield batch
             batch = []
-        batch.append(one)
+        batch.append(number)
     if batch:
         yield batch
 
 
 @torch.inference_mode()
 def _logp_of(texts: list[Tokens], pair: Pair) -> list[torch.Tensor]:
-    """log p of each token but the first. Padding stands behind, where nothing that is scored looks."""
+    """Return log p of each token but the first, per text in float64.
+
+    Padding comes after the texts, where no token that is scored attends to it.
+    """
     longest = max(len(text) for text in texts)
     tokens = torch.zeros(len(texts), longest, dtype=torch.long)
     mask = torch.zeros(len(texts), longest, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""What a run saw, and what transformers' search makes of the very same logits."""
+"""A recorder of the logits that a run saw, and a replay of them to transformers' own search."""
 
 import copy
 import functools
@@ -17,12 +17,18 @@ from specbeam.session import Session
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Path = tuple[int, ...]  # prompt and new tokens
+Path = tuple[int, ...]  # tokens of a prompt and of a text that continues it
 Rows = dict[Path, Float[torch.Tensor, " vocab"]]
 
 
 class Recorder:
-    """A language model that remembers the logits it gave: those of each place of a request, by path. For small runs."""
+    """A language model that stores all logits that it returns, by the place of the session in the request and by path.
+
+    The logits stay in memory, so it serves small runs only.
+
+    Attributes:
+        rows: the logits after each path, for each place of the request.
+    """
 
     def __init__(self, lm: LM) -> None:
         self.lm = lm
@@ -33,10 +39,10 @@ class Recorder:
     def extend(
         self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
-        """See `LM.extend`."""
+        """Score the nodes as `LM.extend` does, and store their logits."""
         scored = self.lm.extend(sessions, forests, needs)
-        for session, forest, found in zip(sessions, forests, scored, strict=True):
-            rows = found.logits
+        for session, forest, answer in zip(sessions, forests, scored, strict=True):
+            rows = answer.logits
             known = self.rows.setdefault(session.place, {})
             before = [(*session.prompt, *session.settled, *tail) for tail in session.tails.tolist()]
             for node, row in enumerate(rows.cpu().clone(), forest.size - len(rows)):
@@ -57,26 +63,30 @@ class Recorder:
 
 
 def replaying(model: "PreTrainedModel", rows: Rows) -> "PreTrainedModel":
-    """The model, with the logits after a path taken from `rows`; it computes those that are not there.
+    """Return a copy of the model that takes the logits after a path from `rows`, and computes those that are not there.
 
-    It keeps no cache: call `generate` with ``use_cache=False``.
+    The copy shares the weights and has no KV cache: call its `generate` with ``use_cache=False``.
     """
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     @functools.wraps(model.forward)
     def forward(input_ids: torch.Tensor, **_: Any) -> CausalLMOutputWithPast:
-        found = [rows[tuple(path)] if tuple(path) in rows else whole(model, path)[-1] for path in input_ids.tolist()]
-        return CausalLMOutputWithPast(logits=torch.stack([row.float().to(model.device) for row in found])[:, None])
+        logits = []
+        for path in input_ids.tolist():
+            row = rows[tuple(path)] if tuple(path) in rows else forward_logits(model, path)[-1]
+            logits.append(row.float().to(model.device))
+        return CausalLMOutputWithPast(logits=torch.stack(logits)[:, None])
 
-    made = copy.copy(model)  # shares the weights
-    vars(made)["forward"] = forward  # goes before the method of its class
-    return made
+    replay = copy.copy(model)  # shares the weights
+    vars(replay)["forward"] = forward  # takes precedence over the method of the class
+    return replay
 
 
 class EqualsInOrder(TorchFunctionMode):
-    """`torch.topk` that leaves equal values in their order, as our search does; by itself it promises none.
+    """A mode in which `torch.topk` keeps equal values in their order, as specbeam's search does.
 
-    Logits in bfloat16 are often equal, and which of two equal beams comes first decides what follows.
+    By itself `torch.topk` promises no order of equal values. Logits in bfloat16 are often equal, and the beam that
+    comes first among equal ones decides what follows.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,17 +95,17 @@ class EqualsInOrder(TorchFunctionMode):
             return func(*args, **kwargs)
         values = args[0]
         k = kwargs["k"] if "k" in kwargs else args[1]
-        return tuple(found[..., :k] for found in torch.sort(values, dim=-1, descending=True, stable=True))
+        return tuple(part[..., :k] for part in torch.sort(values, dim=-1, descending=True, stable=True))
 
 
-def whole(model: "PreTrainedModel", path: Sequence[int]) -> Float[torch.Tensor, "length vocab"]:
-    """Logits after each token of a path, by one plain forward."""
+def forward_logits(model: "PreTrainedModel", path: Sequence[int]) -> Float[torch.Tensor, "length vocab"]:
+    """Return the logits after each token of a path, from one plain forward of the model."""
     with torch.inference_mode():
         return model(torch.tensor([list(path)], device=model.device)).logits[0]
 
 
 def leaves(rows: Rows) -> Iterator[Path]:
-    """Paths that none of the others prolongs; every path is a beginning of one of them."""
+    """Yield the paths that are not the beginning of another path. Every path is the beginning of one of them."""
     ordered = sorted(rows)
     for path, after in zip(ordered, [*ordered[1:], ()], strict=True):
         if after[: len(path)] != path:

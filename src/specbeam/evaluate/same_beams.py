@@ -1,7 +1,8 @@
-"""Are the beams of speculative decoding those of plain beam sampling, seed by seed? And if not, is it rounding?
+"""A comparison of the beams of speculative decoding with those of plain beam sampling under the same seed.
 
-With shared noise both are the same function of the target's logits. A forest pass and a one-token pass round those
-differently, so a difference is possible where two pairs are nearly tied; each one found is reported with its gap.
+With shared noise both are the same function of the target's logits. A pass over a forest rounds the logits differently
+from a pass over one token, so beams may differ where two pairs are nearly tied. Each difference is reported with its
+gap.
 """
 
 from collections.abc import Sequence
@@ -25,47 +26,68 @@ from specbeam.records import Beam
 from specbeam.request import Request
 from specbeam.session import Session
 
-Path = tuple[int, ...]
+Path = tuple[int, ...]  # new tokens of a beam
 
 
 @dataclass(frozen=True)
 class BeamsDifference:
-    """The first step at which the beams of one prompt differ."""
+    """The first step at which the beams of one prompt differ.
+
+    Attributes:
+        prompt: number of the prompt.
+        step: number of new tokens before the step.
+        plain: beams of plain beam sampling after the step, live ones and those that it ended.
+        other: those of the method.
+        gap: distance between the last pair taken and the first one left, in log-odds plus noise.
+    """
 
     prompt: int
-    step: int  # new tokens before it
-    plain: list[Path]  # live and ended beams after the step
+    step: int
+    plain: list[Path]
     other: list[Path]
-    gap: float  # between the last pair taken and the first one left, in log-odds plus noise
+    gap: float
 
     @property
     def is_rounding(self) -> bool:
-        """Whether float32 rounding of logits explains it."""
+        """Whether float32 rounding of logits explains the difference: the gap is below 1e-3."""
         return self.gap < 1e-3
 
 
 def differences(
     pair: Pair, prompts: Sequence[Prompt], method: Method, seed: int, batch_size: int = 1, **options: Any
 ) -> list[BeamsDifference]:
-    """Prompts whose beams differ between `method` and `beam_sampling` of the same width. [] is what one wants."""
+    """Return the first difference of each prompt whose beams differ between `method` and `beam_sampling`.
+
+    Both have the same number of beams and the same seed.
+
+    An exact method has no differences, except by rounding.
+
+    Args:
+        method: a method with shared noise, such as `dsbd(width="fixed")`.
+        batch_size: number of prompts that `method` decodes side by side.
+        options: as for `specbeam.generate`.
+    """
     plain = generate(pair, prompts, beam_sampling(method.beams), seed=seed, **options)
     other = generate(pair, prompts, method, seed=seed, batch_size=batch_size, **options)
-    odd = [n for n, (a, b) in enumerate(zip(plain, other, strict=True)) if _texts(a.beams) != _texts(b.beams)]
-    return [_first_difference(pair, prompts[number], number, method, seed, options) for number in odd]
+    pairs = enumerate(zip(plain, other, strict=True))
+    different = [number for number, (a, b) in pairs if _tokens(a.beams) != _tokens(b.beams)]
+    return [_first_difference(pair, prompts[number], number, method, seed, options) for number in different]
 
 
-def _texts(beams: Sequence[Beam]) -> list[list[int]]:
+def _tokens(beams: Sequence[Beam]) -> list[list[int]]:
     return [beam.tokens for beam in beams]
 
 
 def _first_difference(
     pair: Pair, prompt: Prompt, number: int, method: Method, seed: int, options: dict[str, Any]
 ) -> BeamsDifference:
+    """Decode a prompt again by both methods, and return the first step at which their beams differ."""
     session = _session(pair, prompt, beam_sampling(method.beams), seed, options)
     plain = _history(pair, session)
     other = _history(pair, _session(pair, prompt, method, seed, options))
     steps = zip(plain, other, strict=False)
-    step = next((n for n, (a, b) in enumerate(steps) if set(a) != set(b)), min(len(plain), len(other)) - 1)
+    last = min(len(plain), len(other)) - 1
+    step = next((number for number, (a, b) in enumerate(steps) if set(a) != set(b)), last)
     before: list[Path] = [()]
     if step:
         before = [path for path in plain[step - 1] if path[-1] not in session.limits.eos]
@@ -77,7 +99,7 @@ def _session(pair: Pair, prompt: Prompt, method: Method, seed: int, options: dic
 
 
 def _history(pair: Pair, session: Session) -> list[list[Path]]:
-    """The paths drawn in each step."""
+    """Decode a session, and return the paths of the pairs that each step took."""
     roots: list[Path] = [()]
     steps: list[list[Path]] = []
     for turns in decode(pair.target, [session]):
@@ -96,7 +118,7 @@ def _history(pair: Pair, session: Session) -> list[list[Path]]:
 
 
 def _gap(pair: Pair, session: Session, live: list[Path], beams: int) -> float:
-    """How far apart the last pair taken and the first one left are, by plain forwards."""
+    """Return the distance between the last pair taken and the first one left, by plain forwards of the live paths."""
     rows = []
     scores = []
     keys = []
@@ -114,9 +136,9 @@ def _gap(pair: Pair, session: Session, live: list[Path], beams: int) -> float:
     processed = processed_rows(on_host(torch.stack(rows)), session.warp, lambda: paths)
     law = law_of_beams(processed, beams_now, session.warp)
     pairs = all_pairs(law)
-    found = np.log(odds_among(law, pairs))
+    noisy_odds = np.log(odds_among(law, pairs))
     if not session.warp.greedy:
         vocab = law.logits.shape[1]
-        found += [gumbel(beams_now.keys[pair // vocab], pair % vocab) for pair in pairs]
-    values = np.sort(found)[::-1]
+        noisy_odds += [gumbel(beams_now.keys[pair // vocab], pair % vocab) for pair in pairs]
+    values = np.sort(noisy_odds)[::-1]
     return float(values[beams - 1] - values[beams])

@@ -1,4 +1,4 @@
-"""What a text is worth to its reader: BLEU and exact match against one reference each."""
+"""Metrics of the quality of texts: BLEU and exact match, against one reference per text."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -7,17 +7,17 @@ from specbeam.errors import MissingPackage
 
 
 def exact_match(texts: Sequence[str], references: Sequence[str]) -> float:
-    """Share of texts that are their reference, spaces around them left out."""
+    """Return the share of texts that equal their reference, without spaces around them."""
     return sum(hits(texts, references)) / len(texts)
 
 
 def hits(texts: Sequence[str], references: Sequence[str]) -> list[float]:
-    """1 for each text that is its reference, else 0."""
+    """Return 1 for each text that equals its reference without spaces around them, else 0."""
     return [float(text.strip() == answer.strip()) for text, answer in zip(texts, references, strict=True)]
 
 
 def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
-    """Corpus BLEU of sacrebleu, 0 to 100."""
+    """Return the corpus BLEU of sacrebleu, 0 to 100."""
     check_bleu()
     import sacrebleu
 
@@ -25,17 +25,20 @@ def bleu(texts: Sequence[str], references: Sequence[str]) -> float:
 
 
 def bleu_counts(texts: Sequence[str], references: Sequence[str]) -> list[list[int]]:
-    """What `bleu` adds up over texts: matches and n-grams by size, length of the text and of its reference."""
+    """Return the counts of each text that `bleu` adds up over texts.
+
+    They are the matches by size of n-gram, the n-grams by size, and the lengths of the text and of its reference.
+    """
     check_bleu()
     from sacrebleu.metrics import BLEU
 
-    metric = BLEU(effective_order=True)  # of single texts; the counts are the same
-    found = [metric.sentence_score(text, [answer]) for text, answer in zip(texts, references, strict=True)]
-    return [[*one.counts, *one.totals, one.sys_len, one.ref_len] for one in found]
+    metric = BLEU(effective_order=True)  # the setting for single texts; the counts are the same
+    scores = [metric.sentence_score(text, [answer]) for text, answer in zip(texts, references, strict=True)]
+    return [[*score.counts, *score.totals, score.sys_len, score.ref_len] for score in scores]
 
 
 def bleu_of(counts: Sequence[float]) -> float:
-    """Corpus BLEU from sums of `bleu_counts`."""
+    """Return the corpus BLEU, 0 to 100, from the sums over texts of `bleu_counts`."""
     from sacrebleu.metrics import BLEU
 
     *grams, length, reference = [round(count) for count in counts]
@@ -44,5 +47,6 @@ def bleu_of(counts: Sequence[float]) -> float:
 
 
 def check_bleu() -> None:
+    """Raise `MissingPackage` if sacrebleu is not installed."""
     if find_spec("sacrebleu") is None:
         raise MissingPackage("BLEU is computed by sacrebleu: pip install 'specbeam[bench]'")

@@ -1,7 +1,10 @@
-"""From what texts have to look like to a constraint, with everything that can be wrong found before decoding."""
+"""Compilation of a form (JSON schema, regular expression or grammar) into a constraint, with all errors before decoding."""
 
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,26 +17,52 @@ from specbeam.options.checks import GRAMMAR_BACKENDS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# In the order of their names in settings.py.
+# The constraint class of each backend and the extra that installs it, in the order of GRAMMAR_BACKENDS.
 BACKENDS: dict[str, tuple[Callable[..., Constraint], str]] = dict(
     zip(GRAMMAR_BACKENDS, [(LLGuidance, "specbeam[grammar]"), (XGrammar, "specbeam[xgrammar]")], strict=True)
 )
+
+KEPT = 32  # compiled forms of a tokenizer that are kept, those used last
+_COMPILED: "weakref.WeakKeyDictionary[Any, OrderedDict[tuple[Any, ...], Constraint]]" = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
 
 
 def compiled(
     form: Form, backend: str, tokenizer: "PreTrainedTokenizerBase | None", vocab: int, eos: tuple[int, ...]
 ) -> Constraint:
-    """The constraint of a form, for texts of this tokenizer out of a model with `vocab` logits.
+    """Return the constraint that enforces a form on the output of a model with `vocab` logits and this tokenizer.
+
+    The last `KEPT` forms of a tokenizer are compiled once: a large schema takes longer than a short text.
+
+    Args:
+        form: the form that texts must have.
+        backend: "llguidance" or "xgrammar".
+        eos: the end tokens.
 
     Raises:
-        BadSetting: the form is broken, or no text of these tokens has it.
+        BadSetting: the form is invalid, no text of these tokens has it, or there is no end token.
         MissingPackage: the backend is not installed.
-        NotSupported: there is no tokenizer, or one whose tokens do not spell text.
+        NotSupported: there is no tokenizer, or its tokens do not determine the text.
     """
     if tokenizer is None:
         raise NotSupported(f"{form.kind} is about text, and there is no tokenizer; give load(tokenizer=...)")
     if not any(token < vocab for token in eos):
         raise BadSetting(f"{form.kind} says where a text ends, and there is no end token; set eos_token_id")
+    key = (form, backend, len(tokenizer), vocab, eos)
+    with _LOCK:
+        known = _COMPILED.setdefault(tokenizer, OrderedDict())
+        if key not in known:
+            known[key] = _compile(form, backend, tokenizer, vocab, eos)
+        known.move_to_end(key)
+        while len(known) > KEPT:
+            known.popitem(last=False)
+        return known[key]
+
+
+def _compile(
+    form: Form, backend: str, tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]
+) -> Constraint:
+    """Return a new constraint; see `compiled`."""
     make, extra = BACKENDS[backend]
     try:
         constraint = make(form, tokenizer, vocab, eos)
@@ -41,7 +70,7 @@ def compiled(
         raise MissingPackage(f"{form.kind} needs {backend}: pip install '{extra}'") from error
     except (BadSetting, NotSupported):
         raise
-    except (TypeError, ValueError) as error:  # of the library, about the form
+    except (TypeError, ValueError) as error:  # raised by the library because of the form
         raise BadSetting(f"{form.kind} cannot be kept to: {' '.join(str(error).split())}") from error
     if not Constrained(constraint, eos, 0).allowed(np.zeros((1, 0), dtype=np.int64), vocab).any():
         raise BadSetting(f"no token of this vocabulary can begin a text that keeps to the {form.kind}")

@@ -1,4 +1,4 @@
-"""How tokens spell text: what a grammar library has to know of a tokenizer."""
+"""The text of each token: the facts about a tokenizer that grammar libraries need."""
 
 import functools
 import weakref
@@ -14,30 +14,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-MANY = 32  # walkers whose masks are worth several threads
+THREADS_FROM = 32  # number of walkers from which on computing their masks in several threads is faster
 Made = TypeVar("Made")
 
 
-def made_once(make: Callable[..., Made]) -> Callable[..., Made]:
-    """Keep what is made of a tokenizer as long as there is the tokenizer: for a large vocabulary it takes a second."""
-    known: weakref.WeakKeyDictionary[Any, dict[Hashable, Made]] = weakref.WeakKeyDictionary()
+def cached_by_tokenizer(make: Callable[..., Made]) -> Callable[..., Made]:
+    """Return `make` with a cache that lives as long as the tokenizer, its first argument.
+
+    For a large vocabulary a call takes about a second. The key has the other arguments and the tokenizer's length, because
+    tokens may be added to it.
+    """
+    caches: weakref.WeakKeyDictionary[Any, dict[Hashable, Made]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(make)
-    def found(tokenizer: "PreTrainedTokenizerBase", *how: Hashable) -> Made:
-        own = known.setdefault(tokenizer, {})
-        key = (len(tokenizer), *how)
-        if key not in own:
-            own[key] = make(tokenizer, *how)
-        return own[key]
+    def make_or_look_up(tokenizer: "PreTrainedTokenizerBase", *arguments: Hashable) -> Made:
+        cache = caches.setdefault(tokenizer, {})
+        key = (len(tokenizer), *arguments)
+        if key not in cache:
+            cache[key] = make(tokenizer, *arguments)
+        return cache[key]
 
-    return found
+    return make_or_look_up
 
 
-@made_once
+@cached_by_tokenizer
 def text_tokens(tokenizer: "PreTrainedTokenizerBase", vocab: int) -> UInt8[np.ndarray, " bytes"]:
-    """One bit for every token of the model that stands for text, in the layout of `Constraint.allowed`.
+    """Return a bit mask of the tokens that stand for text, in the layout of `Constraint.allowed`, for `vocab` logits.
 
-    Special tokens do not, nor do rows that the model has beyond its tokenizer.
+    Special tokens do not stand for text, nor do logits of the model that the tokenizer has no token for.
     """
     is_text = np.zeros(vocab, dtype=bool)
     known = np.array(list(tokenizer.get_vocab().values()), dtype=np.int64)
@@ -47,32 +51,40 @@ def text_tokens(tokenizer: "PreTrainedTokenizerBase", vocab: int) -> UInt8[np.nd
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    """Tokens that decoding leaves out."""
+    """Return the tokens that decoding leaves out."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {*tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
 
 
-def fitted(bits: UInt8[np.ndarray, "rows some"], text: UInt8[np.ndarray, " bytes"]) -> UInt8[np.ndarray, "rows bytes"]:
-    """Bits of a library whose rows have a width of their own, without tokens that are no text."""
+def restricted_to_text(
+    bits: UInt8[np.ndarray, "rows some"], text: UInt8[np.ndarray, " bytes"]
+) -> UInt8[np.ndarray, "rows bytes"]:
+    """Return the bit masks of a library, cut or padded with 0 to the width of `text`, without the tokens that are no text.
+
+    Args:
+        bits: masks of allowed tokens, of the width that the library chose.
+        text: mask of the tokens that stand for text, see `text_tokens`.
+    """
     width = min(bits.shape[1], len(text))
     allowed = np.zeros((len(bits), len(text)), dtype=np.uint8)
     np.bitwise_and(bits[:, :width], text[:width], out=allowed[:, :width])
     return allowed
 
 
-@made_once
-def pieces(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
-    """The text of each token, for tokenizers that no library knows how to read. Empty, which is never allowed, for numbers
-    that are no token and for tokens that are no text by themselves, like one byte of a character.
+@cached_by_tokenizer
+def token_texts(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
+    """Return the text of each token id in UTF-8, for tokenizers that the grammar library cannot read itself.
 
-    Raises `NotSupported` unless a text is the text of its tokens one after the other.
+    The text is empty for ids that are no token, and for tokens that are no text by themselves, like one byte of a character;
+    such tokens are never allowed. Raises `NotSupported` unless the text of a sequence is the concatenation of the texts of
+    its tokens, which is tested on 64 random sequences of 8 tokens.
     """
     known = set(tokenizer.get_vocab().values())
     texts = [_decoded(tokenizer, [token]) if token in known else "" for token in range(max(known) + 1)]
     texts = ["" if UNKNOWN in text else text for text in texts]
-    spelling = np.array([token for token in sorted(known - special_tokens(tokenizer)) if texts[token]], dtype=np.int64)
+    readable = np.array([token for token in sorted(known - special_tokens(tokenizer)) if texts[token]], dtype=np.int64)
     rng = np.random.default_rng(0)
-    for sample in rng.choice(spelling, size=(64, 8)).tolist() if len(spelling) else [[]]:
+    for sample in rng.choice(readable, size=(64, 8)).tolist() if len(readable) else [[]]:
         if not sample or _decoded(tokenizer, sample) != "".join(texts[token] for token in sample):
             raise NotSupported(
                 f"cannot tell which text the tokens of {type(tokenizer).__name__} stand for: its decoder changes them by "
@@ -81,11 +93,11 @@ def pieces(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
     return [text.encode() for text in texts]
 
 
-def spelled(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
-    """The text that tokens stand for, character by character.
+def text_of_tokens(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
+    """Return exactly the text that tokens stand for, character by character.
 
-    A decoder may tidy up around punctuation or drop the space at the beginning of a text; neither belongs to the tokens, so
-    they are decoded behind a letter.
+    A decoder may change the spaces around punctuation or drop the space at the beginning of a text. To avoid both, the
+    tokens are decoded after a letter without cleaning up, and the letter is cut off.
     """
     letter = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     head = _decoded(tokenizer, letter)
@@ -93,19 +105,19 @@ def spelled(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
     return whole[len(head) :] if whole.startswith(head) else _decoded(tokenizer, tokens)
 
 
-@made_once
+@cached_by_tokenizer
 def closing_tokens(
     tokenizer: "PreTrainedTokenizerBase", vocab: int, stop_strings: tuple[str, ...]
 ) -> Bool[np.ndarray, " vocab"] | None:
-    """Return which tokens of a model can complete one of these strings, and perhaps some that cannot.
+    """Return a mask over the `vocab` tokens of a model: True for all that can complete a stop string, and for some others.
 
-    A token that completes a string holds its last character, or is part of a character. None if the text of a token depends
-    on its neighbours, so that nobody can tell.
+    A token can complete a stop string only if its text contains the last character of the string, or if it is a part of a
+    character. Returns None if the text of a token depends on its neighbours, which does not allow this conclusion.
     """
     if getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return None
     last = {stop[-1] for stop in stop_strings}
-    head, texts = _behind_a_letter(tokenizer)
+    head, texts = _texts_after_a_letter(tokenizer)
     closing = np.ones(vocab, dtype=bool)
     for token, text in enumerate(texts[:vocab]):
         spelling = text[len(head) :]
@@ -114,20 +126,21 @@ def closing_tokens(
     return closing
 
 
-@made_once
-def _behind_a_letter(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, list[str]]:
-    """Return the text of a letter, and that of the letter and each token, special ones too."""
+@cached_by_tokenizer
+def _texts_after_a_letter(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, list[str]]:
+    """Return the text of a letter, and for each token, special ones included, the text of the letter and the token."""
     letter = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-    each = [[*letter, token] for token in range(len(tokenizer))]
+    sequences = [[*letter, token] for token in range(len(tokenizer))]
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return tokenizer.decode(letter), [tokenizer.decode(tokens) for tokens in each]
-    head, *texts = backend.decode_batch([letter, *each], skip_special_tokens=False)
+        return tokenizer.decode(letter), [tokenizer.decode(tokens) for tokens in sequences]
+    head, *texts = backend.decode_batch([letter, *sequences], skip_special_tokens=False)
     return head, texts
 
 
-UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are no character
+UNKNOWN = "\ufffd"  # the character that a decoder writes for bytes that are no character
 
 
 def _decoded(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
+    """Return the decoded text of tokens, without special tokens and without cleaning up spaces."""
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)

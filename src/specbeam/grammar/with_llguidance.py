@@ -1,4 +1,4 @@
-"""Grammars by llguidance: a walker is one of its matchers."""
+"""Constraints enforced by the library llguidance. A walker wraps one of its matchers."""
 
 import warnings
 from collections.abc import Sequence
@@ -9,21 +9,28 @@ from jaxtyping import UInt8
 
 from specbeam.core.constraint import Form
 from specbeam.errors import BadSetting, BrokenLaw
-from specbeam.grammar.spelling import MANY, fitted, made_once, pieces, special_tokens, text_tokens
+from specbeam.grammar.spelling import (
+    THREADS_FROM,
+    cached_by_tokenizer,
+    restricted_to_text,
+    special_tokens,
+    text_tokens,
+    token_texts,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from transformers import PreTrainedTokenizerBase
 
-# At most one space wherever JSON allows white space, for an endless run of it would be valid too.
+# Allow at most one space wherever JSON allows white space: an endless run of spaces would be valid too.
 JSON = {"whitespace_pattern": "[ ]?"}
-NO_WAY_ON = "NoExtensionBias"  # its word for: no token spells what has to come
+NO_TOKEN_FITS = "NoExtensionBias"  # llguidance's stop reason when no token spells the text that has to come
 
 
 class LLGuidance:
-    """Keeps to a form. See `Constraint`.
+    """A constraint (see `core.constraint.Constraint`) that llguidance enforces.
 
-    Where the form leaves but one text, its usual tokens are the only ones that are allowed.
+    Where the form allows only one text, only the usual tokens of this text are allowed.
     """
 
     def __init__(self, form: Form, tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]) -> None:
@@ -31,41 +38,45 @@ class LLGuidance:
 
         self._text = text_tokens(tokenizer, vocab)
         self._executor = LLExecutor()
-        grammar = _read(form)
-        broken, complaints = LLMatcher.validate_grammar_with_warnings(grammar)
-        if broken:
-            raise _refused(form, complaints)
-        for complaint in complaints:  # the form itself asks to pass over something
-            warnings.warn(f"{form.kind}: {complaint}", stacklevel=2)
+        grammar = _grammar_of(form)
+        is_invalid, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+        if is_invalid:
+            raise _refusal(form, messages)
+        for message in messages:  # a valid form has messages if it says itself that something may be ignored
+            warnings.warn(f"{form.kind}: {message}", stacklevel=2)
         end = eos[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        self._words = _words(tokenizer, end)
-        self._root = LLMatcher(self._words, grammar, log_level=0)
+        self._tokenizer = _llguidance_tokenizer(tokenizer, end)
+        self._root = LLMatcher(self._tokenizer, grammar, log_level=0)
         if self._root.is_error():
-            raise _refused(form, [_said(self._root)])
+            raise _refusal(form, [_error_of(self._root)])
 
     def start(self) -> "LlguidanceMatcher":
         return LlguidanceMatcher(self._root.deep_copy(), self._root, [])
 
     def allowed(self, walkers: Sequence["LlguidanceMatcher"]) -> UInt8[np.ndarray, "walkers bytes"]:
-        words = -(-self._words.vocab_size // 32)
-        bits = np.zeros((len(walkers), words), dtype=np.int32)
-        if len(walkers) < MANY:
+        columns = -(-self._tokenizer.vocab_size // 32)
+        bits = np.zeros((len(walkers), columns), dtype=np.int32)
+        if len(walkers) < THREADS_FROM:
             for row, walker in zip(bits, walkers, strict=True):
-                walker.inner.unsafe_compute_mask_ptr(row.ctypes.data, 4 * words)
+                walker.inner.unsafe_compute_mask_ptr(row.ctypes.data, 4 * columns)
         else:
             places = [(walker.inner, row) for row, walker in enumerate(walkers)]
-            self._executor.unsafe_compute_mask_ptr(places, bits.ctypes.data, 4 * words, len(walkers))
+            self._executor.unsafe_compute_mask_ptr(places, bits.ctypes.data, 4 * columns, len(walkers))
         for walker in walkers:
-            if walker.inner.is_error() and walker.inner.stop_reason() != NO_WAY_ON:
-                raise BrokenLaw(f"llguidance gave up: {_said(walker.inner)}")
-        return fitted(bits.view(np.uint8), self._text)
+            if walker.inner.is_error() and walker.inner.stop_reason() != NO_TOKEN_FITS:
+                raise BrokenLaw(f"llguidance gave up: {_error_of(walker.inner)}")
+        return restricted_to_text(bits.view(np.uint8), self._text)
 
     def complete(self, walkers: Sequence["LlguidanceMatcher"]) -> list[bool]:
         return [bool(walker.inner.is_accepting()) for walker in walkers]
 
 
 class LlguidanceMatcher:
-    """See `Walker`. A step back costs one more mask, whatever the length of the text; the cost of a copy grows with it."""
+    """A walker (see `core.constraint.Walker`).
+
+    A step back costs the computation of one more mask, whatever the length of the text. The cost of a copy grows with the
+    length of the text.
+    """
 
     def __init__(self, inner: "LLMatcher", root: "LLMatcher", tokens: list[int]) -> None:
         self.inner = inner
@@ -74,29 +85,31 @@ class LlguidanceMatcher:
 
     def take(self, token: int) -> None:
         if not self.inner.consume_token(token):
-            raise BrokenLaw(f"llguidance lost its way: {_said(self.inner)}")
+            raise BrokenLaw(f"llguidance refuses token {token}, which it allowed: {_error_of(self.inner)}")
         self._tokens.append(token)
 
     def back(self, tokens: int) -> None:
         del self._tokens[len(self._tokens) - tokens :]
         if not self.inner.is_error() and self.inner.rollback(tokens):
-            # It remembers its last mask by the number of rows that it has parsed, also when these are taken back (1.9.1):
-            # without a mask from here it would give the old one for other tokens of the same length.
+            # llguidance 1.9.1 caches its last mask under the number of parsed rows, and keeps it after a rollback. Without a
+            # new mask at this place it would return the old one for other tokens of the same length.
             self.inner.compute_bitmask()
-        else:  # it never comes back from a dead end
+        else:  # a matcher cannot go back from a dead end: start anew
             self.inner = self._root.deep_copy()
             if not self.inner.consume_tokens(self._tokens):
-                raise BrokenLaw(f"llguidance lost its way: {_said(self.inner)}")
+                raise BrokenLaw(f"llguidance refuses tokens that it allowed: {_error_of(self.inner)}")
 
     def copy(self) -> "LlguidanceMatcher":
         return LlguidanceMatcher(self.inner.deep_copy(), self._root, list(self._tokens))
 
 
-def _refused(form: Form, complaints: Sequence[str]) -> BadSetting:
-    return BadSetting(f"{form.kind} cannot be kept to: {' '.join('; '.join(complaints).split())}")
+def _refusal(form: Form, messages: Sequence[str]) -> BadSetting:
+    """Return the error for a form that llguidance refuses with these messages."""
+    return BadSetting(f"{form.kind} cannot be kept to: {' '.join('; '.join(messages).split())}")
 
 
-def _read(form: Form) -> str:
+def _grammar_of(form: Form) -> str:
+    """Return the form as a grammar of llguidance."""
     from llguidance import LLMatcher
 
     if form.kind == "json_schema":
@@ -104,44 +117,46 @@ def _read(form: Form) -> str:
     return LLMatcher.grammar_from_regex(form.text) if form.kind == "regex" else LLMatcher.grammar_from_lark(form.text)
 
 
-def _said(matcher: Any) -> str:
-    """Its complaint, without the state and the grammar that it prints behind."""
+def _error_of(matcher: Any) -> str:
+    """Return the error message of a matcher, without the state and the grammar that llguidance prints after it."""
     return " ".join(matcher.get_error().split("<state>")[0].split())
 
 
-@made_once
-def _words(tokenizer: "PreTrainedTokenizerBase", end: int) -> "LLTokenizer":
-    """Its view of a tokenizer."""
+@cached_by_tokenizer
+def _llguidance_tokenizer(tokenizer: "PreTrainedTokenizerBase", end: int) -> "LLTokenizer":
+    """Return llguidance's form of a tokenizer, with `end` as the end token."""
     from llguidance import LLTokenizer, TokenizerWrapper
     from llguidance.hf import from_tokenizer
 
     try:
         return from_tokenizer(tokenizer, eos_token=end)
-    except ValueError:  # a decoder that it does not know
-        return LLTokenizer(TokenizerWrapper(_Spelled(tokenizer, end)), eos_token=end)
+    except ValueError:  # a decoder that llguidance does not know
+        return LLTokenizer(TokenizerWrapper(_LongestMatchTokenizer(tokenizer, end)), eos_token=end)
 
 
-class _Spelled:
-    """A tokenizer by the text of its tokens, in the form that llguidance asks for."""
+class _LongestMatchTokenizer:
+    """A tokenizer given by the text of its tokens, with the attributes that llguidance requires."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", end: int) -> None:
         self.eos_token_id = end
         self.bos_token_id = tokenizer.bos_token_id
         self.special_token_ids = sorted(special_tokens(tokenizer))
-        self.tokens = list(pieces(tokenizer))
+        self.tokens = list(token_texts(tokenizer))
         for token in {end, *self.special_token_ids}:
-            self.tokens[token] = b"\xff" + tokenizer.convert_ids_to_tokens(token).encode()  # never text
+            self.tokens[token] = b"\xff" + tokenizer.convert_ids_to_tokens(token).encode()  # 0xFF never occurs in text
 
-        texts = {piece: token for token, piece in enumerate(self.tokens) if piece and piece[0] != 0xFF}
-        self._tokens = texts
-        self._longest = max(map(len, texts))
+        self._token_of = {text: token for token, text in enumerate(self.tokens) if text and text[0] != 0xFF}
+        self._longest = max(map(len, self._token_of))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Asked for the usual tokens of a text that is certain: the longest at each place; an end where there is none."""
-        found: list[int] = []
+        """Return tokens that spell a text: the longest one at each place, the end token where none fits.
+
+        llguidance calls it for a text that is the only possible one.
+        """
+        tokens: list[int] = []
         while text:
             sizes = range(min(self._longest, len(text)), 0, -1)
-            size = next((size for size in sizes if text[:size] in self._tokens), 0)
-            found.append(self._tokens.get(text[:size], self.eos_token_id))
+            size = next((size for size in sizes if text[:size] in self._token_of), 0)
+            tokens.append(self._token_of.get(text[:size], self.eos_token_id))
             text = text[size or 1 :]
-        return found
+        return tokens

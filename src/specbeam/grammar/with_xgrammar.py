@@ -1,4 +1,4 @@
-"""Grammars by xgrammar: a walker is one of its matchers."""
+"""Constraints enforced by the library xgrammar. A walker wraps one of its matchers."""
 
 import json
 import re
@@ -10,16 +10,17 @@ from jaxtyping import UInt8
 
 from specbeam.core.constraint import Form
 from specbeam.errors import BadSetting, BrokenLaw
-from specbeam.grammar.spelling import MANY, fitted, made_once, pieces, text_tokens
+from specbeam.grammar.spelling import THREADS_FROM, cached_by_tokenizer, restricted_to_text, text_tokens, token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class XGrammar:
-    """Keeps to a form. See `Constraint`.
+    """A constraint (see `core.constraint.Constraint`) that xgrammar enforces.
 
-    Of a JSON schema it passes over the keywords that it does not know, and allows no property that the schema does not name.
+    xgrammar ignores the keywords of a JSON schema that it does not know, and allows no property that the schema does not
+    name.
     """
 
     def __init__(self, form: Form, tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]) -> None:
@@ -30,37 +31,40 @@ class XGrammar:
         self._vocab = vocab
         self._library = xgrammar
         self._batch = xgrammar.BatchGrammarMatcher()
-        if form.kind == "json_schema":  # it lets control characters into strings of limited length; JSON does not
+        if form.kind == "json_schema":  # xgrammar allows control characters in strings of limited length; JSON does not
             self._text = self._text & printable
             _refuse_look_around(form.text)
         try:
-            if form.kind == "json_schema":  # at most one white space where JSON allows it, or a run of it never ends
+            if form.kind == "json_schema":  # at most one white space where JSON allows it: a run might never end
                 self._compiled = compiler.compile_json_schema(form.text, max_whitespace_cnt=1)
             else:
                 compile_text = compiler.compile_regex if form.kind == "regex" else compiler.compile_lark
                 self._compiled = compile_text(form.text)
         except RuntimeError as error:
-            said = re.sub(r"^\[[0-9:]+\] \S+:\d+: ", "", " ".join(str(error).split()))  # without time and place
-            raise BadSetting(f"{form.kind} cannot be kept to: {said}") from error
+            message = re.sub(r"^\[[0-9:]+\] \S+:\d+: ", "", " ".join(str(error).split()))  # without time and place
+            raise BadSetting(f"{form.kind} cannot be kept to: {message}") from error
 
     def start(self) -> "XgrammarMatcher":
         return XgrammarMatcher(self._library.GrammarMatcher(self._compiled))
 
     def allowed(self, walkers: Sequence["XgrammarMatcher"]) -> UInt8[np.ndarray, "walkers bytes"]:
         bits = self._library.allocate_token_bitmask(len(walkers), self._vocab)
-        if len(walkers) < MANY:
+        if len(walkers) < THREADS_FROM:
             for row, walker in enumerate(walkers):
                 walker.inner.fill_next_token_bitmask(bits, row)
         else:
             self._batch.batch_fill_next_token_bitmask([walker.inner for walker in walkers], bits)
-        return fitted(bits.numpy().view(np.uint8), self._text)
+        return restricted_to_text(bits.numpy().view(np.uint8), self._text)
 
     def complete(self, walkers: Sequence["XgrammarMatcher"]) -> list[bool]:
         return [bool(walker.inner.is_completed()) for walker in walkers]
 
 
 class XgrammarMatcher:
-    """See `Walker`. A step back costs as little as a step on; the cost of a copy grows with the text."""
+    """A walker (see `core.constraint.Walker`).
+
+    A step back costs as little as a step forward. The cost of a copy grows with the length of the text.
+    """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -80,7 +84,10 @@ LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?<?[=!]")  # an opening parenthesi
 
 
 def _refuse_look_around(schema: str) -> None:
-    """Of a pattern in a schema it would leave look-around out and say so on standard error alone."""
+    """Raise `BadSetting` if a pattern in a JSON schema uses look-around.
+
+    xgrammar would leave the look-around out of the pattern, and report it on standard error only.
+    """
     for pattern in _patterns(json.loads(schema)):
         if LOOK_AROUND.search(pattern):
             raise BadSetting(
@@ -89,7 +96,7 @@ def _refuse_look_around(schema: str) -> None:
 
 
 def _patterns(schema: Any) -> Iterator[str]:
-    """Every regular expression in a schema."""
+    """Yield every regular expression in a JSON schema."""
     if isinstance(schema, dict):
         if isinstance(schema.get("pattern"), str):
             yield schema["pattern"]
@@ -99,17 +106,19 @@ def _patterns(schema: Any) -> Iterator[str]:
         yield from _patterns(part)
 
 
-@made_once
+@cached_by_tokenizer
 def _compiler(
     tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]
 ) -> tuple[Any, UInt8[np.ndarray, " bytes"]]:
-    """Its compiler for a tokenizer, which remembers forms, and one bit for every token without control characters."""
+    """Return xgrammar's compiler for a tokenizer, which caches compiled forms, and a bit mask of the tokens without control
+    characters.
+    """
     from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
 
-    words = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab, stop_token_ids=list(eos))
-    if words.vocab_type is VocabType.RAW:
-        words = TokenizerInfo(pieces(tokenizer)[:vocab], vocab_size=vocab, stop_token_ids=list(eos))
-    spelled = words.decoded_vocab
-    fine = np.zeros(vocab, dtype=bool)
-    fine[: len(spelled)] = [min(piece, default=32) >= 32 for piece in spelled[:vocab]]
-    return GrammarCompiler(words, max_threads=1), np.packbits(fine, bitorder="little")
+    info = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab, stop_token_ids=list(eos))
+    if info.vocab_type is VocabType.RAW:
+        info = TokenizerInfo(token_texts(tokenizer)[:vocab], vocab_size=vocab, stop_token_ids=list(eos))
+    texts = info.decoded_vocab
+    is_printable = np.zeros(vocab, dtype=bool)
+    is_printable[: len(texts)] = [min(text, default=32) >= 32 for text in texts[:vocab]]
+    return GrammarCompiler(info, max_threads=1), np.packbits(is_printable, bitorder="little")

@@ -1,14 +1,15 @@
-"""Doors into transformers: functions for ``model.generate(..., custom_generate=...)``.
+"""Functions for transformers' ``model.generate(..., custom_generate=...)``.
 
     model.generate(**inputs, custom_generate=sb.hf.dsbd, draft_model=draft, num_beams=4, do_sample=True)
 
-`generate` never hands `assistant_model`, `streamer` or `tokenizer` to a callable, so the draft comes as `draft_model` and
-a streamer as `stream_to`. The repository form (a folder with ``custom_generate/generate.py``; `repository()` gives the
-path of ours) does receive `assistant_model`.
+`generate` does not pass `assistant_model`, `streamer` and `tokenizer` on to a function, so the draft model is given as
+`draft_model` and a streamer as `stream_to`. The repository form (a folder with ``custom_generate/generate.py``;
+`repository()` returns the path of specbeam's own) does receive `assistant_model`.
 
-All return what `generate` returns: int64[rows, length] padded on the right, or with ``return_dict_in_generate=True`` an
-output with `sequences` and `sequences_scores`, whose other fields are None: whole rows of scores are not kept.
-``seed=None`` takes its seed from torch's generator. What is not honoured is refused by name.
+All functions return what `generate` returns: int64[rows, length] padded on the right; or, with
+``return_dict_in_generate=True``, an output with `sequences` and `sequences_scores`. Its other fields are None, because
+whole rows of scores are not kept. With ``seed=None`` the seed is drawn from torch's generator. Options that are not
+supported raise `NotSupported` with their names.
 """
 
 from pathlib import Path
@@ -24,7 +25,7 @@ from specbeam.recipes.beams import beam_sampling as beam_sampling_recipe
 from specbeam.recipes.beams import dsbd as dsbd_recipe
 from specbeam.recipes.beams import sampling
 from specbeam.recipes.method import Method, refuse_ignored
-from specbeam.recipes.search import DrafterName, drafted, speculative
+from specbeam.recipes.search import DrafterName, build_of_search, checked_draft_beams
 from specbeam.recipes.search import beam_search as beam_search_recipe
 from specbeam.recipes.search import speculative_beam_search as speculative_beam_search_recipe
 from specbeam.recipes.sequence import speculative_sampling
@@ -49,10 +50,17 @@ def dsbd(
     stream_to: Any = None,
     **given: Any,
 ) -> Any:
-    """`sb.dsbd` with ``num_beams`` beams.
+    """Decode with `sb.dsbd` and ``num_beams`` beams, as a custom_generate function.
 
-    ``do_sample=False`` is the same at temperature 0, with widths and ends as in the paper; for the beams of transformers
-    take `beam_search`.
+    ``do_sample=False`` means temperature 0: the widths, and the rule by which a search ends, remain those of the paper. For
+    the beams of transformers take `beam_search`.
+
+    Args:
+        model, input_ids, given: passed by `generate`.
+        draft_model: the draft model; required.
+        draft_beams, depth, width, threshold, min_beams, coupling: as in `sb.dsbd`.
+        seed: the same seed gives the same text. None: drawn from torch's generator.
+        stream_to: a streamer of transformers, for one prompt with one return sequence.
     """
     if draft_model is None:
         raise NotSupported(
@@ -71,7 +79,11 @@ def beam_sampling(
     stream_to: Any = None,
     **given: Any,
 ) -> Any:
-    """`sb.beam_sampling` with ``num_beams`` beams: the paper's beam sampling, without a draft."""
+    """Decode with `sb.beam_sampling` and ``num_beams`` beams, as a custom_generate function: the paper's beam sampling,
+    without a draft.
+
+    `seed` and `stream_to` are as in `dsbd`.
+    """
     call = Call.of(model, input_ids, given)
     return answer(call, None, beam_sampling_recipe(call.beams), seed, stream_to)
 
@@ -87,11 +99,17 @@ def beam_search(
     stream_to: Any = None,
     **given: Any,
 ) -> Any:
-    """What `generate` itself returns with ``num_beams``, faster: beams share the prompt, and drafts save passes.
+    """Return what `generate` itself returns with ``num_beams``, but faster: beams share the prompt, and drafts save passes.
 
-    With `draft_model`, or with a `drafter` that needs none, it is `sb.speculative_beam_search` of 4 layers if no `depth` is
-    given, else `sb.beam_search`.
-    ``do_sample=True`` has the law of transformers' own beam sampling. One beam is its greedy search, or plain sampling.
+    With a `draft_model`, or with a `drafter` that needs none, this is `sb.speculative_beam_search`, with 4 draft layers if
+    `depth` is None; otherwise it is `sb.beam_search`. ``do_sample=True`` has the law of transformers' own beam sampling.
+    With one beam it is transformers' greedy search, or plain sampling.
+
+    Args:
+        model, input_ids, given: passed by `generate`.
+        draft_model: the draft model; None for no drafts, or for a drafter that needs no model.
+        draft_beams, depth, drafter: as in `sb.speculative_beam_search`.
+        seed, stream_to: as in `dsbd`.
     """
     call = Call.of(model, input_ids, given)
     with_drafts = draft_model is not None or drafter != "model"
@@ -99,7 +117,7 @@ def beam_search(
     refuse_ignored(with_drafts, "beam search without drafts", draft_beams=draft_beams, depth=depth)
     depth = 4 if depth is None else depth
     if call.beams == 1:
-        method = _of_one_beam(drafter, draft_beams, depth) if with_drafts else sampling()
+        method = _one_beam_with_drafts(drafter, draft_beams, depth) if with_drafts else sampling()
     elif with_drafts:
         method = speculative_beam_search_recipe(call.beams, draft_beams, depth, drafter)
     else:
@@ -107,14 +125,17 @@ def beam_search(
     return answer(call, draft_model, method, seed, stream_to)
 
 
-def _of_one_beam(drafter: "DrafterName | Drafter", draft_beams: int | None, depth: int) -> Method:
-    """Greedy search, or plain sampling, with drafts."""
+def _one_beam_with_drafts(drafter: "DrafterName | Drafter", draft_beams: int | None, depth: int) -> Method:
+    """Return the method for greedy search, or plain sampling, with drafts."""
     if drafter == "model":
         return speculative_sampling(depth) if draft_beams is None else dsbd_recipe(1, draft_beams, depth, "fixed")
-    build = speculative(1, drafted(1, draft_beams, drafter), depth, drafter, EXACT, MatchRule())
+    build = build_of_search(1, checked_draft_beams(1, draft_beams, drafter), depth, drafter, EXACT, MatchRule())
     return Method("speculative_beam_search", EXACT, 1, build)
 
 
 def repository() -> Path:
-    """A folder for ``custom_generate=str(sb.hf.repository())``; transformers asks for ``trust_remote_code=True`` with it."""
+    """Return the folder for ``custom_generate=str(sb.hf.repository())``.
+
+    transformers requires ``trust_remote_code=True`` with it.
+    """
     return Path(__file__).parent / "repository"

@@ -1,4 +1,4 @@
-"""Decode what was asked for, and hand it back as `generate` does."""
+"""Decoding for a custom_generate function, with a result in the form of `generate`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,18 @@ if TYPE_CHECKING:
 def answer(
     call: Call, draft_model: "PreTrainedModel | None", method: Method, seed: int | None, stream_to: Any = None
 ) -> Any:
-    """The tensor or output of `generate`, in the order of its rows."""
+    """Decode with `method`, and return the tensor or output of `generate`, with its order of rows.
+
+    Args:
+        call: the arguments that `generate` passed.
+        draft_model: the draft model; None for methods that need none.
+        method: the method.
+        seed: None: drawn from torch's generator.
+        stream_to: a streamer of transformers; None for none.
+
+    Raises:
+        SpecbeamError: the first error of a prompt, because a row of a tensor cannot be missing.
+    """
     prompts, paddings = call.prompts()
     if stream_to is not None and len(prompts) * call.answers != 1:
         raise NotSupported(
@@ -32,34 +43,36 @@ def answer(
         number = request.prompt_of[session.place]
         session.pad(paddings[number])
         session.warp = warp_of(call.processors, call.greedy, number, len(prompts), method.search)
-    found: dict[int, list[Generation] | SpecbeamError] = dict(request.refused)
+    results: dict[int, list[Generation] | SpecbeamError] = dict(request.refused)
     for session in run(request, len(request.sessions) or 1, stream_to):
-        found[session.place] = request.result(session)
-    return _output(call, [_fine(found[place]) for place in sorted(found)])
+        results[session.place] = request.result(session)
+    return _output(call, [_generations_or_raise(results[place]) for place in sorted(results)])
 
 
-def _fine(result: list[Generation] | SpecbeamError) -> list[Generation]:
-    """Rows of a tensor say by their place which prompt they answer, so none may be missing."""
+def _generations_or_raise(result: list[Generation] | SpecbeamError) -> list[Generation]:
+    """Return `result` if it holds generations, or raise it if it is an error."""
     if isinstance(result, SpecbeamError):
         raise result
     return result
 
 
 def _output(call: Call, results: list[list[Generation]]) -> Any:
-    answers = [one for result in results for one in result]
+    """Return the generations of all prompts as `generate` does: as a tensor, or as an output with scores."""
+    generations = [generation for result in results for generation in result]
     rows = call.rows
-    longest = max(len(one.tokens) for one in answers)
-    tails = torch.full((len(answers), longest), call.filler, dtype=rows.dtype)
-    for tail, one in zip(tails, answers, strict=True):
-        tail[: len(one.tokens)] = torch.tensor(one.tokens)
+    longest = max(len(generation.tokens) for generation in generations)
+    tails = torch.full((len(generations), longest), call.filler, dtype=rows.dtype)
+    for tail, generation in zip(tails, generations, strict=True):
+        tail[: len(generation.tokens)] = torch.tensor(generation.tokens)
     sequences = torch.cat([rows.repeat_interleave(call.answers, 0), tails.to(rows.device)], 1)
     if not call.config.return_dict_in_generate:
         return sequences
     from transformers.generation import GenerateBeamDecoderOnlyOutput
 
-    scores = torch.tensor([_score(one) for one in answers], device=rows.device)
+    scores = torch.tensor([_score(generation) for generation in generations], device=rows.device)
     return GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=scores)
 
 
-def _score(one: Generation) -> float:
-    return next(beam.score for beam in one.beams if beam.tokens == one.tokens)
+def _score(generation: Generation) -> float:
+    """Return the score of the beam that was chosen as the answer."""
+    return next(beam.score for beam in generation.beams if beam.tokens == generation.tokens)

@@ -1,4 +1,4 @@
-"""What `generate` hands over, checked and in our words."""
+"""The arguments that `generate` passes to a custom_generate function, checked and translated into specbeam's terms."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 _KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
-# What `generate` adds by itself, or what changes nothing.
-_PLACEHOLDERS = {"use_cache", "logits_to_keep", "cache_position"}
-_LOOKED_AT = {"attention_mask", "past_key_values", "position_ids", "token_type_ids"}
-_KEPT_BY_NONE = ("output_logits", "output_attentions", "output_hidden_states")
-_OTHER_WAYS = (
+# Arguments of the model that `generate` adds by itself, or that change nothing.
+_WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "cache_position"}
+_CHECKED = {"attention_mask", "past_key_values", "position_ids", "token_type_ids"}
+# Options of a generation config that are not supported: outputs that are not kept, and other decoding strategies.
+_OUTPUTS = ("output_logits", "output_attentions", "output_hidden_states")
+_OTHER_STRATEGIES = (
     "guidance_scale", "num_beam_groups", "diversity_penalty", "penalty_alpha", "constraints", "force_words_ids",
     "dola_layers"
 )  # fmt: skip
@@ -25,14 +26,14 @@ _OTHER_WAYS = (
 
 @dataclass
 class Call:
-    """One call of a custom_generate function.
+    """The arguments of one call of a custom_generate function.
 
     Raises:
-        NotSupported: it asks for what would be ignored.
+        NotSupported: an argument would be ignored.
     """
 
     model: "PreTrainedModel"
-    input_ids: torch.Tensor
+    input_ids: torch.Tensor  # int64[rows, length]: each prompt `repeats` times, padded
     processors: "LogitsProcessorList | None"
     criteria: "StoppingCriteriaList | None"
     given_config: "GenerationConfig | None"
@@ -40,70 +41,78 @@ class Call:
 
     @classmethod
     def of(cls, model: "PreTrainedModel", input_ids: torch.Tensor, given: dict[str, Any]) -> "Call":
-        """From what `generate` passes by name."""
-        rest = dict(given)
-        processors = rest.pop("logits_processor", None)
-        criteria = rest.pop("stopping_criteria", None)
-        return cls(model, input_ids, processors, criteria, rest.pop("generation_config", None), rest)
+        """Return the call with the arguments `given` that `generate` passes by name."""
+        model_kwargs = dict(given)
+        processors = model_kwargs.pop("logits_processor", None)
+        criteria = model_kwargs.pop("stopping_criteria", None)
+        config = model_kwargs.pop("generation_config", None)
+        return cls(model, input_ids, processors, criteria, config, model_kwargs)
 
     def __post_init__(self) -> None:
-        strange = [type(one).__name__ for one in self.criteria or [] if type(one).__name__ not in _KNOWN_CRITERIA]
-        if strange:
+        criteria = [type(criterion).__name__ for criterion in self.criteria or []]
+        unsupported = [name for name in criteria if name not in _KNOWN_CRITERIA]
+        if unsupported:
             raise NotSupported(
-                f"stopping criteria {', '.join(strange)} are not honoured; use max_new_tokens and eos_token_id"
+                f"stopping criteria {', '.join(unsupported)} are not honoured; use max_new_tokens and eos_token_id"
             )
-        for name in _KEPT_BY_NONE:
+        for name in _OUTPUTS:
             if getattr(self.config, name, None):
                 raise NotSupported(f"{name} is not honoured; leave it out")
-        for name in _OTHER_WAYS:
+        for name in _OTHER_STRATEGIES:
             if getattr(self.config, name, None) not in (None, 0, 0.0, 1):
                 raise NotSupported(f"{name} is not honoured; leave it out")
         given = {name for name, value in self.model_kwargs.items() if value is not None}
-        unknown = given - _PLACEHOLDERS - _LOOKED_AT
+        unknown = given - _WITHOUT_EFFECT - _CHECKED
         if unknown:
             raise NotSupported(f"{', '.join(sorted(unknown))} would be ignored; leave it out")
         self._check_inputs()
 
     def _check_inputs(self) -> None:
-        cache, kinds = (self.model_kwargs.get(name) for name in ("past_key_values", "token_type_ids"))
+        """Raise `NotSupported` for a cache that holds tokens, for token types, and for positions other than 0, 1, 2, ..."""
+        cache = self.model_kwargs.get("past_key_values")
         if cache is not None and cache.get_seq_length():
             raise NotSupported(
                 f"past_key_values holds {cache.get_seq_length()} tokens; specbeam keeps a cache of its own: leave it out"
             )
-        if kinds is not None and bool(kinds.any()):
+        token_types = self.model_kwargs.get("token_type_ids")
+        if token_types is not None and bool(token_types.any()):
             raise NotSupported("token_type_ids would be ignored; leave it out")
-        places, mask = (self.model_kwargs.get(name) for name in ("position_ids", "attention_mask"))
-        if places is not None:
-            seen = torch.ones_like(self.input_ids) if mask is None else mask.bool().long()
-            if not torch.equal(places * seen, (seen.cumsum(-1) - 1) * seen):
+        positions = self.model_kwargs.get("position_ids")
+        mask = self.model_kwargs.get("attention_mask")
+        if positions is not None:
+            visible = torch.ones_like(self.input_ids) if mask is None else mask.bool().long()
+            if not torch.equal(positions * visible, (visible.cumsum(-1) - 1) * visible):
                 raise NotSupported("position_ids other than 0, 1, 2, ... are not honoured; leave it out")
 
     @property
     def config(self) -> "GenerationConfig":
-        assert self.given_config is not None, "transformers hands over a generation config"
+        """The generation config, which `generate` always passes."""
+        assert self.given_config is not None, "transformers passes a generation config"
         return self.given_config
 
     @property
     def beams(self) -> int:
+        """The number of beams."""
         return int(self.config.num_beams or 1)
 
     @property
     def answers(self) -> int:
-        """Return sequences per prompt."""
+        """The number of return sequences per prompt."""
         return int(self.config.num_return_sequences or 1)
 
     @property
     def repeats(self) -> int:
-        """How often `generate` has repeated each prompt before it called us."""
+        """The number of rows into which `generate` expands each prompt before it calls a custom_generate function."""
         return max(self.beams, self.answers)
 
     @property
     def greedy(self) -> bool:
+        """Whether nothing is drawn."""
         return not self.config.do_sample
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """int64[prompts, length]: each prompt once, padded."""
+        """The prompts, each once, padded: int64[prompts, length]."""
         repeats = self.repeats
         ids = self.input_ids
         if len(ids) % repeats == 0 and bool((ids.view(-1, repeats, ids.shape[1]) == ids[::repeats, None]).all()):
@@ -111,7 +120,7 @@ class Call:
         return ids
 
     def prompts(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Rows without padding, and their padding."""
+        """Return the tokens of each prompt without padding, and the padding tokens of each prompt."""
         rows = self.rows
         mask = self.model_kwargs.get("attention_mask")
         if mask is None:
@@ -120,10 +129,11 @@ class Call:
         return [row[keep].tolist() for row, keep in pairs], [row[~keep].tolist() for row, keep in pairs]
 
     def settings(self) -> Settings:
+        """Return the settings in the generation config that processors and warpers do not cover."""
         config = self.config
-        room = config.max_new_tokens
+        most = config.max_new_tokens
         return Settings(
-            max_new_tokens=int(config.max_length) - self.input_ids.shape[1] if room is None else int(room),
+            max_new_tokens=int(config.max_length) - self.input_ids.shape[1] if most is None else int(most),
             num_return_sequences=self.answers,
             eos_token_id=[] if config.eos_token_id is None else config.eos_token_id,  # not the tokenizer's
             length_penalty=1.0 if config.length_penalty is None else config.length_penalty,
@@ -132,7 +142,11 @@ class Call:
 
     @property
     def filler(self) -> int:
-        """What stands behind a text that is shorter than others; as in `generate`, whose beams are not padded with 0."""
+        """The token that fills the end of shorter rows, chosen as `generate` does.
+
+        With one beam: the pad token, else the first end token, else 0. With several beams: -1 without an end token, else the
+        pad token, or the first end token if the pad token is None or 0.
+        """
         eos = self.config.eos_token_id
         first = (eos[0] if eos else None) if isinstance(eos, (list, tuple)) else eos
         pad = self.config.pad_token_id

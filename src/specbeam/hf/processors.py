@@ -1,4 +1,6 @@
-"""The logits processors that `generate` has prepared, for rows of ours: nodes of one prompt, not beams of all."""
+"""Adaptation of the logits processors that `generate` prepared: their rows are the beams of all prompts, while specbeam's
+rows are the nodes of one prompt.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -11,7 +13,7 @@ from specbeam.laws.ranking import NO_TRUNCATION
 from specbeam.laws.warp import Warp, truncation_of
 from specbeam.options.settings import allowed_after
 
-# What transformers builds of the temperature, top_k, ... of a call: these see the joint law, all others each beam.
+# The processors that transformers makes from temperature, top_k, ...: these apply to the joint law, all others to each beam.
 _WARPERS = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
     "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper",
@@ -19,51 +21,63 @@ _WARPERS = {
 
 
 def warp_of(processors: Sequence[Any] | None, greedy: bool, prompt: int, prompts: int, search: bool) -> Warp:
-    """The warp of one prompt of a batch.
+    """Return the warp of one prompt of a batch.
 
     Args:
-        processors: as `generate` prepared them.
-        greedy: nothing is drawn.
-        prompt, prompts: its number, and how many there are.
-        search: scores as in transformers' beam modes.
+        processors: the logits processors that `generate` prepared, in their order.
+        greedy: whether nothing is drawn.
+        prompt: number of the prompt.
+        prompts: number of prompts in the batch.
+        search: whether scores are those of transformers' beam modes.
 
     Raises:
-        NotSupported: something stands behind the warpers, which see the joint law here, and so would come before them.
+        NotSupported: a processor comes after a warper. Warpers apply to the joint law here, after all processors, so the
+            order would be reversed.
     """
     from transformers import LogitsProcessorList
 
-    mine = [_for_prompt(one, prompt, prompts, search) for one in processors or []]
+    adapted = [_for_prompt(processor, prompt, prompts, search) for processor in processors or []]
     if search:
-        return Warp(LogitsProcessorList(mine) or None, NO_TRUNCATION, greedy, search=True)
-    joint = [one for one in mine if type(one).__name__ in _WARPERS]
-    behind = mine[mine.index(joint[0]) :] if joint and not greedy else []
-    late = [type(one).__name__ for one in behind if type(one).__name__ not in (*_WARPERS, "LogitNormalization")]
+        return Warp(LogitsProcessorList(adapted) or None, NO_TRUNCATION, greedy, search=True)
+    warpers = [processor for processor in adapted if _name(processor) in _WARPERS]
+    from_warpers_on = adapted[adapted.index(warpers[0]) :] if warpers and not greedy else []
+    allowed = (*_WARPERS, "LogitNormalization")
+    late = [_name(processor) for processor in from_warpers_on if _name(processor) not in allowed]
     if late:
-        raise NotSupported(f"{', '.join(late)} comes after {type(joint[0]).__name__}; leave one of them out")
-    each = LogitsProcessorList([one for one in mine if type(one).__name__ not in _WARPERS])
-    truncation, others = (NO_TRUNCATION, ()) if greedy else truncation_of(joint)
-    return Warp(each or None, truncation, greedy, others=others)
+        raise NotSupported(f"{', '.join(late)} comes after {_name(warpers[0])}; leave one of them out")
+    of_each_beam = LogitsProcessorList([processor for processor in adapted if _name(processor) not in _WARPERS])
+    truncation, others = (NO_TRUNCATION, ()) if greedy else truncation_of(warpers)
+    return Warp(of_each_beam or None, truncation, greedy, others=others)
+
+
+def _name(processor: Any) -> str:
+    """Return the name of a processor's class."""
+    return type(processor).__name__
 
 
 def _for_prompt(processor: Any, prompt: int, prompts: int, search: bool) -> Any:
-    """Those that look up their prompt by the number of the row would take our rows for other prompts."""
-    kind = type(processor).__name__
+    """Return a processor that treats every row as a continuation of this prompt.
+
+    Processors that find their prompt by the number of the row are replaced, because rows are nodes here. All others are
+    returned as they are.
+    """
+    kind = _name(processor)
     if kind == "PrefixConstrainedLogitsProcessor":
         return allowed_after(processor._prefix_allowed_tokens_fn, prompt, together=search)
     changed = copy.copy(processor)
     if kind == "RepetitionPenaltyLogitsProcessor" and isinstance(processor.prompt_ignore_length, torch.Tensor):
-        changed.prompt_ignore_length = int(_own(processor.prompt_ignore_length, prompt, prompts)[0])
+        changed.prompt_ignore_length = int(_row_of_prompt(processor.prompt_ignore_length, prompt, prompts)[0])
     elif kind == "EncoderRepetitionPenaltyLogitsProcessor":
-        changed.encoder_input_ids = _own(processor.encoder_input_ids, prompt, prompts)
+        changed.encoder_input_ids = _row_of_prompt(processor.encoder_input_ids, prompt, prompts)
     elif kind == "EncoderNoRepeatNGramLogitsProcessor":
-        changed.generated_ngrams = _own(processor.generated_ngrams, prompt, prompts)
+        changed.generated_ngrams = _row_of_prompt(processor.generated_ngrams, prompt, prompts)
         changed.batch_size = 1
     else:
         return processor
     return changed
 
 
-def _own(rows: Any, prompt: int, prompts: int) -> Any:
-    """The row of a prompt, of which there may be several alike."""
+def _row_of_prompt(rows: Any, prompt: int, prompts: int) -> Any:
+    """Return the first of the equal rows of a prompt, as a batch of one row."""
     start = prompt * (len(rows) // prompts)
     return rows[start : start + 1]

@@ -1,4 +1,4 @@
-"""How steps are compiled, and sums over the vocabulary."""
+"""The compilation of steps, and compiled sums over the vocabulary."""
 
 from specbeam.kernels.compiling import AVAILABLE, start_threads, use_threads
 

@@ -1,4 +1,4 @@
-"""How loops are compiled, and on how many threads they run."""
+"""The decorators that compile functions with numba, calls by address, and the number of threads."""
 
 import inspect
 import os
@@ -12,8 +12,8 @@ except ImportError:
     numba = None
 else:
     try:
-        from specbeam.kernels.kept import Kept
-        from specbeam.kernels.linking import call_where_it_stands, calling, open_for_python
+        from specbeam.kernels.code_cache import CodeCache
+        from specbeam.kernels.linking import add_python_entry, calling, link_by_name
     except ImportError:
         warnings.warn(
             f"numba {numba.__version__} is too old for specbeam's steps, which need 0.62 (pip install 'numba>=0.62'); "
@@ -29,55 +29,63 @@ if numba is not None:
 
 AVAILABLE = numba is not None and os.environ.get("SPECBEAM_KERNELS") != "off"
 Array = Any  # numba finds the types by itself
-BLOCK = 64  # values that are looked at together
+BLOCK = 64  # values that are summed or compared together
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Compiled at the first call and kept on disk. `unwrap`: tests wrap functions into type checks.
+    """Return the function compiled by numba; without numba, return the function itself.
 
-    What lets Python call a form of it is compiled for those forms alone that Python calls (`kernels.linking`).
+    numba compiles one form of a function for each combination of argument types, at the first call with these types, and
+    the code is kept on disk. The code that lets Python call a form is compiled only for forms that Python does call (see
+    `kernels.linking`).
+
+    Args:
+        options: further options of `numba.njit`.
     """
     if not AVAILABLE:
         return function
-    source = inspect.unwrap(function)
+    source = inspect.unwrap(function)  # tests wrap functions into type checks
     fixed = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
     made = numba.njit(no_cpython_wrapper=True, **fixed, **options)(source)
-    made._cache = Kept(source)
-    door = numba.njit(**fixed)(calling(made))
-    door._cache = Kept(door.py_func)
-    call_where_it_stands(made)
-    open_for_python(made, door)
+    made._cache = CodeCache(source)
+    entry = numba.njit(**fixed)(calling(made))
+    entry._cache = CodeCache(entry.py_func)
+    link_by_name(made)
+    add_python_entry(made, entry)
     return made
 
 
 def compiled_in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Sums may be reordered, so that they become vector instructions; NaN stays NaN."""
+    """Return the function compiled so that sums may be reordered into vector instructions; NaN stays NaN."""
     return compiled(function, fastmath={"reassoc", "nsz", "contract"})
 
 
 def compiled_loosely(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Sums may be reordered, so that they become vector instructions; NaN must not come in."""
+    """Return the function compiled so that sums may be reordered into vector instructions; inputs must not hold NaN."""
     return compiled(function, fastmath={"reassoc", "nsz", "contract", "nnan"})
 
 
 def start_threads() -> int:
-    """Most threads that compiled loops may use. To be called before any loop that may be spread: what spreads it is looked
-    up when the loop is read from disk.
+    """Start numba's threads, and return the most that compiled functions may use.
+
+    Call this before any function that was compiled for several threads: numba looks up its threading layer when it loads
+    the function from disk.
     """
     numba.get_num_threads()
     return int(numba.config.NUMBA_NUM_THREADS)
 
 
 def use_threads(count: int) -> None:
-    """At most `start_threads()`, for loops that are compiled for several."""
+    """Set the number of threads, at most `start_threads()`, of functions that are compiled for several."""
     numba.set_num_threads(count)
 
 
 def address_of(function: Any, *arguments: Any) -> int:
-    """Where a compiled loop stands, in the form that it has for arguments like these; for `call_at`. Loops that call a long
-    loop by its address are compiled without it, and it is compiled once.
+    """Return the address of a compiled function, in its form for the types of these arguments; for `call_at`.
+
+    A function that calls a long function by its address is compiled without it, so that the long one is compiled only once.
     """
-    kinds = tuple(numba.typeof(one) for one in arguments)
+    kinds = tuple(numba.typeof(argument) for argument in arguments)
     function.compile(kinds)
     made = function.overloads[kinds]
     return int(made.library.get_pointer_to_function(made.fndesc.mangled_name))
@@ -87,8 +95,9 @@ if AVAILABLE:
 
     @intrinsic
     def call_at(typing: Any, address: Any, arguments: Any) -> Any:
-        """Call a loop that gives nothing back. The tuple of arguments must have the very types that its address was asked
-        for with: nobody checks.
+        """Call the compiled function at an address, which returns nothing.
+
+        The tuple of arguments must have exactly the types that `address_of` got: they are not checked.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -105,14 +114,14 @@ if AVAILABLE:
 
     @intrinsic
     def call_c(typing: Any, address: Any, arguments: Any) -> Any:
-        """Call a C function that takes 64-bit integers or pointers alone; gives the int that it returns."""
+        """Call the C function at an address, whose arguments are 64-bit integers or pointers; return its int result."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            whole = ir.IntType(64)
+            int64 = ir.IntType(64)
             values = []
             for place, kind in enumerate(signature.args[1].types):
                 values.append(context.cast(builder, builder.extract_value(args[1], place), kind, types.int64))
-            function = ir.FunctionType(ir.IntType(32), [whole] * len(values))
+            function = ir.FunctionType(ir.IntType(32), [int64] * len(values))
             return builder.call(builder.inttoptr(args[0], function.as_pointer()), values)
 
         return types.int32(types.intp, arguments), code

@@ -1,4 +1,4 @@
-"""A product and a sum that are rounded once, on every processor: what a compiler fuses by itself, it fuses as it likes."""
+"""A multiply-add that is rounded once on every processor; left to itself, a compiler may fuse the two operations or not."""
 
 from typing import Any
 

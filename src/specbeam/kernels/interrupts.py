@@ -1,42 +1,45 @@
-"""Interrupts wait for the end of a turn."""
+"""A guard that delays interrupts to the end of a turn."""
 
 import signal
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGALRM")  # whose handlers are wont to raise
-_COMPILES = ("compile_for_python", "_compile_for_args")  # functions of ours (kernels/linking.py) and of numba's
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM")  # signals whose handlers usually raise
+_COMPILES = ("compile_for_python", "_compile_for_args")  # names of functions here (kernels/linking.py) and in numba
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
-class interrupts_held:  # noqa: N801
-    """Around turns, whose loops return named tuples. Numba makes these by calling their classes; where a handler raises
-    there, as that of Ctrl-C does, numba goes on with what was not made, and the process ends in a segmentation fault.
-    Handlers are called at the end of the turn; at once while a loop is compiled, and when a signal comes again.
+class hold_interrupts:  # noqa: N801
+    """A context manager around turns, in which signal handlers run only at its end.
+
+    Compiled steps return named tuples, which numba makes by calling their classes. If a signal handler raises in such a
+    call, as the handler of Ctrl-C does, numba goes on with an object that was never made, and the process ends in a
+    segmentation fault. A handler still runs at once while numba compiles, and when its signal comes a second time.
     """
 
     def __enter__(self) -> None:
         self.handlers: dict[int, Any] = {}
-        self.came: dict[int, FrameType | None] = {}
-        if current_thread() is main_thread():  # no other one has handlers
+        self.delayed: dict[int, FrameType | None] = {}
+        if current_thread() is main_thread():  # Python runs handlers in the main thread only
             for number in _SIGNALS:
                 if callable(handler := signal.getsignal(number)):
                     self.handlers[number] = handler
-                    signal.signal(number, self._note)
+                    signal.signal(number, self._handle)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Delay the handler of a signal; run it at once during compilation, or if it was delayed before."""
         at = frame
         while at is not None and at.f_code.co_name not in _COMPILES:
             at = at.f_back
-        if at is None and number not in self.came:
-            self.came[number] = frame
+        if at is None and number not in self.delayed:
+            self.delayed[number] = frame
         else:
-            self.came.pop(number, None)
+            self.delayed.pop(number, None)
             self.handlers[number](number, frame)
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        for number, frame in self.came.items():
+        for number, frame in self.delayed.items():
             self.handlers[number](number, frame)

@@ -1,7 +1,8 @@
-"""How compiled functions call each other: a long one is called where it stands, a short one is compiled into its callers.
+"""The linking of compiled functions: long ones are called by name, short ones are compiled into their callers.
 
-numba compiles all that a function calls into it, and all that those call: of functions in a chain of ten the last one is
-compiled ten times. Calls by name compile each long function once, and its machine code is kept once.
+numba compiles everything that a function calls into the function itself, down the whole chain of calls: in a chain of ten
+functions the last one is compiled ten times. With calls by name each long function is compiled once, and its machine code
+is kept once.
 """
 
 import copy
@@ -13,29 +14,29 @@ from typing import Any
 
 from llvmlite import binding, ir
 
-_FUNCTIONS: dict[tuple[str, str], Any] = {}  # all that were made, by module and name
-LONG = 400  # lines of LLVM code, from which a call costs nothing beside what is called
+_FUNCTIONS: dict[tuple[str, str], Any] = {}  # all compiled functions, by module and qualified name
+LONG = 400  # lines of LLVM code from which on the cost of a call does not matter
 
 
-def call_where_it_stands(function: Any) -> None:
-    """Let the callers of a compiled function call each of its long forms by name."""
+def link_by_name(function: Any) -> None:
+    """Make the compiled callers of a compiled function call each of its long forms by name."""
     source = function.py_func
     _FUNCTIONS[source.__module__, source.__qualname__] = function
 
     def add_overload(result: Any) -> None:
-        # A form that was read from disk is compiled into callers too, and they need all that it needs.
+        # A form that was loaded from disk may be compiled into callers, which then need whatever it needs at loading.
         result.library._reload_init.update(result.reload_init or ())
-        function.overloads[tuple(result.signature.args)] = result  # and Python is not told: it comes by another door
+        function.overloads[tuple(result.signature.args)] = result  # Python calls it through `add_python_entry`
         is_found_by_name = "<locals>" not in function.py_func.__qualname__
         if is_found_by_name and is_long(result.library):
-            _name(function, result)
+            _replace_by_call(function, result)
 
     function.add_overload = add_overload
 
 
 def is_long(library: Any) -> bool:
-    """Return whether there is much in a function, with all that was compiled into it."""
-    module = library._get_module_for_linking()  # it is there in libraries that were read from disk, too
+    """Return whether a function, with all that was compiled into it, has more than `LONG` lines of LLVM code."""
+    module = library._get_module_for_linking()  # libraries that were loaded from disk have it too
     lines = 0
     for function in module.functions:
         if function.is_declaration or function.name.startswith("_ZN7cpython"):
@@ -47,8 +48,8 @@ def is_long(library: Any) -> bool:
     return False
 
 
-def _name(function: Any, result: Any) -> None:
-    """Let callers compile a call by name in, in place of the function."""
+def _replace_by_call(function: Any, result: Any) -> None:
+    """Make callers of a form compile in a call by name, in place of the form itself."""
     context = result.target_context
     source = function.py_func
     kinds = tuple(result.signature.args)
@@ -60,13 +61,13 @@ def _name(function: Any, result: Any) -> None:
     empty = ir.Function(module, ir.FunctionType(ir.VoidType(), []), f"needs.{name}")
     ir.IRBuilder(empty.append_basic_block()).ret_void()
     needs.add_ir_module(module)
-    needs._reload_init.add(partial(get_ready, source.__module__, source.__qualname__, kinds))
+    needs._reload_init.add(partial(load_form, source.__module__, source.__qualname__, kinds))
     context.remove_user_function(result.entry_point)
     context.insert_user_function(result.entry_point, described, [needs])
 
 
 def _add_symbol(function: Any, result: Any) -> str:
-    """Let machine code find a form of a function in this process. Returns its name, which is the same in every process."""
+    """Make a form of a function known to machine code in this process. Return its name, the same in every process."""
     source = function.py_func
     kinds = str(tuple(result.signature.args))
     form = sha256(kinds.encode()).hexdigest()[:16]
@@ -75,8 +76,8 @@ def _add_symbol(function: Any, result: Any) -> str:
     return name
 
 
-def get_ready(module: str, name: str, kinds: tuple[Any, ...]) -> None:
-    """Load a form of a function, or compile it, before one that calls it is loaded."""
+def load_form(module: str, name: str, kinds: tuple[Any, ...]) -> None:
+    """Load or compile a form of a function; numba calls this before it loads machine code that calls the form."""
     import_module(module)
     function = _FUNCTIONS[module, name]
     function.compile(kinds)
@@ -84,7 +85,7 @@ def get_ready(module: str, name: str, kinds: tuple[Any, ...]) -> None:
 
 
 def calling(function: Any) -> Any:
-    """Return a function with the arguments of a compiled one that calls it: so this is compiled once for all callers."""
+    """Return a new function that calls a compiled one with the same arguments, so that callers need not compile that in."""
     source = function.py_func
     names = ", ".join(inspect.signature(source).parameters)
     text = "\n" * (source.__code__.co_firstlineno - 1) + f"def call({names}): return function({names})"
@@ -96,15 +97,15 @@ def calling(function: Any) -> Any:
     return call
 
 
-def open_for_python(function: Any, door: Any) -> None:
-    """Let Python call the forms of a compiled function through its door, which is compiled for those alone."""
+def add_python_entry(function: Any, python_entry: Any) -> None:
+    """Make Python call a compiled function through `python_entry`, which is compiled only for forms that Python calls."""
 
-    def compile_for_python(*values: Any) -> Any:  # numba has put named arguments in their places
+    def compile_for_python(*values: Any) -> Any:  # numba has put keyword arguments into their positions
         kinds = tuple(function.typeof_pyval(value) for value in values)
-        door.compile(kinds)
-        entry = door.overloads[kinds].entry_point
-        function._insert([kind._code for kind in kinds], entry, False)
-        return entry
+        python_entry.compile(kinds)
+        address = python_entry.overloads[kinds].entry_point
+        function._insert([kind._code for kind in kinds], address, False)
+        return address
 
     function._compile_for_args = compile_for_python
-    function.door = door
+    function.python_entry = python_entry

@@ -1,4 +1,4 @@
-"""Which instructions compiled code may use: those of the processor that numba compiles for, which the user can name.
+"""The instructions that compiled code may use: those of the processor that numba compiles for.
 
 numba compiles for the processor it runs on, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES name another one.
 """
@@ -9,7 +9,8 @@ from llvmlite import binding
 from numba import config
 from numba.core.codegen import get_host_cpu_features
 
-_REGISTERS = {"zmm": "avx512f", "ymm": "avx2"}  # how the widest registers are called in assembly, and who has them
+# The names of the widest registers in assembly, and the features that they come with.
+_REGISTERS = {"zmm": "avx512f", "ymm": "avx2"}
 
 _SUM_OF_INTEGERS = """
 define <16 x i32> @sum(<16 x i32> %a, <16 x i32> %b) {
@@ -21,22 +22,22 @@ define <16 x i32> @sum(<16 x i32> %a, <16 x i32> %b) {
 
 @cache
 def features() -> frozenset[str]:
-    """Return the names of the features that compiled code may use, as LLVM calls them.
+    """Return the features of the processor that compiled code may use, by their names in LLVM.
 
-    Of a processor that is known by name alone, only the width of its registers is found out.
+    If the user names a processor without its features, only the width of its registers is known here.
     """
     stated = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
     switches = [switch.strip() for switch in stated.split(",")]
-    found = {switch[1:] for switch in switches if switch.startswith("+")}
+    names = {switch[1:] for switch in switches if switch.startswith("+")}
     assembly = _assembly(config.CPU_NAME or binding.get_host_cpu_name(), stated)
-    found |= {feature for register, feature in _REGISTERS.items() if register in assembly}
-    if "avx512f" in found:
-        found.add("avx2")
-    return frozenset(found)
+    names |= {feature for register, feature in _REGISTERS.items() if register in assembly}
+    if "avx512f" in names:
+        names.add("avx2")
+    return frozenset(names)
 
 
 def _assembly(name: str, stated: str) -> str:
-    """Return how a sum of sixteen integers is written for a processor."""
+    """Return the assembly of a sum of sixteen integers, compiled for a processor."""
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     target = binding.Target.from_default_triple()

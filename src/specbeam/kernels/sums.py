@@ -1,4 +1,4 @@
-"""Sums over the vocabulary: the norm of logits, the place of a draw."""
+"""Sums over the vocabulary: the log of the norm of logits, and the index that a uniform draws."""
 
 from typing import Any
 
@@ -17,23 +17,26 @@ _SIGN = np.int32(31)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _BIAS = np.int32(127)
 _FRACTION = np.int32(23)
-LONG = 512  # numbers of a law that is summed in blocks
+LONG = 512  # numbers; a law with more is summed in blocks
 INF_RANK = int(np.float32(np.inf).view(np.int32))
 MINUS_INF_RANK = -INF_RANK - 1
 
 
 @compiled_loosely
 def _sum(block: Array) -> Array:
-    """The sum of a block."""
-    some = 0.0
+    """Return the sum of a block."""
+    total = 0.0
     for place in range(BLOCK):
-        some += block[place]
-    return some
+        total += block[place]
+    return total
 
 
 @compiled
-def pick(law: Array, uniform: float) -> int:
-    """An index of a long law: blocks are summed, and tokens only in the one that is hit."""
+def picked_by_blocks(law: Array, uniform: float) -> int:
+    """Return the index of a long law, float64[n], that a uniform in [0, 1) draws; the law need not sum to 1.
+
+    Sums whole blocks first, and then single tokens only in the block that is hit.
+    """
     blocks = (len(law) + BLOCK - 1) // BLOCK
     sums = np.zeros(blocks)
     for number in range(len(law) // BLOCK):
@@ -53,7 +56,7 @@ def pick(law: Array, uniform: float) -> int:
             if left < 0:
                 break
     place = len(law)
-    while last < 0:  # the product was rounded up, and the last block holds nothing
+    while last < 0:  # `uniform` times the sum was rounded up, and the last block has no odds
         place -= 1
         last = place if law[place] > 0 else -1
     return last
@@ -61,9 +64,9 @@ def pick(law: Array, uniform: float) -> int:
 
 @compiled
 def picked(p: Array, uniform: float) -> int:
-    """`Dice.pick`."""
+    """Return the index of a law, float64[n], that a uniform in [0, 1) draws, as `Dice.pick` does; it need not sum to 1."""
     if len(p) > LONG:
-        return pick(p, uniform)
+        return picked_by_blocks(p, uniform)
     total = 0.0
     for place in range(len(p)):
         total += p[place]
@@ -81,13 +84,16 @@ def picked(p: Array, uniform: float) -> int:
 
 @compiled_loosely
 def _rank(bits: Array) -> Array:
-    """Integers in the order of the float32 numbers with these bits, and its own inverse. NaN is outside -inf and +inf."""
+    """Return an int32 that sorts as the float32 with these bits does; NaN lies outside of -inf and +inf.
+
+    The function is its own inverse.
+    """
     return np.int32(bits ^ np.int32(np.int32(bits >> _SIGN) & _MAGNITUDE))
 
 
 @compiled_loosely
 def extremes(bits: Array) -> tuple[Array, Array]:
-    """The least and the largest `_rank`: by their bits, for NaN must not come into arithmetic."""
+    """Return the least and the largest `_rank` of numbers, given by their bits: NaN must not enter the arithmetic."""
     low = high = _rank(bits[0])
     for place in range(len(bits)):
         low = min(low, _rank(bits[place]))
@@ -97,18 +103,21 @@ def extremes(bits: Array) -> tuple[Array, Array]:
 
 @compiled
 def exp_near_0(x: Array) -> Array:
-    """exp(x), float32, to 2e-7 of it for |x| < 0.35: what is left of an exponent when its powers of two are taken out."""
-    found = fused(x, _C6, _C5)
-    found = fused(x, found, _C4)
-    found = fused(x, found, _C3)
-    found = fused(x, found, _C2)
-    found = fused(x, found, _F1)
-    return fused(x, found, _F1)
+    """Return exp(x), float32, with a relative error below 2e-7 for |x| < 0.35, by a polynomial of degree 6.
+
+    After its powers of two are taken out, every exponent is in this range.
+    """
+    value = fused(x, _C6, _C5)
+    value = fused(x, value, _C4)
+    value = fused(x, value, _C3)
+    value = fused(x, value, _C2)
+    value = fused(x, value, _F1)
+    return fused(x, value, _F1)
 
 
 @compiled_loosely
-def _exponentials(row: Array, top: float, part: Array, powers: Array) -> None:
-    """exp(row - top) as part * 2^powers, the latter as the bits of a float32."""
+def _write_exponentials(row: Array, top: float, part: Array, powers: Array) -> None:
+    """Write exp(row - top) as `part` times a power of two, which `powers` gets as the bits of a float32."""
     for token in range(len(row)):
         y = max((row[token] - top) * _LOG2E, _LEAST)
         whole = np.floor(y + _HALF)
@@ -119,18 +128,19 @@ def _exponentials(row: Array, top: float, part: Array, powers: Array) -> None:
 
 @compiled_loosely
 def _product(block: Array, other: Array) -> Array:
-    """The inner product of two blocks."""
-    some: Any = np.float32(0)
+    """Return the inner product of two blocks."""
+    total: Any = np.float32(0)
     for place in range(BLOCK):
-        some += block[place] * other[place]
-    return some
+        total += block[place] * other[place]
+    return total
 
 
 @compiled_loosely
 def log_norm(logits: Array) -> Array:
-    """`laws.log_norm` of float32 rows, with an exponential of its own that becomes vector instructions.
+    """Return log(sum(exp(row))) of each row of logits, float32[rows, vocab] -> float64[rows]; see `laws.reduce.log_norm`.
 
-    NaN for rows that hold NaN or +inf.
+    A row that holds NaN or +inf gets NaN; a row of -inf alone gets -inf. Uses an exponential that compiles to vector
+    instructions.
     """
     rows, vocab = logits.shape
     out = np.empty(rows)
@@ -148,7 +158,7 @@ def log_norm(logits: Array) -> Array:
             continue
         powers[0] = _rank(high)
         top = scale[0]
-        _exponentials(logits[number], top, part, powers)
+        _write_exponentials(logits[number], top, part, powers)
         total = 0.0
         for start in range(0, len(part), BLOCK):
             total += _product(part[start : start + BLOCK], scale[start : start + BLOCK])

@@ -1,1 +1,4 @@
-"""Laws: what is made of a model's logits. The only code whose work grows with the vocabulary."""
+"""Laws: the probability distributions that are made from a model's logits. Names with `odds` hold probabilities.
+
+Only this code has work that grows with the vocabulary.
+"""

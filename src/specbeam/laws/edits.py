@@ -1,6 +1,6 @@
-"""What options change in rows of logits before laws are made of them: the repetition penalty, and no end before its time.
+"""Changes of rows of logits before laws are made of them: the repetition penalty and the least number of new tokens.
 
-The same as transformers' processors, as steps. What else looks at rows does it in Python (laws/warp.py).
+As steps, they do the same as transformers' processors. All other changes of rows are made in Python (laws/warp.py).
 """
 
 from typing import NamedTuple
@@ -8,32 +8,34 @@ from typing import NamedTuple
 import numpy as np
 
 from specbeam.core.beams import LENGTH, Texts, depth_of, room_for_texts, write_path
+from specbeam.core.callbacks import call_back
 from specbeam.core.steps import Array, step
 
 
 class Edits(NamedTuple):
-    """What is changed in the row after a text."""
+    """The changes of a row of logits, which depend on the text that the row follows."""
 
-    penalty: float  # by which logits of tokens of the text are divided, or multiplied below 0; 1: nothing
-    prompt: Array  # int64[n]: its tokens belong to the text
-    least: int  # new tokens before which no text ends
+    penalty: float  # divides logits of tokens of the text that are above 0, multiplies those below; 1: no change
+    prompt: Array  # int64[n]: the tokens of the text before its new tokens
+    least: int  # number of new tokens before which no text may end
     eos: Array  # int64[ends]
     texts: Texts  # the new tokens of the live beams
+    callback: int  # the address of a `Callback` into Python that changes rows; 0: there is none
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
-NO_EDITS = Edits(1.0, _NOTHING, 0, _NOTHING, room_for_texts(None, 1, 1))
+NO_EDITS = Edits(1.0, _NOTHING, 0, _NOTHING, room_for_texts(None, 1, 1), 0)
 
 
 @step
 def edits_any(edits: Edits) -> bool:
-    """Return whether anything is ever changed."""
-    return edits.penalty != 1 or edits.least > 0
+    """Return whether edits can change any row."""
+    return edits.penalty != 1 or edits.least > 0 or edits.callback != 0
 
 
 @step
 def new_text(texts: Texts, tokens: Array, parents: Array, node: int) -> Array:
-    """Return the new tokens up to a forest node, int64[length]: those of its beam, which end with the root, and a path."""
+    """Return the new tokens up to and including a forest node, int64[length]: those of its live beam, then its path."""
     before = texts.sizes[LENGTH]
     depth = depth_of(parents, node)
     text = np.empty(before + depth, dtype=np.int64)
@@ -44,7 +46,7 @@ def new_text(texts: Texts, tokens: Array, parents: Array, node: int) -> Array:
 
 @step
 def edited_rows(rows: Array, first: int, tokens: Array, parents: Array, edits: Edits) -> Array:
-    """Return rows of logits after the edits: the same ones where there are none, else a copy.
+    """Return a copy of rows of logits with the edits; or the rows themselves if there are no edits.
 
     Args:
         rows: float[nodes, vocab], of the forest nodes from `first` on.
@@ -53,6 +55,9 @@ def edited_rows(rows: Array, first: int, tokens: Array, parents: Array, edits: E
     if not edits_any(edits):
         return rows
     edited = rows.copy()
+    if edits.callback != 0:
+        _edit_in_python(edited, first, tokens, parents, edits.callback)
+        return edited
     vocab = rows.shape[1]
     seen_in = np.full(vocab, -1, dtype=np.int64)  # the last row whose text had a token
     for row in range(len(rows)):
@@ -68,8 +73,54 @@ def edited_rows(rows: Array, first: int, tokens: Array, parents: Array, edits: E
 
 
 @step
+def _edit_in_python(rows: Array, first: int, tokens: Array, parents: Array, callback: int) -> None:
+    """Let Python change rows of logits in place; all of them become NaN, which is no law, if it raises.
+
+    Args:
+        tokens, parents: of the forest; contiguous, as rows are.
+    """
+    wide = rows.itemsize
+    where = (
+        rows.ctypes.data,
+        len(rows),
+        rows.shape[1],
+        wide,
+        tokens.ctypes.data,
+        parents.ctypes.data,
+        len(tokens),
+        first,
+    )
+    if call_back(callback, where) != 0:
+        rows[:] = np.nan
+
+
+@step
+def ban(rows: Array, allowed: Array) -> None:
+    """Set the logits of tokens that are not allowed to -inf.
+
+    Args:
+        rows: float[rows, vocab].
+        allowed: uint8[rows, bytes], one bit per token; token 0 is the lowest bit of the first byte.
+    """
+    vocab = rows.shape[1]
+    for row in range(len(rows)):
+        for place in range(allowed.shape[1]):
+            bits = allowed[row, place]
+            if bits == 255:
+                continue
+            for token in range(8 * place, min(8 * place + 8, vocab)):
+                if (bits >> (token & 7)) & 1 == 0:
+                    rows[row, token] = -np.inf
+
+
+@step
 def _penalise(row: Array, text: Array, penalty: float, seen_in: Array, number: int) -> None:
-    """Make the tokens of a text less likely, each once."""
+    """Apply the repetition penalty to the tokens of a text, once each.
+
+    Args:
+        seen_in: int64[vocab], the last row in which each token was penalised; changed in place.
+        number: of this row.
+    """
     factor = row.dtype.type(penalty)
     for token in text:
         if 0 <= token < len(row) and seen_in[token] != number:

@@ -1,6 +1,6 @@
-"""The joint law over (beam, token) pairs: its odds, its support, and what the beams of a layer go on with.
+"""The joint law over (beam, token) pairs: its probabilities, its support, and the pairs that a layer continues with.
 
-A pair is beam * vocabulary + token.
+A pair is the number beam * vocabulary size + token.
 """
 
 from typing import NamedTuple
@@ -13,9 +13,9 @@ from specbeam.core.steps import Array, step
 from specbeam.laws.ranking import Truncation, best_pairs, cuts, kept_pairs, rank_pairs, warps
 from specbeam.laws.reduce import log_norm, log_sum
 
-SOUND, DEAD, BROKEN = range(3)  # what logits can be: some pair has odds; none has; they hold NaN or +inf
+SOUND, DEAD, BROKEN = range(3)  # conditions of logits: something can be drawn; all are -inf; some are NaN or +inf
 NO_KEYS = np.zeros(0, dtype=np.uint64)
-HEAD = 14.0  # pairs whose odds are below exp(-14) of the best pair's do not move a width
+HEAD = 14.0  # pairs whose probability is below exp(-14) times the best pair's do not change a width
 
 
 class JointLaw(NamedTuple):
@@ -23,10 +23,10 @@ class JointLaw(NamedTuple):
 
     logits: Array  # float[beams, vocab], after the logits processors; -inf bans a token
     scores: Array  # float64[beams]: log-likelihood of each beam so far
-    log_norm: Array  # float64[beams]: what log-likelihoods are below logits; -inf if all of the row is banned
-    log_counts: Array  # float64[beams]: of how often each beam occurs
+    log_norm: Array  # float64[beams]: logit minus log-probability; -inf if the whole row is banned
+    log_counts: Array  # float64[beams]: log of how often each beam was drawn
     truncation: Truncation
-    normalised: bool  # whether `log_norm` is the logsumexp of each row, so that the odds of its tokens sum to 1
+    normalised: bool  # whether `log_norm` is the logsumexp of each row, so that its probabilities sum to 1
 
 
 @step
@@ -34,8 +34,11 @@ def joint_law(logits: Array, scores: Array, counts: Array, truncation: Truncatio
     """Return the joint law of beams with these rows of logits.
 
     Args:
+        logits: float[beams, vocab], a row per beam, after the logits processors.
+        scores: float64[beams], log-likelihood of each beam so far.
+        counts: int64[beams], how often each beam was drawn.
         normalise: False if the rows are log-probabilities already, as in transformers' beam modes, which do not normalise
-            again what processors and warpers left of them.
+            again what processors and warpers have left of them.
     """
     norms = log_norm(logits)
     if truncation.by_row and warps(truncation):
@@ -54,8 +57,8 @@ def joint_law(logits: Array, scores: Array, counts: Array, truncation: Truncatio
 def warped_rows(rows: Array, norms: Array, truncation: Truncation, normalise: bool) -> Array:
     """Return log-probabilities, float[beams, vocab], each row warped by itself as in transformers' beam modes.
 
-    They are divided by the temperature, and what is cut is -inf; what is left is not normalised again. A row that is all
-    -inf, or holds NaN or +inf, stays as it is.
+    They are divided by the temperature. Tokens that are cut get -inf; the others are not normalised again. A row that is all
+    -inf, or holds NaN or +inf, is returned as it is.
 
     Args:
         rows: logits, or log-probabilities.
@@ -77,29 +80,29 @@ def warped_rows(rows: Array, norms: Array, truncation: Truncation, normalise: bo
             for token in range(rows.shape[1]):
                 warped[beam, token] = (np.float64(rows[beam, token]) - shift) / temperature
             continue
-        alone = rows[beam : beam + 1]
-        for token in kept_pairs(alone, np.zeros(1), 0.0, truncation, totals[beam]):
+        row = rows[beam : beam + 1]
+        for token in kept_pairs(row, np.zeros(1), 0.0, truncation, totals[beam]):
             warped[beam, token] = (np.float64(rows[beam, token]) - shift) / temperature
     return warped
 
 
 @step
 def condition_of(law: JointLaw) -> int:
-    """Return SOUND, DEAD or BROKEN."""
-    found = DEAD
+    """Return the condition of a law: SOUND, DEAD (every token is banned) or BROKEN (some logits are NaN or +inf)."""
+    condition = DEAD
     for norm in law.log_norm:
         if not norm < np.inf:
             return BROKEN
         if norm > -np.inf:
-            found = SOUND
-    return found
+            condition = SOUND
+    return condition
 
 
 @step
 def shift_of(law: JointLaw) -> Array:
-    """Return what log-likelihoods are above logits, float64[beams].
+    """Return what to add to the logits of each beam to get the log-likelihoods of its extensions, float64[beams].
 
-    A beam from which everything is banned has logits of -inf alone, and needs no norm.
+    A beam whose tokens are all banned has only logits of -inf, so its norm is left out.
     """
     shift = np.empty(len(law.scores))
     for beam in range(len(shift)):
@@ -110,19 +113,19 @@ def shift_of(law: JointLaw) -> Array:
 
 @step
 def likelihoods_at(law: JointLaw, pairs: Array) -> Array:
-    """Return the log-likelihood of each prolonged beam, float64[pairs]: what it carries on."""
+    """Return the log-likelihood of the beam that each pair extends, the new token included, float64[pairs]."""
     vocab = law.logits.shape[1]
     shift = shift_of(law)
-    found = np.empty(len(pairs))
+    logliks = np.empty(len(pairs))
     for place in range(len(pairs)):
         beam = pairs[place] // vocab
-        found[place] = np.float64(law.logits[beam, pairs[place] % vocab]) + shift[beam]
-    return found
+        logliks[place] = np.float64(law.logits[beam, pairs[place] % vocab]) + shift[beam]
+    return logliks
 
 
 @step
 def _log_weights_at(law: JointLaw, pairs: Array) -> Array:
-    """Return the log of the warped odds of pairs, not normalised."""
+    """Return the log of the probabilities of pairs, with temperature and counts, not normalised, float64[pairs]."""
     vocab = law.logits.shape[1]
     weights = likelihoods_at(law, pairs)
     for place in range(len(pairs)):
@@ -146,7 +149,7 @@ def _log_totals(law: JointLaw) -> Array:
 
 @step
 def support_of(law: JointLaw) -> Array:
-    """Return the pairs that the truncation leaves, best first. It ranks beams, not their repeats."""
+    """Return the pairs that the truncation keeps, best first. It ignores how often each beam was drawn."""
     offset = law.scores.max()
     log_total = np.nan
     if law.truncation.top_k == 0:
@@ -156,7 +159,7 @@ def support_of(law: JointLaw) -> Array:
 
 @step
 def all_pairs(law: JointLaw) -> Array:
-    """Return the pairs that have any odds, ascending."""
+    """Return all pairs of probability above 0, ascending."""
     if cuts(law.truncation):
         return np.sort(support_of(law))
     beams, vocab = law.logits.shape
@@ -172,7 +175,7 @@ def all_pairs(law: JointLaw) -> Array:
 
 @step
 def odds_among(law: JointLaw, pairs: Array) -> Array:
-    """Return the odds of pairs, given that one of them is drawn, float64[pairs]."""
+    """Return the probabilities of pairs, given that one of them is drawn, float64[pairs]."""
     weights = _log_weights_at(law, pairs)
     odds = np.empty(len(pairs))
     if len(pairs) == 0:
@@ -185,14 +188,18 @@ def odds_among(law: JointLaw, pairs: Array) -> Array:
 
 @step
 def odds_at(law: JointLaw, pairs: Array) -> Array:
-    """Return the odds of pairs before top-k, top-p and min-p, float64[pairs]."""
+    """Return the probabilities of pairs before top-k, top-p and min-p, float64[pairs]."""
     total = log_sum(_log_totals(law) + law.log_counts)
     return np.exp(_log_weights_at(law, pairs) - total)
 
 
 @step
 def head_of(law: JointLaw) -> tuple[Array, Array]:
-    """Return the pairs that carry the law, ascending, and their odds."""
+    """Return the pairs that carry nearly all of the law, ascending, and their probabilities.
+
+    These are all pairs that a truncation keeps. Without one, they are those of at least exp(-HEAD) times the probability of
+    the best pair.
+    """
     pairs = all_pairs(law)
     odds = odds_among(law, pairs)
     if cuts(law.truncation):
@@ -203,7 +210,7 @@ def head_of(law: JointLaw) -> tuple[Array, Array]:
 
 @step
 def likeliest_pairs(law: JointLaw, count: int) -> Array:
-    """Return the `count` pairs of largest odds before top-k, top-p and min-p, best first."""
+    """Return the `count` most probable pairs before top-k, top-p and min-p, best first."""
     every = np.ones(len(law.scores), dtype=np.bool_)
     return best_pairs(law.logits, shift_of(law), law.truncation.temperature, law.log_counts, NO_KEYS, every, count)
 
@@ -212,21 +219,21 @@ def likeliest_pairs(law: JointLaw, count: int) -> Array:
 def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: int) -> tuple[Array, int]:
     """Return up to max(core, width) pairs, and how many of them are core.
 
-    The core are the `core` best pairs of the beams `among`; the likeliest others are added until there are `width`. A
-    truncation cuts the core alone. Where it cuts, the others are chosen without noise: they are there to be found, and what
-    their maker cuts away another law may keep.
+    The core are the `core` best pairs of the beams `among`. The most probable other pairs, the extra ones, are added until
+    there are `width`. A truncation cuts core pairs only; if there is one, extra pairs are chosen without noise. They are
+    drafts for the target to find, and the target may keep a pair that the draft's truncation cuts.
 
     Args:
-        keys: uint64[beams], of the noise; empty for no noise.
+        keys: uint64[beams], keys of the beams' noise; empty for no noise.
         among: bool[beams].
     """
     vocab = law.logits.shape[1]
     shift = shift_of(law)
     temperature = law.truncation.temperature
-    some = not among.all()
+    is_restricted = not among.all()
     if cuts(law.truncation):
         support = support_of(law)
-        if some:
+        if is_restricted:
             support = support[among[support // vocab]]
         best = rank_pairs(support, law.logits, shift, temperature, law.log_counts, keys, core)
         others = best[:0]
@@ -236,7 +243,7 @@ def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: i
         every = np.ones(len(among), dtype=np.bool_)
         others = best_pairs(law.logits, shift, temperature, law.log_counts, keys, every, max(width, core))
         best = others[among[others // vocab]][:core]
-        if len(best) < core and some:  # the others are further down the ranking
+        if len(best) < core and is_restricted:  # the missing core pairs are further down the ranking
             best = best_pairs(law.logits, shift, temperature, law.log_counts, keys, among, core)
     pairs = np.empty(max(width, len(best)), dtype=np.int64)
     held = len(best)
@@ -249,19 +256,19 @@ def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: i
 
 
 class Choice(NamedTuple):
-    """The (beam, token) pairs that a layer goes on with, the first `core` of them chosen for themselves."""
+    """The (beam, token) pairs that a layer continues with, core pairs first (see `core_and_extra`), as extended beams."""
 
-    parents: Array  # int64[pairs]: which beam each prolongs
+    parents: Array  # int64[pairs]: which beam each pair extends
     tokens: Array  # int64[pairs]
-    scores: Array  # float64[pairs]: log-likelihood of the prolonged beams
-    keys: Array  # uint64[pairs]
-    ends: Array  # bool[pairs]: end tokens
-    core: int
+    scores: Array  # float64[pairs]: log-likelihood of the extended beams
+    keys: Array  # uint64[pairs]: keys of the extended beams
+    ends: Array  # bool[pairs]: whether the token is an end token
+    core: int  # number of core pairs
 
 
 @step
 def choice_of(law: JointLaw, keys: Array, pairs: Array, core: int, eos: Array) -> Choice:
-    """Return what becomes of beams with these keys when they are prolonged by these pairs."""
+    """Return the choice of these pairs, the first `core` of which are core pairs; `keys` are those of the beams."""
     vocab = law.logits.shape[1]
     parents = pairs // vocab
     tokens = pairs % vocab
@@ -273,7 +280,7 @@ def choice_of(law: JointLaw, keys: Array, pairs: Array, core: int, eos: Array) -
 
 @step
 def choose(law: JointLaw, keys: Array, noisy: bool, among: Array, core: int, width: int, eos: Array) -> Choice:
-    """Return the pairs of `core_and_extra`, under the noise of the beams' keys if `noisy`."""
+    """Return the choice of the pairs that `core_and_extra` finds, under the noise of the beams' keys if `noisy`."""
     noise = keys if noisy else keys[:0]
-    pairs, kept = core_and_extra(law, noise, among, core, width)
-    return choice_of(law, keys, pairs, kept, eos)
+    pairs, core_size = core_and_extra(law, noise, among, core, width)
+    return choice_of(law, keys, pairs, core_size, eos)

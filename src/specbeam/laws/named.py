@@ -1,5 +1,5 @@
-"""The laws of outputs, by the words that reports and the catalogue have for them."""
+"""Descriptions of output laws, as reports and the catalogue of methods print them."""
 
 EXACT = "exact: plain sampling"
-UNKNOWN = "unknown: a rule of one's own that does not say"
+UNKNOWN = "unknown: the rule does not state the law of its output"
 CHANGED = "approximate: changes the output law on purpose; "

@@ -1,7 +1,7 @@
-"""The best (beam, token) pairs, with or without noise, and those that a truncation keeps: temperature, top-k, top-p, min-p.
+"""The best (beam, token) pairs, with or without noise, and those that temperature, top-k, top-p and min-p keep.
 
-They are found without sorting the vocabulary. A pair is beam * vocabulary + token. What is decided is computed in float64;
-float32 only narrows down which pairs matter.
+They are found without sorting the vocabulary. A pair is the number beam * vocabulary size + token. Pairs are compared in
+float64; float32 only narrows down which pairs can matter.
 """
 
 from typing import NamedTuple
@@ -11,16 +11,19 @@ import numpy as np
 from specbeam.core.noise import bound_noise, gumbel
 from specbeam.core.steps import BLOCK, Array, step
 
-BUCKETS = 4096  # of values, by how far they are below the largest one
+BUCKETS = 4096  # number of buckets of values, by how far a value is below the largest one
 BUCKETS_PER_NAT = 64
-INSERTED = 512  # rankings up to this length are made by insertion, longer ones by sorting what reaches the edge
-FIRST_LOOK = 64  # pairs that are ranked at first where no top-k says how many can be kept
-GROWTH = 8  # how much longer each further ranking is
+INSERTED = 512  # rankings up to this length are made by insertion, longer ones by sorting the top buckets
+FIRST_LOOK = 64  # number of pairs that are ranked at first if no top-k limits how many can be kept
+GROWTH = 8  # factor by which each further ranking is longer
 
 
 @step
 def insert(values: Array, pairs: Array, held: int, value: float, pair: int) -> int:
-    """Insert a pair into a list sorted by value, descending, then pair. Returns the number of pairs it holds."""
+    """Insert a pair into a list of `held` pairs, sorted by descending value, then by pair. Returns the new number of pairs.
+
+    A full list drops its last pair, or the new one if that comes last.
+    """
     place = held
     if held == len(values):
         place -= 1
@@ -39,16 +42,16 @@ def insert(values: Array, pairs: Array, held: int, value: float, pair: int) -> i
 
 @step
 def _reaches(block: Array, base: float, edge: float) -> bool:
-    """Return whether a value is, with `base`, at least `edge`, or there are fewer than `BLOCK` values.
+    """Return whether some value + `base` is at least `edge`; always True for a block of fewer than `BLOCK` values.
 
-    Looking at so many becomes vector instructions, so that blocks without such a value cost little.
+    A loop over exactly `BLOCK` values becomes vector instructions, so blocks without such a value cost little.
     """
     if len(block) < BLOCK:
         return True
-    some = np.uint8(0)
+    reaches = np.uint8(0)
     for place in range(BLOCK):
-        some |= np.uint8(block[place] + base >= edge)
-    return bool(some > 0)
+        reaches |= np.uint8(block[place] + base >= edge)
+    return bool(reaches > 0)
 
 
 @step
@@ -57,14 +60,15 @@ def best_pairs(
 ) -> Array:
     """Return the `count` pairs of largest (logit + shift) / temperature + log count + noise, best first.
 
-    Fewer where fewer have any odds. Of equal pairs the first comes first. With noise these are draws without replacement
-    (Gumbel-top-k). The noise of a pair is computed only where its upper bound reaches the last pair held.
+    Returns fewer pairs if fewer have a logit above -inf. Of pairs of equal value the first comes first. With noise these are
+    draws without replacement (Gumbel-top-k). The noise of a pair is computed only if its upper bound reaches the value of
+    the last pair held.
 
     Args:
         logits: float[beams, vocab].
-        shift: float64[beams], what log-likelihoods are above logits.
-        log_counts: float64[beams].
-        keys: uint64[beams], of the beams' noise; empty for no noise.
+        shift: float64[beams], added to logits to get log-likelihoods.
+        log_counts: float64[beams], log of how often each beam was drawn.
+        keys: uint64[beams], keys of the beams' noise; empty for no noise.
         among: bool[beams], the beams that take part.
     """
     beams, vocab = logits.shape
@@ -76,7 +80,7 @@ def best_pairs(
     noisy = len(keys) > 0
     bounds = np.zeros(vocab, dtype=np.float32)
     upper = np.full((vocab + BLOCK - 1) // BLOCK * BLOCK, np.float32(-np.inf))
-    offset = shift.max() / temperature  # taken off so that bounds are small numbers, which float32 holds finely
+    offset = shift.max() / temperature  # subtracted, because float32 represents small bounds more finely
     edge = np.float32(-np.inf)
     held = 0
     for beam in range(beams):
@@ -111,7 +115,7 @@ def best_pairs(
 def rank_pairs(
     pairs: Array, logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, count: int
 ) -> Array:
-    """Return `best_pairs` among the given pairs, int64[n]."""
+    """Return the `count` best of the given pairs, int64[n], best first, by the value that `best_pairs` compares."""
     vocab = logits.shape[1]
     count = min(count, len(pairs))
     values = np.full(count, -np.inf)
@@ -131,11 +135,11 @@ def rank_pairs(
 
 @step
 def largest(x: Array, near: Array, count: int) -> Array:
-    """Return the pairs of the `count` largest x + near, best first, and all that equal the last; none of -inf.
+    """Return the pairs of the `count` largest x + near, best first, and all others equal to the last; no pair of -inf.
 
     Args:
         x: float[beams, vocab].
-        near: float[beams] of the same precision, in which values are compared.
+        near: float[beams], in the precision of `x`, in which values are compared.
     """
     if count > INSERTED:
         return _largest_by_sorting(x, near, count)
@@ -166,7 +170,7 @@ def largest(x: Array, near: Array, count: int) -> Array:
 
 @step
 def _with_equals(x: Array, near: Array, pairs: Array, values: Array, edge: float) -> Array:
-    """Return a full ranking with all pairs, in order, that equal its last one."""
+    """Return a ranking of `largest` that is full, with all pairs, in order, whose value equals its last one, `edge`."""
     beams, vocab = x.shape
     equals = 0
     for beam in range(beams):
@@ -189,7 +193,7 @@ def _with_equals(x: Array, near: Array, pairs: Array, values: Array, edge: float
 
 @step
 def _largest_by_sorting(x: Array, near: Array, count: int) -> Array:
-    """Return `largest` for long rankings: what can be among the largest is gathered and sorted."""
+    """Return `largest` for a long ranking: collects the pairs of the top buckets and sorts them."""
     beams, vocab = x.shape
     top = x.dtype.type(-np.inf)
     for beam in range(beams):
@@ -229,13 +233,13 @@ def _largest_by_sorting(x: Array, near: Array, count: int) -> Array:
 
 @step
 def _bucket_of(below: float) -> int:
-    """Return the bucket of a value that is so far below the largest one."""
+    """Return the bucket of a value that is `below` less than the largest one."""
     return min(int(min(below, 1e6) * BUCKETS_PER_NAT), BUCKETS - 1)
 
 
 @step
 def sorted_places(values: Array) -> Array:
-    """Return the places of values, float64[n], from the largest to the smallest; of equal ones the first comes first."""
+    """Return the indices that sort values, float64[n], in descending order; equal values keep their order."""
     places = np.arange(len(values))
     room = np.empty_like(places)
     width = 1
@@ -259,18 +263,18 @@ def sorted_places(values: Array) -> Array:
 
 
 class Truncation(NamedTuple):
-    """What is cut from a law: applied in this order, each to what the former left. The laws of transformers' warpers."""
+    """Temperature, top-k, top-p and min-p, applied in this order, each to what the one before left, as transformers does."""
 
     temperature: float = 1.0
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
     min_p: float = 0.0  # 0: off
-    least: int = 1  # pairs that are kept whatever their odds
-    by_row: bool = False  # it sees each beam's row by itself, as in transformers' beam modes; else the joint law
+    least: int = 1  # number of pairs that are kept whatever their probability
+    by_row: bool = False  # True: applies to each beam's row, as in transformers' beam modes; False: to the joint law
 
     @property
     def cuts(self) -> bool:
-        """Whether any pair can be lost."""
+        """Whether it can cut any pair."""
         return cuts(self)
 
 
@@ -279,22 +283,23 @@ NO_TRUNCATION = Truncation()
 
 @step
 def cuts(truncation: Truncation) -> bool:
-    """Return whether a truncation can cut anything."""
+    """Return whether a truncation can cut any pair: whether top-k, top-p or min-p is on."""
     return truncation.top_k > 0 or truncation.top_p < 1 or truncation.min_p > 0
 
 
 @step
 def warps(truncation: Truncation) -> bool:
-    """Return whether a truncation changes anything: by its temperature, or as it cuts."""
+    """Return whether a truncation changes any law, by its temperature or by cutting pairs."""
     return truncation.temperature != 1 or cuts(truncation)
 
 
 @step
 def kept_of(values: Array, log_total: float, truncation: Truncation) -> int:
-    """Return how many of `values`, log-odds that descend, top-p and min-p keep; -1 if more of them have to be known.
+    """Return how many of the largest log-probabilities top-p and min-p keep; -1 if more of them are needed to decide.
 
     Args:
-        log_total: logsumexp of these values and of all that follow; NaN if none follow.
+        values: float64[n], the largest log-probabilities in descending order, not normalised.
+        log_total: logsumexp of `values` and of all values that follow; NaN if none follow.
     """
     kept = len(values)
     complete = np.isnan(log_total)
@@ -324,12 +329,12 @@ def kept_of(values: Array, log_total: float, truncation: Truncation) -> int:
 
 @step
 def kept_pairs(logits: Array, shift: Array, offset: float, truncation: Truncation, log_total: float) -> Array:
-    """Return the pairs that a truncation leaves of the law (logit + shift) / temperature, best first.
+    """Return the pairs that a truncation keeps of the law with log-probabilities (logit + shift) / temperature, best first.
 
     Args:
         logits: float[beams, vocab]; shift: float64[beams].
-        offset: the largest score, taken off so that float32 holds finely what is compared.
-        log_total: logsumexp of all (logit + shift - offset) / temperature; not looked at under a top-k.
+        offset: the largest score, subtracted because float32 represents small numbers more finely.
+        log_total: logsumexp of all (logit + shift - offset) / temperature; ignored if there is a top-k.
     """
     beams, vocab = logits.shape
     near = np.empty(beams, dtype=logits.dtype)

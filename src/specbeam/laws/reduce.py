@@ -1,4 +1,4 @@
-"""Reductions over the vocabulary: the norm of a row of logits, the place of a draw in a law."""
+"""Reductions over the vocabulary: the logsumexp of a row of logits, the index that a uniform draws from a law."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def log_norm(logits: Array) -> Array:
     """Return the logsumexp of each row, float64[rows]; -inf where all of a row is -inf, NaN where it holds NaN or +inf.
 
     Args:
-        logits: float32 or float64[rows, vocab], contiguous. Sums are made in the precision of the logits.
+        logits: float32 or float64[rows, vocab], contiguous. Sums are computed in the precision of the logits.
     """
     if logits.dtype == np.float32:
         return log_norm_of_singles(logits)
@@ -25,7 +25,7 @@ def log_norm(logits: Array) -> Array:
 
 @step
 def log_norm_of_doubles(logits: Array) -> Array:
-    """Return `log_norm` of float64 rows."""
+    """Return the logsumexp of each float64 row; see `log_norm`."""
     norms = np.empty(len(logits))
     for row in range(len(logits)):
         top = -np.inf
@@ -53,7 +53,7 @@ def _by_precision(logits: Any) -> Any:
 
 @step
 def log_sum(values: Array) -> float:
-    """Return the logsumexp of float64[n]; -inf where there is no finite value."""
+    """Return the logsumexp of values, float64[n]; -inf if all of them are -inf."""
     top = -np.inf
     for value in values:
         top = max(top, value)

@@ -1,4 +1,4 @@
-"""The law of the token after one node, on the tokens that a truncation leaves."""
+"""The law of the token after one node, stated on the tokens that a truncation keeps."""
 
 from typing import Any, NamedTuple
 
@@ -13,20 +13,20 @@ NO_SHIFT = np.zeros(1)
 
 
 class RowLaw(NamedTuple):
-    """The law of one token: a truncation keeps few of many thousands.
+    """The law of one token, stated on the tokens that a truncation keeps: a few of many thousands.
 
     >>> law = RowLaw(np.array([3, 7]), np.log([0.25, 0.75]), 10)
     >>> [law.place(token) for token in (3, 7, 4)], law.at([4, 7]).tolist()
     ([0, 1, -1], [0.0, 0.75])
     """
 
-    tokens: Array  # int64[n]: what `logp` is of, ascending; of no tokens: the whole vocabulary
-    logp: Array  # float64[n]
-    vocab: int
+    tokens: Array  # int64[n]: the token of each of `logp`, ascending; empty: the whole vocabulary
+    logp: Array  # float64[n]: log-probabilities
+    vocab: int  # number of tokens in the vocabulary
 
     @property
     def p(self) -> Array:
-        """The odds, float64[n]."""
+        """The probabilities, float64[n]."""
         return np.exp(self.logp)
 
     @property
@@ -36,29 +36,29 @@ class RowLaw(NamedTuple):
 
     @property
     def possible(self) -> bool:
-        """Whether any token has odds."""
+        """Whether any token has a probability above 0."""
         return len(self.logp) > 0 and bool(self.logp.max() > -np.inf)
 
     def token(self, place: int) -> int:
-        """Return the token that `logp[place]` is of."""
+        """Return the token of `logp[place]`."""
         return int(self.tokens[place]) if len(self.tokens) else int(place)
 
     def tokens_at(self, places: Array) -> Array:
-        """Return the tokens of places, int64[n]."""
+        """Return the tokens of `logp[places]`, int64[n]."""
         places = np.asarray(places, dtype=np.int64)
         return self.tokens[places] if len(self.tokens) else places
 
     def place(self, token: int) -> int:
-        """Return where a token stands; -1 if it has no odds."""
+        """Return the index of a token in `logp`; -1 if the law is not stated on it."""
         return int(place_in(self.tokens, token))
 
     def at(self, tokens: Array) -> Array:
-        """Return the odds of tokens, float64[n]."""
+        """Return the probabilities of tokens, float64[n]."""
         places = np.array([self.place(token) for token in tokens], dtype=np.int64)
         return np.where(places >= 0, self.p[places] if self.size else 0.0, 0.0)
 
     def spread(self) -> "RowLaw":
-        """Return the same law on the whole vocabulary."""
+        """Return the same law, stated on the whole vocabulary."""
         if len(self.tokens) == 0:
             return self
         logp = np.full(self.vocab, -np.inf)
@@ -68,7 +68,7 @@ class RowLaw(NamedTuple):
 
 @step
 def place_in(tokens: Array, token: int) -> int:
-    """Return where a token stands among ascending tokens; -1 if it does not. Of no tokens: among all."""
+    """Return the index of a token among ascending tokens, -1 if it is not there; empty `tokens` are the whole vocabulary."""
     if len(tokens) == 0:
         return token
     place = int(np.searchsorted(tokens, token))
@@ -90,7 +90,7 @@ def condition_of_row(row: Array) -> int:
 
 @step
 def condition_of_singles(row: Array) -> int:
-    """Return `condition_of_row` of a float32 row: by its bits, which are looked at side by side."""
+    """Return the condition of a float32 row, see `condition_of_row`. Compares bits, by vector instructions."""
     least, most = extremes(row.view(np.int32))
     if least < MINUS_INF_RANK or most >= INF_RANK:
         return BROKEN
@@ -99,14 +99,14 @@ def condition_of_singles(row: Array) -> int:
 
 @step
 def condition_of_doubles(row: Array) -> int:
-    """Return `condition_of_row` of a float64 row."""
-    found = DEAD
+    """Return the condition of a float64 row, see `condition_of_row`."""
+    condition = DEAD
     for value in row:
         if not value < np.inf:
             return BROKEN
         if value > -np.inf:
-            found = SOUND
-    return found
+            condition = SOUND
+    return condition
 
 
 @compiled_as(condition_of_row)
@@ -117,7 +117,7 @@ def _condition_by_precision(row: Any) -> Any:
 
 @step
 def row_law(row: Array, truncation: Truncation) -> RowLaw:
-    """Return the law of a row of logits, float[vocab], which must be SOUND."""
+    """Return the law that a truncation makes of a row of logits, float[vocab], which must be SOUND."""
     rows = row.reshape(1, len(row))
     temperature = truncation.temperature
     scaled = rows
@@ -140,19 +140,24 @@ def row_law(row: Array, truncation: Truncation) -> RowLaw:
 
 @step
 def best_token(row: Array) -> int:
-    """Return the token of largest logit; of equal tokens the first."""
+    """Return the token of the largest logit; of equal logits the first token."""
     return int(row.argmax())
 
 
 @step
 def greedy_law(row: Array) -> RowLaw:
-    """Return the law that gives everything to the best token."""
+    """Return the law of temperature 0 for a row of logits: probability 1 for the best token."""
     return RowLaw(np.full(1, best_token(row)), np.zeros(1), len(row))
 
 
 @step
 def odds_on(tokens: Array, size: int, law_tokens: Array, law_p: Array) -> Array:
-    """Return the odds of a law on other tokens, float64[size]. Both ascend; of no tokens means the whole vocabulary."""
+    """Return the probabilities of `tokens`, float64[size], under a law on other tokens.
+
+    Args:
+        tokens: ascending; empty: the whole vocabulary, of `size` tokens.
+        law_tokens, law_p: the tokens of the law, ascending, and their probabilities; no tokens: the whole vocabulary.
+    """
     if len(law_tokens) == 0:
         return law_p.copy() if len(tokens) == 0 else law_p[tokens]
     p = np.zeros(size)

@@ -1,4 +1,4 @@
-"""What turns logits into the law that is decoded, and the rows that steps make laws of."""
+"""The warp: how logits become the law that is decoded, and the rows that steps make laws of."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True, eq=False)
 class Warp:
-    """What turns logits into the law that is decoded.
+    """The settings that turn logits into the law that is decoded.
 
     `processors` (transformers' own: penalties, bans, the user's) depend on the path and see each beam's row by itself;
     the `truncation` (temperature, top-k, top-p, min-p) sees the flattened joint over all beams, as in DSBD
@@ -47,7 +47,7 @@ class Warp:
     `search` is the order of transformers' beam modes: processors and the truncation see the log-probabilities of each
     beam's row by itself, and what they leave is not normalised again.
 
-    `constraint` is the one of the processors that keeps states of paths: the session tells it which of them live on.
+    `constraint` is the one among the processors that keeps a state per path; the session tells it which beams survive.
     `others` are further warpers of transformers; they come last, see the joint law, and may only ban.
     """
 
@@ -68,14 +68,17 @@ class Warp:
         """Whether laws are made of a model's logits as they are: nothing in Python sees a row."""
         return not self.processors and not self.others
 
+    @property
+    def is_for_runs(self) -> bool:
+        """Whether compiled runs can make the laws: of rows that the processors have changed, and nothing sees the laws."""
+        return not self.others and not (self.search and self.processors)
+
     def edits(self, prompt: list[int]) -> Edits | None:
-        """Return what the processors change in rows, as numbers for steps; None where Python has to look at rows.
+        """Return what the processors change in rows, as numbers for steps; None if Python has to call the processors.
 
         Args:
-            prompt: what the rows follow, beside new tokens.
+            prompt: the tokens before the new ones.
         """
-        if self.others or (self.search and self.processors):
-            return None
         edits = NO_EDITS._replace(prompt=np.array(prompt, dtype=np.int64))
         for one in self.processors or []:
             edited = _with_edit(edits, one)

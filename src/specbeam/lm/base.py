@@ -1,4 +1,4 @@
-"""SCORE: what the loop asks of a language model."""
+"""SCORE: the protocol of language models, and what the decoding loop checks about them."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +14,8 @@ from specbeam.session import Session
 class LM(Protocol):
     """A causal language model that scores forests of many sessions in one pass.
 
-    What it keeps per session (caches) lives in `session.state[self]` and ends with `close`.
+    Whatever it keeps for a session, such as a KV cache, is in `session.state[self]` until `close`. A model that stores long
+    prompts in chunks has a method `fill` too, see `fill_prompts`.
     """
 
     vocab: int
@@ -25,43 +26,46 @@ class LM(Protocol):
     ) -> list[Scored]:
         """Score the nodes of each forest that this model has not scored in this turn, in one pass.
 
-        The first call of a turn scores the roots too (and what lies between them and the cache: at first the whole
-        prompt); a later call may bring a grown forest and gets the rows of the new nodes only. Logits of a node equal
-        those of a plain forward on its path. A row per new node, on the host or on the model's device, valid until the
-        session's next turn begins.
+        The first call of a turn scores the roots too, and all tokens before them that are not in the cache yet: at first
+        the whole prompt. A later call may bring a forest that has grown, and returns the rows of its new nodes only. The
+        logits of a node equal those of a plain forward on its path.
+
+        Returns one row per new node, on the host or on the model's device, valid until the session's next turn begins.
 
         Args:
-            needs: what each session's rows have to hold; None: logits. A model that cannot give it raises `NotSupported`,
-                and may say why beforehand by `lacks(needs) -> str`. The loop names none where all ask for logits alone.
+            needs: what the rows of each session have to hold; None: logits for all. The decoding loop passes None if every
+                session needs logits only. A model that cannot provide them raises `NotSupported`; it may have a method
+                `lacks(needs) -> str` that returns the reason beforehand.
         """
         ...
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Keep what the surviving beams need, free the rest."""
+        """Keep what the surviving beams need, and free the rest."""
         ...
 
-    # A model that stores long prompts in chunks has `fill`, too; see `fill_prompts`.
-
     def peak(self, session: Session) -> int:
-        """Most tokens of the session that were stored at once."""
+        """Return the largest number of tokens of the session that were stored at the same time."""
         ...
 
     def close(self, session: Session) -> None:
-        """Forget the session."""
+        """Free all that is kept for the session."""
         ...
 
 
 def checked_needs(lm: Any, sessions: int, needs: Sequence[Needs] | None) -> Sequence[Needs]:
-    """Return what the rows of so many sessions have to hold; raise `NotSupported` if the model cannot give it."""
+    """Return the needs of each of `sessions` sessions, logits if `needs` is None.
+
+    Raises `NotSupported` if the model cannot provide them.
+    """
     if needs is None:
         return [LOGITS] * sessions
-    for one in needs:
-        check_gives(lm, one)
+    for need in needs:
+        check_gives(lm, need)
     return needs
 
 
 def check_gives(lm: Any, needs: Needs) -> None:
-    """Raise `NotSupported` if a model cannot give what a part needs."""
+    """Raise `NotSupported` if a model cannot provide what a part needs of its rows."""
     if not (needs.states or needs.ranked):
         return
     lacks = getattr(lm, "lacks", None)
@@ -71,41 +75,44 @@ def check_gives(lm: Any, needs: Needs) -> None:
 
 
 def check_takes(lm: Any, session: Session) -> None:
-    """Raise `NotSupported` if a model cannot take what a session gives it besides tokens."""
+    """Raise `NotSupported` if a model cannot take the context or the embeddings that a session has for it.
+
+    Raises `BadPrompt` if the last token of the prompt is given by embedding.
+    """
     refuses = getattr(lm, "refuses", None)
     given = lm in session.context or lm in session.vectors
     why = refuses(session) if refuses else f"{type(lm).__name__} takes tokens alone" if given else ""
     if why:
         raise NotSupported(why)
     if session.vectors and session.prompt[-1] < 0:
-        raise BadPrompt("the last token of a prompt is given by embedding; put a token that the model knows behind it")
+        raise BadPrompt("the last token of a prompt is given by embedding; put a token that the model knows after it")
 
 
 def fill_prompts(lm: Any, sessions: Sequence[Session], needs: Sequence[Needs] | None, most: int) -> list[bool]:
-    """Store a chunk of up to `most` prompts that are long, in one pass, if the model can.
+    """Store the next chunk of each of up to `most` long prompts, in one pass, if the model has a method `fill`.
 
-    Returns which sessions may take a turn, for which no more than a chunk is left to store.
+    Returns for each session whether it may take a turn, as at most one chunk of its prompt is left to store.
     """
     return list(lm.fill(sessions, needs, most)) if hasattr(lm, "fill") else [True] * len(sessions)
 
 
 class Uncached:
-    """What models without a cache have in common: all they keep of a session is how many nodes of the turn were scored."""
+    """A base class of models without a cache, which keep only how many nodes were scored in the turn of a session."""
 
     max_positions: int | None = None
 
     def lacks(self, needs: Needs) -> str:
-        """Say why this model cannot give what is asked for; "" if it can."""
+        """Return the reason why this model cannot provide what is needed; "" if it can."""
         if needs.states:
             return f"{type(self).__name__} has no hidden states"
         return ""
 
-    def told(self, sessions: Sequence[Session], needs: Sequence[Needs] | None) -> Sequence[Needs]:
-        """Return what each session's rows have to hold. Raises `NotSupported` for what there is not."""
+    def needs_of_each(self, sessions: Sequence[Session], needs: Sequence[Needs] | None) -> Sequence[Needs]:
+        """Return the needs of each session, logits if `needs` is None; raise `NotSupported` if the model lacks them."""
         return checked_needs(self, len(sessions), needs)
 
-    def fresh(self, session: Session, forest: Forest) -> range:
-        """The nodes that were not scored in this turn; from here on they count as scored."""
+    def take_new_nodes(self, session: Session, forest: Forest) -> range:
+        """Return the forest nodes that were not scored in this turn yet, and mark them as scored."""
         start = session.state.get(self, 0)
         session.state[self] = forest.size
         return range(start, forest.size)

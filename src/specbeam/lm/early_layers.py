@@ -1,4 +1,4 @@
-"""SCORE by the first layers of a model alone, with its own final norm and head: a cheap early opinion."""
+"""SCORE: a draft model made of the first layers of a model, with that model's final norm and head."""
 
 import copy
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,14 @@ if TYPE_CHECKING:
 
 
 def early_layers(model: "PreTrainedModel", layers: int) -> HuggingFaceLM:
-    """A scorer that runs `layers` layers of `model`; the weights are shared, nothing is copied."""
+    """Return a language model that runs the first `layers` layers of `model`; it shares the weights, nothing is copied.
+
+    Raises `BadSetting` if the model does not have that many layers, and `NotSupported` if they are not all in one list.
+    """
     total = model.config.num_hidden_layers
     name = type(model).__name__
     if not 1 <= layers <= total:
-        raise BadSetting(f"early layers is {layers}; {name} has {total}")
+        raise BadSetting(f"layers is {layers}; {name} has {total}: choose 1 to {total}")
     body = getattr(model, model.base_model_prefix)
     stacks = [
         key for key, value in body.named_children() if isinstance(value, torch.nn.ModuleList) and len(value) == total
@@ -25,20 +28,21 @@ def early_layers(model: "PreTrainedModel", layers: int) -> HuggingFaceLM:
     if len(stacks) != 1:
         raise NotSupported(f"{name} does not keep its layers in one list under .{model.base_model_prefix}")
     config = _shortened(model, layers)
-    short = _with(body, config=config, **{stacks[0]: getattr(body, stacks[0])[:layers]})
-    return HuggingFaceLM(_with(model, config=config, **{model.base_model_prefix: short}))
+    short = _copied_with(body, config=config, **{stacks[0]: getattr(body, stacks[0])[:layers]})
+    return HuggingFaceLM(_copied_with(model, config=config, **{model.base_model_prefix: short}))
 
 
-def _with(module: torch.nn.Module, **changes: object) -> Any:
-    """The module with some parts exchanged, all others shared."""
-    made = copy.copy(module)
-    made._modules = dict(module._modules)
+def _copied_with(module: torch.nn.Module, **changes: object) -> Any:
+    """Return a shallow copy of a module with some attributes replaced; all others are shared."""
+    changed = copy.copy(module)
+    changed._modules = dict(module._modules)
     for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+        setattr(changed, name, value)
+    return changed
 
 
 def _shortened(model: "PreTrainedModel", layers: int) -> object:
+    """Return a copy of the model's configuration for its first layers only."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, scoring forests of many sessions in one pass."""
+"""SCORE: any causal language model of transformers, which scores the forests of many sessions in one pass."""
 
 import time
 import warnings
@@ -35,28 +35,36 @@ if TYPE_CHECKING:
     from specbeam.engines.gpu.cache import GpuCache, GpuCacheArrays
     from specbeam.engines.gpu.passes import GpuPasses
 
-CHUNK = 512  # prompt tokens per pass
-SHARE_FROM = 64  # tokens of a prefix that sessions share
-MOST_TOGETHER = 16  # sessions that share one: attention goes over what all of them have
+CHUNK = 512  # prompt tokens of one session per pass
+SHARE_FROM = 64  # tokens in common from which on sessions share a prefix
+MOST_TOGETHER = 16  # sessions that share a prefix: attention of each goes over the slots of all of them
 
 
 @dataclass
-class Alone:
-    """A session for loops that run the model themselves."""
+class CacheForSteps:
+    """A session's cache in one model, as arrays for compiled steps that run the model themselves.
+
+    Attributes:
+        lm: the model.
+        cache: the cache.
+        arrays: the same cache, as `engines.pass_steps.run_pass` takes it.
+        had_pending: whether any node was not stored yet at the start.
+    """
 
     lm: "HuggingFaceLM"
     cache: "CpuCache | GpuCache"
     arrays: "CacheArrays | GpuCacheArrays"
 
     def __post_init__(self) -> None:
-        self.waiting = self.cache.trie.waiting > 0  # otherwise the first logits are known, and their pass runs no layer
+        # Without pending nodes the logits of the roots are known already, and the first pass runs no layer.
+        self.had_pending = self.cache.trie.pending > 0
 
     @contextmanager
-    def booked(self, spent: Int64[np.ndarray, " 2"]) -> Iterator[None]:
-        """Count the passes that steps run inside, and record their share of the time as the model's.
+    def count_passes(self, spent: Int64[np.ndarray, " 2"]) -> Iterator[None]:
+        """Count the passes that steps run in this context, and record their share of the time as time in the model.
 
         Args:
-            spent: passes, and cycles inside of them.
+            spent: int64[2], which the steps fill: the number of passes, and the processor's cycles inside of them.
         """
         since = time.perf_counter()
         began = now()
@@ -64,22 +72,27 @@ class Alone:
         whole = max(now() - began, 1)
         record_share("model", since, float(spent[CYCLES]) / whole)
         self.cache.answered = self.cache.trie.known
-        self.lm.passes += int(spent[PASSES]) - (not self.waiting and spent[PASSES] > 0)
+        self.lm.passes += int(spent[PASSES]) - (not self.had_pending and spent[PASSES] > 0)
 
 
 class HuggingFaceLM:
-    """Scores forests with a transformers model; one KV trie per session, all in one preallocated store.
+    """A transformers model that scores forests, with one KV trie per session and all keys and values in one store.
 
-    `check_scores_forests` (see `load`) has made sure that the model honours masks and positions.
+    `load` has checked with `check_scores_forests` that the model honours masks and positions.
 
     Args:
-        chunk: prompt tokens per pass.
-        engine: "plain" calls the model, "torch" calls what torch.compile makes of it; "lean", "compiled" and "gpu" run its
-            layers themselves (see the files of these names in lm/); "auto" takes the fastest of these that fits, but never
-            "torch"; "int8" runs it with rounded weights: another model. Raises `NotSupported` where it cannot.
-        share_from: sessions whose prompts begin with so many of the same tokens compute and store these once, unless their
-            texts grow so long that attention to all of them would cost more; None: never. "auto": 64, but never in compiled
-            engines, in which a row has the same bits whatever is beside it, as long as nothing is shared.
+        chunk: prompt tokens of one session per pass.
+        engine: what runs the model. "plain" calls it, "torch" calls it through torch.compile. "lean"
+            (engines/torch/lean.py), "compiled" (engines/cpu/) and "gpu" (engines/gpu/) run its layers themselves. "int8" is
+            "compiled" with weights rounded to 8 bits, which makes it another model. "auto" takes the fastest that fits, but
+            never "torch" or "int8". Raises `NotSupported` if the engine cannot run the model.
+        share_from: sessions whose prompts begin with at least this number of equal tokens compute and store those tokens
+            once, unless the new texts may grow so long that attention to the slots of all of them costs more. None: never.
+            "auto": 64, but never with "compiled" or "int8": without sharing, their rows have the same bits whatever other
+            rows are in the pass.
+
+    Attributes:
+        passes: the number of passes so far.
     """
 
     def __init__(
@@ -91,22 +104,22 @@ class HuggingFaceLM:
     ) -> None:
         self.model = model
         self.chunk = chunk
-        self.caches: list[list[Any]] = []  # the sessions of each row of the store
-        self.engine, self.runner = _engine(model, engine, self.caches)
-        self.share_from = share_from if share_from != "auto" else _share_from(self.engine)
+        self.caches: list[list[Any]] = []  # those of the sessions in each row of the store
+        self.engine, self.runner = _choose_engine(model, engine, self.caches)
+        self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions: int | None = _max_positions(model.config.get_text_config())
         self.device = model.get_input_embeddings().weight.device
         self.passes = 0
-        self.curves: dict[int, Any] = {}  # what a pass costs, by context; see `tune`
+        self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
 
     def lacks(self, needs: Needs) -> str:
-        """Say why this model cannot give what is asked for; "" if it can."""
+        """Return the reason why this model cannot provide what is needed; "" if it can."""
         return self.runner.lacks(needs)
 
     def refuses(self, session: CacheOwner) -> str:
-        """Say why this model cannot take what a session gives it besides tokens; "" if it can."""
-        context, vectors = self._given(session)
+        """Return the reason why this model cannot take the context and embeddings of a session; "" if it can."""
+        context, vectors = self._extras_of(session)
         if context is not None and (why := self.runner.refuses(context)):
             return why
         rows = -min(min(session.prompt), 0)
@@ -123,28 +136,29 @@ class HuggingFaceLM:
 
     @property
     def model_name(self) -> str:
-        """The class of the model."""
+        """The name of the model's class."""
         return type(self.model).__name__
 
-    def _given(self, session: CacheOwner) -> tuple[Any, torch.Tensor | None]:
-        """Return what a session gives this model besides tokens; None: nothing."""
+    def _extras_of(self, session: CacheOwner) -> tuple[Any, torch.Tensor | None]:
+        """Return the context and the embeddings that a session has for this model besides tokens; None for what it lacks."""
         return getattr(session, "context", {}).get(self), getattr(session, "vectors", {}).get(self)
 
     def extend(
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
         """See `LM.extend`."""
-        asked = checked_needs(self, len(sessions), needs)
-        caches = [self._cache(session, need) for session, need in zip(sessions, asked, strict=True)]
-        self._follow(caches)
+        checked = checked_needs(self, len(sessions), needs)
+        caches = [self._cache(session, need) for session, need in zip(sessions, checked, strict=True)]
+        self._store_for_followers(caches)
         self._prefill(caches)
         self.passes += any(_needs_a_pass(cache, forest) for cache, forest in zip(caches, forests, strict=True))
         return self.runner.extend(caches, forests)
 
     def extend_early(self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], layers: int) -> list[Scored]:
-        """Score new nodes by the first layers alone, on the live cache; `extend` runs the others on them.
+        """Score new nodes by the first `layers` layers only, on the live cache; `extend` later runs the other layers.
 
-        Only compiled passes do; see `LiveLayers`.
+        Only the compiled forward can do this; see `LiveLayers`. Raises `NotSupported` if the session used another number of
+        layers before.
         """
         assert isinstance(self.runner, PackedPasses)
         caches = [
@@ -156,68 +170,77 @@ class HuggingFaceLM:
                     f"a session runs {cache.early_layers} layers ahead of the others already, not {layers}"
                 )
             cache.early_layers = layers
-        self._follow(caches)
+        self._store_for_followers(caches)
         self._prefill(caches)
         return self.runner.extend_early(caches, forests)
 
     def fill(
         self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
     ) -> list[bool]:
-        """See `fill_prompts`. The chunks are those that `extend` would store by itself."""
-        asked = checked_needs(self, len(sessions), needs)
-        caches = [self._cache(session, need) for session, need in zip(sessions, asked, strict=True)]
-        self._join(caches)
+        """Store the next chunk of each of up to `most` long prompts (None: of all); see `fill_prompts`.
+
+        The chunks are the same as those that `extend` would store by itself.
+        """
+        checked = checked_needs(self, len(sessions), needs)
+        caches = [self._cache(session, need) for session, need in zip(sessions, checked, strict=True)]
+        self._take_over_prefixes(caches)
         long = [cache for cache in caches if cache.leader is None and self._is_long(cache, self.chunk)]
         self._store_chunk(long[:most])
-        self._join(caches)
+        self._take_over_prefixes(caches)
         return [not self._is_long(cache.leader or cache, self.chunk) for cache in caches]
 
     @contextmanager
-    def alone(self, session: CacheOwner, fresh: int, more: int = 0) -> Iterator[Alone | None]:
-        """A session for loops that run the model themselves and bring at most so many new nodes, with room for `more` that
-        come later; None where its layers are not compiled, or too much is pending.
+    def cache_for_steps(self, session: CacheOwner, fresh: int, more: int = 0) -> Iterator[CacheForSteps | None]:
+        """Yield a session's cache as arrays for compiled steps that run the model themselves.
+
+        Yields None if steps cannot run this model for this session, or if too many tokens are pending for one pass.
+
+        Args:
+            fresh: the most new nodes that a pass of the steps brings.
+            more: room to make for further nodes that are stored later.
         """
         cache = self._cache(session)
         if isinstance(self.runner, PaddedPasses):
             yield None
             return
-        self._follow([cache])
-        if cache.has_vectors or cache.early_layers is not None:  # loops look tokens up, and run all layers
+        self._store_for_followers([cache])
+        if cache.has_vectors or cache.early_layers is not None:  # steps look tokens up, and run all layers
             yield None
             return
-        most = min(self.chunk, self.runner.most)
+        most = min(self.chunk, self.runner.most_rows_in_steps)
         trie = cache.trie
-        if trie.waiting + fresh > most >= trie.waiting - trie.ahead + fresh and cache.answered == 0:
+        if trie.pending + fresh > most >= trie.pending - trie.pending_before_roots + fresh and cache.answered == 0:
             self._prefill([cache], most - fresh)
-        if cache.trie.waiting + fresh > most:
+        if cache.trie.pending + fresh > most:
             yield None
             return
-        with self.runner.alone(cache, fresh + more) as one:
-            yield None if one is None else Alone(self, cache, one)
+        with self.runner.arrays_for_steps(cache, fresh + more) as arrays:
+            yield None if arrays is None else CacheForSteps(self, cache, arrays)
 
     @property
     def is_small(self) -> bool:
-        """Whether a processor's caches hold the model."""
+        """Whether the model is small enough for the caches of a processor."""
         return self.model.num_parameters() < TILED_FROM
 
     @property
-    def loops(self) -> bool:
-        """Whether loops can run whole turns on it."""
+    def supports_runs(self) -> bool:
+        """Whether compiled runs can take whole turns with this model."""
         return type(self) is HuggingFaceLM and isinstance(self.runner, PackedPasses)
 
-    def ran(self, session: CacheOwner, passes: int) -> None:
-        """Keep the books for a loop that ran so many passes in whole turns."""
+    def finish_run(self, session: CacheOwner, passes: int) -> None:
+        """Update the counters and the session's cache after a run that made `passes` passes in whole turns."""
         self.passes += passes
         cache = session.state[self]
-        cache.ran()
-        self._tidy(session, cache)
+        cache.finish_run()
+        self._compact_if_sparse(session, cache)
 
     def settle(self, session: CacheOwner, turn: Turn) -> None:
-        cache = self._cache(session)  # new, if nothing was drafted so far: what is pending waits for the first draft
+        cache = self._cache(session)  # a new one if nothing was drafted so far: its tokens stay pending until a draft
         cache.settle(turn)
-        self._tidy(session, cache)
+        self._compact_if_sparse(session, cache)
 
-    def _tidy(self, session: CacheOwner, cache: Any) -> None:
+    def _compact_if_sparse(self, session: CacheOwner, cache: Any) -> None:
+        """Compact the cache if it extends over more than one block plus twice the slots it needs, and shares no row."""
         if len(cache.company) == 1 and cache.trie.extent > 2 * cache.trie.held + BLOCK:
             self.compact(session)
 
@@ -225,52 +248,64 @@ class HuggingFaceLM:
         return session.state[self].trie.peak
 
     def close(self, session: CacheOwner) -> None:
-        """Give the cache back: the sessions of the last row move into an empty one, so that rows in use stay together."""
+        """Free the session's cache.
+
+        If its row of the store becomes empty, the sessions of the last row move there: rows in use stay side by side.
+        """
         cache = session.state.pop(self, None)
         if cache is None:
             return
-        self._join(cache.company)
+        self._take_over_prefixes(cache.company)
         cache.company.remove(cache)
         cache.trie.company.remove(cache.trie)
-        self._bereave([other for other in cache.company if other.leader is cache])
+        self._replace_leader([other for other in cache.company if other.leader is cache])
         if cache.company:
             return
         last = self.caches.pop()
         if last is cache.company:
             return
-        if last[0].row < self.runner.store.caches:  # otherwise it has stored nothing so far
+        if last[0].row < self.runner.store.caches:  # otherwise nothing was stored in that row so far
             self.runner.store.move_cache(last[0].row, cache.row)
         self.caches[cache.row] = last
         for other in last:
             other.row = cache.row
 
     def compact(self, session: CacheOwner) -> None:
-        """Close the holes in the session's cache. New nodes fill holes anyway, so this is for forests that shrank."""
+        """Move the session's tokens to the first slots, unless other sessions share its row of the store.
+
+        New nodes fill free slots anyway, so this is for sessions whose forests have shrunk.
+        """
         cache = session.state[self]
         if self.shares(session):
             return
         source, goal = cache.trie.compact()
         if len(source):
-            self.runner.store.move_slots(cache.row, *(torch.from_numpy(x).to(self.device) for x in (source, goal)))
+            self.runner.store.move_slots(
+                cache.row, *(torch.from_numpy(slots).to(self.device) for slots in (source, goal))
+            )
 
     def shares(self, session: CacheOwner) -> bool:
-        """Whether other sessions store what they have in the same row, so that a compiled run of turns cannot."""
+        """Return whether other sessions store tokens in the same row of the store, which compiled runs do not support."""
         cache = session.state.get(self)
         return cache is not None and len(cache.company) > 1
 
     def held(self, session: CacheOwner) -> int:
-        """Tokens stored for the session now."""
+        """Return the number of tokens that are stored for the session now."""
         return session.state[self].trie.held
 
     def _cache(self, session: CacheOwner, needs: Needs = LOGITS) -> Any:
+        """Return the session's cache; at first make it, in a row of its own or in that of a session with the same prefix.
+
+        Raises `NotSupported` if the model cannot take the session's context or embeddings.
+        """
         cache = session.state.get(self)
         if cache is None:
             if why := self.refuses(session):
                 raise NotSupported(why)
-            leader, common = self._leader(session, needs)
+            leader, common = self._find_leader(session, needs)
             cache = self.runner.cache(len(self.caches) if leader is None else leader.row, session.prompt)
             cache.needs = needs
-            cache.context, cache.vectors = self._given(session)
+            cache.context, cache.vectors = self._extras_of(session)
             if leader is None:
                 self.caches.append(cache.company)
             else:
@@ -283,14 +318,15 @@ class HuggingFaceLM:
             session.state[self] = cache
         return cache
 
-    def _leader(self, session: CacheOwner, needs: Needs) -> tuple[Any, int]:
-        """Return a cache that stores the beginning of the same prompt, or will, and how many tokens of it.
+    def _find_leader(self, session: CacheOwner, needs: Needs) -> tuple[Any, int]:
+        """Return the cache that stores, or will store, the longest common prefix of the prompt, and its number of tokens.
 
-        The last token of a prompt is a session's own, as somebody has to score it.
+        Returns (None, 0) if there is nothing to share. The last token of a prompt is never shared: each session has to score
+        it.
         """
         if self.share_from is None or needs.prompt:
             return None, 0
-        context, vectors = self._given(session)
+        context, vectors = self._extras_of(session)
         best = None
         longest = self.share_from - 1
         for company in self.caches:
@@ -299,69 +335,72 @@ class HuggingFaceLM:
             if company[0].vectors is not vectors or not _are_same(company[0].context, context):
                 continue
             for cache in company:
-                common = min(_agreement(session.prompt, cache.prompt), len(session.prompt) - 1, len(cache.prompt) - 1)
-                if common > longest and cache.leader is None and self._pays(common, len(company), session):
+                common = min(
+                    _common_prefix(session.prompt, cache.prompt), len(session.prompt) - 1, len(cache.prompt) - 1
+                )
+                if common > longest and cache.leader is None and self._pays_to_share(common, len(company), session):
                     best = cache
                     longest = common
         return best, longest if best is not None else 0
 
-    def _pays(self, common: int, others: int, session: CacheOwner) -> bool:
-        """Return whether to compute so many tokens again costs more than to look over what others have in the same row.
+    def _pays_to_share(self, common: int, others: int, session: CacheOwner) -> bool:
+        """Return whether it costs more to compute `common` tokens again than to share a row of the store with `others`.
 
-        A row of a pass costs about as much as attention to six times as many slots as a state has numbers, and of two
-        sessions side by side each looks over what the other has so far.
+        One row of a pass costs about as much as attention to six times as many slots as a hidden state has numbers. Of two
+        sessions that share a row of the store, the attention of each also goes over the slots that the other has filled.
         """
         limits = getattr(session, "limits", None)
         fresh = 0 if limits is None else limits.max_new_tokens
         return others * fresh**2 <= 6 * self.model.get_input_embeddings().weight.shape[1] * common
 
-    def _join(self, caches: list[Any]) -> None:
-        """Let caches take over what their leaders have stored for them, as far as these have."""
+    def _take_over_prefixes(self, caches: list[Any]) -> None:
+        """Let each cache take over its prefix from its leader, if the leader has stored all of it."""
         for cache in caches:
             if cache.leader is not None and cache.leader.trie.prompt_stored >= cache.common:
                 cache.trie.share(cache.leader.trie, cache.prompt, cache.common)
                 cache.leader = None
 
-    def _bereave(self, caches: list[Any]) -> None:
-        """Let the first of these caches, whose leader is gone, lead those that it may."""
+    def _replace_leader(self, caches: list[Any]) -> None:
+        """Make the first of these caches, whose leader was closed, the leader of those that still share enough with it."""
         for place, cache in enumerate(caches):
             first = caches[0]
-            common = min(_agreement(cache.prompt, first.prompt), cache.common, len(first.prompt) - 1)
+            common = min(_common_prefix(cache.prompt, first.prompt), cache.common, len(first.prompt) - 1)
             cache.leader = first if place and common >= (self.share_from or 0) else None
             cache.common = common
 
-    def _follow(self, caches: list[Any]) -> None:
-        """Store what others of these caches wait for, and let them take it over."""
-        while late := [cache for cache in caches if cache.leader is not None]:
-            wanted: dict[Any, int] = {}
-            for cache in late:
-                missing = cache.common - cache.leader.trie.prompt_stored
-                wanted[cache.leader] = max(wanted.get(cache.leader, 0), missing)
-            counts = {leader: min(count, self.chunk) for leader, count in wanted.items() if count > 0}
+    def _store_for_followers(self, caches: list[Any]) -> None:
+        """Store the prefixes that these caches wait for in their leaders, chunk by chunk, and let them take these over."""
+        while followers := [cache for cache in caches if cache.leader is not None]:
+            missing: dict[Any, int] = {}
+            for cache in followers:
+                count = cache.common - cache.leader.trie.prompt_stored
+                missing[cache.leader] = max(missing.get(cache.leader, 0), count)
+            counts = {leader: min(count, self.chunk) for leader, count in missing.items() if count > 0}
             if counts:
                 self._store(counts)
-            self._join(late)
+            self._take_over_prefixes(followers)
 
     def _prefill(self, caches: list[Any], most: int | None = None) -> None:
-        """Long prompts go ahead in chunks, so that a pass stays small whatever the prompt: until at most so many tokens are
-        pending, or none before the first root.
+        """Store long prompts in chunks until at most `most` tokens of each are pending, or none before its first root.
+
+        So a pass stays small however long the prompt is. `most` is one chunk if it is None.
         """
         most = self.chunk if most is None else most
         while long := [cache for cache in caches if self._is_long(cache, most)]:
             self._store_chunk(long)
 
     def _is_long(self, cache: Any, most: int) -> bool:
-        """Return whether more than so many tokens are pending, some of them before the first root."""
-        return bool(cache.answered == 0 and cache.trie.waiting > most and cache.trie.ahead > 0)
+        """Return whether more than `most` tokens are pending, some of them before the first root, at the start of a turn."""
+        return bool(cache.answered == 0 and cache.trie.pending > most and cache.trie.pending_before_roots > 0)
 
     def _store_chunk(self, caches: list[Any]) -> None:
-        """Store the next chunk of each prompt, in one pass."""
+        """Store the next chunk of the prompt of each cache, in one pass."""
         if not caches:
             return
-        self._store({cache: min(self.chunk, cache.trie.ahead) for cache in caches})
+        self._store({cache: min(self.chunk, cache.trie.pending_before_roots) for cache in caches})
 
     def _store(self, counts: dict[Any, int]) -> None:
-        """Store so many tokens of each prompt, in one pass."""
+        """Store the given number of pending tokens of each cache, in one pass."""
         self.passes += 1
         self.runner.prefill([*counts], [*counts.values()])
         for cache in counts:
@@ -369,36 +408,40 @@ class HuggingFaceLM:
 
 
 def _are_same(first: Any, second: Any) -> bool:
-    """Return whether two contexts hold the same things; equal ones that are not the same count as different."""
+    """Return whether two contexts hold the very same objects; equal copies count as different."""
     if first is second or first is None or second is None:
         return first is second
     return first.keys() == second.keys() and all(first[name] is second[name] for name in first)
 
 
-def _agreement(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens in the common prefix."""
     if first == second:
         return len(first)
-    for place, (one, other) in enumerate(zip(first, second, strict=False)):
-        if one != other:
+    for place, (token, other) in enumerate(zip(first, second, strict=False)):
+        if token != other:
             return place
     return min(len(first), len(second))
 
 
-def _share_from(engine: str) -> int | None:
-    """Return from how many common tokens on prompts are shared where nobody says so."""
+def _default_share_from(engine: str) -> int | None:
+    """Return the number of common tokens from which on prefixes are shared with `share_from="auto"`; None: never."""
     return None if engine in ("compiled", "int8") else SHARE_FROM
 
 
 def _needs_a_pass(cache: Any, forest: Forest) -> bool:
+    """Return whether any node of the forest still has to go through layers of the model."""
     trie = cache.trie
-    return trie.waiting > 0 or forest.size > trie.known or bool(getattr(cache, "half", ()))
+    return trie.pending > 0 or forest.size > trie.known or bool(getattr(cache, "unfinished", ()))
 
 
-def _engine(
+def _choose_engine(
     model: "PreTrainedModel", wanted: str, caches: list[Any]
 ) -> "tuple[str, PaddedPasses | PackedPasses | GpuPasses]":
-    """What runs the model's layers, and its name."""
+    """Return the name of the engine that runs the model, and its passes; `caches` are those of `HuggingFaceLM.caches`.
+
+    Raises `NotSupported` if the wanted engine cannot run the model.
+    """
     on_gpu = model.device.type == "cuda"
     if wanted == "gpu" or (wanted == "auto" and on_gpu):
         passes = _gpu_passes(model, caches, capture=on_gpu)
@@ -429,17 +472,18 @@ def _engine(
 
 
 def _gpu_passes(model: "PreTrainedModel", caches: list[Any], capture: bool) -> "GpuPasses | None":
-    """None where Triton is missing or does not work, or it would not be the same model."""
+    """Return passes on a GPU, or None if Triton is missing or does not work here, or the model is not like a Llama."""
     if not is_llama_like(model) or find_spec("triton") is None:
         return None
     from specbeam.engines.gpu.decoder import GpuDecoder
     from specbeam.engines.gpu.passes import GpuPasses
 
-    with torch.inference_mode(False), torch.no_grad():  # weights that are laid out anew can still be trained
+    # GpuDecoder moves the weights. Outside of inference mode they can still be trained afterwards.
+    with torch.inference_mode(False), torch.no_grad():
         passes = GpuPasses(model, GpuDecoder(model), caches, capture)
     try:
         passes.try_out()
-    except Exception as error:  # no compiler for it, a GPU that it does not know, ...
+    except Exception as error:  # Triton has no C compiler, does not know the GPU, ...
         warnings.warn(f"Triton does not work here, so transformers runs the model: {error!r}", stacklevel=2)
         return None
     return passes
@@ -459,6 +503,7 @@ _NAMES = {
 
 
 def _max_positions(config: object) -> int | None:
+    """Return the most positions that a model is made for; None if its configuration does not say."""
     for name in ("max_position_embeddings", "n_positions"):
         if (most := getattr(config, name, None)) is not None:
             return int(most)
@@ -466,7 +511,7 @@ def _max_positions(config: object) -> int | None:
 
 
 def check_decoder_only(model: "PreTrainedModel") -> None:
-    """Refuse models that no mask and no position can make score a forest."""
+    """Raise `UnsupportedModel` for models that cannot score a forest, whatever masks and positions they are given."""
     config = model.config
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):

@@ -1,4 +1,4 @@
-"""SCORE by the first layers of a target on its own cache: what they compute is not computed again."""
+"""SCORE: a draft model made of the target's first layers, which work on the target's KV cache, so nothing runs twice."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,14 @@ from specbeam.session import CacheOwner
 
 
 class LiveLayers:
-    """Stands where a draft model is expected: the first layers of the target, with its own last norm and head.
+    """A draft model that is the first layers of the target, with the target's final norm and head.
 
-    Keys and values go into the target's cache as far as these layers reach; the loop's pass runs the other layers on them.
-    Nothing of the forest may be left out before the loop scores it. `early_layers` has a cache of its own, and works with
-    every engine.
+    These layers store their keys and values in the target's KV cache; the target's pass then runs only the other layers on
+    the same nodes. So every drafted node has to be in the forest that the target scores: drafts cannot be pruned. In
+    contrast, `early_layers` has a cache of its own, and works with every engine.
+
+    Raises `BadSetting` unless 1 <= layers < the model's number of layers, and `NotSupported` unless the model is run by the
+    compiled forward.
     """
 
     def __init__(self, lm: HuggingFaceLM, layers: int) -> None:
@@ -40,21 +43,24 @@ class LiveLayers:
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
         """See `LM.extend`."""
-        if any(one.states or one.ranked for one in checked_needs(self, len(sessions), needs)):
-            raise NotSupported("the first layers of a target give logits alone")
+        if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
+            raise NotSupported(
+                "LiveLayers gives logits only, and a part needs hidden states or ranked tokens: "
+                "use early_layers(model, layers)"
+            )
         self.passes += 1
         return self.lm.extend_early(sessions, forests, self.layers)
 
     def fill(self, sessions: Sequence[CacheOwner], needs: Any = None, most: int | None = None) -> list[bool]:
-        """Return that there is nothing to store: the target stores its prompts itself."""
+        """Return True for each session: the target stores the prompts itself."""
         return [True] * len(sessions)
 
     def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """The target's cache is settled by the loop."""
+        """Do nothing: the decoding loop settles the target's cache."""
 
     def peak(self, session: CacheOwner) -> int:
-        """Return the most tokens of the session that were stored at once."""
+        """Return the largest number of tokens of the session that were stored at the same time."""
         return self.lm.peak(session)
 
     def close(self, session: CacheOwner) -> None:
-        """The loop closes the target's cache."""
+        """Do nothing: the decoding loop closes the target's cache."""

@@ -1,4 +1,4 @@
-"""The target as its own draft model: what it scores while a draft grows is not scored again."""
+"""The target as its own draft model: nodes that it scores while a draft grows are not scored again."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,11 @@ from specbeam.session import Session
 
 
 class TargetAsDraft:
-    """Stands where a draft model is expected and is the target itself, cache included.
+    """A draft model that is the target itself, with the target's KV cache.
 
-    The loop's own pass then scores only the last layer; `all_rows` puts the rows of a turn together again. Passes are booked
-    as the target's. Nothing of the forest may be left out before the loop scores it.
+    The target's pass at the end of a draft then scores only the last layer of the forest; `all_rows` joins its rows with the
+    earlier ones. All passes are counted as target passes. Every drafted node has to be in the forest that the target scores:
+    drafts cannot be pruned.
     """
 
     def __init__(self, lm: LM) -> None:
@@ -27,26 +28,26 @@ class TargetAsDraft:
         self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
         """See `LM.extend`."""
-        found = self.lm.extend(sessions, forests, needs)
-        for session, scored in zip(sessions, found, strict=True):
+        scores = self.lm.extend(sessions, forests, needs)
+        for session, scored in zip(sessions, scores, strict=True):
             before = session.state.setdefault(self, [])
             session.count.target_passes += bool(before) or session.length == 0  # the root's row is known from last turn
             before.append(scored.logits)
-        return found
+        return scores
 
     def all_rows(
         self, session: Session, newest: Float[torch.Tensor, "new vocab"]
     ) -> Float[torch.Tensor, "nodes vocab"]:
-        """The rows of the whole forest, of which the loop's pass gave the newest."""
+        """Return the logits of the whole forest, given those of the nodes that the last pass of the turn scored."""
         return torch.cat([*session.state.get(self, []), newest])
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """The target's cache is settled by the loop."""
+        """Forget the rows of the turn; the decoding loop settles the target's cache."""
         session.state.pop(self, None)
 
     def peak(self, session: Session) -> int:
         return self.lm.peak(session)
 
     def close(self, session: Session) -> None:
-        """Likewise."""
+        """Forget the rows of the turn; the decoding loop closes the target's cache."""
         session.state.pop(self, None)

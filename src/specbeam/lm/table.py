@@ -1,4 +1,4 @@
-"""A language model given by a table: stands in for real ones where every outcome is enumerated."""
+"""A language model given by a table, for examples and tests that enumerate every outcome."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,14 +7,19 @@ import torch
 from jaxtyping import Float
 
 from specbeam.core.forest import Forest
-from specbeam.engines.answers import answered
+from specbeam.engines.answers import scored_rows
 from specbeam.lm.base import Uncached
 from specbeam.records import Needs, Scored
 from specbeam.session import Session
 
 
 class TableLM(Uncached):
-    """`law(path)` gives the odds of the next token after the new tokens `path`; a plain sequence serves every path."""
+    """A language model whose next-token law is a function of the new tokens, or the same for all of them.
+
+    Args:
+        law: called with the tokens after the prompt, returns the odds of each next token, which need not sum to 1 (their
+            logs are the logits). A plain sequence of odds is used after all tokens.
+    """
 
     def __init__(self, law: Callable[[tuple[int, ...]], Sequence[float]] | Sequence[float]) -> None:
         self._law = law if callable(law) else lambda path: law
@@ -26,12 +31,13 @@ class TableLM(Uncached):
     ) -> list[Scored]:
         self.passes += 1
         return [
-            answered(need, self._rows(session, forest))
-            for session, forest, need in zip(sessions, forests, self.told(sessions, needs), strict=True)
+            scored_rows(need, self._rows(session, forest))
+            for session, forest, need in zip(sessions, forests, self.needs_of_each(sessions, needs), strict=True)
         ]
 
     def _rows(self, session: Session, forest: Forest) -> Float[torch.Tensor, "nodes vocab"]:
-        fresh = self.fresh(session, forest)
+        """Return the logits of the nodes that were not scored in this turn yet."""
+        fresh = self.take_new_nodes(session, forest)
         paths = [session.new_tokens(forest, np.array([node]))[0].tolist() for node in fresh]
         odds = np.array([self._law(tuple(path)) for path in paths], dtype=np.float64).reshape(-1, self.vocab)
         with np.errstate(divide="ignore"):

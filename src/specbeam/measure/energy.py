@@ -1,4 +1,4 @@
-"""Joules from the machine's own counters; None where there is no counter, never a guess."""
+"""Energy in joules from the machine's own counters; None if there is no counter, never a guess."""
 
 import threading
 import time
@@ -10,16 +10,25 @@ RAPL = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """`with EnergyMeter() as meter: ...` then `meter.joules`: whole packages and GPUs, all processes included.
+    """A meter of the energy used inside a `with` block, by whole CPU packages and GPUs and all processes on them.
 
-    Args:
-        least_s: GPUs are left out of shorter runs, and read beside the work when it begins: they take milliseconds to tell,
-            and count in tenths of a second.
+    Use it as ``with EnergyMeter() as meter: ...`` and read `meter.joules` after the block.
+
+    Attributes:
+        joules: energy used in the block. None before its end, if there is no counter, or if the machine has GPUs and
+            the block was shorter than `least_s`.
     """
 
     joules: float | None = None
 
     def __init__(self, least_s: float = 0.0) -> None:
+        """Make a meter.
+
+        Args:
+            least_s: seconds below which GPUs are not read at the end. If it is not 0, a thread reads them at the
+                beginning, beside the work: a reading takes milliseconds, and the counters advance every tenth of a
+                second.
+        """
         self.least_s = least_s
 
     def __enter__(self) -> "EnergyMeter":
@@ -39,30 +48,32 @@ class EnergyMeter:
 
     def __exit__(self, *error: object) -> None:
         now = _rapl()
-        known = self._start
+        start = self._start
         if time.perf_counter() - self._began >= self.least_s:
             if self._reader is not None:
                 self._reader.join()
             now = now | _nvml()
-            known = known | self._gpu_start
+            start = start | self._gpu_start
         elif _gpus():
-            return  # a part of what it took would mislead
-        used = {name: value - known[name] for name, value in now.items() if name in known}
-        used = {name: value for name, value in used.items() if value >= 0}  # a counter that wrapped says nothing
+            return  # the energy of the packages alone would be misleading
+        used = {name: value - start[name] for name, value in now.items() if name in start}
+        used = {name: value for name, value in used.items() if value >= 0}  # without counters that wrapped around
         self.joules = sum(used.values()) if used else None
 
 
 def _rapl() -> dict[str, float]:
+    """Return the joules of each counter of a CPU package that can be read, by the path of the counter."""
     counters = {}
     for path in RAPL.glob("*-rapl:?/energy_uj"):
         try:
             counters[str(path)] = int(path.read_text()) * 1e-6
-        except (OSError, ValueError):  # most systems let only root read it
+        except (OSError, ValueError):  # most systems let only root read the counter
             continue
     return counters
 
 
 def _nvml() -> dict[str, float]:
+    """Return the joules of each GPU's counter, by "gpu" and its index."""
     counters = {}
     for index, handle in enumerate(_gpus()):
         try:
@@ -80,9 +91,12 @@ def _library() -> Any:
 
 @cache
 def _gpus() -> list[Any]:
-    """Looked up once: a machine without GPUs would be asked anew at every request."""
+    """Return the handles of all GPUs, [] if there is no counter.
+
+    They are looked up once, so that a machine without GPUs is not searched at every request.
+    """
     try:
         _library().nvmlInit()
         return [_library().nvmlDeviceGetHandleByIndex(index) for index in range(_library().nvmlDeviceGetCount())]
-    except Exception:  # no library, no driver, no GPU: no counter
+    except Exception:  # without library, driver or GPU there is no counter
         return []

@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept on disk under a name that covers everything the figures depend on."""
+"""Figures measured on this machine, kept on disk under a key that covers everything that they depend on."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def machine() -> list[Any]:
-    """What the speed of arithmetic depends on."""
+    """Return what the speed of this machine depends on: processor, threads, version of torch, and GPU."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     vectors = torch.backends.cpu.get_cpu_capability()
     return [
@@ -31,37 +31,47 @@ def machine() -> list[Any]:
 
 
 def model_key(model: "PreTrainedModel | None") -> list[str] | None:
-    """Names the shape and type of a model; not its weights, which cost the same whatever they are."""
+    """Return a key of a model's shape, dtype and device; None for no model.
+
+    Its weights are left out, because a pass costs the same whatever they are.
+    """
     return None if model is None else [model.config.to_json_string(use_diff=False), str(model.dtype), str(model.device)]
 
 
 def weights_key(model: "PreTrainedModel | None") -> str | None:
-    """Tells models of one shape apart: a hash of a few numbers of every weight."""
+    """Return a hash of 16 numbers of every weight, which tells models of one shape apart; None for no model."""
     if model is None:
         return None
-    few = [one.detach().flatten()[:: max(one.numel() // 16, 1)][:16].double().cpu() for one in model.parameters()]
-    return hashlib.blake2b(torch.cat(few).numpy().tobytes(), digest_size=8).hexdigest()
+    samples = []
+    for weight in model.parameters():
+        stride = max(weight.numel() // 16, 1)
+        samples.append(weight.detach().flatten()[::stride][:16].double().cpu())
+    return hashlib.blake2b(torch.cat(samples).numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def load(kind: str, key: Any) -> dict[str, Any] | None:
-    """What was kept under the name; None if nothing was."""
+    """Return the record that was kept under this kind and key; None if there is none."""
     try:
         return json.loads(_place(kind, key).read_text())
-    except (OSError, ValueError):  # nothing measured yet, or a file cut short: measure again
+    except (OSError, ValueError):  # nothing is kept yet, or the file was cut short: the caller measures again
         return None
 
 
 def keep(kind: str, key: Any, record: dict[str, Any]) -> None:
+    """Keep a record on disk under a kind and a key of JSON values. Does nothing if the disk cannot be written.
+
+    The key is completed by the machine and the version of specbeam.
+    """
     place = _place(kind, key)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps(record))
-    except OSError:  # a read-only home costs a measurement, not the answer
+    except OSError:  # with a read-only home, figures are measured again in every process
         return
 
 
 def folder() -> Path:
-    """Where it is kept."""
+    """Return the folder of kept figures, below SPECBEAM_CACHE, XDG_CACHE_HOME or ~/.cache, whichever is set first."""
     root = os.environ.get("SPECBEAM_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "specbeam"
 

@@ -50,7 +50,7 @@ _NO_SPAN = nullcontext()
 
 @contextmanager
 def profiled() -> Iterator[Profile]:
-    """Record the spans inside. On a GPU a span lasts as long as the host waits for it."""
+    """Record the spans inside, and yield their profile. On a GPU a span lasts as long as the host waits for it."""
     profile = Profile()
     token = _RUNNING.set(profile)
     try:
@@ -60,7 +60,14 @@ def profiled() -> Iterator[Profile]:
 
 
 def apportion(parts: Mapping[str, float], since: float) -> None:
-    """Split the time since `since` over spans in the proportions of `parts`; it is taken from the current span."""
+    """Split the time since `since` over spans in the proportions of `parts`, and take it from the current span.
+
+    Does nothing if no profile is being recorded.
+
+    Args:
+        parts: weight of each span by its name.
+        since: a time of `time.perf_counter`.
+    """
     profile = _RUNNING.get()
     whole = sum(parts.values())
     if profile is not None and whole > 0:
@@ -70,13 +77,16 @@ def apportion(parts: Mapping[str, float], since: float) -> None:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Record the time inside in the running profile, if there is one."""
+    """Return a context manager that records the time inside as a span of the running profile, if there is one."""
     profile = _RUNNING.get()
     return _NO_SPAN if profile is None else profile.span(name)
 
 
 def record_share(name: str, since: float, share: float) -> None:
-    """Record a share of the time since `since`, measured by other means, as a span inside the current one."""
+    """Record a share of the time since `since` (of `time.perf_counter`) as a span inside the current one.
+
+    The share, from 0 to 1, was measured by other means. Does nothing if no profile is being recorded.
+    """
     profile = _RUNNING.get()
     if profile is not None:
         profile.move(name, share * (time.perf_counter() - since))

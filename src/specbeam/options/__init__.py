@@ -1,1 +1,1 @@
-"""The options of `generate`: their checks, their defaults, and the settings made of them."""
+"""The options of `generate`: their checks, their defaults, and the settings made from them."""

@@ -1,4 +1,4 @@
-"""What the options of `generate` may be: each refusal names the option, what was found and what it must be."""
+"""Checks of the options of `generate`. Each error names the option, the value that was found and what is expected."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -8,36 +8,38 @@ from typing import Any
 
 from specbeam.errors import BadSetting
 
-STEEPEST = 32  # length penalty: beyond, scores of long texts leave the range of floats
+LARGEST_LENGTH_PENALTY = 32  # beyond it the scores of long texts leave the range of floats
 FORMS = ("json_schema", "regex", "grammar")
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
 
 
-def require(fine: bool, name: str, found: object, expected: str) -> None:
-    if not fine:
+def require(condition: bool, name: str, found: object, expected: str) -> None:
+    """Raise `BadSetting` with the option's name, its value and what it must be, unless `condition` holds."""
+    if not condition:
         raise BadSetting(f"{name} is {found!r}; it must be {expected}")
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raises `BadSetting` for the first option that is not what it must be; None is "not set"."""
-    for name, fine, expected in _CHECKS:
+    """Raise `BadSetting` for the first option with a wrong value. `options` has every option; None means not set."""
+    for name, is_valid, expected in _CHECKS:
         if options[name] is not None or name in _NEEDED:
-            require(fine(options[name]), name, options[name], expected)
+            require(is_valid(options[name]), name, options[name], expected)
     _check_forms(options)
 
 
-def listed(tokens: Any) -> list[Any]:
-    """Token ids from one id, a sequence, an array or a tensor."""
-    known = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-    return list(known) if isinstance(known, Iterable) and not isinstance(known, str) else [known]
+def as_list(tokens: Any) -> list[Any]:
+    """Return the list of token ids in one id, a sequence, an array or a tensor."""
+    ids = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    return list(ids) if isinstance(ids, Iterable) and not isinstance(ids, str) else [ids]
 
 
-def texts(stops: Any) -> tuple[Any, ...]:
-    """Stop strings from one text or several."""
+def as_texts(stops: Any) -> tuple[Any, ...]:
+    """Return the stop strings in one text, or in a list, tuple or set of texts; () for anything else."""
     return (stops,) if isinstance(stops, str) else tuple(stops) if isinstance(stops, (list, tuple, set)) else ()
 
 
 def is_integer(value: object) -> bool:
+    """Return whether `value` is an integer of Python or NumPy; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -46,7 +48,8 @@ def _is_number(value: object) -> bool:
 
 
 def _is_word(word: object) -> bool:
-    return isinstance(word, (list, tuple)) and len(word) > 0 and all(is_integer(one) and one >= 0 for one in word)
+    """Return whether `word` is a list or tuple of at least one token id."""
+    return isinstance(word, (list, tuple)) and len(word) > 0 and all(is_integer(token) and token >= 0 for token in word)
 
 
 def _are_words(words: object) -> bool:
@@ -54,7 +57,10 @@ def _are_words(words: object) -> bool:
 
 
 def _are_texts(stops: object) -> bool:
-    return isinstance(stops, (str, list, tuple, set)) and all(isinstance(one, str) and one for one in texts(stops))
+    """Return whether `stops` is one text that is not empty, or a list, tuple or set of such texts."""
+    return isinstance(stops, (str, list, tuple, set)) and all(
+        isinstance(stop, str) and stop for stop in as_texts(stops)
+    )
 
 
 def _are_callables(processors: object) -> bool:
@@ -65,7 +71,8 @@ _INTEGERS = (
     "max_new_tokens", "max_length", "min_new_tokens", "top_k", "num_return_sequences", "no_repeat_ngram_size"
 )  # fmt: skip
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty")
-_NEEDED = ("num_return_sequences", "grammar_backend")
+_NEEDED = ("num_return_sequences", "grammar_backend")  # options that may not be None
+# The checks in their order: name of the option, test of its value, and what the value must be.
 _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((name, is_integer, "an integer") for name in _INTEGERS),
     *((name, _is_number, "a number") for name in _NUMBERS),
@@ -78,14 +85,18 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("repetition_penalty", lambda value: value > 0, "> 0"),
     *((name, math.isfinite, "a finite number") for name in ("temperature", "length_penalty", "repetition_penalty")),
     ("temperature", lambda value: value == 0 or value >= 1e-4, "0 or at least 0.0001"),
-    ("length_penalty", lambda value: abs(value) <= STEEPEST, f"between -{STEEPEST} and {STEEPEST}"),
+    (
+        "length_penalty",
+        lambda value: abs(value) <= LARGEST_LENGTH_PENALTY,
+        f"between -{LARGEST_LENGTH_PENALTY} and {LARGEST_LENGTH_PENALTY}",
+    ),
     ("no_repeat_ngram_size", lambda size: size >= 0, ">= 0 (0: off)"),
     ("num_return_sequences", lambda count: count >= 1, ">= 1"),
     ("early_stopping", lambda value: isinstance(value, bool) or value == "never", "True, False or 'never'"),
     (
         "eos_token_id",
-        lambda ends: all(map(is_integer, listed(ends))),
-        "a token id or several; stop_strings ends at texts",
+        lambda ends: all(map(is_integer, as_list(ends))),
+        "a token id or several; to end at a text, use stop_strings",
     ),
     ("stop_strings", _are_texts, "texts of at least one character"),
     ("bad_words_ids", _are_words, "lists of token ids, one per word, like [[5], [6, 7]]"),
@@ -96,19 +107,21 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def _check_forms(options: Mapping[str, Any]) -> None:
+    """Raise `BadSetting` if several of json_schema, regex and grammar are given, or if one is a path or no proper text."""
     forms = [name for name in FORMS if options[name] is not None]
     if len(forms) > 1:
-        raise BadSetting(f"{' and '.join(forms)} are given; a text can keep to one of them")
+        raise BadSetting(f"{' and '.join(forms)} are given; give only one of them")
     for name in forms:
         value = options[name]
         if isinstance(value, PurePath):
-            raise BadSetting(f"{name} is the path {value}; give what stands there: {name}=path.read_text()")
+            raise BadSetting(f"{name} is the path {value}; give its content: {name}=path.read_text()")
         if name != "json_schema":
             require(isinstance(value, str), name, value, "a text; one form serves all prompts")
             require(_is_proper(value), name, value, "proper text; this holds half a character")
 
 
 def _is_proper(text: str) -> bool:
+    """Return whether a text can be encoded in UTF-8; half of a surrogate pair cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""What a generation config of transformers says: settings, things that change nothing, and things that contradict."""
+"""Reading a generation config of transformers: its settings, its unsupported fields, and contradictions to the method."""
 
 from collections.abc import Collection
 from functools import cache
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 WARPERS = ("temperature", "top_k", "top_p", "min_p")
-# What a model's own config says about its texts; how many texts are wanted is the caller's business.
+# Settings that are taken from a model's own config, besides the warpers. The number of texts is left to the caller.
 OF_MODELS = (
     "max_new_tokens",
     "min_new_tokens",
@@ -21,7 +21,7 @@ OF_MODELS = (
     "length_penalty",
     "early_stopping",
 )
-# Fields of a generation config that say nothing about the text, or that the recipe answers.
+# Fields of a generation config that do not change the text, or that the method decides.
 _HARMLESS = (
     "bos_token_id",
     "pad_token_id",
@@ -42,28 +42,39 @@ _HARMLESS = (
 
 
 def read(config: "GenerationConfig", names: Collection[str]) -> tuple[dict[str, Any], list[str]]:
-    """What a generation config sets of the settings `names`, and the names of what is none and would change the text."""
+    """Return the values that a generation config sets for the settings `names`, and the names of other fields that would
+    change the text, sorted.
+
+    Raises `BadSetting` if `config` is no generation config.
+    """
     if not hasattr(config, "to_diff_dict"):
         raise BadSetting(
             f"generation_config is a {type(config).__name__}; it must be a GenerationConfig of transformers, and single "
             "options can be given by name"
         )
-    usual = _usual()
-    given = {name: value for name, value in vars(config).items() if value is not None and value != usual.get(name)}
-    others = [name for name in given if name not in names and name not in _HARMLESS and not name.startswith("_")]
-    return {name: value for name, value in given.items() if name in names}, sorted(others)
+    defaults = _defaults()
+    changed = {name: value for name, value in vars(config).items() if value is not None and value != defaults.get(name)}
+    others = [name for name in changed if name not in names and name not in _HARMLESS and not name.startswith("_")]
+    return {name: value for name, value in changed.items() if name in names}, sorted(others)
 
 
 @cache
-def _usual() -> dict[str, Any]:
-    """What a generation config holds that sets nothing. `to_diff_dict` would copy and compare, 2 ms long."""
+def _defaults() -> dict[str, Any]:
+    """Return the fields of an empty generation config. `to_diff_dict` would take 2 ms per call to copy and compare."""
     from transformers import GenerationConfig
 
     return vars(GenerationConfig())
 
 
 def contradiction(config: "GenerationConfig | None", name: str, beams: int, draws: bool) -> str | None:
-    """What a generation config says of the method itself that is not so."""
+    """Return the reason why a generation config contradicts the method, or None if it does not.
+
+    Args:
+        config: the generation config, or None.
+        name: the method's name.
+        beams: the method's number of beams.
+        draws: whether the method draws tokens with these settings.
+    """
     if config is None:
         return None
     if config.num_beams not in (None, beams):

@@ -1,4 +1,4 @@
-"""The options that transformers' users know, turned into a warp and limits."""
+"""The settings of `generate`, named as in transformers, and the warp and limits that are made from them."""
 
 import json
 import warnings
@@ -11,7 +11,7 @@ from specbeam.core.limits import Decode, Limits
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation
 from specbeam.laws.warp import Warp
-from specbeam.options.checks import FORMS, check, listed, require, texts
+from specbeam.options.checks import FORMS, as_list, as_texts, check, require
 from specbeam.options.generation_config import OF_MODELS, WARPERS, read
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ DEFAULT_NEW_TOKENS = 256
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of `generate`, named and meant as in transformers; None means not set.
+    """The options of `generate`, with the names and meanings of transformers; None means not set.
 
-    Those that transformers does not have:
-        json_schema, regex, grammar: what every text has to look like; at most one of them (docs/constrained.md).
-        grammar_backend: the library that keeps to it, "llguidance" or "xgrammar".
+    Options that transformers does not have:
+        json_schema, regex, grammar: the form that every text must have; at most one of them (docs/constrained.md).
+        grammar_backend: the library that enforces the form, "llguidance" or "xgrammar".
     """
 
     max_new_tokens: int | None = None
@@ -57,7 +57,7 @@ class Settings:
 
     @property
     def form(self) -> Form | None:
-        """What texts have to look like; a JSON schema as its JSON."""
+        """The form that texts must have, or None. A JSON schema is given as JSON text."""
         kind = self.form_kind
         if kind is None:
             return None
@@ -65,39 +65,49 @@ class Settings:
 
     @property
     def form_kind(self) -> str | None:
+        """The name of the option that sets the form: "json_schema", "regex", "grammar", or None."""
         return next((name for name in FORMS if getattr(self, name) is not None), None)
 
     @classmethod
     def given(cls, options: dict[str, Any], config: "GenerationConfig | None" = None) -> "Settings":
-        """From keyword arguments, completed by a generation config. What no method honours is refused by name."""
+        """Return the settings in keyword arguments; options that are not given come from a generation config.
+
+        Raises `BadSetting` for a wrong option, and `NotSupported` if the config sets a field that specbeam does not support.
+        """
         names = _names()
-        strange = sorted(set(options) - set(names))
-        if strange:
-            raise BadSetting(f"generate() has no option {', '.join(strange)}; it has {', '.join(names)}")
+        unknown = sorted(set(options) - set(names))
+        if unknown:
+            raise BadSetting(f"generate() has no option {', '.join(unknown)}; it has {', '.join(names)}")
         if config is None:
             return cls(**options)
-        known, strange = read(config, _names())
-        if strange:
+        from_config, unsupported = read(config, _names())
+        if unsupported:
             raise NotSupported(
-                f"generation_config sets {', '.join(strange)}, which specbeam does not honour; unset them"
+                f"generation_config sets {', '.join(unsupported)}, which specbeam does not honour; unset them"
             )
-        return cls(**(known | options))
+        return cls(**(from_config | options))
 
     def completed(self, config: "GenerationConfig | None", draws: bool) -> "Settings":
-        """These settings, completed by the model's own generation config, as transformers does it.
+        """Return these settings, with those that are not set taken from the model's own generation config, as transformers
+        does it.
 
-        What draws nothing takes no warpers from it. What no method honours is named in a warning.
+        Warns about fields of the config that specbeam does not support.
+
+        Args:
+            config: the model's generation config, or None.
+            draws: whether the method draws tokens; otherwise no warpers are taken from the config.
         """
         if config is None:
             return self
-        known, strange = read(config, _names())
-        if strange:
+        from_config, unsupported = read(config, _names())
+        if unsupported:
             warnings.warn(
-                f"the model's generation_config sets {', '.join(strange)}, which specbeam does not honour",
+                f"the model's generation_config sets {', '.join(unsupported)}, which specbeam does not honour",
                 stacklevel=2,
             )
-        wanted = (*OF_MODELS, *(WARPERS if draws else ()))
-        return replace(self, **{name: known[name] for name in wanted if name in known and getattr(self, name) is None})
+        names = (*OF_MODELS, *(WARPERS if draws else ()))
+        missing = {name: from_config[name] for name in names if name in from_config and getattr(self, name) is None}
+        return replace(self, **missing)
 
     def warp(
         self,
@@ -108,15 +118,16 @@ class Settings:
         search: bool = False,
         constraint: Constraint | None = None,
     ) -> Warp:
-        """The law that these settings make of a model's logits.
+        """Return the warp that turns a model's logits into the law that these settings describe.
 
         Args:
-            greedy: nothing is drawn.
-            prompt_length: in tokens.
-            prompt: its number, for `prefix_allowed_tokens_fn`.
-            search: as in transformers' beam modes, where warpers are processors of each row and keep as many tokens as let
-                a beam go on beside every way to end.
-            constraint: has the last word of all processors; only warpers come behind it.
+            eos: the end tokens.
+            greedy: whether the method draws nothing.
+            prompt_length: number of tokens of the prompt.
+            prompt: number of the prompt, for `prefix_allowed_tokens_fn`.
+            search: whether warpers work as in transformers' beam modes: on each row like a processor, keeping at least two
+                tokens, and at least one more than there are end tokens, so that a beam can go on.
+            constraint: applied after all processors; only warpers come after it.
         """
         greedy = greedy or self.temperature == 0
         processors = self._processors(eos, prompt_length, prompt, search)
@@ -132,7 +143,7 @@ class Settings:
         return Warp(processors, truncation, greedy, constraint=bans)
 
     def new_tokens(self, prompt_length: int) -> int | None:
-        """The most new tokens behind a prompt of this length; None: not set."""
+        """Return the maximum number of new tokens after a prompt of this length, or None if it is not set."""
         if self.max_new_tokens is not None or self.max_length is None:
             return self.max_new_tokens
         return self.max_length - prompt_length
@@ -140,26 +151,35 @@ class Settings:
     def limits(
         self, eos: tuple[int, ...], prompt_length: int, room: int | None, decode: Decode | None, keep: int
     ) -> Limits:
-        """`room`: new tokens for which the models have positions."""
+        """Return the stop rules of one session. Raises `BadSetting` if there are stop strings but no tokenizer.
+
+        Args:
+            eos: the end tokens.
+            prompt_length: number of tokens of the prompt.
+            room: number of new tokens for which the models have positions; None if there is no limit.
+            decode: turns tokens into text, for stop strings; None without a tokenizer.
+            keep: number of finished beams that are wanted.
+        """
         most = self.new_tokens(prompt_length)
         if most is None:
             most = DEFAULT_NEW_TOKENS if room is None else min(DEFAULT_NEW_TOKENS, room)
-        stops = texts(self.stop_strings)
+        stops = as_texts(self.stop_strings)
         if stops and decode is None:
             raise BadSetting("stop_strings need a tokenizer; give load() one, or stop by eos_token_id")
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
         return Limits(most, eos, stops, decode, keep, self.early_stopping or False, penalty)
 
     def eos(self, model_default: SupportsIndex | Iterable[int] | None) -> tuple[int, ...]:
+        """Return the end tokens: those of the settings, or else `model_default`."""
         chosen = self.eos_token_id if self.eos_token_id is not None else model_default
         if chosen is None:
             return ()
-        return tuple(listed(chosen))
+        return tuple(as_list(chosen))
 
     def _processors(
         self, eos: tuple[int, ...], prompt_length: int, prompt: int, search: bool
     ) -> "LogitsProcessorList | None":
-        """In the order of transformers."""
+        """Return the logits processors of these settings, in the order of transformers; None if there are none."""
         from transformers import (
             LogitsProcessorList,
             MinNewTokensLengthLogitsProcessor,
@@ -168,21 +188,24 @@ class Settings:
             RepetitionPenaltyLogitsProcessor,
         )
 
-        chosen = LogitsProcessorList()
+        processors = LogitsProcessorList()
         if self.repetition_penalty not in (None, 1.0):
-            chosen.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
+            processors.append(RepetitionPenaltyLogitsProcessor(self.repetition_penalty))
         if self.no_repeat_ngram_size:
-            chosen.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
+            processors.append(NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
         if self.bad_words_ids:
-            chosen.append(NoBadWordsLogitsProcessor([list(words) for words in self.bad_words_ids], list(eos) or None))
+            processors.append(
+                NoBadWordsLogitsProcessor([list(words) for words in self.bad_words_ids], list(eos) or None)
+            )
         if self.min_new_tokens and eos:
-            chosen.append(MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, list(eos)))
+            processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, list(eos)))
         if self.prefix_allowed_tokens_fn is not None:
-            chosen.append(allowed_after(self.prefix_allowed_tokens_fn, prompt, together=search))
-        chosen.extend(self.logits_processor or [])
-        return chosen or None
+            processors.append(allowed_after(self.prefix_allowed_tokens_fn, prompt, together=search))
+        processors.extend(self.logits_processor or [])
+        return processors or None
 
     def _truncation(self) -> Truncation:
+        """Return the temperature, top-k, top-p and min-p of these settings."""
         return Truncation(
             1.0 if self.temperature is None else float(self.temperature),
             self.top_k or 0,
@@ -192,11 +215,13 @@ class Settings:
 
 
 def allowed_after(allowed: "Callable[[int, Tensor], list[int]]", prompt: int, together: bool = False) -> Any:
-    """transformers' processor for `prefix_allowed_tokens_fn`, for one prompt of a batch.
+    """Return a logits processor that applies a `prefix_allowed_tokens_fn` to one prompt, as transformers does.
 
     Args:
-        together: rows are the live beams of one step. What is allowed is forced where other processors have banned all of
-            it, but not as long as one of the beams can go on.
+        allowed: the `prefix_allowed_tokens_fn`: takes the number of a prompt and its tokens, returns the allowed tokens.
+        prompt: number of the prompt.
+        together: whether the rows of a call are the live beams of one step. If other processors have banned every allowed
+            token of a row, transformers allows them again with score 0; with `together` only if this is so for all beams.
     """
     from transformers import PrefixConstrainedLogitsProcessor
 
@@ -212,17 +237,19 @@ def _names() -> list[str]:
 
 
 def _as_json(schema: Any) -> str:
+    """Return a JSON schema as JSON text. Raises `BadSetting` if it is no JSON, or neither an object nor True."""
     try:
-        known = json.loads(schema) if isinstance(schema, str) else schema
-        known = {} if known is True else dict(known) if isinstance(known, Mapping) else known
-        text = json.dumps(known, allow_nan=False)
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        value = {} if value is True else dict(value) if isinstance(value, Mapping) else value
+        text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadSetting(f"json_schema is no JSON: {error}") from error
-    require(isinstance(known, dict), "json_schema", known, "an object, or True for any JSON; one serves all prompts")
+    require(isinstance(value, dict), "json_schema", value, "an object, or True for any JSON; one serves all prompts")
     return text
 
 
 def _joined(*lists: "Sequence[Any] | None") -> "LogitsProcessorList | None":
+    """Return the processors of several lists in one list; None if there are none."""
     from transformers import LogitsProcessorList
 
-    return LogitsProcessorList([one for some in lists for one in some or []]) or None
+    return LogitsProcessorList([processor for processors in lists for processor in processors or []]) or None

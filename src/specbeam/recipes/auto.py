@@ -8,12 +8,13 @@ from specbeam.session import Parts
 
 
 def auto() -> Method:
-    """The fastest exact method for one sequence, by measurement on the first prompts; the choice is kept on disk.
+    """Decode with the fastest exact method for one sequence, measured on the first prompts.
 
     Law: exact: plain sampling
     Paper: none
 
-    What it depends on: both models, the sampling settings, the machine. Approximate methods are never chosen.
+    The candidates are timed once for each combination of target model, draft model, sampling settings and machine, and the
+    winner is kept on disk. Approximate methods are never candidates.
     """
 
     def build(target: LM | None, draft: LM | None) -> Parts:

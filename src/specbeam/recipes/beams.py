@@ -1,4 +1,4 @@
-"""Recipes for beams."""
+"""Recipes for greedy decoding, sampling, beam sampling and its speculative form, DSBD."""
 
 import math
 from functools import partial
@@ -11,8 +11,8 @@ from specbeam.errors import BadSetting
 from specbeam.laws.named import EXACT
 from specbeam.lm.base import LM
 from specbeam.recipes.depth import Depth, check_depth, depth_control, shape_by_value
-from specbeam.recipes.method import Build, Method, at_least_one, refuse_ignored
-from specbeam.recipes.search import drafted, speculative
+from specbeam.recipes.method import Build, Method, refuse_ignored, require_at_least_one
+from specbeam.recipes.search import build_of_search, checked_draft_beams
 from specbeam.session import Parts
 from specbeam.verify.beams import BeamRule
 from specbeam.verify.search import SearchRule
@@ -24,6 +24,7 @@ HF_LAW = "exact: transformers' beam sampling"
 
 
 def _is_hf(semantics: str, replacement: bool) -> bool:
+    """Return whether `semantics` is "hf". Raises `BadSetting` if it is unknown, or is "hf" with replacement."""
     if semantics not in ("paper", "hf"):
         raise BadSetting(f"semantics is {semantics!r}; it must be 'paper' or 'hf'")
     if semantics == "hf" and replacement:
@@ -31,51 +32,52 @@ def _is_hf(semantics: str, replacement: bool) -> bool:
     return semantics == "hf"
 
 
-def _plain(law: str, beams: int, coupling: str, replacement: bool) -> Build:
+def _build_without_draft(law: str, beams: int, coupling: str, replacement: bool) -> Build:
+    """Return a function that makes the parts of a method that draws `beams` beams per step and drafts nothing."""
     rule = BeamRule(FixedWidth(beams), coupling, replacement)
     return lambda target, draft: Parts(NoDraft(), rule, FixedShape(0, 0), law)
 
 
 def greedy() -> Method:
-    """The most likely token at each step.
+    """Take the most likely token at each step, without a draft.
 
     Law: exact: greedy; token-identical to transformers' in float32.
     Paper: none.
     """
     law = "exact: greedy"
-    return Method("greedy", law, 1, _plain(law, 1, "noise", False), greedy=True)
+    return Method("greedy", law, 1, _build_without_draft(law, 1, "noise", False), greedy=True)
 
 
 def sampling() -> Method:
-    """Plain sampling, one token per pass of the target.
+    """Draw one token per pass of the target, without a draft: plain sampling.
 
     Law: exact: the target's own, after warpers and processors.
     Paper: none.
     """
-    return Method("sampling", EXACT, 1, _plain(EXACT, 1, "noise", False))
+    return Method("sampling", EXACT, 1, _build_without_draft(EXACT, 1, "noise", False))
 
 
 def beam_sampling(beams: int = 4, replacement: bool = False, semantics: Semantics = "paper") -> Method:
-    """Beam sampling: each step draws `beams` (beam, token) pairs from the joint law over all live beams.
+    """Draw `beams` (beam, token) pairs per step from the joint law over all live beams, without a draft: beam sampling.
 
     Law: exact by definition; the reference of `dsbd`.
     Paper: arXiv 2409.16560, sec. 2.2.
 
     Args:
-        beams: draws per step.
-        replacement: independent draws, which soon collapse to a few distinct beams.
-        semantics: "paper"; or "hf", the law of transformers' ``generate(num_beams=beams, do_sample=True)``, which draws
-            twice as many pairs from warped, unnormalised scores and keeps the best-scored ones. One beam is plain sampling
-            in both.
+        beams: number of pairs drawn per step.
+        replacement: draw the pairs independently, with replacement. The draws soon collapse to a few distinct beams.
+        semantics: "paper": the law above. "hf": the law of transformers' ``generate(num_beams=beams, do_sample=True)``,
+            which draws twice as many pairs from warped, unnormalised scores and keeps those with the best scores. With
+            beams=1 both are plain sampling.
     """
-    at_least_one(beams=beams)
+    require_at_least_one(beams=beams)
     hf = _is_hf(semantics, replacement)
     if hf and beams > 1:
         parts = Parts(NoDraft(), SearchRule(beams), FixedShape(0, 0), HF_LAW)
         return Method("beam_sampling", HF_LAW, beams, lambda target, draft: parts, search=True)
     law = HF_LAW if hf else f"exact: beam sampling, {beams} beams, {'with' if replacement else 'without'} replacement"
     coupling = "rejection" if replacement else "noise"
-    return Method("beam_sampling", law, beams, _plain(law, beams, coupling, replacement))
+    return Method("beam_sampling", law, beams, _build_without_draft(law, beams, coupling, replacement))
 
 
 def dsbd(
@@ -92,38 +94,47 @@ def dsbd(
     semantics: Semantics = "paper",
     worth: float | None = None,
 ) -> Method:
-    """Dynamic-width speculative beam decoding: a small model drafts layers of beams, the target judges them in one pass.
+    """Draft layers of beams with a small model and judge them in one pass of the target: dynamic-width speculative beam
+    decoding (DSBD).
 
     Law: exact: beam sampling, given the width of each layer.
-    With width="fixed" it is that of `beam_sampling(beams)`; with coupling="noise" even its very beams for the same seed.
+    With width="fixed" it is the law of `beam_sampling(beams)`; with coupling="noise" as well, the same seed gives exactly
+    the beams of `beam_sampling(beams)`.
     Paper: arXiv 2409.16560 (AAAI 2025), with the corrections that make it exact.
+
+    A layer extends every beam by one token. It passes if all beams that the target goes on with are among the drafts. The
+    first layer that does not pass is kept too, and ends the turn.
 
     Steps of the paper: draft beams (alg. 1, l. 3-5) draft/beams.py; width (eq. 4-5) control/width.py; acceptance
     (l. 9-21) verify/beams.py and verify/trials.py; forest attention (sec. 3.3) engines/kv/trie.py; one-sequence memory
     (sec. 3.4) `collapse`.
 
     Args:
-        beams: the most beams that live after a step.
-        draft_beams: draft beams per layer, at least `beams`; a few more make layers pass. None: `beams` + 2; where width and
-            depth are "auto", what pays for itself.
-        depth: draft layers per pass of the target; "auto": as many as pay for themselves on this machine, by what a pass
-            costs (`specbeam tune`) and how often layers pass. None: "auto" where no beam depends on it (fixed width, shared
-            noise) and with width="auto", else 4, so that a seed gives the same text everywhere.
-        width: "dynamic" draws as many beams as will be accepted with `threshold` odds; "fixed" always draws `beams`; "auto"
-            draws what gains most per second, by these odds, by what lies behind the layer and by what passes cost.
-        threshold: odds asked of a dynamic width: higher is narrower and faster.
-        min_beams: least width that is not fixed.
+        beams: maximum number of live beams after a step.
+        draft_beams: number of draft beams per layer, at least `beams`. A few more let more layers pass. None: `beams` + 2;
+            if width and depth are both "auto", the number that gains most per second.
+        depth: number of draft layers per pass of the target. "auto": the depth that gains most per second on this machine,
+            from the measured cost of a pass (`specbeam tune`) and from how often layers pass. None: "auto" if width is
+            "auto", or if no beam depends on the depth (fixed width with shared noise); otherwise 4, so that a seed gives
+            the same text on every machine.
+        width: number of beams that the target draws in a layer. "fixed": always `beams`. "dynamic": the largest number that
+            is accepted in full with probability `threshold` or more. "auto": the number that gains most per second, from
+            the acceptance probability of each number, the expected gain of later layers, and the cost of passes.
+        threshold: for width="dynamic": the required acceptance probability. A higher threshold is narrower and faster.
+        min_beams: minimum width, for width="dynamic" and "auto".
         coupling: "noise": draft and target share Gumbel noise. "rejection": recursive rejection sampling.
-        replacement: independent draws (coupling="rejection" only).
-        collapse: keep one beam after each turn, the paper's memory variant. Its law belongs to no target-only decoder,
-            because when it collapses depends on acceptance.
-        trace: record every trial, for `inspect`.
-        semantics: "paper"; or "hf", the law of transformers' own beam sampling (width="fixed", coupling="noise").
-        worth: for width="auto", what twice the beams of a layer are worth, in layers of one beam (2): higher is wider.
+        replacement: draw independently, with replacement (coupling="rejection" only).
+        collapse: keep one beam after each turn, the paper's variant that saves memory. No decoder that runs the target
+            alone has its law, because the moment of the collapse depends on acceptance.
+        trace: record every trial of a draft, for `specbeam inspect`.
+        semantics: "paper"; or "hf": the law of transformers' own beam sampling, which needs width="fixed" and
+            coupling="noise".
+        worth: for width="auto": the value of doubling the number of beams of a layer, in layers of one beam. A higher value
+            is wider. None: 2.
     """
-    at_least_one(beams=beams, min_beams=min_beams)
-    asked = draft_beams
-    draft_beams = drafted(beams, draft_beams)
+    require_at_least_one(beams=beams, min_beams=min_beams)
+    given_draft_beams = draft_beams
+    draft_beams = checked_draft_beams(beams, draft_beams)
     if depth is None:
         depth = "auto" if width == "auto" or (width == "fixed" and coupling == "noise") else 4
     check_depth(depth)
@@ -133,7 +144,7 @@ def dsbd(
     if hf and (width != "fixed" or coupling != "noise" or collapse or trace):
         raise BadSetting("semantics='hf' needs width='fixed' and coupling='noise', without collapse and trace")
     if hf and beams > 1:
-        build_hf = speculative(beams, draft_beams, depth, "model", HF_LAW)
+        build_hf = build_of_search(beams, draft_beams, depth, "model", HF_LAW)
         return Method("dsbd", HF_LAW, beams, build_hf, needs_draft=True, search=True)
     law = "exact: beam sampling, " + (
         f"{beams} beams" if width == "fixed" else f"given the widths (1 to {beams} beams)"
@@ -150,7 +161,7 @@ def dsbd(
         keeps_rows = trace or not isinstance(policy, FixedWidth)
         drafter = partial(BeamDrafter, beams=beams, coupling=coupling, replacement=replacement, keeps_rows=keeps_rows)
         if isinstance(policy, ValuedWidth) and depth == "auto":
-            sizes = _sizes(beams) if asked is None else (draft_beams,)
+            sizes = _draft_sizes(beams) if given_draft_beams is None else (draft_beams,)
             control = shape_by_value(policy, sizes, target, draft, drafter, rule)
         else:
             control = depth_control(depth, beams, draft_beams, target, draft, drafter, rule)
@@ -162,11 +173,14 @@ def dsbd(
 def _width(
     width: str, beams: int, least: int, threshold: float, worth: float | None, drafts: int
 ) -> FixedWidth | SureWidth | ValuedWidth:
-    """Raises `BadSetting` for what is wrong, or would be ignored."""
+    """Return the width policy of `dsbd`; `drafts` is the maximum number of drafts per layer that it knows a value for.
+
+    Raises `BadSetting` if a setting is wrong or would be ignored.
+    """
     if width not in ("dynamic", "fixed", "auto"):
         raise BadSetting(f"width is {width!r}; it must be 'dynamic', 'fixed' or 'auto'")
     if least > beams:
-        raise BadSetting(f"min_beams is {least}, beams is {beams}; it must not be larger")
+        raise BadSetting(f"min_beams is {least}, beams is {beams}; min_beams must be at most beams")
     refuse_ignored(width == "auto", f"width {width!r}", worth=worth)
     if not 0 <= threshold <= 1:
         raise BadSetting(f"threshold is {threshold}; it is a probability, in [0, 1]")
@@ -178,15 +192,16 @@ def _width(
 
 
 def _check_coupling(coupling: str, replacement: bool, width: Width) -> None:
+    """Raise `BadSetting` if the coupling is unknown, or cannot be combined with `replacement` or `width`."""
     if coupling not in ("noise", "rejection"):
         raise BadSetting(f"coupling is {coupling!r}; it must be 'noise' or 'rejection'")
     if coupling == "noise" and replacement:
         raise BadSetting("shared noise draws without replacement; take coupling='rejection' for replacement=True")
     if coupling == "rejection" and isinstance(width, ValuedWidth):
-        raise BadSetting("width='auto' knows the odds of shared noise; take coupling='noise', or width='dynamic'")
+        raise BadSetting("width='auto' needs the odds of shared noise; take coupling='noise', or width='dynamic'")
 
 
-def _sizes(beams: int) -> tuple[int, ...]:
-    """Drafts per layer that are worth considering."""
-    near = {beams // 2, 3 * beams // 4, beams - 1, beams, beams + 1, beams + 2, beams + 4}
-    return tuple(sorted(size for size in near if size > 0))
+def _draft_sizes(beams: int) -> tuple[int, ...]:
+    """Return the numbers of drafts per layer that are worth considering, in ascending order."""
+    sizes = {beams // 2, 3 * beams // 4, beams - 1, beams, beams + 1, beams + 2, beams + 4}
+    return tuple(sorted(size for size in sizes if size > 0))

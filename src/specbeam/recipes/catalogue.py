@@ -1,4 +1,4 @@
-"""The catalogue: one recipe per paper, made of parts. A recipe's docstring states the law of what it returns."""
+"""The catalogue: one recipe per paper, made of parts. The docstring of a recipe states the law of the method's output."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
 from specbeam.recipes.joint_beams import mjsd, mmtad, mtad
 from specbeam.recipes.joint_tokens import mtjd
 from specbeam.recipes.lookup import prompt_lookup, suffix_match, token_recycling
-from specbeam.recipes.method import Method, Recipe, described
+from specbeam.recipes.method import Method, Recipe, recipe_of
 from specbeam.recipes.search import beam_search, speculative_beam_search
 from specbeam.recipes.sequence import (
     block_verification,
@@ -35,15 +35,18 @@ RECIPES: tuple[Callable[..., Method], ...] = (
 
 
 def methods() -> list[Recipe]:
-    """All recipes, with law, paper and defaults."""
-    return [described(make) for make in RECIPES]
+    """Return all recipes, each with its output law, paper and default settings."""
+    return [recipe_of(make) for make in RECIPES]
 
 
 def resolve(method: "str | Method") -> Method:
-    """A method from its name or as it is."""
+    """Return `method` itself, or the recipe of that name with its default settings.
+
+    Raises `BadSetting` if there is no recipe of that name.
+    """
     if isinstance(method, Method):
         return method
-    known = {make.__name__: make for make in RECIPES}
-    if method not in known:
-        raise BadSetting(f"there is no method {method!r}; choose one of {', '.join(known)}")
-    return known[method]()
+    recipes = {make.__name__: make for make in RECIPES}
+    if method not in recipes:
+        raise BadSetting(f"there is no method {method!r}; choose one of {', '.join(recipes)}")
+    return recipes[method]()

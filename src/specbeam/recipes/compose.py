@@ -1,4 +1,7 @@
-"""Which drafts, rules and controllers go together. What does not is refused with the reason, before a model is asked."""
+"""Methods composed of a drafter, a rule and a controller.
+
+A combination that cannot work is refused with the reason when the method is made, before any model runs.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,61 +25,75 @@ RuleName = Literal["path", "traversal", "match"]
 ControllerName = Literal[
     "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost", "latency"
 ]  # fmt: skip
-Control = Callable[[LM | None, LM | None], Controller]  # from the target and the draft model
+MakeController = Callable[[LM | None, LM | None], Controller]  # takes the target and the draft model
 
 
 @dataclass(frozen=True)
 class DraftKind:
-    """What a recipe knows of its drafts before the first is made.
+    """The properties of a recipe's drafts that are known before the first draft.
 
     Args:
-        who: the recipe.
-        depth: most layers.
-        width: of the shapes that it is asked for; what it counts is the growth's affair.
-        layers: nodes of each layer, the last number for all deeper ones; () where depth does not settle them.
-        budget: `width` counts the nodes of a whole tree.
-        no_law_reason: why nobody knows the law of a draft.
-        unstoppable: why nobody can stop a draft between its layers.
+        recipe: name of the recipe, for messages.
+        depth: maximum number of layers.
+        width: width of the shapes that the controller plans. Its meaning depends on the growth: nodes per layer, or nodes
+            of the whole tree.
+        layers: number of nodes of each layer; the last number holds for all deeper layers. Empty if the settings do not
+            determine the sizes of the layers.
+        has_node_budget: whether `width` counts the nodes of a whole tree.
+        no_law_reason: why the law of these drafts is unknown; empty if it is known. Completes the sentence "RECIPE ...".
+        no_stop_reason: why a draft cannot be stopped between its layers; empty if it can. Completes the sentence
+            "RECIPE ...".
     """
 
-    who: str
+    recipe: str
     depth: int
     width: int = 1
     layers: tuple[int, ...] = ()
-    budget: bool = False
+    has_node_budget: bool = False
     no_law_reason: str = ""
-    unstoppable: str = ""
+    no_stop_reason: str = ""
 
 
-def rule_of(chosen: "RuleName | Rule", drafts: DraftKind) -> Rule:
-    """Return a part, or the rule of that name. Raises `LostLaw` where drafts without a law would be tried."""
-    known: dict[str, Rule] = {"path": PathRule(), "traversal": TraversalRule(), "match": MatchRule()}
-    if chosen not in known if isinstance(chosen, str) else not is_part(chosen, Rule):
-        raise BadSetting(f"rule is {chosen!r}; it must be one of {', '.join(known)}, or a part")
-    rule = known[chosen] if isinstance(chosen, str) else chosen
+def rule_of(choice: "RuleName | Rule", drafts: DraftKind) -> Rule:
+    """Return `choice` if it is a part, or the rule of that name.
+
+    Raises `BadSetting` if `choice` is neither, and `LostLaw` if the rule tries drafts against their law and the law of
+    these drafts is unknown.
+    """
+    rules: dict[str, Rule] = {"path": PathRule(), "traversal": TraversalRule(), "match": MatchRule()}
+    if choice not in rules if isinstance(choice, str) else not is_part(choice, Rule):
+        raise BadSetting(f"rule is {choice!r}; it must be one of {', '.join(rules)}, or a part")
+    rule = rules[choice] if isinstance(choice, str) else choice
     if drafts.no_law_reason and getattr(rule, "tries", False):
-        name = repr(chosen) if isinstance(chosen, str) else type(chosen).__name__
+        name = repr(choice) if isinstance(choice, str) else type(choice).__name__
         raise LostLaw(
-            f"rule {name} tries drafts against the law they were drawn from, and {drafts.who} {drafts.no_law_reason}; "
+            f"rule {name} tries drafts against the law they were drawn from, and {drafts.recipe} {drafts.no_law_reason}; "
             "such drafts can only be matched: rule='match'"
         )
     return rule
 
 
-def control_of(
-    chosen: "ControllerName | Controller",
+def controller_maker(
+    choice: "ControllerName | Controller",
     drafts: DraftKind,
     fixed: FixedShape | None = None,
     drafter_of: DrafterOf | None = None,
     rule: Rule | None = None,
-) -> Control:
-    """A part, or the controller of that name for such drafts; `fixed` is what that name stands for.
+) -> MakeController:
+    """Return a function that makes the controller of these drafts from the target and the draft model.
 
-    "cost" needs to know whose layers it weighs: `drafter_of` (None: drafts cost nothing), judged by `rule`.
+    Raises `BadSetting` if `choice` is neither a name nor a part, or if these drafts cannot follow the controller.
+
+    Args:
+        choice: a controller (a part), or the name of one.
+        drafts: the drafts that it controls.
+        fixed: the controller that the name "fixed" stands for; None: `drafts.depth` layers of `drafts.width` nodes.
+        drafter_of: makes the drafter whose layers "cost" weighs; None: drafts cost nothing.
+        rule: the rule that judges the drafts, also for "cost".
     """
     depth = drafts.depth
     width = drafts.width
-    known: dict[str, Controller | None] = {
+    controllers: dict[str, Controller | None] = {
         "fixed": fixed or FixedShape(depth, width),
         "confidence": SureDraft(most=depth, width=width),
         "tracked": TrackedThreshold(most=depth, width=width),
@@ -86,52 +103,52 @@ def control_of(
         "cost": None,
         "latency": SizeByLatency(width, depth),
     }
-    if chosen not in known if isinstance(chosen, str) else not is_part(chosen, Controller):
-        raise BadSetting(f"controller is {chosen!r}; it must be one of {', '.join(known)}, or a part")
-    part = known[chosen] if isinstance(chosen, str) else _as_wide(chosen, width)
-    _check(chosen, part, drafts)
+    if choice not in controllers if isinstance(choice, str) else not is_part(choice, Controller):
+        raise BadSetting(f"controller is {choice!r}; it must be one of {', '.join(controllers)}, or a part")
+    part = controllers[choice] if isinstance(choice, str) else _with_width(choice, width)
+    _check_controller(choice, part, drafts)
     if part is not None:
         return lambda target, draft: part
     return lambda target, draft: depth_by_cost(drafts.layers, depth, target, draft, drafter_of, rule)
 
 
-def grown(
+def tree_method(
     drafts: DraftKind, growth: Growth, rule: "RuleName | Rule", controller: "ControllerName | Controller"
 ) -> Method:
-    """Return the method whose drafts are grown like that by a draft model."""
+    """Return a method for one sequence whose drafts are trees that a draft model grows by `growth`."""
     judge = rule_of(rule, drafts)
     law = law_of(judge)
-    control = control_of(controller, drafts, drafter_of=lambda lm: TreeDrafter(lm, growth), rule=judge)
+    make_controller = controller_maker(controller, drafts, drafter_of=lambda lm: TreeDrafter(lm, growth), rule=judge)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
-        return Parts(TreeDrafter(draft, growth), judge, control(target, draft), law)
+        return Parts(TreeDrafter(draft, growth), judge, make_controller(target, draft), law)
 
-    return Method(drafts.who, law, 1, build, needs_draft=True)
+    return Method(drafts.recipe, law, 1, build, needs_draft=True)
 
 
-def _as_wide(part: Controller, width: int) -> Controller:
-    """A part that sets lengths and says nothing of the width gets the method's own."""
+def _with_width(part: Controller, width: int) -> Controller:
+    """Return `part` with the method's width if it sets lengths only and its own width is 1; otherwise `part` itself."""
     if isinstance(part, (SureDraft, TrackedThreshold, Thompson, Survival)) and part.width == 1:
         return replace(part, width=width)
     return part
 
 
-def _check(chosen: object, part: Controller | None, drafts: DraftKind) -> None:
-    """Refuse a controller that these drafts would not listen to."""
-    name = repr(chosen) if isinstance(chosen, str) else type(chosen).__name__
-    if part is not None and drafts.unstoppable and stops_between_layers(part):
+def _check_controller(choice: object, part: Controller | None, drafts: DraftKind) -> None:
+    """Raise `BadSetting` if these drafts cannot follow the controller; `part` is None for "cost"."""
+    name = repr(choice) if isinstance(choice, str) else type(choice).__name__
+    if part is not None and drafts.no_stop_reason and stops_between_layers(part):
         raise BadSetting(
-            f"controller {name} ends a draft between its layers by the odds of its tokens, and {drafts.who} "
-            f"{drafts.unstoppable}; take one that plans ahead, like 'thompson'"
+            f"controller {name} ends a draft between its layers by the odds of its tokens, and {drafts.recipe} "
+            f"{drafts.no_stop_reason}; take one that plans ahead, like 'thompson'"
         )
-    if isinstance(part, SizeByLatency) and not drafts.budget:
+    if isinstance(part, SizeByLatency) and not drafts.has_node_budget:
         raise BadSetting(
-            f"controller {name} sets the nodes of a whole tree, and those of {drafts.who} follow from its other "
+            f"controller {name} sets the nodes of a whole tree, and those of {drafts.recipe} follow from its other "
             "settings; take one that sets the depth, like 'thompson', or a method with a budget of nodes, like opt_tree"
         )
-    if chosen == "cost" and not drafts.layers:
+    if choice == "cost" and not drafts.layers:
         raise BadSetting(
-            f"controller 'cost' weighs the price of each layer, and the layers of {drafts.who} have no size of their "
+            f"controller 'cost' weighs the price of each layer, and the layers of {drafts.recipe} have no size of their "
             "own; take 'thompson', or 'latency' for a method with a budget of nodes"
         )

@@ -1,4 +1,4 @@
-"""How deep a draft is: a number, or what pays for itself."""
+"""The depth of a draft: a fixed number of layers, or the number that gains most per second."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -20,13 +20,13 @@ from specbeam.verify.walk import MatchRule
 
 Depth = int | Literal["auto"]
 DrafterOf = Callable[[LM], Drafter]
-UNMEASURED = {"target": 1.0, "draft": 0.1}  # seconds of a pass of any size, for models whose cost means nothing
-NOBODY = IdleLM(1, 0)  # in place of a model, where it is all the same which
-FREE = CostCurve((1,), (0.0,))  # drafts that no model makes
+UNMEASURED_S = {"target": 1.0, "draft": 0.1}  # seconds of a pass of any size, for models that are not measured
+ANY_MODEL = IdleLM(1, 0)  # stands for a model where it does not matter which
+FREE = CostCurve((1,), (0.0,))  # cost of drafts that no model makes
 
 
 def check_depth(depth: Depth) -> None:
-    """Raises `BadSetting` unless it is "auto" or at least 1."""
+    """Raise `BadSetting` unless `depth` is "auto" or an integer of at least 1."""
     if depth != "auto" and (not isinstance(depth, int) or depth < 1):
         raise BadSetting(f"depth is {depth!r}; it must be at least 1, or 'auto'")
 
@@ -34,15 +34,18 @@ def check_depth(depth: Depth) -> None:
 def depth_control(
     depth: Depth, beams: int, width: int, target: LM | None, draft: LM | None, drafter: DrafterOf, rule: Rule
 ) -> Controller:
-    """The controller of a draft of `width` nodes per layer by `drafter`, judged by `rule`."""
+    """Return the controller of drafts of `width` nodes per layer, made by `drafter` and judged by `rule`.
+
+    With depth="auto" but without a draft model the depth is 4.
+    """
     if depth != "auto":
         return FixedShape(depth, width)
     if draft is None:
         return FixedShape(4, width)
-    host = _host(target, draft, width, drafter, rule)
-    text_depends = isinstance(rule, BeamRule) and (rule.tries or not isinstance(rule.width, FixedWidth))
+    host = _host_cost(target, draft, width, drafter, rule)
+    text_depends_on_depth = isinstance(rule, BeamRule) and (rule.tries or not isinstance(rule.width, FixedWidth))
     curves = _curve(target, "target"), _curve(draft, "draft")
-    return DepthByCost(*curves, beams, (width,), host=host, alone=text_depends)
+    return DepthByCost(*curves, beams, (width,), host=host, alone=text_depends_on_depth)
 
 
 def shape_by_value(
@@ -53,10 +56,18 @@ def shape_by_value(
     drafter: DrafterOf,
     rule: Rule,
 ) -> Controller:
-    """The controller of depth and drafts per layer where `rule` chooses widths by value."""
+    """Return the controller that chooses the depth and the number of drafts per layer together, for a `rule` that chooses
+    widths by value.
+
+    Args:
+        width: the width policy of the rule.
+        sizes: the numbers of drafts per layer to choose from, ascending.
+        target, draft: the models; without a draft model the shape is 4 layers of the largest size.
+        drafter: makes the drafter from a draft model.
+    """
     if draft is None:
         return FixedShape(4, sizes[-1])
-    host = _host(target, draft, sizes[-1], drafter, rule)
+    host = _host_cost(target, draft, sizes[-1], drafter, rule)
     return ShapeByValue(_curve(target, "target"), _curve(draft, "draft"), width, sizes, host)
 
 
@@ -68,18 +79,26 @@ def depth_by_cost(
     drafter: DrafterOf | None,
     rule: Rule | None,
 ) -> Controller:
-    """The same for one sequence whose draft has so many nodes in each layer; without `drafter` drafts cost nothing, and are
-    matched.
+    """Return the controller that chooses the depth of drafts for one sequence by what passes cost.
+
+    Args:
+        layers: number of draft nodes in each layer; the last number holds for all deeper layers.
+        most: maximum depth.
+        target, draft: the models.
+        drafter: makes the drafter from a draft model; None: drafts cost nothing and are matched.
+        rule: the rule that judges the drafts.
     """
     if drafter is None or rule is None or draft is None:
         return DepthByCost(_curve(target, "target"), FREE, 1, layers, most)
-    host = _host(target, draft, layers[0], drafter, rule)
+    host = _host_cost(target, draft, layers[0], drafter, rule)
     curves = (_curve(target, "target"), _curve(draft, "draft"))
-    alone = not isinstance(rule, MatchRule)
-    return DepthByCost(*curves, 1, layers, most, host, alone=alone)
+    text_depends_on_depth = not isinstance(rule, MatchRule)
+    return DepthByCost(*curves, 1, layers, most, host, alone=text_depends_on_depth)
 
 
-def _host(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rule: Rule) -> HostCost:
+def _host_cost(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rule: Rule) -> HostCost:
+    """Return what a turn costs outside the models; zero if the target is no transformers model."""
+
     def parts(lm: LM, depth: int) -> Parts:
         return Parts(drafter(lm), rule, FixedShape(depth, width), "")
 
@@ -88,20 +107,21 @@ def _host(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rule: Ru
     in_loops = (
         READABLE
         and isinstance(draft, HuggingFaceLM)
-        and target.loops
-        and draft.loops
-        and _are_steps(drafter(draft), rule)
+        and target.supports_runs
+        and draft.supports_runs
+        and _have_compiled_form(drafter(draft), rule)
     )
-    key = [repr(rule), repr(drafter(NOBODY)), width, in_loops]
+    key = [repr(rule), repr(drafter(ANY_MODEL)), width, in_loops]
     return host_cost(target.vocab, parts, key, (target, draft) if in_loops else None)
 
 
-def _are_steps(drafter: Drafter, rule: Rule) -> bool:
-    """Return whether such turns may be runs."""
+def _have_compiled_form(drafter: Drafter, rule: Rule) -> bool:
+    """Return whether turns of this drafter and rule can be one compiled run."""
     if isinstance(drafter, TreeDrafter):
         return hasattr(rule, "spec") and hasattr(drafter.growth, "spec")
     return hasattr(rule, "spec") and hasattr(drafter, "spec")
 
 
 def _curve(lm: LM | None, role: str) -> CostCurve:
-    return curve_of(lm) if isinstance(lm, HuggingFaceLM) else CostCurve((1,), (UNMEASURED[role],))
+    """Return the cost curve of a model; `role`, "target" or "draft", names the constant for models without one."""
+    return curve_of(lm) if isinstance(lm, HuggingFaceLM) else CostCurve((1,), (UNMEASURED_S[role],))

@@ -1,4 +1,4 @@
-"""Recipes whose drafts are judged by their joint likelihood. They change the law of the output, and say so."""
+"""Recipes whose drafts are judged by their joint likelihood. They change the law of the output; their laws say so."""
 
 from typing import Literal, get_args
 
@@ -9,8 +9,8 @@ from specbeam.draft.tree import Branching, FixedTree, Growth, TreeDrafter
 from specbeam.errors import BadSetting, one_of
 from specbeam.laws.named import CHANGED
 from specbeam.lm.base import LM
-from specbeam.recipes.compose import ControllerName, DraftKind, control_of
-from specbeam.recipes.method import Method, RequestInfo, at_least_one, refuse_ignored
+from specbeam.recipes.compose import ControllerName, DraftKind, controller_maker
+from specbeam.recipes.method import Method, RequestInfo, refuse_ignored, require_at_least_one
 from specbeam.session import Controller, Parts
 from specbeam.verify.joint_beams import Bonus, JointRule, refuse_audit
 from specbeam.verify.joint_paths import Prefix, Theta
@@ -28,28 +28,32 @@ def mtad(
     bonus: Bonus = "sample",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Multi-token assisted decoding: the best of the draft's beams, cut to the longest prefix whose joint likelihood ratio
-    passes the threshold, then one token of the target's own.
+    """Draft beams with a small model, and accept the longest prefix of the best beam whose joint likelihood ratio passes a
+    threshold: multi-token assisted decoding (MTAD).
 
     Law: approximate: changes the output law on purpose, for more likely text
     Paper: arXiv 2407.09722 (Qin et al.), ICLR 2025
 
-    What is promised instead, for every accepted block, is in `report.certificate`: its log-likelihood under the target is
-    above its draft log-likelihood + log(threshold), and at most `gap` nats below that of the best block of its length.
-    At temperature 0 the draft searches and the bonus is the best token: no chance at all.
+    The joint likelihood ratio of a block of tokens is its probability under the target divided by its probability under the
+    draft model. After the accepted prefix comes one token that the target chooses alone, the bonus.
+
+    `report.certificate` holds what is guaranteed instead of the law, for every accepted block: its log-likelihood under the
+    target is above its draft log-likelihood + log(threshold), and at most `gap` nats below that of the best block of its
+    length. At temperature 0 nothing is drawn: the draft beams are searched and the bonus is the best token.
 
     Steps of the paper: draft beams draft/joint_beams.py; verification verify/joint_beams.py.
 
     Args:
-        beams: of the draft model; None: 4.
-        depth: draft tokens per pass of the target; None: 4.
-        threshold: least joint likelihood ratio, in [0, 1]. Lower accepts more; at 1 it is plain decoding.
+        beams: number of beams of the draft model; None: 4.
+        depth: number of draft tokens per pass of the target; None: 4.
+        threshold: minimum joint likelihood ratio, in [0, 1]. A lower threshold accepts more; at 1 this is plain decoding.
         draft: "sample" draws the beams, "search" takes the best; or a growth of `draft/` that grows one chain.
-        replacement: draw beams independently (the authors' commands do); duplicates are one beam.
-        prefix: "longest": shorter prefixes may fail. "first_failure": they may not.
-        bonus: "sample", "argmax", or "none": no bonus after an accepted draft.
-        controller: who chooses the length of a draft: "fixed", "confidence", "tracked", "thompson", "calibrated",
-            "survival", or a part, which sets depth and beams itself.
+        replacement: draw beams independently, with replacement, as the authors' commands do. Duplicates become one beam.
+        prefix: "longest" accepts the longest prefix that passes, even if a shorter one fails. "first_failure" stops at the
+            first prefix that fails.
+        bonus: how the bonus is chosen: "sample" (drawn), "argmax", or "none" (no bonus after an accepted draft).
+        controller: the controller that chooses the length of a draft: "fixed", "confidence", "tracked", "thompson",
+            "calibrated", "survival" (docs/methods/controllers.md), or a part, which sets both depth and beams.
     """
     rule = JointRule(threshold, 1, prefix=prefix, bonus=bonus)
     return _assisted("mtad", beams, depth, _growth(draft, replacement, beams, 1), rule, controller)
@@ -66,21 +70,22 @@ def mjsd(
     bonus: Bonus = "sample",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Multi-token joint speculative decoding, the first form of `mtad`: several of the draft's beams are scored, and the
-    first of those with the longest accepted prefix is kept.
+    """Score several draft beams with the target, and keep the beam with the longest accepted prefix: multi-token joint
+    speculative decoding (MJSD), the first form of `mtad`.
 
     Law: approximate: changes the output law on purpose, for more likely text
     Paper: arXiv 2407.09722, first version (July 2024)
 
-    Its thresholds cannot be compared with those of the published program, whose draft odds were not those of its paths.
+    Of several beams with equally long accepted prefixes the first is kept. Thresholds cannot be compared with those of the
+    published program, because its draft probabilities were not those of its paths.
 
     Args:
-        chains: draft beams that the target scores.
-        beams: of the draft model; None: 8.
-        draft: "sample" or "search".
+        chains: number of draft beams that the target scores, the best ones.
+        beams: number of beams of the draft model; None: 8.
+        draft: "sample" draws the beams, "search" takes the best.
         depth, threshold, replacement, prefix, bonus, controller: as in `mtad`.
     """
-    at_least_one(chains=chains)
+    require_at_least_one(chains=chains)
     one_of("draft", draft, get_args(Draft))
     most = 8 if beams is None else beams
     if chains > most:
@@ -100,17 +105,18 @@ def mmtad(
     bonus: Bonus = "sample",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Multi-candidate `mtad`: all draft beams are scored in one pass, and the deepest node that passes is kept.
+    """Score all draft beams in one pass of the target, and accept the path to the deepest node that passes: multi-candidate
+    `mtad` (MMTAD).
 
     Law: approximate: changes the output law on purpose, for more likely text
     Paper: arXiv 2407.09722 (Qin et al.), ICLR 2025, the multi-candidate variant
 
-    Accepts at least as much as `mtad` on the same draft, for more scored nodes: up to beams * depth.
+    It accepts at least as many tokens as `mtad` on the same draft, but the target scores more nodes: up to beams * depth.
 
     Args:
-        theta: what a node's likelihood is compared with: that of the best draft beam at the same depth ("chain"), the
-            largest draft likelihood of that depth ("max"), or the node's own ("own").
-        draft: "sample", "search", or any growth of `draft/`.
+        theta: the draft likelihood that the likelihood of a node under the target is compared with: that of the best draft
+            beam at the same depth ("chain"), the largest one of that depth ("max"), or the node's own ("own").
+        draft: "sample" draws the beams, "search" takes the best; or any growth of `draft/`.
         beams, depth, threshold, replacement, prefix, bonus, controller: as in `mtad`.
     """
     rule = JointRule(threshold, None, theta, prefix, bonus)
@@ -118,14 +124,18 @@ def mmtad(
 
 
 def _growth(draft: "Draft | Growth", replacement: bool, beams: int | None, chains: int | None) -> Growth:
+    """Return the growth of the drafts; `chains` is the number of final beams that the rule looks at, None for all nodes.
+
+    Raises `BadSetting` if a setting is wrong or would be ignored.
+    """
     if isinstance(draft, type):
         raise BadSetting(f"draft is the class {draft.__name__}; make one, with its settings")
     if isinstance(draft, Growth):
-        who = f"the growth {type(draft).__name__}"
-        refuse_ignored(False, who, replacement=replacement or None)
-        refuse_ignored(not isinstance(draft, (Branching, FixedTree)), who, beams=beams)
+        name = f"the growth {type(draft).__name__}"
+        refuse_ignored(False, name, replacement=replacement or None)
+        refuse_ignored(not isinstance(draft, (Branching, FixedTree)), name, beams=beams)
         if chains == 1 and not _is_chain(draft):
-            raise BadSetting(f"mtad looks at one chain, and {who} may grow more; mmtad looks at all of a draft")
+            raise BadSetting(f"mtad looks at one chain, and {name} may grow more; mmtad looks at all of a draft")
         return draft
     one_of("draft", draft, get_args(Draft))
     if replacement and draft == "search":
@@ -134,7 +144,7 @@ def _growth(draft: "Draft | Growth", replacement: bool, beams: int | None, chain
 
 
 def _is_chain(growth: Growth) -> bool:
-    """Whether it is known to grow one chain."""
+    """Return whether `growth` is known to grow a single chain."""
     if isinstance(growth, FixedTree):
         return depth_of_tree(growth.topology) == size_of(growth.topology)
     if isinstance(growth, Branching):
@@ -146,26 +156,27 @@ def _assisted(
     name: str, beams: int | None, depth: int | None, growth: Growth, rule: JointRule,
     controller: "ControllerName | Controller", width: int = 4,
 ) -> Method:  # fmt: skip
+    """Return the method `name` with these drafts and this rule; `width` is the default of `beams`."""
     refuse_ignored(isinstance(controller, str), "a controller of one's own", beams=beams, depth=depth)
     beams = width if beams is None else beams
     depth = 4 if depth is None else depth
-    at_least_one(beams=beams, depth=depth)
+    require_at_least_one(beams=beams, depth=depth)
     fixed = FixedShape(depth, beams, beyond=0 if rule.bonus == "none" else 1)
-    control = control_of(controller, DraftKind(name, depth, beams), fixed)
+    make_controller = controller_maker(controller, DraftKind(name, depth, beams), fixed)
     law = _law(rule)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
-        return Parts(TreeDrafter(draft, growth), rule, control(target, draft), law)
+        return Parts(TreeDrafter(draft, growth), rule, make_controller(target, draft), law)
 
-    def check(asked: RequestInfo) -> None:
-        refuse_audit(asked.audited)
+    def check(request: RequestInfo) -> None:
+        refuse_audit(request.audited)
 
     return Method(name, law, 1, build, needs_draft=True, plain=False, check=check)
 
 
 def _law(rule: JointRule) -> str:
-    """What is promised of accepted blocks, see `records.Certificate`."""
+    """Return the method's law: what is guaranteed of accepted blocks (see `records.Certificate`)."""
     if rule.threshold == 1:
         return "approximate: at threshold 1 no draft passes, it is the target alone"
     if rule.threshold == 0:

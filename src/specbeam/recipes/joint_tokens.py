@@ -1,4 +1,4 @@
-"""The recipe that decodes blocks of tokens by their joint probability under the target alone."""
+"""The recipe that chooses whole blocks of tokens by their joint probability under the target alone."""
 
 import math
 from typing import Literal, get_args
@@ -12,7 +12,7 @@ from specbeam.laws.named import CHANGED, EXACT
 from specbeam.lm.base import LM
 from specbeam.lm.self_draft import TargetAsDraft
 from specbeam.options.settings import DEFAULT_NEW_TOKENS
-from specbeam.recipes.method import Method, RequestInfo, at_least_one, refuse_ignored
+from specbeam.recipes.method import Method, RequestInfo, refuse_ignored, require_at_least_one
 from specbeam.session import Parts
 from specbeam.verify.joint_beams import JointRule, OnOwnRows, refuse_audit
 from specbeam.verify.joint_tokens import BlockMode, BlockRule
@@ -27,33 +27,33 @@ def mtjd(
     block_temperature: float | None = None,
     top: int | None = None,
 ) -> Method:
-    """Multi-token joint decoding: blocks of `depth` tokens, each chosen by its joint probability under the target alone.
+    """Choose blocks of `depth` tokens by their joint probability under the target alone: multi-token joint decoding (MTJD).
 
     Law: by mode: exact joint decoding for small vocabularies, approximate by beams; not the law of sampling
     Paper: arXiv 2407.09722 (Qin et al.), sec. 2
 
-    What `mtad` approximates. Nothing is gained by merely sampling from the joint law: "ancestral" is plain sampling. Lower
-    perplexity comes from seeking the mode; it is not monotone in `depth`.
+    This is what `mtad` approximates. Merely sampling from the joint law gains nothing: "ancestral" is plain sampling. Lower
+    perplexity comes from seeking the most probable block; it does not fall steadily with `depth`.
 
     Args:
         mode: "argmax": the most probable block. "ancestral": one draw. "joint_temperature": one draw from
-            p^(1/block_temperature). "joint_topk": one draw among the `top` most probable blocks. These look at all
-            vocabulary^depth blocks. "beam_search", "beam_sample": the best of the target's own beams, ended ones included,
-            for any vocabulary.
-        depth: tokens of a block.
-        beams: of the beam modes alone; None: 4.
-        block_temperature: of "joint_temperature" alone, in (0, inf); None: 1.
-        top: of "joint_topk" alone; None: 10.
+            p^(1/block_temperature). "joint_topk": one draw among the `top` most probable blocks. These four look at all
+            vocabulary^depth blocks. "beam_search", "beam_sample": the best of the target's own beams, including those that
+            ended; for vocabularies of any size.
+        depth: number of tokens of a block.
+        beams: number of beams, for "beam_search" and "beam_sample" only; None: 4.
+        block_temperature: for "joint_temperature" only, in (0, inf); None: 1.
+        top: number of blocks, for "joint_topk" only; None: 10.
     """
     one_of("mode", mode, (*get_args(BlockMode), *get_args(BeamMode)))
-    who = f"mode {mode!r}"
-    refuse_ignored(mode in get_args(BeamMode), who, beams=beams)
-    refuse_ignored(mode == "joint_temperature", who, block_temperature=block_temperature)
-    refuse_ignored(mode == "joint_topk", who, top=top)
+    name = f"mode {mode!r}"
+    refuse_ignored(mode in get_args(BeamMode), name, beams=beams)
+    refuse_ignored(mode == "joint_temperature", name, block_temperature=block_temperature)
+    refuse_ignored(mode == "joint_topk", name, top=top)
     beams = 4 if beams is None else beams
     top = 10 if top is None else top
     temperature = 1.0 if block_temperature is None else block_temperature
-    at_least_one(depth=depth, beams=beams, top=top)
+    require_at_least_one(depth=depth, beams=beams, top=top)
     if not 0 < temperature < math.inf:
         raise BadSetting(
             f"block_temperature is {temperature}; it must be above 0 (mode='argmax' is its limit) and finite"
@@ -64,6 +64,7 @@ def mtjd(
 
 
 def _by_blocks(rule: BlockRule, depth: int) -> Method:
+    """Return `mtjd` for a mode that looks at all blocks of `depth` tokens."""
     blocks = f"blocks of {depth} tokens"
     law = {
         "argmax": f"exact: joint decoding, the most probable {blocks}; not the law of sampling",
@@ -72,12 +73,12 @@ def _by_blocks(rule: BlockRule, depth: int) -> Method:
         "joint_topk": f"exact: {blocks} drawn from the {rule.top} most probable; not the law of sampling",
     }[rule.mode]
 
-    def check(asked: RequestInfo) -> None:
+    def check(request: RequestInfo) -> None:
         if rule.mode == "argmax":
-            _has_one_answer(asked)
-        rule.check(asked.settings.temperature == 0, asked.audited)
-        longest = asked.settings.max_new_tokens or DEFAULT_NEW_TOKENS
-        EveryBlock(asked.vocab).check(min(depth, longest) - 1, asked.eos)
+            _check_single_answer(request)
+        rule.check(request.settings.temperature == 0, request.audited)
+        longest = request.settings.max_new_tokens or DEFAULT_NEW_TOKENS
+        EveryBlock(request.vocab).check(min(depth, longest) - 1, request.eos)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert target is not None
@@ -87,25 +88,29 @@ def _by_blocks(rule: BlockRule, depth: int) -> Method:
 
 
 def _by_beams(mode: BeamMode, depth: int, beams: int) -> Method:
+    """Return `mtjd` for a mode that takes the best of the target's own beams."""
     search = mode == "beam_search"
     law = f"{CHANGED}the best of {beams} {'' if search else 'sampled '}beams of blocks of {depth} tokens"
 
-    def check(asked: RequestInfo) -> None:
+    def check(request: RequestInfo) -> None:
         if search:
-            _has_one_answer(asked)
-        refuse_audit(asked.audited)
+            _check_single_answer(request)
+        refuse_audit(request.audited)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert target is not None
         own = TargetAsDraft(target)
         growth = JointBeams("search" if search else "sample", lost_ends=True)
-        rule = OnOwnRows(JointRule(0.5, chains=1, bonus="none"), own)  # every path passes against itself
+        rule = OnOwnRows(
+            JointRule(0.5, chains=1, bonus="none"), own
+        )  # the target drafts for itself, so every path passes
         return Parts(TreeDrafter(own, growth, counts_passes=False), rule, FixedShape(depth, beams, beyond=0), law)
 
     return Method("mtjd", law, 1, build, plain=False, check=check)
 
 
-def _has_one_answer(asked: RequestInfo) -> None:
-    wanted = asked.settings.num_return_sequences
+def _check_single_answer(request: RequestInfo) -> None:
+    """Raise `NotSupported` if several return sequences are requested of a mode that draws nothing."""
+    wanted = request.settings.num_return_sequences
     if wanted > 1:
         raise NotSupported(f"this mode of mtjd draws nothing and has one answer; num_return_sequences is {wanted}")

@@ -1,4 +1,4 @@
-"""Recipes for one sequence without a draft model: drafts are found in what was read, written or nearly said before."""
+"""Recipes for one sequence without a draft model: drafts come from the text so far, or from past predictions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from specbeam.draft.lookup import PromptLookup, SuffixMatch
 from specbeam.draft.recycle import Ranks, Successors, TokenRecycling, likeliest
 from specbeam.errors import BadSetting, one_of
 from specbeam.lm.base import LM
-from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, control_of, rule_of
-from specbeam.recipes.method import Method, at_least_one
+from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of
+from specbeam.recipes.method import Method, require_at_least_one
 from specbeam.session import Controller, Parts, Rule, law_of
 
-UNSTOPPABLE = "finds a whole draft at once, without odds"
+NO_STOP_REASON = "finds a whole draft at once, without odds"  # completes "RECIPE ..."
 
 
 def prompt_lookup(
@@ -22,7 +22,7 @@ def prompt_lookup(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Continue an earlier match of the last tokens; no draft model.
+    """Find the last tokens earlier in the text, and draft what followed them there; no draft model.
 
     Law: exact: plain sampling
     Paper: none; prompt lookup decoding (Saxena 2023)
@@ -30,15 +30,16 @@ def prompt_lookup(
     Steps of the released code: find and continue draft/lookup.py; compare verify/walk.py.
 
     Args:
-        depth: draft tokens per pass of the target.
-        longest: tokens that are tried to agree, from many to one.
-        match: which of several earlier places to continue, "last" or "first".
-        rule: "match" alone: nobody knows the law of what was found.
-        controller: who chooses the length: "fixed", "thompson", "cost", or a part that plans ahead.
+        depth: number of draft tokens per pass of the target.
+        longest: number of last tokens that are looked up at first; if they have no match, one less, down to one.
+        match: which earlier place to continue if there are several, "last" or "first".
+        rule: "match" only, because the law of retrieved drafts is unknown; or a part that does not need to know it.
+        controller: the controller that chooses the length of a draft: "fixed", "thompson", "cost"
+            (docs/methods/controllers.md), or a part that plans the length in advance.
     """
-    at_least_one(depth=depth, longest=longest)
+    require_at_least_one(depth=depth, longest=longest)
     one_of("match", match, ("last", "first"))
-    return _retrieving("prompt_lookup", PromptLookup(longest, match), depth, rule, controller)
+    return _retrieval_method("prompt_lookup", PromptLookup(longest, match), depth, rule, controller)
 
 
 def suffix_match(
@@ -47,7 +48,8 @@ def suffix_match(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Continue the longest earlier match of any length; no draft model.
+    """Find the longest end of the text that occurred before, of any length, and draft what followed it there; no draft
+    model.
 
     Law: exact: plain sampling
     Paper: arXiv 2411.10666 (SAM-Decoding)
@@ -55,15 +57,16 @@ def suffix_match(
     Steps of the paper: suffix automaton draft/lookup.py; compare verify/walk.py.
 
     Args:
-        depth: most draft tokens per pass of the target.
-        per_match: draft tokens per matched token, one in any case.
-        rule: "match" alone: nobody knows the law of what was found.
-        controller: who chooses the length: "fixed", "thompson", "cost", or a part that plans ahead.
+        depth: maximum number of draft tokens per pass of the target.
+        per_match: number of draft tokens per matched token, in addition to one that is always drafted.
+        rule: "match" only, because the law of retrieved drafts is unknown; or a part that does not need to know it.
+        controller: the controller that chooses the length of a draft: "fixed", "thompson", "cost"
+            (docs/methods/controllers.md), or a part that plans the length in advance.
     """
-    at_least_one(depth=depth)
+    require_at_least_one(depth=depth)
     if per_match < 0:
         raise BadSetting(f"per_match is {per_match}; it must not be negative")
-    return _retrieving("suffix_match", SuffixMatch(per_match), depth, rule, controller)
+    return _retrieval_method("suffix_match", SuffixMatch(per_match), depth, rule, controller)
 
 
 def token_recycling(
@@ -74,7 +77,8 @@ def token_recycling(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """What the target nearly said is remembered in a table of successors and drafted again; no draft model.
+    """Keep a table of the tokens that the target last thought likeliest after each token, and draft from it; no draft
+    model.
 
     Law: exact: plain sampling
     Paper: arXiv 2408.08696 (Luo et al.)
@@ -82,14 +86,17 @@ def token_recycling(
     Steps of the paper: adjacency matrix, static tree and update draft/recycle.py; compare verify/walk.py.
 
     Args:
-        depth: layers of the static tree that are used.
-        memory: a table to start from and to go on with (`Successors.load`); by default one per method and vocabulary.
-        k: successors per token of a new table.
-        nodes: of the published tree of 80 those of smallest rank sum plus depth; fewer where a node costs time.
-        rule: "match" alone: nobody knows the law of what was found.
-        controller: who chooses the length: "fixed", "thompson", "cost", or a part that plans ahead.
+        depth: number of layers of the static tree that are used.
+        memory: a table to start from, which is updated while decoding (`Successors.load` reads one). None: a new table per
+            method and vocabulary.
+        k: number of likeliest successors per token in a new table.
+        nodes: number of nodes of the published tree of 80 that are used, those of the smallest rank sum plus depth. Choose
+            fewer where each scored node costs time.
+        rule: "match" only, because the law of retrieved drafts is unknown; or a part that does not need to know it.
+        controller: the controller that chooses the length of a draft: "fixed", "thompson", "cost"
+            (docs/methods/controllers.md), or a part that plans the length in advance.
     """
-    at_least_one(depth=depth, k=k, nodes=nodes)
+    require_at_least_one(depth=depth, k=k, nodes=nodes)
     if nodes > 80:
         raise BadSetting(f"nodes is {nodes}; the published tree has 80")
     ranks = likeliest(nodes)
@@ -98,40 +105,41 @@ def token_recycling(
         depth,
         layers=_layers(ranks),
         no_law_reason=TokenRecycling.no_law_reason,
-        unstoppable=UNSTOPPABLE,
+        no_stop_reason=NO_STOP_REASON,
     )
     judge = rule_of(rule, drafts)
     law = law_of(judge)
-    control = control_of(controller, drafts)
-    kept: dict[int, Successors] = {}
+    make_controller = controller_maker(controller, drafts)
+    tables: dict[int, Successors] = {}  # by vocabulary size
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert target is not None
-        table = memory or kept.setdefault(target.vocab, Successors.empty(target.vocab, k))
+        table = memory or tables.setdefault(target.vocab, Successors.empty(target.vocab, k))
         if len(table.table) != target.vocab:
             raise BadSetting(
                 f"memory holds {len(table.table)} tokens, the target knows {target.vocab}; it is another model's table"
             )
-        return Parts(TokenRecycling(table, ranks), judge, control(target, None), law)
+        return Parts(TokenRecycling(table, ranks), judge, make_controller(target, None), law)
 
     return Method("token_recycling", law, 1, build)
 
 
-def _retrieving(
+def _retrieval_method(
     name: str,
     drafter: PromptLookup | SuffixMatch,
     depth: int,
     rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
 ) -> Method:
-    drafts = DraftKind(name, depth, layers=(1,), no_law_reason=drafter.no_law_reason, unstoppable=UNSTOPPABLE)
+    """Return the method `name` whose drafts are chains that `drafter` retrieves."""
+    drafts = DraftKind(name, depth, layers=(1,), no_law_reason=drafter.no_law_reason, no_stop_reason=NO_STOP_REASON)
     judge = rule_of(rule, drafts)
     law = law_of(judge)
-    control = control_of(controller, drafts)
-    return Method(name, law, 1, lambda target, draft: Parts(drafter, judge, control(target, None), law))
+    make_controller = controller_maker(controller, drafts)
+    return Method(name, law, 1, lambda target, draft: Parts(drafter, judge, make_controller(target, None), law))
 
 
 def _layers(ranks: Sequence[Ranks]) -> tuple[int, ...]:
-    """Nodes of each layer of a static tree."""
+    """Return the number of nodes of each layer of a static tree."""
     sizes = Counter(map(len, ranks))
     return tuple(sizes[depth] for depth in range(1, max(sizes) + 1))

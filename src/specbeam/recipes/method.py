@@ -1,4 +1,4 @@
-"""What a recipe gives: a method, and its line in the catalogue."""
+"""The method that a recipe makes, and its entry in the catalogue."""
 
 import inspect
 from collections.abc import Callable
@@ -13,46 +13,47 @@ from specbeam.session import Controller, Drafter, Parts, Rule, is_part, law_of
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """What is known of a request before its first pass."""
+    """The facts about a request that a method can check before the first pass of a model."""
 
-    vocab: int
-    eos: tuple[int, ...]
+    vocab: int  # number of tokens of the target
+    eos: tuple[int, ...]  # end tokens
     settings: Settings
     audited: bool
 
 
-Build = Callable[[LM | None, LM | None], Parts]  # from the target and the draft model
-Check = Callable[[RequestInfo], None]  # raises what the method would stumble over on its way
+Build = Callable[[LM | None, LM | None], Parts]  # takes the target and the draft model
+Check = Callable[[RequestInfo], None]  # raises an error if the method cannot serve the request
 
 
 @dataclass(frozen=True)
 class Method:
-    """A recipe with its settings: which parts decode, and what law their output has."""
+    """A recipe with its settings: the parts that decode, and the law of their output."""
 
     name: str
     law: str
-    beams: int
+    beams: int  # maximum number of live beams
     build: Build
     needs_draft: bool = False
-    greedy: bool = False
-    search: bool = False  # scores and processors as in transformers' beam modes
-    plain: bool = (
-        True  # the law that is named belongs to a plain method: sampling, beam sampling, greedy or beam search
-    )
-    check: Check = lambda asked: None
+    greedy: bool = False  # draws nothing
+    search: bool = False  # scores and processors are those of transformers' beam modes
+    plain: bool = True  # the law is that of a method without drafts: sampling, beam sampling, greedy or beam search
+    check: Check = lambda request: None
 
     @property
     def exact(self) -> bool:
-        """Whether the output has the law that is named, and not one near it."""
+        """Whether the output has the law that `law` names, not an approximation of it."""
         return self.law.startswith("exact")
 
     @property
     def lossless(self) -> bool:
-        """Whether the output has the law of a plain method, so that nothing but speed is changed."""
+        """Whether the output has exactly the law of a method without drafts, so that drafts change nothing but the speed."""
         return self.exact and self.plain
 
     def parts(self, target: LM | None = None, draft: LM | None = None) -> Parts:
-        """Return the parts that decode with these models. Raises `NotSupported` if there is no draft model for them."""
+        """Return the parts that decode with these models.
+
+        Raises `NotSupported` if the method needs a draft model and there is none.
+        """
         if self.needs_draft and draft is None:
             raise NotSupported(
                 f"{self.name} drafts with a model: load the target with draft=..., or take a method that needs none "
@@ -67,22 +68,25 @@ class Method:
         controller: Controller | None = None,
         law: str | None = None,
     ) -> "Method":
-        """Return the method with parts of one's own in place of its own.
+        """Return a copy of the method in which the given parts replace its own.
+
+        Raises `BadSetting` if an argument is not a part of its kind.
 
         Args:
-            drafter, rule, controller: what takes the place; None keeps the method's.
-            law: what law the output has; None keeps the method's law, unless the rule is another: then it is what the rule
-                says (`law_of`).
+            drafter, rule, controller: the new parts; None keeps the method's part.
+            law: the law of the output. None keeps the method's law; with a new rule it is the law that the rule states
+                (`law_of`).
         """
-        given = {"drafter": (drafter, Drafter), "rule": (rule, Rule), "controller": (controller, Controller)}
-        for name, (part, kind) in given.items():
+        new_parts = {"drafter": (drafter, Drafter), "rule": (rule, Rule), "controller": (controller, Controller)}
+        for name, (part, kind) in new_parts.items():
             if part is not None and not is_part(part, kind):
                 raise BadSetting(f"{name} is {part!r}; it must be a part (docs/write_a_method.md)")
         if law is None:
             law = self.law if rule is None else law_of(rule)
 
         def build(target: LM | None, draft: LM | None) -> Parts:
-            own = self.build(target, target if draft is None else draft)  # a draft model may be built in, and not used
+            # The method's own drafter may need a draft model even if `drafter` replaces it: the target stands in for it.
+            own = self.build(target, target if draft is None else draft)
             return Parts(
                 drafter=own.drafter if drafter is None else drafter,
                 rule=own.rule if rule is None else rule,
@@ -95,38 +99,47 @@ class Method:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A line of the catalogue."""
+    """An entry of the catalogue."""
 
     name: str
     law: str
     paper: str
-    needs: str
-    defaults: dict[str, Any]
-    make: Callable[..., Method]
-    exact: bool  # this and the next with the defaults
-    lossless: bool
+    needs: str  # "a draft model" or "the target alone"
+    defaults: dict[str, Any]  # settings by name
+    make: Callable[..., Method]  # the recipe
+    exact: bool  # of the method with default settings
+    lossless: bool  # of the method with default settings
 
 
-def described(make: Callable[..., Method]) -> Recipe:
-    """A recipe's line, from its docstring and signature."""
+def recipe_of(make: Callable[..., Method]) -> Recipe:
+    """Return the catalogue entry of a recipe, read from its signature and from the lines "Law:" and "Paper:" of its
+    docstring.
+    """
     lines = inspect.cleandoc(make.__doc__ or "").splitlines()
-    said = {
+    stated = {
         line.split(":", 1)[0]: line.split(":", 1)[1].strip() for line in lines if line.startswith(("Law:", "Paper:"))
     }
     defaults = {name: parameter.default for name, parameter in inspect.signature(make).parameters.items()}
-    made = make()
-    needs = "a draft model" if made.needs_draft else "the target alone"
-    return Recipe(make.__name__, said["Law"], said["Paper"], needs, defaults, make, made.exact, made.lossless)
+    method = make()
+    needs = "a draft model" if method.needs_draft else "the target alone"
+    return Recipe(make.__name__, stated["Law"], stated["Paper"], needs, defaults, make, method.exact, method.lossless)
 
 
-def at_least_one(**values: int) -> None:
+def require_at_least_one(**values: int) -> None:
+    """Raise `BadSetting` for the first of the named values that is not an integer of at least 1."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise BadSetting(f"{name} is {value!r}; it must be a number of at least 1")
 
 
-def refuse_ignored(looked_at: bool, who: str, **values: object) -> None:
-    """Refuse settings that would be ignored; those that are None were not given."""
+def refuse_ignored(is_used: bool, user: str, **values: object) -> None:
+    """Raise `BadSetting` if settings would be ignored; those that are None were not given.
+
+    Args:
+        is_used: whether the settings have an effect.
+        user: what ignores them otherwise, for the message.
+        values: the settings by name.
+    """
     given = [f"{name}={value!r}" for name, value in values.items() if value is not None]
-    if given and not looked_at:
-        raise BadSetting(f"{who} does not look at {', '.join(given)}; leave it out")
+    if given and not is_used:
+        raise BadSetting(f"{user} does not look at {', '.join(given)}; leave it out")

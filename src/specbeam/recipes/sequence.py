@@ -1,4 +1,4 @@
-"""Recipes for one sequence whose drafts come from a draft model, drawn from its law or chosen by its odds."""
+"""Recipes for one sequence whose drafts come from a draft model: drawn from its law, or its likeliest tokens."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -13,15 +13,15 @@ from specbeam.errors import BadSetting, NotSupported, one_of
 from specbeam.lm.base import LM
 from specbeam.lm.early_layers import early_layers
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, control_of, grown, rule_of
-from specbeam.recipes.method import Method, at_least_one
+from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of, tree_method
+from specbeam.recipes.method import Method, require_at_least_one
 from specbeam.session import Controller, Parts, Rule, law_of
 
 
 def speculative_sampling(
     depth: int = 5, rule: "RuleName | Rule" = "path", controller: "ControllerName | Controller" = "fixed"
 ) -> Method:
-    """A chain of draft tokens, accepted one by one.
+    """Draft a chain of tokens, and accept or refuse them one by one: speculative sampling.
 
     Law: exact: plain sampling
     Paper: arXiv 2211.17192 (Leviathan et al.), arXiv 2302.01318 (Chen et al.)
@@ -29,19 +29,23 @@ def speculative_sampling(
     Steps of the paper: draft (alg. 1, l. 2-6) draft/tree.py; accept and correct (l. 8-16) verify/walk.py, verify/trials.py.
 
     Args:
-        depth: draft tokens per pass of the target.
-        rule: "path" tries, "traversal" is block verification, "match" samples and compares.
-        controller: who chooses the length of a draft, at most `depth`: "fixed", "confidence", "tracked", "thompson",
-            "calibrated", "survival", "cost" (docs/methods/controllers.md), or a part.
+        depth: number of draft tokens per pass of the target; the maximum if a controller chooses.
+        rule: how drafts are judged. "path" accepts or refuses each token by its probabilities under target and draft, from
+            the root on. "traversal" judges them from the end of the draft (block verification). "match" samples from the
+            target, and accepts the drafts that equal the sample. Or a part.
+        controller: the controller that chooses the length of a draft, at most `depth`: "fixed", "confidence", "tracked",
+            "thompson", "calibrated", "survival", "cost" (docs/methods/controllers.md), or a part.
     """
-    at_least_one(depth=depth)
-    return grown(
+    require_at_least_one(depth=depth)
+    return tree_method(
         DraftKind("speculative_sampling", depth, layers=(1,)), Branching((1,), Independent()), rule, controller
     )
 
 
 def block_verification(depth: int = 5, controller: "ControllerName | Controller" = "fixed") -> Method:
-    """A chain of draft tokens, judged from its end: accepts at least as much as speculative sampling on average.
+    """Draft a chain of tokens, and judge it from its end: block verification.
+
+    On average it accepts at least as many tokens as `speculative_sampling`.
 
     Law: exact: plain sampling
     Paper: arXiv 2403.10444 (Sun et al.)
@@ -49,12 +53,12 @@ def block_verification(depth: int = 5, controller: "ControllerName | Controller"
     Steps of the paper: verify/traversal.py, on a chain.
 
     Args:
-        depth: draft tokens per pass of the target.
-        controller: who chooses the length of a draft, as in `speculative_sampling`.
+        depth: number of draft tokens per pass of the target; the maximum if a controller chooses.
+        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
     """
-    at_least_one(depth=depth)
+    require_at_least_one(depth=depth)
     drafts = DraftKind("block_verification", depth, layers=(1,))
-    return grown(drafts, Branching((1,), Independent()), "traversal", controller)
+    return tree_method(drafts, Branching((1,), Independent()), "traversal", controller)
 
 
 def specinfer(
@@ -62,7 +66,7 @@ def specinfer(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """A tree of independent draws, tried in order at each node.
+    """Draft a tree of independent draws, and try the children of each node in order.
 
     Law: exact: plain sampling
     Paper: arXiv 2305.09781 (Miao et al.)
@@ -71,11 +75,11 @@ def specinfer(
     verify/walk.py.
 
     Args:
-        counts: children per node, by layer.
-        rule: "path", "traversal" or "match".
-        controller: who chooses the length of a draft, as in `speculative_sampling`.
+        counts: number of children of each node, by layer.
+        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
+        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
     """
-    return _branching("specinfer", counts, Independent(), rule, controller)
+    return _branching_method("specinfer", counts, Independent(), rule, controller)
 
 
 def rsd_c(
@@ -83,7 +87,7 @@ def rsd_c(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """A tree of draws without replacement, with a constant number of children per layer.
+    """Draft a tree of draws without replacement, with a constant number of children per node in each layer.
 
     Law: exact: plain sampling
     Paper: arXiv 2402.14160 (Jeon et al.)
@@ -91,11 +95,11 @@ def rsd_c(
     Steps of the paper: draws without replacement draft/children.py; recursive rejection sampling verify/walk.py.
 
     Args:
-        counts: children per node, by layer.
-        rule: "path", "traversal" or "match".
-        controller: who chooses the length of a draft, as in `speculative_sampling`.
+        counts: number of children of each node, by layer.
+        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
+        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
     """
-    return _branching("rsd_c", counts, Distinct(), rule, controller)
+    return _branching_method("rsd_c", counts, Distinct(), rule, controller)
 
 
 def rsd_s(
@@ -104,7 +108,7 @@ def rsd_s(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Stochastic beam search drafts the `width` sequences per layer that are worth most; the others are cut early.
+    """Draft a tree by stochastic beam search: `width` sequences per layer, drawn without replacement; the others are cut.
 
     Law: exact: plain sampling
     Paper: arXiv 2402.14160 (Jeon et al.)
@@ -112,13 +116,13 @@ def rsd_s(
     Steps of the paper: stochastic beams draft/tree.py; recursive rejection sampling verify/walk.py.
 
     Args:
-        width: sequences per layer.
-        depth: layers.
-        rule: "path", "traversal" or "match".
-        controller: who chooses the length of a draft, as in `speculative_sampling`.
+        width: number of sequences per layer.
+        depth: number of layers; the maximum if a controller chooses.
+        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
+        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
     """
-    at_least_one(width=width, depth=depth)
-    return grown(DraftKind("rsd_s", depth, width, layers=(width,)), StochasticBeam(), rule, controller)
+    require_at_least_one(width=width, depth=depth)
+    return tree_method(DraftKind("rsd_s", depth, width, layers=(width,)), StochasticBeam(), rule, controller)
 
 
 def sequoia(
@@ -129,7 +133,7 @@ def sequoia(
     cost: CostCurve | None = None,
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """The fixed tree that is best for measured acceptance odds, filled by draws without replacement.
+    """Draft the fixed tree that is best for measured acceptance rates, filled by draws without replacement.
 
     Law: exact: plain sampling
     Paper: arXiv 2402.12374 (Chen et al.)
@@ -137,14 +141,16 @@ def sequoia(
     Steps of the paper: dynamic programme (sec. 3.1) control/best_tree.py; sampling with fallback (alg. 2) draft/children.py.
 
     Args:
-        nodes: of the tree, without the root.
-        depth: most layers.
-        acceptance: odds that the child accepted at a node is the k-th one tried; `specbeam bench acceptance` measures it.
-        rule: "path", "traversal" or "match".
-        cost: seconds per pass; with it the tree of least time per token is taken, of at most `nodes` nodes.
-        controller: who chooses the length of a draft, as in `speculative_sampling`.
+        nodes: number of nodes of the tree, without the root.
+        depth: maximum number of layers.
+        acceptance: for k = 1, 2, ...: the probability that the child accepted at a node is the k-th one tried;
+            `specbeam bench acceptance` measures these.
+        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
+        cost: seconds of a pass by number of nodes. If given, the tree of at most `nodes` nodes with the least time per
+            token is used; otherwise the tree of `nodes` nodes with the most expected tokens per pass.
+        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
     """
-    at_least_one(nodes=nodes, depth=depth)
+    require_at_least_one(nodes=nodes, depth=depth)
     if not acceptance or min(acceptance) < 0 or sum(acceptance) > 1 + 1e-6:
         raise BadSetting(f"acceptance is {list(acceptance)}; it must hold odds, at least one, in sum at most 1")
     if cost is None:
@@ -152,7 +158,7 @@ def sequoia(
     else:
         tree = fastest_tree(acceptance, cost, nodes + 1, depth)[0]
     drafts = DraftKind("sequoia", depth_of_tree(tree), layers=layers_of(tree))
-    return grown(drafts, FixedTree(tree, Distinct(fallback=True)), rule, controller)
+    return tree_method(drafts, FixedTree(tree, Distinct(fallback=True)), rule, controller)
 
 
 def spechub(
@@ -161,7 +167,8 @@ def spechub(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """The likeliest tokens and one draw from the rest at each node; with two children the published SpecHub.
+    """Draft a tree with the likeliest tokens and one draw from the rest at each node; with two children per node this is
+    the published SpecHub.
 
     Law: exact: plain sampling
     Paper: arXiv 2411.05289 (Sun et al.), arXiv 2502.18779 (Hu et al.)
@@ -169,14 +176,14 @@ def spechub(
     Steps of the paper: candidates draft/children.py; the verifier that attains their optimum is verify/walk.py.
 
     Args:
-        depth: layers; the first three branch, deeper ones are chains.
-        children: per node.
-        rule: "path", "traversal" or "match".
-        controller: who chooses the length of a draft, as in `speculative_sampling`.
+        depth: number of layers; the first three branch, deeper ones are chains.
+        children: number of children of each node in the layers that branch.
+        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
+        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
     """
-    at_least_one(depth=depth, children=children)
+    require_at_least_one(depth=depth, children=children)
     counts = (children,) * min(depth, 3) + (1,) * max(depth - 3, 0)
-    return _branching("spechub", counts, BestAndOne(), rule, controller)
+    return _branching_method("spechub", counts, BestAndOne(), rule, controller)
 
 
 def traversal(
@@ -184,7 +191,7 @@ def traversal(
     children: "Literal['distinct', 'independent', 'best_and_one'] | Children" = "distinct",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """A tree judged from its leaves to its root: a node is judged when everything below it has failed.
+    """Draft a tree, and judge it from its leaves to its root: a node is judged after all nodes below it were refused.
 
     Law: exact: plain sampling
     Paper: arXiv 2505.12398 (Weng et al.)
@@ -192,16 +199,16 @@ def traversal(
     Steps of the paper: verify/traversal.py.
 
     Args:
-        counts: children per node, by layer.
-        children: how they are drawn: "distinct" (without replacement), "independent", "best_and_one" (the likeliest and one
-            draw from the rest), or a part.
-        controller: who chooses the length of a draft, as in `speculative_sampling`.
+        counts: number of children of each node, by layer.
+        children: how the children of a node are drawn: "distinct" (without replacement), "independent", "best_and_one" (the
+            likeliest and one draw from the rest), or a part.
+        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
     """
-    known: dict[str, AnyChildren] = {"distinct": Distinct(), "independent": Independent(), "best_and_one": BestAndOne()}
+    ways: dict[str, AnyChildren] = {"distinct": Distinct(), "independent": Independent(), "best_and_one": BestAndOne()}
     if isinstance(children, str):
-        one_of("children", children, known)
-    chosen = known[children] if isinstance(children, str) else children
-    return _branching("traversal", counts, chosen, "traversal", controller)
+        one_of("children", children, ways)
+    way = ways[children] if isinstance(children, str) else children
+    return _branching_method("traversal", counts, way, "traversal", controller)
 
 
 def dyspec(
@@ -211,7 +218,7 @@ def dyspec(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """A tree of draws that widens where the draft is unsure and deepens where it is sure.
+    """Draft a tree of draws that is wide where the draft model is unsure and deep where it is sure.
 
     Law: exact: plain sampling
     Paper: arXiv 2410.11744 (Xiong et al.)
@@ -219,18 +226,18 @@ def dyspec(
     Steps of the paper: the variant with a threshold draft/best_first.py; verify/walk.py.
 
     Args:
-        nodes: most nodes.
-        depth: most layers.
-        least: a draw is made while its odds of being reached and accepted are at least this, as far as the draft knows;
-            by default 1 / `nodes`.
-        rule: "path", "traversal" or "match".
-        controller: who chooses depth and nodes, as in `opt_tree`.
+        nodes: maximum number of nodes.
+        depth: maximum number of layers.
+        least: draws continue while the probability that the next one is reached and accepted, as estimated by the draft
+            model, is at least this. None: 1 / `nodes`.
+        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
+        controller: the controller that chooses depth and number of nodes, as in `opt_tree`.
     """
-    at_least_one(nodes=nodes, depth=depth)
+    require_at_least_one(nodes=nodes, depth=depth)
     least = 1 / nodes if least is None else least
     if not 0 < least <= 1:
         raise BadSetting(f"least is {least}; it is a probability, in (0, 1]")
-    return grown(DraftKind("dyspec", depth, nodes, budget=True), BestFirstDraws(least), rule, controller)
+    return tree_method(DraftKind("dyspec", depth, nodes, has_node_budget=True), BestFirstDraws(least), rule, controller)
 
 
 def multi_draft(
@@ -239,7 +246,7 @@ def multi_draft(
     rule: "RuleName | Rule" = "path",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Several draft models at once: the target scores the union of their trees, which draw without replacement.
+    """Draft trees with several draft models, without replacement, and let the target score the union of the trees.
 
     Law: exact: plain sampling
     Paper: arXiv 2305.09781 (SpecInfer, merged trees)
@@ -247,44 +254,50 @@ def multi_draft(
     Steps of the paper: merge-based construction (sec. 3) draft/merged.py; multi-step sampling (alg. 2) verify/walk.py.
 
     Args:
-        others: draft models besides the pair's own; with none the pair's draft grows two trees.
-        counts: children per node, by layer, of each tree.
-        rule: "path", "traversal" or "match".
-        controller: who chooses the depth of all trees before they grow: "fixed", "thompson", or a part.
+        others: draft models besides the pair's own: transformers models or language models of specbeam. Empty: the pair's
+            draft model grows two trees.
+        counts: number of children of each node of a tree, by layer.
+        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
+        controller: the controller that chooses the depth of all trees before they grow: "fixed", "thompson"
+            (docs/methods/controllers.md), or a part.
     """
     _check_counts(counts)
     drafts = DraftKind(
-        "multi_draft", len(counts), unstoppable="grows several trees side by side, which have no newest token in common"
+        "multi_draft",
+        len(counts),
+        no_stop_reason="grows several trees side by side, which have no newest token in common",
     )
     judge = rule_of(rule, drafts)
     law = law_of(judge)
-    control = control_of(controller, drafts)
+    make_controller = controller_maker(controller, drafts)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
         if not others and not isinstance(draft, HuggingFaceLM):
             raise NotSupported("multi_draft needs other draft models: multi_draft(others=[...])")
-        more = others or [draft.model]  # type: ignore[attr-defined]
-        models = [draft, *(one if isinstance(one, LM) else HuggingFaceLM(one) for one in more)]
+        further = others or [draft.model]  # type: ignore[attr-defined]
+        models = [draft, *(model if isinstance(model, LM) else HuggingFaceLM(model) for model in further)]
         drafters = tuple(TreeDrafter(lm, Branching(tuple(counts), Distinct())) for lm in models)
-        return Parts(ManyDrafters(drafters), judge, control(target, draft), law)
+        return Parts(ManyDrafters(drafters), judge, make_controller(target, draft), law)
 
     return Method("multi_draft", law, 1, build, needs_draft=True)
 
 
-def _branching(
+def _branching_method(
     name: str,
     counts: Sequence[int],
     children: AnyChildren,
     rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
 ) -> Method:
+    """Return the method `name` whose tree has counts[k] children under each node of layer k, drawn by `children`."""
     _check_counts(counts)
     growth = Branching(tuple(counts), children)
-    return grown(DraftKind(name, len(counts), layers=growth.layers), growth, rule, controller)
+    return tree_method(DraftKind(name, len(counts), layers=growth.layers), growth, rule, controller)
 
 
 def _check_counts(counts: Sequence[int]) -> None:
+    """Raise `BadSetting` unless there is at least one layer, and each count is at least 1."""
     if not counts or min(counts) < 1:
         raise BadSetting(f"counts is {list(counts)}; it must name at least one layer, each with at least one child")
 
@@ -297,7 +310,7 @@ def opt_tree(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """The tree of largest expected acceptance under a budget of nodes, made anew for each context.
+    """Draft, for each context anew, the tree with the largest expected number of accepted tokens under a budget of nodes.
 
     Law: exact: plain sampling
     Paper: arXiv 2406.17276 (OPT-Tree), arXiv 2406.16858 (EAGLE-2: within_layer=True), arXiv 2406.02532 (SpecExec)
@@ -305,17 +318,18 @@ def opt_tree(
     Steps of the papers: draft/best_first.py; verify/walk.py.
 
     Args:
-        nodes: of the tree.
-        depth: most layers.
-        top: likeliest tokens looked at under each expanded node.
-        within_layer: expand the best nodes of the newest layer only (EAGLE-2), not the best anywhere.
-        rule: "match"; "path" and "traversal" accept as often, as nothing is drawn.
-        controller: who chooses depth and nodes: "fixed", "latency" (nodes by the times of past turns), or one that stops
-            between layers as in `speculative_sampling`.
+        nodes: number of nodes of the tree.
+        depth: maximum number of layers.
+        top: number of likeliest tokens considered under each expanded node.
+        within_layer: expand the best nodes of the newest layer only (EAGLE-2), instead of the best nodes anywhere.
+        rule: "match", "path", "traversal" or a part. All three accept equally often, because these drafts are not drawn.
+        controller: the controller that chooses depth and number of nodes: "fixed", "latency" (sets the number of nodes from
+            the times of past turns), "thompson", or one that stops a draft between layers: "confidence", "tracked",
+            "calibrated", "survival". Or a part. See docs/methods/controllers.md.
     """
-    at_least_one(nodes=nodes, depth=depth, top=top)
-    drafts = DraftKind("opt_tree", depth, nodes, budget=True)
-    return grown(drafts, BestFirst(top, within_layer=within_layer), rule, controller)
+    require_at_least_one(nodes=nodes, depth=depth, top=top)
+    drafts = DraftKind("opt_tree", depth, nodes, has_node_budget=True)
+    return tree_method(drafts, BestFirst(top, within_layer=within_layer), rule, controller)
 
 
 def gsd(
@@ -326,7 +340,7 @@ def gsd(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
-    """Runs that repeat are drafted once: the draft is a graph, unrolled into a tree.
+    """Draft a graph in which repeated runs of tokens are drafted only once, and unroll it into a tree.
 
     Law: exact: plain sampling
     Paper: arXiv 2407.16207 (Gong et al.)
@@ -334,18 +348,19 @@ def gsd(
     Steps of the paper: draft/merged.py, without its cycles; verify/walk.py.
 
     Args:
-        depth: draft passes.
-        top: candidates per node.
-        context: tokens before a candidate that must agree too for it to be a repeat; -1 never merges.
-        nodes: of the unrolled tree.
-        rule: "match" alone: the law of merged drafts is lost.
-        controller: who chooses the length of a draft, as in `speculative_sampling`.
+        depth: number of passes of the draft model; the maximum if a controller chooses.
+        top: number of candidates per node.
+        context: a candidate repeats an earlier node if their tokens and this number of tokens before them agree; -1 merges
+            nothing.
+        nodes: maximum number of nodes of the unrolled tree, without the root.
+        rule: "match" only, because the law of merged drafts is unknown; or a part that does not need to know it.
+        controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
     """
-    at_least_one(depth=depth, top=top, nodes=nodes)
+    require_at_least_one(depth=depth, top=top, nodes=nodes)
     if context < -1:
         raise BadSetting(f"context is {context}; it must be at least 0, or -1 to merge nothing")
     drafts = DraftKind("gsd", depth, no_law_reason=Graph.no_law_reason)
-    return grown(drafts, Graph(top, context, most_nodes=nodes + 1), rule, controller)
+    return tree_method(drafts, Graph(top, context, most_nodes=nodes + 1), rule, controller)
 
 
 def propd(
@@ -356,7 +371,7 @@ def propd(
     rule: "RuleName | Rule" = "match",
     controller: "ControllerName | Controller" = "latency",
 ) -> Method:
-    """Drafts that the target's first layers find hopeless are dropped before the others are scored.
+    """Draft a tree, drop the nodes that the target's first layers find unlikely, and let the whole target score the rest.
 
     Law: exact: plain sampling
     Paper: arXiv 2402.13485 (Zhong et al.)
@@ -364,25 +379,25 @@ def propd(
     Steps of the paper: early pruning draft/merged.py; tree size by a latency model control/size.py.
 
     Args:
-        nodes: most drafted per turn; fewer where the time of a pass grows with them.
-        depth: layers.
-        early: first layers of the target that look at the drafts.
-        top: a draft stays if it is among this many likeliest tokens there.
-        rule: "match"; "path" and "traversal" accept as often, as nothing is drawn.
-        controller: who chooses the number of nodes: "latency", by the times of past passes; "fixed", always the most; or
-            one that stops between layers as in `speculative_sampling`.
+        nodes: maximum number of nodes drafted per turn; with "latency" fewer, where the time of a pass grows with them.
+        depth: number of layers of the draft.
+        early: number of first layers of the target that judge the drafts early.
+        top: a draft stays if its token is among this number of likeliest tokens in the prediction of those layers.
+        rule: "match", "path", "traversal" or a part. All three accept equally often, because these drafts are not drawn.
+        controller: the controller that chooses the number of nodes: "latency" (from the times of past turns), "fixed"
+            (always `nodes`), or another one as in `opt_tree`.
     """
-    at_least_one(nodes=nodes, depth=depth, early=early, top=top)
-    drafts = DraftKind("propd", depth, nodes, budget=True)
+    require_at_least_one(nodes=nodes, depth=depth, early=early, top=top)
+    drafts = DraftKind("propd", depth, nodes, has_node_budget=True)
     judge = rule_of(rule, drafts)
     law = law_of(judge)
-    control = control_of(controller, drafts)
+    make_controller = controller_maker(controller, drafts)
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
         if not isinstance(target, HuggingFaceLM):
             raise NotSupported("propd looks through the target's first layers; that needs a transformers model")
         drafter = Pruned(TreeDrafter(draft, BestFirst()), early_layers(target.model, early), top)
-        return Parts(drafter, judge, control(target, draft), law)
+        return Parts(drafter, judge, make_controller(target, draft), law)
 
     return Method("propd", law, 1, build, needs_draft=True)

@@ -1,1 +1,1 @@
-"""Measured costs: what a pass of a model and a turn beside it take on this machine."""
+"""Measured costs: the time on this machine of a pass of a model, and of a turn outside the models."""

@@ -1,4 +1,7 @@
-"""What a pass of a model costs on this machine, and a turn beside it: measured once, kept on disk, read by controllers."""
+"""The cost on this machine of a pass of a model, and of a turn outside the models.
+
+It is measured once, kept on disk, and read by controllers.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,25 +19,28 @@ from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.measure import kept_figures as measured
+from specbeam.measure import kept_figures
 from specbeam.measure.profiler import profiled
 from specbeam.session import Parts, Session
 from specbeam.tuning.idle_model import IdleLM
-from specbeam.tuning.stored_prompt import Context
+from specbeam.tuning.stored_prompt import StoredPrompt
 from specbeam.verify.search import SearchRule
 
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-QUICK = (1, 4, 8, 12, 16, 24, 32)  # what is measured when somebody needs a curve now
-CONTEXT = 64  # tokens before the nodes
-# layers of the deeper draft that is timed, and turns of each draft
-DEEP = 3
-TURNS = 12
-PartsOf = Callable[[LM, int], Parts]  # by draft model and depth
+QUICK = (1, 4, 8, 12, 16, 24, 32)  # numbers of nodes that are measured when a curve is needed at once
+CONTEXT = 64  # number of tokens before the nodes
+DEEP = 3  # number of layers of the drafts that are timed
+TURNS = 12  # number of turns that are timed with each kind of draft
+PartsOf = Callable[[LM, int], Parts]  # makes the parts of a session from a draft model and a depth
 
 
 def curve_of(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve:
-    """The cost curve of a model: from disk, or measured quickly and kept. It stays the same as long as the model is loaded,
-    or equal seeds could give unequal widths.
+    """Return the cost curve of a model, from disk, or measured quickly and then kept.
+
+    The curve stays the same as long as the model is loaded; otherwise equal seeds could give unequal widths.
+
+    Args:
+        context: number of tokens in the cache; at most half of the model's positions are used.
     """
     if lm.max_positions is not None:
         context = max(min(context, lm.max_positions // 2), 1)
@@ -45,8 +51,8 @@ def curve_of(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve:
 
 
 def known_curve(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve | None:
-    """The curve that was measured before; None if there is none."""
-    record = measured.load("pass", _key(lm, context))
+    """Return the curve that was measured before; None if there is none."""
+    record = kept_figures.load("pass", _key(lm, context))
     return None if record is None else CostCurve(tuple(record["nodes"]), tuple(record["seconds"]))
 
 
@@ -57,57 +63,64 @@ def measure(
     repeats: int = 9,
     budget_s: float = 60.0,
 ) -> CostCurve:
-    """Seconds of a pass by scored nodes, the best of interleaved repeats; kept on disk.
+    """Measure the seconds of a pass by the number of scored nodes, and keep the curve on disk.
+
+    The seconds are the least of interleaved repeats, raised where a smaller size took longer.
 
     Args:
-        nodes: sizes, ascending.
-        context: tokens in the cache.
-        repeats: passes of each size.
-        budget_s: seconds after which no further round begins.
+        nodes: numbers of scored nodes, ascending.
+        context: number of tokens in the cache.
+        repeats: number of passes of each size.
+        budget_s: seconds after which no further round begins. There is at least one round after the warm-up.
     """
     samples: dict[int, list[float]] = {size: [] for size in nodes}
     began = time.perf_counter()
-    with closing(Context(lm, context)) as place:
+    with closing(StoredPrompt(lm, context)) as prompt:
         for number in range(repeats + 1):
             for size in nodes:
-                cost = place.turn(size)
+                cost = prompt.turn(size)
                 if number:  # the first round is warm-up
                     samples[size].append(cost.pass_s)
             if number >= 1 and time.perf_counter() - began > budget_s:
                 break
-    least = [min(values) for values in samples.values()]  # what other work on the machine disturbed least
-    curve = CostCurve(tuple(nodes), tuple(np.maximum.accumulate(least).tolist()))  # more nodes never cost less
-    measured.keep("pass", _key(lm, context), {"nodes": curve.nodes, "seconds": curve.seconds})
+    least = [min(values) for values in samples.values()]  # the passes that other work on the machine disturbed least
+    ascending = np.maximum.accumulate(least).tolist()  # a pass over more nodes never costs less
+    curve = CostCurve(tuple(nodes), tuple(ascending))
+    kept_figures.keep("pass", _key(lm, context), {"nodes": curve.nodes, "seconds": curve.seconds})
     return curve
 
 
 def host_cost(vocab: int, parts: PartsOf, key: list[Any], models: tuple[LM, LM] | None = None) -> HostCost:
-    """What these parts cost outside the models: from disk, or measured in some tenths of a second and kept.
+    """Return the cost of a session's parts outside the models.
+
+    It is read from disk, or measured in some tenths of a second and kept.
 
     Args:
-        vocab: tokens of the models.
-        parts: of a session that drafts so many layers with this model.
-        key: names what the cost depends on.
-        models: target and draft, where loops run them: then it is what these loops do beside them.
+        vocab: number of tokens of the models.
+        parts: makes the parts of a session that drafts a number of layers with a draft model.
+        key: JSON values that name all that the cost depends on.
+        models: target and draft if compiled runs decode with them; then the time of runs outside the models is
+            measured.
     """
-    name = [vocab, kernels.AVAILABLE, *key]
-    if (known := _HOST.get(repr(name))) is None:
-        record = measured.load("host", name)
+    full_key = [vocab, kernels.AVAILABLE, *key]
+    if (known := _HOST.get(repr(full_key))) is None:
+        record = kept_figures.load("host", full_key)
         if record is not None:
             known = HostCost(**record)
         else:
             known = measure_host(vocab, parts) if models is None else measure_loops(*models, parts)
-        measured.keep("host", name, asdict(known))
-    return _HOST.setdefault(repr(name), known)
+        kept_figures.keep("host", full_key, asdict(known))
+    return _HOST.setdefault(repr(full_key), known)
 
 
-_HOST: dict[str, HostCost] = {}  # a disk that keeps nothing must not cost a measurement per request
+_HOST: dict[str, HostCost] = {}  # costs by key, so that without a writable disk they are not measured at every request
 
 
 def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
-    """Time whole turns around models that cost nothing: without drafts, with drafts that always pass, that never pass.
+    """Measure the cost of turns outside the models, with models that compute nothing.
 
-    Medians of turns, the best of interleaved rounds.
+    Turns without drafts, with drafts that always pass and with drafts that never pass are timed. The times are medians
+    over turns, and the least of interleaved rounds.
     """
     best: dict[tuple[int, bool], float] = {}
     for number in range(rounds + 1):
@@ -115,28 +128,38 @@ def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
             seconds = _turn_s(vocab, parts, *kind)
             if number:  # the first round is warm-up
                 best[kind] = min(seconds, best.get(kind, seconds))
-    alone, passing, failing = best.values()
+    undrafted, passing, failing = best.values()
     judge_s = max(passing - failing, 0.0) / DEEP
-    draft_s = max(failing - alone, 0.0) / DEEP
-    return HostCost(max(alone - judge_s, 0.0), draft_s, judge_s)
+    draft_s = max(failing - undrafted, 0.0) / DEEP
+    return HostCost(max(undrafted - judge_s, 0.0), draft_s, judge_s)
 
 
 def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) -> HostCost:
-    """Time runs of turns ahead on the models themselves, by the laps that the loops keep. The best of rounds."""
+    """Measure the cost of turns in compiled runs outside the models, by the spans that the runs record.
+
+    The runs decode with the models themselves. The times are the least of up to four rounds after a warm-up.
+
+    Args:
+        budget_s: seconds after which no further round begins.
+    """
     best = [np.inf] * 3
     began = time.perf_counter()
     for number in range(5):
-        made = parts(draft, DEEP)
-        session = Session([0], made, _warp_of(made, min(20, target.vocab)), Limits(TURNS), number)
+        session_parts = parts(draft, DEEP)
+        warp = _warp_of(session_parts, min(20, target.vocab))
+        session = Session([0], session_parts, warp, Limits(TURNS), number)
         with profiled() as profile:
             for _ in decode(target, [session], ahead=TURNS):
                 pass
         turns = session.count.target_passes
         layers = len(session.count.widths)
         seconds = profile.seconds
-        costs = (seconds.get(name, 0.0) / count for name, count in
-                 (("settle", turns), ("draft", session.count.draft_passes), ("verify", layers)))  # fmt: skip
         if number:  # the first round is warm-up
+            costs = (
+                seconds.get("settle", 0.0) / turns,
+                seconds.get("draft", 0.0) / session.count.draft_passes,
+                seconds.get("verify", 0.0) / layers,
+            )
             best = [min(pair) for pair in zip(best, costs, strict=True)]
         if number and time.perf_counter() - began > budget_s:
             break
@@ -144,12 +167,17 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
 
 
 def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool) -> float:
-    """Seconds of a turn outside the models, the draft of which is so deep and always or never what the target wants."""
+    """Return the median seconds of a turn outside the models, with models that compute nothing.
+
+    Args:
+        depth: number of draft layers.
+        agree: whether the target accepts all drafts, or none.
+    """
     target = IdleLM(vocab, 0)
     draft = IdleLM(vocab, 0 if agree else 1)
-    made = parts(draft, depth)
+    session_parts = parts(draft, depth)
     limits = Limits((TURNS + 1) * (depth + 1))
-    session = Session([0], made, _warp_of(made, min(50, vocab)), limits, 0)
+    session = Session([0], session_parts, _warp_of(session_parts, min(50, vocab)), limits, 0)
     seconds = list[float]()
     before = 0.0
     began = time.perf_counter()
@@ -164,9 +192,9 @@ def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool) -> float:
 
 
 def _warp_of(parts: Parts, top_k: int) -> Warp:
-    """Return the warp by which these parts decode: rules of transformers' beam modes go with laws of these modes."""
+    """Return a warp with this top-k for these parts; rules of transformers' beam modes need the laws of these modes."""
     return Warp(truncation=Truncation(top_k=top_k), search=isinstance(parts.rule, SearchRule))
 
 
 def _key(lm: HuggingFaceLM, context: int) -> list[Any]:
-    return [measured.model_key(lm.model), lm.engine, context]
+    return [kept_figures.model_key(lm.model), lm.engine, context]

@@ -1,4 +1,4 @@
-"""A language model that does not compute: to measure what a turn costs outside the models."""
+"""A language model that computes nothing, with which the cost of a turn outside the models is measured."""
 
 import time
 from collections.abc import Sequence
@@ -6,20 +6,21 @@ from collections.abc import Sequence
 import torch
 
 from specbeam.core.forest import Forest
-from specbeam.engines.answers import answered
+from specbeam.engines.answers import scored_rows
 from specbeam.lm.base import Uncached
 from specbeam.records import Needs, Scored
 from specbeam.session import Session
 
-ROWS = 64
+ROWS = 64  # number of different rows of logits
 
 
 class IdleLM(Uncached):
-    """The logits after a token are one of a few random rows, float32: models of one seed agree everywhere, models of
-    different seeds nowhere.
+    """A language model whose logits after a token are one of 64 random rows, float32.
+
+    Models with the same seed agree everywhere, models with different seeds nowhere.
 
     Attributes:
-        seconds: spent inside, so that the caller can take them off.
+        seconds: time spent inside the model, for the caller to subtract.
     """
 
     def __init__(self, vocab: int, seed: int) -> None:
@@ -33,11 +34,11 @@ class IdleLM(Uncached):
     def extend(
         self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
-        """See `LM.extend`."""
+        """Return a row of logits for each node that is new to the model, as `LM.extend` does."""
         began = time.perf_counter()
         rows = []
-        for session, forest, need in zip(sessions, forests, self.told(sessions, needs), strict=True):
-            tokens = forest.tokens[self.fresh(session, forest).start :]
-            rows.append(answered(need, torch.from_numpy(self._rows.numpy()[tokens % ROWS])))
+        for session, forest, need in zip(sessions, forests, self.needs_of_each(sessions, needs), strict=True):
+            tokens = forest.tokens[self.take_new_nodes(session, forest).start :]
+            rows.append(scored_rows(need, torch.from_numpy(self._rows.numpy()[tokens % ROWS])))
         self.seconds += time.perf_counter() - began
         return rows

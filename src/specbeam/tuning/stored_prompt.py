@@ -1,4 +1,4 @@
-"""A prompt in a model's cache, to time turns of the model on."""
+"""A prompt in a model's cache, on which turns of the model are timed."""
 
 import time
 from collections.abc import Callable
@@ -17,51 +17,69 @@ from specbeam.records import Scored, Shape, Turn, Verdict
 
 @dataclass(frozen=True)
 class TurnCost:
-    """What a turn of one model costs, drafts and verdict left out."""
+    """The cost of one turn of one model, without drafting and without the rule.
+
+    Attributes:
+        pass_s: seconds of the pass.
+        settle_s: seconds of the update of the cache, which keeps the tokens of the surviving beams.
+        kv_tokens: number of tokens in the cache after the pass.
+    """
 
     pass_s: float
-    settle_s: float  # keeping what the surviving beams need
-    kv_tokens: int  # stored after the pass
+    settle_s: float
+    kv_tokens: int
 
 
-class Context:
-    """A prompt in the cache, to time turns on. The rows of a turn hang under its last token, as beams that share it do; what
-    a turn stores is dropped behind it, so that every turn meets the same cache.
+class StoredPrompt:
+    """A prompt in the cache, on which turns are timed.
 
-    Args:
-        length: tokens of the prompt, at least 1.
+    The rows of a turn hang under the last token of the prompt, as beams that share the prompt do. The tokens that a
+    turn stores are dropped after it, so that every turn meets the same cache.
+
+    Attributes:
+        session: stands in for the session that owns the cache.
+        root: the forest of the last token of the prompt alone.
     """
 
     def __init__(self, lm: HuggingFaceLM, length: int) -> None:
+        """Store a prompt of `length` tokens, at least 1."""
         self.lm = lm
         prompt = [(7 * place + 3) % lm.vocab for place in range(length)]
-        self.seat: Any = SimpleNamespace(prompt=prompt, state={})
+        self.session: Any = SimpleNamespace(prompt=prompt, state={})
         self.root = Forest.rooted(prompt[-1:])
-        lm.extend([self.seat], [self.root])
-        self._only_root(self.root)
+        lm.extend([self.session], [self.root])
+        self._keep_only(self.root)
 
     def turn(self, rows: int) -> TurnCost:
-        """A pass over so many rows, a beam each, and settling it: every other beam ends, the others get two successors."""
-        self.lm.extend([self.seat], [self.root])  # its row is known: no pass
+        """Time a pass over `rows` rows, one per beam, and settling it.
+
+        Every other beam ends, and the others get two successors each.
+        """
+        self.lm.extend([self.session], [self.root])  # runs no pass, because the root's row is known
         nodes = np.arange(rows, dtype=np.int64)
         forest = self.root.grown(nodes % self.lm.vocab, np.zeros_like(nodes))
         turn = _turn(forest, np.append(0, np.full(rows, -1)), np.append(0, 1 + nodes // 2))
-        pass_s = timed(self.lm.device, lambda: self.lm.extend([self.seat], [forest]))
-        kv_tokens = self.lm.held(self.seat)
-        settle_s = timed(self.lm.device, lambda: self.lm.settle(self.seat, turn))
-        self._only_root(Forest.rooted(turn.verdict.beams.tokens))
+        pass_s = seconds_of(self.lm.device, lambda: self.lm.extend([self.session], [forest]))
+        kv_tokens = self.lm.held(self.session)
+        settle_s = seconds_of(self.lm.device, lambda: self.lm.settle(self.session, turn))
+        self._keep_only(Forest.rooted(turn.verdict.beams.tokens))
         return TurnCost(pass_s, settle_s, kv_tokens)
 
-    def _only_root(self, forest: Forest) -> None:
+    def _keep_only(self, forest: Forest) -> None:
+        """Settle a turn of which only the root of the forest lives on."""
         none = np.zeros(1, dtype=np.int64)
-        self.lm.settle(self.seat, _turn(forest, none, none))
+        self.lm.settle(self.session, _turn(forest, none, none))
 
     def close(self) -> None:
-        self.lm.close(self.seat)
+        """Free the cache."""
+        self.lm.close(self.session)
 
 
 def _turn(forest: Forest, nodes: np.ndarray, parents: np.ndarray) -> Turn:
-    """A turn after which these nodes live on; where one is -1, a token without a node under that parent."""
+    """Return a turn after which these nodes live on.
+
+    A node of -1 stands for a token that is not in the forest and hangs under the parent at the same place.
+    """
     count = len(nodes)
     tokens = np.where(nodes < 0, 0, forest.tokens[nodes])
     beams = Beams(nodes, tokens, np.zeros(count), np.ones(count, dtype=np.int64), np.arange(count, dtype=np.uint64))
@@ -76,8 +94,8 @@ def _turn(forest: Forest, nodes: np.ndarray, parents: np.ndarray) -> Turn:
     return Turn(Shape(1, count), forest, Scored(), Verdict(layers))
 
 
-def timed(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds, from an idle device to an idle device."""
+def seconds_of(device: torch.device, work: Callable[[], object]) -> float:
+    """Return the seconds that the work takes, from an idle device to an idle device."""
     _wait(device)
     began = time.perf_counter()
     work()

@@ -36,6 +36,7 @@ from specbeam.core.forest import CHOSEN, DISTINCT, SHARED, Forest, find_child, m
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import candidate_count, draw_pairs, going_on
 from specbeam.errors import DeadEnd
+from specbeam.laws.evidence import Evidence, gathers, no_evidence, note_draw
 from specbeam.laws.joint import (
     SOUND,
     Choice,
@@ -52,7 +53,7 @@ from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Rows, check_condition, law_of_processed, left_by_others, on_host, processed_rows
 from specbeam.records import Trial, Verdict
 from specbeam.session import Session
-from specbeam.verify.trials import Drafts, Watched, audit_of_trials, take_draws, watch_for
+from specbeam.verify.trials import Drafts, take_draws
 
 
 class SharedSpec(NamedTuple):
@@ -107,10 +108,10 @@ def _rows_at(rows: Array, nodes: Array) -> Array:
 
 
 def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
-    """Let Python look at what a layer drew, and mark texts that ended; None: nobody looks.
+    """Let Python see what a layer drew, and mark texts that ended; does nothing if `eye` is None.
 
     Args:
-        looked: number of drafts that were looked at.
+        looked: number of drafts that were examined.
     """
     if eye is not None:
         eye.look(law, live, choice, looked)
@@ -193,20 +194,20 @@ def odds_on_pairs(pairs: Array, vocab: int, row_of: Array, named: Array, odds: A
 
 @step
 def no_drafts(size: int) -> Drafts:
-    """Return no drafts against a law over so many pairs."""
+    """Return an empty set of drafts against a law over `size` pairs."""
     none = np.empty(0, dtype=np.int64)
     return Drafts(none, none, np.empty(0), np.zeros(size), False, False)
 
 
 def draw_layer(
-    spec: Any, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, watched: Watched
+    spec: Any, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, evidence: Evidence
 ) -> tuple[Choice, Array, int]:
     """Return what a layer drew, how often each pair was drawn, and how many drafts were looked at.
 
     For transformers' beam modes these are candidates, of which some go on (`settle_layer`).
     """
     draw = {SharedSpec: draw_shared, TriedSpec: draw_tried, SearchSpec: draw_candidates}[type(spec)]
-    return draw(spec, law, live, forest, number, width, dice, watched)
+    return draw(spec, law, live, forest, number, width, dice, evidence)
 
 
 @step
@@ -218,7 +219,7 @@ def _drafts_of(forest: Forest, number: int) -> int:
 
 @step
 def draw_shared(
-    spec: SharedSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, watched: Watched
+    spec: SharedSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, evidence: Evidence
 ) -> tuple[Choice, Array, int]:
     """Return the best pairs under shared noise; see `draw_layer`."""
     every = np.ones(len(live.tokens), dtype=np.bool_)
@@ -228,7 +229,7 @@ def draw_shared(
 
 @step
 def draw_candidates(
-    spec: SearchSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, watched: Watched
+    spec: SearchSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, evidence: Evidence
 ) -> tuple[Choice, Array, int]:
     """Return the candidates of a layer of transformers' beam modes; see `draw_layer`."""
     eos = spec.stop.eos
@@ -246,7 +247,7 @@ def draw_candidates(
 
 @step
 def draw_tried(
-    spec: TriedSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, watched: Watched
+    spec: TriedSpec, law: JointLaw, live: Beams, forest: Forest, number: int, width: int, dice: Any, evidence: Evidence
 ) -> tuple[Choice, Array, int]:
     """Return draws by dice, for which draft draws were tried; see `draw_layer`."""
     vocab = law.logits.shape[1]
@@ -254,14 +255,14 @@ def draw_tried(
     drafts = no_drafts(len(pairs))
     if number < len(forest.siblings.kinds):
         drafts = drafts_on(forest, number, live, pairs, vocab)
-    taken, looked = take_draws(odds_among(law, pairs), drafts, width, spec.again, dice, watched)
+    taken, looked = take_draws(odds_among(law, pairs), drafts, width, spec.again, dice, evidence)
     distinct, counts = _counted(taken)
     return choice_of(law, live.keys, pairs[distinct], len(distinct), spec.stop.eos), counts, looked
 
 
 @compiled_as(draw_layer)
 def _compiled_draw_layer(
-    spec: Any, law: Any, live: Any, forest: Any, number: Any, width: Any, dice: Any, watched: Any
+    spec: Any, law: Any, live: Any, forest: Any, number: Any, width: Any, dice: Any, evidence: Any
 ) -> Any:
     return {SharedSpec: draw_shared, TriedSpec: draw_tried, SearchSpec: draw_candidates}[spec.instance_class]
 
@@ -338,9 +339,20 @@ def are_drafts(layer: Layers) -> bool:
 
 
 @step
+def note_first_draw(evidence: Evidence, law: JointLaw, choice: Choice) -> None:
+    """Note the first pair of a layer for an audit: it has the joint law, whatever the coupling."""
+    pairs = all_pairs(law)
+    first = choice.parents[0] * law.logits.shape[1] + choice.tokens[0]
+    place = np.searchsorted(pairs, first)
+    if place == len(pairs) or pairs[place] != first:
+        place = -1
+    note_draw(evidence, np.log(odds_among(law, pairs)), place)
+
+
+@step
 def judge(
     rows: Any, forest: Forest, live: Beams, spec: Any, widths: Any, planned: int, length: int, finished: Finished,
-    dice: Any, watched: Watched, eye: Any,
+    dice: Any, evidence: Evidence, eye: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Judge the drafted layers until one has a beam that is no draft, then, or after the last one, stop.
 
@@ -350,10 +362,12 @@ def judge(
         rows: logits of all forest nodes, or an object that makes laws in Python; see `law_at`.
         live: the beams between two turns, which are the roots.
         widths: how many draws a drafted layer gets; see `control.width.asked_width`.
-        planned: number of layers that were to be drafted; how many were tells of draws to come.
+        planned: number of layers that were to be drafted. The number that was drafted depends on draws to come, so widths
+            must not.
         length: number of tokens before the first layer.
         finished: scores of the beams that ended; those that end here are added.
-        watched: trials are noted for audits; eye: looks at each layer, see `look_at`.
+        evidence: trials and first draws are noted in it, for audits.
+        eye: looks at each layer, see `look_at`.
     """
     drafted = most_layers(forest)
     groups = len(forest.siblings.kinds)
@@ -369,7 +383,9 @@ def judge(
         width = spec.beams
         if number < groups:
             width = asked_width(widths, law, live, forest, number, planned)
-        choice, counts, looked = draw_layer(spec, law, live, forest, number, width, dice, watched)
+        choice, counts, looked = draw_layer(spec, law, live, forest, number, width, dice, evidence)
+        if gathers(evidence):
+            note_first_draw(evidence, law, choice)
         look_at(eye, law, live, choice, looked)
         longer = length + number + 1
         which = which_settle(spec, choice, longer >= spec.stop.most)
@@ -404,16 +420,15 @@ class LawsInPython:
 
 @dataclass(eq=False)
 class Eye:
-    """Looks at the layers of a turn: marks texts that a stop string ended, and remembers what audits and pictures need."""
+    """Looks at the layers of a turn: marks texts that a stop string ended, and remembers what pictures need."""
 
     session: Session
     forest: Forest
     trace: bool
-    audit: Audit | None
     seen: "list[tuple[JointLaw, Beams, int]]"
 
     def look(self, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
-        """Look at what the next layer drew, for which so many drafts were looked at."""
+        """Look at what the next layer drew; `looked` is the number of its drafts that were examined."""
         limits = self.session.limits
         if limits.stop_strings:
             nodes = live.nodes[choice.parents]
@@ -421,20 +436,8 @@ class Eye:
             for place, path in enumerate(before.tolist()):
                 text = [*path, int(choice.tokens[place])]
                 choice.ends[place] |= limits.stopped_by(text) is not None
-        if self.audit is not None and not self.session.warp.greedy:
-            self.audit += first_draw_audit(law, choice)
         if self.trace:
             self.seen.append((law, live, looked))
-
-
-def first_draw_audit(law: JointLaw, choice: Choice) -> Audit:
-    """Return the audit of a layer's first pair, which has the joint law, whatever the coupling."""
-    pairs = all_pairs(law)
-    first = int(choice.parents[0]) * law.logits.shape[1] + int(choice.tokens[0])
-    place = int(np.searchsorted(pairs, first))
-    if place == len(pairs) or pairs[place] != first:
-        return Audit(draws=1, impossible=1)
-    return Audit.of_draw(np.log(odds_among(law, pairs)), place)
 
 
 @dataclass(frozen=True)
@@ -477,7 +480,7 @@ class BeamRule:
         return SharedSpec(not warp.greedy, self.width.most, warp.cut, stop)
 
     def widths(self, session: Session) -> "FixedWidths | ChosenWidths | Width":
-        """Return what chooses widths for a session: numbers for steps, or a part of one's own."""
+        """Return what chooses widths for a session: numbers for steps, or a custom part."""
         width = FixedWidth(self.width.most) if session.warp.greedy else self.width
         return width_spec(width, session.state, self.coupling == "noise")
 
@@ -510,13 +513,13 @@ def judged_beams(
     before = int(finished.held[0])
     draws = len(forest.siblings.tokens) + most * layers_at_most
     dice = session.dice.ready(2 * draws + spec.beams)
-    watched = watch_for(draws, scored.shape[1] * spec.beams) if session.audited else watch_for(0, 0)
+    evidence = no_evidence(session.audited and not session.warp.greedy)
     eye = None
     makes_laws = not session.warp.takes_raw_rows
     is_custom = not isinstance(widths, (FixedWidths, ChosenWidths))
-    if trace or session.audited or session.limits.stop_strings:
-        eye = Eye(session, forest, trace, Audit() if session.audited else None, [])
-    given = (session.shape.depth, session.length, finished, dice, watched, eye)
+    if trace or session.limits.stop_strings:
+        eye = Eye(session, forest, trace, [])
+    given = (session.shape.depth, session.length, finished, dice, evidence, eye)
     if eye is None and not makes_laws and not is_custom:
         layers, condition = judge(rows, forest, session.beams, spec, widths, *given)
     else:
@@ -531,9 +534,7 @@ def judged_beams(
             if not session.ended:
                 raise
             layers = dead_end()
-    audit = None
-    if eye is not None and eye.audit is not None:
-        audit = eye.audit + audit_of_trials(watched)
+    audit = Audit.of(evidence) if session.audited else None
     trials = trials_of(eye.seen, forest, layers) if eye is not None and trace else ()
     return Verdict(layers, trials, audit)
 

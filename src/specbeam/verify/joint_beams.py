@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float
 
 from specbeam.core.forest import Forest
 from specbeam.errors import BadSetting, LostLaw, NotSupported, one_of
@@ -29,7 +29,6 @@ from specbeam.verify.walk import (
     checked,
     condition_of_norm,
     drawn_token,
-    emit_path,
     emitted_layers,
     norm_of,
     row_at,
@@ -85,7 +84,7 @@ class JointRule:
             paths = judged_paths(session, forest, scored)
             node = self.accepted(paths)
         nodes = np.array([] if paths is None else paths.path(node), dtype=np.int64)
-        going = self._emit(inputs, walk, session, forest.tokens[nodes], nodes, np.ones(len(nodes), dtype=bool))
+        going = inputs.emit(walk, session, forest.tokens[nodes], nodes, np.ones(len(nodes), dtype=bool))
         certificate = None
         if paths is not None and node and walk.state[NODE] == node:
             certificate = self._certificate(paths, node)
@@ -93,22 +92,6 @@ class JointRule:
             condition = self._emit_bonus(inputs, walk, session)
             checked(emitted_layers(walk), condition, session, scored)
         return Verdict(emitted_layers(walk), certificate=certificate)
-
-    def _emit(
-        self,
-        inputs: WalkInputs,
-        walk: Emitted,
-        session: Session,
-        tokens: Int64[np.ndarray, " n"],
-        nodes: Int64[np.ndarray, " n"],
-        drafted: Bool[np.ndarray, " n"],
-    ) -> bool:
-        stop = session.limits.stop
-        return bool(
-            inputs.run(
-                emit_path, walk, inputs.rows, session.beams, stop, session.length, tokens, nodes, drafted, inputs.eye
-            )
-        )
 
     def accepted(self, paths: Paths) -> int:
         """The last accepted node; 0 if none is."""
@@ -128,7 +111,7 @@ class JointRule:
         token = inputs.run(drawn_token, walk, inputs.rows, row, session.beams, spec, inputs.dice)
         tokens = np.array([token])
         # An end token may have been drafted too, but the bonus is none of the drafts.
-        self._emit(inputs, walk, session, tokens, np.array([-1]), np.array([False]))
+        inputs.emit(walk, session, tokens, np.array([-1]), np.array([False]))
         return SOUND
 
     def _certificate(self, paths: Paths, node: int) -> Certificate | None:

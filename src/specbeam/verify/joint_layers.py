@@ -18,7 +18,7 @@ Layer = tuple[Nodes, Float64[np.ndarray, "n vocab"], Nodes, Nodes]
 def layers(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"], count: int) -> Iterator[Layer]:
     """Yield the first `count` layers from the root down: (nodes, logp, children, their rows in `logp`).
 
-    logp[n, v] belongs to the path to the n-th node and the token v behind it, each conditional warped by itself. End tokens
+    logp[n, v] belongs to the path to the n-th node and the token v after it, each conditional warped by itself. End tokens
     have no row: nothing comes after them, and a logits processor need not know what would.
     """
     depths = forest.depths()

@@ -13,7 +13,7 @@ from specbeam.records import Verdict
 from specbeam.session import Session
 from specbeam.verify.joint_beams import refuse_audit
 from specbeam.verify.joint_layers import TIE, layers
-from specbeam.verify.walk import WalkInputs, emit_path, emitted_layers, start_walk
+from specbeam.verify.walk import WalkInputs, emitted_layers, start_walk
 
 BlockMode = Literal["argmax", "ancestral", "joint_temperature", "joint_topk"]
 
@@ -51,18 +51,7 @@ class BlockRule:
         drafted = [True] * len(nodes) + [False]
         inputs = WalkInputs.of(session, forest, scored)
         walk = start_walk(len(tokens))
-        inputs.run(
-            emit_path,
-            walk,
-            inputs.rows,
-            session.beams,
-            session.limits.stop,
-            session.length,
-            np.array(tokens),
-            np.array([*nodes, -1]),
-            np.array(drafted),
-            inputs.eye,
-        )
+        inputs.emit(walk, session, np.array(tokens), np.array([*nodes, -1]), np.array(drafted))
         return Verdict(emitted_layers(walk), audit=inputs.audit())
 
     def check(self, greedy: bool, audited: bool) -> None:

@@ -7,19 +7,19 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from specbeam.audit import Audit
 from specbeam.control.width import FixedWidths
 from specbeam.core.beams import Beams, Layers, Stop
 from specbeam.core.dice import flip, pick
 from specbeam.core.forest import Forest, GroupsUnder, Siblings, groups_by_node, start_of
 from specbeam.core.steps import Array, open_step, step
+from specbeam.laws.evidence import Evidence, gathers, note_worth
 from specbeam.laws.joint import SOUND
 from specbeam.laws.named import EXACT
 from specbeam.laws.ranking import Truncation
 from specbeam.laws.rows import RowLaw, greedy_law
 from specbeam.records import Verdict
 from specbeam.session import Session
-from specbeam.verify.trials import NOTHING, Drafts, Watched, law_on_trial, note_trial
+from specbeam.verify.trials import NOTHING, Drafts, law_on_trial
 from specbeam.verify.walk import (
     ONE_SEQUENCE,
     WalkInputs,
@@ -170,7 +170,7 @@ def drop(path: Path, groups: Siblings, under: GroupsUnder) -> None:
 
 @open_step
 def descend(
-    path: Path, rows: Any, groups: Siblings, under: GroupsUnder, spec: ClimbSpec, watched: Watched, is_audited: bool
+    path: Path, rows: Any, groups: Siblings, under: GroupsUnder, spec: ClimbSpec, evidence: Evidence, is_audited: bool
 ) -> int:
     """Follow the first drafts that have not failed down to a leaf. Returns SOUND, or DEAD or BROKEN if a law is none."""
     top = len(path.nodes) - 1
@@ -181,8 +181,8 @@ def descend(
         drafts = drafts_at(path, groups)
         candidate = candidate_of(path, drafts)
         share = share_of(path, drafts, candidate)
-        if is_audited and len(watched.accepted) > 0:
-            note_trial(watched, path.odds[top] * path.owed[top], candidate, share)
+        if is_audited and gathers(evidence):
+            note_worth(evidence, path.odds[top] * path.owed[top], candidate, share)
         draw = start_of(groups.draw_ends, path.groups[top]) + path.failed[top]
         child = groups.nodes[draw]
         push(path, child, draw, share, under.first[child] if child >= 0 else -1)
@@ -193,23 +193,23 @@ def descend(
 @step
 def climb(
     rows: Any, forest: Forest, live: Beams, spec: ClimbSpec, widths: Any, planned: int, length: int, finished: Any,
-    dice: Any, watched: Watched, eye: Any,
+    dice: Any, evidence: Evidence, eye: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Follow the first drafts down to a leaf and accept the whole path with its odds; if not, drop the leaf, and go on.
 
     A child's odds are what its parent can still give it. Dropping a leaf takes its law off what its parent still owes.
 
-    Arguments and results as in `walk.walk_down`, but that `watched` notes what each candidate of the first path is worth.
+    Arguments and results as in `walk.walk_down`, but that `evidence` is of what each candidate of the first path is worth.
     """
     groups = forest.siblings
     under = groups_by_node(groups, len(forest.tokens))
     path = path_from(0, under.first[0])
-    # Only the trials of the first path can be audited. What hangs under a draft tells where the others hang if trees grow by
-    # what was drawn; so once a leaf was seen, the next candidate has its law on average over trees and not given this one.
-    # Where nothing is drawn there is nothing to audit.
-    is_audited = not spec.greedy
+    # Only the trials of the first path can be audited. If trees grow by what was drawn, the nodes under one draft say where
+    # the other drafts are. So after a leaf was seen, the next candidate has its law on average over trees, not given this
+    # one.
+    is_audited = True
     while True:
-        condition = descend(path, rows, groups, under, spec, watched, is_audited)
+        condition = descend(path, rows, groups, under, spec, evidence, is_audited)
         if condition != SOUND:
             return emitted_layers(start_walk(1)), condition
         count = len(path.nodes) - 1
@@ -224,8 +224,7 @@ def climb(
     for place in range(count):
         tokens[place] = groups.tokens[path.draws[place + 1]]
         found[place] = path.nodes[place + 1]
-    stop = spec.stop
-    going = emit_path(walk, rows, live, stop, length, tokens, found, np.ones(count, dtype=np.bool_), eye)
+    going = emit_path(walk, rows, live, spec, length, tokens, found, np.ones(count, dtype=np.bool_), evidence, eye)
     last = path.nodes[count]
     if not going or last < 0:
         return emitted_layers(walk), SOUND
@@ -234,8 +233,8 @@ def climb(
         return emitted_layers(walk), condition
     place = pick(dice, path.owed[count])
     token = path.names[count][place] if len(path.names[count]) > 0 else place
-    ends = (stop.eos == token).any() and is_drafted(groups, under, last, token)
-    emit_path(walk, rows, live, stop, length, np.full(1, token), np.full(1, -1), np.full(1, ends), eye)
+    ends = (spec.stop.eos == token).any() and is_drafted(groups, under, last, token)
+    emit_path(walk, rows, live, spec, length, np.full(1, token), np.full(1, -1), np.full(1, ends), evidence, eye)
     return emitted_layers(walk), SOUND
 
 
@@ -265,15 +264,4 @@ class TraversalRule:
         check_has_laws(forest, "TraversalRule")
         inputs = WalkInputs.of(session, forest, scored)
         layers, condition = inputs.take_turn(climb, session, forest, self.spec(session))
-        audit = None
-        if inputs.eye is not None and inputs.eye.audit is not None:
-            audit = inputs.eye.audit + _audit_of_worths(inputs.watched)
-        return Verdict(checked(layers, condition, session, scored), audit=audit)
-
-
-def _audit_of_worths(watched: Watched) -> Audit:
-    """Return the audit of what candidates were worth; the coin is tossed later."""
-    audit = Audit()
-    for number in range(int(watched.count[0])):
-        audit += Audit.of_odds(watched.wanted[number], watched.drafted[number], float(watched.accepted[number]))
-    return audit
+        return Verdict(checked(layers, condition, session, scored), audit=inputs.audit())

@@ -8,45 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.audit import Audit
 from specbeam.core.dice import flip, pick
 from specbeam.core.steps import Array, step
+from specbeam.laws.evidence import Evidence, gathers, note_trial
 
 NOTHING = 1e-12  # missing mass below this is rounding
-
-
-class Watched(NamedTuple):
-    """Trials that an audit looks at afterwards, with room for more; of no room where nobody does."""
-
-    wanted: Array  # float64[room, n]: the law still wanted before each trial
-    drafted: Array  # float64[room, n]: the law of the candidate
-    accepted: Array  # float64[room]: 1 or 0; what the candidate is worth, in rules that toss the coin later
-    count: Array  # int64[1]
-
-
-@step
-def watch_for(room: int, size: int) -> Watched:
-    """Return room for so many trials of laws of at most that size."""
-    return Watched(np.zeros((room, size)), np.zeros((room, size)), np.zeros(room), np.zeros(1, dtype=np.int64))
-
-
-@step
-def note_trial(watched: Watched, wanted: Array, drafted: Array, accepted: float) -> None:
-    """Note a trial, if there is room."""
-    number = watched.count[0]
-    if number < len(watched.accepted):
-        watched.wanted[number, : len(wanted)] = wanted
-        watched.drafted[number, : len(drafted)] = drafted
-        watched.accepted[number] = accepted
-        watched.count[0] += 1
-
-
-def audit_of_trials(watched: Watched) -> Audit:
-    """Return the audit of all trials that were noted."""
-    audit = Audit()
-    for number in range(int(watched.count[0])):
-        audit += Audit.of_trial(watched.wanted[number], watched.drafted[number], watched.accepted[number] > 0)
-    return audit
 
 
 @step
@@ -104,7 +70,7 @@ def refuse(rest: Array, drafts: Drafts, place: int, mass: float) -> None:
 
 
 @step
-def try_drafts(rest: Array, drafts: Drafts, start: int, dice: Any, watched: Watched) -> int:
+def try_drafts(rest: Array, drafts: Drafts, start: int, dice: Any, evidence: Evidence) -> int:
     """Try the draws from `start` on until one is accepted. Returns which one, or the number of draws if none is.
 
     `rest`, float64[n], the law that is still wanted, becomes the residual of the refusals.
@@ -122,8 +88,8 @@ def try_drafts(rest: Array, drafts: Drafts, start: int, dice: Any, watched: Watc
             elif drafts.on_wanted[place] > 0:  # a draw whose odds were rounded away to 0 is judged as if they were tiny
                 odds = rest[place] / (drafts.on_wanted[place] / mass)
             accepted = flip(dice, min(1.0, odds))
-        if len(watched.accepted) > 0:
-            note_trial(watched, rest, law_on_trial(drafts, place, mass, len(rest)), 1.0 if accepted else 0.0)
+        if gathers(evidence):
+            note_trial(evidence, rest, law_on_trial(drafts, place, mass, len(rest)), accepted)
         if not accepted:
             refuse(rest, drafts, place, mass)
         if struck:
@@ -146,7 +112,7 @@ def without(law: Array, place: int) -> Array:
 
 @step
 def take_draws(
-    wanted: Array, drafts: Drafts, count: int, again: bool, dice: Any, watched: Watched
+    wanted: Array, drafts: Drafts, count: int, again: bool, dice: Any, evidence: Evidence
 ) -> tuple[Array, int]:
     """Return the places of `count` draws from the law `wanted`, int64[draws], and how many draft draws were looked at.
 
@@ -168,7 +134,7 @@ def take_draws(
     draw = 0
     held = 0
     while held < count and draw < len(drafts.places):
-        found = try_drafts(rest, drafts, draw, dice, watched)
+        found = try_drafts(rest, drafts, draw, dice, evidence)
         draw = min(found + 1, len(drafts.places))
         if found < len(drafts.places):
             taken[held] = drafts.places[found]

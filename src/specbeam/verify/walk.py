@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 
 from specbeam.audit import Audit
 from specbeam.control.width import FixedWidths
@@ -25,6 +25,7 @@ from specbeam.core.forest import (
 from specbeam.core.noise import child_key
 from specbeam.core.steps import Array, compiled_as, open_step, step
 from specbeam.errors import LostLaw
+from specbeam.laws.evidence import Evidence, gathers, no_evidence, note_draw
 from specbeam.laws.joint import BROKEN, DEAD, SOUND
 from specbeam.laws.named import EXACT
 from specbeam.laws.ranking import Truncation, best_pairs, cuts, rank_pairs
@@ -33,7 +34,7 @@ from specbeam.laws.rows import RowLaw, best_token, odds_on, place_in, row_law
 from specbeam.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
 from specbeam.records import Verdict
 from specbeam.session import Session
-from specbeam.verify.trials import Drafts, Watched, audit_of_trials, try_drafts, watch_for
+from specbeam.verify.trials import Drafts, try_drafts
 
 TRY, MATCH_BY_NOISE, MATCH_BY_DICE = range(3)
 ONE_SEQUENCE = FixedWidths(1)
@@ -83,9 +84,9 @@ def is_whole(rows: Any, truncation: Truncation) -> bool:
     return rows.is_whole
 
 
-def look_at_token(eye: Any, rows: Any, row: Array, node: int, token: int) -> bool:
-    """Let Python look at a token that is emitted after a node, and say whether the text ended with it; None: nobody does."""
-    return eye is not None and eye.look(rows, row, node, token)
+def look_at_token(eye: Any, node: int, token: int) -> bool:
+    """Return whether Python, which sees each emitted token and its node, finds a stop string; False if `eye` is None."""
+    return eye is not None and eye.look(node, token)
 
 
 @compiled_as(row_at)
@@ -104,13 +105,13 @@ def _compiled_is_whole(rows: Any, truncation: Any) -> Any:
 
 
 @compiled_as(look_at_token)
-def _compiled_look_at_token(eye: Any, rows: Any, row: Any, node: Any, token: Any) -> Any:
-    return lambda eye, rows, row, node, token: False
+def _compiled_look_at_token(eye: Any, node: Any, token: Any) -> Any:
+    return lambda eye, node, token: False
 
 
 @step
 def start_walk(steps: int) -> Emitted:
-    """Return a walk that stands at the root, with room for so many tokens."""
+    """Return a walk that stands at the root, with room for `steps` tokens."""
     return Emitted(no_layers(steps, steps), np.zeros(2, dtype=np.int64))
 
 
@@ -163,25 +164,30 @@ def emit_path(
     walk: Emitted,
     rows: Any,
     live: Beams,
-    stop: Stop,
+    spec: Any,
     length: int,
     tokens: Array,
     nodes: Array,
     drafted: Array,
+    evidence: Evidence,
     eye: Any,
 ) -> bool:
     """Emit these tokens, one after the other, until the text ends. Returns whether it may go on.
 
     Args:
+        spec: has the `truncation` that makes laws, and says where texts `stop`.
         tokens: int64[n]; nodes: int64[n], their forest nodes or -1; drafted: bool[n], whether drafts supplied them.
+        evidence: the tokens are noted in it, for audits.
     """
     for place in range(len(tokens)):
         here = walk.state[NODE]
         row = row_at(rows, here)
-        ended = is_end(tokens[place], stop.eos) or look_at_token(eye, rows, row, here, tokens[place])
+        if gathers(evidence):
+            note_token(evidence, law_at_row(rows, row, spec.truncation), tokens[place])
+        ended = is_end(tokens[place], spec.stop.eos) or look_at_token(eye, here, tokens[place])
         logp = np.float64(row[tokens[place]]) - norm_of(row)
         emit(walk, live, logp, tokens[place], nodes[place], ended, drafted[place])
-        if ended or length + walk.state[COUNT] >= stop.most:
+        if ended or length + walk.state[COUNT] >= spec.stop.most:
             return False
     return True
 
@@ -190,6 +196,12 @@ def emit_path(
 def emitted_layers(walk: Emitted) -> Layers:
     """Return the layers that a walk has emitted."""
     return first_layers(walk.layers, walk.state[COUNT])
+
+
+@step
+def note_token(evidence: Evidence, law: RowLaw, token: int) -> None:
+    """Note a token that was drawn from a law, for an audit."""
+    note_draw(evidence, law.logp, place_in(law.tokens, token))
 
 
 @step
@@ -217,13 +229,13 @@ def drafts_under(groups: Siblings, group: int, law: RowLaw) -> Drafts:
 
 @step
 def try_groups(
-    rest: Array, groups: Siblings, under: GroupsUnder, node: int, law: RowLaw, dice: Any, watched: Watched
+    rest: Array, groups: Siblings, under: GroupsUnder, node: int, law: RowLaw, dice: Any, evidence: Evidence
 ) -> int:
     """Try all drafts under a node, group by group. Returns the accepted draw, or -1; `rest` becomes the residual."""
     group = under.first[node]
     while group >= 0:
         drafts = drafts_under(groups, group, law)
-        found = try_drafts(rest, drafts, 0, dice, watched)
+        found = try_drafts(rest, drafts, 0, dice, evidence)
         if found < len(drafts.places):
             return start_of(groups.draw_ends, group) + found
         group = under.after[group]
@@ -272,7 +284,7 @@ def drawn_token(walk: Emitted, rows: Any, row: Array, live: Beams, spec: WalkSpe
 @step
 def walk_down(
     rows: Any, forest: Forest, live: Beams, spec: WalkSpec, widths: Any, planned: int, length: int, finished: Any, dice: Any,
-    watched: Watched, eye: Any,
+    evidence: Evidence, eye: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Walk down from the root until the text leaves the tree or ends.
 
@@ -285,7 +297,8 @@ def walk_down(
         live: the one live beam between two turns, which is the root.
         widths, planned, finished: of rules for beams; not looked at.
         length: number of tokens before the first.
-        watched: trials are noted for audits; eye: looks at each token, see `look_at_token`.
+        evidence: trials and tokens are noted in it, for audits.
+        eye: looks at each token, see `look_at_token`.
     """
     groups = forest.siblings
     under = groups_by_node(groups, len(forest.tokens))
@@ -302,7 +315,7 @@ def walk_down(
         if spec.way == TRY and not spec.greedy:
             law = law_at_row(rows, row, spec.truncation)
             rest = np.exp(law.logp)
-            draw = try_groups(rest, groups, under, node, law, dice, watched)
+            draw = try_groups(rest, groups, under, node, law, dice, evidence)
             if draw >= 0:
                 token = groups.tokens[draw]
                 child = groups.nodes[draw]
@@ -312,7 +325,9 @@ def walk_down(
         else:
             token = drawn_token(walk, rows, row, live, spec, dice)
             child = find_child(forest.tokens, forest.parents, node, token)
-        ended = is_end(token, spec.stop.eos) or look_at_token(eye, rows, row, node, token)
+        if gathers(evidence):
+            note_token(evidence, law_at_row(rows, row, spec.truncation), token)
+        ended = is_end(token, spec.stop.eos) or look_at_token(eye, node, token)
         drafted = child >= 0 or (ended and is_drafted(groups, under, node, token))
         emit(walk, live, np.float64(row[token]) - norm, token, child, ended, drafted)
         going = child >= 0 and not ended and length + walk.state[COUNT] < spec.stop.most
@@ -341,35 +356,21 @@ class RowsInPython:
     def law(self, row: Float[np.ndarray, " vocab"]) -> RowLaw:
         """Return the law of a processed row."""
         (law,) = row_laws(row[None], self.session.warp)
-        assert law is not None, "rows from which everything is banned are told apart before"
+        assert law is not None, "the walk stops at rows from which everything is banned"
         return law
 
 
 @dataclass(eq=False)
 class TokenEye:
-    """Looks at the tokens of a walk: for stop strings, and for audits."""
+    """Looks at the tokens of a walk, for stop strings."""
 
     session: Session
     forest: Forest
-    audit: Audit | None
 
-    def look(self, rows: Any, row: Float[np.ndarray, " vocab"], node: int, token: int) -> bool:
-        """Note the token for the audit, and return whether the text ends with it."""
-        warp = self.session.warp
-        if self.audit is not None and not warp.greedy:
-            self.audit += token_audit(law_at_row(rows, row, warp.cut), int(token))
-        if not self.session.limits.stop_strings:
-            return False
+    def look(self, node: int, token: int) -> bool:
+        """Return whether the text ends with a token after a node."""
         before = self.session.new_tokens(self.forest, np.array([node]))[0].tolist()
         return self.session.limits.stopped_by([*before, int(token)]) is not None
-
-
-def token_audit(law: RowLaw, token: int) -> Audit:
-    """Return the audit of a token that was drawn from a law."""
-    place = law.place(token)
-    if place < 0:
-        return Audit(draws=1, impossible=1)
-    return Audit.of_draw(law.logp, place)
 
 
 @dataclass(eq=False)
@@ -378,8 +379,9 @@ class WalkInputs:
 
     rows: Any
     dice: Any
-    watched: Watched
+    evidence: Evidence
     eye: TokenEye | None
+    is_audited: bool
 
     @classmethod
     def of(cls, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> "WalkInputs":
@@ -387,13 +389,13 @@ class WalkInputs:
         rows = on_host(scored)
         draws = len(forest.siblings.tokens)
         dice = session.dice.ready(2 * (draws + forest.size + 1))
-        watched = watch_for(2 * draws + 1, rows.shape[1]) if session.audited else watch_for(0, 0)
+        evidence = no_evidence(session.audited and not session.warp.greedy)
         eye = None
-        if session.audited or session.limits.stop_strings:
-            eye = TokenEye(session, forest, Audit() if session.audited else None)
+        if session.limits.stop_strings:
+            eye = TokenEye(session, forest)
         if session.warp.takes_raw_rows:
-            return cls(rows, dice, watched, eye)
-        return cls(RowsInPython(session, forest, rows), dice, watched, eye)
+            return cls(rows, dice, evidence, eye, session.audited)
+        return cls(RowsInPython(session, forest, rows), dice, evidence, eye, session.audited)
 
     def run(self, one: Callable[..., Any], *given: Any) -> Any:
         """Run a step, or its source."""
@@ -405,15 +407,26 @@ class WalkInputs:
         """Return what `walk_down`, or another step of its kind, makes of a turn."""
         given = (ONE_SEQUENCE, 0, session.length, session.finished_with_room(1))
         found: tuple[Layers, int] = self.run(
-            walk, self.rows, forest, session.beams, spec, *given, self.dice, self.watched, self.eye
+            walk, self.rows, forest, session.beams, spec, *given, self.dice, self.evidence, self.eye
         )
         return found
 
+    def emit(
+        self,
+        walk: Emitted,
+        session: Session,
+        tokens: Int64[np.ndarray, " n"],
+        nodes: Int64[np.ndarray, " n"],
+        drafted: Bool[np.ndarray, " n"],
+    ) -> bool:
+        """Emit tokens that a rule has chosen in Python; see `emit_path`."""
+        spec = WalkSpec(MATCH_BY_DICE, session.warp.greedy, session.warp.cut, session.limits.stop)
+        path = (session.length, tokens, nodes, drafted)
+        return bool(self.run(emit_path, walk, self.rows, session.beams, spec, *path, self.evidence, self.eye))
+
     def audit(self) -> Audit | None:
-        """Return the audit of what was seen; None if nobody looked."""
-        if self.eye is None or self.eye.audit is None:
-            return None
-        return self.eye.audit + audit_of_trials(self.watched)
+        """Return the audit of the turn; None if the session is not audited."""
+        return Audit.of(self.evidence) if self.is_audited else None
 
 
 def checked(layers: Layers, condition: int, session: Session, scored: Float[torch.Tensor, "nodes vocab"]) -> Layers:

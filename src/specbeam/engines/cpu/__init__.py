@@ -1,1 +1,1 @@
-"""Llama-like models on a CPU: layers as compiled loops over panels of their weights."""
+"""The engine for Llama-like models on a CPU: compiled layers that read the weights in panels."""

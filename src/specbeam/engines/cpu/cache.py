@@ -1,4 +1,4 @@
-"""One session in a compiled model: its trie, and what logits of stored nodes are made from."""
+"""A session's cache for the compiled forward: its trie, and the hidden states of its stored nodes."""
 
 import numpy as np
 from jaxtyping import Float32
@@ -8,33 +8,48 @@ from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.trie import Feed, KVTrie, widened
 from specbeam.records import Turn
 
-SHORT = 4 * BLOCK  # tokens of a short text, and of the drafts of a turn: to widen costs more than to have room
+# Tokens of a short text with the drafts of a turn. There is room for them from the start, as growing costs more.
+SHORT = 4 * BLOCK
 
 
 class CpuCache(RowMember):
-    """For the compiled forward, whose outputs are what logits are made from: few numbers a row, kept for every node."""
+    """A session's cache for the compiled forward.
+
+    The forward returns hidden states, from which logits are computed when they are wanted: as these are few numbers per row,
+    they are kept for every stored node.
+
+    If the first layers are run ahead of the others (see `LiveLayers`), a node goes through two passes: `early` and
+    `answered_early` belong to the first one, and nodes that have yet to go through the second one are `unfinished`.
+
+    Attributes:
+        answered: number of forest nodes whose logits were handed out in this turn.
+        outputs: float32[room, hidden], the output of the last layer by stored local node.
+        early: float32[room, hidden], the output of the first layers by stored local node.
+        answered_early: number of forest nodes whose output of the first layers was handed out in this turn.
+        unfinished: the feeds of the newest nodes, which the other layers have not seen yet.
+        unfinished_prompt: for each of these feeds, its first stored local node and its number of nodes before the first
+            root.
+    """
 
     def __init__(self, row: int, prompt: list[int], hidden: int) -> None:
         super().__init__(row, prompt)
         self.trie = KVTrie(prompt, SHORT)
         self.answered = 0
         self.outputs = np.zeros((0, hidden), dtype=np.float32)  # by stored local node
-        # Where the first layers are run ahead of the others: what is behind them, by stored local node; of how many forest
-        # nodes it was handed out in this turn; and the newest nodes, which the other layers have not seen yet.
         self.early = np.zeros((0, hidden), dtype=np.float32)
         self.answered_early = 0
-        self.half: list[Feed] = []
-        self.half_prompt: list[tuple[int, int]] = []
+        self.unfinished: list[Feed] = []
+        self.unfinished_prompt: list[tuple[int, int]] = []
 
     @property
-    def waiting_half(self) -> int:
-        """How many stored nodes the layers behind the first ones have not seen; they are the newest."""
-        return sum(len(feed) for feed in self.half)
+    def unfinished_nodes(self) -> int:
+        """The number of stored nodes that only the first layers have seen; they are the newest ones."""
+        return sum(len(feed) for feed in self.unfinished)
 
     def make_room(self, fresh: int) -> None:
-        """For a forest with so many new nodes, all of which are to be stored."""
+        """Make room for `fresh` new forest nodes, and to store them and all pending nodes."""
         self.trie.make_room(fresh)
-        self.trie.make_slots(self.trie.waiting + fresh)
+        self.trie.make_slots(self.trie.pending + fresh)
         self._make_rows()
 
     def _make_rows(self) -> None:
@@ -44,37 +59,38 @@ class CpuCache(RowMember):
         if self.early_layers is not None and rows > len(self.early):
             self.early = widened(self.early, rows, self.early.shape[1])
 
-    def ran(self) -> None:
-        """A loop has settled it."""
+    def finish_run(self) -> None:
+        """Take over the roots from the arrays, after steps have settled the last turn of a run there."""
         self.trie.root_at = self.trie.local.copy()
         self.answered = 0
 
     def learn(self, rows: Float32[np.ndarray, "n hidden"]) -> None:
-        """Outputs of the nodes that were stored last."""
+        """Keep the outputs of the last layer for the nodes that were stored last."""
         self._make_rows()
         stored = self.trie.stored
         self.outputs[stored - len(rows) : stored] = rows
 
     def learn_early(self, feed: Feed, rows: Float32[np.ndarray, "n hidden"], prompt: tuple[int, int]) -> None:
-        """What is behind the first layers of the nodes that were stored last; the others have to see them yet.
+        """Keep the outputs of the first layers for the nodes that were stored last, and mark these as unfinished.
 
         Args:
-            prompt: the first of these nodes, and how many of them stand before the first root.
+            feed: these nodes.
+            prompt: the first of these local nodes, and how many of them come before the first root.
         """
         self._make_rows()
         stored = self.trie.stored
         self.early[stored - len(rows) : stored] = rows
-        self.half.append(feed)
-        self.half_prompt.append(prompt)
+        self.unfinished.append(feed)
+        self.unfinished_prompt.append(prompt)
 
     def answer_early(self) -> Float32[np.ndarray, "n hidden"]:
-        """What is behind the first layers of the forest nodes not handed out yet."""
+        """Return the outputs of the first layers for the forest nodes not handed out yet, and mark these as handed out."""
         wanted = self.trie.local[self.answered_early :]
         self.answered_early = self.trie.known
         return self.early[wanted]
 
     def answer(self) -> Float32[np.ndarray, "n hidden"]:
-        """Outputs of the forest nodes not handed out yet."""
+        """Return the outputs of the last layer for the forest nodes not handed out yet, and mark these as handed out."""
         wanted = self.trie.local[self.answered :]
         self.answered = self.trie.known
         return self.outputs[wanted]

@@ -1,11 +1,23 @@
-"""A whole pass of one session as one loop: what is new in its forest, the model's layers, logits."""
+"""Steps on a session's cache in a compiled model: a whole pass in one call, settling a turn, and taking one back."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specbeam.engines.cpu.sums import WIDTH
-from specbeam.engines.kv.steps import BLOCK, EXTENT, HELD, KNOWN, SIZE, STORED, Trie, enter, feed_slots, hung, kept
+from specbeam.engines.kv.steps import (
+    BLOCK,
+    EXTENT,
+    HELD,
+    KNOWN,
+    SIZE,
+    STORED,
+    Trie,
+    add_survivors,
+    enter,
+    feed_slots,
+    prune,
+)
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
 
 if AVAILABLE:
@@ -13,23 +25,23 @@ if AVAILABLE:
 
 
 class CacheArrays(NamedTuple):
-    """A session in a compiled model, as loops see it; with room for all that is going to be stored."""
+    """A session's cache in a compiled model, as steps take it, with room for all that they are going to store."""
 
     trie: Trie
-    outputs: Array  # float32[nodes, hidden] by stored local node: what logits are made from
-    model: Any  # compiled.Model
-    windows: Array  # int64[kinds]: tokens that each kind of layer looks back on, itself included; 0: all
-    keys: Array  # see `loops.attend`
+    outputs: Array  # float32[nodes, hidden]: the output of the last layer by stored local node
+    model: Any  # `decoder.Model`
+    windows: Array  # int64[kinds]: tokens that each kind of layer looks at, the row's own included; 0: all
+    keys: Array  # of all layers, see `layers.attend`
     values: Array
-    cache: int
+    store_row: int  # the session's row of the store
     threads: int
-    layers: int  # addresses of `loops.all_layers` and `loops.scored` for this model
-    scored: int
+    all_layers_at: int  # address of `layers.all_layers` for this model
+    score_rows_at: int  # address of `layers.score_rows` for this model
 
 
 @compiled
-def _looked_at(trie: Trie, start: int, stop: int, windows: Array) -> Array:
-    """bool[kinds, rows, slots]: what the stored nodes start .. stop look at in each kind of layer."""
+def _visible_slots(trie: Trie, start: int, stop: int, windows: Array) -> Array:
+    """Return which slots the stored nodes start .. stop look at in each kind of layer, bool[kinds, rows, slots]."""
     extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
     seen = np.zeros((len(windows), stop - start, extent), dtype=np.bool_)
     for kind in range(len(windows)):
@@ -43,10 +55,10 @@ def _looked_at(trie: Trie, start: int, stop: int, windows: Array) -> Array:
 
 
 @compiled
-def _store(one: CacheArrays) -> None:
+def _store(cache: CacheArrays) -> None:
     """Run the layers on all pending nodes, and keep their outputs."""
-    trie = one.trie
-    model = one.model
+    trie = cache.trie
+    model = cache.model
     start = trie.counts[STORED]
     stop = trie.counts[SIZE]
     slots = np.empty(stop - start, dtype=np.int64)
@@ -60,69 +72,73 @@ def _store(one: CacheArrays) -> None:
     x = np.empty((stop - start, model.embedding.shape[1]), dtype=np.float32)
     for row in range(len(x)):
         x[row] = model.embedding[tokens[row]]
-    rows = np.array([[one.cache, 0, len(x)]])
-    seen = _looked_at(trie, start, stop, one.windows)
-    call_at(one.layers, (
-        x, model.weights, model.angles, model.eps, model.heads, positions, rows, slots, seen, model.kinds, one.keys,
-        one.values, one.threads,
+    rows = np.array([[cache.store_row, 0, len(x)]])
+    seen = _visible_slots(trie, start, stop, cache.windows)
+    call_at(cache.all_layers_at, (
+        x, model.weights, model.angles, model.eps, model.heads, positions, rows, slots, seen, model.kinds, cache.keys,
+        cache.values, cache.threads,
     ))  # fmt: skip
-    one.outputs[start:stop] = x
+    cache.outputs[start:stop] = x
 
 
 @compiled
-def extended(one: CacheArrays, tokens: Array, parents: Array, answered: int) -> Array:
-    """`LM.extend` of one session: enter the forest, store what is pending, give the logits of all nodes from `answered` on.
+def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, answered: int) -> Array:
+    """Do `LM.extend` for one session: store the forest and all pending nodes, return the logits of nodes from `answered` on.
 
     Raises `IndexError` for tokens and positions that the model does not have.
+
+    Args:
+        tokens, parents: int64[nodes] of the forest.
     """
-    trie = one.trie
+    trie = cache.trie
     enter(trie, tokens, parents)
     if trie.counts[SIZE] > trie.counts[STORED]:
-        _store(one)
-    x = np.empty((trie.counts[KNOWN] - answered, one.outputs.shape[1]), dtype=np.float32)
+        _store(cache)
+    x = np.empty((trie.counts[KNOWN] - answered, cache.outputs.shape[1]), dtype=np.float32)
     for row in range(len(x)):
-        x[row] = one.outputs[trie.local[answered + row]]
-    model = one.model
+        x[row] = cache.outputs[trie.local[answered + row]]
+    model = cache.model
     logits = np.empty((len(x), len(model.head) * WIDTH), dtype=np.float32)
     if len(x) > 0:
-        call_at(one.scored, (x, model.last_norm, model.eps, model.head, logits, one.threads))
+        call_at(cache.score_rows_at, (x, model.last_norm, model.eps, model.head, logits, cache.threads))
     if logits.shape[1] > model.vocab:
         logits = logits[:, : model.vocab].copy()
     return logits
 
 
 @compiled
-def has_room(one: CacheArrays, fresh: int, beams: int) -> bool:
-    """For a turn of so many new forest nodes, behind which so many beams live."""
-    trie = one.trie
-    counts = one.trie.counts
+def has_room(cache: CacheArrays, fresh: int, beams: int) -> bool:
+    """Return whether the cache has room for a turn of `fresh` new forest nodes after which at most `beams` beams live."""
+    trie = cache.trie
+    counts = trie.counts
     size = counts[SIZE] + fresh + beams
     slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
-    rows = min(trie.nodes.shape[1], len(trie.seen), len(one.outputs))
+    rows = min(trie.nodes.shape[1], len(trie.seen), len(cache.outputs))
     return size <= rows and counts[KNOWN] + fresh + beams <= len(trie.local) and slots <= len(trie.used)
 
 
 @compiled
-def settle_cache(one: CacheArrays, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array) -> None:
-    """`LM.settle` of one session: keep the paths to the surviving beams, free the rest. There must be room.
+def settle_cache(cache: CacheArrays, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array) -> None:
+    """Do `LM.settle` for one session: keep the paths to the surviving beams, free the rest. There must be room.
 
     Args:
         tree: tokens and parents of the turn's forest.
-        nodes, tokens, parents: of the survivors; nodes are -1 where they were no draft.
+        nodes, tokens, parents: int64[beams] of the survivors: forest node (-1 if it was no draft), token, parent node.
     """
-    enter(one.trie, tree[0], tree[1])
-    _keep(one, hung(one.trie, nodes, tokens, parents))
+    enter(cache.trie, tree[0], tree[1])
+    _keep(cache, add_survivors(cache.trie, nodes, tokens, parents))
 
 
 @compiled
-def rewound(one: CacheArrays, roots: int) -> None:
-    """Back to the beginning of a turn of so many roots."""
-    _keep(one, one.trie.local[:roots].copy())
+def rewind_cache(cache: CacheArrays, roots: int) -> None:
+    """Take the cache back to the beginning of the turn, which had `roots` roots."""
+    _keep(cache, cache.trie.local[:roots].copy())
 
 
 @compiled
-def _keep(one: CacheArrays, leaves: Array) -> None:
-    former = kept(one.trie, leaves)
-    for node in range(one.trie.counts[STORED]):  # names only get smaller
+def _keep(cache: CacheArrays, leaves: Array) -> None:
+    """Keep the paths to these local nodes, and the outputs of the stored nodes that remain."""
+    former = prune(cache.trie, leaves)
+    for node in range(cache.trie.counts[STORED]):  # in place, as the number of a node never grows
         if former[node] != node:
-            one.outputs[node] = one.outputs[former[node]]
+            cache.outputs[node] = cache.outputs[former[node]]

@@ -1,5 +1,7 @@
-"""The forward of Llama-like models as compiled loops over panels: rows of all sessions without padding, each against the
-cache of its own session. Twin of the model's own forward, up to rounding; `load` compares both on a token tree.
+"""The compiled forward of Llama-like models on a CPU, which reads the weights in panels.
+
+The rows of all sessions are in one pass without padding; each row attends to its own session's cache. The results equal
+those of the model's own forward up to rounding; `load` compares both on a token tree.
 """
 
 import threading
@@ -30,57 +32,63 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-TILED_FROM = 30_000_000  # parameters: of fewer, that caches hold, vectors multiply few rows sooner than tiles do
+# Parameters from which on tiles are used. A smaller model is in the processor's caches, where vector instructions multiply a
+# few rows faster than tiles do.
+TILED_FROM = 30_000_000
 
 
 class Weights(NamedTuple):
-    """Of all layers, one behind the other; matrices in panels, those that read the same rows side by side in one."""
+    """The weights of all layers, stacked. Matrices are in panels; those that read the same rows are joined to one."""
 
-    before_attention: Array  # float32[layers, hidden]: weights of norms
-    before_inner: Array
-    bias: Array  # float32[layers, columns] of qkv; no columns where there is none
+    before_attention: Array  # float32[layers, hidden]: weights of the norm before attention
+    before_inner: Array  # float32[layers, hidden]: weights of the norm before the gated inner layer
+    bias: Array  # float32[layers, columns] of qkv; no columns if the model has no bias
     qkv: Array  # float32, uint32, uint16 or int32[layers, panels, words], see `in_panels`
     out: Array
     gate_up: Array
     down: Array
-    inner: int
+    inner: int  # columns of the gated inner layer
 
 
 class Model(NamedTuple):
-    """What loops read of a model."""
+    """The weights and settings of a model, as compiled layers read them."""
 
     embedding: Array  # float32[vocab, hidden]
     weights: Weights
     angles: Array  # float32[2, positions, size / 2]
     eps: float
     heads: int
-    kinds: Array  # int64[layers]: which kind of attention a layer has
-    last_norm: Array
+    kinds: Array  # int64[layers]: the kind of attention of each layer, an index into `CompiledDecoder.names`
+    last_norm: Array  # float32[hidden]
     head: Array  # in panels
     vocab: int
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What a pass reads: a row per token, sessions one after the other."""
+    """The rows of a pass: one for each token, the sessions one after the other."""
 
     tokens: Int64[np.ndarray, " n"]
     positions: Int64[np.ndarray, " n"]
     slots: Int64[np.ndarray, " n"]
-    sessions: Int64[np.ndarray, "sessions 3"]  # cache, first row, last row + 1
-    seen: dict[str, Bool[np.ndarray, "n slots"]]  # by kind of layer
+    sessions: Int64[np.ndarray, "sessions 3"]  # row of the store, first row, last row + 1
+    seen: dict[str, Bool[np.ndarray, "n slots"]]  # which slots each row may look at, by kind of layer
 
 
 _NO_VECTORS: Mapping[int, Float32[np.ndarray, " hidden"]] = {}
 
 
 class CompiledDecoder:
-    """The forward of one model; see `compiled_decoder`."""
+    """The compiled forward of one model. `compiled_decoder` makes it, and checks that it fits the model.
+
+    Args:
+        int8: whether to round the matrices to 8 bits.
+    """
 
     def __init__(self, model: "PreTrainedModel", int8: bool = False) -> None:
         config = model.config
         inner = model.model
-        self.threads = _started()
+        self.threads = _start_threads()
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.size = head_size(config)
@@ -90,7 +98,7 @@ class CompiledDecoder:
         self.angles = _angles(inner.rotary_emb, config.max_position_embeddings, self.size)
         head = _numbers(model.lm_head.weight)
         exact = fits_bfloat16(head) and all(
-            fits_bfloat16(_numbers(one.weight)) for one in inner.layers.modules() if isinstance(one, nn.Linear)
+            fits_bfloat16(_numbers(module.weight)) for module in inner.layers.modules() if isinstance(module, nn.Linear)
         )
         tiled = model.num_parameters() >= TILED_FROM and tiles.available()
         kind: Kind = "int8" if int8 else "float32" if not exact else "tiles" if tiled else "bfloat16"
@@ -113,6 +121,7 @@ class CompiledDecoder:
         )
 
     def store(self) -> PanelStore:
+        """Return a new store for the keys and values of this model."""
         return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH)
 
     def forward(
@@ -121,24 +130,26 @@ class CompiledDecoder:
         store: PanelStore,
         vectors: Mapping[int, Float32[np.ndarray, " hidden"]] = _NO_VECTORS,
         layers: slice = slice(None),
-        behind: Float32[np.ndarray, "n hidden"] | None = None,
+        states: Float32[np.ndarray, "n hidden"] | None = None,
     ) -> Float32[np.ndarray, "n hidden"]:
-        """What `logits` are made from, for all rows; keys and values of all are stored.
+        """Run layers on all rows, store their keys and values, and return the output of the last of these layers.
+
+        `logits` takes the output of the model's last layer.
 
         Args:
-            vectors: rows that are given by embedding, and not by their token, which is negative.
-            layers: which of them are run; keys and values are those of these layers.
-            behind: the rows behind the layer before these; None: what the tokens' embedding gives.
+            vectors: embeddings by row, of the rows whose token is negative.
+            layers: which layers to run; only their keys and values are stored.
+            states: the output of the layer before these for all rows; None: the embeddings of the tokens.
 
-        Raises `IndexError` for tokens and positions that the model does not have: loops would read beyond its arrays.
+        Raises `IndexError` for tokens and positions that the model does not have: the layers would read beyond its arrays.
         """
         if rows.positions.max() >= self.angles.shape[1]:
             raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[1]}")
-        x = self._embedded(rows.tokens, vectors) if behind is None else behind.copy()
+        x = self._embedded(rows.tokens, vectors) if states is None else states.copy()
         seen = np.array([rows.seen[name] for name in self.names])
         with _on_threads(self.threads) as threads:
             all_layers(
-                x, _of_layers(self.weights, layers), self.angles, self.eps, self.heads, rows.positions, rows.sessions,
+                x, _layers_of(self.weights, layers), self.angles, self.eps, self.heads, rows.positions, rows.sessions,
                 rows.slots, seen, self.kinds[layers], store.keys_by_panel[layers], store.values_by_slot[layers], threads,
             )  # fmt: skip
         return x
@@ -146,9 +157,9 @@ class CompiledDecoder:
     def _embedded(
         self, tokens: Int64[np.ndarray, " n"], vectors: Mapping[int, Float32[np.ndarray, " hidden"]]
     ) -> Float32[np.ndarray, "n hidden"]:
-        """Return what the first layer reads."""
-        strange = tokens < 0
-        if strange.any() and {*np.flatnonzero(strange).tolist()} != {*vectors}:
+        """Return what the first layer reads; raise `IndexError` if a token is negative and its row is not in `vectors`."""
+        negative = tokens < 0
+        if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
             raise IndexError("a token is beyond those of the model")
         x = self.embedding.take(np.maximum(tokens, 0), 0)
         for row, vector in vectors.items():
@@ -156,8 +167,14 @@ class CompiledDecoder:
         return x
 
     @contextmanager
-    def alone(self, cache: CpuCache, store: PanelStore, windows: Int64[np.ndarray, " kinds"]) -> Iterator[CacheArrays]:
-        """A session for loops of its own; there must be room in its cache and in the store."""
+    def arrays_for_steps(
+        self, cache: CpuCache, store: PanelStore, windows: Int64[np.ndarray, " kinds"]
+    ) -> Iterator[CacheArrays]:
+        """Yield a session's cache as arrays for steps. There must be room for what they store, in the cache and the store.
+
+        Args:
+            windows: see `CacheArrays`.
+        """
         with _on_threads(self.threads) as threads:
             yield CacheArrays(
                 cache.trie.arrays, cache.outputs, self.model, windows, store.keys_by_panel, store.values_by_slot, cache.row,
@@ -165,6 +182,7 @@ class CompiledDecoder:
             )  # fmt: skip
 
     def logits(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m vocab"]:
+        """Return the logits of rows, given the output of the last layer for them."""
         logits = np.empty((len(x), len(self.head) * WIDTH), dtype=np.float32)
         if len(x):
             with _on_threads(self.threads) as threads:
@@ -172,37 +190,40 @@ class CompiledDecoder:
         return np.ascontiguousarray(logits[:, : self.vocab])
 
     def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
-        """Return what the head reads of rows behind the last layer."""
+        """Return the output of the last layer after the final norm, which is what the head reads."""
         out = np.empty_like(x)
         normalise(x, self.last_norm, self.eps, out)
         return out
 
     @cached_property
     def addresses(self) -> tuple[int, int]:
-        """Of `all_layers` and `scored`, as this model calls them."""
-        some = np.zeros((1, 1), dtype=np.float32)
+        """The addresses of `all_layers` and `score_rows`, in their forms for the types of this model's arrays."""
+        floats = np.zeros((1, 1), dtype=np.float32)
         numbers = np.zeros(1, dtype=np.int64)
         store = self.store()
         layers = address_of(
-            all_layers, some, self.weights, self.angles, self.eps, self.heads, numbers, numbers[None], numbers,
+            all_layers, floats, self.weights, self.angles, self.eps, self.heads, numbers, numbers[None], numbers,
             np.zeros((1, 1, 1), dtype=bool), self.kinds, store.keys_by_panel, store.values_by_slot, 1,
         )  # fmt: skip
-        return layers, address_of(score_rows, some, self.last_norm, self.eps, self.head, some, 1)
+        return layers, address_of(score_rows, floats, self.last_norm, self.eps, self.head, floats, 1)
 
 
-def _of_layers(weights: Weights, layers: slice) -> Weights:
-    """Return the weights of some layers; a view."""
+def _layers_of(weights: Weights, layers: slice) -> Weights:
+    """Return the weights of some layers, as views."""
     if layers == slice(None):
         return weights
-    some = {name: getattr(weights, name)[layers] for name in Weights._fields if name != "inner"}
-    return weights._replace(**some)
+    views = {name: getattr(weights, name)[layers] for name in Weights._fields if name != "inner"}
+    return weights._replace(**views)
 
 
-_ONE_AT_A_TIME = threading.RLock()  # numba's threads serve one caller, who may run two models
+_ONE_AT_A_TIME = threading.RLock()  # numba's threads serve one caller at a time, which may run two models
 
 
-def _started() -> int:
-    """Most threads; numba and torch may share a pool, and starting it sets torch's number."""
+def _start_threads() -> int:
+    """Start numba's threads, and return the most that there are, without a change of torch's number of threads.
+
+    numba and torch may share a pool of threads; to start it sets torch's number.
+    """
     before = torch.get_num_threads()
     most = kernels.start_threads()
     torch.set_num_threads(before)
@@ -211,7 +232,10 @@ def _started() -> int:
 
 @contextmanager
 def _on_threads(most: int) -> Iterator[int]:
-    """As many as are allowed; how many that is."""
+    """Set numba's threads to those that compiled code may use, at most `most`, and yield their number.
+
+    With more than one thread, other callers wait until this context is left.
+    """
     threads = min(allowed_threads(), most)
     if threads == 1:
         yield 1
@@ -222,18 +246,23 @@ def _on_threads(most: int) -> Iterator[int]:
 
 
 def _weights(layers: list[Any], kind: Kind) -> Weights:
+    """Return the weights of these layers of a transformers model, with matrices in panels of a kind."""
+
     def panels(linears: Callable[[Any], list[nn.Linear]]) -> np.ndarray:
-        each = [in_panels(np.concatenate([_numbers(one.weight) for one in linears(layer)]), kind) for layer in layers]
+        each = []
+        for layer in layers:
+            matrix = np.concatenate([_numbers(linear.weight) for linear in linears(layer)])
+            each.append(in_panels(matrix, kind))
         return in_lines(np.stack(each))
 
     def qkv(layer: Any) -> list[nn.Linear]:
         return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
 
-    biases = [[_numbers(one.bias) for one in qkv(layer) if one.bias is not None] for layer in layers]
+    biases = [[_numbers(linear.bias) for linear in qkv(layer) if linear.bias is not None] for layer in layers]
     return Weights(
         before_attention=np.stack([_numbers(layer.input_layernorm.weight) for layer in layers]),
         before_inner=np.stack([_numbers(layer.post_attention_layernorm.weight) for layer in layers]),
-        bias=np.stack([np.concatenate([np.zeros(0, dtype=np.float32), *one]) for one in biases]),
+        bias=np.stack([np.concatenate([np.zeros(0, dtype=np.float32), *bias]) for bias in biases]),
         qkv=panels(qkv),
         out=panels(lambda layer: [layer.self_attn.o_proj]),
         gate_up=panels(lambda layer: [layer.mlp.gate_proj, layer.mlp.up_proj]),
@@ -243,20 +272,23 @@ def _weights(layers: list[Any], kind: Kind) -> Weights:
 
 
 def _numbers(weight: Tensor) -> Float32[np.ndarray, "..."]:
+    """Return a weight as a contiguous array, without a copy if it is contiguous."""
     return weight.detach().contiguous().numpy()
 
 
 def _angles(rotary: Any, positions: int, size: int) -> Float32[np.ndarray, "2 positions half"]:
-    """Cosines and sines of each pair at each position."""
+    """Return the cosine and the sine of each rotary pair's angle at each position."""
     cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None])
     return np.ascontiguousarray(torch.stack([cos[0, :, : size // 2], sin[0, :, : size // 2]]).numpy())
 
 
 @torch.inference_mode()
 def compiled_decoder(model: "PreTrainedModel", int8: bool = False) -> CompiledDecoder | None:
-    """The compiled forward of a model; None where numba is missing or it would not be the same model.
+    """Return the compiled forward of a model; None if numba is missing, or if it would not compute the same as the model.
 
-    `int8`: with its matrices rounded to 8 bits, the embedding apart: another model, read in a quarter of the time.
+    Args:
+        int8: whether to round all matrices but the embedding to 8 bits. This makes it another model, whose weights are read
+            in a quarter of the time.
     """
     sizes = model.config.hidden_size, getattr(model.config, "intermediate_size", 1), head_size(model.config)
     if not kernels.AVAILABLE or not is_plain_llama(model) or any(size % STEP for size in sizes):

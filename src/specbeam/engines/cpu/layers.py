@@ -1,15 +1,15 @@
-"""The layers of a Llama-like model as compiled loops: norms, rotary positions, attention, the gated inner layer.
+"""The compiled layers of a Llama-like model: norms, rotary positions, attention, the gated inner layer.
 
-A row's numbers are the same, to the last bit, whatever stands beside it: sums are added up in an order that is written
-down, never in one that the compiler finds, and nothing is compiled so that the compiler may change what is rounded.
+A row gets the same numbers, to the last bit, whatever other rows are in the pass: each sum is added up in an order that the
+source fixes, and no option lets the compiler change that order or what is rounded.
 """
 
 from typing import Any
 
 import numpy as np
 
-from specbeam.engines.cpu.panels import multiply, parts, stood_up
-from specbeam.engines.cpu.sums import MOST, WIDTH, sums
+from specbeam.engines.cpu.panels import multiply, part_count, write_transposed
+from specbeam.engines.cpu.sums import MOST, WIDTH, write_sums
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.fused import fused
 from specbeam.kernels.sums import exp_near_0
@@ -17,19 +17,19 @@ from specbeam.kernels.sums import exp_near_0
 _F0 = np.float32(0)
 _F1 = np.float32(1)
 _LOG2E = np.float32(1.4426950408889634)
-_LN2_HEAD = np.float32(0.693359375)  # of few bits: its multiples are exact
+_LN2_HEAD = np.float32(0.693359375)  # has few bits, so that its multiples are exact
 _LN2_REST = np.float32(-2.12194440e-4)
-_SIDE_BY_SIDE = 64  # maxima
-SUMMED = 32  # sums that grow side by side: every so many numbers one is added to each
+_SIDE_BY_SIDE = 64  # maxima that are updated side by side
+SUMMED = 32  # partial sums that grow side by side: number k of a row is added to partial sum k % SUMMED
 _HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
 
 
 @compiled
 def exponential(x: Array, powers: Array) -> None:
-    """x becomes exp(x), float32, to 2e-7 of it, between -87 and 87; outside, that of these.
+    """Replace x, float32[n], by exp(x), with a relative error below 2e-7; x is cut to -87 .. 87 first.
 
     Args:
-        powers: scratch, int32 of the same length.
+        powers: int32[n], overwritten.
     """
     for place in range(len(x)):
         y = _LEAST if x[place] < _LEAST else x[place]
@@ -45,7 +45,7 @@ def exponential(x: Array, powers: Array) -> None:
 
 @compiled
 def total_of(parts: Array) -> Array:
-    """Return the sum of float32[SUMMED], half on half: `parts` is overwritten."""
+    """Return the sum of float32[SUMMED], adding the upper half to the lower one repeatedly; `parts` is overwritten."""
     for place in range(16):
         parts[place] += parts[place + 16]
     for place in range(8):
@@ -59,7 +59,7 @@ def total_of(parts: Array) -> Array:
 def sum_of(x: Array, parts: Array) -> Array:
     """Return the sum of float32[n], in an order that is the same on every processor; `parts` is overwritten.
 
-    Zeros behind the last number do not change it.
+    Zeros after the last number do not change the sum.
     """
     parts[:] = _F0
     whole = len(x) // SUMMED * SUMMED
@@ -86,7 +86,7 @@ def sum_of_squares(x: Array, parts: Array) -> Array:
 
 @compiled
 def normalise(x: Array, weight: Array, eps: float, out: Array) -> None:
-    """RMSNorm of rows."""
+    """Write the RMSNorm of each row of x to `out`."""
     parts = np.empty(SUMMED, dtype=np.float32)
     for row in range(len(x)):
         square = sum_of_squares(x[row], parts)
@@ -97,25 +97,33 @@ def normalise(x: Array, weight: Array, eps: float, out: Array) -> None:
 
 @compiled
 def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions: Array) -> None:
-    """Rotary positions, in place, of `heads` heads from column `first` on. angles: float32[2, positions, size / 2]."""
+    """Apply rotary positions, in place, to `heads` heads of x from column `first` on.
+
+    Args:
+        angles: float32[2, positions, size / 2], cosines and sines.
+    """
     half = size // 2
     for row in range(len(x)):
         cos = angles[0, positions[row]]
         sin = angles[1, positions[row]]
         for head in range(heads):
             start = first + head * size
-            one = x[row, start : start + half]
-            other = x[row, start + half : start + size]
+            lower = x[row, start : start + half]
+            upper = x[row, start + half : start + size]
             for place in range(half):
-                a = one[place]
-                b = other[place]
-                one[place] = a * cos[place] - b * sin[place]
-                other[place] = b * cos[place] + a * sin[place]
+                a = lower[place]
+                b = upper[place]
+                lower[place] = a * cos[place] - b * sin[place]
+                upper[place] = b * cos[place] + a * sin[place]
 
 
 @compiled
 def largest(x: Array) -> Array:
-    """Of float32[n]. A maximum in one variable is found one by one, as NaN has to stay; many side by side are vectors."""
+    """Return the maximum of float32[n].
+
+    A maximum in one variable would compile to one comparison after the other, because of the rules for NaN; many maxima side
+    by side compile to vector instructions.
+    """
     tops = np.full(_SIDE_BY_SIDE, _UNSEEN, dtype=np.float32)
     whole = len(x) // _SIDE_BY_SIDE * _SIDE_BY_SIDE
     for start in range(0, whole, _SIDE_BY_SIDE):
@@ -132,7 +140,10 @@ def largest(x: Array) -> Array:
 
 @compiled
 def softmax(scores: Array, seen: Array, powers: Array, parts: Array) -> None:
-    """In place, over what is seen; the length is a multiple of `WIDTH`. `powers`, `parts`: scratch."""
+    """Replace scores, float32[slots], by their softmax over the slots that are seen; the others get 0.
+
+    The number of slots must be a multiple of `WIDTH`. `powers`, int32[slots], and `parts`, float32[SUMMED], are overwritten.
+    """
     for slot in range(len(scores)):
         scores[slot] = scores[slot] if seen[slot] else _UNSEEN
     top = largest(scores)
@@ -148,17 +159,21 @@ def softmax(scores: Array, seen: Array, powers: Array, parts: Array) -> None:
 
 
 @compiled
-def _asked(
-    q: Array, first: int, start: int, count: int, kv: int, group: int, size: int, scale: float, reach: Array, tall: Array
+def _gather_queries(
+    q: Array, first: int, start: int, count: int, kv: int, group: int, size: int, scale: float, reach: Array,
+    transposed: Array,
 ) -> int:  # fmt: skip
-    """Queries start .. start + count of one kv head, scaled and stood up; gives what slots they reach, in whole panels."""
+    """Write queries start .. start + count of one kv head, scaled, to `transposed`, in the layout of `write_transposed`.
+
+    Returns the number of slots that these queries reach, rounded up to whole panels.
+    """
     extent = 0
-    for one in range(count):
-        row = first + (start + one) // group
-        head = kv * group + (start + one) % group
+    for query in range(count):
+        row = first + (start + query) // group
+        head = kv * group + (start + query) % group
         extent = max(extent, reach[row])
         for place in range(size):
-            tall[place * count + one] = q[row, head * size + place] * scale
+            transposed[place * count + query] = q[row, head * size + place] * scale
     return -(-extent // WIDTH) * WIDTH
 
 
@@ -166,16 +181,18 @@ def _asked(
 def attend(
     q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int, scale: float, out: Array
 ) -> None:
-    """Attention of all rows to their caches.
+    """Write the attention of all rows to their sessions' caches to `out`.
 
     Args:
-        q: float32[rows, ...]; head h stands at columns h * size.
-        keys: float32[caches, kv heads, panels, size, WIDTH], a panel per WIDTH slots; contiguous.
+        q: float32[rows, ...]; head h is in columns h * size .. (h + 1) * size.
+        keys: float32[caches, kv heads, panels, size, WIDTH], one panel for WIDTH slots; contiguous.
         values: float32[caches, kv heads, slots, width], contiguous.
-        rows: int64[sessions, 3]: cache, first row, last row + 1.
-        seen: bool[rows, slots]; reach: int64[rows], one past the last slot seen.
+        rows: int64[sessions, 3]: row of the store, first row, last row + 1.
+        seen: bool[rows, slots]: which slots each row looks at.
+        reach: int64[rows]: one past the last slot that each row looks at.
         group: query heads per kv head.
-        out: float32[rows, heads * size]
+        scale: what scores are multiplied with, 1 / sqrt(size).
+        out: float32[rows, heads * size].
     """
     kv_heads = keys.shape[1]
     panels = keys.shape[2]
@@ -187,7 +204,7 @@ def attend(
     most = -(-(reach.max()) // WIDTH) * WIDTH
     scores = np.empty((MOST, most), dtype=np.float32)
     flat_scores = scores.reshape(-1)
-    tall = np.empty(MOST * max(size, most), dtype=np.float32)
+    transposed = np.empty(MOST * max(size, most), dtype=np.float32)
     mixed = np.empty((MOST, width), dtype=np.float32)
     powers = np.empty(most, dtype=np.int32)
     summed = np.empty(SUMMED, dtype=np.float32)
@@ -196,32 +213,32 @@ def attend(
         queries = (last - first) * group
         for kv in range(kv_heads):
             head_at = cache * kv_heads + kv
-            for part in range(parts(queries)):
-                start = part * queries // parts(queries)
-                count = (part + 1) * queries // parts(queries) - start
-                extent = _asked(q, first, start, count, kv, group, size, scale, reach, tall)
+            for part in range(part_count(queries)):
+                start = part * queries // part_count(queries)
+                count = (part + 1) * queries // part_count(queries) - start
+                extent = _gather_queries(q, first, start, count, kv, group, size, scale, reach, transposed)
                 for panel in range(extent // WIDTH):
-                    sums(
-                        count, flat_keys, (head_at * panels + panel) * size * WIDTH, WIDTH, tall, 0, flat_scores,
+                    write_sums(
+                        count, flat_keys, (head_at * panels + panel) * size * WIDTH, WIDTH, transposed, 0, flat_scores,
                         panel * WIDTH, most, size,
                     )  # fmt: skip
-                for one in range(count):
-                    softmax(scores[one, :extent], seen[first + (start + one) // group], powers, summed)
-                stood_up(scores[:, :extent], 0, count, tall)
+                for query in range(count):
+                    softmax(scores[query, :extent], seen[first + (start + query) // group], powers, summed)
+                write_transposed(scores[:, :extent], 0, count, transposed)
                 for panel in range(width // WIDTH):
-                    sums(
-                        count, flat_values, head_at * height * width + panel * WIDTH, width, tall, 0, mixed.reshape(-1),
-                        panel * WIDTH, width, extent,
+                    write_sums(
+                        count, flat_values, head_at * height * width + panel * WIDTH, width, transposed, 0,
+                        mixed.reshape(-1), panel * WIDTH, width, extent,
                     )  # fmt: skip
-                for one in range(count):
-                    row = first + (start + one) // group
-                    head = kv * group + (start + one) % group
-                    out[row, head * size : (head + 1) * size] = mixed[one, :size]
+                for query in range(count):
+                    row = first + (start + query) // group
+                    head = kv * group + (start + query) % group
+                    out[row, head * size : (head + 1) * size] = mixed[query, :size]
 
 
 @compiled
 def gate(both: Array, inner: int, out: Array) -> None:
-    """SiLU of the first `inner` columns times the next ones."""
+    """Write SiLU of the first `inner` columns of `both` times the next `inner` columns to `out`."""
     powers = np.empty(inner, dtype=np.int32)
     falling = np.empty(inner, dtype=np.float32)
     for row in range(len(both)):
@@ -233,8 +250,8 @@ def gate(both: Array, inner: int, out: Array) -> None:
 
 
 @compiled
-def kept(qkv: Array, heads: int, rows: Array, slots: Array, keys: Array, values: Array) -> None:
-    """Store keys and values of all rows at their slots."""
+def store_keys_and_values(qkv: Array, heads: int, rows: Array, slots: Array, keys: Array, values: Array) -> None:
+    """Store the keys and values of all rows in their slots; `rows`, `keys` and `values` are as in `attend`."""
     kv_heads = keys.shape[1]
     size = keys.shape[3]
     for session in range(len(rows)):
@@ -252,11 +269,15 @@ def all_layers(
     x: Array, weights: Any, angles: Array, eps: float, heads: int, positions: Array, rows: Array, slots: Array, seen: Array,
     kinds: Array, keys: Array, values: Array, threads: int,
 ) -> None:  # fmt: skip
-    """The layers one after the other, on x: float32[rows, hidden], in place.
+    """Run the layers one after the other on x, float32[rows, hidden], in place, and store keys and values.
 
     Args:
-        weights: `Weights`.
-        seen: bool[kinds, rows, slots]; kinds: int64[layers], which of them a layer goes by.
+        weights: `decoder.Weights`.
+        angles: see `rotate`.
+        positions, slots: int64[rows]: position in the text, and slot for keys and values.
+        rows: see `attend`.
+        seen: bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind.
+        kinds: int64[layers]: the kind of each layer.
         keys, values: of all layers; see `attend`.
     """
     count, hidden = x.shape
@@ -277,7 +298,7 @@ def all_layers(
             for row in range(count):
                 qkv[row, place] += weights.bias[layer, place]
         rotate(qkv, 0, heads + kv_heads, size, angles, positions)
-        kept(qkv, heads, rows, slots, keys[layer], values[layer])
+        store_keys_and_values(qkv, heads, rows, slots, keys[layer], values[layer])
         kind = kinds[layer]
         attend(qkv, keys[layer], values[layer], rows, seen[kind], reach[kind], heads // kv_heads, scale, mixed)
         multiply(mixed, weights.out[layer], out, threads)
@@ -291,7 +312,7 @@ def all_layers(
 
 @compiled
 def _reach(seen: Array) -> Array:
-    """int64[kinds, rows]: one past the last slot that a row sees."""
+    """Return one past the last slot that each row looks at, int64[kinds, rows]."""
     kinds, rows, slots = seen.shape
     reach = np.zeros((kinds, rows), dtype=np.int64)
     for kind in range(kinds):
@@ -305,7 +326,13 @@ def _reach(seen: Array) -> Array:
 
 @compiled
 def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, threads: int) -> None:
-    """Logits of rows behind the last layer; columns up to a multiple of `WIDTH`."""
+    """Write the logits of rows to `logits`, float32[rows, columns], whose columns are padded to a multiple of `WIDTH`.
+
+    Args:
+        x: float32[rows, hidden], the output of the last layer.
+        weight: float32[hidden] of the final norm.
+        head: the head's matrix in panels.
+    """
     h = np.empty_like(x)
     normalise(x, weight, eps, h)
     multiply(h, head, logits, threads)
@@ -313,7 +340,7 @@ def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, 
 
 @compiled
 def _add(x: Array, more: Array) -> None:
-    """x += more, of which there may be more columns."""
+    """Add `more` to x in place; `more` may have more columns, which are ignored."""
     for row in range(len(x)):
         here = x[row]
         there = more[row]

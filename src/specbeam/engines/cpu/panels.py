@@ -1,13 +1,15 @@
-"""Products of a few rows with a large matrix, in the time that reading the matrix takes.
+"""Products of a few rows with a large matrix, in the time that it takes to read the matrix.
 
-Libraries' float32 products take twice the time of one row from two to eight rows on. Here a matrix is laid out once in
-panels, a few columns wide, and a panel streams through registers in which the sums of up to `MOST` rows stay
-(engines/cpu/sums.py).
+With libraries a float32 product of a few rows, from between two and eight rows on, takes twice as long as that of one row.
+Here a matrix is laid out once in panels of a few columns. A panel is streamed through registers, while the sums of up to
+`MOST` rows stay in other registers (engines/cpu/sums.py).
 
-Weights that fit bfloat16 exactly, as those of most checkpoints do, are kept and read in it: half the time, and the same
-product. Where the processor has tile registers sixteen rows are multiplied at once (engines/cpu/tiles.py), which pays for
-matrices that its caches do not hold. Rounded to 8 bits weights are read in a quarter of the time, and each row of x is
-rounded too, by its own largest number: then a row takes a quarter of the arithmetic.
+Weights that bfloat16 represents exactly, as those of most checkpoints, are kept in it: they are read in half the time, with
+the same products. If the processor has tile registers, sixteen rows are multiplied at once (engines/cpu/tiles.py), which
+pays for matrices that are too large for its caches. Weights rounded to 8 bits are read in a quarter of the time. Then each
+row of x is rounded too, relative to its own largest number, so that a row takes a quarter of the arithmetic.
+
+The functions above `_source_of` stand for several compiled forms: numba chooses one by the dtype of the panels.
 """
 
 import inspect
@@ -18,7 +20,7 @@ from jaxtyping import Float, Float32, Int8, Shaped
 
 from specbeam import kernels
 from specbeam.engines.cpu import tiles
-from specbeam.engines.cpu.sums import MOST, STEP, WIDTH, sums
+from specbeam.engines.cpu.sums import MOST, STEP, WIDTH, write_sums
 from specbeam.kernels.compiling import compiled
 
 if kernels.AVAILABLE:
@@ -28,127 +30,128 @@ else:
     prange = range
 
 LINE = 64  # bytes of a cache line
-_UNPACKED_FROM = 16  # parts: with more, a panel's bfloat16 are unpacked once rather than for each part
-_SHARED_FROM = 300_000  # words of a matrix that is worth a second thread
+_UNPACKED_FROM = 16  # parts of rows; from here on the bfloat16 of a panel are unpacked once, not for each part
+_SHARED_FROM = 300_000  # words of a matrix, from which on its panels are shared among threads
 
 Kind = Literal["float32", "bfloat16", "tiles", "int8"]
 Scales = Float32[np.ndarray, " columns"]
 Array = Any  # numba finds the types by itself
 
 
-def laid_out(x: Array, panels: Array) -> Array:
-    """x[rows, depth] as `panel_times` takes it: for tiles, or stood up."""
-    raise NotImplementedError("compiled alone")
+def packed_rows(x: Array, panels: Array) -> Array:
+    """Return x[rows, depth] in the layout that `multiply_panel` takes: that of tiles, or transposed part by part."""
+    raise NotImplementedError("this function has compiled forms only")
 
 
-def begun(laid: Array, panels: Array) -> None:
-    """Get ready for `panel_times`."""
-    raise NotImplementedError("compiled alone")
+def begin_products(packed: Array, panels: Array) -> None:
+    """Prepare the processor for `multiply_panel`, in the current thread."""
+    raise NotImplementedError("this function has compiled forms only")
 
 
-def done(panels: Array) -> None:
-    """Leave the processor as it was."""
-    raise NotImplementedError("compiled alone")
+def end_products(panels: Array) -> None:
+    """Undo `begin_products`."""
+    raise NotImplementedError("this function has compiled forms only")
 
 
-def panel_times(panels: Array, panel: int, laid: Array, rows: int, depth: int, out: Array) -> None:
-    """Into `out` the products of all rows with one panel."""
-    raise NotImplementedError("compiled alone")
+def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array) -> None:
+    """Write the products of all rows with one panel to its columns of `out`."""
+    raise NotImplementedError("this function has compiled forms only")
 
 
-def stood_up(x: Array, start: int, rows: int, tall: Array) -> None:
-    """Into `tall`: rows start, start + 1, ... of x[rows, depth], step by step of depth; what `sums` takes.
+def write_transposed(x: Array, start: int, rows: int, transposed: Array) -> None:
+    """Write `rows` rows of x, float32[all rows, depth], from `start` on, to `transposed` as [depth, rows].
 
-    Into int32: rounded to uint8 around 128, four steps in a word, and behind them the scale of each row.
+    If `transposed` is int32, numbers are rounded to uint8 around 128, four steps of depth in a word, and the scale of each
+    row follows after all of them.
     """
-    raise NotImplementedError("compiled alone")
+    raise NotImplementedError("this function has compiled forms only")
 
 
-def room(panels: Array, rows: int, depth: int) -> Array:
-    """For so many rows stood up, of the type that goes with the panels."""
-    raise NotImplementedError("compiled alone")
+def scratch_for(panels: Array, rows: int, depth: int) -> Array:
+    """Return room for this number of transposed rows, of the dtype that goes with the panels."""
+    raise NotImplementedError("this function has compiled forms only")
 
 
 def unpacked(panel: Array, depth: int) -> Array:
-    """The numbers of one panel of float32 or bfloat16; int8 as they are."""
-    raise NotImplementedError("compiled alone")
+    """Return the numbers of one panel as float32; a panel of int8 is returned as it is."""
+    raise NotImplementedError("this function has compiled forms only")
 
 
-def _chosen(one: Any) -> Any:
-    """As numba wants it: tests wrap functions into type checks."""
-    return inspect.unwrap(one)
+def _source_of(function: Any) -> Any:
+    """Return the function without the type checks that tests wrap it into, as numba needs its source."""
+    return inspect.unwrap(function)
 
 
 if kernels.AVAILABLE:
 
-    @overload(laid_out, strict=False)
-    def _laid_out(x: Any, panels: Any) -> Any:
-        by = tiles.laid_out if panels.dtype == types.uint16 else _standing
-        return _chosen(lambda x, panels: by(x, panels))
+    @overload(packed_rows, strict=False)
+    def _compiled_packed_rows(x: Any, panels: Any) -> Any:
+        pack = tiles.packed_rows if panels.dtype == types.uint16 else _transposed_parts
+        return _source_of(lambda x, panels: pack(x, panels))
 
-    @overload(begun, strict=False)
-    def _begun(laid: Any, panels: Any) -> Any:
-        return _chosen(_tiles_begun if panels.dtype == types.uint16 else _nothing_begun)
+    @overload(begin_products, strict=False)
+    def _compiled_begin_products(packed: Any, panels: Any) -> Any:
+        return _source_of(_begin_tiles if panels.dtype == types.uint16 else _begin_nothing)
 
-    @overload(done, strict=False)
-    def _done(panels: Any) -> Any:
-        return _chosen(_tiles_done if panels.dtype == types.uint16 else _nothing_done)
+    @overload(end_products, strict=False)
+    def _compiled_end_products(panels: Any) -> Any:
+        return _source_of(_release_tiles if panels.dtype == types.uint16 else _end_nothing)
 
-    @overload(panel_times, strict=False)
-    def _panel_times(panels: Any, panel: Any, laid: Any, rows: Any, depth: Any, out: Any) -> Any:
-        by = tiles.panel_times if panels.dtype == types.uint16 else _panel_times_standing
-        return _chosen(lambda panels, panel, laid, rows, depth, out: by(panels, panel, laid, rows, depth, out))
+    @overload(multiply_panel, strict=False)
+    def _compiled_multiply_panel(panels: Any, panel: Any, packed: Any, rows: Any, depth: Any, out: Any) -> Any:
+        by = tiles.multiply_panel if panels.dtype == types.uint16 else _multiply_panel_in_parts
+        return _source_of(lambda panels, panel, packed, rows, depth, out: by(panels, panel, packed, rows, depth, out))
 
-    @overload(stood_up, strict=False)
-    def _stood_up(x: Any, start: Any, rows: Any, tall: Any) -> Any:
-        return _chosen(_stood_up_as_bytes if tall.dtype == types.int32 else _stood_up_as_floats)
+    @overload(write_transposed, strict=False)
+    def _compiled_write_transposed(x: Any, start: Any, rows: Any, transposed: Any) -> Any:
+        return _source_of(_write_transposed_bytes if transposed.dtype == types.int32 else _write_transposed_floats)
 
-    @overload(room, strict=False)
-    def _room(panels: Any, rows: Any, depth: Any) -> Any:
-        return _chosen(_room_for_bytes if panels.dtype == types.int32 else _room_for_floats)
+    @overload(scratch_for, strict=False)
+    def _compiled_scratch_for(panels: Any, rows: Any, depth: Any) -> Any:
+        return _source_of(_scratch_for_bytes if panels.dtype == types.int32 else _scratch_for_floats)
 
     @overload(unpacked, strict=False)
-    def _unpacked(panel: Any, depth: Any) -> Any:
-        return _chosen(_as_it_is if panel.dtype == types.int32 else _as_float32)
+    def _compiled_unpacked(panel: Any, depth: Any) -> Any:
+        return _source_of(_unchanged if panel.dtype == types.int32 else _as_float32)
 
 
-def _room_for_floats(panels: Array, rows: int, depth: int) -> Array:
+def _scratch_for_floats(panels: Array, rows: int, depth: int) -> Array:
     return np.empty(rows * depth, dtype=np.float32)
 
 
-def _room_for_bytes(panels: Array, rows: int, depth: int) -> Array:
+def _scratch_for_bytes(panels: Array, rows: int, depth: int) -> Array:
     return np.empty(rows * (depth // STEP + 1), dtype=np.int32)
 
 
-def _as_it_is(panel: Array, depth: int) -> Array:
+def _unchanged(panel: Array, depth: int) -> Array:
     return panel
 
 
-def _stood_up_as_floats(x: Array, start: int, rows: int, tall: Array) -> None:
-    steps = tall[: rows * x.shape[1]].reshape(x.shape[1], rows)
+def _write_transposed_floats(x: Array, start: int, rows: int, transposed: Array) -> None:
+    steps = transposed[: rows * x.shape[1]].reshape(x.shape[1], rows)
     for row in range(rows):
-        one = steps[:, row]
-        here = x[start + row]
-        for step in range(len(one)):
-            one[step] = here[step]
+        column = steps[:, row]
+        source = x[start + row]
+        for step in range(len(column)):
+            column[step] = source[step]
 
 
-def _stood_up_as_bytes(x: Array, start: int, rows: int, tall: Array) -> None:
+def _write_transposed_bytes(x: Array, start: int, rows: int, transposed: Array) -> None:
     words = x.shape[1] // STEP
-    scales = tall[rows * words : rows * (words + 1)].view(np.float32)
+    scales = transposed[rows * words : rows * (words + 1)].view(np.float32)
     for row in range(rows):
-        here = x[start + row]
+        source = x[start + row]
         largest = np.float32(1e-30)
-        for step in range(len(here)):
-            largest = max(largest, abs(here[step]))
+        for step in range(len(source)):
+            largest = max(largest, abs(source[step]))
         scales[row] = largest / np.float32(127)
         factor = np.float32(127) / largest
         for word in range(words):
-            held = np.uint32(0)
+            four_bytes = np.uint32(0)
             for place in range(STEP):
-                byte = np.int32(np.rint(here[STEP * word + place] * factor)) + np.int32(128)
-                held |= np.uint32(byte) << np.uint32(8 * place)
-            tall[word * rows + row] = np.int32(held)
+                byte = np.int32(np.rint(source[STEP * word + place] * factor)) + np.int32(128)
+                four_bytes |= np.uint32(byte) << np.uint32(8 * place)
+            transposed[word * rows + row] = np.int32(four_bytes)
 
 
 def _as_float32(panel: Array, depth: int) -> Array:
@@ -156,127 +159,134 @@ def _as_float32(panel: Array, depth: int) -> Array:
         return panel.view(np.float32)
     packed = panel.view(np.uint32).reshape(depth // 2, WIDTH)
     words = np.empty((depth, WIDTH), dtype=np.uint32)
-    for two in range(depth // 2):
+    for pair in range(depth // 2):
         for column in range(WIDTH):
-            words[2 * two, column] = packed[two, column] << np.uint32(16)
-            words[2 * two + 1, column] = packed[two, column] & np.uint32(0xFFFF0000)
+            words[2 * pair, column] = packed[pair, column] << np.uint32(16)
+            words[2 * pair + 1, column] = packed[pair, column] & np.uint32(0xFFFF0000)
     return words.reshape(-1).view(np.float32)
 
 
 @compiled
-def parts(rows: int) -> int:
-    """Into how many parts, of nearly equal size, that many rows are cut."""
+def part_count(rows: int) -> int:
+    """Return the number of parts, of nearly equal size and at most `MOST` rows, into which rows are cut."""
     return (rows + MOST - 1) // MOST
 
 
 @compiled
-def _standing(x: Array, panels: Array) -> Array:
-    """All rows stood up, part by part."""
+def _transposed_parts(x: Array, panels: Array) -> Array:
+    """Return all rows, transposed part by part."""
     rows, depth = x.shape
-    count = parts(rows)
-    tall = room(panels, rows, depth)
-    each = len(tall) // rows  # words of a row
+    count = part_count(rows)
+    transposed = scratch_for(panels, rows, depth)
+    each = len(transposed) // rows  # words of a row
     for part in range(count):
         start = part * rows // count
-        stood_up(x, start, (part + 1) * rows // count - start, tall[start * each :])
-    return tall
+        write_transposed(x, start, (part + 1) * rows // count - start, transposed[start * each :])
+    return transposed
 
 
 @compiled
-def _panel_times_standing(panels: Array, panel: int, tall: Array, rows: int, depth: int, out: Array) -> None:
+def _multiply_panel_in_parts(panels: Array, panel: int, transposed: Array, rows: int, depth: int, out: Array) -> None:
+    """Do `multiply_panel` for rows that were transposed part by part."""
     words = panels.shape[1]
     columns = out.shape[1]
-    count = parts(rows)
-    each = len(tall) // rows
+    count = part_count(rows)
+    each = len(transposed) // rows
     flat = panels.reshape(-1)
     result = out.reshape(-1)
     if count < _UNPACKED_FROM:
         for part in range(count):
             start = part * rows // count
-            sums(
-                (part + 1) * rows // count - start, flat, panel * words, WIDTH, tall, start * each, result,
+            write_sums(
+                (part + 1) * rows // count - start, flat, panel * words, WIDTH, transposed, start * each, result,
                 start * columns + panel * WIDTH, columns, depth,
             )  # fmt: skip
     else:
         numbers = unpacked(panels[panel], depth)
         for part in range(count):
             start = part * rows // count
-            sums(
-                (part + 1) * rows // count - start, numbers, 0, WIDTH, tall, start * each, result,
+            write_sums(
+                (part + 1) * rows // count - start, numbers, 0, WIDTH, transposed, start * each, result,
                 start * columns + panel * WIDTH, columns, depth,
             )  # fmt: skip
 
 
-def _nothing_begun(laid: Array, panels: Array) -> None:
+def _begin_nothing(packed: Array, panels: Array) -> None:
     pass
 
 
-def _tiles_begun(laid: Array, panels: Array) -> None:
-    tiles.tiles_begun(laid)
+def _begin_tiles(packed: Array, panels: Array) -> None:
+    tiles.begin_tiles(packed)
 
 
-def _nothing_done(panels: Array) -> None:
+def _end_nothing(panels: Array) -> None:
     pass
 
 
-def _tiles_done(panels: Array) -> None:
-    tiles.tiles_done()
+def _release_tiles(panels: Array) -> None:
+    tiles.release_tiles()
 
 
-def _multiplier(name: str, over: Any, **options: Any) -> Any:
-    """`multiply` with a loop `over` the panels; numba knows what it has compiled, here and on disk, by its name."""
+def _multiplier(name: str, panel_range: Any, **options: Any) -> Any:
+    """Return `multiply` with a loop over `panel_range` of the panels, `range` or numba's `prange`.
 
-    alone = over is range  # a thread of several says for every panel what its tiles look like
+    Args:
+        name: of the compiled function, by which numba finds its code in memory and on disk.
+    """
+    serial = panel_range is range  # with several threads, each has to configure its tiles anew for every panel
 
     def _multiply(x: Array, panels: Array, out: Array) -> None:
         rows, depth = x.shape
-        laid = laid_out(x, panels)
-        if alone:
-            begun(laid, panels)
-        for panel in over(len(panels)):
-            if not alone:
-                begun(laid, panels)
-            panel_times(panels, panel, laid, rows, depth, out)
-            if not alone:
-                done(panels)
-        if alone:
-            done(panels)
+        packed = packed_rows(x, panels)
+        if serial:
+            begin_products(packed, panels)
+        for panel in panel_range(len(panels)):
+            if not serial:
+                begin_products(packed, panels)
+            multiply_panel(panels, panel, packed, rows, depth, out)
+            if not serial:
+                end_products(panels)
+        if serial:
+            end_products(panels)
 
     _multiply.__name__ = _multiply.__qualname__ = name
     return compiled(_multiply, **options)
 
 
-_alone = _multiplier("multiply_alone", range)
-_on_threads = _multiplier("multiply_on_threads", prange, parallel=True)
+_multiply_on_one_thread = _multiplier("multiply_on_one_thread", range)
+_multiply_on_threads = _multiplier("multiply_on_threads", prange, parallel=True)
 
 
 @compiled
 def multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
-    """out[rows, columns] = x[rows, depth] @ matrix, from the `panels` of a matrix; columns are a multiple of `WIDTH`."""
+    """Write x[rows, depth] @ matrix to out[rows, columns], given the `panels` of the matrix; `WIDTH` divides columns."""
     if threads > 1 and panels.size >= _SHARED_FROM:
-        _on_threads(x, panels, out)
+        _multiply_on_threads(x, panels, out)
     else:
-        _alone(x, panels, out)
+        _multiply_on_one_thread(x, panels, out)
 
 
 def fits_bfloat16(matrix: Float[np.ndarray, "columns depth"]) -> bool:
-    """Whether every number is one of bfloat16, and two of a column can share a word."""
+    """Return whether bfloat16 represents every number exactly, and the depth is even, so that two steps share a word."""
     return matrix.shape[1] % 2 == 0 and not (np.ascontiguousarray(matrix).view(np.uint32) & 0xFFFF).any()
 
 
 def rounded(matrix: Float[np.ndarray, "columns depth"]) -> tuple[Int8[np.ndarray, "columns depth"], Scales]:
-    """A matrix as int8 and a scale per column: the nearest multiples of a 127th of the column's largest number."""
+    """Return a matrix rounded to int8, and a scale for each column: a 127th of the largest absolute number in it.
+
+    A number of the matrix is rounded to the nearest multiple of its column's scale.
+    """
     scales = np.maximum(np.abs(matrix).max(1), 1e-30).astype(np.float32) / np.float32(127)
     return np.rint(matrix / scales[:, None]).astype(np.int8), scales
 
 
 def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32") -> Shaped[np.ndarray, "panels words"]:
-    """A matrix for `multiply`, with columns of zeros up to a multiple of `WIDTH`.
+    """Return a matrix as the panels that `multiply` takes, with columns of zeros up to a multiple of `WIDTH`.
 
     Args:
-        kind: "float32"; "bfloat16", two steps of depth in each uint32, for numbers that fit; "tiles", the same as uint16,
-            for processors that have them (engines/cpu/tiles.py); "int8", another matrix (`rounded`), four steps in each
-            int32, and behind them the scales and 128 times the sums of the columns.
+        kind: "float32"; "bfloat16", two steps of depth in each uint32, for numbers that bfloat16 represents exactly;
+            "tiles", the same as uint16, for processors with tile registers (engines/cpu/tiles.py); "int8", a rounded matrix
+            (`rounded`), four steps of depth in each int32, followed by the scales and 128 times the sums of the columns.
 
     Raises `ValueError` if the depth is no multiple of `STEP`.
     """
@@ -297,7 +307,7 @@ def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32"
 
 
 def in_lines(array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-    """A copy that begins where a line of the processor's cache does: otherwise each register is read from two of them."""
+    """Return a copy that begins at a line of the processor's cache: otherwise each register is read from two lines."""
     room = np.empty(array.nbytes + LINE, dtype=np.uint8)
     start = -room.ctypes.data % LINE
     lines = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -306,8 +316,9 @@ def in_lines(array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
 
 
 def _panels_of_bytes(numbers: Int8[np.ndarray, "columns depth"], scales: Scales) -> Shaped[np.ndarray, "panels words"]:
+    """Return the panels of a matrix rounded to int8, each followed by its columns' scales and 128 times their sums."""
     count = len(numbers) // WIDTH
     words = np.ascontiguousarray(numbers).view(np.int32).reshape(count, WIDTH, -1).transpose(0, 2, 1)
     offsets = 128 * numbers.sum(1, dtype=np.int32)
-    behind = [one.reshape(count, WIDTH) for one in (scales.view(np.int32), offsets)]
-    return np.concatenate([words.reshape(count, -1), *behind], 1)
+    after = [values.reshape(count, WIDTH) for values in (scales.view(np.int32), offsets)]
+    return np.concatenate([words.reshape(count, -1), *after], 1)

@@ -1,6 +1,7 @@
-"""LLVM code for numba: the sums of a few rows with a panel of a matrix, which streams through registers where the sums stay.
+"""LLVM code for numba: the products of a few rows with a panel of a matrix.
 
-Every sum runs over the depth in order, so that a row's result does not depend on which rows stand beside it.
+The panel is streamed through registers, while the sums stay in other registers. Every sum goes over the depth in order, so
+that the result of a row does not depend on the other rows.
 """
 
 from typing import Any
@@ -15,77 +16,79 @@ if kernels.AVAILABLE:
     from specbeam.kernels.processor import features
 
     LANES = 16 if "avx512f" in features() else 8 if "avx2" in features() else 4  # 4-byte numbers in a register
-    MOST = 6 if LANES == 8 else 12  # rows at a time: so many sums fit the registers
-    # Whether one instruction multiplies four bytes of each lane and adds them up.
+    MOST = 6 if LANES == 8 else 12  # rows at a time, whose sums fit in the registers
+    # Whether one instruction multiplies four pairs of bytes in each lane and adds the products up.
     DOTS_BYTES = {16: "avx512vnni", 8: "avxvnni"}.get(LANES) in features()
 else:
     LANES = 16
     MOST = 12
     DOTS_BYTES = False
-    sums: Any = None  # nothing here is called
+    write_sums: Any = None  # never called without numba
 
 ACROSS = 2  # registers across a panel
 WIDTH = ACROSS * LANES  # columns of a panel
-STEP = 4  # depth per round of the loop: every depth is a multiple of it
-_AHEAD = 32  # steps of depth between what is called from memory and what is summed
+STEP = 4  # steps of depth in a round of the loop; every depth is a multiple of it
+_AHEAD = 32  # steps of depth by which prefetching is ahead of the sums
 
 
 class _Loop:
-    """The sums of one panel with a fixed number of rows.
+    """A writer of the LLVM code that computes the products of a fixed number of rows with one panel.
 
     Args:
-        held: steps of depth in a word: 1 float32, 2 bfloat16, the earlier one in its lower half.
+        steps_per_word: steps of depth in a word of the panel: 1 for float32; 2 for bfloat16, the earlier step in the lower
+            half.
     """
 
-    def __init__(self, builder: Any, rows: int, held: int) -> None:
+    def __init__(self, builder: Any, rows: int, steps_per_word: int) -> None:
         self.builder = builder
         self.rows = rows
-        self.held = held
+        self.steps_per_word = steps_per_word
         self.index = ir.IntType(64)
         self.word = ir.IntType(32)
         self.vector = ir.VectorType(ir.FloatType(), LANES)
         self.words = ir.VectorType(self.word, LANES)
 
     def write(self, weights: Any, stride: Any, x: Any, out: Any, out_stride: Any, depth: Any) -> None:
-        """Into the block where the builder stands; it goes on behind the loop."""
+        """Write the code at the builder's position, and leave the builder after the loop. For arguments see `write_sums`."""
         b = self.builder
         zeros = self._zeros()
         before = b.block
         loop = b.append_basic_block("loop")
-        behind = b.append_basic_block("behind")
+        end = b.append_basic_block("end")
         b.branch(loop)
         b.position_at_end(loop)
         at = b.phi(self.index)
         starts = [b.phi(zeros.type) for _ in range(self.rows * ACROSS)]
         sums = list(starts)
-        for step in range(0, STEP, self.held):
-            word = b.udiv(b.add(at, self._number(step)), self._number(self.held))
+        for step in range(0, STEP, self.steps_per_word):
+            word = b.udiv(b.add(at, self._number(step)), self._number(self.steps_per_word))
             for place, columns in enumerate(self._columns_of(weights, stride, word)):
                 sums = self._added(sums, columns, x, b.add(at, self._number(step + place)))
-        after = b.add(at, self._number(STEP))
-        carried = [(at, after, self._number(0))]
-        carried += [(start, end, zeros) for start, end in zip(starts, sums, strict=True)]
-        for start, end, first in carried:
+        next_at = b.add(at, self._number(STEP))
+        carried = [(at, next_at, self._number(0))]
+        carried += [(start, total, zeros) for start, total in zip(starts, sums, strict=True)]
+        for start, next_value, first in carried:
             start.add_incoming(first, before)
-            start.add_incoming(end, b.block)
-        b.cbranch(b.icmp_signed("<", after, depth), loop, behind)
-        b.position_at_end(behind)
+            start.add_incoming(next_value, b.block)
+        b.cbranch(b.icmp_signed("<", next_at, depth), loop, end)
+        b.position_at_end(end)
         for place, total in enumerate(self._finished(sums, weights, stride, x, depth)):
             row, across = divmod(place, ACROSS)
             goal = b.add(b.mul(out_stride, self._number(row)), self._number(across * LANES))
             b.store(total, self._pointer(out, goal, self.vector), align=4)
 
     def _columns_of(self, weights: Any, stride: Any, word: Any) -> list[list[Any]]:
-        """The columns of as many steps of depth as share a word."""
+        """Load the columns of a word; return them as float32 registers for each step of depth in the word."""
         b = self.builder
         start = self.builder.mul(word, stride)
-        if self.held == 1:
+        if self.steps_per_word == 1:
             return [self._loaded(weights, start, stride, self.vector)]
         both = self._loaded(weights, start, stride, self.words)
-        early = [b.bitcast(b.shl(one, self._all(16)), self.vector) for one in both]
-        return [early, [b.bitcast(b.and_(one, self._all(0xFFFF0000)), self.vector) for one in both]]
+        early = [b.bitcast(b.shl(words, self._all(16)), self.vector) for words in both]
+        return [early, [b.bitcast(b.and_(words, self._all(0xFFFF0000)), self.vector) for words in both]]
 
     def _added(self, sums: list[Any], columns: list[Any], x: Any, step: Any) -> list[Any]:
+        """Return the sums of all rows plus the products of one step of depth."""
         b = self.builder
         added = []
         first = b.mul(step, self._number(self.rows))
@@ -96,32 +99,33 @@ class _Loop:
         return added
 
     def _product(self, total: Any, spread: Any, column: Any) -> Any:
-        """`total` + `spread` * `column`."""
+        """Return `total` + `spread` * `column`."""
         fused = self._function(f"llvm.fma.v{LANES}f32", self.vector, [self.vector] * 3)
         return self.builder.call(fused, [column, spread, total])
 
     def _finished(self, sums: list[Any], weights: Any, stride: Any, x: Any, depth: Any) -> list[Any]:
+        """Return the results, as float32 registers, given the sums over the whole depth."""
         return sums
 
     def _loaded(self, weights: Any, first: Any, stride: Any, kind: Any) -> list[Any]:
-        """Registers across the panel; what comes later is called from memory."""
+        """Load registers across the panel, and prefetch those `_AHEAD` steps of depth later."""
         b = self.builder
         byte = ir.IntType(8).as_pointer()
         skipped = b.mul(stride, self._number(_AHEAD))
-        called = self._function("llvm.prefetch.p0", ir.VoidType(), [byte, self.word, self.word, self.word])
+        prefetch = self._function("llvm.prefetch.p0", ir.VoidType(), [byte, self.word, self.word, self.word])
         loaded = []
         for across in range(ACROSS):
             place = b.add(first, self._number(across * LANES))
             ahead = b.gep(weights, [b.add(place, skipped)])
-            b.call(called, [b.bitcast(ahead, byte), *(ir.Constant(self.word, n) for n in (0, 3, 1))])
+            b.call(prefetch, [b.bitcast(ahead, byte), *(ir.Constant(self.word, n) for n in (0, 3, 1))])
             loaded.append(b.load(self._pointer(weights, place, kind), align=4))
         return loaded
 
-    def _spread(self, one: Any) -> Any:
-        """A number in all lanes."""
+    def _spread(self, number: Any) -> Any:
+        """Return a register with a number in all lanes."""
         b = self.builder
-        kind = ir.VectorType(one.type, LANES)
-        lane = b.insert_element(ir.Constant(kind, ir.Undefined), one, ir.Constant(self.word, 0))
+        kind = ir.VectorType(number.type, LANES)
+        lane = b.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(self.word, 0))
         return b.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), ir.Constant(self.words, [0] * LANES))
 
     def _pointer(self, array: Any, place: Any, kind: Any) -> Any:
@@ -142,19 +146,20 @@ class _Loop:
 
 
 class _LoopOfBytes(_Loop):
-    """The same with four int8 in a word and four uint8 in a word of x, summed as integers: on any machine the same number.
+    """A `_Loop` for panels with four int8 in a word and rows with four uint8 in a word, which are summed as integers.
 
-    Behind the columns stand their scales, and what the offset of x adds to their sums; behind x stand its rows' scales.
+    So the result is the same number on every machine. In the panel the columns are followed by their scales, and by what the
+    offset of x, 128, adds to their sums. x is followed by the scales of its rows.
     """
 
     def __init__(self, builder: Any, rows: int) -> None:
-        super().__init__(builder, rows, held=4)
+        super().__init__(builder, rows, steps_per_word=4)
 
     def _columns_of(self, weights: Any, stride: Any, word: Any) -> list[list[Any]]:
         return [self._loaded(weights, self.builder.mul(word, stride), stride, self.words)]
 
     def _added(self, sums: list[Any], columns: list[Any], x: Any, step: Any) -> list[Any]:
-        return super()._added(sums, columns, x, self.builder.udiv(step, self._number(self.held)))
+        return super()._added(sums, columns, x, self.builder.udiv(step, self._number(self.steps_per_word)))
 
     def _product(self, total: Any, spread: Any, column: Any) -> Any:
         b = self.builder
@@ -169,9 +174,9 @@ class _LoopOfBytes(_Loop):
 
     def _finished(self, sums: list[Any], weights: Any, stride: Any, x: Any, depth: Any) -> list[Any]:
         b = self.builder
-        words = self.builder.udiv(depth, self._number(self.held))
-        behind = b.mul(words, stride)
-        places = [b.add(behind, self._number(across * LANES)) for across in range(ACROSS)]
+        words = self.builder.udiv(depth, self._number(self.steps_per_word))
+        end = b.mul(words, stride)
+        places = [b.add(end, self._number(across * LANES)) for across in range(ACROSS)]
         scales = [b.load(self._pointer(weights, place, self.vector), align=4) for place in places]
         places = [b.add(place, self._number(WIDTH)) for place in places]
         offsets = [b.load(self._pointer(weights, place, self.words), align=4) for place in places]
@@ -191,21 +196,26 @@ class _LoopOfBytes(_Loop):
 if kernels.AVAILABLE:
 
     @intrinsic
-    def sums(
+    def write_sums(
         typing: Any, rows: Any, weights: Any, at: Any, stride: Any, x: Any, x_at: Any, out: Any, out_at: Any,
         out_stride: Any, depth: Any,
     ) -> Any:  # fmt: skip
-        """out[out_at + row * out_stride + column] = sum over steps of x[x_at + step * rows + row] *
-        weights[at + step * stride + column], for 1 to `MOST` rows and the columns of a panel.
+        """Write the products of 1 to `MOST` rows with the columns of one panel to `out`.
 
-        Weights are float32; uint32, two bfloat16 each; or int32, four int8 each, with x as `panels.stood_up` makes it.
+        out[out_at + row * out_stride + column] = sum over steps of x[x_at + step * rows + row] *
+        weights[at + step * stride + column]
+
+        Weights are float32; or uint32 with two bfloat16 each; or int32 with four int8 each, and x int32 as
+        `panels.write_transposed` makes it.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             number, _, at, stride, _, x_at, _, out_at, out_stride, depth = args
             arrays = [(signature.args[place], args[place]) for place in (1, 4, 6)]
             data = [context.make_array(kind)(context, builder, value).data for kind, value in arrays]
-            weights, x, out = (builder.gep(one, [place]) for one, place in zip(data, (at, x_at, out_at), strict=True))
+            weights, x, out = (
+                builder.gep(array, [place]) for array, place in zip(data, (at, x_at, out_at), strict=True)
+            )
             end = builder.append_basic_block("end")
             choice = builder.switch(number, end)
             for rows in range(1, MOST + 1):
@@ -222,6 +232,7 @@ if kernels.AVAILABLE:
 
 
 def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
+    """Return the writer of the code for panels of a numba dtype."""
     if kind == types.int32:
         return _LoopOfBytes(builder, rows)
     return _Loop(builder, rows, {types.float32: 1, types.uint32: 2}[kind])

@@ -1,1 +1,1 @@
-"""Llama-like models on a GPU: few kernels a layer, captured passes, loops that start them."""
+"""The engine for Llama-like models on a GPU: few kernels per layer, captured passes, and steps that launch these."""

@@ -1,4 +1,4 @@
-"""One session in a model on a GPU: its trie, and the logits of a turn's forest nodes, which passes write to the host."""
+"""A session's cache in a model on a GPU: its trie, and the logits of the turn, which passes copy to the host."""
 
 from itertools import pairwise
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Int64
 
 from specbeam.core.forest import Forest
-from specbeam.engines.gpu.staging import Inputs, ModelLimits, check, laid_out
+from specbeam.engines.gpu.staging import Inputs, ModelLimits, check_nodes, write_inputs
 from specbeam.engines.kv.cache import Logits, Nodes
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED, Trie, enter
@@ -19,28 +19,36 @@ from specbeam.records import Turn
 if AVAILABLE:
     from specbeam.kernels.compiling import call_c
 
-FIRST_ROWS = 32
+FIRST_ROWS = 32  # rows of logits that there is room for at first
 
 
 class GpuCache(RowMember):
-    """Rows that were handed out stay as they are until the turn after the next one begins."""
+    """A session's cache in a model on a GPU. Logits that were handed out are valid until the turn after the next begins.
+
+    Args:
+        pinned: whether logits are in pinned memory, which the GPU writes by itself.
+
+    Attributes:
+        answered: number of forest nodes whose logits were handed out in this turn.
+        outputs: float32[room, vocab], logits on the host by forest node.
+    """
 
     def __init__(self, row: int, prompt: list[int], vocab: int, pinned: bool) -> None:
         super().__init__(row, prompt)
         self.answered = 0
         self.trie = KVTrie(prompt)
         self._pinned = pinned
-        # logits by forest node
         self.outputs = self._room(FIRST_ROWS, vocab)
         self._next = self._room(0, vocab)
 
     def make_room(self, fresh: int) -> None:
-        """For so many new nodes, all of which are to be stored."""
+        """Make room for `fresh` new forest nodes, and to store them and all pending nodes."""
         self.trie.make_room(fresh)
-        self.trie.make_slots(self.trie.waiting + fresh)
+        self.trie.make_slots(self.trie.pending + fresh)
         self.make_rows(self.trie.known + fresh)
 
     def make_rows(self, nodes: int) -> None:
+        """Make room for the logits of `nodes` forest nodes."""
         if nodes > len(self.outputs):
             larger = self._room(2 * nodes, self.outputs.shape[1])
             larger[: len(self.outputs)] = self.outputs
@@ -50,13 +58,13 @@ class GpuCache(RowMember):
         return torch.empty(rows, vocab, pin_memory=self._pinned)
 
     def enter(self, forest: Forest) -> Nodes:
-        """Take in new nodes; give the forest nodes whose logits a pass has to bring."""
+        """Add the new nodes of a forest; return the forest nodes whose logits the next pass has to compute."""
         self.trie.enter(forest)
         self.make_rows(self.trie.known)
         return self.answered + np.flatnonzero(self.trie.local[self.answered :] >= self.trie.stored)
 
     def answer(self) -> Logits:
-        """Logits of the forest nodes not handed out yet."""
+        """Return the logits of the forest nodes not handed out yet, and mark these as handed out."""
         first = self.answered
         self.answered = self.trie.known
         return self.outputs[first : self.answered]
@@ -68,56 +76,57 @@ class GpuCache(RowMember):
         if len(self._next) < len(before):
             self._next = self._room(max(FIRST_ROWS, 2 * len(before)), self.outputs.shape[1])
         self._next.numpy()[known] = self.outputs.numpy()[before[known]]
-        self.outputs, self._next, self.answered = self._next, self.outputs, 0
+        self.outputs, self._next = self._next, self.outputs
+        self.answered = 0
 
 
-def runs(nodes: Int64[np.ndarray, " n"]) -> list[slice]:
-    """Places of neighbours: [4, 5, 9] has them at 0 .. 2 and 2 .. 3."""
+def neighbour_slices(nodes: Int64[np.ndarray, " n"]) -> list[slice]:
+    """Return the places of consecutive numbers: for [4, 5, 9] the slices 0 .. 2 and 2 .. 3."""
     edges = [0, *(np.flatnonzero(np.diff(nodes) != 1) + 1).tolist(), len(nodes)]
     return [slice(first, last) for first, last in pairwise(edges) if last > first]
 
 
 class GpuCacheArrays(NamedTuple):
-    """A session in a model on a GPU, as loops see it; with room for all that is going to be stored."""
+    """A session's cache in a model on a GPU, as steps take it, with room for all that they are going to store."""
 
     trie: Trie
-    outputs: Array  # float32[nodes, vocab] by forest node, in memory that the GPU writes
+    outputs: Array  # float32[nodes, vocab]: logits by forest node, in memory that the GPU writes
     model: ModelLimits
-    into: Inputs
-    cache: int
-    graphs: Array  # see `gpu_graphs.CapturedGraphs`
-    staging: tuple[int, int, int]  # addresses there and here, bytes before the mask
-    stream: int
-    calls: tuple[int, int, int, int]
+    inputs: Inputs  # on the host
+    store_row: int  # the session's row of the store
+    graphs: Array  # int64[3, sizes], see `graphs.CapturedGraphs`
+    staging: tuple[int, int, int]  # addresses of the inputs on the device and on the host, bytes before the mask
+    stream: int  # handle of the CUDA stream
+    calls: tuple[int, int, int, int]  # see `graphs.Calls`
 
 
 @compiled
-def _pass(one: GpuCacheArrays, answered: int) -> None:
-    """Store all pending nodes, and bring the logits of the forest nodes among them."""
-    trie = one.trie
-    into = one.into
+def _run_pass(cache: GpuCacheArrays, answered: int) -> None:
+    """Store all pending nodes, and copy the logits of the forest nodes among them, from `answered` on, to the host."""
+    trie = cache.trie
+    inputs = cache.inputs
     start = trie.counts[STORED]
     count = trie.counts[SIZE] - trie.counts[STORED]
     known = trie.counts[KNOWN]
-    size = one.graphs[0, count]
-    graph = one.graphs[1, count]
-    logits = one.graphs[2, count]
-    check(trie, count, one.model)
-    byte = laid_out(trie, count, one.cache, one.model, into, 0, 0, 0)
-    for numbers in (into.tokens, into.positions, into.caches, into.slots, into.wanted):
+    size = cache.graphs[0, count]
+    graph = cache.graphs[1, count]
+    logits = cache.graphs[2, count]
+    check_nodes(trie, count, cache.model)
+    byte = write_inputs(trie, count, cache.store_row, cache.model, inputs, 0, 0, 0)
+    for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots, inputs.wanted):
         numbers[count:size] = 0
-    asked = 0
+    wanted = 0
     for node in range(answered, known):
         if trie.local[node] >= start:
-            into.wanted[asked] = trie.local[node] - start
-            asked += 1
-    into.wanted[asked:size] = 0
-    copy_there, launch, copy_here, wait = one.calls
-    there, here, before = one.staging
-    failed = call_c(copy_there, (there, here, before + byte, one.stream))
-    failed |= call_c(launch, (graph, one.stream))
-    row_bytes = 4 * one.outputs.shape[1]
-    goal = one.outputs.ctypes.data
+            inputs.wanted[wanted] = trie.local[node] - start
+            wanted += 1
+    inputs.wanted[wanted:size] = 0
+    copy_to_device, launch, copy_to_host, wait = cache.calls
+    on_device, on_host, before_mask = cache.staging
+    failed = call_c(copy_to_device, (on_device, on_host, before_mask + byte, cache.stream))
+    failed |= call_c(launch, (graph, cache.stream))
+    row_bytes = 4 * cache.outputs.shape[1]
+    goal = cache.outputs.ctypes.data
     done = 0
     node = answered
     while node < known:
@@ -126,21 +135,25 @@ def _pass(one: GpuCacheArrays, answered: int) -> None:
             node += 1
         if node > first:
             source = logits + done * row_bytes
-            failed |= call_c(copy_here, (goal + first * row_bytes, source, (node - first) * row_bytes, one.stream))
+            failed |= call_c(copy_to_host, (goal + first * row_bytes, source, (node - first) * row_bytes, cache.stream))
             done += node - first
         node += 1
-    failed |= call_c(wait, (one.stream,))
+    failed |= call_c(wait, (cache.stream,))
     if failed != 0:
-        raise RuntimeError("the GPU refused a pass")
+        raise RuntimeError("a call of the CUDA driver failed in a pass on the GPU")
 
 
 @compiled
-def gpu_extended(one: GpuCacheArrays, tokens: Array, parents: Array, answered: int) -> Array:
-    """`LM.extend` of one session: enter the forest, store what is pending, give the logits of all nodes from `answered` on.
+def extend_gpu_cache(cache: GpuCacheArrays, tokens: Array, parents: Array, answered: int) -> Array:
+    """Do `LM.extend` for one session: store the forest and all pending nodes, return the logits of nodes from `answered` on.
 
-    Raises `IndexError` for tokens and positions that the model does not have, `RuntimeError` if a call fails.
+    Raises `IndexError` for tokens and positions that the model does not have, and `RuntimeError` if a call of the CUDA
+    driver fails.
+
+    Args:
+        tokens, parents: int64[nodes] of the forest.
     """
-    enter(one.trie, tokens, parents)
-    if one.trie.counts[SIZE] > one.trie.counts[STORED]:
-        _pass(one, answered)
-    return one.outputs[answered : one.trie.counts[KNOWN]]
+    enter(cache.trie, tokens, parents)
+    if cache.trie.counts[SIZE] > cache.trie.counts[STORED]:
+        _run_pass(cache, answered)
+    return cache.outputs[answered : cache.trie.counts[KNOWN]]

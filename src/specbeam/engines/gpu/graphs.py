@@ -1,4 +1,4 @@
-"""Passes of a model on a GPU as captured graphs, and the driver's calls that loops run them with."""
+"""The captured graphs of passes on a GPU, and the functions of the CUDA driver with which steps launch them."""
 
 import ctypes
 from functools import cache, partial
@@ -11,28 +11,35 @@ from jaxtyping import Float, Int64
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.staging import Staging
 from specbeam.engines.kv.store import SlotStore
-from specbeam.engines.torch.captured import Capture, OfSecondTimes
-from specbeam.engines.torch.sizes import up
+from specbeam.engines.torch.captured import Capture, SecondUseCache
+from specbeam.engines.torch.sizes import rounded_up
 
-FEW = 64  # rows for which the head costs what it costs for one
-Graph = tuple[torch.cuda.CUDAGraph, torch.Tensor]  # and the logits that it writes
-Calls = tuple[int, int, int, int]  # addresses of the driver's functions: copy there, launch a graph, copy here, wait
+FEW = 64  # rows up to which the head takes no longer than for one row
+Graph = tuple[torch.cuda.CUDAGraph, torch.Tensor]  # a graph, and the logits that it writes
+# The addresses of the driver's functions: copy to the device, launch a graph, copy to the host, wait for the stream.
+Calls = tuple[int, int, int, int]
 
 
 class CapturedGraphs(NamedTuple):
-    """How loops run passes of one session."""
+    """What steps need to run passes of one session."""
 
-    # By the rows of a pass: the size it is filled up to, its graph, and where that has its logits.
+    # For each number of rows of a pass: the size that it is padded to, the handle of its graph, the address of its logits.
     by_rows: Int64[np.ndarray, "3 sizes"]
-    stream: int
+    stream: int  # handle of the CUDA stream
     calls: Calls
 
 
 class Graphs:
-    """A pass is captured when its size is met for the second time; one that brought a staging of its own is not.
+    """The graphs of the passes of one model: a size of a pass is captured when it comes for the second time.
+
+    A pass whose inputs are not in `staging` is not captured, as graphs read from there.
 
     Args:
-        capture: on a GPU; otherwise the same steps run one by one, the oracle of the graphs.
+        capture: whether to capture passes, which needs a GPU. Otherwise the same kernels are started one by one, which is
+            the reference in tests of the graphs.
+
+    Attributes:
+        steps_can_launch: whether compiled steps can launch the graphs.
     """
 
     def __init__(self, decoder: GpuDecoder, store: SlotStore, staging: Staging, capture: bool) -> None:
@@ -40,23 +47,26 @@ class Graphs:
         self.store = store
         self.staging = staging
         self.capture = Capture(staging.device) if capture else None
-        self.loops = capture and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph_exec") and calls() is not None
-        self.graphs = OfSecondTimes[Graph]()
-        self.of_loops: dict[int, Graph] = {}  # by rows
+        has_handles = hasattr(
+            torch.cuda.CUDAGraph, "raw_cuda_graph_exec"
+        )  # older versions of torch have no such method
+        self.steps_can_launch = capture and has_handles and driver_calls() is not None
+        self.graphs = SecondUseCache[Graph]()
+        self.step_graphs: dict[int, Graph] = {}  # graphs that steps launch, by size
         self._by_rows = np.zeros((3, FEW + 1), dtype=np.int64)
 
     def clear(self) -> None:
-        """The store has moved: graphs write where nobody looks any more."""
+        """Delete all graphs, after the store has moved its buffers: they would write into the old ones."""
         self.graphs.clear()
-        self.of_loops.clear()
+        self.step_graphs.clear()
         self._by_rows[:] = 0
         if self.capture is not None:
             self.capture.clear()
 
     def run(self, staging: Staging, shape: PassShape) -> Float[torch.Tensor, "wanted vocab"]:
-        """The logits are valid until the next pass."""
+        """Run a pass on the inputs of a staging, and return its logits, which are valid until the next pass."""
         forward = partial(self.decoder.forward, staging.inputs, shape, self.store)
-        if self.capture is None or staging is not self.staging:  # graphs read that one alone
+        if self.capture is None or staging is not self.staging:  # graphs read from self.staging
             return forward()
         known = self.graphs.get(shape, partial(self.capture, forward))
         if known is None:
@@ -67,52 +77,60 @@ class Graphs:
 
     @torch.inference_mode()
     def captured_for_steps(self, most: int) -> CapturedGraphs | None:
-        """What loops need to run passes of one session with up to so many rows; None where they cannot."""
-        found = calls() if self.loops else None
-        if found is None or most > FEW or not self._has_up_to(most):
+        """Return what steps need to run passes of one session with up to `most` rows; None if they cannot.
+
+        Captures the graphs that are missing.
+        """
+        calls = driver_calls() if self.steps_can_launch else None
+        if calls is None or most > FEW or not self._capture_up_to(most):
             return None
         stream = torch.cuda.current_stream(self.staging.device)
-        stream.query()  # through the runtime, so that this thread has the device's context when loops call the driver
-        return CapturedGraphs(self._by_rows, stream.cuda_stream, found)
+        stream.query()  # a call of the runtime gives this thread the device's context, which calls of the driver need
+        return CapturedGraphs(self._by_rows, stream.cuda_stream, calls)
 
-    def _has_up_to(self, most: int) -> bool:
-        """Capture what is missing; False if that failed."""
+    def _capture_up_to(self, most: int) -> bool:
+        """Capture the missing graphs of passes of one session with 1 to `most` rows; return False if that failed."""
         if self._by_rows[1, 1 : most + 1].all():
             return True
         assert self.capture is not None
         self.staging.blank()
         for count in range(1, most + 1):
-            size = up(count)
+            size = rounded_up(count)
             if not self._by_rows[1, size]:
                 shape = PassShape(size, 1, size, size)
                 forward = partial(self.decoder.forward, self.staging.inputs, shape, self.store)
-                forward()  # what is compiled at its first use cannot be captured
+                forward()  # Triton compiles kernels at their first use, which cannot be captured
                 known = self.capture(forward)
                 if known is None:
-                    self.loops = False
+                    self.steps_can_launch = False
                     return False
-                self.of_loops[size] = known
+                self.step_graphs[size] = known
                 self._by_rows[:, size] = size, known[0].raw_cuda_graph_exec(), known[1].data_ptr()
             self._by_rows[:, count] = self._by_rows[:, size]
         return True
 
 
 def shape_for(counts: list[int], wanted: int) -> PassShape:
-    """The size that a pass with so many rows of each session is filled up to."""
-    rows = up(sum(counts))
-    asked = rows if rows <= FEW else min(rows, up(wanted))
-    return PassShape(rows, up(len(counts)), min(rows, up(max(counts))), asked if wanted else 0)
+    """Return the size that a pass is padded to.
+
+    Args:
+        counts: number of rows of each session.
+        wanted: number of rows whose logits are wanted.
+    """
+    rows = rounded_up(sum(counts))
+    logits = rows if rows <= FEW else min(rows, rounded_up(wanted))
+    return PassShape(rows, rounded_up(len(counts)), min(rows, rounded_up(max(counts))), logits if wanted else 0)
 
 
 @cache
-def calls() -> Calls | None:
-    """None where there is no such driver."""
+def driver_calls() -> Calls | None:
+    """Return the addresses of the driver's functions; None if there is no CUDA driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
     names = ("cuMemcpyHtoDAsync_v2", "cuGraphLaunch", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize")
-    copy_there, launch, copy_here, wait = (
+    copy_to_device, launch, copy_to_host, wait = (
         ctypes.cast(getattr(driver, name), ctypes.c_void_p).value or 0 for name in names
     )
-    return copy_there, launch, copy_here, wait
+    return copy_to_device, launch, copy_to_host, wait

@@ -1,8 +1,8 @@
-"""The steps of a Llama-like layer that are no matrix products, as Triton kernels.
+"""Triton kernels for all operations of a Llama-like layer but the matrix products.
 
-Rows of all sessions stand one after the other; each knows its position, its cache and its slot. Attention reads keys and
-values where they lie, and takes from a mask who may look at which slot. Numbers that change from pass to pass are read on
-the device, so that a captured pass can be replayed: `Inputs` says what lies where.
+The rows of all sessions follow each other; each has its position, its row of the store and its slot. Attention reads keys
+and values in place, and a mask says which slots each row may look at. Numbers that change from pass to pass are read on the
+device, so that a captured pass can be replayed; `Inputs` describes them.
 """
 
 import inspect
@@ -17,19 +17,20 @@ from torch import Tensor
 
 from specbeam.engines.gpu.staging import Inputs
 
-WASTE = tl.constexpr(0)  # a slot that nobody sees, and where nothing is written: see engines/kv/steps.py
+WASTE = tl.constexpr(0)  # a slot that no row looks at, and where nothing is written here; see engines/kv/steps.py
 UNSEEN = tl.constexpr(-1e30)
-MOST_ROWS = 64
-MOST_SPLITS = 16
+MOST_ROWS = 64  # rows times query heads per key-value head, in one program of `_attend`
+MOST_SPLITS = 16  # parts of the slots, each for a program of `_attend`
 
 
 def step(function: Callable[..., Any]) -> Any:
-    """A Triton kernel. `unwrap`: tests wrap functions into type checks."""
-    return triton.jit(inspect.unwrap(function))
+    """Return the function as a Triton kernel."""
+    return triton.jit(inspect.unwrap(function))  # tests wrap functions into type checks
 
 
 @step
 def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
+    """Write the RMSNorm of one row of x, [rows, width], to `out`."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -41,6 +42,7 @@ def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
 
 @step
 def _gate(both, out, width, BLOCK: tl.constexpr):
+    """Write SiLU of the first half of one row of `both`, [rows, 2 * width], times the second half to `out`."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -51,38 +53,38 @@ def _gate(both, out, width, BLOCK: tl.constexpr):
 
 
 @step
-def _turn(
+def _rotate_and_store(
     qkv, q, keys, values, cos, sin, positions, caches, places, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rotary positions. Queries go to `q`, keys and values to their slots."""
+    """Apply rotary positions to one head of one row; write a query to `q`, a key or a value to its slot."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < HALF
     source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF + at
-    one = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    lower = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    upper = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     angle = tl.load(positions + row) * HALF + at
     c = tl.load(cos + angle, mask=inside, other=1.0)
     s = tl.load(sin + angle, mask=inside, other=0.0)
-    turned = one * c - other * s
-    turned_too = other * c + one * s
+    rotated_lower = lower * c - upper * s
+    rotated_upper = upper * c + lower * s
     slot = tl.load(places + row)
     kv_head = (head - HEADS) % KV_HEADS
-    kept = ((tl.load(caches + row).to(tl.int64) * KV_HEADS + kv_head) * slots + slot) * 2 * HALF + at
+    place = ((tl.load(caches + row).to(tl.int64) * KV_HEADS + kv_head) * slots + slot) * 2 * HALF + at
     stored = inside & (at * 0 + slot > WASTE)
     kind = q.dtype.element_ty
     if head < HEADS:
         goal = q + (row * HEADS + head) * 2 * HALF + at
-        tl.store(goal, turned.to(kind), mask=inside)
-        tl.store(goal + HALF, turned_too.to(kind), mask=inside)
+        tl.store(goal, rotated_lower.to(kind), mask=inside)
+        tl.store(goal + HALF, rotated_upper.to(kind), mask=inside)
     elif head < HEADS + KV_HEADS:
-        tl.store(keys + kept, turned.to(kind), mask=stored)
-        tl.store(keys + kept + HALF, turned_too.to(kind), mask=stored)
+        tl.store(keys + place, rotated_lower.to(kind), mask=stored)
+        tl.store(keys + place + HALF, rotated_upper.to(kind), mask=stored)
     else:
-        tl.store(values + kept, one.to(kind), mask=stored)
-        tl.store(values + kept + HALF, other.to(kind), mask=stored)
+        tl.store(values + place, lower.to(kind), mask=stored)
+        tl.store(values + place + HALF, upper.to(kind), mask=stored)
 
 
 @step
@@ -91,17 +93,18 @@ def _attend(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     AT_ONCE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one session and all query heads of one key-value head, over one part of the slots. With several parts these
-    leave unnormalised outputs, their sums and their maxima for `_join`.
+    """Compute attention for rows of one session and all query heads of one key-value head, over one part of the slots.
+
+    If there are several parts, each writes unnormalised outputs, their sums and their maxima, which `_join` puts together.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     head = tl.program_id(0) // SPLITS
     part = tl.program_id(0) % SPLITS
-    mine = sessions + tl.program_id(2)
-    first = tl.load(mine)
-    count = tl.load(mine + session_room)
-    cache = tl.load(mine + 2 * session_room).to(tl.int64)
-    extent = tl.load(mine + 3 * session_room)
+    session = sessions + tl.program_id(2)
+    first = tl.load(session)
+    count = tl.load(session + session_room)
+    cache = tl.load(session + 2 * session_room).to(tl.int64)
+    extent = tl.load(session + 3 * session_room)
     place = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     if tl.program_id(1) * ROWS < count * GROUP:
         row = place // GROUP
@@ -112,7 +115,8 @@ def _attend(
         here = real[:, None] & inside[None, :]
         query = tl.load(q + head_at[:, None] * SIZE + at[None, :], mask=here, other=0.0)
         base = (cache * KV_HEADS + head) * slots * SIZE
-        look = seen + tl.load(mine + 4 * session_room) + kind * tl.load(mine + 5 * session_room) + row[:, None] * extent
+        mask = seen + tl.load(session + 4 * session_room) + kind * tl.load(session + 5 * session_room)
+        look = mask + row[:, None] * extent
         top = tl.full([ROWS], UNSEEN, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         mixed = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -146,21 +150,21 @@ def _attend(
 
 @step
 def _join(parts, sums, tops, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """One head of one row."""
-    one = tl.program_id(0)
+    """Put the parts of attention together for one head of one row."""
+    head_of_row = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     part = tl.arange(0, SPLITS)
-    top = tl.load(tops + one * SPLITS + part)
+    top = tl.load(tops + head_of_row * SPLITS + part)
     weight = tl.exp(top - tl.max(top))
-    total = tl.sum(weight * tl.load(sums + one * SPLITS + part))
-    source = parts + (one * SPLITS + part)[:, None] * SIZE + at[None, :]
+    total = tl.sum(weight * tl.load(sums + head_of_row * SPLITS + part))
+    source = parts + (head_of_row * SPLITS + part)[:, None] * SIZE + at[None, :]
     mixed = tl.sum(tl.load(source, mask=(at < SIZE)[None, :], other=0.0) * weight[:, None], 0)
     value = (mixed / tl.maximum(total, 1e-30)).to(out.dtype.element_ty)
-    tl.store(out + one * SIZE + at, value, mask=at < SIZE)
+    tl.store(out + head_of_row * SIZE + at, value, mask=at < SIZE)
 
 
 def normed(x: Float[Tensor, "rows width"], weight: Float[Tensor, " width"], eps: float) -> Float[Tensor, "rows width"]:
-    """RMSNorm, in float32."""
+    """Return the RMSNorm of each row, computed in float32."""
     out = torch.empty_like(x)
     width = x.shape[1]
     _norm[(len(x),)](x, weight, out, width, eps, triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4)
@@ -168,7 +172,7 @@ def normed(x: Float[Tensor, "rows width"], weight: Float[Tensor, " width"], eps:
 
 
 def gated(both: Float[Tensor, "rows twice"]) -> Float[Tensor, "rows width"]:
-    """silu of the first half of each row times the second."""
+    """Return SiLU of the first half of each row times the second half."""
     rows = both.shape[0]
     width = both.shape[1] // 2
     out = both.new_empty(rows, width)
@@ -176,7 +180,7 @@ def gated(both: Float[Tensor, "rows twice"]) -> Float[Tensor, "rows width"]:
     return out
 
 
-def turned(
+def rotate_and_store(
     qkv: Float[Tensor, "rows all"],
     heads: tuple[int, int],
     angles: Float[Tensor, "2 positions half"],
@@ -184,11 +188,11 @@ def turned(
     keys: Float[Tensor, "caches kv_heads slots size"],
     values: Float[Tensor, "caches kv_heads slots size"],
 ) -> Float[Tensor, "rows heads size"]:
-    """Queries with rotary positions; keys, with theirs, and values are stored."""
+    """Store keys, with rotary positions, and values in their slots; return the queries with rotary positions."""
     rows = len(qkv)
     half = angles.shape[2]
     q = qkv.new_empty(rows, heads[0], 2 * half)
-    _turn[(rows, heads[0] + 2 * heads[1])](
+    _rotate_and_store[(rows, heads[0] + 2 * heads[1])](
         qkv, q, keys, values, angles[0], angles[1], inputs.positions, inputs.caches, inputs.slots, keys.shape[2],
         *heads, half, triton.next_power_of_2(half), num_warps=1,
     )  # fmt: skip
@@ -205,18 +209,19 @@ def attended(
     most: int,
     processors: int,
 ) -> Float[Tensor, "rows all"]:
-    """Attention of every row over the slots that it may look at.
+    """Return the attention of every row over the slots that it may look at.
 
     Args:
-        kind: of the layer: which mask counts.
-        sessions: of the pass, and `most` rows of one of them.
-        processors: of the device, all of which should have something to do.
+        kind: kind of the layer, which selects the mask.
+        sessions: number of sessions in the pass.
+        most: the most rows of one session.
+        processors: number of multiprocessors of the device; the slots are split so that all of them have work.
     """
     rows, heads, size = q.shape
     kv_heads = keys.shape[1]
     block = max(16, triton.next_power_of_2(size))
     places = most * heads // kv_heads
-    slots_at_once = max(16, min(64, 64 * 256 // (block * q.element_size())))  # tiles must fit the memory of a processor
+    slots_at_once = max(16, min(64, 64 * 256 // (block * q.element_size())))  # to fit in a multiprocessor's memory
     at_once = min(MOST_ROWS, max(16, triton.next_power_of_2(places)))
     programs = kv_heads * triton.cdiv(places, at_once) * sessions
     splits = (

@@ -1,4 +1,4 @@
-"""Passes on a GPU: one copy there, one captured graph, one copy back."""
+"""Passes on a GPU: one copy to the device, one captured graph, one copy back."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,11 +11,11 @@ import torch
 
 from specbeam import kernels
 from specbeam.core.forest import Forest
-from specbeam.engines.answers import answered
-from specbeam.engines.gpu.cache import GpuCache, GpuCacheArrays, gpu_extended, runs
+from specbeam.engines.answers import scored_rows
+from specbeam.engines.gpu.cache import GpuCache, GpuCacheArrays, extend_gpu_cache, neighbour_slices
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.graphs import FEW, Graphs, shape_for
-from specbeam.engines.gpu.staging import ModelLimits, Staging, check, laid_out
+from specbeam.engines.gpu.staging import ModelLimits, Staging, check_nodes, write_inputs
 from specbeam.engines.kv.cache import Logits, Nodes
 from specbeam.engines.kv.masks import Masks
 from specbeam.measure.profiler import span
@@ -24,144 +24,157 @@ from specbeam.records import Needs, Scored
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# of passes that are captured
+# the largest passes that are captured; larger ones get a staging of their own
 ROWS = 1024
 SESSIONS = 128
-MASK_BYTES = 2**22
-SLOTS = 1024  # of a cache, at first
-MOST_MASK_BYTES = 2**28  # of the prompts that are stored by one pass
+MASK_BYTES = 2**22  # for each kind of layer
+SLOTS = 1024  # slots of a row of the store at first
+MOST_MASK_BYTES = 2**28  # of the masks of all prompts that one pass stores
 
 
 class GpuPasses:
-    """Rows of all sessions one after the other, filled up to a size for which a graph was captured; a session that is alone
-    is served by one loop.
+    """The passes of a model on a GPU, in which the rows of all sessions follow each other.
+
+    A pass is padded to a size for which there may be a captured graph. A single session is served by one step
+    (`extend_gpu_cache`), if steps can launch the graphs.
 
     Args:
-        caches: all sessions of the model.
-        capture: on a GPU; otherwise the same steps run one by one.
+        caches: the caches of all sessions in each row of the store.
+        capture: whether to capture graphs, which needs a GPU; otherwise the same kernels are started one by one.
     """
 
-    most = FEW  # rows of a pass inside a loop
+    most_rows_in_steps = FEW  # rows of a pass that steps run
 
     def __init__(self, model: "PreTrainedModel", decoder: GpuDecoder, caches: list[GpuCache], capture: bool) -> None:
         self.decoder = decoder
         self.caches = caches
         self.device = decoder.embedding.device
         self.vocab = len(decoder.head)
-        windows = Masks(model.config, "sdpa", model.dtype).looked_back(decoder.kinds)
+        windows = Masks(model.config, "sdpa", model.dtype).window_sizes(decoder.kinds)
         self.model = ModelLimits(windows, decoder.angles.shape[1], len(decoder.embedding))
         self.store = decoder.store(SLOTS)
         self.staging = Staging(self.device, ROWS, SESSIONS, MASK_BYTES * len(decoder.kinds))
         self.graphs = Graphs(decoder, self.store, self.staging, capture)
 
     def try_out(self) -> None:
-        """A pass that keeps nothing."""
+        """Run a pass that keeps nothing, to see whether Triton works here."""
         with self._on_device(), torch.inference_mode():
             self.staging.blank()
             self.decoder.forward(self.staging.inputs, PassShape(1, 1, 1, 1), self.store)
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """Kernels are started on the current device."""
+        """Return a context in which the model's device is the current one, on which kernels are started."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def cache(self, row: int, prompt: list[int]) -> GpuCache:
+        """Return the cache of a new session in a row of the store."""
         return GpuCache(row, prompt, self.vocab, pinned=self.device.type == "cuda")
 
     takes_vectors = False
 
     def refuses(self, context: object) -> str:
-        """Say why these passes cannot take a context; they take none."""
+        """Return the reason why these passes cannot take a context: they take none."""
         return "the forward for GPUs takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
 
     def lacks(self, needs: Needs) -> str:
-        """Say why these passes cannot give what is asked for; "" if they can."""
+        """Return the reason why these passes cannot provide what is needed; "" if they can."""
         if needs.states:
             return "the forward for GPUs keeps no hidden states: HuggingFaceLM(model, engine='plain') does"
         return ""
 
     def extend(self, caches: list[GpuCache], forests: Sequence[Forest]) -> list[Scored]:
-        """Store what is pending, with the new nodes of these forests; return what was not handed out yet."""
-        if len(caches) == 1 and (rows := self._by_loop(caches[0], forests[0])) is not None:
-            return [answered(caches[0].needs, rows)]
+        """Store all pending nodes and the new nodes of these forests; return the rows that were not handed out yet."""
+        if len(caches) == 1 and (rows := self._extend_by_step(caches[0], forests[0])) is not None:
+            return [scored_rows(caches[0].needs, rows)]
         wanted = [cache.enter(forest) for cache, forest in zip(caches, forests, strict=True)]
-        if busy := [(cache, nodes) for cache, nodes in zip(caches, wanted, strict=True) if cache.trie.waiting]:
-            self._pass([(cache, cache.trie.waiting, nodes) for cache, nodes in busy])
-        return [answered(cache.needs, cache.answer()) for cache in caches]
+        if busy := [(cache, nodes) for cache, nodes in zip(caches, wanted, strict=True) if cache.trie.pending]:
+            self._run_pass([(cache, cache.trie.pending, nodes) for cache, nodes in busy])
+        return [scored_rows(cache.needs, cache.answer()) for cache in caches]
 
     def prefill(self, caches: list[GpuCache], counts: list[int]) -> None:
-        """Store so many pending tokens of each cache, whose logits nobody asks for."""
+        """Store the given number of pending tokens of each cache, without computing their logits.
+
+        Runs several passes if the masks would take more than `MOST_MASK_BYTES`.
+        """
         none = np.zeros(0, dtype=np.int64)
-        some = list[tuple[GpuCache, int, Nodes]]()
-        mask_bytes = 0
+        batch = list[tuple[GpuCache, int, Nodes]]()
+        batch_bytes = 0
         for cache, count in zip(caches, counts, strict=True):
             cache.trie.make_slots(count)
-            mine = count * cache.trie.capacity * len(self.model.windows)
-            if some and mask_bytes + mine > MOST_MASK_BYTES:
-                self._pass(some)
-                some = []
-                mask_bytes = 0
-            some.append((cache, count, none))
-            mask_bytes += mine
-        self._pass(some)
+            mask_bytes = count * cache.trie.capacity * len(self.model.windows)
+            if batch and batch_bytes + mask_bytes > MOST_MASK_BYTES:
+                self._run_pass(batch)
+                batch = []
+                batch_bytes = 0
+            batch.append((cache, count, none))
+            batch_bytes += mask_bytes
+        self._run_pass(batch)
 
     @contextmanager
-    def alone(self, cache: GpuCache, fresh: int) -> Iterator[GpuCacheArrays | None]:
-        """A session for loops of its own, which may bring so many new nodes; None where these cannot run passes."""
-        rows = cache.trie.waiting + fresh
+    def arrays_for_steps(self, cache: GpuCache, fresh: int) -> Iterator[GpuCacheArrays | None]:
+        """Yield the cache as arrays for steps, which may add up to `fresh` new nodes; None if steps cannot run passes."""
+        rows = cache.trie.pending + fresh
         cache.make_room(fresh)
         self._reserve(cache.trie.capacity)
         room = self.staging.holds(rows, 1, rows * cache.trie.capacity * len(self.model.windows))
         with self._on_device():
-            way = self.graphs.captured_for_steps(rows) if kernels.AVAILABLE and room else None
-            yield way and GpuCacheArrays(
-                cache.trie.arrays, cache.outputs.numpy(), self.model, self.staging.filled, cache.row, way.by_rows,
-                self.staging.addresses, way.stream, way.calls,
+            captured = self.graphs.captured_for_steps(rows) if kernels.AVAILABLE and room else None
+            yield captured and GpuCacheArrays(
+                cache.trie.arrays, cache.outputs.numpy(), self.model, self.staging.filled, cache.row, captured.by_rows,
+                self.staging.addresses, captured.stream, captured.calls,
             )  # fmt: skip
 
-    def _by_loop(self, cache: GpuCache, forest: Forest) -> Logits | None:
-        with self.alone(cache, forest.size - cache.trie.known) as one:
-            if one is None:
+    def _extend_by_step(self, cache: GpuCache, forest: Forest) -> Logits | None:
+        """Do `extend` for a single session, by one compiled step; return None if steps cannot run passes here."""
+        with self.arrays_for_steps(cache, forest.size - cache.trie.known) as arrays:
+            if arrays is None:
                 return None
             with span("model"):
-                rows = gpu_extended(one, forest.tokens, forest.parents, cache.answered)
+                rows = extend_gpu_cache(arrays, forest.tokens, forest.parents, cache.answered)
         cache.answered = cache.trie.known
         return torch.from_numpy(rows)
 
     @torch.inference_mode()
-    def _pass(self, parts: list[tuple[GpuCache, int, Nodes]]) -> None:
-        """Store so many pending nodes of each cache, and bring the logits of these forest nodes, which are among them."""
+    def _run_pass(self, parts: list[tuple[GpuCache, int, Nodes]]) -> None:
+        """Run a pass, and copy the logits of wanted nodes to the host.
+
+        Args:
+            parts: caches, each with the number of pending nodes to store, and the forest nodes among them whose logits are
+                wanted.
+        """
         counts = [count for _, count, _ in parts]
         starts = [*accumulate(counts, initial=0)]
-        asked = [*accumulate((len(nodes) for *_, nodes in parts), initial=0)]
-        shape = shape_for(counts, asked[-1])
+        ends = [*accumulate((len(nodes) for *_, nodes in parts), initial=0)]  # of each part among the wanted rows
+        shape = shape_for(counts, ends[-1])
         stored = [cache.trie.stored for cache, *_ in parts]
-        staging, mask_bytes = self._staged(parts, shape)
-        into = staging.filled
-        for (cache, _, nodes), before, start, (first, last) in zip(
-            parts, stored, starts, pairwise(asked), strict=False
-        ):
-            into.wanted[first:last] = cache.trie.local[nodes] - before + start
-        into.wanted[asked[-1] : shape.wanted] = 0
+        staging, mask_bytes = self._fill_staging(parts, shape)
+        inputs = staging.filled
+        for (cache, _, nodes), before, start, (first, last) in zip(parts, stored, starts, pairwise(ends), strict=False):
+            inputs.wanted[first:last] = cache.trie.local[nodes] - before + start
+        inputs.wanted[ends[-1] : shape.wanted] = 0
         with span("model"), self._on_device():
             try:
-                staging.bring(mask_bytes)
+                staging.copy_to_device(mask_bytes)
                 logits = self.graphs.run(staging, shape)
-                for (cache, _, nodes), first in zip(parts, asked, strict=False):
-                    for run in runs(nodes):
-                        rows = logits[first + run.start : first + run.stop]
-                        cache.outputs[nodes[run.start] : nodes[run.stop - 1] + 1].copy_(rows, non_blocking=True)
+                for (cache, _, nodes), first in zip(parts, ends, strict=False):
+                    for part in neighbour_slices(nodes):
+                        rows = logits[first + part.start : first + part.stop]
+                        cache.outputs[nodes[part.start] : nodes[part.stop - 1] + 1].copy_(rows, non_blocking=True)
             finally:
                 if self.device.type == "cuda":
-                    torch.cuda.current_stream(self.device).synchronize()  # what it read may be filled anew from here on
+                    torch.cuda.current_stream(self.device).synchronize()  # so that the staging can be filled again
 
-    def _staged(self, parts: list[tuple[GpuCache, int, Nodes]], shape: PassShape) -> tuple[Staging, int]:
-        """The rows of a pass, and how many bytes their mask has."""
-        beside = Counter[int]()
+    def _fill_staging(self, parts: list[tuple[GpuCache, int, Nodes]], shape: PassShape) -> tuple[Staging, int]:
+        """Give slots to the rows of a pass, and write its inputs to a staging; return this, and the bytes of the mask.
+
+        Raises `IndexError`, before any slot is given, for tokens and positions that the model does not have.
+        """
+        count_by_row = Counter[int]()
         for cache, count, _ in parts:
-            beside[cache.row] += count
+            count_by_row[cache.row] += count
         for cache, count, _ in parts:
-            check(cache.trie.arrays, count, self.model)
-            cache.trie.make_slots(beside[cache.row])
+            check_nodes(cache.trie.arrays, count, self.model)
+            cache.trie.make_slots(count_by_row[cache.row])
         self._reserve(max(cache.trie.capacity for cache, *_ in parts))
         most = sum(cache.trie.capacity * count for cache, count, _ in parts) * len(self.model.windows)
         staging = self.staging
@@ -169,17 +182,18 @@ class GpuPasses:
         byte = 0
         if not staging.holds(shape.rows, shape.sessions, most):
             staging = Staging(self.device, shape.rows, shape.sessions, most)
-        into = staging.filled
+        inputs = staging.filled
         for session, (cache, count, _) in enumerate(parts):
-            cache.trie.make_slots(count)  # others of the row may have taken some
-            byte = laid_out(cache.trie.arrays, count, cache.row, self.model, into, session, row, byte)
+            cache.trie.make_slots(count)  # other sessions in the same row of the store may have taken slots just now
+            byte = write_inputs(cache.trie.arrays, count, cache.row, self.model, inputs, session, row, byte)
             row += count
-        for numbers in (into.tokens, into.positions, into.caches, into.slots):
-            numbers[row : shape.rows] = 0  # the slot where nothing is kept
-        into.sessions[:, len(parts) : shape.sessions] = 0
+        for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots):
+            numbers[row : shape.rows] = 0  # padding goes to the waste slot, in which nothing is kept
+        inputs.sessions[:, len(parts) : shape.sessions] = 0
         return staging, byte
 
     def _reserve(self, slots: int) -> None:
+        """Make room in the store, and delete the graphs if that moves its buffers."""
         before = self.store.keys
         self.store.reserve(len(self.caches), slots)
         if self.store.keys is not before:

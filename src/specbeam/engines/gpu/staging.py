@@ -1,4 +1,4 @@
-"""What a pass on a GPU reads, laid out on the host."""
+"""The inputs of a pass on a GPU, which steps lay out on the host."""
 
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -11,31 +11,32 @@ from specbeam.kernels.compiling import Array, compiled
 
 
 class Inputs(NamedTuple):
-    """What changes from pass to pass: int32 unless said otherwise; tensors on the device, arrays on the host."""
+    """The inputs that change from pass to pass: tensors on the device, arrays on the host, int32 except for `seen`."""
 
     tokens: Any  # [rows]
     positions: Any  # [rows]
-    caches: Any  # [rows]
-    slots: Any  # [rows] where keys and values go; 0: nowhere
-    wanted: Any  # [rows] whose logits are asked for
-    sessions: (
-        Any  # [6, sessions]: first row, rows, cache, slots looked at; in the mask: first byte, bytes of a kind of layer
-    )
-    seen: Any  # uint8[bytes] by session, kind of layer, row, slot: whether the row may look there
+    caches: Any  # [rows]: row of the store
+    slots: Any  # [rows]: slot for keys and values; 0: they are not stored
+    wanted: Any  # [rows]: the rows whose logits are wanted
+    # [6, sessions]: first row, number of rows, row of the store, number of slots that attention goes over; and in the mask:
+    # first byte, bytes of each kind of layer
+    sessions: Any
+    seen: Any  # uint8[bytes] by session, kind of layer, row, slot: whether the row may look at the slot
 
 
 class ModelLimits(NamedTuple):
-    """What rows of a model have to keep to."""
+    """The limits of a model: its windows, and how many positions and tokens it has."""
 
-    windows: Array  # int64[kinds]: tokens that each kind of layer looks back on, itself included; 0: all
+    windows: Array  # int64[kinds]: tokens that each kind of layer looks at, the row's own included; 0: all
     positions: int
     vocab: int
 
 
 @compiled
-def check(trie: Trie, count: int, model: ModelLimits) -> None:
-    """Raise `IndexError` if the next local nodes of a session have tokens or positions that the model has not: kernels would
-    read beyond its arrays.
+def check_nodes(trie: Trie, count: int, model: ModelLimits) -> None:
+    """Raise `IndexError` if any of the next `count` pending nodes has a token or a position that the model does not have.
+
+    Kernels would read beyond the model's arrays.
     """
     start = trie.counts[STORED]
     stop = trie.counts[STORED] + count
@@ -46,11 +47,20 @@ def check(trie: Trie, count: int, model: ModelLimits) -> None:
 
 
 @compiled
-def laid_out(
-    trie: Trie, count: int, cache: int, model: ModelLimits, into: Inputs, session: int, row: int, byte: int
+def write_inputs(
+    trie: Trie, count: int, store_row: int, model: ModelLimits, inputs: Inputs, session: int, row: int, byte: int
 ) -> int:
-    """Give slots to the next local nodes of a session, for which there is room, and write down what a pass has to know of
-    them, from this row and this byte of the mask on. Gives the byte behind its part of the mask. To be checked before.
+    """Give slots to the next `count` pending nodes of a session, and write their rows of a pass to `inputs`.
+
+    There must be room for them, and `check_nodes` must have accepted them.
+
+    Args:
+        store_row: the session's row of the store.
+        session: number of the session in the pass.
+        row: first row of the session in the pass.
+        byte: first byte of the session in the mask.
+
+    Returns the first byte of the mask after those of the session.
     """
     start = trie.counts[STORED]
     stop = trie.counts[STORED] + count
@@ -59,22 +69,22 @@ def laid_out(
     slots = np.empty(count, dtype=np.int64)
     feed_slots(trie, slots)
     here = slice(row, row + count)
-    into.tokens[here] = tokens
-    into.positions[here] = positions
-    into.slots[here] = slots
-    into.caches[here] = cache
+    inputs.tokens[here] = tokens
+    inputs.positions[here] = positions
+    inputs.slots[here] = slots
+    inputs.caches[here] = store_row
     extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
-    column = into.sessions[:, session]
+    column = inputs.sessions[:, session]
     column[0] = row
     column[1] = count
-    column[2] = cache
+    column[2] = store_row
     column[3] = extent
     column[4] = byte
     column[5] = count * extent
     back = trie.slot_position[:extent]
     for kind in range(len(model.windows)):
         for node in range(start, stop):
-            look = into.seen[byte : byte + extent]
+            look = inputs.seen[byte : byte + extent]
             look[:] = trie.seen[node, :extent]
             if model.windows[kind] > 0:
                 look[trie.nodes[2, node] - back >= model.windows[kind]] = 0
@@ -83,7 +93,12 @@ def laid_out(
 
 
 class Staging:
-    """The same layout on the host and on the device, so that one copy brings all of it."""
+    """Buffers for the inputs of a pass, with the same layout on the host and on the device, so that one copy moves all.
+
+    Attributes:
+        inputs: on the device.
+        filled: on the host, where they are filled in.
+    """
 
     def __init__(self, device: torch.device, rows: int, sessions: int, mask_bytes: int) -> None:
         self.device = device
@@ -93,31 +108,33 @@ class Staging:
         self._edges = [*accumulate([rows] * 5 + [6 * sessions], initial=0)]
         self._start = 4 * self._edges[-1]
         size = self._start + mask_bytes
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._there = torch.zeros(size, dtype=torch.uint8, device=device)
-        self.inputs = Inputs(*self._views(self._there))
-        self.filled = Inputs(*(one.numpy() for one in self._views(self._host)))
+        self._on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._on_device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.inputs = Inputs(*self._views(self._on_device))
+        self.filled = Inputs(*(view.numpy() for view in self._views(self._on_host)))
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Return the fields of `Inputs` as views of a buffer."""
         numbers = buffer[: self._start].view(torch.int32)
         views = [numbers[start:stop] for start, stop in pairwise(self._edges)]
         views[5] = views[5].view(6, self.sessions)
         return [*views, buffer[self._start :]]
 
     def holds(self, rows: int, sessions: int, mask_bytes: int) -> bool:
+        """Return whether a pass of this size fits."""
         return rows <= self.rows and sessions <= self.sessions and mask_bytes <= self.mask_bytes
 
-    def bring(self, mask_bytes: int) -> None:
-        """To the device, with so many bytes of the mask."""
+    def copy_to_device(self, mask_bytes: int) -> None:
+        """Copy the inputs to the device, with `mask_bytes` bytes of the mask."""
         end = self._start + mask_bytes
-        self._there[:end].copy_(self._host[:end], non_blocking=True)
+        self._on_device[:end].copy_(self._on_host[:end], non_blocking=True)
 
     def blank(self) -> None:
-        """No session has rows, and no row is kept."""
-        self._host.zero_()
-        self._there.zero_()
+        """Set all inputs to zero: a pass in which no session has rows and nothing is stored."""
+        self._on_host.zero_()
+        self._on_device.zero_()
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """There and here, and the bytes before the mask."""
-        return self._there.data_ptr(), self._host.data_ptr(), self._start
+        """The addresses of the buffers on the device and on the host, and the number of bytes before the mask."""
+        return self._on_device.data_ptr(), self._on_host.data_ptr(), self._start

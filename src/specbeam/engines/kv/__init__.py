@@ -1,1 +1,1 @@
-"""The KV trie of a session, the store of its keys and values, and who may look at what."""
+"""The KV trie of a session, the store of keys and values, and the attention masks."""

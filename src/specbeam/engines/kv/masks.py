@@ -1,4 +1,4 @@
-"""Masks: who may look at which slot, in the form that each attention backend understands."""
+"""Attention masks, which say what slots each row of a pass may look at, in the form that each backend takes."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -12,7 +12,7 @@ from specbeam.engines.kv.trie import WASTE, Feed
 
 @runtime_checkable
 class SlotPositions(Protocol):
-    """A trie, or what knows as a trie does how far each slot's token is from the beginning."""
+    """A table of the position in the text of each slot's token, such as a KV trie."""
 
     @property
     def capacity(self) -> int: ...
@@ -25,37 +25,37 @@ _LOWEST = np.finfo(np.float32).min
 Mask = torch.Tensor | dict[str, torch.Tensor]
 
 
-def seen_by(feeds: list[Feed], width: int, extent: int) -> Bool[np.ndarray, "batch width extent"]:
-    """What each row of a pass may look at. Rows are aligned to the right.
+def visible_slots(feeds: list[Feed], width: int, extent: int) -> Bool[np.ndarray, "batch width extent"]:
+    """Return which slots each row of a pass may look at; the rows of a session are aligned to the right.
 
-    A padding row looks at the waste slot alone: a row that sees nothing turns into NaN in some backends.
+    A padding row looks at the waste slot only: a row that sees nothing turns into NaN in some backends.
     """
     seen = np.zeros((len(feeds), width, extent), dtype=bool)
     seen[:, :, WASTE] = True
-    for one, feed in zip(seen, feeds, strict=True):
+    for rows, feed in zip(seen, feeds, strict=True):
         if len(feed):
             known = min(extent, feed.seen.shape[1])
-            one[-len(feed) :, :known] = feed.seen[:, :known]
+            rows[-len(feed) :, :known] = feed.seen[:, :known]
     return seen
 
 
-def back_of(
+def distances_back(
     feeds: list[Feed], tries: Sequence[SlotPositions], width: int, extent: int
 ) -> Int32[np.ndarray, "batch width extent"]:
-    """How many tokens before each row a slot stands."""
+    """Return how many positions before each row of a pass the token of each slot is."""
     back = np.zeros((len(feeds), width, extent), dtype=np.int32)
-    for one, feed, trie in zip(back, feeds, tries, strict=True):
+    for rows, feed, trie in zip(back, feeds, tries, strict=True):
         if len(feed):
             known = min(extent, trie.capacity)
-            one[-len(feed) :, :known] = feed.positions[:, None] - trie.slot_position[None, :known]
+            rows[-len(feed) :, :known] = feed.positions[:, None] - trie.slot_position[None, :known]
     return back
 
 
 class Masks:
-    """Builds the mask argument of one model.
+    """A builder of the mask argument of one model.
 
-    SDPA takes booleans. Eager adds the mask to the scores, so it gets 0 and the lowest finite number; booleans would be
-    added as 0 and 1, silently, and -inf would make NaN. A model whose layers differ gets a dict by layer type.
+    SDPA takes booleans. Eager attention adds the mask to the scores, so it gets 0 and the lowest finite number: booleans
+    would be added as 0 and 1, silently, and -inf would make NaN. A model whose layers differ gets a dict by layer type.
     """
 
     def __init__(self, config: object, implementation: str, dtype: torch.dtype) -> None:
@@ -80,19 +80,26 @@ class Masks:
         device: torch.device,
         additive: bool = False,
     ) -> Mask:
-        """`additive`: in the form that eager takes, whatever the model's own."""
-        seen = seen_by(feeds, width, extent)
+        """Return the mask of a padded pass, [batch, 1, width, extent], or a dict of masks by layer type.
+
+        Args:
+            feeds: what the pass stores, one feed for each sequence of the batch.
+            width: rows of each sequence, padding included.
+            extent: number of slots that attention goes over.
+            additive: whether to use the form that eager attention takes, even if the model uses another one.
+        """
+        seen = visible_slots(feeds, width, extent)
         additive |= self.implementation == "eager"
-        back = back_of(feeds, tries, width, extent) if self._windowed else None
+        back = distances_back(feeds, tries, width, extent) if self._windowed else None
         if self.by_layer:
             kinds = self.windows.items()
-            return {kind: self._native(_cut(seen, back, window), device, additive) for kind, window in kinds}
-        return self._native(_cut(seen, back, self.window), device, additive)
+            return {kind: self._native(_within(window, seen, back), device, additive) for kind, window in kinds}
+        return self._native(_within(self.window, seen, back), device, additive)
 
     def flat(
         self, feeds: list[Feed], tries: Sequence[SlotPositions], extent: int
     ) -> dict[str, Bool[np.ndarray, "rows extent"]]:
-        """What each row may look at by kind of layer, without padding: rows of all feeds one after the other."""
+        """Return which slots each row may look at, by layer type, without padding: the rows of all feeds in order."""
         if len(feeds) == 1 and not self._windowed and extent <= feeds[0].seen.shape[1]:
             return dict.fromkeys(self.windows or ["full_attention"], feeds[0].seen[:, :extent])
         seen = np.zeros((sum(len(feed) for feed in feeds), extent), dtype=bool)
@@ -106,12 +113,12 @@ class Masks:
                 back[rows, :known] = feed.positions[:, None] - trie.slot_position[None, :known]
             start += len(feed)
         kinds = self.windows if self.by_layer else dict.fromkeys(self.windows or ["full_attention"], self.window)
-        return {kind: _cut(seen, back, window) for kind, window in kinds.items()}
+        return {kind: _within(window, seen, back) for kind, window in kinds.items()}
 
-    def looked_back(self, kinds: list[str]) -> Int64[np.ndarray, " kinds"]:
-        """Tokens that each kind of layer looks back on, itself included; 0: all."""
-        known = self.windows if self.by_layer else dict.fromkeys(kinds, self.window)
-        return np.array([known[name] or 0 for name in kinds], dtype=np.int64)
+    def window_sizes(self, kinds: list[str]) -> Int64[np.ndarray, " kinds"]:
+        """Return the number of tokens that each layer type looks at, the row's own token included; 0: all tokens."""
+        windows = self.windows if self.by_layer else dict.fromkeys(kinds, self.window)
+        return np.array([windows[name] or 0 for name in kinds], dtype=np.int64)
 
     @property
     def _windowed(self) -> bool:
@@ -120,6 +127,7 @@ class Masks:
     def _native(
         self, seen: Bool[np.ndarray, "batch width extent"], device: torch.device, additive: bool
     ) -> torch.Tensor:
+        """Return a mask [batch, 1, width, extent] on the device: booleans, or numbers to add to the scores."""
         if not additive:
             return torch.from_numpy(seen)[:, None].to(device)
         if self.dtype == torch.float32:
@@ -128,6 +136,6 @@ class Masks:
         return torch.zeros(mask.shape, dtype=self.dtype, device=device).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
 
-def _cut(seen: np.ndarray, back: np.ndarray | None, window: int | None) -> np.ndarray:
-    """A sliding window of n tokens lets a token see itself and the n - 1 before it."""
+def _within(window: int | None, seen: np.ndarray, back: np.ndarray | None) -> np.ndarray:
+    """Return the mask within a sliding window of n tokens, in which a token sees itself and the n - 1 tokens before it."""
     return seen if window is None or back is None else seen & (back < window)

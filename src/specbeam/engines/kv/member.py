@@ -1,4 +1,4 @@
-"""What caches of all engines know of the row of the store that they are in."""
+"""A base class of the caches of all engines: the place of a session in the store."""
 
 from typing import Any
 
@@ -9,16 +9,20 @@ from specbeam.engines.kv.trie import KVTrie
 
 
 class RowMember:
-    """A session in a model. Those whose prompts begin with the same tokens may be in one row, where these are stored once.
+    """A session's cache in a model, which is in one row of the store.
+
+    Sessions whose prompts begin with the same tokens may be in the same row, where these tokens are stored once.
 
     Attributes:
-        row: of the store.
-        company: all members of the row.
-        leader: the member that stores the beginning of this prompt, too; None if nobody does, or once it is taken over.
-        common: number of tokens that the leader stores for this one.
-        context, vectors: what the session gives this model besides tokens (see `Session`); None: nothing.
-        early_layers: layers that are run ahead of the others, for drafts of the model itself; None: none.
-        needs: what the parts of the session ask of each row of a pass.
+        row: the index of the row of the store.
+        company: the caches of all sessions in this row of the store.
+        leader: the cache that stores the beginning of this session's prompt too; None if there is none, or after this cache
+            has taken the beginning over.
+        common: number of tokens that the leader stores for this session.
+        context, vectors: the context and the embeddings that the session has for this model besides tokens (see `Session`);
+            None if it has none.
+        early_layers: number of layers that are run ahead of the others, for drafts by the model itself; None: no layers.
+        needs: what the parts of the session need of each row of a pass.
         prompt_rows: hidden states of rows before the first root, until they are handed out.
     """
 
@@ -38,5 +42,5 @@ class RowMember:
 
     @property
     def has_vectors(self) -> bool:
-        """Whether a token that is not stored yet is given by embedding."""
+        """Whether any token that is not stored yet is given by embedding."""
         return self.vectors is not None and bool((self.trie.tokens[self.trie.stored :] < 0).any())

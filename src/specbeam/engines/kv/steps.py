@@ -1,4 +1,4 @@
-"""The steps of a KV trie's counts as loops (see engines/kv/trie.py), compiled where numba is installed."""
+"""The steps that change the arrays of a KV trie (see engines/kv/trie.py), compiled if numba is installed."""
 
 from typing import NamedTuple
 
@@ -6,26 +6,27 @@ import numpy as np
 
 from specbeam.kernels.compiling import Array, compiled
 
-WASTE = 0  # a slot that nobody sees: padding is written there
-BLOCK = 64  # numbers of slots are multiples of it
-SIZE, STORED, KNOWN, HELD, EXTENT, PEAK = range(6)
+WASTE = 0  # a slot that no token looks at: padding is written there
+BLOCK = 64  # the number of slots is always a multiple of this
+SIZE, STORED, KNOWN, HELD, EXTENT, PEAK = range(6)  # indices of `Trie.counts`
 
 
 class Trie(NamedTuple):
-    """A trie as loops see it: arrays with room behind what is used."""
+    """The arrays of a KV trie, as steps take it; each has spare room after the part that is used."""
 
     nodes: Array  # int64[3, room]: token, parent and position of each local node, a parent before its children
     local: Array  # int64[room]: local node of each forest node known in this turn
     seen: Array  # bool[room, slots]: slots on the path to each stored local node, its own included
-    used: Array  # bool[slots]: slots that somebody sees
-    slot_position: Array  # int64[slots]
-    counts: Array  # int64[6]: local nodes (SIZE), how many of them are STORED; forest nodes that are KNOWN;
-    #               tokens HELD now and at most (PEAK); one past the last slot in use (EXTENT)
+    used: Array  # bool[slots]: slots that some stored node sees
+    slot_position: Array  # int64[slots]: position in the text of the token in each slot
+    # int64[6]: the number of local nodes (SIZE), of stored ones among them (STORED), of forest nodes known in this turn
+    # (KNOWN), of tokens stored now (HELD) and at most so far (PEAK); one past the last slot in use (EXTENT)
+    counts: Array
 
 
 @compiled
 def enter(trie: Trie, tokens: Array, parents: Array) -> None:
-    """Hang the forest nodes that are new behind the local nodes. There must be room."""
+    """Add the forest nodes that are new in this turn after the local nodes. There must be room for them."""
     size = trie.counts[SIZE]
     known = trie.counts[KNOWN]
     for node in range(known, len(tokens)):
@@ -41,7 +42,10 @@ def enter(trie: Trie, tokens: Array, parents: Array) -> None:
 
 @compiled
 def feed_slots(trie: Trie, slots: Array) -> None:
-    """Find free slots, which there must be, for the next local nodes; from here on these count as stored."""
+    """Give a free slot to each of the next `len(slots)` local nodes, write it into `slots`, and count them as stored.
+
+    There must be as many free slots.
+    """
     slot = WASTE
     start = trie.counts[STORED]
     counts = trie.counts
@@ -62,8 +66,13 @@ def feed_slots(trie: Trie, slots: Array) -> None:
 
 
 @compiled
-def hung(trie: Trie, survivors: Array, tokens: Array, parents: Array) -> Array:
-    """Local nodes of beams, by their forest nodes `survivors`; those that have none (-1) are hung under their `parents`."""
+def add_survivors(trie: Trie, survivors: Array, tokens: Array, parents: Array) -> Array:
+    """Return the local node of each surviving beam, after adding those that were no draft under their `parents`.
+
+    Args:
+        survivors: int64[beams], the forest node of each beam; -1 if it was no draft.
+        tokens, parents: int64[beams], the last token of each beam, and the forest node above it.
+    """
     leaves = np.empty(len(survivors), dtype=np.int64)
     size = trie.counts[SIZE]
     nodes = trie.nodes
@@ -82,11 +91,13 @@ def hung(trie: Trie, survivors: Array, tokens: Array, parents: Array) -> Array:
 
 
 @compiled
-def kept(trie: Trie, leaves: Array) -> Array:
-    """Rename the local nodes: stored leaves and stored parents of pending nodes first, then what is pending; free all slots
-    that none of these sees. The leaves are the roots of the next turn.
+def prune(trie: Trie, leaves: Array) -> Array:
+    """Keep only what these leaves need, free all slots that no remaining node sees, and number the remaining nodes anew.
 
-    Gives the former names of what is left.
+    The leaves are the roots of the next turn. Stored leaves and the stored parents of pending nodes come first, then the
+    pending nodes; a stored node needs no other nodes above it, as it knows the slots on its path.
+
+    Returns the former number of each remaining local node.
     """
     nodes = trie.nodes
     seen = trie.seen

@@ -1,4 +1,7 @@
-"""Keys and values of many sessions, one cache each, preallocated and written in place."""
+"""The store of the keys and values of many sessions, in preallocated buffers that passes write in place.
+
+The dimension `caches` of a buffer counts the rows of the store. A session's cache is in one row, which sessions may share.
+"""
 
 from dataclasses import dataclass
 
@@ -11,20 +14,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a pass writes and what it reads."""
+    """The rows and slots of the store that a pass writes, and the slots that it reads."""
 
-    caches: slice | Int64[Tensor, " batch"]  # a slice is read in place, single caches are copied together
+    caches: slice | Int64[Tensor, " batch"]  # rows of the store; a slice is read in place, single rows are copied
     slots: Int64[Tensor, "batch query"]
-    extent: int
+    extent: int  # number of slots that the pass reads, from the first one on
 
 
 class StoreLayer(CacheLayerMixin):
-    """One layer's buffers, [caches, heads, slots, head size]. `update` writes the pass and returns views of all it may see.
+    """The buffers of one layer, [caches, heads, slots, head size], with the interface of a cache of transformers.
 
-    The returned views are valid until the next pass or until the store grows.
+    `update` writes the keys and values of a pass, and returns views of all that the pass may look at. The views are valid
+    until the next pass or until the store grows.
     """
 
-    is_sliding = False  # every token stays; windows are cut by the mask
+    is_sliding = False  # every token stays in the cache; the mask limits attention to the window
 
     def __init__(self, store: "KVStore") -> None:
         super().__init__()
@@ -80,7 +84,7 @@ class StoreLayer(CacheLayerMixin):
             self.keys[cache, :, goal] = self.keys[cache, :, source]
             self.values[cache, :, goal] = self.values[cache, :, source]
 
-    # What masks and positions would be derived from; we bring our own, so these are never consulted for them.
+    # transformers derives masks and positions from these. Passes here bring their own, so the values do not matter.
     def get_seq_length(self) -> int:
         return 0
 
@@ -94,7 +98,7 @@ class StoreLayer(CacheLayerMixin):
 
 
 class KVStore(Cache):
-    """The buffers of all layers; `place` says where the present pass writes."""
+    """The buffers of all layers, as a cache of transformers; `place` says what the present pass writes and reads."""
 
     def __init__(self, layers: int) -> None:
         self.caches = 1
@@ -103,33 +107,42 @@ class KVStore(Cache):
         super().__init__(layers=[StoreLayer(self) for _ in range(layers)])
 
     def reserve(self, caches: int, slots: int) -> None:
-        """Make room, at least doubling what is too small."""
+        """Make room for at least so many rows of the store and slots; a dimension that is too small at least doubles."""
         caches = self.caches if caches <= self.caches else max(caches, 2 * self.caches)
         slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
         if (caches, slots) == (self.caches, self.slots):
             return
         with torch.inference_mode():
-            self.grow(caches, slots)  # where there is no memory for it, nothing has changed
+            self.grow(caches, slots)  # if this runs out of memory, nothing has changed
         self.caches = caches
         self.slots = slots
 
     def grow(self, caches: int, slots: int) -> None:
+        """Replace the buffers by larger ones with the same contents."""
         for layer in self.layers:
             layer.grow(caches, slots)
 
     @torch.inference_mode()
     def move_cache(self, source: int, goal: int) -> None:
+        """Copy all slots of one row of the store to another row."""
         for layer in self.layers:
             layer.move_cache(source, goal)
 
     @torch.inference_mode()
     def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+        """Copy some slots of one row of the store to other slots of the same row."""
         for layer in self.layers:
             layer.move_slots(cache, source, goal)
 
 
 class SlotStore(KVStore):
-    """Keys and values of all layers in two buffers, [layers, caches, heads, slots, size]."""
+    """A store for GPUs: the keys and values of all layers in two buffers, [layers, caches, heads, slots, size].
+
+    Args:
+        heads: number of key-value heads.
+        size: of a head.
+        like: a tensor of the dtype and device that the buffers should have.
+    """
 
     def __init__(self, layers: int, heads: int, size: int, like: Tensor, slots: int) -> None:
         super().__init__(layers)
@@ -138,26 +151,32 @@ class SlotStore(KVStore):
         self.keys, self.values = (like.new_zeros(layers, self.caches, heads, slots, size) for _ in range(2))
 
     def grow(self, caches: int, slots: int) -> None:
-        self.keys, self.values = (_larger(one, caches, slots) for one in (self.keys, self.values))
+        self.keys, self.values = (_larger(buffer, caches, slots) for buffer in (self.keys, self.values))
 
     @torch.inference_mode()
     def move_cache(self, source: int, goal: int) -> None:
-        for one in (self.keys, self.values):
-            one[:, goal] = one[:, source]
+        for buffer in (self.keys, self.values):
+            buffer[:, goal] = buffer[:, source]
 
     @torch.inference_mode()
     def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
-        for one in (self.keys, self.values):
-            one[:, cache, :, goal] = one[:, cache, :, source]
+        for buffer in (self.keys, self.values):
+            buffer[:, cache, :, goal] = buffer[:, cache, :, source]
 
 
 class PanelStore(KVStore):
-    """Buffers for the compiled forward, which writes them itself: all layers in one, and keys by slot, so that the scores of
-    neighbouring slots are made side by side.
+    """A store for the compiled forward, which writes the buffers itself.
+
+    Each buffer holds all layers. Keys are laid out in panels of `width` neighbouring slots, so that the scores of these
+    slots are computed side by side.
 
     Args:
         size: of a head.
-        width: what the columns of values are padded to a multiple of, with zeros.
+        width: slots of a panel; the columns of values are padded with zeros to a multiple of it.
+
+    Attributes:
+        keys_by_panel: float32[layers, caches, heads, panels, size, slots of a panel].
+        values_by_slot: float32[layers, caches, heads, slots, padded size].
     """
 
     def __init__(self, layers: int, heads: int, size: int, width: int) -> None:
@@ -185,7 +204,7 @@ class PanelStore(KVStore):
             buffer[:, goal] = buffer[:, source]
 
     def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
-        (panels, columns), (to_panels, to_columns) = (divmod(one.numpy(), self.columns) for one in (source, goal))
+        (panels, columns), (to_panels, to_columns) = (divmod(slots.numpy(), self.columns) for slots in (source, goal))
         keys = self.keys_by_panel[:, cache]
         values = self.values_by_slot[:, cache]
         keys[:, :, to_panels, :, to_columns] = keys[:, :, panels, :, columns]
@@ -193,6 +212,7 @@ class PanelStore(KVStore):
 
 
 def _larger(buffer: Float[Tensor, "*layers caches heads slots size"], caches: int, slots: int) -> Tensor:
+    """Return a larger copy of a buffer, with zeros in the new rows and slots."""
     *layers, before, heads, known, size = buffer.shape
     grown = buffer.new_zeros(*layers, caches, heads, slots, size)
     grown[..., :before, :, :known, :] = buffer

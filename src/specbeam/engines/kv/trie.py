@@ -1,19 +1,20 @@
-"""The KV trie of one session: every live token is stored once, and beams share their past physically.
+"""The KV trie of one session: every live token is stored once, and beams share the keys and values of their common past.
 
-A stored token occupies one *slot* of its cache. Who may look at what is the only structure: for each live leaf, the set
-of slots on its path (`seen`). A slot that no leaf sees is free, so dropping beams costs nothing and nothing is copied
-when beams are reordered; the holes are filled by the next nodes.
+A stored token occupies one *slot* of its cache. There are no pointers between slots: the trie keeps, for each live leaf, the
+set of slots on its path (`seen`). A slot that no leaf sees is free. So dropping beams costs nothing, nothing is copied when
+beams are reordered, and the next nodes fill the free slots.
 
 Tokens that live but are not stored yet are *pending*: at first the whole prompt, later the tokens that the target chose
-itself. They are stored with the next pass, each once, however many beams share them.
+itself. The next pass stores them, each once, however many beams share them.
 
     between turns                     during a turn
-    anchors  stored leaves and the    local nodes: anchors, then pending, then the draft nodes as they come;
-             parents of pending ones  a parent always stands before its children
+    anchors  stored leaves, and the   local nodes: anchors, then pending nodes, then the draft nodes as they come;
+             stored parents of        a parent always comes before its children
+             pending nodes
     pending  a small forest on them
     root_at  local node of each root
 
-The counts are arrays with room behind what is used; loops of `engines/kv/steps.py` keep them.
+All this is in arrays with spare room after the part that is used; the steps of `engines/kv/steps.py` update them.
 """
 
 from dataclasses import dataclass
@@ -32,16 +33,16 @@ from specbeam.engines.kv.steps import (
     STORED,
     WASTE,
     Trie,
+    add_survivors,
     enter,
     feed_slots,
-    hung,
-    kept,
+    prune,
 )
 from specbeam.records import Turn
 
 
 def widened(array: Shaped[np.ndarray, "..."], *shape: int) -> Shaped[np.ndarray, "..."]:
-    """A copy of this shape, with zeros behind."""
+    """Return a copy of an array in a larger shape, with zeros after the old contents in each dimension."""
     wider = np.zeros(shape, dtype=array.dtype)
     wider[tuple(slice(size) for size in array.shape)] = array
     return wider
@@ -49,7 +50,7 @@ def widened(array: Shaped[np.ndarray, "..."], *shape: int) -> Shaped[np.ndarray,
 
 @dataclass(frozen=True, eq=False)
 class Feed:
-    """Nodes of one session that a pass stores, in order."""
+    """The nodes of one session that a pass stores, in order; `seen` are the slots on the path to each, its own included."""
 
     tokens: Int64[np.ndarray, " n"]
     positions: Int64[np.ndarray, " n"]
@@ -61,14 +62,18 @@ class Feed:
 
 
 class KVTrie:
-    """Bookkeeping of one cache, on the host. The keys and values themselves lie in a `KVStore`.
+    """The bookkeeping of one session's cache, on the host. The keys and values themselves are in a `KVStore`.
 
     Args:
-        more: room for so many tokens behind the prompt, to begin with.
+        more: the number of tokens after the prompt that there is room for at first.
+
+    Attributes:
+        root_at: int64[beams], the local node of each root.
+        company: the tries of all sessions in the same row of the store.
     """
 
     def __init__(self, prompt: list[int], more: int = BLOCK) -> None:
-        # Local node 0 is the empty path before the prompt: stored, sees nothing. Pending nodes stand behind stored ones.
+        # Local node 0 is the empty path before the prompt: it is stored and sees nothing. Pending nodes come after it.
         size = 1 + len(prompt)
         room = -(-(size + more) // BLOCK) * BLOCK
         nodes = np.zeros((3, room), dtype=np.int64)
@@ -81,12 +86,12 @@ class KVTrie:
         seen = np.zeros((min(room, 2 * more), room), dtype=bool)
         self.arrays = Trie(nodes, numbers[:room], seen, np.zeros(room, dtype=bool), numbers[room:], counts)
         self.root_at = numbers[:1].copy()
-        self.company: list[KVTrie] = [self]  # all tries whose tokens are stored in the same cache
+        self.company: list[KVTrie] = [self]
 
     def share(self, other: "KVTrie", prompt: list[int], count: int) -> None:
-        """Begin with the first `count` tokens of the prompt where another trie of the company has stored them.
+        """Take over the slots of the first `count` tokens of the prompt from another trie in the same row of the store.
 
-        To be called before anything is stored; the last token of the prompt is never shared.
+        Must be called before this trie stores anything. The last token of the prompt is never shared.
         """
         anchor = int((other.positions[: other.stored] >= count - 1).argmax())
         slots = np.flatnonzero(other.seen[anchor] & (other.slot_position < count))
@@ -106,18 +111,18 @@ class KVTrie:
 
     @property
     def prompt_stored(self) -> int:
-        """How many tokens of the prompt are stored; no fewer than that, where more than the prompt is."""
+        """The number of tokens of the prompt that are stored, or more if later tokens are stored too."""
         return int(self.positions[: self.stored].max()) + 1
 
-    def _taken(self) -> Bool[np.ndarray, " slots"]:
-        """Return the slots that anybody of the company uses."""
-        taken = np.zeros(max(other.capacity for other in self.company), dtype=bool)
+    def _slots_in_use(self) -> Bool[np.ndarray, " slots"]:
+        """Return which slots any session in this row of the store uses."""
+        in_use = np.zeros(max(other.capacity for other in self.company), dtype=bool)
         for other in self.company:
-            taken[: other.capacity] |= other.seen.any(0)
-        return taken
+            in_use[: other.capacity] |= other.seen.any(0)
+        return in_use
 
     def _widen(self, slots: int) -> None:
-        """Make room for so many slots."""
+        """Make room for `slots` slots in all."""
         arrays = self.arrays
         if slots > self.capacity:
             self.arrays = arrays._replace(
@@ -128,87 +133,92 @@ class KVTrie:
 
     @property
     def capacity(self) -> int:
+        """The number of slots that there is room for."""
         return len(self.arrays.used)
 
     @property
     def size(self) -> int:
-        """Local nodes."""
+        """The number of local nodes."""
         return int(self.arrays.counts[SIZE])
 
     @property
     def stored(self) -> int:
-        """Local nodes that are stored; they are the first ones."""
+        """The number of local nodes that are stored; these come first."""
         return int(self.arrays.counts[STORED])
 
     @property
     def known(self) -> int:
-        """Forest nodes known in this turn."""
+        """The number of forest nodes known in this turn."""
         return int(self.arrays.counts[KNOWN])
 
     @property
     def held(self) -> int:
-        """Tokens stored."""
+        """The number of tokens stored now."""
         return int(self.arrays.counts[HELD])
 
     @property
     def extent(self) -> int:
-        """One past the last slot in use: what attention has to look at."""
+        """One past the last slot in use: the number of slots that attention has to go over."""
         return int(self.arrays.counts[EXTENT])
 
     @property
     def peak(self) -> int:
-        """Most tokens stored so far."""
+        """The largest number of tokens that were stored at the same time so far."""
         return int(self.arrays.counts[PEAK])
 
     @property
     def tokens(self) -> Int64[np.ndarray, " size"]:
+        """The token of each local node; negative if it is given by embedding, -1 also for the empty path."""
         return self.arrays.nodes[0, : self.size]
 
     @property
     def parents(self) -> Int64[np.ndarray, " size"]:
+        """The local node above each local node; -1 if there is none."""
         return self.arrays.nodes[1, : self.size]
 
     @property
     def positions(self) -> Int64[np.ndarray, " size"]:
+        """The position in the text of each local node; -1 for the empty path."""
         return self.arrays.nodes[2, : self.size]
 
     @property
     def local(self) -> Int64[np.ndarray, " known"]:
-        """Local node of each forest node known in this turn."""
+        """The local node of each forest node known in this turn."""
         return self.arrays.local[: self.known]
 
     @property
     def seen(self) -> Bool[np.ndarray, "stored capacity"]:
-        """The slots on the path to each stored node."""
+        """The slots on the path to each stored node, its own included."""
         return self.arrays.seen[: self.stored]
 
     @property
     def used(self) -> Bool[np.ndarray, " capacity"]:
-        """Slots that somebody sees."""
+        """Whether each slot is in use."""
         return self.arrays.used
 
     @property
     def slot_position(self) -> Int64[np.ndarray, " capacity"]:
+        """The position in the text of the token in each slot."""
         return self.arrays.slot_position
 
     @property
-    def waiting(self) -> int:
-        """Local nodes that are not stored yet."""
+    def pending(self) -> int:
+        """The number of local nodes that are not stored yet."""
         return self.size - self.stored
 
     @property
-    def ahead(self) -> int:
-        """Local nodes that are not stored yet before the first root, whose logits nobody asks for."""
+    def pending_before_roots(self) -> int:
+        """The number of pending nodes before the first root; their logits are not needed."""
         return max(int(self.root_at.min()) - self.stored, 0)
 
     def enter(self, forest: Forest) -> None:
-        """Take in the nodes of the forest that are new."""
+        """Add the nodes of the forest that are new in this turn."""
         if forest.size > self.known:
             self.make_room(forest.size - self.known)
             enter(self.arrays, forest.tokens, forest.parents)
 
     def make_room(self, more: int) -> None:
-        """For so many more nodes, stored ones too."""
+        """Make room for `more` further local nodes, not for their slots."""
         arrays = self.arrays
         size = self.size + more
         changed: dict[str, np.ndarray] = {}
@@ -220,23 +230,26 @@ class KVTrie:
             self.arrays = arrays._replace(**changed)
 
     def make_slots(self, more: int) -> None:
-        """For so many more stored nodes. At least double, so that growing costs little in the long run."""
+        """Make room for `more` further stored nodes and their slots, and mark the slots of other sessions as used.
+
+        What is too small at least doubles, so that growing costs little in the long run.
+        """
         arrays = self.arrays
         rows = self.stored + more
-        taken = self._taken() if len(self.company) > 1 else None
-        held = self.held if taken is None else int(taken.sum())
-        slots = held + more + 1  # the waste slot is nobody's
+        in_use = self._slots_in_use() if len(self.company) > 1 else None
+        held = self.held if in_use is None else int(in_use.sum())
+        slots = held + more + 1  # one more for the waste slot
         if rows > len(arrays.seen):
             rows = len(arrays.seen) + max(rows, len(arrays.seen))
             self.arrays = arrays._replace(seen=widened(arrays.seen, rows, self.capacity))
         if slots > self.capacity:
             self._widen(-(-max(2 * self.capacity, slots) // BLOCK) * BLOCK)
-        if taken is not None:  # so that nothing is put where others are; until this one is settled
-            size = min(len(taken), self.capacity)
-            self.used[:size] |= taken[:size]
+        if in_use is not None:  # so that this trie does not take slots of others; settling removes the marks
+            size = min(len(in_use), self.capacity)
+            self.used[:size] |= in_use[:size]
 
     def feed(self, most: int) -> Feed:
-        """Give slots to the first `most` pending nodes; from here on they count as stored."""
+        """Give slots to the first `most` pending nodes, count them as stored, and return them as a feed for a pass."""
         start = self.stored
         stop = min(self.stored + most, self.size)
         self.make_slots(stop - start)
@@ -246,28 +259,36 @@ class KVTrie:
         return Feed(nodes[0], nodes[2], slots, self.arrays.seen[start:stop])
 
     def forget_inner(self) -> None:
-        """Between the chunks of a long prompt: only the newest stored node is still needed. Not inside a turn."""
+        """Drop the stored nodes that no pending node hangs under; for use between the chunks of a long prompt.
+
+        Only the newest stored node is still needed then. Must not be called inside a turn.
+        """
         self._keep(self.root_at)
 
     def settle(self, turn: Turn) -> tuple[Int64[np.ndarray, " left"], Int64[np.ndarray, " beams"]]:
-        """Keep the paths to the surviving beams, free the rest. Gives the names that the nodes that are left, and the roots,
-        had in the turn.
+        """Keep the paths to the surviving beams, and free all other slots.
+
+        Returns the number that each remaining local node had in the turn, and the number that each new root had.
         """
         self.enter(turn.forest)
         survivors = turn.verdict.beams
         self.make_room(len(survivors))
-        leaves = hung(self.arrays, survivors.nodes, survivors.tokens, turn.verdict.parents)
+        leaves = add_survivors(self.arrays, survivors.nodes, survivors.tokens, turn.verdict.parents)
         return self._keep(leaves), leaves
 
     def _keep(self, leaves: Int64[np.ndarray, " beams"]) -> Int64[np.ndarray, " left"]:
+        """Keep the paths to these local nodes, which become the roots; return the former numbers of the remaining nodes."""
         if len(leaves) > len(self.arrays.local):
             self.make_room(len(leaves))
-        former = kept(self.arrays, leaves)
+        former = prune(self.arrays, leaves)
         self.root_at = self.local.copy()
         return former
 
     def compact(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Close the holes: (from, to) slots that the store has to move. Slots before the first hole stay."""
+        """Move the slots in use to the front; return which slots the store has to move, and to which ones.
+
+        Slots before the first free one stay where they are.
+        """
         used = np.flatnonzero(self.used)
         goal = np.arange(1, len(used) + 1)
         seen = self.seen[:, used]

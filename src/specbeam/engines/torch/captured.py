@@ -1,4 +1,4 @@
-"""A model's own forward on a GPU as captured graphs: kernels are started one by one only once for each size of a pass."""
+"""A model's own forward on a GPU as captured CUDA graphs, so that a pass of a known size starts all kernels at once."""
 
 import gc
 import warnings
@@ -14,26 +14,27 @@ from specbeam.engines.kv.masks import Mask
 from specbeam.engines.kv.store import KVStore
 
 _T = TypeVar("_T")
-Forward = Callable[[Tensor, Tensor, Mask, int], Tensor]  # tokens, positions, masks, how many rows are wanted
-WIDEST = 64  # rows of a session; longer passes are bound by arithmetic
-MOST_GRAPHS = 64
+# Of tokens, positions, masks, and the number of last rows whose logits are wanted; returns these logits.
+Forward = Callable[[Tensor, Tensor, Mask, int], Tensor]
+WIDEST = 64  # rows of a session in a captured pass; longer passes are bound by arithmetic
+MOST_GRAPHS = 64  # of one forward; beyond, the least recently used is dropped
 
 
 class Capture:
-    """Makes graphs for one device, which share their memory: no two of them may run at the same time."""
+    """A maker of graphs for one device. The graphs share their memory: no two of them may run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self._pool: Any = None
 
     def clear(self) -> None:
-        """All graphs are gone, and their memory went with the last."""
+        """Forget the memory pool; call this when all graphs have been deleted, as their memory is gone with the last."""
         self._pool = None
 
     def __call__(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-        """A graph of what was done, and the result that it writes; None if it cannot be captured.
+        """Capture the kernels that `work` starts. Return the graph and the tensor that it writes; None if that fails.
 
-        No garbage is collected meanwhile: graphs of a model that is gone would be freed, which ends a capture.
+        The garbage collector is off meanwhile: it might free the graphs of a deleted model, which would end the capture.
         """
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.current_stream(self.stream.device)
@@ -44,10 +45,10 @@ class Capture:
                 torch.cuda.graph(graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"),
             ):
                 return graph, work()
-        except RuntimeError:  # out of memory, or it looked at a number
+        except RuntimeError:  # out of memory, or `work` read a number on the host
             return None
         finally:
-            torch.cuda.set_stream(before)  # a capture that failed may leave its own behind
+            torch.cuda.set_stream(before)  # a failed capture may leave its own stream as the current one
 
 
 @contextmanager
@@ -61,17 +62,20 @@ def _no_garbage_collected() -> Iterator[None]:
             gc.enable()
 
 
-class OfSecondTimes(Generic[_T]):
-    """What is made when its key is met for the second time; what was not used for longest makes room."""
+class SecondUseCache(Generic[_T]):
+    """A cache of values that are made when their key is used for the second time.
+
+    It holds `MOST_GRAPHS` keys; a further one replaces the least recently used.
+    """
 
     def __init__(self) -> None:
-        self.made: dict[Hashable, _T | None] = {}  # the one that was used last stands last
+        self.made: dict[Hashable, _T | None] = {}  # in the order of their last use
 
     def clear(self) -> None:
         self.made.clear()
 
     def get(self, key: Hashable, make: Callable[[], _T | None]) -> _T | None:
-        """None at first, and where it cannot be made."""
+        """Return the value of a key; None at the first use of the key, or if `make` returns None."""
         is_new = key not in self.made
         known = self.made.pop(key, None)
         if known is None and not is_new:
@@ -84,7 +88,7 @@ class OfSecondTimes(Generic[_T]):
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A graph, what it reads, and what it writes."""
+    """A captured graph, the tensors that it reads, and the logits that it writes."""
 
     graph: torch.cuda.CUDAGraph
     tokens: Tensor
@@ -93,32 +97,32 @@ class Captured:
     masks: Mask
     logits: Tensor
 
-    def replayed(self, tokens: Tensor, positions: Tensor, slots: Tensor, masks: Mask) -> Tensor:
-        """The logits are valid until the next pass."""
-        own = self.tokens, self.positions, self.slots, *_flat(self.masks)
-        for goal, source in zip(own, (tokens, positions, slots, *_flat(masks)), strict=True):
+    def replay(self, tokens: Tensor, positions: Tensor, slots: Tensor, masks: Mask) -> Tensor:
+        """Run the graph on these inputs, and return its logits, which are valid until the next pass."""
+        inputs = (self.tokens, self.positions, self.slots, *_as_list(self.masks))
+        for goal, source in zip(inputs, (tokens, positions, slots, *_as_list(masks)), strict=True):
             goal.copy_(source)
         self.graph.replay()
         return self.logits
 
 
 class CapturedForward:
-    """Runs a forward; a size that is met for the second time is captured.
+    """A forward whose passes are captured as graphs: each size of a pass when it comes for the second time.
 
-    Models whose forward cannot be captured, as it looks at numbers on the host, are run as they are; so are those on several
-    devices, and all under autocast.
+    Passes run uncaptured under autocast, for models on several devices, and for models whose forward cannot be captured
+    because it looks at numbers on the host.
 
     Args:
-        weights: all that the forward reads besides; kept, for graphs know addresses alone.
+        weights: all weights and buffers that the forward reads. They are kept alive here, as graphs know only addresses.
     """
 
     def __init__(self, forward: Forward, store: KVStore, weights: Sequence[Tensor]) -> None:
         self.forward = forward
         self.store = store
         self._weights = weights
-        devices = {one.device for one in weights}
+        devices = {weight.device for weight in weights}
         self._capture = Capture(next(iter(devices))) if len(devices) == 1 else None
-        self.graphs = OfSecondTimes[Captured]()
+        self.graphs = SecondUseCache[Captured]()
         self._sizes = (0, 0)
         self._fails = self._capture is None
 
@@ -131,39 +135,40 @@ class CapturedForward:
             self._clear()
             self._sizes = sizes
         key = tokens.shape, place.extent, wanted
-        known = self.graphs.get(key, lambda: self._captured(tokens, positions, masks, wanted))
+        known = self.graphs.get(key, lambda: self._captured_pass(tokens, positions, masks, wanted))
         if known is None:
             return self.forward(tokens, positions, masks, wanted)
-        return known.replayed(tokens, positions, place.slots, masks)
+        return known.replay(tokens, positions, place.slots, masks)
 
     def _clear(self) -> None:
-        """The store has moved: graphs write where nobody looks any more."""
+        """Delete all graphs, after the store has moved its buffers: they would write into the old ones."""
         self.graphs.clear()
         if self._capture is not None:
             self._capture.clear()
 
-    def _captured(self, tokens: Tensor, positions: Tensor, masks: Mask, wanted: int) -> Captured | None:
+    def _captured_pass(self, tokens: Tensor, positions: Tensor, masks: Mask, wanted: int) -> Captured | None:
+        """Return a graph of a pass of this size; None, after a warning, if the forward cannot be captured."""
         place = self.store.place
         capture = self._capture
         assert capture is not None
         tokens = tokens.clone()
         positions = positions.clone()
         slots = place.slots.clone()
-        masks = {kind: one.clone() for kind, one in masks.items()} if isinstance(masks, dict) else masks.clone()
+        masks = {kind: mask.clone() for kind, mask in masks.items()} if isinstance(masks, dict) else masks.clone()
         self.store.place = replace(place, slots=slots)
         try:
-            found = capture(lambda: self.forward(tokens, positions, masks, wanted))
+            made = capture(lambda: self.forward(tokens, positions, masks, wanted))
         finally:
             self.store.place = place
-        self._fails = found is None
+        self._fails = made is None
         if self._fails:
             warnings.warn(
                 "the model's forward cannot be captured as a CUDA graph (it looks at numbers on the host, or there is no "
                 "memory left): its kernels are started one by one from now on, which takes longer",
                 stacklevel=2,
             )
-        return None if found is None else Captured(found[0], tokens, positions, slots, masks, found[1])
+        return None if made is None else Captured(made[0], tokens, positions, slots, masks, made[1])
 
 
-def _flat(masks: Mask) -> list[Tensor]:
+def _as_list(masks: Mask) -> list[Tensor]:
     return list(masks.values()) if isinstance(masks, dict) else [masks]

@@ -1,7 +1,8 @@
 """A forward without module calls, for small Llama-like models: in their short passes calls cost more than arithmetic.
 
-Weights are fused, norms are folded into the matrices behind them, and rotary pairs stand side by side so that a rotation is
-one complex product. The arithmetic is that of transformers up to rounding; `load` compares both on a token tree.
+Weights are fused, and norms are folded into the matrices after them. The two numbers of a rotary pair are side by side, so
+that a rotation is one complex product. The results equal those of transformers up to rounding; `load` compares both on a
+token tree.
 """
 
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ from specbeam.engines.kv.store import KVStore
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LARGEST = 300_000_000  # parameters; above, a second copy of the weights is dear
-PACKED_FROM = 1_000_000  # weights of a matrix; packing costs small ones more than it saves
+LARGEST = 300_000_000  # parameters; for larger models a second copy of the weights takes too much memory
+PACKED_FROM = 1_000_000  # numbers of a matrix; packing slows products with smaller ones down
 
 
 class Matrix:
-    """x -> x @ weight.T + bias, from weights laid out once for few rows."""
+    """A linear map, x -> x @ weight.T + bias, with the weight laid out once for products with few rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.transposed = weight.t().contiguous()
@@ -30,20 +31,20 @@ class Matrix:
         self.packed = _packed(weight) if weight.numel() >= PACKED_FROM else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """float[rows, in] -> float[rows, out]"""
+        """Return x @ weight.T + bias, float[rows, in] -> float[rows, out]."""
         if self.packed is not None and x.shape[0] > 1:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return torch.mm(x, self.transposed) if self.bias is None else torch.addmm(self.bias, x, self.transposed)
 
-    def added(self, to: Tensor, x: Tensor) -> Tensor:
-        """`to` + x @ weight.T, for matrices without bias."""
+    def added(self, addend: Tensor, x: Tensor) -> Tensor:
+        """Return `addend` + x @ weight.T, for matrices without bias."""
         if self.packed is not None and x.shape[0] > 1:
-            return self(x).add_(to)
-        return torch.addmm(to, x, self.transposed)
+            return self(x).add_(addend)
+        return torch.addmm(addend, x, self.transposed)
 
 
 def _packed(weight: Tensor) -> Tensor | None:
-    """The weight in oneDNN's own order; None where this build has none."""
+    """Return the weight in oneDNN's own layout; None if this build of torch has no oneDNN for it."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None
     try:
@@ -54,6 +55,8 @@ def _packed(weight: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True, eq=False)
 class LeanLayer:
+    """The matrices of one layer, and its kind of attention."""
+
     qkv: Matrix
     out: Matrix
     gate_up: Matrix
@@ -63,25 +66,25 @@ class LeanLayer:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Rows of a pass: laid out as a batch with padding for attention, packed without it for everything else."""
+    """The layout of the rows of a pass: a batch with padding for attention, packed without padding for everything else."""
 
     batch: int
     rows: int
-    real: Tensor | None  # int64[n]: flat places that hold a token; None: all do
+    real: Tensor | None  # int64[n]: places among the batch * rows that hold a token; None: all do
 
     def packed(self, x: Tensor) -> Tensor:
-        """[batch * rows, ...] -> [n, ...]"""
+        """Return only the rows that hold a token, [batch * rows, ...] -> [n, ...]."""
         return x if self.real is None else x[self.real]
 
     def laid_out(self, x: Tensor) -> Tensor:
-        """[n, width] -> [batch, rows, width], zeros where there is padding."""
+        """Return the rows in the batch, [n, width] -> [batch, rows, width], with zeros for padding."""
         if self.real is not None:
             x = x.new_zeros(self.batch * self.rows, x.shape[1]).index_copy_(0, self.real, x)
         return x.view(self.batch, self.rows, -1)
 
 
 class LeanDecoder:
-    """The forward of one model. Made by `lean`, which knows whom it fits."""
+    """The lean forward of one model. `lean` makes it, and checks that it fits the model."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
         config = model.config
@@ -92,15 +95,15 @@ class LeanDecoder:
         self.eps = config.rms_norm_eps
         self.embedding = inner.embed_tokens.weight
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        self.layers = [self._layer(one, kind) for one, kind in zip(inner.layers, kinds, strict=True)]
+        self.layers = [self._layer(layer, kind) for layer, kind in zip(inner.layers, kinds, strict=True)]
         self.head = Matrix(model.lm_head.weight * inner.norm.weight)
         self.last_norm = inner.norm.weight
-        self.turns = _turns(inner.rotary_emb, config.max_position_embeddings, self.size)
+        self.rotations = _rotations(inner.rotary_emb, config.max_position_embeddings, self.size)
 
     def _layer(self, layer: Any, kind: str) -> LeanLayer:
         attention = layer.self_attn
         mlp = layer.mlp
-        rows = [self._paired(attention.q_proj), self._paired(attention.k_proj), _both(attention.v_proj)]
+        rows = [self._paired(attention.q_proj), self._paired(attention.k_proj), _weight_and_bias(attention.v_proj)]
         weight = torch.cat([w for w, _ in rows]) * layer.input_layernorm.weight
         bias = None if rows[0][1] is None else torch.cat([b for _, b in rows if b is not None])
         gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]) * layer.post_attention_layernorm.weight
@@ -109,12 +112,12 @@ class LeanDecoder:
         return LeanLayer(Matrix(weight, bias), out, Matrix(gate_up), down, kind)
 
     def _paired(self, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-        """Rows of each head reordered so that what is rotated together stands together."""
+        """Return weight and bias with the rows of each head reordered, so that rotary pairs are neighbours."""
 
         def reordered(x: Tensor) -> Tensor:
             return x.view(-1, 2, self.size // 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape)
 
-        weight, bias = _both(linear)
+        weight, bias = _weight_and_bias(linear)
         return reordered(weight), None if bias is None else reordered(bias)
 
     def forward(
@@ -125,28 +128,32 @@ class LeanDecoder:
         store: KVStore,
         wanted: int,
         real: Tensor | None = None,
-        heard: list[Tensor] | None = None,
+        states: list[Tensor] | None = None,
         embeds: Tensor | None = None,
     ) -> Tensor:
-        """Logits float[batch, wanted, vocab] of the last rows. int64[batch, rows]; masks are added to the scores.
+        """Run the model on a batch, and return the logits of the last `wanted` rows, float[batch, wanted, vocab].
 
-        `real`: which of the batch * rows are no padding; only they pass through the matrices. None: all.
-        `embeds`: float[batch, rows, width], in place of the tokens' own.
-        `heard`: a list that the hidden states of all rows, float[batch, rows, width], are put into.
+        Args:
+            tokens, positions: int64[batch, rows].
+            masks: numbers that are added to the scores of attention, or a dict of them by layer type.
+            real: which of the batch * rows are no padding; only these pass through the matrices. None: all.
+            states: a list to which the hidden states of all rows after the final norm, float[batch, rows, width], are
+                appended; None: they are not computed.
+            embeds: float[batch, rows, width], used in place of the embeddings of the tokens.
         """
         grid = Grid(tokens.shape[0], tokens.shape[1], real)
         if embeds is None:
             x = self.embedding[grid.packed(tokens.reshape(-1))]
         else:
             x = grid.packed(embeds.reshape(grid.batch * grid.rows, -1))
-        turns = self.turns[grid.packed(positions.reshape(-1))][:, None]
+        rotations = self.rotations[grid.packed(positions.reshape(-1))][:, None]
         for number, layer in enumerate(self.layers):
             mask = masks[layer.kind] if isinstance(masks, dict) else masks
-            x = self._attended(x, layer, turns, mask, store, number, grid)
+            x = self._attended(x, layer, rotations, mask, store, number, grid)
             gate, up = layer.gate_up(self._normed(x)).chunk(2, -1)
             x = layer.down.added(x, functional.silu(gate).mul_(up))
-        if heard is not None:
-            heard.append(grid.laid_out(self._normed(x) * self.last_norm))
+        if states is not None:
+            states.append(grid.laid_out(self._normed(x) * self.last_norm))
         last = grid.laid_out(x)[:, -wanted:].reshape(grid.batch * wanted, -1)
         return self.head(self._normed(last)).view(grid.batch, wanted, -1)
 
@@ -154,15 +161,16 @@ class LeanDecoder:
         self,
         x: Tensor,
         layer: LeanLayer,
-        turns: Tensor,
+        rotations: Tensor,
         mask: Tensor,
         store: KVStore,
         number: int,
         grid: "Grid",
     ) -> Tensor:
+        """Return x plus the output of the layer's attention; store the keys and values of its rows."""
         qkv = layer.qkv(self._normed(x))
         rotated = (self.heads + self.kv_heads) * self.size
-        pairs = torch.view_as_complex(qkv[:, :rotated].reshape(len(qkv), -1, self.size // 2, 2)) * turns
+        pairs = torch.view_as_complex(qkv[:, :rotated].reshape(len(qkv), -1, self.size // 2, 2)) * rotations
         qk = grid.laid_out(torch.view_as_real(pairs).view(len(qkv), rotated))
         qk = qk.view(grid.batch, grid.rows, -1, self.size).transpose(1, 2)
         v = grid.laid_out(qkv[:, rotated:]).view(grid.batch, grid.rows, self.kv_heads, self.size).transpose(1, 2)
@@ -174,21 +182,22 @@ class LeanDecoder:
         return layer.out.added(x, grid.packed(flat))
 
     def _normed(self, x: Tensor) -> Tensor:
+        """Return the RMSNorm of x without its weight, which is folded into the matrix after it."""
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
-def _both(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+def _weight_and_bias(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
     return linear.weight, linear.bias
 
 
-def _turns(rotary: nn.Module, positions: int, size: int) -> Tensor:
-    """complex64[positions, size / 2]: the rotation of each pair at each position."""
-    where = torch.arange(positions)[None]
-    cos, sin = rotary(torch.zeros(1), where)
+def _rotations(rotary: nn.Module, positions: int, size: int) -> Tensor:
+    """Return the rotation of each rotary pair at each position, complex64[positions, size / 2]."""
+    places = torch.arange(positions)[None]
+    cos, sin = rotary(torch.zeros(1), places)
     return torch.complex(cos[0, :, : size // 2], sin[0, :, : size // 2])
 
 
 @torch.inference_mode()
 def lean(model: "PreTrainedModel") -> LeanDecoder | None:
-    """The lean forward of a model, or None if it would not be the same model."""
+    """Return the lean forward of a model; None if that would not compute the same as the model."""
     return LeanDecoder(model) if is_plain_llama(model) else None

@@ -1,4 +1,4 @@
-"""Passes of a model that takes batches: sessions side by side, padded to the longest."""
+"""Passes of a model that takes batches: the sessions are padded to the longest."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,12 +15,12 @@ from jaxtyping import Float, Int64
 from specbeam.core.forest import Forest
 from specbeam.engines.kv.cache import Columns, Nodes, PaddedCache
 from specbeam.engines.kv.masks import Mask, Masks, SlotPositions
-from specbeam.engines.kv.rows import picked
+from specbeam.engines.kv.rows import rows_at
 from specbeam.engines.kv.store import KVStore, Place
 from specbeam.engines.kv.trie import BLOCK, WASTE, Feed
 from specbeam.engines.torch.captured import WIDEST, CapturedForward, Forward
 from specbeam.engines.torch.lean import LeanDecoder
-from specbeam.engines.torch.sizes import up
+from specbeam.engines.torch.sizes import rounded_up
 from specbeam.engines.torch.torch_compiled import torch_compiled
 from specbeam.measure.profiler import span
 from specbeam.records import Needs, Scored
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_NOTHING_GIVEN: Mapping[str, torch.Tensor] = {}
-FEW = 16  # caches that may go along for the sake of one
+_NO_EXTRAS: Mapping[str, torch.Tensor] = {}
+FEW = 16  # rows of the store that a captured pass may read even if only one of them is needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,23 +39,23 @@ class Part:
 
     cache: PaddedCache
     feed: Feed
-    ahead: int  # rows that stand before the first root
-    nodes: Nodes  # local nodes whose logits are asked for
-    wanted: Nodes  # the rows of these
+    before_roots: int  # number of rows before the first root
+    nodes: Nodes  # local nodes whose logits are wanted
+    wanted: Nodes  # the rows of these nodes within the feed
 
     @property
     def first(self) -> int:
-        """The first row whose logits are asked for; the last one, if there is none."""
+        """The first row whose logits are wanted; the last row if there is none."""
         return int(self.wanted.min(initial=len(self.feed) - 1))
 
 
 class SharedRow:
-    """What the sessions of one row of the store bring to a pass, one after the other.
+    """What all sessions in one row of the store bring to a pass, one after the other.
 
     Attributes:
-        feed: all of it.
-        table: a trie, or what knows the positions of slots as one does.
-        starts: the first row of each part.
+        feed: the feeds of all parts, joined.
+        table: the positions of the tokens in the slots, such as a trie.
+        starts: the first row of each part within the feed.
     """
 
     def __init__(self, parts: list[Part]) -> None:
@@ -63,17 +63,17 @@ class SharedRow:
         self.starts = [0, *accumulate(len(part.feed) for part in parts)]
         self.feed: Feed
         self.table: SlotPositions
-        self.feed, self.table = _together(parts) if len(parts) > 1 else (parts[0].feed, parts[0].cache.trie)
+        self.feed, self.table = _joined(parts) if len(parts) > 1 else (parts[0].feed, parts[0].cache.trie)
 
     @property
     def first(self) -> int:
-        """The first row whose logits are asked for."""
+        """The first row of the feed whose logits are wanted."""
         return min(start + part.first for start, part in zip(self.starts, self.parts, strict=False))
 
 
 @dataclass(frozen=True, eq=False)
 class SlotTable:
-    """The positions of the tokens in the slots of a row, whoever they belong to."""
+    """The positions of the tokens in the slots of a row of the store, for all sessions in it."""
 
     slot_position: Int64[np.ndarray, " slots"]
 
@@ -83,8 +83,8 @@ class SlotTable:
         return len(self.slot_position)
 
 
-def _together(parts: list[Part]) -> tuple[Feed, SlotPositions]:
-    """Return the feeds of several sessions as one, and where what they see stands."""
+def _joined(parts: list[Part]) -> tuple[Feed, SlotPositions]:
+    """Return the feeds of several sessions as one feed, and the positions of the tokens in the slots that it sees."""
     slots = max(part.cache.trie.capacity for part in parts)
     positions = np.zeros(slots, dtype=np.int64)
     seen = []
@@ -95,18 +95,20 @@ def _together(parts: list[Part]) -> tuple[Feed, SlotPositions]:
         looked_at = np.flatnonzero(wide.any(0))
         positions[looked_at] = trie.slot_position[looked_at]
         seen.append(wide)
-    tokens, places, at = (
+    tokens, places, used_slots = (
         np.concatenate([getattr(part.feed, name) for part in parts]) for name in ("tokens", "positions", "slots")
     )
-    return Feed(tokens, places, at, np.concatenate(seen)), SlotTable(positions)
+    return Feed(tokens, places, used_slots, np.concatenate(seen)), SlotTable(positions)
 
 
 class PaddedPasses:
-    """Of the model itself, or of its lean forward.
+    """The passes of a model that is called by transformers, by torch.compile or by its lean forward.
 
     Args:
-        compile: by what torch makes of the model's forward (`torch_compiled`).
-        caches: all sessions of the model; those that a pass leaves out may stand between those that it takes in.
+        lean: the lean forward of the model; None: the model itself is called.
+        caches: the caches of all sessions in each row of the store. Rows that a pass does not need may be between those that
+            it does.
+        compile: whether to call the model through torch.compile (`torch_compiled`).
     """
 
     def __init__(
@@ -123,15 +125,15 @@ class PaddedPasses:
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.captured: CapturedForward | None = None  # on a GPU
         if self.device.type == "cuda":
-            weights = [one.detach() for one in (*model.parameters(), *model.buffers())]
-            self.captured = CapturedForward(self._called, self.store, weights)
+            weights = [weight.detach() for weight in (*model.parameters(), *model.buffers())]
+            self.captured = CapturedForward(self._call_model, self.store, weights)
 
     def cache(self, row: int, prompt: list[int]) -> PaddedCache:
-        """Return the cache of a new session."""
+        """Return the cache of a new session in a row of the store."""
         return PaddedCache(row, prompt)
 
     def lacks(self, needs: Needs) -> str:
-        """Say why these passes cannot give what is asked for; "" if they can."""
+        """Return the reason why these passes cannot provide what is needed; "" if they can."""
         if not needs.states:
             return ""
         if self.call is not self.model:
@@ -141,43 +143,47 @@ class PaddedPasses:
     takes_vectors = True
 
     def refuses(self, context: object) -> str:
-        """Say why these passes cannot take a context; "" if they can."""
+        """Return the reason why these passes cannot take a context; "" if they can."""
         name = type(self.model).__name__
         if self.lean is not None:
             return "the lean forward takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
         if not isinstance(context, Mapping):
             return f"context is {type(context).__name__}; {name} takes keyword arguments of its forward, as a dict"
         known = inspect.signature(self.model.forward).parameters
-        if strange := [key for key in context if key not in known or key in _OURS]:
+        if strange := [key for key in context if key not in known or key in _OWN_ARGUMENTS]:
             return f"context holds {', '.join(strange)}, which {name} does not take"
-        shapes = {key: [*one.shape] for key, one in context.items()}
+        shapes = {key: [*value.shape] for key, value in context.items()}
         if wrong := [f"{key} is {shape}" for key, shape in shapes.items() if shape[:1] != [1]]:
             return f"of the context {', '.join(wrong)}; each has to be of one session: the first dimension is 1"
         return ""
 
     def extend(self, caches: list[PaddedCache], forests: Sequence[Forest]) -> list[Scored]:
-        """Store what is pending, with the new nodes of these forests; return what was not handed out yet."""
-        asked = [(cache, cache.enter(forest)) for cache, forest in zip(caches, forests, strict=True)]
-        if busy := [(cache, nodes) for cache, nodes in asked if cache.trie.waiting]:
-            self._run([self._part(cache, cache.trie.waiting, nodes) for cache, nodes in busy], learns=True)
+        """Store all pending nodes and the new nodes of these forests; return the rows that were not handed out yet."""
+        wanted = [(cache, cache.enter(forest)) for cache, forest in zip(caches, forests, strict=True)]
+        if busy := [(cache, nodes) for cache, nodes in wanted if cache.trie.pending]:
+            self._run([self._part(cache, cache.trie.pending, nodes) for cache, nodes in busy], learns=True)
         return [cache.answer() for cache in caches]
 
     def prefill(self, caches: list[PaddedCache], counts: list[int]) -> None:
-        """Store so many pending tokens of each cache, whose logits nobody asks for."""
+        """Store the given number of pending tokens of each cache, without computing their logits."""
         none = np.zeros(0, dtype=np.int64)
         self._run([self._part(cache, count, none) for cache, count in zip(caches, counts, strict=True)], learns=False)
 
     def _part(self, cache: PaddedCache, count: int, nodes: Nodes) -> Part:
-        """Store so many pending nodes of a cache, of which the logits of some local nodes are asked for."""
+        """Give slots to the next `count` pending nodes of a cache, and return them as its part of a pass.
+
+        Args:
+            nodes: the local nodes among them whose logits are wanted.
+        """
         trie = cache.trie
         wanted = nodes - trie.stored
-        ahead = min(trie.ahead, count)
-        return Part(cache, trie.feed(count), ahead, nodes, wanted)
+        before_roots = min(trie.pending_before_roots, count)
+        return Part(cache, trie.feed(count), before_roots, nodes, wanted)
 
     def _run(self, parts: list[Part], learns: bool) -> None:
-        """Run a pass, and let the caches learn what it found of their nodes, if anything was asked for.
+        """Run the parts of all sessions, and keep the rows of their wanted nodes in the caches if `learns`.
 
-        Sessions with contexts of different shapes cannot stand in one batch, and have a pass for each shape.
+        Sessions whose contexts have different shapes cannot be in one batch: each shape gets a pass of its own.
         """
         groups: dict[Any, list[Part]] = {}
         for part in parts:
@@ -191,80 +197,80 @@ class PaddedPasses:
 
     @torch.inference_mode()
     def _forward(self, parts: list[Part]) -> list[tuple[Columns, torch.Tensor]]:
-        """Run one pass over the caches that bring a part, and over those between them where these are few.
+        """Run one pass over the rows of the store that bring a part, and over those between them if these are few.
 
-        Rows of the store that stand side by side are read in place.
+        Rows of the store that are side by side are read in place.
 
-        Returns of each part what was wanted: logits, and hidden states where somebody needs them; and the hidden states of
-        the rows that stand before its first root.
+        Returns for each part the rows of its wanted nodes, which are logits, and hidden states if any session needs these;
+        and the hidden states of its rows before the first root.
         """
-        together: dict[int, list[Part]] = {}
+        parts_by_row: dict[int, list[Part]] = {}
         for part in parts:
-            together.setdefault(part.cache.row, []).append(part)
-        by_row = {row: SharedRow(mine) for row, mine in together.items()}
-        given = any(part.cache.context is not None or part.cache.vectors is not None for part in parts)
-        hears = any(part.cache.needs.states for part in parts)
-        some = next(iter(by_row.values()))
+            parts_by_row.setdefault(part.cache.row, []).append(part)
+        by_row = {row: SharedRow(members) for row, members in parts_by_row.items()}
+        has_extras = any(part.cache.context is not None or part.cache.vectors is not None for part in parts)
+        needs_states = any(part.cache.needs.states for part in parts)
+        filler = next(iter(by_row.values()))  # stands for the rows of the store that bring no part
         rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
-        width = max(len(one.feed) for one in by_row.values())
+        width = max(len(shared.feed) for shared in by_row.values())
         extent = -(-max(part.cache.trie.extent for part in parts) // BLOCK)
-        last = max(len(one.feed) - one.first for one in by_row.values())
-        if any(part.cache.needs.prompt and part.ahead for part in parts):
-            last = width  # the model's head has to read them all
-        every = range(up(rows[-1] + 1))
+        last = max(len(shared.feed) - shared.first for shared in by_row.values())
+        if any(part.cache.needs.prompt and part.before_roots for part in parts):
+            last = width  # the model's head has to read all rows
+        every = range(rounded_up(rows[-1] + 1))
         sparse = len(rows) > 2 * len(by_row)
-        run: Forward = self._called
-        captured = self.captured is not None and not hears and not given
+        run: Forward = self._call_model
+        captured = self.captured is not None and not needs_states and not has_extras
         if self.captured is not None and captured and width <= WIDEST and len(every) <= max(FEW, 2 * len(by_row)):
             run = self.captured
             rows = every
             sparse = False
-            width = up(width)
-            extent = up(extent)
-            last = min(up(last), width)
+            width = rounded_up(width)
+            extent = rounded_up(extent)
+            last = min(rounded_up(last), width)
         elif sparse:
             rows = sorted(by_row)
-        inputs, masks = self._laid_out(rows, by_row, width, extent * BLOCK)
+        inputs, masks = self._inputs_and_masks(rows, by_row, width, extent * BLOCK)
         slots = torch.from_numpy(inputs[2]).to(self.device)
         which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
         self.store.reserve(max(len(self.caches), rows[-1] + 1), extent * BLOCK)
         self.store.place = Place(which, slots, extent * BLOCK)
-        if given:
-            besides = self._given([by_row.get(row, some) for row in rows], inputs[0])
-            run = partial(self._called, given=besides)
-        with span("model"), self._hearing(hears) as heard:
-            logits = self._logits(inputs, masks, last, run, heard if hears else None)
+        if has_extras:
+            extras = self._extra_arguments([by_row.get(row, filler) for row in rows], inputs[0])
+            run = partial(self._call_model, extras=extras)
+        with span("model"), self._recording_states(needs_states) as recorded:
+            logits = self._logits(inputs, masks, last, run, recorded if needs_states else None)
             if self.captured is not None:  # laws are made on the host
                 logits = logits[[rows.index(row) for row in by_row]].float().cpu()
                 rows = [*by_row]
-                heard[:] = [one[[rows.index(row) for row in by_row]].float().cpu() for one in heard]
-        found = []
+                recorded[:] = [states[[rows.index(row) for row in by_row]].float().cpu() for states in recorded]
+        results = []
         for part in parts:
-            mine = by_row[part.cache.row]
+            shared = by_row[part.cache.row]
             row = rows.index(part.cache.row)
-            start = mine.starts[mine.parts.index(part)] + last - len(mine.feed)
-            columns: Columns = (picked(logits[row], part.wanted + start),)
+            start = shared.starts[shared.parts.index(part)] + last - len(shared.feed)
+            columns: Columns = (rows_at(logits[row], part.wanted + start),)
             prompt = logits.new_zeros(0, 0)
             if part.cache.needs.states:
-                states = heard[0][row, -last:]
-                columns += (picked(states, part.wanted + start),)
-                if part.cache.needs.prompt and part.ahead:
-                    prompt = states[start : start + part.ahead]
-            found.append((columns, prompt))
-        return found
+                states = recorded[0][row, -last:]
+                columns += (rows_at(states, part.wanted + start),)
+                if part.cache.needs.prompt and part.before_roots:
+                    prompt = states[start : start + part.before_roots]
+            results.append((columns, prompt))
+        return results
 
-    def _laid_out(
+    def _inputs_and_masks(
         self, rows: Sequence[int], by_row: dict[int, SharedRow], width: int, extent: int
     ) -> tuple[Int64[np.ndarray, "3 batch width"], Mask]:
-        """Tokens, positions and slots, aligned to the right, and the masks."""
-        some = next(iter(by_row.values()))
-        feeds = [by_row[row].feed if row in by_row else _NOTHING for row in rows]
-        tries = [by_row.get(row, some).table for row in rows]  # what has no feed is not looked at
+        """Return the tokens, positions and slots of a pass, aligned to the right, and its masks."""
+        filler = next(iter(by_row.values()))
+        feeds = [by_row[row].feed if row in by_row else _EMPTY_FEED for row in rows]
+        tries = [by_row.get(row, filler).table for row in rows]  # the table of a row without a feed is not read
         inputs = np.zeros((3, len(rows), width), dtype=np.int64)
         inputs[2] = WASTE
-        for one, feed in enumerate(feeds):
+        for place, feed in enumerate(feeds):
             if len(feed):
-                inputs[:, one, -len(feed) :] = feed.tokens, feed.positions, feed.slots
+                inputs[:, place, -len(feed) :] = feed.tokens, feed.positions, feed.slots
         return inputs, self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
 
     def _logits(
@@ -273,37 +279,51 @@ class PaddedPasses:
         masks: Mask,
         wanted: int,
         run: Forward,
-        heard: list[torch.Tensor] | None,
+        states: list[torch.Tensor] | None,
     ) -> Float[torch.Tensor, "batch wanted vocab"]:
+        """Return the logits of the last `wanted` rows of each sequence of the batch.
+
+        Args:
+            run: what calls the model, unless that has a lean forward.
+            states: a list to which the lean forward appends the hidden states of all rows; None: it does not.
+        """
         ids, places, _ = torch.from_numpy(inputs).to(self.device)
         if self.lean is not None:
             real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
-            embeds = run.keywords["given"]["inputs_embeds"] if isinstance(run, partial) else None
-            return self.lean.forward(ids, places, masks, self.store, wanted, real, heard, embeds)
+            embeds = run.keywords["extras"]["inputs_embeds"] if isinstance(run, partial) else None
+            return self.lean.forward(ids, places, masks, self.store, wanted, real, states, embeds)
         return run(ids, places, masks, wanted)
 
     @contextmanager
-    def _hearing(self, hears: bool) -> Iterator[list[torch.Tensor]]:
-        """Give a list that what the head reads, float[batch, rows, size], is put into in a pass, if anybody asks."""
-        heard: list[torch.Tensor] = []
-        if not hears or self.lean is not None:
-            yield heard
+    def _recording_states(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
+        """Yield a list to which a pass appends what the model's head reads, float[batch, rows, size], if that is wanted.
+
+        The lean forward appends to the list by itself.
+        """
+        recorded: list[torch.Tensor] = []
+        if not wanted or self.lean is not None:
+            yield recorded
             return
 
-        def hear(head: object, given: tuple[torch.Tensor]) -> None:
-            heard.append(given[0])
+        def record(head: object, inputs: tuple[torch.Tensor]) -> None:
+            recorded.append(inputs[0])
 
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(hear)
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(record)
         try:
-            yield heard
+            yield recorded
         finally:
             handle.remove()
 
-    def _given(self, rows: list[SharedRow], tokens: Int64[np.ndarray, "batch width"]) -> dict[str, torch.Tensor]:
-        """Return what the model is called with besides tokens, of sessions whose contexts have the same shapes."""
+    def _extra_arguments(
+        self, rows: list[SharedRow], tokens: Int64[np.ndarray, "batch width"]
+    ) -> dict[str, torch.Tensor]:
+        """Return the arguments of the model besides tokens: the contexts of the sessions, and embeddings.
+
+        The contexts must have the same shapes. Raises `IndexError` if a token is negative and its session has no embeddings.
+        """
         caches = [row.parts[0].cache for row in rows]
         context = caches[0].context or {}
-        given = {name: torch.cat([cache.context[name] for cache in caches]).to(self.device) for name in context}
+        extras = {name: torch.cat([cache.context[name] for cache in caches]).to(self.device) for name in context}
         if any(cache.vectors is not None for cache in caches):
             known = torch.from_numpy(np.maximum(tokens, 0)).to(self.device)
             embeds = self.model.get_input_embeddings()(known).clone()
@@ -312,21 +332,22 @@ class PaddedPasses:
                 if vectors is None:
                     raise IndexError("a token is beyond those of the model")
                 embeds[row, place] = vectors[-1 - int(tokens[row, place])].to(embeds)
-            given["inputs_embeds"] = embeds
-        return given
+            extras["inputs_embeds"] = embeds
+        return extras
 
-    def _called(
+    def _call_model(
         self,
         ids: torch.Tensor,
         places: torch.Tensor,
         masks: Mask,
         wanted: int,
-        given: Mapping[str, torch.Tensor] = _NOTHING_GIVEN,
+        extras: Mapping[str, torch.Tensor] = _NO_EXTRAS,
     ) -> torch.Tensor:
-        named = {} if "inputs_embeds" in given else {"input_ids": ids}
+        """Call the model, and return the logits of the last `wanted` rows of each sequence of the batch."""
+        tokens = {} if "inputs_embeds" in extras else {"input_ids": ids}
         output = self.call(
-            **named,
-            **given,
+            **tokens,
+            **extras,
             attention_mask=masks,
             position_ids=places,
             past_key_values=self.store,
@@ -337,11 +358,11 @@ class PaddedPasses:
 
 
 def _shapes(context: Mapping[str, torch.Tensor] | None) -> Any:
-    """Return what contexts that can stand in one batch have in common."""
-    return None if context is None else tuple(sorted((name, tuple(one.shape)) for name, one in context.items()))
+    """Return the names and shapes in a context, which are equal for contexts that can be in one batch; None without one."""
+    return None if context is None else tuple(sorted((name, tuple(value.shape)) for name, value in context.items()))
 
 
-_OURS = (
+_OWN_ARGUMENTS = (
     "input_ids",
     "inputs_embeds",
     "attention_mask",
@@ -350,6 +371,6 @@ _OURS = (
     "use_cache",
     "logits_to_keep",
 )
-_NOTHING = Feed(
+_EMPTY_FEED = Feed(
     np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=bool)
 )

@@ -1,4 +1,4 @@
-"""A model's own forward by torch.compile: for models that transformers runs, on a CPU."""
+"""A model's own forward through torch.compile, for models that transformers runs on a CPU."""
 
 import inspect
 import os
@@ -14,14 +14,18 @@ from specbeam.measure import kept_figures as measured
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST_FORMS = 64  # of one forward: one or several sessions, one or several tokens, rows, ...; beyond, it is run as it is
+# The most forms of a forward that are compiled: for one or several sessions, one or several tokens, rows, ... Passes that
+# would need a further form run the forward uncompiled.
+MOST_FORMS = 64
 
 
 def torch_compiled(model: "PreTrainedModel") -> Callable[..., Any]:
-    """The forward, for passes of any size; compiled at the first ones, and kept on disk for later processes (where
-    `TORCHINDUCTOR_CACHE_DIR` says, by default beside what specbeam has measured).
+    """Return the model's forward compiled by torch, for passes of any size.
 
-    Raises `NotSupported` where there is no C++ compiler.
+    It is compiled at the first passes. The code is kept on disk for later processes: in `TORCHINDUCTOR_CACHE_DIR`, by
+    default a folder beside what specbeam has measured.
+
+    Raises `NotSupported` if there is no C++ compiler.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None and shutil.which("clang++") is None:
@@ -32,7 +36,7 @@ def torch_compiled(model: "PreTrainedModel") -> Callable[..., Any]:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(measured.folder() / "torch"))
     known = inspect.signature(torch.compile).parameters
     forms = dict[str, Any]()
-    if "recompile_limit" in known:  # in older versions of torch it is one for all models of a class, and low
+    if "recompile_limit" in known:  # older versions of torch have one low limit for all models of a class
         forms = {"recompile_limit": MOST_FORMS, "isolate_recompiles": True}
     compiled: Callable[..., Any] = torch.compile(model.forward, dynamic=True, **forms)
     return compiled

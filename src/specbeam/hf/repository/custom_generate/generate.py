@@ -1,4 +1,4 @@
-"""The repository form of custom_generate: receives everything as it was passed to `generate`, `assistant_model` too."""
+"""The repository form of custom_generate, which receives all arguments of `generate`, `assistant_model` included."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def generate(
     draft_model: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Dynamic-width speculative beam decoding; `assistant_model` is the draft."""
+    """Decode with `sb.hf.dsbd`; the draft model is `draft_model`, or else `assistant_model`."""
     return model.generate(
         inputs=input_ids if inputs is None else inputs,
         custom_generate=hf.dsbd,

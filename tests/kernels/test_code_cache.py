@@ -13,7 +13,7 @@ from specbeam.kernels import AVAILABLE
 if not AVAILABLE:
     pytest.skip("numba is not installed", allow_module_level=True)
 
-from specbeam.kernels import kept
+from specbeam.kernels import code_cache
 
 SOURCE = Path(specbeam.__file__).parent
 INNER = """
@@ -31,7 +31,7 @@ from specbeam.kernels.compiling import compiled
 @compiled
 def outer(number):
     return inner({record}(number))
-print(outer(5), sum(outer.door._cache_hits.values()))
+print(outer(5), sum(outer.python_entry._cache_hits.values()))
 """
 RECORD = """
 from typing import NamedTuple
@@ -95,7 +95,7 @@ def test_an_older_numba_is_said_and_left_alone():
 
 
 def test_sources_are_those_that_are_compiled_in():
-    turns = {str(path.relative_to(SOURCE)) for path in kept.sources(SOURCE / "runs.py")}
+    turns = {str(path.relative_to(SOURCE)) for path in code_cache.sources(SOURCE / "runs.py")}
     assert turns >= {
         "core/beams.py",
         "core/noise.py",
@@ -105,6 +105,6 @@ def test_sources_are_those_that_are_compiled_in():
         "draft/children.py",  # for constants: it has no steps of its own
     }
     assert not turns & {"session.py", "lm/huggingface.py", "decode.py"}
-    laws = {str(path.relative_to(SOURCE)) for path in kept.sources(SOURCE / "laws" / "joint.py")}
+    laws = {str(path.relative_to(SOURCE)) for path in code_cache.sources(SOURCE / "laws" / "joint.py")}
     assert "laws/reduce.py" in laws
     assert not laws & {"runs.py", "verify/beams.py"}

@@ -1,7 +1,8 @@
-"""Where compiled loops are kept: a loop is read again only if every source that was compiled into it is still the same.
+"""The cache of machine code on disk: a function is loaded only if every source that was compiled into it is unchanged.
 
-numba looks at the file that a loop stands in. But the loops that it calls, the records that it takes and the constants that
-it names come from other files, so after an upgrade it would run old code, or fail to read what names classes that are gone.
+numba's own cache looks only at the file of the function. But the functions that it calls, the records that it takes and the
+constants that it names come from other files. After an upgrade numba would run old code, or fail to load code that names
+classes which no longer exist.
 """
 
 import logging
@@ -30,31 +31,31 @@ _COMPILES = re.compile(
 
 @cache
 def sources(path: Path) -> frozenset[Path]:
-    """The file, and those whose loops, records or constants it compiles in."""
-    found = {path}
+    """Return this file and all files whose functions, records or constants are compiled into its functions."""
+    known = {path}
     waiting = [path]
     while waiting:
         for other, names in _imported(waiting.pop()):
-            if other in found:
+            if other in known:
                 continue
             if _COMPILES.search(_text(other)):
                 waiting.append(other)
             elif not any(name.isupper() for name in names):
                 continue
-            found.add(other)
-    return frozenset(found)
+            known.add(other)
+    return frozenset(known)
 
 
 def _imported(path: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Files of this package, and the names that come from each."""
+    """Yield the files of this package that a file imports from, each with the names that it imports."""
     for module, names in _IMPORT.findall(_text(path)):
-        there = _ROOT.joinpath(*module.split("."))
+        place = _ROOT.joinpath(*module.split("."))
         each = re.findall(r"\w+", names.split("#")[0])
-        if there.is_dir():
-            yield from ((there / f"{name}.py", [name]) for name in each if (there / f"{name}.py").exists())
-            there /= "__init__"
-        if there.with_suffix(".py").exists():
-            yield there.with_suffix(".py"), each
+        if place.is_dir():
+            yield from ((place / f"{name}.py", [name]) for name in each if (place / f"{name}.py").exists())
+            place /= "__init__"
+        if place.with_suffix(".py").exists():
+            yield place.with_suffix(".py"), each
 
 
 @cache
@@ -64,12 +65,14 @@ def _text(path: Path) -> str:
 
 @cache
 def digest(path: Path) -> str:
-    """Of all sources of the loops in a file."""
-    each = (sha256(_text(one).encode()).digest() for one in sorted(sources(path)))
+    """Return a hash, 16 hexadecimal digits, of all sources of the functions in a file."""
+    each = (sha256(_text(source).encode()).digest() for source in sorted(sources(path)))
     return sha256(b"".join(each)).hexdigest()[:16]
 
 
 class _BySources:
+    """A locator of cached code whose file names contain the hash of all sources."""
+
     _py_file: str
     _lineno: int
 
@@ -86,28 +89,28 @@ class _InTree(_BySources, InTreeCacheLocator): ...
 class _UserWide(_BySources, UserWideCacheLocator): ...
 
 
-class _Where(CompileResultCacheImpl):
+class _Files(CompileResultCacheImpl):
     _locator_classes = (_Provided, _InTree, _UserWide)
 
 
-class Kept(FunctionCache):
-    """What numba asks for a loop's machine code, in place of its own."""
+class CodeCache(FunctionCache):
+    """The cache that numba asks for the machine code of a function, in place of its own `FunctionCache`."""
 
-    _impl_class = _Where
+    _impl_class = _Files
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        """A form of a loop goes by the fields of its records too: numba knows a record by its class and types alone."""
+        """Return the key of a form, with the field names of its records: numba knows a record by class and types alone."""
         return super()._index_key(sig, codegen), _fields(sig)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return this form of the loop as it was kept; None if it has to be compiled, which is logged."""
-        found = super().load_overload(sig, target_context)
-        if found is None:
+        """Load this form of the function from disk; return None, and log it, if it has to be compiled."""
+        loaded = super().load_overload(sig, target_context)
+        if loaded is None:
             LOG.info("compiling %s", self._py_func.__qualname__)
-        return found
+        return loaded
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep this form of the loop, and nothing of what it was before for this version of Python."""
+        """Save this form of the function, and delete what older sources left for the same version of Python."""
         super().save_overload(sig, data)
         LOG.info("compiled %s", self._py_func.__qualname__)
         base = self._impl.filename_base
@@ -119,7 +122,7 @@ class Kept(FunctionCache):
 
 
 def _fields(kind: Any) -> tuple[Any, ...]:
-    """The names of all fields of the records in a signature."""
+    """Return the names of all fields of the records in a signature, nested ones included."""
     inside = kind if isinstance(kind, tuple) else getattr(kind, "types", ())
     own = getattr(getattr(kind, "instance_class", None), "_fields", ())
-    return (*own, *(found for one in inside if (found := _fields(one))))
+    return (*own, *(names for part in inside if (names := _fields(part))))

@@ -1,0 +1,27 @@
+"""Audits of single outcomes, by the steps that note them."""
+
+import numpy as np
+
+from specbeam.audit import Audit
+from specbeam.laws.evidence import no_evidence, note_draw, note_trial, note_worth
+
+
+def of_draw(logp, token):
+    """The audit of a draw from a law, given as logs."""
+    evidence = no_evidence(True)
+    note_draw(evidence, np.asarray(logp, dtype=np.float64), token)
+    return Audit.of(evidence)
+
+
+def of_trial(wanted, drafted, accepted):
+    """The audit of a candidate that was accepted or refused."""
+    evidence = no_evidence(True)
+    note_trial(evidence, wanted, drafted, accepted)
+    return Audit.of(evidence)
+
+
+def of_worth(wanted, drafted, worth):
+    """The audit of what a candidate is worth."""
+    evidence = no_evidence(True)
+    note_worth(evidence, wanted, drafted, worth)
+    return Audit.of(evidence)
