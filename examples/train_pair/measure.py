@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated
 
-import numpy as np
 import sacrebleu
 import typer
 from corpus import sounds, translations
@@ -73,20 +72,12 @@ def acceptance(models: sb.Pair, prompts: list[str]) -> float:
     return accepted / judged
 
 
-def with_nodes(root: Forest, tokens: range, parents: list[int]) -> Forest:
-    """Return a forest of the root and these nodes; parents by their place in the forest."""
-    return root._replace(
-        tokens=np.concatenate([root.tokens, np.array(tokens)]),
-        parents=np.concatenate([root.parents, np.array(parents)]),
-    )
-
-
 def costs(models: sb.Pair) -> tuple[float, float]:
     """Milliseconds of a target pass over a forest of 28 nodes and of a draft step of 6, medians, interleaved."""
     prompt = models.tokenizer("Der alte Mann füttert jeden Morgen die Vögel.")["input_ids"]
     root = Forest.rooted([prompt[-1]])
-    wide = with_nodes(root, range(10, 38), [0] * 6 + list(range(1, 23)))
-    narrow = with_nodes(root, range(10, 16), [0] * 6)
+    wide = root.grown(range(10, 38), [0] * 6 + list(range(1, 23)))
+    narrow = root.grown(range(10, 16), [0] * 6)
     times: dict[str, list[float]] = {"target": [], "draft": []}
     for _ in range(60):
         for name, lm, forest in (("target", models.target, wide), ("draft", models.draft, narrow)):

@@ -18,11 +18,13 @@ from specbeam.errors import (
     VocabularyMismatch,
 )
 from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
+from specbeam.options.checks import is_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Quantize = Literal["int8"]
+ShareFrom = int | Literal["auto"] | None
 BUNDLED = Path(__file__).parent / "bundled"
 
 
@@ -67,6 +69,7 @@ def load(
     quantize: "Quantize | None" = None,
     quantize_draft: "Quantize | None" = None,
     compile: bool = False,
+    share_from: ShareFrom = "auto",
 ) -> Pair:
     """Load a target model, and optionally a draft model, with their tokenizer.
 
@@ -84,6 +87,9 @@ def load(
         compile: use torch.compile for models that transformers would run on a CPU, because specbeam has no forward of its
             own for them. Takes about five seconds for each form of a pass (one prompt or several, one token or several,
             ...), of which a model has up to a dozen. The compiled code is kept on disk.
+        share_from: texts whose prompts begin with at least this number of equal tokens, like a system prompt, compute and
+            store these once while they are decoded side by side. None: never. "auto": from 64 tokens on, but never in the
+            compiled engines for CPUs, where sharing changes the last bits of a text's logits.
 
     Raises:
         BadSetting: an option is wrong.
@@ -102,12 +108,14 @@ def load(
     loaded_tokenizer = _tokenizer(tokenizer if tokenizer is not None else target)
     if draft_model is not None:
         _check_same_vocabulary(target_model, draft_model, loaded_tokenizer, draft)
-    target_lm = language_model(target_model, check, quantize, compile)
+    target_lm = language_model(target_model, check, quantize, compile, share_from)
     if draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
         engine = quantize_draft or ("torch" if target_lm.engine == "torch" else "auto")
-        draft_lm: HuggingFaceLM | None = HuggingFaceLM(draft_model, engine=engine)
+        draft_lm: HuggingFaceLM | None = HuggingFaceLM(draft_model, engine=engine, share_from=share_from)
     else:
-        draft_lm = None if draft_model is None else language_model(draft_model, check, quantize_draft, compile)
+        draft_lm = None
+        if draft_model is not None:
+            draft_lm = language_model(draft_model, check, quantize_draft, compile, share_from)
     if compile and "torch" not in {lm.engine for lm in (target_lm, draft_lm) if lm is not None}:
         raise BadSetting(
             "compile=True is for models that transformers runs, and specbeam runs these itself, by loops that are compiled "
@@ -117,14 +125,18 @@ def load(
 
 
 def language_model(
-    model: "PreTrainedModel", check: bool = True, quantize: "Quantize | None" = None, compile: bool = False
+    model: "PreTrainedModel",
+    check: bool = True,
+    quantize: "Quantize | None" = None,
+    compile: bool = False,
+    share_from: ShareFrom = "auto",
 ) -> HuggingFaceLM:
     """Return the language model that scores forests with a model object.
 
     There is one per model object, cached on it and checked once. A new one is made if the model has changed since, or if
-    `quantize` or `compile` differ. The arguments are those of `load`.
+    `quantize`, `compile` or `share_from` differ. The arguments are those of `load`.
     """
-    options = (quantize, compile)
+    options = (quantize, compile, share_from)
     cached = vars(model).get("_specbeam")
     if cached is None or cached.state != (_fingerprint(model), options):
         check_decoder_only(model)
@@ -132,9 +144,14 @@ def language_model(
         model.eval()
         if quantize not in (None, "int8"):
             raise BadSetting(f"quantize is {quantize!r}; it must be 'int8' or None")
-        lm = HuggingFaceLM(model, engine=quantize or "auto")
+        is_count = isinstance(share_from, int) and is_integer(share_from) and share_from >= 1
+        if share_from not in (None, "auto") and not is_count:
+            raise BadSetting(
+                f"share_from is {share_from!r}; it must be a number of tokens of at least 1, 'auto' or None"
+            )
+        lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from)
         if compile and lm.engine == "plain":
-            lm = HuggingFaceLM(model, engine="torch")
+            lm = HuggingFaceLM(model, engine="torch", share_from=share_from)
         if check:
             check_scores_forests(lm)
         # The fingerprint is taken again, because an engine may have changed the layout of the weights.

@@ -7,6 +7,7 @@ import torch
 import specbeam as sb
 from specbeam.core.forest import Forest
 from specbeam.decode import Decoder, decode
+from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import MOST_TOGETHER, HuggingFaceLM
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
@@ -187,3 +188,24 @@ def test_who_needs_the_rows_of_its_prompt_computes_them_itself():
     found = lm.extend(seats, [Forest.rooted(SYSTEM[-1:])] * 2, needs)
     assert len(found[1].prompt) == len(SYSTEM) - 1
     assert len(lm.caches) == 2
+
+
+@pytest.mark.parametrize("share_from", [8, None])
+def test_pairs_are_loaded_so_that_their_prompts_are_shared(share_from):
+    """Both models of the pair; loading the same model objects otherwise makes other caches."""
+    target, draft = (tiny("llama", seed=seed, num_hidden_layers=1) for seed in (0, 1))
+    pair = sb.load(target, draft, share_from=share_from)
+    assert (pair.target.share_from, pair.draft.share_from) == (share_from, share_from)
+    assert sb.load(target, draft, share_from=share_from).target is pair.target
+    assert sb.load(target, draft).target is not pair.target
+    prompts = [[*range(3, 30), last] for last in (7, 9, 11)]
+    found = sb.generate(pair, prompts, sb.sampling(), seed=1, max_new_tokens=6)
+    assert [one.text for one in found] == [
+        one.text for one in sb.generate(sb.load(target, draft), prompts, sb.sampling(), seed=1, max_new_tokens=6)
+    ]
+
+
+@pytest.mark.parametrize("wrong", [0, -3, 2.5, "always", True])
+def test_what_is_no_number_of_tokens_is_refused(wrong):
+    with pytest.raises(BadSetting, match="share_from is"):
+        sb.load(tiny("llama"), share_from=wrong)
