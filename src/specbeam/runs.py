@@ -1,7 +1,9 @@
 """Runs: many turns of one session in one compiled loop, made of the same steps as single turns."""
 
 import ctypes
+import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -50,7 +52,7 @@ from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
 from specbeam.laws.edits import NO_EDITS, Edits, ban, edited_rows, edits_any
 from specbeam.laws.evidence import Evidence, no_evidence
 from specbeam.laws.joint import BROKEN, SOUND
-from specbeam.laws.warp import processed_rows
+from specbeam.laws.warp import check_rows, processed_rows
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.measure.profiler import apportion
@@ -68,6 +70,7 @@ DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, LAYERS = range(6)  # of `Run
 
 LOOK = 3  # a condition beside SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
 _NO_TOKENS = np.zeros(0, dtype=np.bool_)
+_ONE_AT_A_TIME = threading.Lock()  # for what runs call in Python
 
 
 class NoDraftSpec(NamedTuple):
@@ -458,8 +461,9 @@ class RowsOfSession:
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self.rows = Callback(self._process)
-        self.moved = Callback(self._move)
+        here = weakref.ref(self)  # a callback that held this object would keep the session until garbage is collected
+        self.rows = Callback(lambda *numbers: _alive(here)._process(*numbers))
+        self.moved = Callback(lambda *numbers: _alive(here)._move(*numbers))
         processors = session.warp.processors or []
         self.constraint = session.warp.constraint if len(processors) == 1 else None  # if it is all that changes rows
 
@@ -469,15 +473,32 @@ class RowsOfSession:
         edits = spec.edits._replace(callback=self.rows.address)
         return spec._replace(edits=edits, moved=self.moved.address if constrained else 0)
 
+    def raise_what_remains(self) -> None:
+        """Raise what the constraint raised, and interrupts; what else processors raised is met again turn by turn."""
+        for failure in (self.moved.failure, self.rows.failure):
+            if failure is not None and (failure is self.moved.failure or not isinstance(failure, Exception)):
+                raise failure
+
     def _process(
         self, rows: int, count: int, vocab: int, wide: int, tokens: int, parents: int, nodes: int, first: int
     ) -> None:
-        """Put rows through the processors, in place: `count` of them, of the forest nodes from `first` on."""
+        """Put rows through the processors, in place: `count` of them, of the forest nodes from `first` on.
+
+        One call at a time in the whole process: runs go side by side in threads, and the sessions of a request share
+        processors, which may keep a state of their own.
+        """
+        with _ONE_AT_A_TIME:
+            self._process_alone(rows, count, vocab, wide, tokens, parents, nodes, first)
+
+    def _process_alone(
+        self, rows: int, count: int, vocab: int, wide: int, tokens: int, parents: int, nodes: int, first: int
+    ) -> None:
         kind = ctypes.c_double if wide == 8 else ctypes.c_float
         raw = array_at(rows, count * vocab, kind).reshape(count, vocab)
         forest = Forest.rooted(integers_at(tokens, nodes).copy())._replace(parents=integers_at(parents, nodes).copy())
         if self.constraint is not None:
             roots = Forest.rooted(forest.tokens[forest.parents < 0])
+            check_rows(raw)
             beams = self.session.new_tokens(roots, np.arange(roots.size))
             ban(raw, self.constraint.allowed_below(beams, forest.tokens, forest.parents, first, vocab))
             return
@@ -494,7 +515,15 @@ class RowsOfSession:
     def _move(self, tokens: int, count: int, over: int, *_: int) -> None:
         """Let the constraint forget all paths but those of the live beams, which end with these tokens."""
         live = integers_at(tokens, count).copy() if count > 0 and not over else np.zeros(0, dtype=np.int64)
-        self.session.keep_constraint(live)
+        with _ONE_AT_A_TIME:
+            self.session.keep_constraint(live)
+
+
+def _alive(reference: "weakref.ref[RowsOfSession]") -> RowsOfSession:
+    """Return what a run refers to: it holds it until it is over."""
+    found = reference()
+    assert found is not None
+    return found
 
 
 @dataclass(eq=False)
@@ -554,8 +583,8 @@ class Run:
     def keep(self) -> bool:
         """Move the session to the end of the run. Returns True if any turn ran. Raises what its constraint raised."""
         _keep(self.session, self.models, self.room, self.live)
-        if self.python is not None and self.python.moved.failure is not None:
-            raise self.python.moved.failure
+        if self.python is not None:
+            self.python.raise_what_remains()
         if self.condition == LOOK:
             self.session.state[_Looking] = self.session.count.target_passes
         elif self.condition != SOUND:

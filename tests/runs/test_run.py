@@ -1,11 +1,14 @@
 """Runs of turns in one compiled loop against the same turns one by one: texts, scores, reports, and what models hold."""
 
+import gc
+import weakref
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
-from transformers import LogitsProcessorList
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 import specbeam as sb
 from specbeam import kernels, runs
@@ -17,6 +20,7 @@ from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.options.settings import Settings
 from specbeam.records import Shape
 from specbeam.request import Request
+from specbeam.session import Session
 from specbeam.verify.walk import PathRule
 from tests.support import words
 from tests.support.loops import OPTIONS, PROMPTS, known, pair
@@ -193,6 +197,56 @@ def test_rows_are_processed_by_python_in_runs(pair, seen, monkeypatch, name):
         assert not seen
     else:
         check_every_turn_ran(seen)
+
+
+class Scatterbrained(LogitsProcessor):
+    """A processor that keeps what it is given between two lines: two calls at once would mix it up."""
+
+    def __call__(self, input_ids, scores):
+        self.last = input_ids[:, -1].tolist()
+        scores = scores.clone()
+        torch.sort(scores)  # releases the interpreter
+        for row, last in enumerate(self.last):
+            scores[row, last % 5 :: 5] += 2.0
+        return scores
+
+
+def test_processors_of_a_batch_are_called_one_at_a_time(pair):
+    """Sessions of a batch run in threads and share their processors."""
+    options = {"logits_processor": LogitsProcessorList([Scatterbrained()]), "seed": 1, "max_new_tokens": 12}
+    prompts = [*PROMPTS, *PROMPTS]
+    method = sb.dsbd(2, 3, 2, "fixed")
+    together = sb.generate(pair, prompts, method, **options)
+    each = sb.generate(pair, prompts, method, batch_size=1, **options)
+    assert [one.tokens for one in together] == [one.tokens for one in each]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_interrupts_pass_through_processors_in_runs(pair, seen, kind):
+    def interrupted(tokens, scores):
+        raise kind
+
+    with pytest.raises(kind):
+        sb.generate(pair, PROMPTS[0], "sampling", seed=1, logits_processor=LogitsProcessorList([interrupted]))
+
+
+def test_sessions_are_freed_when_their_runs_are_over(pair, monkeypatch):
+    """Without the garbage collector: what a run calls in Python does not hold the session."""
+    made = []
+    init = Session.__init__
+
+    def noted(self, *given, **options):
+        init(self, *given, **options)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(Session, "__init__", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        sb.generate(pair, PROMPTS[0], "sampling", seed=1, max_new_tokens=6, no_repeat_ngram_size=2)
+        assert [one() for one in made] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("name", METHODS)

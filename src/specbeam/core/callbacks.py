@@ -20,12 +20,12 @@ class Callback:
     """A function of Python that compiled steps can call by its `address`, for as long as this object lives.
 
     Args:
-        function: takes `NUMBERS` integers and returns nothing. What it raises is kept in `failure`, for compiled code
-            cannot raise it; then the step that called gets 1 instead of 0.
+        function: takes `NUMBERS` integers and returns nothing. What it raises is kept in `failure`, interrupts too, for
+            compiled code cannot raise it; then the step that called gets 1 instead of 0.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self._function = function
         self._entry = _SIGNATURE(self._run)  # which would be freed with its last reference
         self.address = ctypes.cast(self._entry, ctypes.c_void_p).value or 0
@@ -33,7 +33,7 @@ class Callback:
     def _run(self, *numbers: int) -> int:
         try:
             self._function(*numbers)
-        except Exception as error:
+        except BaseException as error:  # ctypes would print anything else and return what is in memory
             self.failure = error
             return 1
         return 0

@@ -1,6 +1,7 @@
 """Compilation of a form (JSON schema, regular expression or grammar) into a constraint, with all errors before decoding."""
 
 import threading
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -48,15 +49,20 @@ def compiled(
         raise NotSupported(f"{form.kind} is about text, and there is no tokenizer; give load(tokenizer=...)")
     if not any(token < vocab for token in eos):
         raise BadSetting(f"{form.kind} says where a text ends, and there is no end token; set eos_token_id")
-    key = (form, backend, len(tokenizer), vocab, eos)
+    key = (form, backend, len(tokenizer), tokenizer.eos_token_id, tuple(tokenizer.all_special_ids), vocab, eos)
     with _LOCK:
-        known = _COMPILED.setdefault(tokenizer, OrderedDict())
-        if key not in known:
-            known[key] = _compile(form, backend, tokenizer, vocab, eos)
+        constraint = _COMPILED.setdefault(tokenizer, OrderedDict()).get(key)
+    if constraint is None:  # a long compilation keeps no other thread waiting
+        constraint = _compile(form, backend, tokenizer, vocab, eos)
+    with _LOCK:
+        known = _COMPILED[tokenizer]
+        known[key] = constraint
         known.move_to_end(key)
         while len(known) > KEPT:
             known.popitem(last=False)
-        return known[key]
+    for complaint in getattr(constraint, "complaints", ()):
+        warnings.warn(complaint, stacklevel=2)
+    return constraint
 
 
 def _compile(

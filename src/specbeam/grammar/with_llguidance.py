@@ -1,6 +1,5 @@
 """Constraints enforced by the library llguidance. A walker wraps one of its matchers."""
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +41,9 @@ class LLGuidance:
         is_invalid, messages = LLMatcher.validate_grammar_with_warnings(grammar)
         if is_invalid:
             raise _refusal(form, messages)
-        for message in messages:  # a valid form has messages if it says itself that something may be ignored
-            warnings.warn(f"{form.kind}: {message}", stacklevel=2)
+        self.complaints = [
+            f"{form.kind}: {message}" for message in messages
+        ]  # about keywords that the form says may be ignored
         end = eos[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
         self._tokenizer = _llguidance_tokenizer(tokenizer, end)
         self._root = LLMatcher(self._tokenizer, grammar, log_level=0)

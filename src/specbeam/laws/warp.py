@@ -146,7 +146,7 @@ def processed_rows(rows: Rows, warp: Warp, paths: Paths) -> Rows:
     """
     if not warp.processors:
         return rows
-    _check(rows)
+    check_rows(rows)
     logits = torch.from_numpy(rows)
     if warp.search:
         logits = torch.log_softmax(logits, -1)
@@ -175,7 +175,7 @@ def law_of_processed(
 def check_condition(condition: int, rows: Rows, warp: Warp) -> None:
     """Raise `BrokenLaw` if rows are BROKEN, `DeadEnd` if they are DEAD."""
     if condition == BROKEN:
-        _check(rows)
+        check_rows(rows)
     if condition == DEAD:
         raise DeadEnd(f"every token is banned: {_banning(warp)} left nothing to draw")
 
@@ -189,7 +189,7 @@ def row_laws(rows: Rows, warp: Warp) -> list[RowLaw | None]:
     for row in rows:
         condition = condition_of_row(row)
         if condition == BROKEN:
-            _check(row[None])
+            check_rows(row[None])
         laws.append(None if condition != SOUND else _law_of_row(row, warp))
     return laws
 
@@ -251,7 +251,7 @@ def _broken(rows: Rows) -> str:
     return "NaN" if bool(np.isnan(rows).any()) else "+inf"
 
 
-def _check(rows: Rows) -> None:
+def check_rows(rows: Rows) -> None:
     """Raise `BrokenLaw` if logits hold NaN or +inf."""
     if what := _broken(rows):
         raise BrokenLaw(f"the model returned {what} logits; try float32, or look for overflow in the weights")
@@ -290,6 +290,6 @@ def _processed(
         )
     rows = on_host(processed)
     if what := _broken(rows):
-        _check(on_host(logits))  # or was it the model?
+        check_rows(on_host(logits))  # or was it the model?
         raise BrokenProcessor(f"a logits processor returned {what}; banned tokens must get -inf, others a finite score")
     return rows

@@ -22,7 +22,7 @@ BlockMode = Literal["argmax", "ancestral", "joint_temperature", "joint_topk"]
 class BlockRule:
     """Take one block out of the law of all blocks: paths one token longer than the tree is deep, or ended before.
 
-    The tree must hold every path (`draft.every_block.EveryBlock`). p of a block is the product of its warped conditionals.
+    The tree must hold every path (`draft.joint_tokens.EveryBlock`). p of a block is the product of its warped conditionals.
 
     Args:
         mode: "argmax": the block of largest p, of equal ones the first in lexicographic order. "ancestral": one draw from p.
