@@ -1,5 +1,6 @@
 """Loading a pair of models from names, paths or model objects: tokenizer, devices, types and checks."""
 
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 Quantize = Literal["int8"]
 ShareFrom = int | Literal["auto"] | None
+# transformers' from_pretrained changes torch's defaults while it runs: two threads at a time leave models without weights.
+_ONE_AT_A_TIME = threading.RLock()
 BUNDLED = Path(__file__).parent / "bundled"
 
 
@@ -103,6 +106,8 @@ def load(
     if isinstance(draft, str) and draft == "bundled":
         draft = BUNDLED / "draft"
     torch_device = _device(device)
+    _check_options(quantize, share_from)
+    _check_options(quantize_draft, share_from, "quantize_draft")
     target_model = _model(target, dtype, torch_device)
     draft_model = None if draft is None else _model(draft, dtype, torch_device)
     loaded_tokenizer = _tokenizer(tokenizer if tokenizer is not None else target)
@@ -136,19 +141,19 @@ def language_model(
     There is one per model object, cached on it and checked once. A new one is made if the model has changed since, or if
     `quantize`, `compile` or `share_from` differ. The arguments are those of `load`.
     """
+    _check_options(quantize, share_from)
     options = (quantize, compile, share_from)
+    with _ONE_AT_A_TIME:
+        return _cached_language_model(model, check, options)
+
+
+def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple[Any, ...]) -> HuggingFaceLM:
+    quantize, compile, share_from = options
     cached = vars(model).get("_specbeam")
     if cached is None or cached.state != (_fingerprint(model), options):
         check_decoder_only(model)
         _use_a_backend_with_masks(model)
         model.eval()
-        if quantize not in (None, "int8"):
-            raise BadSetting(f"quantize is {quantize!r}; it must be 'int8' or None")
-        is_count = isinstance(share_from, int) and is_integer(share_from) and share_from >= 1
-        if share_from not in (None, "auto") and not is_count:
-            raise BadSetting(
-                f"share_from is {share_from!r}; it must be a number of tokens of at least 1, 'auto' or None"
-            )
         lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from)
         if compile and lm.engine == "plain":
             lm = HuggingFaceLM(model, engine="torch", share_from=share_from)
@@ -159,6 +164,15 @@ def language_model(
         object.__setattr__(model, "_specbeam", cached)
     assert cached.lm is not None
     return cached.lm
+
+
+def _check_options(quantize: Any, share_from: Any, name: str = "quantize") -> None:
+    """Raise `BadSetting` if one of these options of `load` is wrong."""
+    if quantize not in (None, "int8"):
+        raise BadSetting(f"{name} is {quantize!r}; it must be 'int8' or None")
+    is_count = isinstance(share_from, int) and is_integer(share_from) and share_from >= 1
+    if share_from not in (None, "auto") and not is_count:
+        raise BadSetting(f"share_from is {share_from!r}; it must be a number of tokens of at least 1, 'auto' or None")
 
 
 class _CachedLM:
@@ -302,7 +316,8 @@ def _model(source: Any, dtype: "str | torch.dtype", device: torch.device) -> "Pr
             )
         if dtype == "auto" and device.type == "cpu":
             dtype = torch.float32
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        with _ONE_AT_A_TIME:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
         if isinstance(error, SpecbeamError):
             raise
