@@ -73,6 +73,7 @@ def generate(
     """
     if isinstance(pair, str):
         pair = load(pair)
+    require(isinstance(audit, bool), "audit", audit, "True or False")
     settings = Settings.given(options, generation_config)
     method = _resolved(pair, prompts, method, settings, generation_config)
     request = Request(pair, prompts, method, settings, seed, audit)

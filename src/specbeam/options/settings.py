@@ -78,14 +78,21 @@ class Settings:
         unknown = sorted(set(options) - set(names))
         if unknown:
             raise BadSetting(f"generate() has no option {', '.join(unknown)}; it has {', '.join(names)}")
-        if config is None:
-            return cls(**options)
-        from_config, unsupported = read(config, _names())
-        if unsupported:
-            raise NotSupported(
-                f"generation_config sets {', '.join(unsupported)}, which specbeam does not honour; unset them"
+        from_config: dict[str, Any] = {}
+        if config is not None:
+            from_config, unsupported = read(config, _names())
+            if unsupported:
+                raise NotSupported(
+                    f"generation_config sets {', '.join(unsupported)}, which specbeam does not honour; unset them"
+                )
+        settings = cls(**(from_config | options))
+        least = settings.min_new_tokens
+        most = settings.max_new_tokens
+        if least is not None and most is not None and least > most:
+            warnings.warn(
+                f"min_new_tokens={least} is more than max_new_tokens={most}: every text has {most} tokens", stacklevel=2
             )
-        return cls(**(from_config | options))
+        return settings
 
     def completed(self, config: "GenerationConfig | None", draws: bool) -> "Settings":
         """Return these settings, with those that are not set taken from the model's own generation config, as transformers
