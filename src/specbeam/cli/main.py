@@ -87,8 +87,8 @@ def generate(
     model: Model = "bundled",
     draft: Draft = None,
     method: MethodName = "dsbd",
-    setting: Settings = [],  # noqa: B006
-    file: PromptFiles = [],  # noqa: B006
+    setting: Settings = [],
+    file: PromptFiles = [],
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -117,7 +117,7 @@ def generate(
         float | None,
         typer.Option(help="A score is log-likelihood / length ** this exponent; by default the model's own, else 1."),
     ] = None,
-    stop: StopTexts = [],  # noqa: B006
+    stop: StopTexts = [],
     json_schema: Annotated[
         str | None, typer.Option(help="Answer in JSON that fits this schema: the schema itself or a file with it.")
     ] = None,
@@ -183,7 +183,7 @@ def inspect(
     prompt: Annotated[str, typer.Argument(help="The prompt to decode.")],
     model: Model = "bundled",
     draft: Draft = None,
-    setting: Settings = [],  # noqa: B006
+    setting: Settings = [],
     turn: Annotated[int, typer.Option(help="Number of the turn to draw, counted from 1.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same forest.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Also write the picture to this SVG file.")] = None,
@@ -204,8 +204,8 @@ def same_beams(
     prompts: Prompts = None,
     model: Model = "bundled",
     draft: Draft = None,
-    setting: Settings = [],  # noqa: B006
-    file: PromptFiles = [],  # noqa: B006
+    setting: Settings = [],
+    file: PromptFiles = [],
     seed: Annotated[int, typer.Option(help="Seed of both methods.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Number of prompts that DSBD decodes side by side.")] = 1,
     max_new_tokens: MaxNewTokens = 64,
@@ -229,13 +229,13 @@ def diff(
     draft: Draft = None,
     prompt: Annotated[
         list[str], typer.Option(help="A prompt. Without any, and without files, they are read from standard input.")
-    ] = [],  # noqa: B006
+    ] = [],
     prompts: Annotated[
         list[Path],
         typer.Option("--prompts", "-f", help="A text file with a prompt per line, or .jsonl with a field 'prompt'."),
-    ] = [],  # noqa: B006
+    ] = [],
     beams: Annotated[int, typer.Option(help="Number of beams of both searches.")] = 4,
-    setting: Settings = [],  # noqa: B006
+    setting: Settings = [],
     rows: Annotated[int, typer.Option(help="Maximum number of prompts: the first ones.")] = 1000,
     every_option: Annotated[
         bool,
@@ -288,10 +288,10 @@ def block_efficiency(
     prompts: DemoPrompts = None,
     model: Model = "bundled",
     draft: Draft = None,
-    file: PromptFiles = [],  # noqa: B006
+    file: PromptFiles = [],
     budget: Annotated[
         list[int], typer.Option(help="Number of nodes scored per pass: 5, 10, 21 or 30. May be given several times.")
-    ] = [5, 10, 21, 30],  # noqa: B006
+    ] = [5, 10, 21, 30],
     temperature: Temperature = None,
     rows: SpacedRows = 60,
     max_new_tokens: MaxNewTokens = 48,
@@ -312,7 +312,7 @@ def acceptance(
     prompts: DemoPrompts = None,
     model: Model = "bundled",
     draft: Draft = None,
-    file: PromptFiles = [],  # noqa: B006
+    file: PromptFiles = [],
     children: Annotated[int, typer.Option(help="Number of draft tokens tried per step.")] = 8,
     temperature: Temperature = None,
     rows: SpacedRows = 60,
@@ -333,7 +333,7 @@ def compare(
         typer.Argument(
             help="TSV files with a prompt and its right answer per line. Without any the bundled tasks are used."
         ),
-    ] = [],  # noqa: B006
+    ] = [],
     model: Model = "bundled",
     draft: Draft = None,
     grow: Grow = None,
@@ -365,7 +365,7 @@ def speed(
             help="'dsbd beams=4 depth=2', 'transformers/beam_sampling beams=4', 'ctranslate2/beam_search "
             "compute_type=int8', ... Ratios are to the first one. Without any a usual selection runs."
         ),
-    ] = [],  # noqa: B006
+    ] = [],
     prompts: Annotated[
         str | None,
         typer.Option(
@@ -389,7 +389,7 @@ def speed(
     rows: SpacedRows = 30,
     batch_size: Annotated[
         list[int], typer.Option(help="Number of prompts decoded at once. May be given several times.")
-    ] = [1],  # noqa: B006
+    ] = [1],
     repeats: Rounds = 7,
     threads: Threads = None,
     temperature: Temperature = None,
@@ -466,12 +466,12 @@ def speed_cliffs(
 def pass_cost(
     model: Model = "bundled",
     grow: Grow = None,
-    rows: PassRows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128],  # noqa: B006
+    rows: PassRows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128],
     beams: Annotated[
         list[int],
         typer.Option(help="Number of beams of a step, also timed in transformers. May be given several times."),
-    ] = [1, 4, 16, 64],  # noqa: B006
-    length: Lengths = [128, 512, 1024, 2048, 4096],  # noqa: B006
+    ] = [1, 4, 16, 64],
+    length: Lengths = [128, 512, 1024, 2048, 4096],
     copies_gb: Annotated[
         float,
         typer.Option(
@@ -493,7 +493,7 @@ def pass_cost(
 def tune(
     model: Model = "bundled",
     draft: Draft = None,
-    context: Lengths = [64],  # noqa: B006
+    context: Lengths = [64],
     beams: Annotated[int, typer.Option(help="Number of beams that --explain assumes.")] = 4,
     draft_beams: Annotated[
         int | None, typer.Option(help="Number of draft nodes per layer that --explain assumes; by default beams + 2.")

@@ -43,7 +43,11 @@ class Walker(Protocol):
 
 @runtime_checkable
 class Constraint(Protocol):
-    """A form that texts must have, as a set of allowed next tokens at each place. Many sessions may share one."""
+    """A form that texts must have, as a set of allowed next tokens at each place. Many sessions may share one.
+
+    It may also have `complaints`, texts about parts of the form that it does not enforce: each request that uses it issues
+    them as warnings.
+    """
 
     def start(self) -> Walker:
         """Return a walker before the first new token."""

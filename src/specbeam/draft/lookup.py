@@ -3,7 +3,7 @@
 Nothing is drawn. But what is found depends on the text, so the drafts can be matched and not tried.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -87,7 +87,7 @@ class GramIndex:
                 self._after[run] = place
         self.text.append(token)
 
-    def continuation(self, most: int, tail: list[int] = []) -> list[int]:  # noqa: B006
+    def continuation(self, most: int, tail: Sequence[int] = ()) -> list[int]:
         """Return up to `most` tokens that followed the longest earlier match of the last tokens."""
         last = [*self.text[-self.longest :], *tail]
         for size in range(min(self.longest, len(last)), 0, -1):
@@ -120,7 +120,7 @@ class SuffixAutomaton:
         self._state, self.matched = self._next_match(self._state, self.matched, token)
         self._insert(token)
 
-    def matched_with(self, tail: list[int]) -> tuple[int, int]:
+    def matched_with(self, tail: Sequence[int]) -> tuple[int, int]:
         """Return state and length of the match of the text followed by `tail`."""
         state = self._state
         matched = self.matched
@@ -128,7 +128,7 @@ class SuffixAutomaton:
             state, matched = self._next_match(state, matched, token)
         return state, matched
 
-    def continuation(self, most: int, tail: list[int] = []) -> list[int]:  # noqa: B006
+    def continuation(self, most: int, tail: Sequence[int] = ()) -> list[int]:
         state, matched = self.matched_with(tail)
         return self.text[self._end[state] : self._end[state] + most] if matched else []
 

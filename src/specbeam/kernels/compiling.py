@@ -1,5 +1,6 @@
 """The decorators that compile functions with numba, calls by address, and the number of threads."""
 
+import functools
 import inspect
 import os
 import warnings
@@ -53,6 +54,16 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     link_by_name(made)
     add_python_entry(made, entry)
     return made
+
+
+def compiled_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that Python cannot call: only compiled forms exist, made with `numba.extending.overload`."""
+
+    @functools.wraps(function)
+    def refuse(*arguments: Any) -> Any:
+        raise NotImplementedError(f"{function.__name__} has compiled forms only; call it from a compiled function")
+
+    return refuse
 
 
 def compiled_in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from jaxtyping import Float, Float32, Int8, Shaped
 from specbeam import kernels
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.sums import MOST, STEP, WIDTH, write_sums
-from specbeam.kernels.compiling import compiled
+from specbeam.kernels.compiling import compiled, compiled_only
 
 if kernels.AVAILABLE:
     from numba import prange, types
@@ -38,43 +38,43 @@ Scales = Float32[np.ndarray, " columns"]
 Array = Any  # numba finds the types by itself
 
 
+@compiled_only
 def packed_rows(x: Array, panels: Array) -> Array:
     """Return x[rows, depth] in the layout that `multiply_panel` takes: that of tiles, or transposed part by part."""
-    raise NotImplementedError("this function has compiled forms only")
 
 
+@compiled_only
 def begin_products(packed: Array, panels: Array) -> None:
     """Prepare the processor for `multiply_panel`, in the current thread."""
-    raise NotImplementedError("this function has compiled forms only")
 
 
+@compiled_only
 def end_products(panels: Array) -> None:
     """Undo `begin_products`."""
-    raise NotImplementedError("this function has compiled forms only")
 
 
+@compiled_only
 def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array) -> None:
     """Write the products of all rows with one panel to its columns of `out`."""
-    raise NotImplementedError("this function has compiled forms only")
 
 
+@compiled_only
 def write_transposed(x: Array, start: int, rows: int, transposed: Array) -> None:
     """Write `rows` rows of x, float32[all rows, depth], from `start` on, to `transposed` as [depth, rows].
 
     If `transposed` is int32, numbers are rounded to uint8 around 128, four steps of depth in a word, and the scale of each
     row follows after all of them.
     """
-    raise NotImplementedError("this function has compiled forms only")
 
 
+@compiled_only
 def scratch_for(panels: Array, rows: int, depth: int) -> Array:
     """Return room for this number of transposed rows, of the dtype that goes with the panels."""
-    raise NotImplementedError("this function has compiled forms only")
 
 
+@compiled_only
 def unpacked(panel: Array, depth: int) -> Array:
     """Return the numbers of one panel as float32; a panel of int8 is returned as it is."""
-    raise NotImplementedError("this function has compiled forms only")
 
 
 def _source_of(function: Any) -> Any:
