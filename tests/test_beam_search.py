@@ -162,7 +162,7 @@ def test_truncation_leaves_as_many_tokens_as_in_transformers(pair, eos):
     )  # fmt: skip
     scores = torch.randn(1, 61, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     warp = Settings(top_k=1, top_p=0.01).warp(tuple(eos), False, 3, search=True)
-    ours = joint_law(scores.numpy(), np.zeros(1), np.ones(1, dtype=np.int64), warp.cut, False).logits
+    ours = joint_law(scores.numpy(), np.zeros(1), np.ones(1, dtype=np.int64), warp.cut._replace(normalise=False)).logits
     assert int((ours > -np.inf).sum()) == max(2, 1 + len(eos))
     np.testing.assert_array_equal(ours, kept[0](ids, scores).numpy())
 

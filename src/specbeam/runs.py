@@ -52,6 +52,7 @@ from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
 from specbeam.laws.edits import NO_EDITS, Edits, ban, edited_rows, edits_any
 from specbeam.laws.evidence import Evidence, no_evidence
 from specbeam.laws.joint import BROKEN, SOUND
+from specbeam.laws.reduce import log_probabilities
 from specbeam.laws.warp import check_rows, processed_rows
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -122,18 +123,6 @@ def roots_of(tokens: Array, fronts: Array) -> Forest:
     return Forest(tokens, above, groups, np.empty(0), np.empty(0, dtype=np.int64), rows)
 
 
-def nodes_of(drafts: Any, roots: int, depth: int, width: int) -> int:
-    """Return the most nodes that a draft of this shape adds."""
-    raise NotImplementedError("this function has compiled forms only")
-
-
-def draft_turn(
-    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
-) -> tuple[Forest, int]:
-    """Return the forest that is drafted below the roots, and SOUND, DEAD or BROKEN."""
-    raise NotImplementedError("this function has compiled forms only")
-
-
 @step
 def _draft_beams(
     drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
@@ -170,25 +159,52 @@ def _nodes_of_tree(drafts: Any, roots: int, depth: int, width: int) -> int:
     return total
 
 
+@step
+def _nodes_of_layers(drafts: Any, roots: int, depth: int, width: int) -> int:
+    return depth * width
+
+
+@step
+def _nodes_of_nothing(drafts: NoDraftSpec, roots: int, depth: int, width: int) -> int:
+    return 0
+
+
+@step
+def _draft_nothing(
+    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
+) -> tuple[Forest, int]:
+    return roots, SOUND
+
+
+# What does a verb for each kind of spec; where none is named, that of drafts and rules of layers.
+_NODES_OF = {TreeSpec: _nodes_of_tree, NoDraftSpec: _nodes_of_nothing}
+_DRAFT_BY = {TreeSpec: _draft_tree, NoDraftSpec: _draft_nothing}
+_VERIFY_BY = {WalkSpec: walk_down, ClimbSpec: climb}
+
+
+def nodes_of(drafts: Any, roots: int, depth: int, width: int) -> int:
+    """Return the most nodes that a draft of this shape adds."""
+    return _NODES_OF.get(type(drafts), _nodes_of_layers)(drafts, roots, depth, width)
+
+
 @compiled_as(nodes_of)
 def _compiled_nodes_of(drafts: Any, roots: Any, depth: Any, width: Any) -> Any:
-    if drafts.instance_class is TreeSpec:
-        return _nodes_of_tree
-    if drafts.instance_class is NoDraftSpec:
-        return lambda drafts, roots, depth, width: 0
-    return lambda drafts, roots, depth, width: depth * width
+    return _NODES_OF.get(drafts.instance_class, _nodes_of_layers)
+
+
+def draft_turn(
+    drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
+) -> tuple[Forest, int]:
+    """Return the forest that is drafted below the roots, and SOUND, DEAD or BROKEN."""
+    draft = _DRAFT_BY.get(type(drafts), _draft_beams)
+    return draft(drafts, model, roots, live, depth, width, edits, dice, spent)
 
 
 @compiled_as(draft_turn)
 def _compiled_draft_turn(
     drafts: Any, model: Any, roots: Any, live: Any, depth: Any, width: Any, edits: Any, dice: Any, spent: Any
 ) -> Any:
-    kind = drafts.instance_class
-    if kind is TreeSpec:
-        return _draft_tree
-    if kind is NoDraftSpec:
-        return lambda drafts, model, roots, live, depth, width, edits, dice, spent: (roots, SOUND)
-    return _draft_beams
+    return _DRAFT_BY.get(drafts.instance_class, _draft_beams)
 
 
 def verify_turn(
@@ -196,7 +212,8 @@ def verify_turn(
     dice: Any, evidence: Evidence, eye: None,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Return the layers that a turn decides, and SOUND, DEAD or BROKEN."""
-    raise NotImplementedError("this function has compiled forms only")
+    verify = _VERIFY_BY.get(type(rule), judge)
+    return verify(rows, forest, live, rule, widths, planned, length, finished, dice, evidence, eye)
 
 
 @compiled_as(verify_turn)
@@ -204,7 +221,7 @@ def _compiled_verify_turn(
     rows: Any, forest: Any, live: Any, rule: Any, widths: Any, planned: Any, length: Any, finished: Any, dice: Any,
     evidence: Any, eye: Any,
 ) -> Any:  # fmt: skip
-    return {WalkSpec: walk_down, ClimbSpec: climb}.get(rule.instance_class, judge)
+    return _VERIFY_BY.get(rule.instance_class, judge)
 
 
 @step
@@ -403,8 +420,8 @@ def spec_of(part: object, verb: str, session: Session) -> Any:
     return None
 
 
-def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, list[HuggingFaceLM]] | None:
-    """Return how the turns of a session go, and its models; None if a part decides in Python."""
+def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, list[HuggingFaceLM], bool] | None:
+    """Return how the turns of a session go, its models, and whether Python makes rows; None if a part decides in Python."""
     warp = session.warp
     if not isinstance(target, HuggingFaceLM) or not target.supports_runs or _Refused in session.state:
         return None
@@ -438,10 +455,11 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
             return None
         models.append(lm)
     stop = session.limits.stop
-    edits = warp.edits(session.prompt) or NO_EDITS
-    return RunSpec(
-        plan, drafts, len(models) > 1, rule, widths, stop, edits, 0, closing, widths.most, most_turns
-    ), models
+    edits = warp.edits(session.prompt)
+    spec = RunSpec(
+        plan, drafts, len(models) > 1, rule, widths, stop, edits or NO_EDITS, 0, closing, widths.most, most_turns
+    )
+    return spec, models, edits is None and not warp.takes_raw_rows
 
 
 def numbers_of(controller: object, session: Session) -> Plan | None:
@@ -499,6 +517,8 @@ class RowsOfSession:
         if self.constraint is not None:
             roots = Forest.rooted(forest.tokens[forest.parents < 0])
             check_rows(raw)
+            if self.session.warp.search:
+                raw[:] = log_probabilities(raw)
             beams = self.session.new_tokens(roots, np.arange(roots.size))
             ban(raw, self.constraint.allowed_below(beams, forest.tokens, forest.parents, first, vocab))
             return
@@ -547,14 +567,14 @@ class Run:
         found = run_spec(target, session, most_turns)
         if found is None:
             return None
-        spec, models = found
+        spec, models, makes_rows = found
         deepest = deepest_of(spec.plan)
         fresh = _most_nodes(spec, session, deepest)
         dice = session.dice.ready(_uniforms_of(spec, fresh, deepest))
         room = _room_for(spec, session)
         spec = spec._replace(edits=spec.edits._replace(texts=room.texts))
         python = None
-        if not session.warp.takes_raw_rows and not edits_any(spec.edits):
+        if makes_rows:
             python = RowsOfSession(session)
             spec = python.for_run(spec)
         return cls(session, spec, models, room, fresh, dice, session.beams, python)

@@ -57,7 +57,7 @@ class Layer:
 
     @property
     def law(self):
-        return joint_law(rows_of(self.p), np.zeros(1), np.ones(1, dtype=np.int64), self.truncation, True)
+        return joint_law(rows_of(self.p), np.zeros(1), np.ones(1, dtype=np.int64), self.truncation)
 
     def drawn(self, kind):
         """The forest of drafts that are tried, or share their noise with the target."""

@@ -92,7 +92,29 @@ def test_a_penalty_that_leaves_out_the_prompt_is_left_to_python():
     assert Warp().edits(PROMPT).penalty == 1
 
 
-def test_the_modes_of_transformers_search_are_left_to_python():
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_in_transformers_beam_modes_log_probabilities_are_processed(name, dtype):
+    """Theirs are made by torch in another order of sums, so the last bits may differ."""
+    rng = np.random.default_rng(6)
+    warp = Settings(**SETTINGS[name]).warp(EOS, False, len(PROMPT), search=True)
+    for _ in range(10):
+        lived, texts, forest, rows = turn_of(rng, dtype)
+        rows[-1, 3:5] = 1.0, -2.0
+        edits = warp.edits(PROMPT)._replace(texts=texts)
+        expected = processed(warp, lived, forest, torch.from_numpy(rows).log_softmax(-1).numpy())
+        found = edited_rows(rows, 0, forest.tokens, forest.parents, edits)
+        with source_of_steps():
+            plain = edited_rows(rows, 0, forest.tokens, forest.parents, edits)
+        close = 4e-6 if dtype == np.float32 else 1e-12
+        np.testing.assert_allclose(found, expected, rtol=0, atol=close)
+        np.testing.assert_allclose(plain, expected, rtol=0, atol=close)
+
+
+def test_rows_that_are_none_stay_none_in_transformers_beam_modes():
     warp = Settings(repetition_penalty=1.2).warp(EOS, False, len(PROMPT), search=True)
-    assert not warp.is_for_runs
-    assert Settings().warp(EOS, False, len(PROMPT), search=True).is_for_runs
+    _, texts, forest, rows = turn_of(np.random.default_rng(2), np.float32)
+    rows[0] = -np.inf
+    found = edited_rows(rows, 0, forest.tokens, forest.parents, warp.edits(PROMPT)._replace(texts=texts))
+    assert (found[0] == -np.inf).all()
+    assert np.isnan(found[-1, 3])

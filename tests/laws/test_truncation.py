@@ -24,6 +24,7 @@ TRUNCATIONS = st.builds(
     min_p=st.sampled_from([0.0, 0.02, 0.5]),
     least=st.sampled_from([1, 2]),
     by_row=st.just(False),
+    normalise=st.just(True),
 )
 
 

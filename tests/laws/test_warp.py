@@ -41,7 +41,7 @@ def test_each_row_is_warped_by_itself_and_not_normalised_again(truncation, seed,
     counts = np.ones(beams, dtype=np.int64)
     expected = searched_scores(rows, scores, truncation, normalise).ravel()
     with running(way):
-        law = joint_law(rows, scores, counts, truncation._replace(by_row=True), normalise)
+        law = joint_law(rows, scores, counts, truncation._replace(by_row=True, normalise=normalise))
         pairs = all_pairs(law)
         carried = likelihoods_at(law, pairs)
         odds = odds_among(law, pairs)
@@ -60,7 +60,7 @@ def test_each_row_is_warped_by_itself_and_not_normalised_again(truncation, seed,
 def test_rows_that_are_none_are_still_told(truncation, wrong):
     rows = np.zeros((2, 9), dtype=np.float32)
     rows[1, 3] = wrong
-    law = joint_law(rows, np.zeros(2), np.ones(2, dtype=np.int64), truncation._replace(by_row=True), True)
+    law = joint_law(rows, np.zeros(2), np.ones(2, dtype=np.int64), truncation._replace(by_row=True))
     assert condition_of(law) == BROKEN
 
 

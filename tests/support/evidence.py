@@ -9,7 +9,8 @@ from specbeam.laws.evidence import no_evidence, note_draw, note_trial, note_wort
 def of_draw(logp, token):
     """The audit of a draw from a law, given as logs."""
     evidence = no_evidence(True)
-    note_draw(evidence, np.asarray(logp, dtype=np.float64), token)
+    logp = np.asarray(logp, dtype=np.float64)
+    note_draw(evidence, logp, np.exp(logp), token)
     return Audit.of(evidence)
 
 

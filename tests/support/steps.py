@@ -21,8 +21,11 @@ def source_of(step):
 
 
 @contextmanager
-def source_of_steps():
-    """Let all steps of the package run as Python while the context lasts."""
+def source_of_steps(compiled_from="-"):
+    """Let all steps of the package run as Python while the context lasts, but those of packages with this name.
+
+    Engines for CPUs have compiled forms only.
+    """
     if not AVAILABLE or _INSIDE[0]:
         with np.errstate(all="ignore"):
             yield
@@ -31,7 +34,7 @@ def source_of_steps():
         (place, name, value)
         for place in _places_of_steps()
         for name, value in list(place.items())
-        if isinstance(value, Dispatcher)
+        if isinstance(value, Dispatcher) and not value.py_func.__module__.startswith(compiled_from)
     ]
     for place, name, value in compiled:
         place[name] = value.py_func

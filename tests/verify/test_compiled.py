@@ -269,10 +269,10 @@ def drafted_alike(rng, spec, layers, width):
         values = np.random.default_rng(number).random(width)
         dice, other = (Uniforms(values, np.zeros(1, dtype=np.int64)) for _ in range(2))
         front = found.front
-        law = joint.joint_law(front_rows, front.scores, front.counts, spec.truncation, True)
+        law = joint.joint_law(front_rows, front.scores, front.counts, spec.truncation)
         found = draft_steps.draft_layer(spec, found, law, width, dice)
         with source_of_steps():
-            law = joint.joint_law(front_rows, expected.front.scores, expected.front.counts, spec.truncation, True)
+            law = joint.joint_law(front_rows, expected.front.scores, expected.front.counts, spec.truncation)
             expected = draft_steps.draft_layer(spec, expected, law, width, other)
         assert_same_forests(found.forest, expected.forest, near=NEAR)
         assert_same_numbers(tuple(found.front), tuple(expected.front))

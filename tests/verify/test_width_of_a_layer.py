@@ -31,7 +31,7 @@ class Layer(NamedTuple):
     @property
     def law(self) -> Any:
         """The target's law."""
-        return joint_law(self.rows, self.live.scores, self.live.counts, self.truncation, True)
+        return joint_law(self.rows, self.live.scores, self.live.counts, self.truncation)
 
     def odds(self, drafts):
         """What a width is chosen by."""
@@ -85,6 +85,7 @@ def random_layer(rng, truncation, beams, rows, vocab, agreement):
         min_p=st.sampled_from([0.0, 0.02]),
         least=st.sampled_from([1, 3]),
         by_row=st.just(False),
+        normalise=st.just(True),
     ),
     beams=st.integers(1, 5),
     rows=st.integers(1, 6),

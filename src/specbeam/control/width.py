@@ -283,7 +283,7 @@ def draft_law(fronts: Fronts, number: int, truncation: Truncation) -> JointLaw:
     start = start_of(fronts.row_ends, number)
     stop = fronts.row_ends[number]
     rows = fronts.logits[start:stop]
-    return joint_law(rows, fronts.scores[start:stop], fronts.counts[start:stop], truncation, True)
+    return joint_law(rows, fronts.scores[start:stop], fronts.counts[start:stop], truncation)
 
 
 @step

@@ -284,7 +284,7 @@ def draft_layers(
         rows = run_pass(model, forest.tokens, forest.parents, answered, spent)
         rows = edited_rows(rows, answered, forest.tokens, forest.parents, edits)
         answered = len(forest.tokens)
-        law = joint_law(rows, front.scores, front.counts, spec.truncation, True)
+        law = joint_law(rows, front.scores, front.counts, spec.truncation)
         condition = condition_of(law)
         if condition != SOUND:
             return drafted, condition

@@ -10,6 +10,7 @@ import numpy as np
 from specbeam.core.beams import LENGTH, Texts, depth_of, room_for_texts, write_path
 from specbeam.core.callbacks import call_back
 from specbeam.core.steps import Array, step
+from specbeam.laws.reduce import log_probabilities
 
 
 class Edits(NamedTuple):
@@ -20,11 +21,12 @@ class Edits(NamedTuple):
     least: int  # number of new tokens before which no text may end
     eos: Array  # int64[ends]
     texts: Texts  # the new tokens of the live beams
+    of_logp: bool  # whether rows become log-probabilities first, as in transformers' beam modes
     callback: int  # the address of a `Callback` into Python that changes rows; 0: there is none
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
-NO_EDITS = Edits(1.0, _NOTHING, 0, _NOTHING, room_for_texts(None, 1, 1), 0)
+NO_EDITS = Edits(1.0, _NOTHING, 0, _NOTHING, room_for_texts(None, 1, 1), False, 0)
 
 
 @step
@@ -54,10 +56,11 @@ def edited_rows(rows: Array, first: int, tokens: Array, parents: Array, edits: E
     """
     if not edits_any(edits):
         return rows
-    edited = rows.copy()
     if edits.callback != 0:
+        edited = rows.copy()
         _edit_in_python(edited, first, tokens, parents, edits.callback)
         return edited
+    edited = log_probabilities(rows) if edits.of_logp else rows.copy()
     vocab = rows.shape[1]
     seen_in = np.full(vocab, -1, dtype=np.int64)  # the last row whose text had a token
     for row in range(len(rows)):

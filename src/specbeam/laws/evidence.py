@@ -10,6 +10,9 @@ from specbeam.core.steps import Array, step
 TILTS = (1.0, -1.0, 1 / 4, -1 / 4, 1 / 16, -1 / 16, 1 / 64, -1 / 64)  # how boldly each bet is made, and on which side
 BETS = len(TILTS)
 ACCEPT_SURPRISE, ACCEPT_VARIANCE, LOGP_SURPRISE, LOGP_VARIANCE, TRIALS, DRAWS, IMPOSSIBLE, FIRST_BET = range(8)
+UNLIKELY = (
+    -16.0
+)  # log-odds of draws below which bets do not tell them apart, so that the long tail of a law costs little
 SMALLEST = 1e-300  # odds below this are left out of a mean: exp(-log(odds)) would overflow, and they never come
 _TILTS = np.array(TILTS)
 _BOLDEST = 64.0  # the boldest tilt over the most timid one
@@ -67,11 +70,12 @@ def add_gains(evidence: Evidence, first: int, outcome: float, outcomes: Array, o
 
 
 @step
-def note_draw(evidence: Evidence, logp: Array, place: int) -> None:
+def note_draw(evidence: Evidence, logp: Array, odds: Array, place: int) -> None:
     """Note that the outcome at `place` of a law was drawn.
 
     Args:
         logp: float64[n], the logs of the odds; -inf where there are none.
+        odds: float64[n], summing to 1 up to rounding.
         place: -1 if the law does not contain what was drawn.
     """
     numbers = evidence.numbers
@@ -79,18 +83,27 @@ def note_draw(evidence: Evidence, logp: Array, place: int) -> None:
     if place < 0 or logp[place] == -np.inf:
         numbers[IMPOSSIBLE] += 1
         return
-    p = np.exp(logp)
     mean = 0.0
-    for one in range(len(p)):
-        if p[one] > 0:
-            mean += p[one] * logp[one]
-    variance = 0.0
-    for one in range(len(p)):
-        if p[one] > 0:
-            variance += p[one] * (logp[one] - mean) ** 2
+    square = 0.0
+    likely = 0
+    for one in range(len(odds)):
+        if odds[one] > 0:
+            mean += odds[one] * logp[one]
+            square += odds[one] * logp[one] * logp[one]
+            likely += logp[one] >= UNLIKELY
     numbers[LOGP_SURPRISE] += logp[place] - mean
-    numbers[LOGP_VARIANCE] += variance
-    add_gains(evidence, FIRST_BET + BETS, logp[place], logp, p)
+    numbers[LOGP_VARIANCE] += max(square - mean * mean, 0.0)
+    outcomes = np.full(likely + 1, UNLIKELY)
+    shares = np.zeros(likely + 1)
+    held = 0
+    for one in range(len(odds)):
+        if odds[one] > 0 and logp[one] >= UNLIKELY:
+            outcomes[held] = logp[one]
+            shares[held] = odds[one]
+            held += 1
+        else:
+            shares[likely] += odds[one]
+    add_gains(evidence, FIRST_BET + BETS, max(logp[place], UNLIKELY), outcomes, shares)
 
 
 @step

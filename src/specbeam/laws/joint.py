@@ -30,22 +30,21 @@ class JointLaw(NamedTuple):
 
 
 @step
-def joint_law(logits: Array, scores: Array, counts: Array, truncation: Truncation, normalise: bool) -> JointLaw:
+def joint_law(logits: Array, scores: Array, counts: Array, truncation: Truncation) -> JointLaw:
     """Return the joint law of beams with these rows of logits.
 
     Args:
         logits: float[beams, vocab], a row per beam, after the logits processors.
         scores: float64[beams], log-likelihood of each beam so far.
         counts: int64[beams], how often each beam was drawn.
-        normalise: False if the rows are log-probabilities already, as in transformers' beam modes, which do not normalise
-            again what processors and warpers have left of them.
     """
     norms = log_norm(logits)
+    normalise = truncation.normalise
     if truncation.by_row and warps(truncation):
-        logits = warped_rows(logits, norms, truncation, normalise)
+        logits = warped_rows(logits, norms, truncation)
         norms = log_norm(logits)
         normalise = False
-        truncation = Truncation(1.0, 0, 1.0, 0.0, 1, False)
+        truncation = Truncation(1.0, 0, 1.0, 0.0, 1, False, False)
     if not normalise:
         for beam in range(len(norms)):
             if norms[beam] > -np.inf and norms[beam] < np.inf:
@@ -54,16 +53,15 @@ def joint_law(logits: Array, scores: Array, counts: Array, truncation: Truncatio
 
 
 @step
-def warped_rows(rows: Array, norms: Array, truncation: Truncation, normalise: bool) -> Array:
+def warped_rows(rows: Array, norms: Array, truncation: Truncation) -> Array:
     """Return log-probabilities, float[beams, vocab], each row warped by itself as in transformers' beam modes.
 
     They are divided by the temperature. Tokens that are cut get -inf; the others are not normalised again. A row that is all
     -inf, or holds NaN or +inf, is returned as it is.
 
     Args:
-        rows: logits, or log-probabilities.
+        rows: logits, or log-probabilities, see `Truncation.normalise`.
         norms: float64[beams], their logsumexp.
-        normalise: False if the rows are log-probabilities already.
     """
     temperature = truncation.temperature
     totals = norms
@@ -75,7 +73,7 @@ def warped_rows(rows: Array, norms: Array, truncation: Truncation, normalise: bo
         if not (norm > -np.inf and norm < np.inf):
             warped[beam] = rows[beam]
             continue
-        shift = norm if normalise else 0.0
+        shift = norm if truncation.normalise else 0.0
         if not cuts(truncation):
             for token in range(rows.shape[1]):
                 warped[beam, token] = (np.float64(rows[beam, token]) - shift) / temperature
@@ -176,14 +174,21 @@ def all_pairs(law: JointLaw) -> Array:
 @step
 def odds_among(law: JointLaw, pairs: Array) -> Array:
     """Return the probabilities of pairs, given that one of them is drawn, float64[pairs]."""
+    return log_odds_among(law, pairs)[1]
+
+
+@step
+def log_odds_among(law: JointLaw, pairs: Array) -> tuple[Array, Array]:
+    """Return the logs of what `odds_among` returns, and that itself, both float64[pairs]."""
     weights = _log_weights_at(law, pairs)
     odds = np.empty(len(pairs))
     if len(pairs) == 0:
-        return odds
+        return weights, odds
     top = weights.max()
     for place in range(len(pairs)):
         odds[place] = np.exp(weights[place] - top)
-    return odds / odds.sum()
+    total = odds.sum()
+    return weights - (top + np.log(total)), odds / total
 
 
 @step

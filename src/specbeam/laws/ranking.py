@@ -271,6 +271,9 @@ class Truncation(NamedTuple):
     min_p: float = 0.0  # 0: off
     least: int = 1  # number of pairs that are kept whatever their probability
     by_row: bool = False  # True: applies to each beam's row, as in transformers' beam modes; False: to the joint law
+    normalise: bool = (
+        True  # False: rows are log-probabilities, which these modes do not normalise again after processors
+    )
 
     @property
     def cuts(self) -> bool:

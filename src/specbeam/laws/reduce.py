@@ -52,6 +52,18 @@ def _by_precision(logits: Any) -> Any:
 
 
 @step
+def log_probabilities(rows: Array) -> Array:
+    """Return rows of logits minus their logsumexp, in their precision; rows that are all -inf, or no logits, as they are."""
+    norms = log_norm(rows)
+    found = np.empty_like(rows)
+    for row in range(len(rows)):
+        norm = norms[row] if norms[row] > -np.inf and norms[row] < np.inf else 0.0
+        for token in range(rows.shape[1]):
+            found[row, token] = np.float64(rows[row, token]) - norm
+    return found
+
+
+@step
 def log_sum(values: Array) -> float:
     """Return the logsumexp of values, float64[n]; -inf if all of them are -inf."""
     top = -np.inf

@@ -14,6 +14,7 @@ from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd, NotSupported, S
 from specbeam.laws.edits import NO_EDITS, Edits
 from specbeam.laws.joint import BROKEN, DEAD, JointLaw, all_pairs, condition_of, joint_law, odds_among
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation, largest
+from specbeam.laws.reduce import log_probabilities
 from specbeam.laws.rows import SOUND, RowLaw, condition_of_row, row_law
 
 if TYPE_CHECKING:
@@ -59,8 +60,11 @@ class Warp:
     others: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        temperature, top_k, top_p, min_p, least, by_row = self.truncation
-        exact = Truncation(float(temperature), int(top_k), float(top_p), float(min_p), int(least), bool(by_row))
+        temperature, top_k, top_p, min_p, least, by_row, _ = self.truncation
+        normalise = not (self.search and self.processors)
+        exact = Truncation(
+            float(temperature), int(top_k), float(top_p), float(min_p), int(least), bool(by_row), normalise
+        )
         object.__setattr__(self, "truncation", exact)  # steps are compiled for these very types
 
     @property
@@ -71,7 +75,7 @@ class Warp:
     @property
     def is_for_runs(self) -> bool:
         """Whether compiled runs can make the laws: of rows that the processors have changed, and nothing sees the laws."""
-        return not self.others and not (self.search and self.processors)
+        return not self.others
 
     def edits(self, prompt: list[int]) -> Edits | None:
         """Return what the processors change in rows, as numbers for steps; None if Python has to call the processors.
@@ -79,7 +83,8 @@ class Warp:
         Args:
             prompt: the tokens before the new ones.
         """
-        edits = NO_EDITS._replace(prompt=np.array(prompt, dtype=np.int64))
+        makes_logp = not self.truncation.normalise
+        edits = NO_EDITS._replace(prompt=np.array(prompt, dtype=np.int64), of_logp=makes_logp)
         for one in self.processors or []:
             edited = _with_edit(edits, one)
             if edited is None:
@@ -90,7 +95,9 @@ class Warp:
     @property
     def cut(self) -> Truncation:
         """What is cut: nothing at temperature 0."""
-        return NO_TRUNCATION if self.greedy else self.truncation
+        if self.greedy:
+            return NO_TRUNCATION._replace(normalise=self.truncation.normalise)
+        return self.truncation
 
 
 def _with_edit(edits: Edits, processor: Any) -> Edits | None:
@@ -147,10 +154,9 @@ def processed_rows(rows: Rows, warp: Warp, paths: Paths) -> Rows:
     if not warp.processors:
         return rows
     check_rows(rows)
-    logits = torch.from_numpy(rows)
     if warp.search:
-        logits = torch.log_softmax(logits, -1)
-    return _processed(logits, warp.processors, paths())
+        rows = log_probabilities(rows)
+    return _processed(torch.from_numpy(rows), warp.processors, paths())
 
 
 def law_of_beams(rows: Rows, beams: Beams, warp: Warp) -> JointLaw:
@@ -168,8 +174,7 @@ def law_of_processed(
     rows: Rows, scores: Float64[np.ndarray, " beams"], counts: Int64[np.ndarray, " beams"], warp: Warp
 ) -> JointLaw:
     """Return the joint law of rows after the processors, before further warpers."""
-    normalise = not (warp.search and bool(warp.processors))
-    return joint_law(rows, scores, counts, warp.cut, normalise)
+    return joint_law(rows, scores, counts, warp.cut)
 
 
 def check_condition(condition: int, rows: Rows, warp: Warp) -> None:

@@ -47,6 +47,7 @@ from specbeam.laws.joint import (
     condition_of,
     core_and_extra,
     joint_law,
+    log_odds_among,
     odds_among,
 )
 from specbeam.laws.ranking import Truncation
@@ -95,7 +96,7 @@ def law_at(rows: Any, live: Beams, spec: JudgeSpec) -> JointLaw:
     """
     if not isinstance(rows, np.ndarray):
         return rows.law(live)
-    return joint_law(rows[live.nodes], live.scores, live.counts, spec.truncation, True)
+    return joint_law(rows[live.nodes], live.scores, live.counts, spec.truncation)
 
 
 @step
@@ -120,7 +121,7 @@ def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -
 @compiled_as(law_at)
 def _compiled_law_at(rows: Any, live: Any, spec: Any) -> Any:
     def run(rows: Any, live: Any, spec: Any) -> Any:
-        return joint_law(_rows_at(rows, live.nodes), live.scores, live.counts, spec.truncation, True)
+        return joint_law(_rows_at(rows, live.nodes), live.scores, live.counts, spec.truncation)
 
     return run
 
@@ -346,7 +347,8 @@ def note_first_draw(evidence: Evidence, law: JointLaw, choice: Choice) -> None:
     place = np.searchsorted(pairs, first)
     if place == len(pairs) or pairs[place] != first:
         place = -1
-    note_draw(evidence, np.log(odds_among(law, pairs)), place)
+    logp, odds = log_odds_among(law, pairs)
+    note_draw(evidence, logp, odds, place)
 
 
 @step

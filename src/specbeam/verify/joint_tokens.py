@@ -52,7 +52,7 @@ class BlockRule:
         inputs = WalkInputs.of(session, forest, scored)
         walk = start_walk(len(tokens))
         inputs.emit(walk, session, np.array(tokens), np.array([*nodes, -1]), np.array(drafted))
-        return Verdict(emitted_layers(walk), audit=inputs.audit())
+        return Verdict(emitted_layers(walk), audit=inputs.audit(session))
 
     def check(self, greedy: bool, audited: bool) -> None:
         """Refuse what the mode cannot do."""

@@ -264,4 +264,4 @@ class TraversalRule:
         check_has_laws(forest, "TraversalRule")
         inputs = WalkInputs.of(session, forest, scored)
         layers, condition = inputs.take_turn(climb, session, forest, self.spec(session))
-        return Verdict(checked(layers, condition, session, scored), audit=inputs.audit())
+        return Verdict(checked(layers, condition, session, scored), audit=inputs.audit(session))

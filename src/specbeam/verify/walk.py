@@ -201,7 +201,7 @@ def emitted_layers(walk: Emitted) -> Layers:
 @step
 def note_token(evidence: Evidence, law: RowLaw, token: int) -> None:
     """Note a token that was drawn from a law, for an audit."""
-    note_draw(evidence, law.logp, place_in(law.tokens, token))
+    note_draw(evidence, law.logp, np.exp(law.logp), place_in(law.tokens, token))
 
 
 @step
@@ -381,7 +381,6 @@ class WalkInputs:
     dice: Any
     evidence: Evidence
     eye: TokenEye | None
-    is_audited: bool
 
     @classmethod
     def of(cls, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> "WalkInputs":
@@ -394,8 +393,8 @@ class WalkInputs:
         if session.limits.stop_strings:
             eye = TokenEye(session, forest)
         if session.warp.takes_raw_rows:
-            return cls(rows, dice, evidence, eye, session.audited)
-        return cls(RowsInPython(session, forest, rows), dice, evidence, eye, session.audited)
+            return cls(rows, dice, evidence, eye)
+        return cls(RowsInPython(session, forest, rows), dice, evidence, eye)
 
     def run(self, one: Callable[..., Any], *given: Any) -> Any:
         """Run a step, or its source."""
@@ -424,9 +423,9 @@ class WalkInputs:
         path = (session.length, tokens, nodes, drafted)
         return bool(self.run(emit_path, walk, self.rows, session.beams, spec, *path, self.evidence, self.eye))
 
-    def audit(self) -> Audit | None:
-        """Return the audit of the turn; None if the session is not audited."""
-        return Audit.of(self.evidence) if self.is_audited else None
+    def audit(self, session: Session) -> Audit | None:
+        """Return the audit of the session's turn; None if it is not audited."""
+        return Audit.of(self.evidence) if session.audited else None
 
 
 def checked(layers: Layers, condition: int, session: Session, scored: Float[torch.Tensor, "nodes vocab"]) -> Layers:
@@ -443,7 +442,7 @@ def walked(session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes 
     """Return the verdict of `walk_down`. Raises `BrokenLaw`, and `DeadEnd` if the text has no way on."""
     inputs = WalkInputs.of(session, forest, scored)
     layers, condition = inputs.take_turn(walk_down, session, forest, spec)
-    return Verdict(checked(layers, condition, session, scored), audit=inputs.audit())
+    return Verdict(checked(layers, condition, session, scored), audit=inputs.audit(session))
 
 
 def check_has_laws(forest: Forest, rule: str) -> None:
