@@ -7,12 +7,12 @@ import torch
 import specbeam as sb
 from specbeam.core.forest import Forest
 from specbeam.decode import Decoder, decode
-from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import MOST_TOGETHER, HuggingFaceLM
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.records import Needs
 from specbeam.request import Request
+from tests.support.checking import refused
 from tests.support.seats import check_rows_and_settle, plain_logits, seat
 from tests.support.tiny_models import tiny
 
@@ -207,5 +207,5 @@ def test_pairs_are_loaded_so_that_their_prompts_are_shared(share_from):
 
 @pytest.mark.parametrize("wrong", [0, -3, 2.5, "always", True])
 def test_what_is_no_number_of_tokens_is_refused(wrong):
-    with pytest.raises(BadSetting, match="share_from is"):
+    with refused("share_from is"):
         sb.load(tiny("llama"), share_from=wrong)
