@@ -513,15 +513,15 @@ class RowsOfSession:
     ) -> None:
         kind = ctypes.c_double if wide == 8 else ctypes.c_float
         raw = array_at(rows, count * vocab, kind).reshape(count, vocab)
-        forest = Forest.rooted(integers_at(tokens, nodes).copy())._replace(parents=integers_at(parents, nodes).copy())
+        forest_tokens = integers_at(tokens, nodes)
+        forest_parents = integers_at(parents, nodes)
         if self.constraint is not None:
-            roots = Forest.rooted(forest.tokens[forest.parents < 0])
             check_rows(raw)
             if self.session.warp.search:
                 raw[:] = log_probabilities(raw)
-            beams = self.session.new_tokens(roots, np.arange(roots.size))
-            ban(raw, self.constraint.allowed_below(beams, forest.tokens, forest.parents, first, vocab))
+            ban(raw, self.constraint.allowed_below(forest_tokens, forest_parents, first, vocab))
             return
+        forest = Forest.rooted(forest_tokens.copy())._replace(parents=forest_parents.copy())
         depths = forest.depths()[first:]
         for depth in np.unique(depths):  # processors see texts of one length
             at = np.flatnonzero(depths == depth)

@@ -1,11 +1,14 @@
 """Sums over the vocabulary: norms of rows of logits, and draws from laws."""
 
+import contextlib
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.kernels.sums import picked_by_blocks
+from specbeam.kernels.sums import exponentials, picked_by_blocks
 from specbeam.laws.reduce import log_norm, log_sum, place_of
 from tests.support.steps import needs_numba, source_of_steps
 
@@ -83,3 +86,18 @@ def test_a_law_is_picked_from_by_its_cumulated_sums(size):
             assert way(law, uniform) == expected, number
             assert law[way(law, 0.0)] > 0
             assert way(law, 1.0) == np.flatnonzero(law)[-1]
+
+
+@given(
+    numbers=st.lists(
+        st.one_of(st.floats(-750, 700), st.just(-np.inf), st.floats(-1e-9, 1e-9)), min_size=1, max_size=70
+    ),
+    way=st.sampled_from(["compiled", "source"]),
+)
+def test_exponentials_are_those_of_the_c_library(numbers, way):
+    x = np.array(numbers)
+    with source_of_steps() if way == "source" else contextlib.nullcontext():
+        found = exponentials(x)
+    expected = np.array([math.exp(number) for number in numbers])
+    assert found == pytest.approx(np.where(x < -708, 0.0, expected), rel=1e-15, abs=0)
+    assert (found[x < -708] == 0).all()

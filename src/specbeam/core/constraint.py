@@ -112,6 +112,7 @@ class Constrained:
         # The name of a path is the bytes of its new tokens, without the first ones, which all live beams share.
         self._shared = 0  # number of tokens that names leave out
         self._size = 0  # number of bytes in the name of a live beam
+        self._live = [b""]  # the names of the live beams
         self._trails = {b"": Trail(constraint.start())}  # by the name of a live beam
         # Allowed tokens by the name of a path, end tokens included; None after a banned token.
         self._allowed: dict[bytes, Bits | None] = {}
@@ -131,23 +132,18 @@ class Constrained:
         return np.unpackbits(self._bits(self._names(paths), vocab), axis=1, count=vocab, bitorder="little").view(bool)
 
     def allowed_below(
-        self,
-        beams: Int64[np.ndarray, "beams length"],
-        tokens: Int64[np.ndarray, " nodes"],
-        parents: Int64[np.ndarray, " nodes"],
-        first: int,
-        vocab: int,
+        self, tokens: Int64[np.ndarray, " nodes"], parents: Int64[np.ndarray, " nodes"], first: int, vocab: int
     ) -> UInt8[np.ndarray, "rows bytes"]:
         """Return the allowed tokens after each forest node from `first` on, one bit per token as in `Constraint.allowed`.
 
         Args:
-            beams: the paths of new tokens of the live beams, which are the roots of the forest.
-            tokens, parents: of the forest.
+            tokens, parents: of a forest whose roots are the live beams, in the order in which `keep` got them.
         """
-        paths = self._names(beams)
-        above = parents.tolist()
-        for node in range(len(beams), len(tokens)):
-            paths.append(paths[above[node]] + tokens[node].tobytes())
+        paths = list(self._live)
+        if len(tokens) > len(paths):
+            above = parents.tolist()
+            for node in range(len(paths), len(tokens)):
+                paths.append(paths[above[node]] + tokens[node].tobytes())
         return self._bits(paths[first:], vocab)
 
     def permits(
@@ -162,8 +158,8 @@ class Constrained:
 
     def keep(self, paths: Int64[np.ndarray, "beams length"]) -> None:
         """Set the live beams to these paths of new tokens; forget all paths that do not start with one of them."""
-        live = list(dict.fromkeys(self._names(paths)))
-        self._trails = self._trails_of(live)
+        names = self._names(paths)
+        self._trails = self._trails_of(list(dict.fromkeys(names)))
         fresh = paths[:, self._shared :]
         differs = (fresh != fresh[:1]).any(0)
         shared = int(np.argmax(differs)) if differs.any() else fresh.shape[1]
@@ -171,6 +167,7 @@ class Constrained:
         cut = TOKEN * shared
         self._allowed = {path[cut:]: bits for path, bits in self._allowed.items() if path[:size] in self._trails}
         self._trails = {path[cut:]: trail for path, trail in self._trails.items()}
+        self._live = [name[cut:] for name in names]
         self._shared = self._shared + shared
         self._size = size - cut
 
@@ -234,8 +231,7 @@ class Constrained:
             walkers = [self._trails[path[: self._size]].walker for path in reachable]
             rows = self.constraint.allowed(walkers)
             complete = self.constraint.complete(walkers)
-            for path, bits, ends in zip(reachable, rows, complete, strict=True):
-                self._allowed[path] = _with_ends(bits, self.eos, ends)
+            self._allowed.update(zip(reachable, _with_ends(rows, self.eos, np.array(complete)), strict=True))
         self._allowed.update((path, None) for path in paths if path not in self._allowed)
 
     def _is_reachable(self, path: bytes) -> bool:
@@ -255,14 +251,17 @@ def _has(bits: Bits, token: int) -> bool:
     return token >> 3 < len(bits) and bool(bits[token >> 3] >> (token & 7) & 1)
 
 
-def _with_ends(bits: Bits, eos: tuple[int, ...], complete: bool) -> Bits:
-    """Return a copy in which the end tokens are allowed if the text is `complete`, and banned if not."""
-    size = max(len(bits), *(token // 8 + 1 for token in eos))
-    copy = np.zeros(size, dtype=np.uint8)
-    copy[: len(bits)] = bits
+def _with_ends(
+    rows: UInt8[np.ndarray, "paths some"], eos: tuple[int, ...], complete: Bool[np.ndarray, " paths"]
+) -> UInt8[np.ndarray, "paths bytes"]:
+    """Return a copy in which the end tokens are allowed where the text is `complete`, and banned elsewhere."""
+    width = rows.shape[1]
+    copy = np.zeros((len(rows), max(width, max(eos) // 8 + 1)), dtype=np.uint8)
+    copy[:, :width] = rows
     for token in eos:
         bit = np.uint8(1 << (token & 7))
-        copy[token >> 3] = copy[token >> 3] | bit if complete else copy[token >> 3] & ~bit
+        column = copy[:, token >> 3]
+        copy[:, token >> 3] = np.where(complete, column | bit, column & ~bit)
     return copy
 
 

@@ -57,8 +57,9 @@ class LLGuidance:
         columns = -(-self._tokenizer.vocab_size // 32)
         bits = np.zeros((len(walkers), columns), dtype=np.int32)
         if len(walkers) < THREADS_FROM:
-            for row, walker in zip(bits, walkers, strict=True):
-                walker.inner.unsafe_compute_mask_ptr(row.ctypes.data, 4 * columns)
+            address = bits.ctypes.data
+            for row, walker in enumerate(walkers):
+                walker.inner.unsafe_compute_mask_ptr(address + row * 4 * columns, 4 * columns)
         else:
             places = [(walker.inner, row) for row, walker in enumerate(walkers)]
             self._executor.unsafe_compute_mask_ptr(places, bits.ctypes.data, 4 * columns, len(walkers))

@@ -16,6 +16,11 @@ def fused(a: Array, b: Array, c: Array) -> Array:
     return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
 
 
+def fused_doubles(a: Array, b: Array, c: Array) -> Array:
+    """Return a * b + c of float64 numbers, rounded once; Python rounds the product, too."""
+    return a * b + c
+
+
 if AVAILABLE:
 
     @intrinsic
@@ -25,6 +30,18 @@ if AVAILABLE:
 
         single = types.float32
         return single(single, single, single), code
+
+    @intrinsic
+    def _fused_doubles(typing: Any, a: Any, b: Any, c: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.fma(*args)
+
+        double = types.float64
+        return double(double, double, double), code
+
+    @overload(fused_doubles, strict=False)
+    def _compiled_fused_doubles(a: Any, b: Any, c: Any) -> Any:
+        return lambda a, b, c: _fused_doubles(a, b, c)
 
     @overload(fused, strict=False)
     def _compiled_fused(a: Any, b: Any, c: Any) -> Any:

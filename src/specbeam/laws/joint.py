@@ -11,7 +11,7 @@ from specbeam.core.beams import is_end
 from specbeam.core.noise import child_keys
 from specbeam.core.steps import Array, step
 from specbeam.laws.ranking import Truncation, best_pairs, cuts, kept_pairs, rank_pairs, warps
-from specbeam.laws.reduce import log_norm, log_sum
+from specbeam.laws.reduce import exponentials, log_norm, log_sum
 
 SOUND, DEAD, BROKEN = range(3)  # conditions of logits: something can be drawn; all are -inf; some are NaN or +inf
 NO_KEYS = np.zeros(0, dtype=np.uint64)
@@ -115,9 +115,14 @@ def likelihoods_at(law: JointLaw, pairs: Array) -> Array:
     vocab = law.logits.shape[1]
     shift = shift_of(law)
     logliks = np.empty(len(pairs))
+    beam = 0
+    first = 0
     for place in range(len(pairs)):
-        beam = pairs[place] // vocab
-        logliks[place] = np.float64(law.logits[beam, pairs[place] % vocab]) + shift[beam]
+        pair = pairs[place]
+        if pair < first or pair >= first + vocab:  # neighbours mostly have one beam, and a division takes long
+            beam = pair // vocab
+            first = beam * vocab
+        logliks[place] = np.float64(law.logits[beam, pair - first]) + shift[beam]
     return logliks
 
 
@@ -126,8 +131,14 @@ def _log_weights_at(law: JointLaw, pairs: Array) -> Array:
     """Return the log of the probabilities of pairs, with temperature and counts, not normalised, float64[pairs]."""
     vocab = law.logits.shape[1]
     weights = likelihoods_at(law, pairs)
+    beam = 0
+    first = 0
     for place in range(len(pairs)):
-        weights[place] = weights[place] / law.truncation.temperature + law.log_counts[pairs[place] // vocab]
+        pair = pairs[place]
+        if pair < first or pair >= first + vocab:
+            beam = pair // vocab
+            first = beam * vocab
+        weights[place] = weights[place] / law.truncation.temperature + law.log_counts[beam]
     return weights
 
 
@@ -181,12 +192,10 @@ def odds_among(law: JointLaw, pairs: Array) -> Array:
 def log_odds_among(law: JointLaw, pairs: Array) -> tuple[Array, Array]:
     """Return the logs of what `odds_among` returns, and that itself, both float64[pairs]."""
     weights = _log_weights_at(law, pairs)
-    odds = np.empty(len(pairs))
     if len(pairs) == 0:
-        return weights, odds
+        return weights, np.empty(0)
     top = weights.max()
-    for place in range(len(pairs)):
-        odds[place] = np.exp(weights[place] - top)
+    odds = exponentials(weights - top)
     total = odds.sum()
     return weights - (top + np.log(total)), odds / total
 

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from specbeam.core.steps import BLOCK, Array, compiled_as, step
-from specbeam.kernels.sums import INF_RANK, MINUS_INF_RANK, extremes
+from specbeam.kernels.sums import INF_RANK, MINUS_INF_RANK, exponentials, extremes
 from specbeam.kernels.sums import log_norm as log_norm_of_singles
 from specbeam.kernels.sums import picked as place_of
 
-__all__ = ["BLOCK", "INF_RANK", "MINUS_INF_RANK", "extremes", "log_norm", "log_sum", "place_of"]
+__all__ = ["BLOCK", "INF_RANK", "MINUS_INF_RANK", "exponentials", "extremes", "log_norm", "log_sum", "place_of"]
 
 
 def log_norm(logits: Array) -> Array:

@@ -109,6 +109,15 @@ def condition_of_doubles(row: Array) -> int:
     return condition
 
 
+@step
+def any_broken(rows: Array) -> bool:
+    """Return whether any row of logits, float32 or float64[rows, vocab], is BROKEN."""
+    found = False
+    for row in rows:
+        found |= condition_of_row(row) == BROKEN
+    return found
+
+
 @compiled_as(condition_of_row)
 def _condition_by_precision(row: Any) -> Any:
     chosen = condition_of_singles if str(row.dtype) == "float32" else condition_of_doubles

@@ -15,7 +15,7 @@ from specbeam.laws.edits import NO_EDITS, Edits
 from specbeam.laws.joint import BROKEN, DEAD, JointLaw, all_pairs, condition_of, joint_law, odds_among
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation, largest
 from specbeam.laws.reduce import log_probabilities
-from specbeam.laws.rows import SOUND, RowLaw, condition_of_row, row_law
+from specbeam.laws.rows import SOUND, RowLaw, any_broken, condition_of_row, row_law
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList
@@ -251,7 +251,7 @@ def _banning(warp: Warp) -> str:
 
 def _broken(rows: Rows) -> str:
     """Return "NaN" or "+inf" where rows of logits hold them, else ""."""
-    if all(condition_of_row(row) != BROKEN for row in rows):
+    if not any_broken(rows):
         return ""
     return "NaN" if bool(np.isnan(rows).any()) else "+inf"
 

@@ -29,7 +29,7 @@ from specbeam.laws.evidence import Evidence, gathers, no_evidence, note_draw
 from specbeam.laws.joint import BROKEN, DEAD, SOUND
 from specbeam.laws.named import EXACT
 from specbeam.laws.ranking import Truncation, best_pairs, cuts, rank_pairs
-from specbeam.laws.reduce import log_norm
+from specbeam.laws.reduce import exponentials, log_norm
 from specbeam.laws.rows import RowLaw, best_token, odds_on, place_in, row_law
 from specbeam.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
 from specbeam.records import Verdict
@@ -201,7 +201,7 @@ def emitted_layers(walk: Emitted) -> Layers:
 @step
 def note_token(evidence: Evidence, law: RowLaw, token: int) -> None:
     """Note a token that was drawn from a law, for an audit."""
-    note_draw(evidence, law.logp, np.exp(law.logp), place_in(law.tokens, token))
+    note_draw(evidence, law.logp, exponentials(law.logp), place_in(law.tokens, token))
 
 
 @step
