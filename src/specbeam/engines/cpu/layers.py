@@ -12,6 +12,7 @@ from specbeam.engines.cpu.panels import multiply, part_count, write_transposed
 from specbeam.engines.cpu.sums import MOST, WIDTH, write_sums
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.fused import fused
+from specbeam.kernels.ordered_sums import sum_of, sum_of_squares
 from specbeam.kernels.sums import exp_near_0
 
 _F0 = np.float32(0)
@@ -20,7 +21,6 @@ _LOG2E = np.float32(1.4426950408889634)
 _LN2_HEAD = np.float32(0.693359375)  # has few bits, so that its multiples are exact
 _LN2_REST = np.float32(-2.12194440e-4)
 _SIDE_BY_SIDE = 64  # maxima that are updated side by side
-SUMMED = 32  # partial sums that grow side by side: number k of a row is added to partial sum k % SUMMED
 _HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
 
 
@@ -44,52 +44,10 @@ def exponential(x: Array, powers: Array) -> None:
 
 
 @compiled
-def total_of(parts: Array) -> Array:
-    """Return the sum of float32[SUMMED], adding the upper half to the lower one repeatedly; `parts` is overwritten."""
-    for place in range(16):
-        parts[place] += parts[place + 16]
-    for place in range(8):
-        parts[place] += parts[place + 8]
-    for place in range(4):
-        parts[place] += parts[place + 4]
-    return (parts[0] + parts[2]) + (parts[1] + parts[3])
-
-
-@compiled
-def sum_of(x: Array, parts: Array) -> Array:
-    """Return the sum of float32[n], in an order that is the same on every processor; `parts` is overwritten.
-
-    Zeros after the last number do not change the sum.
-    """
-    parts[:] = _F0
-    whole = len(x) // SUMMED * SUMMED
-    for start in range(0, whole, SUMMED):
-        for place in range(SUMMED):
-            parts[place] += x[start + place]
-    for place in range(whole, len(x)):
-        parts[place - whole] += x[place]
-    return total_of(parts)
-
-
-@compiled
-def sum_of_squares(x: Array, parts: Array) -> Array:
-    """Return the sum of the squares of float32[n], in the order of `sum_of`; `parts` is overwritten."""
-    parts[:] = _F0
-    whole = len(x) // SUMMED * SUMMED
-    for start in range(0, whole, SUMMED):
-        for place in range(SUMMED):
-            parts[place] += x[start + place] * x[start + place]
-    for place in range(whole, len(x)):
-        parts[place - whole] += x[place] * x[place]
-    return total_of(parts)
-
-
-@compiled
 def normalise(x: Array, weight: Array, eps: float, out: Array) -> None:
     """Write the RMSNorm of each row of x to `out`."""
-    parts = np.empty(SUMMED, dtype=np.float32)
     for row in range(len(x)):
-        square = sum_of_squares(x[row], parts)
+        square = sum_of_squares(x[row])
         factor = np.float32(1 / np.sqrt(square / x.shape[1] + eps))
         for place in range(x.shape[1]):
             out[row, place] = x[row, place] * factor * weight[place]
@@ -139,10 +97,10 @@ def largest(x: Array) -> Array:
 
 
 @compiled
-def softmax(scores: Array, seen: Array, powers: Array, parts: Array) -> None:
+def softmax(scores: Array, seen: Array, powers: Array) -> None:
     """Replace scores, float32[slots], by their softmax over the slots that are seen; the others get 0.
 
-    The number of slots must be a multiple of `WIDTH`. `powers`, int32[slots], and `parts`, float32[SUMMED], are overwritten.
+    The number of slots must be a multiple of `WIDTH`. `powers`, int32[slots], is overwritten.
     """
     for slot in range(len(scores)):
         scores[slot] = scores[slot] if seen[slot] else _UNSEEN
@@ -152,7 +110,7 @@ def softmax(scores: Array, seen: Array, powers: Array, parts: Array) -> None:
     exponential(scores, powers[: len(scores)])
     for slot in range(len(scores)):
         scores[slot] = scores[slot] if seen[slot] else _F0
-    total = sum_of(scores, parts)
+    total = sum_of(scores)
     share = _F1 / total
     for slot in range(len(scores)):
         scores[slot] *= share
@@ -207,7 +165,6 @@ def attend(
     transposed = np.empty(MOST * max(size, most), dtype=np.float32)
     mixed = np.empty((MOST, width), dtype=np.float32)
     powers = np.empty(most, dtype=np.int32)
-    summed = np.empty(SUMMED, dtype=np.float32)
     for session in range(len(rows)):
         cache, first, last = rows[session]
         queries = (last - first) * group
@@ -223,7 +180,7 @@ def attend(
                         panel * WIDTH, most, size,
                     )  # fmt: skip
                 for query in range(count):
-                    softmax(scores[query, :extent], seen[first + (start + query) // group], powers, summed)
+                    softmax(scores[query, :extent], seen[first + (start + query) // group], powers)
                 write_transposed(scores[:, :extent], 0, count, transposed)
                 for panel in range(width // WIDTH):
                     write_sums(
