@@ -42,7 +42,7 @@ from specbeam.core.forest import Forest, Fronts, Siblings, drafted_layers, start
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.batch import models_of
 from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draft
-from specbeam.draft.tree import ROOM, TreeSpec, draws_of, grow_tree, start_tree
+from specbeam.draft.tree import ROOM, TreeSpec, grow_tree, most_nodes, start_tree
 from specbeam.engines.answers import LOGITS
 from specbeam.engines.cpu.cache_steps import has_room, rewind_cache, settle_cache
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED
@@ -140,23 +140,8 @@ def _draft_tree(
 
 
 @step
-def _nodes_of_tree(drafts: Any, roots: int, depth: int, width: int) -> int:
-    """Return the most nodes of a tree: all children of all places, layer by layer."""
-    places = np.zeros(roots, dtype=np.int64)
-    total = 0
-    for _ in range(depth):
-        size = 0
-        for place in places:
-            size += drafts.counts[place]
-        below = np.empty(size, dtype=np.int64)
-        held = 0
-        for place in places:
-            for child in range(drafts.counts[place]):
-                below[held] = drafts.first[place] + child * drafts.apart
-                held += 1
-        total += size
-        places = below
-    return total
+def _nodes_of_tree(drafts: TreeSpec, roots: int, depth: int, width: int) -> int:
+    return most_nodes(drafts, roots, depth)
 
 
 @step
@@ -686,9 +671,7 @@ def _caches_of(run: Run, stack: ExitStack) -> list[Any] | None:
 
 def _most_nodes(spec: RunSpec, session: Session, deepest: int) -> int:
     """Return the most nodes that a turn drafts."""
-    if isinstance(spec.drafts, TreeSpec):
-        return draws_of(spec.drafts, session.beams.size, deepest)
-    return deepest * int(spec.plan.widths.max()) if spec.drafting else 0
+    return int(nodes_of(spec.drafts, session.beams.size, deepest, int(spec.plan.widths.max())))
 
 
 def _uniforms_of(spec: RunSpec, fresh: int, deepest: int) -> int:

@@ -154,7 +154,12 @@ def joined(parts: Sequence[Siblings]) -> Siblings:
         return np.concatenate([getattr(groups, name) for groups in parts])
 
     def ends(name: str) -> Array:
-        return np.cumsum(np.concatenate([np.diff(getattr(groups, name), prepend=0) for groups in parts]))
+        shifted = []
+        before = 0
+        for groups in parts:
+            shifted.append(getattr(groups, name) + before)
+            before = shifted[-1][-1]
+        return np.concatenate(shifted)
 
     with_laws = [groups for groups in parts if len(groups.law_odds)]
     must_name_pairs = any(len(groups.law_pairs) for groups in with_laws)
@@ -264,7 +269,7 @@ class Forest(NamedTuple):
         scores = self.logq
         if logq is not None or len(scores):
             before = scores if len(scores) else np.where(self.parents < 0, 0.0, np.nan)
-            scores = np.append(before, np.full(len(tokens), np.nan) if logq is None else logq)
+            scores = np.concatenate([before, np.full(len(tokens), np.nan) if logq is None else logq])
         return self._replace(
             tokens=np.concatenate([self.tokens, tokens]),
             parents=np.concatenate([self.parents, parents]),

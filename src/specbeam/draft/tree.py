@@ -8,7 +8,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -36,6 +36,7 @@ from specbeam.errors import BrokenLaw, BrokenProcessor
 from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
 from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.laws.ranking import Truncation, largest
+from specbeam.laws.reduce import exponentials
 from specbeam.laws.rows import RowLaw, condition_of_row, row_law
 from specbeam.laws.warp import Rows, on_host, processed_rows, row_laws
 from specbeam.lm.base import LM, fill_prompts
@@ -238,7 +239,7 @@ def _draw_children(
         count: number of children.
     """
     before = born.sizes[NODES]
-    odds = np.exp(law.logp)
+    odds = exponentials(law.logp)
     drawn = 0
     if spec.way == LIKELIEST or spec.way == LIKELIEST_AND_ONE:
         wanted = count if spec.way == LIKELIEST else count - 1
@@ -560,7 +561,7 @@ class TreeDrafter:
         needs_python = _may_stop(type(session.parts.controller)) or not session.warp.takes_raw_rows
         if spec is None or needs_python or not isinstance(self.lm, HuggingFaceLM) or not self._wants_layer(tree):
             return
-        draws = draws_of(spec, tree.forest.size, depth)
+        draws = most_nodes(spec, tree.forest.size, depth)
         with self.lm.cache_for_steps(session, draws) as model:
             if model is None:
                 return
@@ -665,18 +666,19 @@ def _confidence(forest: Forest, before: Forest, laws: dict[int, RowLaw]) -> floa
     return max(odds, default=1.0)
 
 
-def draws_of(spec: TreeSpec, roots: int, depth: int) -> int:
-    """Return the most draws of trees of `depth` layers under `roots` roots."""
-    places = [0] * roots
+@step
+def most_nodes(spec: TreeSpec, roots: int, depth: int) -> int:
+    """Return the most nodes of trees of `depth` layers under `roots` roots: all children of all places."""
     total = 0
+    parents = np.zeros(len(spec.counts), dtype=np.int64)  # number of nodes in each place
+    parents[0] = roots
     for _ in range(depth):
-        counts = [int(spec.counts[place]) for place in places]
-        total += sum(counts)
-        places = [
-            int(spec.first[place]) + child * spec.apart
-            for place, count in zip(places, counts, strict=True)
-            for child in range(count)
-        ]
+        below = np.zeros(len(spec.counts), dtype=np.int64)
+        for place in np.flatnonzero(parents):
+            total += parents[place] * spec.counts[place]
+            for child in range(spec.counts[place]):
+                below[spec.first[place] + child * spec.apart] += parents[place]
+        parents = below
     return total
 
 
@@ -710,15 +712,8 @@ class Branching(Complete):
         """Return how steps grow such trees; None if steps do not know `children`."""
         if not isinstance(self.children, KNOWN):
             return None
-        counts, first = self._layout
+        counts, first = _layout_of(self.counts)
         return TreeSpec(counts, first, 0, LIKELIEST if greedy else self.children.way, truncation, eos)
-
-    @cached_property
-    def _layout(self) -> tuple[Array, Array]:
-        """`TreeSpec.counts` and `TreeSpec.first`, where the place of a node is its depth."""
-        layers = np.arange(max(DEEPEST, len(self.counts)))
-        counts = np.array([self.count(layer) for layer in layers.tolist()])
-        return counts, np.minimum(layers + 1, len(layers) - 1)
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
         """Add a layer, whose children are drawn in Python."""
@@ -728,6 +723,13 @@ class Branching(Complete):
             families.extend(Family(node, draws, law) for draws in drawn)
         front = [node for nodes in tree.add_children(families) for node in nodes if node >= 0]
         tree.front = np.array(distinct(front), dtype=np.int64)
+
+
+@lru_cache
+def _layout_of(counts: tuple[int, ...]) -> tuple[Array, Array]:
+    """Return `TreeSpec.counts` and `TreeSpec.first` of fixed counts, where the place of a node is its depth."""
+    layers = np.arange(max(DEEPEST, len(counts)))
+    return np.array(counts)[np.minimum(layers, len(counts) - 1)], np.minimum(layers + 1, len(layers) - 1)
 
 
 def draw_children(children: Children, law: RowLaw, count: int, session: Session) -> list[Draws]:

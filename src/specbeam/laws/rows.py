@@ -7,7 +7,7 @@ import numpy as np
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.laws.joint import BROKEN, DEAD, SOUND
 from specbeam.laws.ranking import Truncation, cuts, kept_pairs
-from specbeam.laws.reduce import INF_RANK, MINUS_INF_RANK, extremes, log_norm
+from specbeam.laws.reduce import INF_RANK, MINUS_INF_RANK, exponentials, extremes, log_norm
 
 NO_SHIFT = np.zeros(1)
 
@@ -27,7 +27,7 @@ class RowLaw(NamedTuple):
     @property
     def p(self) -> Array:
         """The probabilities, float64[n]."""
-        return np.exp(self.logp)
+        return exponentials(self.logp)
 
     @property
     def size(self) -> int:

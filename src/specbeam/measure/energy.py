@@ -64,12 +64,18 @@ class EnergyMeter:
 def _rapl() -> dict[str, float]:
     """Return the joules of each counter of a CPU package that can be read, by the path of the counter."""
     counters = {}
-    for path in RAPL.glob("*-rapl:?/energy_uj"):
+    for path in _rapl_paths(RAPL):
         try:
             counters[str(path)] = int(path.read_text()) * 1e-6
         except (OSError, ValueError):  # most systems let only root read the counter
             continue
     return counters
+
+
+@cache
+def _rapl_paths(folder: Path) -> list[Path]:
+    """Return the counters of all CPU packages. They are looked up once: that takes longer than to read them."""
+    return [*folder.glob("*-rapl:?/energy_uj")]
 
 
 def _nvml() -> dict[str, float]:

@@ -16,6 +16,7 @@ from specbeam.laws.evidence import Evidence, gathers, note_worth
 from specbeam.laws.joint import SOUND
 from specbeam.laws.named import EXACT
 from specbeam.laws.ranking import Truncation
+from specbeam.laws.reduce import exponentials
 from specbeam.laws.rows import RowLaw, greedy_law
 from specbeam.records import Verdict
 from specbeam.session import Session
@@ -109,7 +110,7 @@ def owe(path: Path, rows: Any, spec: ClimbSpec) -> int:
     condition = condition_of_norm(norm_of(row))
     if condition == SOUND:
         law = greedy_law(row) if spec.greedy else law_at_row(rows, row, spec.truncation)
-        path.owed[top] = np.exp(law.logp)
+        path.owed[top] = exponentials(law.logp)
         path.names[top] = law.tokens
     return condition
 

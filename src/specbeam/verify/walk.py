@@ -274,7 +274,7 @@ def drawn_token(walk: Emitted, rows: Any, row: Array, live: Beams, spec: WalkSpe
         return best_token(row)
     if spec.way == MATCH_BY_DICE:
         law = law_at_row(rows, row, spec.truncation)
-        place = pick(dice, np.exp(law.logp))
+        place = pick(dice, exponentials(law.logp))
         return law.tokens[place] if len(law.tokens) > 0 else place
     number = walk.state[COUNT]
     key = live.keys[0] if number == 0 else walk.layers.beams.keys[number - 1]
@@ -314,7 +314,7 @@ def walk_down(
         child = -1
         if spec.way == TRY and not spec.greedy:
             law = law_at_row(rows, row, spec.truncation)
-            rest = np.exp(law.logp)
+            rest = exponentials(law.logp)
             draw = try_groups(rest, groups, under, node, law, dice, evidence)
             if draw >= 0:
                 token = groups.tokens[draw]
