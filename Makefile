@@ -11,7 +11,7 @@ help:
 	@echo "make demo      install, then translate German sentences by sampling, beam sampling and DSBD"
 	@echo "make test      install, then run the tests (about ten minutes on two cores)"
 	@echo "make test-all  the slow tests too (an hour and a half more)"
-	@echo "make test-processors  the tests as compiled for other processors, and without numba"
+	@echo "make test-processors  the tests as compiled for other processors, with each index checked, and without numba"
 	@echo "make lint      formatting, lint, types"
 	@echo "make bench     the figures of the README"
 
@@ -58,6 +58,9 @@ test-processors: $(VENV)/dev
 			echo "$$name is left out: this processor has no AVX-512."; \
 		fi; \
 	done
+	@echo "Tests with each index checked ..."
+	@NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$(VENV)/checked OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 	@echo "Tests without numba ..."
 	@SPECBEAM_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 	@echo "All tests passed, on every processor. Next: make test-all."

@@ -14,6 +14,7 @@ import pytest
 from specbeam.cli.main import main
 from specbeam.core.limits import Limits
 from tests.support import words
+from tests.support.steps import needs_numba
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +157,7 @@ def test_inspect_draws_a_forest(models, tmp_path):
     assert {"root"} < {node["fate"] for node in nodes} <= {"root", "accepted", "rejected", "resampled", "unused"}
 
 
+@needs_numba
 def test_int8_weights_are_asked_for_by_name(models):
     code, out, err = specbeam("generate", "hello", *models, "--quantize", "int8", "--json", "--max-new-tokens", "4")
     assert code == 0, err

@@ -53,7 +53,8 @@ def check_row(row, truncation, close):
 @given(truncation=TRUNCATIONS, seed=st.integers(0, 10**6))
 def test_a_truncation_is_that_of_transformers(truncation, seed):
     row = np.random.default_rng(seed).normal(0, 3, 300).astype(np.float32)
-    check_row(row, truncation, close=1e-6)
+    # Logits of up to 12 divided by 0.3 are rounded to a float32 of up to 2^-24 * 40 beside the quotient, on both sides.
+    check_row(row, truncation, close=5e-6)
     again, others = truncation_of(warpers_of(truncation) or [])
     assert others == ()
     assert kept_of(row, again).tolist() == kept_of(row, truncation).tolist()

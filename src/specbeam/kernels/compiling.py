@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 try:
     import numba
 except ImportError:
@@ -34,7 +36,7 @@ BLOCK = 64  # values that are summed or compared together
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return the function compiled by numba; without numba, return the function itself.
+    """Return the function compiled by numba; without numba, return the function itself, as silent about overflow.
 
     numba compiles one form of a function for each combination of argument types, at the first call with these types, and
     the code is kept on disk. The code that lets Python call a form is compiled only for forms that Python does call (see
@@ -44,7 +46,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
         options: further options of `numba.njit`.
     """
     if not AVAILABLE:
-        return function
+        return np.errstate(all="ignore")(function)
     source = inspect.unwrap(function)  # tests wrap functions into type checks
     fixed = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}
     made = numba.njit(no_cpython_wrapper=True, **fixed, **options)(source)

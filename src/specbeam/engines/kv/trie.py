@@ -272,7 +272,7 @@ class KVTrie:
         """
         self.enter(turn.forest)
         survivors = turn.verdict.beams
-        self.make_room(len(survivors))
+        self.make_room(survivors.size)
         leaves = add_survivors(self.arrays, survivors.nodes, survivors.tokens, turn.verdict.parents)
         return self._keep(leaves), leaves
 
