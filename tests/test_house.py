@@ -1,6 +1,9 @@
 """The rooms stay where they are, and each noun and verb has one place: rules that a reader can rely on."""
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -218,3 +221,15 @@ def test_public_names_exist():
 
     for name in specbeam.__all__:
         assert getattr(specbeam, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None")],
+)
+def test_threads_do_not_spin_for_long_unless_you_say_so(given, expected):
+    """The number is set before torch is imported, which reads it."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
+    code = "import specbeam, os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=others | given, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [expected, "False"]

@@ -1,6 +1,5 @@
 """The command line. Each command is a file that reads arguments, calls one public function and prints its record."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -74,8 +73,6 @@ def start(
 
         print(__version__)
         raise typer.Exit
-    # With spinning barriers, every operator waits for any thread that is descheduled. Set before torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from specbeam.cli.compiling import showing_compilation
 
     context.with_resource(showing_compilation())
