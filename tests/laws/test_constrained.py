@@ -21,7 +21,7 @@ from specbeam.verify.beams import BeamRule
 from specbeam.verify.search import SearchRule
 from specbeam.verify.walk import MatchRule
 from tests.methods.test_sequences import DRAWN, MATCHED, parts_on
-from tests.oracles.noise import child_keys, gumbel
+from tests.oracles.noise import child_keys, from_the_top, gumbel_of_all
 from tests.support.constraints import Automaton, renormalised, warp_of
 from tests.support.exact import beam_sampling_law, distance, exact_law, hf_beam_sampling_law, successive
 from tests.support.examples import completed, law_and_mean, one_turn
@@ -107,9 +107,13 @@ def by_definition(law, beams, steps, eos, key, cut):
         if not pairs:
             break
         joint = warped(cut)(np.exp([logp + np.log(odds) for _, logp, _, _, odds in pairs]))
-        noise = [float(gumbel(path_key, np.array([token]))[0]) for _, _, path_key, token, _ in pairs]
         with np.errstate(divide="ignore"):
-            value = np.log(joint) + noise
+            logp = np.log(joint)
+        keys = np.concatenate([path_key for _, _, path_key in live])
+        places = [[path for path, _, _ in live].index(pair[0]) for pair in pairs], [pair[3] for pair in pairs]
+        rows = np.full((len(live), len(law(live[0][0]))), -np.inf)
+        rows[places] = logp
+        value = (rows + gumbel_of_all(keys, rows.shape[1]) if cut.cuts else from_the_top(rows, keys))[places]
         best = [place for place in np.argsort(-value)[:beams] if joint[place] > 0]
         drawn = [pairs[place] for place in best]
         grown = [((*path, t), logp + np.log(odds), child_keys(k, np.array([t]))) for path, logp, k, t, odds in drawn]

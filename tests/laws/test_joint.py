@@ -57,7 +57,6 @@ class Example:
         self.counts = rng.integers(1, 4, beams)
         self.keys = rng.integers(0, 2**63, beams, dtype=np.uint64)
         self.some = np.arange(beams) % 2 == 0
-        self.noise = noise.gumbel_of_all(self.keys, vocab)
 
     @property
     def law(self):
@@ -65,6 +64,14 @@ class Example:
 
     def logp(self, truncation=None):
         return plain.joint_logp(self.rows, self.scores, self.counts, truncation or self.truncation)
+
+    @property
+    def noise(self):
+        """What is added to the log-odds of pairs; where the law cuts pairs, each has noise of its own."""
+        if self.truncation.cuts:
+            return noise.gumbel_of_all(self.keys, self.vocab)
+        values = noise.from_the_top(self.uncut, self.keys)
+        return np.subtract(values, self.uncut, out=np.zeros_like(values), where=np.isfinite(values))
 
     @property
     def uncut(self):

@@ -36,6 +36,25 @@ def gumbel(keys, tokens):
     return -np.log(-np.log1p(-np.minimum(uniform, 1 - 2.0**-53)))
 
 
+ALL_TOKENS = 2**32 - 1
+
+
+def from_the_top(logp, keys):
+    """Values of all pairs, by the definition: the largest one of each path from its whole weight, the others below it.
+
+    Args:
+        logp: log weights, float64[paths, vocab], -inf for no weight.
+    """
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        free = logp + gumbel_of_all(keys, logp.shape[1])
+        largest = free.max(1, keepdims=True)
+        heaviest = logp.max(1, keepdims=True)
+        weight = heaviest + np.log(np.exp(logp - heaviest).sum(1, keepdims=True))
+        wanted = weight + gumbel(keys[:, None], np.full((1, 1), ALL_TOKENS))
+        values = largest - np.log(np.expm1(largest - free) + np.exp(largest - wanted))
+    return np.where(np.isfinite(logp), values, -np.inf)
+
+
 def gumbel_of_all(keys, vocab):
     """Noise of every token after every path, float64[paths, vocab]."""
     return gumbel(keys[:, None], np.arange(vocab)[None, :])

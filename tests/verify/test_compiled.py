@@ -237,18 +237,21 @@ def draft_specs(truncation):
     stop = stop_of()
     by_row = truncation._replace(by_row=True, least=max(2, 1 + len(ENDS)))
     return {
-        "shared noise": (SharedLayers(True, CORE, truncation, ENDS, True), SharedSpec(True, CORE, truncation, stop)),
+        "shared noise": (
+            SharedLayers(True, CORE, truncation, ENDS, True),
+            SharedSpec(True, CORE, truncation, stop, not truncation.cuts),
+        ),
         "the best": (
             SharedLayers(False, CORE, NO_TRUNCATION, ENDS, False),
-            SharedSpec(False, CORE, NO_TRUNCATION, stop),
+            SharedSpec(False, CORE, NO_TRUNCATION, stop, True),
         ),
         "distinct draws": (DrawnLayers(False, truncation, ENDS), TriedSpec(False, CORE, truncation, stop)),
         "independent draws": (DrawnLayers(True, truncation, ENDS), TriedSpec(True, CORE, truncation, stop)),
-        "search": (SearchedLayers(True, CORE, by_row, ENDS), SearchSpec(True, False, CORE, by_row, stop)),
-        "search by dice": (SearchedLayers(True, CORE, by_row, ENDS), SearchSpec(True, True, CORE, by_row, stop)),
+        "search": (SearchedLayers(True, CORE, by_row, ENDS), SearchSpec(True, False, CORE, by_row, stop, True)),
+        "search by dice": (SearchedLayers(True, CORE, by_row, ENDS), SearchSpec(True, True, CORE, by_row, stop, False)),
         "search for the best": (
             SearchedLayers(False, CORE, by_row, ENDS),
-            SearchSpec(False, False, CORE, by_row, stop),
+            SearchSpec(False, False, CORE, by_row, stop, True),
         ),
     }
 
@@ -435,7 +438,7 @@ def test_the_source_runs_only_where_python_has_to_look(pair, module, name, metho
 
 @pytest.mark.parametrize("method", [sb.dsbd(3, 5, 4, "fixed"), sb.rsd_c((3, 2))], ids=lambda one: one.name)
 def test_what_is_watched_runs_from_source_and_is_the_same(pair, method):
-    """Audits see every layer, and change no text."""
+    """Audits see every layer, and change no text. For that they decide no layer without the rows of all live beams."""
     plain, audited = (
         sb.generate(pair, [1, 7, 3], method, seed=4, max_new_tokens=12, audit=audit)[0] for audit in (False, True)
     )

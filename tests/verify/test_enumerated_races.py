@@ -12,14 +12,15 @@ import pytest
 import specbeam as sb
 from specbeam.control.fixed import FixedShape
 from specbeam.core.forest import joined
-from specbeam.core.noise import child_key
+from specbeam.core.noise import ALL_TOKENS, child_key
 from specbeam.draft import tree
 from specbeam.draft.best_first import BestFirst
 from specbeam.draft.merged import Pruned
 from specbeam.draft.tree import TreeDrafter, perturbed
-from specbeam.laws import ranking
+from specbeam.laws import joint, ranking
 from specbeam.lm.table import TableLM
 from specbeam.session import Parts
+from specbeam.verify import beams as beams_of_rule
 from specbeam.verify.traversal import TraversalRule
 from specbeam.verify.walk import MatchRule, PathRule
 from tests.support.exact import WalkingDice, beam_sampling_law, distance, exact_law
@@ -53,13 +54,26 @@ class NoiseByRank:
         return int(key)
 
     def rank(self, pairs, odds, order):
-        """Let log odds + noise be largest at the places in `order`, and then fall in any order at the others."""
+        """Let the values of pairs be largest at the places in `order`, and then fall in any order at the others.
+
+        Values are drawn from the top down: the noise of a whole path gives the largest one. Before they are fitted to it,
+        all values of a path are lower by any amount.
+        """
         rng = np.random.default_rng([self.seed, len(self.known)])
         behind = [place for place in rng.permutation(len(pairs)).tolist() if place not in order and odds[place] > 0]
         values = np.sort(rng.gumbel(size=len(order) + len(behind)))[::-1]
+        by_path = {}
         for value, place in zip(values, [*order, *behind], strict=True):
             path, token = pairs[place]
-            self.known[self.key_of(path), token] = float(value - math.log(odds[place]))
+            by_path.setdefault(path, []).append((float(value), token, float(odds[place])))
+        for path, ranked in by_path.items():
+            key = self.key_of(path)
+            top = ranked[0][0]
+            free = top - float(rng.exponential())
+            self.known[key, ALL_TOKENS] = top - math.log(math.fsum(own for _, _, own in ranked))
+            for value, token, own in ranked:
+                before = free - math.log1p(math.expm1(top - value) * math.exp(free - top))
+                self.known[key, token] = before - math.log(own)
 
     def gumbel(self, key, token):
         """Stands in for the step of this name."""
@@ -86,7 +100,7 @@ def drawn_by_order(dice, noise, target, beams, steps, eos):
         pairs = [(path, token) for path in live for token in range(len(target(())))]
         odds = np.array([likelihood(target, (*path, token)) for path, token in pairs])
         order = first_places(dice, odds, beams)
-        noise.rank(pairs, odds / odds.sum(), order)
+        noise.rank(pairs, odds, order)
         drawn = [(*pairs[place][0], pairs[place][1]) for place in order]
         ended += tuple(text for text in drawn if text[-1] in eos)
         live = [text for text in drawn if text[-1] not in eos]
@@ -101,7 +115,8 @@ def law_under_noise(method, target, drafts, beams, steps, eos, patch):
         asked = [session_of(method, TableLM(draft), WalkingDice([]), steps, eos, key=77) for draft in drafts]
         noise = NoiseByRank(asked[0].beams.keys[0], 5)
         expected = drawn_by_order(dice, noise, target, beams, steps, eos)
-        patch.setattr(ranking, "gumbel", noise.gumbel)
+        for room in (ranking, joint, beams_of_rule):
+            patch.setattr(room, "gumbel", noise.gumbel)
         patch.setattr(ranking, "bound_noise", noise.bound)
         for session in asked:
             run(session, TableLM(target))

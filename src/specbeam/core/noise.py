@@ -11,6 +11,7 @@ import numpy as np
 
 from specbeam.core.steps import Array, step
 
+ALL_TOKENS = 2**32 - 1  # in place of a token: the noise of all extensions of a path together
 _ODD = np.uint32(0x9E3779B1)
 _ROUND_1 = np.uint32(0x21F0AAAD)
 _ROUND_2 = np.uint32(0xD35A2D97)
@@ -118,3 +119,19 @@ def bound_noise(key: Array, bounds: Array) -> None:
     bits = bounds.view(np.int32)
     for token in range(len(bounds)):
         bounds[token] = _TOP - np.float32(bits[token]) * _PER_OCTAVE
+
+
+@step
+def with_largest(value: float, largest: float, wanted: float) -> float:
+    """Return what becomes of one of several independent Gumbel values if the largest of them is to be `wanted`.
+
+    It is -log(exp(-wanted) - exp(-largest) + exp(-value)), which keeps the order of values. If `wanted` has the law of the
+    largest value, and does not depend on these values, the results have the law of the values. Source: Kool et al. 2019,
+    app. B.3.
+    """
+    gap = value - largest
+    if gap == 0:
+        return wanted
+    log_rest = np.log(-np.expm1(gap)) if gap > -0.693 else np.log1p(-np.exp(gap))  # log(1 - exp(gap)), at both ends
+    w = wanted - value + log_rest
+    return wanted - max(0.0, w) - np.log1p(np.exp(-abs(w)))

@@ -19,6 +19,7 @@ from specbeam.control.confidence import Stopping
 from specbeam.core.beams import is_end
 from specbeam.core.dice import pick
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, Forest, Siblings, siblings
+from specbeam.core.noise import with_largest
 from specbeam.core.steps import Array, step
 from specbeam.draft.children import (
     KNOWN,
@@ -876,17 +877,5 @@ def perturbed(logp: Array, path: float, top: float, u: Array, count: int) -> tup
         values[number] = path + logp[place] - np.log(-np.log(u[place]))
     largest_value = values.max() if held > 0 else 0.0
     for number in range(held):
-        if values[number] == largest_value:
-            values[number] = top
-        else:
-            values[number] = _conditioned(values[number], largest_value, top)
+        values[number] = with_largest(values[number], largest_value, top)
     return chosen, values
-
-
-@step
-def _conditioned(value: float, largest_value: float, top: float) -> float:
-    """Return what becomes of a Gumbel value below the largest one if the largest one is `top`."""
-    gap = value - largest_value
-    log_rest = np.log(-np.expm1(gap)) if gap > -0.693 else np.log1p(-np.exp(gap))  # log(1 - exp(gap)), at both ends
-    w = top - value + log_rest
-    return top - max(0.0, w) - np.log1p(np.exp(-abs(w)))

@@ -16,7 +16,8 @@ from specbeam.core.beams import Beams
 from specbeam.core.noise import gumbel, path_keys
 from specbeam.decode import decode
 from specbeam.generation import Prompt, generate
-from specbeam.laws.joint import all_pairs, odds_among
+from specbeam.laws.joint import all_pairs, drawn_pairs, odds_among
+from specbeam.laws.ranking import cuts
 from specbeam.laws.warp import law_of_beams, on_host, processed_rows
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
@@ -135,10 +136,13 @@ def _gap(pair: Pair, session: Session, live: list[Path], beams: int) -> float:
     beams_now = Beams(numbers, numbers, np.array(scores), np.ones_like(numbers), np.array(keys, dtype=np.uint64))
     processed = processed_rows(on_host(torch.stack(rows)), session.warp, lambda: paths)
     law = law_of_beams(processed, beams_now, session.warp)
+    keys = beams_now.keys[:0] if session.warp.greedy else beams_now.keys
+    if not cuts(law.truncation):
+        every = np.ones(beams_now.size, dtype=np.bool_)
+        values = drawn_pairs(law, keys, every, beams + 1)[1]
+        return float(values[beams - 1] - values[beams])
     pairs = all_pairs(law)
-    noisy_odds = np.log(odds_among(law, pairs))
-    if not session.warp.greedy:
-        vocab = law.logits.shape[1]
-        noisy_odds += [gumbel(beams_now.keys[pair // vocab], pair % vocab) for pair in pairs]
-    values = np.sort(noisy_odds)[::-1]
+    vocab = law.logits.shape[1]
+    noise = [gumbel(keys[pair // vocab], pair % vocab) for pair in pairs] if len(keys) else 0.0
+    values = np.sort(np.log(odds_among(law, pairs)) + noise)[::-1]
     return float(values[beams - 1] - values[beams])

@@ -8,9 +8,19 @@ from typing import NamedTuple
 import numpy as np
 
 from specbeam.core.beams import is_end
-from specbeam.core.noise import child_keys
+from specbeam.core.noise import ALL_TOKENS, child_keys, gumbel, with_largest
 from specbeam.core.steps import Array, step
-from specbeam.laws.ranking import Truncation, best_pairs, cuts, kept_pairs, rank_pairs, warps
+from specbeam.laws.ranking import (
+    Truncation,
+    best_pairs,
+    cuts,
+    insert,
+    kept_pairs,
+    pairs_of_best_value,
+    rank_pairs,
+    sorted_places,
+    warps,
+)
 from specbeam.laws.reduce import exponentials, log_norm, log_sum
 
 SOUND, DEAD, BROKEN = range(3)  # conditions of logits: something can be drawn; all are -inf; some are NaN or +inf
@@ -230,6 +240,72 @@ def likeliest_pairs(law: JointLaw, count: int) -> Array:
 
 
 @step
+def log_masses(law: JointLaw) -> Array:
+    """Return the log of the whole weight of each beam's pairs in a law that cuts none, float64[beams].
+
+    Without processors it is at most score / temperature at temperatures up to 1, and at temperature 1 it is the score.
+    """
+    temperature = law.truncation.temperature
+    if not law.normalised:
+        return _log_totals(law) + law.log_counts
+    bounds = law.scores / temperature
+    if temperature != 1:
+        totals = _log_totals(law)
+        for beam in range(len(bounds)):
+            is_bound = temperature < 1 and totals[beam] > bounds[beam]  # by rounding
+            bounds[beam] = bounds[beam] if is_bound else totals[beam]
+    for beam in range(len(bounds)):
+        if law.log_norm[beam] == -np.inf:
+            bounds[beam] = -np.inf
+    return bounds + law.log_counts
+
+
+@step
+def drawn_pairs(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[Array, Array]:
+    """Return the `count` pairs of largest value under the noise of these keys, best first, and the values.
+
+    The law must cut no pairs. A value is a log weight plus Gumbel noise, drawn from the top down: first the largest value of
+    each beam's pairs, from the beam's whole weight; given that, the values of its pairs. So these are draws without
+    replacement from the law, and a beam that cannot win is known before its row is.
+
+    Args:
+        keys: uint64[beams]; empty for no noise.
+        among: bool[beams], the beams that take part.
+    """
+    beams, vocab = law.logits.shape
+    shift = shift_of(law)
+    temperature = law.truncation.temperature
+    if len(keys) == 0:
+        return pairs_of_best_value(law.logits, shift, temperature, law.log_counts, keys, among, count)
+    tops = log_masses(law)
+    for beam in range(beams):
+        tops[beam] += gumbel(keys[beam], ALL_TOKENS)
+    values = np.full(count, -np.inf)
+    pairs = np.full(count, -1, dtype=np.int64)
+    held = 0
+    alone = np.ones(1, dtype=np.bool_)
+    for beam in sorted_places(tops):
+        if not among[beam] or (held == count and tops[beam] < values[count - 1]):
+            continue
+        here = slice(beam, beam + 1)
+        own_pairs, own_values = pairs_of_best_value(
+            law.logits[here], shift[here], temperature, law.log_counts[here], keys[here], alone, count
+        )
+        for place in range(len(own_pairs)):
+            value = with_largest(own_values[place], own_values[0], tops[beam])
+            held = insert(values, pairs, held, value, beam * vocab + own_pairs[place])
+    return pairs[:held], values[:held]
+
+
+@step
+def best_of_all(law: JointLaw, keys: Array, among: Array, count: int) -> Array:
+    """Return the pairs that `drawn_pairs` returns. Of one beam they are found without the noise of the whole beam."""
+    if len(law.scores) > 1:
+        return drawn_pairs(law, keys, among, count)[0]
+    return best_pairs(law.logits, shift_of(law), law.truncation.temperature, law.log_counts, keys, among, count)
+
+
+@step
 def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: int) -> tuple[Array, int]:
     """Return up to max(core, width) pairs, and how many of them are core.
 
@@ -242,23 +318,22 @@ def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: i
         among: bool[beams].
     """
     vocab = law.logits.shape[1]
-    shift = shift_of(law)
-    temperature = law.truncation.temperature
     is_restricted = not among.all()
     if cuts(law.truncation):
         support = support_of(law)
         if is_restricted:
             support = support[among[support // vocab]]
-        best = rank_pairs(support, law.logits, shift, temperature, law.log_counts, keys, core)
+        temperature = law.truncation.temperature
+        best = rank_pairs(support, law.logits, shift_of(law), temperature, law.log_counts, keys, core)
         others = best[:0]
         if width > len(best):
             others = likeliest_pairs(law, width)
     else:
         every = np.ones(len(among), dtype=np.bool_)
-        others = best_pairs(law.logits, shift, temperature, law.log_counts, keys, every, max(width, core))
+        others = best_of_all(law, keys, every, max(width, core))
         best = others[among[others // vocab]][:core]
         if len(best) < core and is_restricted:  # the missing core pairs are further down the ranking
-            best = best_pairs(law.logits, shift, temperature, law.log_counts, keys, among, core)
+            best = best_of_all(law, keys, among, core)
     pairs = np.empty(max(width, len(best)), dtype=np.int64)
     held = len(best)
     pairs[:held] = best

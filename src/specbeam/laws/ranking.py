@@ -58,7 +58,15 @@ def _reaches(block: Array, base: float, edge: float) -> bool:
 def best_pairs(
     logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int
 ) -> Array:
-    """Return the `count` pairs of largest (logit + shift) / temperature + log count + noise, best first.
+    """Return the `count` pairs of largest value, best first; see `pairs_of_best_value`."""
+    return pairs_of_best_value(logits, shift, temperature, log_counts, keys, among, count)[0]
+
+
+@step
+def pairs_of_best_value(
+    logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int
+) -> tuple[Array, Array]:
+    """Return the `count` pairs of largest (logit + shift) / temperature + log count + noise, best first, and these values.
 
     Returns fewer pairs if fewer have a logit above -inf. Of pairs of equal value the first comes first. With noise these are
     draws without replacement (Gumbel-top-k). The noise of a pair is computed only if its upper bound reaches the value of
@@ -76,7 +84,7 @@ def best_pairs(
     values = np.full(count, -np.inf)
     pairs = np.full(count, -1, dtype=np.int64)
     if count == 0:
-        return pairs
+        return pairs, values
     noisy = len(keys) > 0
     bounds = np.zeros(vocab, dtype=np.float32)
     upper = np.full((vocab + BLOCK - 1) // BLOCK * BLOCK, np.float32(-np.inf))
@@ -108,7 +116,7 @@ def best_pairs(
                     held = insert(values, pairs, held, value, beam * vocab + token)
                     if held == count:
                         edge = np.float32(values[count - 1] - offset)
-    return pairs[:held]
+    return pairs[:held], values[:held]
 
 
 @step

@@ -31,8 +31,10 @@ from specbeam.core.beams import (
     is_session_over,
     live_of,
     no_layers,
+    picked_beams,
 )
 from specbeam.core.forest import CHOSEN, DISTINCT, SHARED, Forest, find_child, most_layers, start_of
+from specbeam.core.noise import ALL_TOKENS, gumbel
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import candidate_count, draw_pairs, going_on
 from specbeam.errors import DeadEnd
@@ -46,15 +48,18 @@ from specbeam.laws.joint import (
     choose,
     condition_of,
     core_and_extra,
+    drawn_pairs,
     joint_law,
     log_odds_among,
     odds_among,
 )
 from specbeam.laws.ranking import Truncation
-from specbeam.laws.warp import Rows, check_condition, law_of_processed, left_by_others, on_host, processed_rows
+from specbeam.laws.warp import Rows, Warp, check_condition, law_of_processed, left_by_others, on_host, processed_rows
 from specbeam.records import Trial, Verdict
 from specbeam.session import Session
 from specbeam.verify.trials import Drafts, take_draws
+
+ROUNDING = 1e-5  # more than rounding adds to a value, compared with the same value without rounding
 
 
 class SharedSpec(NamedTuple):
@@ -64,6 +69,7 @@ class SharedSpec(NamedTuple):
     beams: int  # the most draws of a layer
     truncation: Truncation
     stop: Stop
+    lazy: bool  # whether a layer is decided without the rows of live beams that cannot win, see `most_value`
 
 
 class TriedSpec(NamedTuple):
@@ -83,6 +89,7 @@ class SearchSpec(NamedTuple):
     beams: int
     truncation: Truncation
     stop: Stop
+    lazy: bool  # see `SharedSpec`
 
 
 JudgeSpec = SharedSpec | TriedSpec | SearchSpec
@@ -268,6 +275,136 @@ def _compiled_draw_layer(
     return {SharedSpec: draw_shared, TriedSpec: draw_tried, SearchSpec: draw_candidates}[spec.instance_class]
 
 
+def is_lazy(spec: Any) -> bool:
+    """Return whether a layer may be decided without the rows of live beams that cannot win."""
+    return not isinstance(spec, TriedSpec) and spec.lazy
+
+
+@compiled_as(is_lazy)
+def _compiled_is_lazy(spec: Any) -> Any:
+    if spec.instance_class is TriedSpec:
+        return lambda spec: False
+    return lambda spec: spec.lazy
+
+
+@step
+def most_value(spec: Any, beams: Beams) -> float:
+    """Return a value that no pair of these beams exceeds (see `drawn_pairs`), computed without their rows.
+
+    The weight of all pairs of a beam together is at most exp(score / temperature), at temperatures up to 1, and the largest
+    of their values is the log of that weight plus noise that only the beam determines. Without noise, values are scores,
+    and no text is likelier than its beginning.
+    """
+    by_row = spec.truncation.by_row
+    temperature = 1.0 if by_row else spec.truncation.temperature  # rows that are warped by themselves have it in them
+    most = -np.inf
+    for beam in range(len(beams.tokens)):
+        value = beams.scores[beam] / temperature + np.log(beams.counts[beam])
+        if spec.noisy:
+            value += gumbel(beams.keys[beam], ALL_TOKENS)
+        most = max(most, value)
+    return most + ROUNDING
+
+
+def draw_among_known(spec: Any, law: JointLaw, known: Beams, width: int) -> tuple[Choice, Array]:
+    """Return what a layer draws from the live beams that have rows, best first, and the values of what it draws.
+
+    Args:
+        law: the law of the pairs of `known` alone.
+    """
+    draw = {SharedSpec: draw_shared_among_known, TriedSpec: draw_nothing, SearchSpec: draw_candidates_among_known}
+    return draw[type(spec)](spec, law, known, width)
+
+
+@step
+def _best_of_known(spec: Any, law: JointLaw, known: Beams, count: int) -> tuple[Choice, Array]:
+    every = np.ones(len(known.tokens), dtype=np.bool_)
+    keys = known.keys if spec.noisy else known.keys[:0]
+    pairs, values = drawn_pairs(law, keys, every, count)
+    return choice_of(law, known.keys, pairs, len(pairs), spec.stop.eos), values
+
+
+@step
+def draw_shared_among_known(spec: SharedSpec, law: JointLaw, known: Beams, width: int) -> tuple[Choice, Array]:
+    """Return the best pairs; see `draw_among_known`."""
+    return _best_of_known(spec, law, known, width)
+
+
+@step
+def draw_candidates_among_known(spec: SearchSpec, law: JointLaw, known: Beams, width: int) -> tuple[Choice, Array]:
+    """Return the candidates; see `draw_among_known`."""
+    return _best_of_known(spec, law, known, candidate_count(spec.beams, len(spec.stop.eos)))
+
+
+@step
+def draw_nothing(spec: TriedSpec, law: JointLaw, known: Beams, width: int) -> tuple[Choice, Array]:
+    """Return no pairs, as draws by dice are from the law of all live beams; see `draw_among_known`."""
+    return choice_of(law, known.keys, np.empty(0, dtype=np.int64), 0, spec.stop.eos), np.empty(0)
+
+
+@compiled_as(draw_among_known)
+def _compiled_draw_among_known(spec: Any, law: Any, known: Any, width: Any) -> Any:
+    draw = {SharedSpec: draw_shared_among_known, TriedSpec: draw_nothing, SearchSpec: draw_candidates_among_known}
+    return draw[spec.instance_class]
+
+
+def pairs_needed(spec: Any, choice: Choice, width: int, is_last: bool) -> int:
+    """Return how many of the best pairs a layer depends on.
+
+    Args:
+        is_last: whether the layer is the last one of the text.
+    """
+    return _candidates_needed(spec, choice, width, is_last) if isinstance(spec, SearchSpec) else width
+
+
+@step
+def _candidates_needed(spec: SearchSpec, choice: Choice, width: int, is_last: bool) -> int:
+    """Return how many candidates matter: if they are drawn, all; if not, those down to the last one that goes on.
+
+    The first `beams` always do, as they may finish. At the end of a text no others do.
+    """
+    if is_last:
+        return spec.beams
+    if not spec.noisy:
+        going = 0
+        for place in range(len(choice.ends)):
+            going += not choice.ends[place]
+            if going == spec.beams:
+                return place + 1
+    return candidate_count(spec.beams, len(spec.stop.eos))
+
+
+@compiled_as(pairs_needed)
+def _compiled_pairs_needed(spec: Any, choice: Any, width: Any, is_last: Any) -> Any:
+    return _candidates_needed if spec.instance_class is SearchSpec else lambda spec, choice, width, is_last: width
+
+
+def is_decided(spec: Any, choice: Choice, values: Array, unknown: Beams, width: int, is_last: bool) -> bool:
+    """Return whether a layer draws from all live beams what it draws from those that have rows.
+
+    Args:
+        choice, values: what `draw_among_known` returned.
+        unknown: the live beams without rows.
+    """
+    if isinstance(spec, TriedSpec):
+        return False
+    return _is_above(spec, choice, values, unknown, width, is_last)
+
+
+@step
+def _is_above(spec: Any, choice: Choice, values: Array, unknown: Beams, width: int, is_last: bool) -> bool:
+    """Return whether all pairs that a layer depends on are above those that other beams can have."""
+    needed = pairs_needed(spec, choice, width, is_last)
+    return len(values) >= needed and most_value(spec, unknown) < values[needed - 1]
+
+
+@compiled_as(is_decided)
+def _compiled_is_decided(spec: Any, choice: Any, values: Any, unknown: Any, width: Any, is_last: Any) -> Any:
+    if spec.instance_class is TriedSpec:
+        return lambda spec, choice, values, unknown, width, is_last: False
+    return _is_above
+
+
 @step
 def _counted(drawn: Array) -> tuple[Array, Array]:
     """Return the distinct draws in the order of their first coming, and how often each came."""
@@ -352,11 +489,26 @@ def note_first_draw(evidence: Evidence, law: JointLaw, choice: Choice) -> None:
 
 
 @step
+def live_with_rows(live: Beams) -> Beams:
+    """Return the beams that stand at forest nodes, which have rows."""
+    return picked_beams(live, live.nodes >= 0)
+
+
+@step
+def live_without_rows(live: Beams) -> Beams:
+    """Return the beams that were not drafted, and so have no rows."""
+    return picked_beams(live, live.nodes < 0)
+
+
+@step
 def judge(
     rows: Any, forest: Forest, live: Beams, spec: Any, widths: Any, planned: int, length: int, finished: Finished,
     dice: Any, evidence: Evidence, eye: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Judge the drafted layers until one has a beam that is no draft, then, or after the last one, stop.
+
+    A lazy turn goes on past such a layer as long as the next one can be decided without the rows of these beams: where none
+    of their pairs can be drawn, whatever their rows hold. So laziness changes when a turn ends, and never what is drawn.
 
     Returns the layers, and SOUND; or DEAD or BROKEN if the target had no law to draw the next layer from.
 
@@ -375,29 +527,46 @@ def judge(
     groups = len(forest.siblings.kinds)
     most = candidate_count(spec.beams, len(spec.stop.eos))
     room = no_layers(most * (drafted + 1), drafted + 1)
+    # Audits see layers whole: if they saw those alone that could not be decided otherwise, they would see just the noise
+    # that is favourable to the beams without rows.
+    lazy = is_lazy(spec) and not gathers(evidence)
+    unknown = live_without_rows(live)
     number = 0
     going = True
     while going:
         law = law_at(rows, live, spec)
         condition = condition_of(law)
+        is_whole = len(unknown.tokens) == 0
         if condition != SOUND:
-            return first_layers(room, number), condition
-        width = spec.beams
-        if number < groups:
-            width = asked_width(widths, law, live, forest, number, planned)
-        choice, counts, looked = draw_layer(spec, law, live, forest, number, width, dice, evidence)
-        if gathers(evidence):
-            note_first_draw(evidence, law, choice)
-        look_at(eye, law, live, choice, looked)
+            return first_layers(room, number), condition if is_whole else SOUND
         longer = length + number + 1
-        which = which_settle(spec, choice, longer >= spec.stop.most)
+        is_last = longer >= spec.stop.most
+        width = spec.beams
+        if is_whole:
+            if number < groups:
+                width = asked_width(widths, law, live, forest, number, planned)
+            choice, counts, looked = draw_layer(spec, law, live, forest, number, width, dice, evidence)
+            if gathers(evidence):
+                note_first_draw(evidence, law, choice)
+            look_at(eye, law, live, choice, looked)
+        else:
+            choice, values = draw_among_known(spec, law, live, width)
+            look_at(eye, law, live, choice, 0)
+            if not is_decided(spec, choice, values, unknown, width, is_last):
+                return first_layers(room, number), SOUND
+            counts = np.ones_like(choice.tokens)
+            room.passed[number - 1] = True
+        which = which_settle(spec, choice, is_last)
         layer = settle_layer(choice, counts, which, live, forest)
         passed = number < drafted and are_drafts(layer)
         add_layer(room, number, layer, width, passed)
         add_finished(finished, spec.stop, layer, longer)
-        live = live_of(layer)
+        every = live_of(layer)
+        unknown = live_without_rows(every)
+        live = live_with_rows(every)
+        may_pass = passed or (lazy and number < drafted and len(live.tokens) > 0)
         number += 1
-        going = passed and not is_session_over(finished, spec.stop, live.scores, longer)
+        going = may_pass and not is_session_over(finished, spec.stop, every.scores, longer)
     return first_layers(room, number), SOUND
 
 
@@ -442,6 +611,15 @@ class Eye:
             self.seen.append((law, live, looked))
 
 
+def can_be_lazy(warp: Warp) -> bool:
+    """Return whether the weight of all pairs of a beam is bounded by the beam's score, see `most_value`.
+
+    Warpers of others may do anything; scores of transformers' beam modes are not normalised again after processors.
+    """
+    is_bounded = warp.cut.normalise and warp.cut.temperature <= 1
+    return is_bounded and (warp.greedy or not warp.others)
+
+
 @dataclass(frozen=True)
 class BeamRule:
     """Judge the drafts of each layer until one of the drawn beams is no draft; then, or after the last layer, stop.
@@ -479,7 +657,9 @@ class BeamRule:
         stop = session.limits.stop
         if self.coupling == "rejection" and not warp.greedy:
             return TriedSpec(self.replacement, self.width.most, warp.cut, stop)
-        return SharedSpec(not warp.greedy, self.width.most, warp.cut, stop)
+        is_fixed = type(self.width) is FixedWidth or warp.greedy
+        lazy = is_fixed and not warp.cut.cuts and can_be_lazy(warp)
+        return SharedSpec(not warp.greedy, self.width.most, warp.cut, stop, lazy)
 
     def widths(self, session: Session) -> "FixedWidths | ChosenWidths | Width":
         """Return what chooses widths for a session: numbers for steps, or a custom part."""

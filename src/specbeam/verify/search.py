@@ -9,7 +9,7 @@ from specbeam.control.width import FixedWidths
 from specbeam.core.forest import Forest
 from specbeam.records import Verdict
 from specbeam.session import Session
-from specbeam.verify.beams import SearchSpec, judged_beams
+from specbeam.verify.beams import SearchSpec, can_be_lazy, judged_beams
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class SearchRule:
         """Return how layers are drawn for a session; nothing is drawn at temperature 0."""
         warp = session.warp
         by_dice = self.coupling == "dice" and not warp.greedy
-        return SearchSpec(not warp.greedy, by_dice, self.beams, warp.cut, session.limits.stop)
+        lazy = not by_dice and can_be_lazy(warp)
+        return SearchSpec(not warp.greedy, by_dice, self.beams, warp.cut, session.limits.stop, lazy)
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         """Return what lives on."""
