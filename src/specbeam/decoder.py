@@ -11,7 +11,7 @@ from specbeam.kernels.threads import torch_on_one_thread
 from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
 from specbeam.measure.profiler import span
 from specbeam.runs import run_ahead, run_side_by_side
-from specbeam.session import Session
+from specbeam.session import Session, keeps_nodes
 from specbeam.turn import Turns, turns
 
 
@@ -47,6 +47,7 @@ class Decoder:
         """
         check_gives(self.target, session.parts.needs)
         check_takes(self.target, session)
+        session.keeps_nodes = keeps_nodes(self.target, session.parts)
         self.waiting.append(session)
 
     def cancel(self, session: Session) -> bool:

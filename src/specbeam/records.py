@@ -74,6 +74,8 @@ class Verdict:
     audit: Audit | None = None  # only if the session is audited
     collapsed: int | None = None  # index of the only live beam that is kept, if the method collapses
     certificate: Certificate | None = None  # only of rules that judge joint likelihoods
+    # forest nodes below surviving beams that the next forest starts with, ascending; the loop sets them
+    kept: Int64[np.ndarray, " kept"] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     @cached_property
     def steps(self) -> tuple[Layer, ...]:
@@ -195,7 +197,8 @@ class Turn:
         drafts = layers.beams.nodes
         nodes = np.where(drafts >= 0, names[drafts], -1)
         renamed = layers._replace(parents=names[layers.parents], beams=layers.beams._replace(nodes=nodes))
-        return replace(self, forest=forest, verdict=replace(self.verdict, layers=renamed))
+        verdict = replace(self.verdict, layers=renamed, kept=names[self.verdict.kept])
+        return replace(self, forest=forest, verdict=verdict)
 
 
 @dataclass(frozen=True)

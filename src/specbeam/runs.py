@@ -17,8 +17,11 @@ from specbeam.audit import Audit
 from specbeam.control.planning import Plan, deepest_of, learn_passed, plan_shape
 from specbeam.control.width import ChosenWidths, FixedWidths, restore_widths, save_widths
 from specbeam.core.beams import (
+    FROM_BEFORE,
+    FROM_PASS,
     LENGTH,
     TEXTS,
+    UNSEEN,
     USED,
     Beams,
     EndedTexts,
@@ -38,7 +41,23 @@ from specbeam.core.beams import (
 from specbeam.core.callbacks import Callback, array_at, call_back, integers_at
 from specbeam.core.cycles import cycles
 from specbeam.core.dice import Uniforms
-from specbeam.core.forest import Forest, Fronts, Siblings, drafted_layers, start_of
+from specbeam.core.forest import (
+    MOST_KEPT,
+    Forest,
+    Fronts,
+    KnownRows,
+    Siblings,
+    Start,
+    TurnRows,
+    depths_of,
+    drafted_layers,
+    kept_nodes,
+    next_start,
+    start_of,
+    start_of_roots,
+    turn_rows,
+    unknown_nodes,
+)
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.batch import models_of
 from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draft
@@ -66,7 +85,7 @@ SPAN = 128  # most tokens of a run
 TURNS = 32  # most turns of a run: between runs a user can interrupt
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
-DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, LAYERS = range(6)  # of `RunCounters.numbers`
+DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, LAYERS, LAZY, REUSED, ROWS = range(9)  # of `RunRoom.numbers`
 
 
 LOOK = 3  # a condition beside SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
@@ -94,6 +113,7 @@ class RunSpec(NamedTuple):
     closing: Array  # bool[vocab]: tokens after which Python looks for stop strings; of no tokens: after none
     most_beams: int
     most_turns: int
+    keeps_nodes: bool  # whether nodes that a turn scored below its surviving beams are kept for the next turn
 
 
 class RunRoom(NamedTuple):
@@ -105,13 +125,15 @@ class RunRoom(NamedTuple):
     widths: Array  # int64[SPAN]: draws of each layer
     evidence: Evidence  # for audits
     fronts: Array  # float32[rows, vocab]: rows that layers are drawn from
-    numbers: Array  # int64[6]: turns (DONE), passes as a session counts them and as the models do, layers
+    # int64[9]: turns (DONE), passes as a session counts them and as the models do, layers, some of these; rows of the target
+    numbers: Array
+    sources: Array  # int64[3]: sums of `Layers.sources`
     cycles: Array  # int64[5], by `PARTS`
 
 
 @step
-def roots_of(tokens: Array, fronts: Array) -> Forest:
-    """Return the roots alone, with room for the rows that layers are drawn from."""
+def begun_forest(start: Start, fronts: Array) -> Forest:
+    """Return the forest that a turn starts with, with room for the rows that layers are drawn from."""
     groups = Siblings(
         np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64),
         np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64),
@@ -119,15 +141,14 @@ def roots_of(tokens: Array, fronts: Array) -> Forest:
     )  # fmt: skip
     none = np.empty(0, dtype=np.int64)
     rows = Fronts(none, np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), fronts)
-    above = np.full(len(tokens), -1, dtype=np.int64)
-    return Forest(tokens, above, groups, np.empty(0), np.empty(0, dtype=np.int64), rows)
+    return Forest(start.tokens, start.parents, groups, np.empty(0), np.empty(0, dtype=np.int64), rows, start.known)
 
 
 @step
 def _draft_beams(
     drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
 ) -> tuple[Forest, int]:
-    drafted, condition = draft_layers(model, start_draft(live, roots), 0, depth, width, drafts, edits, dice, spent)
+    drafted, condition = draft_layers(model, start_draft(live, roots), depth, width, drafts, edits, dice, spent)
     return drafted.forest, condition
 
 
@@ -193,12 +214,14 @@ def _compiled_draft_turn(
 
 
 def verify_turn(
-    rows: Array, forest: Forest, live: Beams, rule: Any, widths: Any, planned: int, length: int, finished: Finished,
+    rows: TurnRows, forest: Forest, live: Beams, rule: Any, widths: Any, planned: int, length: int, finished: Finished,
     dice: Any, evidence: Evidence, eye: None,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Return the layers that a turn decides, and SOUND, DEAD or BROKEN."""
-    verify = _VERIFY_BY.get(type(rule), judge)
-    return verify(rows, forest, live, rule, widths, planned, length, finished, dice, evidence, eye)
+    verify: Any = _VERIFY_BY.get(type(rule))
+    if verify is None:
+        return judge(rows, forest, live, rule, widths, planned, length, finished, dice, evidence, eye)
+    return verify(rows.fresh, forest, live, rule, widths, planned, length, finished, dice, evidence, eye)
 
 
 @compiled_as(verify_turn)
@@ -206,7 +229,17 @@ def _compiled_verify_turn(
     rows: Any, forest: Any, live: Any, rule: Any, widths: Any, planned: Any, length: Any, finished: Any, dice: Any,
     evidence: Any, eye: Any,
 ) -> Any:  # fmt: skip
-    return _VERIFY_BY.get(rule.instance_class, judge)
+    verify = _VERIFY_BY.get(rule.instance_class)
+    if verify is None:
+        return judge
+
+    def run(
+        rows: Any, forest: Any, live: Any, rule: Any, widths: Any, planned: Any, length: Any, finished: Any, dice: Any,
+        evidence: Any, eye: Any,
+    ) -> Any:  # fmt: skip
+        return verify(rows.fresh, forest, live, rule, widths, planned, length, finished, dice, evidence, eye)
+
+    return run
 
 
 @step
@@ -237,6 +270,7 @@ class RunTurn(NamedTuple):
     """A turn of a run that was decided and not yet settled."""
 
     forest: Forest
+    rows: TurnRows  # before the edits
     layers: Layers
     condition: int  # SOUND, or the turn has to be taken in Python; LOOK if only for its text
     passes: int  # of the draft model
@@ -256,28 +290,37 @@ def _may_close(tokens: Array, closing: Array) -> bool:
 
 @step
 def take_turn(
-    target: Any, draft: Any, spec: RunSpec, live: Beams, room: RunRoom, depth: int, width: int, dice: Any
+    target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, depth: int, width: int, dice: Any
 ) -> RunTurn:
     """Draft, score and verify one turn.
 
     Args:
+        start: what its forest starts with.
         depth, width: of the draft.
     """
     spans = np.zeros(len(PARTS), dtype=np.int64)
     spent = np.zeros(2, dtype=np.int64)
-    roots = roots_of(live.tokens, room.fronts)
     length = room.texts.sizes[LENGTH]
+    known_rows = edited_rows(start.known.rows, start.known.nodes, start.tokens, start.parents, spec.edits)
+    known = KnownRows(start.known.nodes, known_rows)
+    begun = begun_forest(Start(start.tokens, start.parents, known), room.fronts)
     began = cycles()
-    forest, condition = draft_turn(spec.drafts, draft, roots, live, depth, width, spec.edits, dice, spent)
+    forest, condition = draft_turn(spec.drafts, draft, begun, live, depth, width, spec.edits, dice, spent)
     passes = spent[0]
     spans[DRAFT_MODEL] = spent[1]
     spans[DRAFT] = cycles() - began - spent[1]
     layers_run = runs_layers(target, len(forest.tokens))
     layers = no_layers(0, 1)
+    raw = turn_rows(start.known.rows[:0], 0, start.known)
     if condition != BROKEN:
         began = cycles()
-        rows = run_pass(target, forest.tokens, forest.parents, 0, spent)
-        rows = edited_rows(rows, 0, forest.tokens, forest.parents, spec.edits)
+        wanted = unknown_nodes(0, len(forest.tokens), known.nodes)
+        fresh = start.known.rows[:0]
+        if len(wanted) > 0:
+            fresh = run_pass(target, forest.tokens, forest.parents, wanted, spent)
+        raw = turn_rows(fresh, len(forest.tokens), start.known)
+        edited = edited_rows(fresh, wanted, forest.tokens, forest.parents, spec.edits)
+        rows = turn_rows(edited, len(forest.tokens), known)
         spans[SCORE] = cycles() - began
         began = cycles()
         layers, condition = verify_turn(
@@ -286,12 +329,12 @@ def take_turn(
         if condition == SOUND and _may_close(layers.beams.tokens, spec.closing):
             condition = LOOK
         spans[VERIFY] = cycles() - began
-    return RunTurn(forest, layers, condition, passes, layers_run, spans)
+    return RunTurn(forest, raw, layers, condition, passes, layers_run, spans)
 
 
 @step
-def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room: RunRoom) -> Beams:
-    """Move texts, caches and what is learnt to the end of a turn. Returns the live beams."""
+def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room: RunRoom) -> tuple[Beams, Start]:
+    """Move texts, caches and what is learnt to the end of a turn. Returns the live beams, and the start of the next turn."""
     forest = turn.forest
     layers = turn.layers
     learn_passed(spec.plan, layers.passed[: min(drafted_layers(forest), len(layers.draw_ends))])
@@ -299,10 +342,17 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
     above = live_parents_of(layers)
     settle_turn(room.texts, room.finished, room.ended, forest, layers, survivors, above, spec.stop)
     tree = (forest.tokens, forest.parents)
-    settle_cache(target, tree, survivors.nodes, survivors.tokens, above)
+    kept = np.empty(0, dtype=np.int64)
+    if spec.keeps_nodes:
+        kept = kept_nodes(forest.parents, survivors.nodes)
+    settle_cache(target, tree, survivors.nodes, survivors.tokens, above, kept)
     if spec.drafting:
-        settle_cache(draft, tree, survivors.nodes, survivors.tokens, above)
-    return rooted_beams(survivors)
+        settle_cache(draft, tree, survivors.nodes, survivors.tokens, above, kept)
+    if spec.keeps_nodes:
+        start = next_start(forest.tokens, forest.parents, turn.rows, survivors.nodes, survivors.tokens, kept)
+    else:
+        start = start_of_roots(survivors.tokens, turn.rows.known)
+    return rooted_beams(survivors), start
 
 
 @step
@@ -322,6 +372,11 @@ def count_turn(room: RunRoom, turn: RunTurn, was_waiting: bool) -> None:
             room.widths[numbers[LAYERS]] = counted
             numbers[LAYERS] += 1
         numbers[ACCEPTED] += layers.passed[number]
+        sources = layers.sources[number]
+        room.sources[:] += sources
+        numbers[LAZY] += sources[UNSEEN] > 0
+        numbers[REUSED] += sources[FROM_PASS] == 0 and sources[FROM_BEFORE] > 0
+    numbers[ROWS] += len(turn.rows.fresh)
     numbers[DONE] += 1
     numbers[DRAFT_PASSES] += turn.passes
     numbers[SCORED] += turn.layers_run
@@ -330,12 +385,12 @@ def count_turn(room: RunRoom, turn: RunTurn, was_waiting: bool) -> None:
 
 @step
 def run_turns(
-    target: Any, draft: Any, spec: RunSpec, live: Beams, room: RunRoom, turns: int, dice: Any
-) -> tuple[Beams, int]:
+    target: Any, draft: Any, spec: RunSpec, live: Beams, start: Start, room: RunRoom, turns: int, dice: Any
+) -> tuple[Beams, Start, int]:
     """Run turns until the session is over, for a while, or until the next one does not fit or has no law.
 
-    Returns the live beams, and SOUND; or BROKEN where the last turn was taken back and has to be taken in Python, or LOOK
-    where that is so for its text alone.
+    Returns the live beams, the start of the next turn, and SOUND; or BROKEN where the last turn was taken back and has to be
+    taken in Python, or LOOK where that is so for its text alone.
 
     Args:
         target, draft: the session in its models; the target's own, if nothing is drafted.
@@ -351,8 +406,9 @@ def run_turns(
         if depth < 0:
             break
         fresh = nodes_of(spec.drafts, roots, depth, width)
-        draws = fresh + spec.most_beams * (depth + 1)
-        if not _has_room(room, draws, depth + 1, 2 * draws + fresh, dice):
+        layers = 1 + max(depth, depths_of(start.parents).max())
+        draws = fresh + spec.most_beams * layers
+        if not _has_room(room, draws, layers, 2 * draws + fresh, dice):
             break
         if not has_room(target, fresh, spec.most_beams) or not has_room(draft, fresh, spec.most_beams):
             break
@@ -361,18 +417,18 @@ def run_turns(
         learnt = save_widths(spec.widths)
         known = room.evidence.numbers.copy()
         was_waiting = runs_layers(draft, 0)
-        turn = take_turn(target, draft, spec, live, room, depth, width, dice)
+        turn = take_turn(target, draft, spec, live, start, room, depth, width, dice)
         room.finished.held[0] = held  # settling adds them again, with their texts
         if turn.condition != SOUND:
             dice.used[0] = used
             restore_widths(spec.widths, learnt)
             room.evidence.numbers[:] = known
-            rewind_cache(target, roots)
+            rewind_cache(target, len(start.tokens))
             if spec.drafting:
-                rewind_cache(draft, roots)
-            return live, LOOK if turn.condition == LOOK else BROKEN
+                rewind_cache(draft, len(start.tokens))
+            return live, start, LOOK if turn.condition == LOOK else BROKEN
         began = cycles()
-        live = settle_run_turn(target, draft, spec, turn, room)
+        live, start = settle_run_turn(target, draft, spec, turn, room)
         count_turn(room, turn, was_waiting)
         over = is_session_over(room.finished, stop, live.scores, room.texts.sizes[LENGTH])
         if (
@@ -383,7 +439,7 @@ def run_turns(
         turn.spans[SETTLE] = cycles() - began
         for part in range(len(turn.spans)):
             room.cycles[part] += turn.spans[part]
-    return live, SOUND
+    return live, start, SOUND
 
 
 class _Refused:
@@ -442,8 +498,9 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
     stop = session.limits.stop
     edits = warp.edits(session.prompt)
     spec = RunSpec(
-        plan, drafts, len(models) > 1, rule, widths, stop, edits or NO_EDITS, 0, closing, widths.most, most_turns
-    )
+        plan, drafts, len(models) > 1, rule, widths, stop, edits or NO_EDITS, 0, closing, widths.most, most_turns,
+        session.keeps_nodes,
+    )  # fmt: skip
     return spec, models, edits is None and not warp.takes_raw_rows
 
 
@@ -483,36 +540,37 @@ class RowsOfSession:
                 raise failure
 
     def _process(
-        self, rows: int, count: int, vocab: int, wide: int, tokens: int, parents: int, nodes: int, first: int
+        self, rows: int, count: int, vocab: int, wide: int, tokens: int, parents: int, nodes: int, wanted: int
     ) -> None:
-        """Put rows through the processors, in place: `count` of them, of the forest nodes from `first` on.
+        """Put rows through the processors, in place: `count` of them, of the forest nodes at the address `wanted`.
 
         One call at a time in the whole process: runs go side by side in threads, and the sessions of a request share
         processors, which may keep a state of their own.
         """
         with _ONE_AT_A_TIME:
-            self._process_alone(rows, count, vocab, wide, tokens, parents, nodes, first)
+            self._process_alone(rows, count, vocab, wide, tokens, parents, nodes, wanted)
 
     def _process_alone(
-        self, rows: int, count: int, vocab: int, wide: int, tokens: int, parents: int, nodes: int, first: int
+        self, rows: int, count: int, vocab: int, wide: int, tokens: int, parents: int, nodes: int, wanted: int
     ) -> None:
         kind = ctypes.c_double if wide == 8 else ctypes.c_float
         raw = array_at(rows, count * vocab, kind).reshape(count, vocab)
         forest_tokens = integers_at(tokens, nodes)
         forest_parents = integers_at(parents, nodes)
+        wanted_nodes = integers_at(wanted, count).copy()
         if self.constraint is not None:
             check_rows(raw)
             if self.session.warp.search:
                 raw[:] = log_probabilities(raw)
-            ban(raw, self.constraint.allowed_below(forest_tokens, forest_parents, first, vocab))
+            ban(raw, self.constraint.allowed_below(forest_tokens, forest_parents, wanted_nodes, vocab))
             return
         forest = Forest.rooted(forest_tokens.copy())._replace(parents=forest_parents.copy())
-        depths = forest.depths()[first:]
+        depths = forest.depths()[wanted_nodes]
         for depth in np.unique(depths):  # processors see texts of one length
             at = np.flatnonzero(depths == depth)
             there = raw[at]
             session = self.session
-            changed = processed_rows(there, session.warp, partial(session.paths, forest, first + at))
+            changed = processed_rows(there, session.warp, partial(session.paths, forest, wanted_nodes[at]))
             if changed.dtype != raw.dtype:
                 raise BrokenProcessor(f"a logits processor returned {changed.dtype} for {raw.dtype}")
             raw[at] = changed
@@ -542,6 +600,7 @@ class Run:
     fresh: int  # most nodes that a turn drafts
     dice: Uniforms
     live: Beams
+    start: Start
     python: "RowsOfSession | None" = None  # what the run calls
     condition: int = SOUND
 
@@ -562,7 +621,9 @@ class Run:
         if makes_rows:
             python = RowsOfSession(session)
             spec = python.for_run(spec)
-        return cls(session, spec, models, room, fresh, dice, session.beams, python)
+        start = session.start
+        known = KnownRows(start.known.nodes, np.ascontiguousarray(start.known.rows, dtype=np.float32))
+        return cls(session, spec, models, room, fresh, dice, session.beams, start._replace(known=known), python)
 
     def caches(self, stack: ExitStack) -> list[Any] | None:
         """Return the session in each of its models, with room for the run until the stack is left.
@@ -570,7 +631,7 @@ class Run:
         None where it cannot run now: a long prompt goes in first, or others are stored beside it, of whom a run knows
         nothing. Valid until any session is given more room.
         """
-        more = min(self.session.remaining, SPAN)
+        more = min(self.session.remaining, SPAN) + (MOST_KEPT if self.spec.keeps_nodes else 0)
         fresh = self.fresh + self.spec.most_beams
         found = [stack.enter_context(lm.cache_for_steps(self.session, fresh, more)) for lm in self.models]
         caches = [cache.arrays for cache in found if cache is not None]
@@ -581,13 +642,13 @@ class Run:
     def take(self, caches: list[Any]) -> None:
         """Take the turns. Needs no interpreter: several runs go side by side in threads."""
         turns = self.session.count.target_passes
-        self.live, self.condition = run_turns(
-            caches[0], caches[-1], self.spec, self.session.beams, self.room, turns, self.dice
+        self.live, self.start, self.condition = run_turns(
+            caches[0], caches[-1], self.spec, self.session.beams, self.start, self.room, turns, self.dice
         )
 
     def keep(self) -> bool:
         """Move the session to the end of the run. Returns True if any turn ran. Raises what its constraint raised."""
-        _keep(self.session, self.models, self.room, self.live)
+        _keep(self.session, self.models, self.room, self.live, self.start)
         if self.python is not None:
             self.python.raise_what_remains()
         if self.condition == LOOK:
@@ -697,22 +758,28 @@ def _room_for(spec: RunSpec, session: Session) -> RunRoom:
         widths=np.empty(SPAN, dtype=np.int64),
         evidence=no_evidence(session.audited and not session.warp.greedy),
         fronts=np.empty((rows, vocab), dtype=np.float32),
-        numbers=np.zeros(6, dtype=np.int64),
+        numbers=np.zeros(9, dtype=np.int64),
+        sources=np.zeros(3, dtype=np.int64),
         cycles=np.zeros(5, dtype=np.int64),
     )
 
 
-def _keep(session: Session, models: list[HuggingFaceLM], room: RunRoom, live: Beams) -> None:
+def _keep(session: Session, models: list[HuggingFaceLM], room: RunRoom, live: Beams, start: Start) -> None:
     """Move the session and its models to the end of a run, and add up its counters."""
     numbers = room.numbers
     count = session.count
     for lm, passes in zip(models, (numbers[SCORED], numbers[DRAFT_SCORED]), strict=False):
-        lm.finish_run(session, int(passes))
+        lm.finish_run(session, int(passes), live.size)
     count.target_passes += int(numbers[DONE])
     count.draft_passes += int(numbers[DRAFT_PASSES])
     count.accepted += int(numbers[ACCEPTED])
     count.widths += room.widths[: numbers[LAYERS]].tolist()
     count.peak_kv_tokens = models[0].peak(session)
     session.audit += Audit.of(room.evidence)
+    count.sources += room.sources
+    count.lazy += int(numbers[LAZY])
+    count.reused += int(numbers[REUSED])
+    count.scored += int(numbers[ROWS])
     session.put_aside(room.ended)
     session.beams = live
+    session.start = start

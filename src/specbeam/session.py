@@ -13,7 +13,10 @@ from jaxtyping import Bool, Float, Int64
 
 from specbeam.audit import Audit
 from specbeam.core.beams import (
+    FROM_BEFORE,
+    FROM_PASS,
     LENGTH,
+    UNSEEN,
     Beams,
     EndedTexts,
     Finished,
@@ -25,11 +28,11 @@ from specbeam.core.beams import (
     settle_turn,
 )
 from specbeam.core.dice import Dice
-from specbeam.core.forest import Forest
+from specbeam.core.forest import NO_KNOWN_ROWS, Forest, Start, next_start, start_of_roots, turn_rows
 from specbeam.core.limits import Ended, Limits
 from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
 from specbeam.laws.named import UNKNOWN
-from specbeam.laws.warp import Warp
+from specbeam.laws.warp import Warp, on_host
 from specbeam.records import Certificate, Needs, Report, Shape, Turn, Verdict
 
 
@@ -68,6 +71,7 @@ class Drafter(Protocol):
         needs: Needs, what it reads of the target's rows, in `turn.scored`.
         probes(session, forest) -> Probes: rows of its own in the target's pass, which are in `turn.scored.probes`.
         spec(session): the numbers by which steps draft in a compiled run (draft/beams.py, draft/tree.py).
+        keeps_nodes: True if its forests start with `session.start`, so that nodes are kept from turn to turn.
     """
 
     def draft(self, sessions: list["Session"], shapes: list[Shape]) -> list[Forest]: ...
@@ -84,9 +88,19 @@ class Rule(Protocol):
         tries: bool, whether it needs the law that drafts were drawn from.
         needs: Needs, what it reads of each row; it is then given `Scored`, and not logits.
         spec(session) and widths(session): the numbers by which steps judge in a compiled run (verify/beams.py).
+        keeps_nodes: True if it takes forests with known rows, of which `scored` holds no rows.
     """
 
     def verify(self, session: "Session", forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict: ...
+
+
+def keeps_nodes(target: object, parts: "Parts") -> bool:
+    """Return whether nodes that a turn scored below its surviving beams are kept for the next turn.
+
+    The target, the drafter and the rule all have to support it, and no part may need more than logits of them.
+    """
+    supported = all(getattr(one, "keeps_nodes", False) for one in (target, parts.drafter, parts.rule))
+    return supported and parts.needs == Needs(logits=True)
 
 
 def is_part(value: object, kind: type) -> bool:
@@ -144,6 +158,10 @@ class Counters:
     accepted: int = 0
     widths: list[int] = field(default_factory=list)
     peak_kv_tokens: int = 0
+    sources: Int64[np.ndarray, " 3"] = field(default_factory=lambda: np.zeros(3, dtype=np.int64))
+    lazy: int = 0  # layers that were decided without the rows of some live beams
+    reused: int = 0  # layers that were decided by rows of earlier turns alone
+    scored: int = 0  # rows that the target computed, without those of the prompt
     began: float = field(default_factory=time.perf_counter)
 
     def restart(self) -> None:
@@ -155,6 +173,8 @@ class Session:
     """One generation. Rooms read it; only `advance` and each part's own entry in `state` change.
 
     Attributes:
+        start: what the forest of the next turn starts with: the roots, and nodes that are kept from earlier turns.
+        keeps_nodes: whether nodes are kept from turn to turn; see `keeps_nodes`.
         context: what a model needs besides tokens, by model: handed to that model's engine as it is. For what transformers
             runs these are keyword arguments of its forward, tensors with a first dimension of 1 (the states of an encoder).
         vectors: rows that are given by embedding, by model, float[rows, size]: the token -1 - k of a prompt, or of a
@@ -180,6 +200,8 @@ class Session:
         self.number = place if number is None else number  # of the prompt, of which several sessions may be drawn
         self.dice = Dice(key)
         self.beams = Beams.start(prompt[-1], self.dice.key)
+        self.start = Start(self.beams.tokens, np.array([-1]), NO_KNOWN_ROWS)
+        self.keeps_nodes = False
         self.texts = room_for_texts(None, 1, 64)
         self.pad([])
         self.ended: list[Ended] = []
@@ -288,12 +310,27 @@ class Session:
                 self.count.widths.append(int(counts[start:stop].sum()))
             start = stop
         self.beams = rooted_beams(verdict.beams)
+        self.start = self._next_start(turn)
+        self.count.sources += layers.sources.sum(axis=0)
+        self.count.lazy += int(np.count_nonzero(layers.sources[:, UNSEEN]))
+        self.count.reused += int(
+            np.count_nonzero((layers.sources[:, FROM_PASS] == 0) & (layers.sources[:, FROM_BEFORE] > 0))
+        )
         self.count.accepted += verdict.accepted
         if verdict.audit is not None:
             self.audit += verdict.audit
         if verdict.certificate is not None:
             self.certificate = (self.certificate or Certificate()) + verdict.certificate
         self.keep_constraint(self.beams.tokens[:0] if self.over else self.beams.tokens)
+
+    def _next_start(self, turn: Turn) -> Start:
+        """Return what the next forest starts with after a turn."""
+        survivors = turn.verdict.beams
+        if not self.keeps_nodes:
+            return start_of_roots(survivors.tokens, self.start.known.rows)
+        forest = turn.forest
+        rows = turn_rows(on_host(turn.scored.logits), forest.size, forest.known)
+        return next_start(forest.tokens, forest.parents, rows, survivors.nodes, survivors.tokens, turn.verdict.kept)
 
     def put_aside(self, ended: EndedTexts) -> None:
         """Add texts that ended to the answers there are."""

@@ -1,6 +1,10 @@
 """THE TURN: plan, draft, score, verify and settle many sessions with one pass of the target."""
 
-from specbeam.core.forest import Forest
+from dataclasses import replace
+
+import torch
+
+from specbeam.core.forest import Forest, kept_nodes
 from specbeam.draft.batch import drafted, with_probes
 from specbeam.engines.answers import LOGITS
 from specbeam.lm.base import LM
@@ -27,6 +31,8 @@ def turns(target: LM, live: list[Session]) -> Turns:
         with session.failing_alone():
             with span("verify"):
                 verdict = _verdict(session, forest, found)  # what lives on
+                if session.keeps_nodes:
+                    verdict = replace(verdict, kept=kept_nodes(forest.parents, verdict.beams.nodes))
             turn = Turn(shape, forest, found, verdict)
             with span("settle"):
                 for part in (target, session.parts.drafter, session.parts.controller):
@@ -46,18 +52,25 @@ def _planned(session: Session, beside: int) -> Shape:
 
 
 def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scored]:
-    """Score every node, and the extra rows (probes) of drafters.
+    """Score every node whose row is not known, and the extra rows (probes) of drafters.
 
     `needs` is passed only if a part asks for more than logits, so a custom model may leave that argument out.
     """
-    needs = [session.parts.needs for session in live]
-    probed = [with_probes(session, forest) for session, forest in zip(live, forests, strict=True)]
+    probed = {session: with_probes(session, forest) for session, forest in zip(live, forests, strict=True)}
+    asking = [session for session in live if probed[session].size > len(probed[session].known.nodes)]
+    needs = [session.parts.needs for session in asking]
+    whole = [probed[session] for session in asking]
     plain = all(one == LOGITS for one in needs)
-    scored = target.extend(live, probed) if plain else target.extend(live, probed, needs)
-    return [
-        found if whole is forest else found.split(forest.size)
-        for found, forest, whole in zip(scored, forests, probed, strict=True)
-    ]
+    scored: list[Scored] = []
+    if asking:
+        scored = target.extend(asking, whole) if plain else target.extend(asking, whole, needs)
+    found = dict(zip(asking, scored, strict=True))
+    answers = []
+    for session, forest in zip(live, forests, strict=True):
+        answer = found.get(session, Scored(torch.from_numpy(forest.known.rows[:0])))
+        session.count.scored += len(answer.logits)
+        answers.append(answer if probed[session] is forest else answer.split(forest.size))
+    return answers
 
 
 def _verdict(session: Session, forest: Forest, scored: Scored) -> Verdict:

@@ -33,7 +33,7 @@ def test_no_contender_scores_more_nodes_than_the_budget(budget):
     for recipe, shapes in contenders(budget).items():
         for shape, make in shapes.items():
             for turn in turns_of(pair, "abc", make(), seed=1, max_new_tokens=6):
-                assert len(turn.forest) - 1 <= budget, (recipe, shape)
+                assert turn.forest.size - 1 <= budget, (recipe, shape)
 
 
 def test_the_table_and_the_plot(tmp_path):

@@ -157,6 +157,7 @@ def told(accepted, drafted):
         draw_ends=number + 1,
         widths=zeros + 1,
         passed=number < accepted,
+        sources=np.zeros((len(number), 3), dtype=np.int64),
     )
     return Turn(Shape(drafted, drafted), forest, Scored(), Verdict(layers))
 

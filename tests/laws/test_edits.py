@@ -64,19 +64,20 @@ def test_rows_are_those_of_transformers_processors(name, dtype):
         edits = warp.edits(PROMPT)._replace(texts=texts)
         expected = processed(warp, lived, forest, rows)
         before = rows.copy()
-        for first in (0, forest.roots):
-            found = edited_rows(rows[first:], first, forest.tokens, forest.parents, edits)
+        every = np.arange(forest.size)
+        for nodes in (every, every[forest.roots :], every[::2]):
+            found = edited_rows(rows[nodes], nodes, forest.tokens, forest.parents, edits)
             with source_of_steps():
-                plain = edited_rows(rows[first:], first, forest.tokens, forest.parents, edits)
-            np.testing.assert_array_equal(found, expected[first:])
-            np.testing.assert_array_equal(plain, expected[first:])
+                plain = edited_rows(rows[nodes], nodes, forest.tokens, forest.parents, edits)
+            np.testing.assert_array_equal(found, expected[nodes])
+            np.testing.assert_array_equal(plain, expected[nodes])
         np.testing.assert_array_equal(rows, before)
 
 
 def test_rows_without_edits_are_handed_on():
     _, _, forest, rows = turn_of(np.random.default_rng(1), np.float32)
     with source_of_steps():
-        assert edited_rows(rows, 0, forest.tokens, forest.parents, NO_EDITS) is rows
+        assert edited_rows(rows, np.arange(forest.size), forest.tokens, forest.parents, NO_EDITS) is rows
 
 
 @pytest.mark.parametrize("settings", LEFT.values(), ids=LEFT)
@@ -103,9 +104,9 @@ def test_in_transformers_beam_modes_log_probabilities_are_processed(name, dtype)
         rows[-1, 3:5] = 1.0, -2.0
         edits = warp.edits(PROMPT)._replace(texts=texts)
         expected = processed(warp, lived, forest, torch.from_numpy(rows).log_softmax(-1).numpy())
-        found = edited_rows(rows, 0, forest.tokens, forest.parents, edits)
+        found = edited_rows(rows, np.arange(forest.size), forest.tokens, forest.parents, edits)
         with source_of_steps():
-            plain = edited_rows(rows, 0, forest.tokens, forest.parents, edits)
+            plain = edited_rows(rows, np.arange(forest.size), forest.tokens, forest.parents, edits)
         close = 4e-6 if dtype == np.float32 else 1e-12
         np.testing.assert_allclose(found, expected, rtol=0, atol=close)
         np.testing.assert_allclose(plain, expected, rtol=0, atol=close)
@@ -115,6 +116,8 @@ def test_rows_that_are_none_stay_none_in_transformers_beam_modes():
     warp = Settings(repetition_penalty=1.2).warp(EOS, False, len(PROMPT), search=True)
     _, texts, forest, rows = turn_of(np.random.default_rng(2), np.float32)
     rows[0] = -np.inf
-    found = edited_rows(rows, 0, forest.tokens, forest.parents, warp.edits(PROMPT)._replace(texts=texts))
+    found = edited_rows(
+        rows, np.arange(forest.size), forest.tokens, forest.parents, warp.edits(PROMPT)._replace(texts=texts)
+    )
     assert (found[0] == -np.inf).all()
     assert np.isnan(found[-1, 3])

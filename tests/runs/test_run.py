@@ -112,10 +112,10 @@ def watched_runs(monkeypatch):
     """A list to which each run from now on is added."""
     loop, seen = runs.run_turns, []
 
-    def run_turns(target, draft, spec, live, room, turns, dice):
-        live, condition = loop(target, draft, spec, live, room, turns, dice)
+    def run_turns(target, draft, spec, live, start, room, turns, dice):
+        live, start, condition = loop(target, draft, spec, live, start, room, turns, dice)
         seen.append(Run(int(room.numbers[runs.DONE]), condition))
-        return live, condition
+        return live, start, condition
 
     monkeypatch.setattr(runs, "run_turns", run_turns)
     return seen

@@ -1,17 +1,19 @@
 """What a language model needs of a session, and turns that move it on at random."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from specbeam.core.beams import Beams, Layers
-from specbeam.core.forest import Forest
+from specbeam.core.forest import Forest, next_start, nodes_below, rows_of_nodes, turn_rows
 from specbeam.records import Scored, Shape, Turn, Verdict
 
 
-def seat(prompt):
-    return SimpleNamespace(prompt=list(prompt), state={}, texts=[list(prompt)])
+def seat(prompt, keeps=False):
+    """What a model needs of a session; if it `keeps` nodes, forests start with nodes of earlier turns."""
+    return SimpleNamespace(prompt=list(prompt), state={}, texts=[list(prompt)], keeps=keeps, start=None)
 
 
 def plain_logits(model, paths):
@@ -34,25 +36,60 @@ def check_rows_and_settle(lm, model, rng, seats, nodes, tolerance):
         nodes: of each forest.
     """
     forests = [
-        random_forest(rng, [text[-1] for text in one.texts], lm.vocab, count)
+        random_forest(rng, [text[-1] for text in one.texts], lm.vocab, count, one.start)
         for one, count in zip(seats, nodes, strict=True)
     ]
-    for one, forest, found in zip(seats, forests, lm.extend(seats, forests), strict=True):
+    asking = [forest.size > len(forest.known.nodes) for forest in forests]
+    scored = iter(
+        lm.extend(
+            [one for one, asks in zip(seats, asking, strict=True) if asks],
+            [forest for forest, asks in zip(forests, asking, strict=True) if asks],
+        )
+    )
+    for one, forest, asks in zip(seats, forests, asking, strict=True):
+        fresh = next(scored).logits.float().cpu().numpy() if asks else forest.known.rows[:0]
+        rows = turn_rows(fresh, forest.size, forest.known)
+        found = torch.from_numpy(rows_of_nodes(rows, np.arange(forest.size)))
         expected = plain_logits(model, node_paths(one.texts, forest))
-        torch.testing.assert_close(found.logits.float().cpu(), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
         turn = random_turn(rng, forest, lm.vocab)
+        if one.keeps:
+            turn = keeping(rng, turn)
         lm.settle(one, turn)
         one.texts = moved(one.texts, forest, turn)
+        if one.keeps:
+            last = turn.verdict.beams
+            one.start = next_start(forest.tokens, forest.parents, rows, last.nodes, last.tokens, turn.verdict.kept)
 
 
-def random_forest(rng, roots, vocab, nodes):
-    """A forest with that many more nodes, grown at random places but layer by layer."""
+def keeping(rng, turn):
+    """The same turn, after which some nodes below the survivors are kept."""
+    parents = turn.forest.parents
+    kept = []
+    for node in nodes_below(parents, turn.verdict.beams.nodes).tolist():
+        is_first = parents[node] in turn.verdict.beams.nodes
+        if (is_first or parents[node] in kept) and rng.random() < 0.8:
+            kept.append(node)
+    return replace(turn, verdict=replace(turn.verdict, kept=np.array(kept, dtype=np.int64)))
+
+
+def random_forest(rng, roots, vocab, nodes, start=None):
+    """A forest with that many more nodes, grown at random places but layer by layer.
+
+    Args:
+        start: what it starts with; None: the roots.
+    """
     forest = Forest.rooted(roots)
-    front = np.arange(len(roots))
+    if start is not None:
+        forest = Forest(start.tokens, start.parents, known=start.known)
+    front = np.arange(forest.size)
     while nodes > 0:
         count = int(rng.integers(1, nodes + 1))
         pairs = rng.choice(len(front) * vocab, size=min(count, len(front) * vocab), replace=False)
         parents, tokens = front[pairs // vocab], pairs % vocab
+        is_new = forest.find(parents, tokens) < 0
+        parents = parents[is_new]
+        tokens = tokens[is_new]
         start = forest.size
         forest = forest.grown(tokens, parents)
         front = np.arange(start, forest.size)
@@ -87,6 +124,7 @@ def random_turn(rng, forest, vocab, most=3):
         draw_ends=np.array([count]),
         widths=np.array([count]),
         passed=np.array([False]),
+        sources=np.zeros((1, 3), dtype=np.int64),
     )
     return Turn(Shape(depth, most), forest, Scored(), Verdict(one_layer))
 

@@ -11,7 +11,7 @@ from specbeam.control.values import NO_VALUES
 from specbeam.control.width import BY_THRESHOLD, BY_VALUE, ChosenWidths, FixedWidths, ValuedWidth
 from specbeam.core.beams import BEST_LIVE_MAY_WIN, FIRST_ENOUGH, Beams, Finished, Stop
 from specbeam.core.dice import Dice, Uniforms
-from specbeam.core.forest import Forest, no_fronts
+from specbeam.core.forest import Forest, KnownRows, no_fronts, turn_rows, unknown_nodes
 from specbeam.decode import turns
 from specbeam.draft import beams as draft_steps
 from specbeam.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, start_draft
@@ -238,11 +238,11 @@ def draft_specs(truncation):
     by_row = truncation._replace(by_row=True, least=max(2, 1 + len(ENDS)))
     return {
         "shared noise": (
-            SharedLayers(True, CORE, truncation, ENDS, True),
+            SharedLayers(True, CORE, truncation, ENDS, True, False),
             SharedSpec(True, CORE, truncation, stop, not truncation.cuts),
         ),
         "the best": (
-            SharedLayers(False, CORE, NO_TRUNCATION, ENDS, False),
+            SharedLayers(False, CORE, NO_TRUNCATION, ENDS, False, True),
             SharedSpec(False, CORE, NO_TRUNCATION, stop, True),
         ),
         "distinct draws": (DrawnLayers(False, truncation, ENDS), TriedSpec(False, CORE, truncation, stop)),
@@ -259,11 +259,22 @@ def draft_specs(truncation):
 def drafted_alike(rng, spec, layers, width):
     """Layers of draft beams by logits like the target's, grown by compiled steps and by their source, which must agree.
 
+    Some nodes are there from the start, and their rows are known.
+
     Returns the target's logits, the forest and the live beams.
     """
     live = random_beams(rng, int(rng.integers(1, 4)))
-    rows = random_rows(rng, len(live.tokens))
-    roots = Forest.rooted(live.tokens)._replace(fronts=no_fronts(3 + layers * width, VOCAB))
+    beams = len(live.tokens)
+    kept = int(rng.integers(0, 6))
+    above = rng.integers(0, beams, kept)
+    later = rng.integers(0, kept, 2) + beams if kept else above
+    tokens = np.concatenate((live.tokens, rng.integers(0, VOCAB, len(above) + len(later))))
+    parents = np.concatenate((np.full(beams, -1), above, later))
+    rows = random_rows(rng, len(tokens))
+    is_known = np.arange(len(tokens)) >= beams
+    is_known[:beams] = rng.random(beams) < 0.5 * (kept > 0)
+    known = KnownRows(np.flatnonzero(is_known), rows[is_known])
+    roots = Forest(tokens, parents, fronts=no_fronts(3 + layers * (width + 9), VOCAB), known=known)
     found = expected = start_draft(live, roots)
     for number in range(layers):
         if len(found.front.tokens) == 0:
@@ -285,6 +296,13 @@ def drafted_alike(rng, spec, layers, width):
     return rows, found.forest, live
 
 
+def known_and_fresh(rows, forest):
+    """The rows of all nodes as a rule for beams takes them."""
+    fresh = unknown_nodes(0, forest.size, forest.known.nodes)
+    known = forest.known._replace(rows=rows[forest.known.nodes])
+    return turn_rows(rows[fresh], forest.size, known)
+
+
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", draft_specs(NO_TRUNCATION))
 def test_layers_of_beams_are_those_of_the_source(name, cut):
@@ -298,7 +316,9 @@ def test_layers_of_beams_are_those_of_the_source(name, cut):
         keep = 2 if turn == 6 else 99
         judging = spec._replace(stop=stop_of((BEST_LIVE_MAY_WIN, FIRST_ENOUGH)[turn % 2], most, keep))
         is_audited = turn % 3 != 2
-        inputs = Inputs(rows, forest, live, judging, lambda: FixedWidths(CORE), is_audited=is_audited)
+        inputs = Inputs(
+            known_and_fresh(rows, forest), forest, live, judging, lambda: FixedWidths(CORE), is_audited=is_audited
+        )
         layers, condition, _ = judged_alike(lambda: judge_steps.judge, inputs)
         assert condition == SOUND
         assert layers.size >= 1
@@ -328,7 +348,7 @@ def test_widths_are_chosen_as_by_the_source(name, cut):
     widths = set()
     for _ in range(8):
         rows, forest, live = drafted_alike(rng, drafts, 3, 5)
-        inputs = Inputs(rows, forest, live, spec, CHOSEN[name], planned=3)
+        inputs = Inputs(known_and_fresh(rows, forest), forest, live, spec, CHOSEN[name], planned=3)
         layers, _, _ = judged_alike(lambda: judge_steps.judge, inputs)
         widths |= {*layers.widths.tolist()}
     assert len(widths) > 1
@@ -345,7 +365,7 @@ def test_rows_without_a_law_stop_a_judgement(name, value, expected):
         first = turn % 2 == 0
         rows[: len(live.tokens) if first else 0] = value
         rows[len(live.tokens) :] = rows[len(live.tokens) :] if first else value
-        inputs = Inputs(rows, forest, live, spec, lambda: FixedWidths(CORE))
+        inputs = Inputs(known_and_fresh(rows, forest), forest, live, spec, lambda: FixedWidths(CORE))
         layers, condition, _ = judged_alike(lambda: judge_steps.judge, inputs)
         conditions.append(condition)
         if first:

@@ -71,6 +71,9 @@ class Layer(NamedTuple):
         return self.beams.pick(~self.ended)
 
 
+FROM_PASS, FROM_BEFORE, UNSEEN = range(3)  # columns of `Layers.sources`
+
+
 class Layers(NamedTuple):
     """The layers that a turn decided, one after the other: draw_ends[k] is the index after the last draw of layer k."""
 
@@ -80,6 +83,9 @@ class Layers(NamedTuple):
     draw_ends: Array  # int64[layers]
     widths: Array  # int64[layers]
     passed: Array  # bool[layers]
+    # int64[layers, 3]: the number of live beams before each layer whose rows the pass computed (FROM_PASS), whose rows
+    # earlier turns computed (FROM_BEFORE), and without whose rows the layer was decided (UNSEEN)
+    sources: Array
 
     @property
     def size(self) -> int:
@@ -114,6 +120,7 @@ def no_layers(draws: int, layers: int) -> Layers:
         np.empty(layers, dtype=np.int64),
         np.empty(layers, dtype=np.int64),
         np.zeros(layers, dtype=np.bool_),
+        np.zeros((layers, 3), dtype=np.int64),
     )
 
 
@@ -131,6 +138,7 @@ def first_layers(room: Layers, count: int) -> Layers:
         room.draw_ends[:count],
         room.widths[:count],
         room.passed[:count],
+        room.sources[:count],
     )
 
 

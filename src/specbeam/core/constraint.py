@@ -132,9 +132,13 @@ class Constrained:
         return np.unpackbits(self._bits(self._names(paths), vocab), axis=1, count=vocab, bitorder="little").view(bool)
 
     def allowed_below(
-        self, tokens: Int64[np.ndarray, " nodes"], parents: Int64[np.ndarray, " nodes"], first: int, vocab: int
+        self,
+        tokens: Int64[np.ndarray, " nodes"],
+        parents: Int64[np.ndarray, " nodes"],
+        wanted: Int64[np.ndarray, " rows"],
+        vocab: int,
     ) -> UInt8[np.ndarray, "rows bytes"]:
-        """Return the allowed tokens after each forest node from `first` on, one bit per token as in `Constraint.allowed`.
+        """Return the allowed tokens after each of the `wanted` forest nodes, one bit per token as in `Constraint.allowed`.
 
         Args:
             tokens, parents: of a forest whose roots are the live beams, in the order in which `keep` got them.
@@ -144,7 +148,7 @@ class Constrained:
             above = parents.tolist()
             for node in range(len(paths), len(tokens)):
                 paths.append(paths[above[node]] + tokens[node].tobytes())
-        return self._bits(paths[first:], vocab)
+        return self._bits([paths[node] for node in wanted.tolist()], vocab)
 
     def permits(
         self, paths: Int64[np.ndarray, "paths length"], tokens: Int64[np.ndarray, " paths"]

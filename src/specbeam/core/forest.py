@@ -11,6 +11,7 @@ from specbeam.errors import BadForest
 
 INDEPENDENT, DISTINCT, CHOSEN, SHARED, LOST = range(5)  # kinds of siblings, see `Siblings`
 _HAVE_LAWS = (INDEPENDENT, DISTINCT, CHOSEN)
+MOST_KEPT = 64  # nodes that a turn hands on to the next one
 _NO_NUMBERS = np.zeros(0, dtype=np.int64)
 _NO_ODDS = np.zeros(0)
 
@@ -217,6 +218,19 @@ def add_front(fronts: Fronts, nodes: Array, scores: Array, counts: Array, rows: 
     )
 
 
+class KnownRows(NamedTuple):
+    """The target's rows of logits, before the processors, that earlier turns computed for nodes that a turn starts with.
+
+    These are roots, and nodes below them that were drafted in earlier turns and are kept.
+    """
+
+    nodes: Array  # int64[known]: forest nodes, ascending
+    rows: Array  # float[known, vocab]
+
+
+NO_KNOWN_ROWS = KnownRows(_NO_NUMBERS, np.zeros((0, 0), dtype=np.float32))
+
+
 class Forest(NamedTuple):
     """Token trees, one under each live beam, as flat arrays. A parent always comes before its children; roots come first.
 
@@ -231,6 +245,7 @@ class Forest(NamedTuple):
     logq: Array = _NO_ODDS  # float64[nodes]: draft log-likelihood of the path from the root; NaN, or empty: unknown
     beams: Array = _NO_NUMBERS  # int64[beams]: the last nodes of the drafter's final beams, best first
     fronts: Fronts = no_fronts()
+    known: KnownRows = NO_KNOWN_ROWS
 
     @classmethod
     def rooted(cls, tokens: Array | Sequence[int]) -> "Forest":
@@ -301,6 +316,8 @@ class Forest(NamedTuple):
     def selected(self, nodes: Int64[np.ndarray, " kept"]) -> "Forest":
         """Return the forest of these nodes only. They must ascend and include all roots and the parent of each node.
 
+        Nodes with known rows must be among them, too.
+
         A group that loses a draw becomes LOST: which draws are left depends on what they are, so they no longer have the
         stated law. If it loses all of its draws, it stays without draws, so that no rule takes its parent for a leaf. CHOSEN
         groups stay CHOSEN. If nodes are selected by their content, call `lost` on the result: that a group has kept all of
@@ -332,6 +349,7 @@ class Forest(NamedTuple):
             siblings=joined(groups),
             logq=self.logq[nodes] if len(self.logq) else self.logq,
             beams=names[self.beams][names[self.beams] >= 0],
+            known=KnownRows(names[self.known.nodes], self.known.rows),
         )
 
     def lost(self) -> "Forest":
@@ -440,3 +458,176 @@ def drafted_layers(forest: Forest) -> int:
 def most_layers(forest: Forest) -> int:
     """Return the most layers of beams that a forest can hold: the number of its groups or its depth, whichever is larger."""
     return max(len(forest.siblings.kinds), depths_of(forest.parents).max())
+
+
+@step
+def unknown_nodes(first: int, size: int, known: Array) -> Array:
+    """Return the forest nodes from `first` to `size` - 1 that are not among `known`, int64[n], which ascend."""
+    found = np.empty(max(size - first, 0), dtype=np.int64)
+    held = 0
+    place = np.searchsorted(known, first)
+    for node in range(first, size):
+        if place < len(known) and known[place] == node:
+            place += 1
+        else:
+            found[held] = node
+            held += 1
+    return found[:held]
+
+
+class TurnRows(NamedTuple):
+    """The target's rows of logits for all nodes of a forest: those that the turn's pass computed, and those known before."""
+
+    fresh: Array  # float[fresh, vocab], of the other nodes, in order
+    known: Array  # float[known, vocab], see `KnownRows`
+    places: Array  # int64[nodes]: the row of each node in `fresh`; -1 - k where it is row k of `known`
+
+
+@step
+def turn_rows(fresh: Array, nodes: int, known: KnownRows) -> TurnRows:
+    """Return the rows of all `nodes` nodes of a forest, of which those that are not known are in `fresh`."""
+    places = np.empty(nodes, dtype=np.int64)
+    held = 0
+    for node in range(nodes):
+        if held < len(known.nodes) and known.nodes[held] == node:
+            held += 1
+            places[node] = -held
+        else:
+            places[node] = node - held
+    return TurnRows(fresh, known.rows, places)
+
+
+@step
+def rows_of_nodes(rows: TurnRows, nodes: Array) -> Array:
+    """Return the rows of these forest nodes, float[n, vocab], contiguous."""
+    vocab = max(rows.fresh.shape[1], rows.known.shape[1])
+    found = np.empty((len(nodes), vocab), dtype=rows.fresh.dtype)
+    for place in range(len(nodes)):
+        row = rows.places[nodes[place]]
+        if row >= 0:
+            found[place] = rows.fresh[row]
+        else:
+            found[place] = rows.known[-1 - row]
+    return found
+
+
+@step
+def nodes_without(nodes: Array, known: Array) -> Array:
+    """Return those of the nodes that are not among `known`, which ascend; int64[n], in their order."""
+    found = np.empty(len(nodes), dtype=np.int64)
+    held = 0
+    for node in nodes:
+        place = np.searchsorted(known, node)
+        if place == len(known) or known[place] != node:
+            found[held] = node
+            held += 1
+    return found[:held]
+
+
+@step
+def rows_with_known(nodes: Array, known: KnownRows, others: Array) -> Array:
+    """Return the rows of forest nodes, float[n, vocab], of which those that are not known are in `others`, in order."""
+    if len(others) == len(nodes):
+        return others
+    vocab = max(others.shape[1], known.rows.shape[1])
+    found = np.empty((len(nodes), vocab), dtype=known.rows.dtype)
+    used = 0
+    for place in range(len(nodes)):
+        row = np.searchsorted(known.nodes, nodes[place])
+        if row < len(known.nodes) and known.nodes[row] == nodes[place]:
+            found[place] = known.rows[row]
+        else:
+            found[place] = others[used]
+            used += 1
+    return found
+
+
+@step
+def kept_nodes(parents: Array, tops: Array) -> Array:
+    """Return the forest nodes that the next forest starts with: up to `MOST_KEPT` nodes below `tops`, int64[n], ascending.
+
+    Where there are more, nodes of small depth come first.
+
+    Args:
+        tops: int64[n], the forest nodes of the surviving beams; -1 for those that were no drafts.
+    """
+    below = nodes_below(parents, tops)
+    if len(below) <= MOST_KEPT:
+        return below
+    depths = depths_of(parents)
+    is_kept = np.zeros(len(parents), dtype=np.bool_)
+    left = MOST_KEPT
+    for depth in range(depths.max() + 1):
+        for node in below:
+            if depths[node] == depth and left > 0:
+                is_kept[node] = True
+                left -= 1
+    return np.flatnonzero(is_kept)
+
+
+@step
+def nodes_below(parents: Array, tops: Array) -> Array:
+    """Return the forest nodes that have one of the nodes `tops` above them, int64[n], ascending; a top of -1 has none."""
+    is_inside = np.zeros(len(parents), dtype=np.bool_)
+    is_below = np.zeros(len(parents), dtype=np.bool_)
+    for top in tops:
+        if top >= 0:
+            is_inside[top] = True
+    for node in range(len(parents)):
+        above = parents[node]
+        if above >= 0 and is_inside[above]:
+            is_inside[node] = True
+            is_below[node] = True
+    return np.flatnonzero(is_below)
+
+
+class Start(NamedTuple):
+    """What the forest of a turn starts with: the roots, then nodes that earlier turns drafted and scored."""
+
+    tokens: Array  # int64[nodes], as in `Forest`
+    parents: Array  # int64[nodes]
+    known: KnownRows
+
+
+@step
+def next_start(tokens: Array, parents: Array, rows: TurnRows, nodes: Array, newest: Array, kept: Array) -> Start:
+    """Return what the next turn starts with.
+
+    Args:
+        tokens, parents: of the present forest.
+        rows: of all of its nodes.
+        nodes: int64[beams], the forest node of each surviving beam; -1 if it was no draft.
+        newest: int64[beams], the last token of each beam.
+        kept: int64[n], the forest nodes to keep, ascending; all of them below surviving beams, and none without its parent.
+    """
+    beams = len(nodes)
+    size = beams + len(kept)
+    names = np.full(len(tokens), -1, dtype=np.int64)
+    next_tokens = np.empty(size, dtype=np.int64)
+    next_parents = np.full(size, -1, dtype=np.int64)
+    known = np.empty(size, dtype=np.int64)  # nodes of the next turn
+    sources = np.empty(size, dtype=np.int64)  # the same nodes in this turn
+    count = 0
+    for beam in range(beams):
+        next_tokens[beam] = newest[beam]
+        if nodes[beam] >= 0:
+            names[nodes[beam]] = beam
+            known[count] = beam
+            sources[count] = nodes[beam]
+            count += 1
+    for place in range(len(kept)):
+        node = kept[place]
+        names[node] = beams + place
+        next_tokens[beams + place] = tokens[node]
+        next_parents[beams + place] = names[parents[node]]
+        known[count] = beams + place
+        sources[count] = node
+        count += 1
+    return Start(next_tokens, next_parents, KnownRows(known[:count], rows_of_nodes(rows, sources[:count])))
+
+
+@step
+def start_of_roots(tokens: Array, rows: Array) -> Start:
+    """Return the start of a turn of which nothing but the roots is kept; `rows` is an array of their rows' type."""
+    above = np.full(len(tokens), -1, dtype=np.int64)
+    return Start(tokens, above, KnownRows(np.empty(0, dtype=np.int64), rows[:0]))

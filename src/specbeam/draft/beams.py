@@ -7,7 +7,18 @@ import numpy as np
 
 from specbeam.core.beams import Beams
 from specbeam.core.dice import pick
-from specbeam.core.forest import DISTINCT, INDEPENDENT, SHARED, Forest, Siblings, add_front, no_fronts
+from specbeam.core.forest import (
+    DISTINCT,
+    INDEPENDENT,
+    SHARED,
+    Forest,
+    Siblings,
+    add_front,
+    find_child,
+    no_fronts,
+    nodes_without,
+    rows_with_known,
+)
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.engines.pass_steps import run_pass
 from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd
@@ -29,7 +40,7 @@ from specbeam.laws.ranking import Truncation, sorted_places
 from specbeam.laws.warp import Rows, law_of_beams, on_host, processed_rows
 from specbeam.lm.base import LM, fill_prompts
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.records import Shape, Turn
+from specbeam.records import Scored, Shape, Turn
 from specbeam.session import Session
 
 
@@ -41,6 +52,9 @@ class SharedLayers(NamedTuple):
     truncation: Truncation
     eos: Array  # int64[ends]
     keeps_rows: bool  # whether `Forest.fronts` is stored, because widths are chosen by the laws of the draft
+    # Whether drafts that the target has scored already come in addition to those that are wanted. Only where widths are
+    # fixed: which nodes are known depends on the noise of their layer, and the number of drafts would tell it.
+    more_if_known: bool
 
 
 class SearchedLayers(NamedTuple):
@@ -149,7 +163,7 @@ def add_drafted_layer(
     law_odds: Array,
     vocab: int,
 ) -> Drafted:
-    """Return a draft with one more layer; end tokens get no node.
+    """Return a draft with one more layer; end tokens get no node, and nodes that the forest has already get no second one.
 
     Args:
         draws: int64[draws], index of each draw among the pairs of the choice.
@@ -162,8 +176,16 @@ def add_drafted_layer(
     size = len(forest.tokens)
     nodes = np.full(len(choice.tokens), -1, dtype=np.int64)
     going = np.flatnonzero(~choice.ends)
-    for place in range(len(going)):
-        nodes[going[place]] = size + place
+    born = np.empty(len(going), dtype=np.int64)
+    held = 0
+    for place in going:
+        node = find_child(forest.tokens, forest.parents, front.nodes[choice.parents[place]], choice.tokens[place])
+        if node < 0:
+            node = size + held
+            born[held] = place
+            held += 1
+        nodes[place] = node
+    born = born[:held]
     siblings = Siblings(
         np.append(groups.kinds, kind),
         np.concatenate((groups.parents, front.nodes)),
@@ -178,12 +200,13 @@ def add_drafted_layer(
         vocab,
     )
     grown = Forest(
-        np.concatenate((forest.tokens, choice.tokens[going])),
-        np.concatenate((forest.parents, front.nodes[choice.parents[going]])),
+        np.concatenate((forest.tokens, choice.tokens[born])),
+        np.concatenate((forest.parents, front.nodes[choice.parents[born]])),
         siblings,
         forest.logq,
         forest.beams,
         forest.fronts,
+        forest.known,
     )
     newest = Beams(nodes[going], choice.tokens[going], choice.scores[going], counts[going], choice.keys[going])
     return Drafted(grown, newest, going < choice.core)
@@ -208,23 +231,63 @@ def _add_choice(drafted: Drafted, choice: Choice, vocab: int) -> Drafted:
 
 
 @step
+def count_children(forest: Forest, nodes: Array) -> int:
+    """Return how many forest nodes have one of these nodes as their parent."""
+    count = 0
+    for parent in forest.parents:
+        count += parent >= 0 and (nodes == parent).any()
+    return count
+
+
+@step
+def with_fresh(choice: Choice, drafted: Drafted, fresh: int) -> Choice:
+    """Return the first pairs of a choice: as many as hold `fresh` pairs that are no nodes of the forest yet."""
+    forest = drafted.forest
+    nodes = drafted.front.nodes
+    size = 0
+    while size < len(choice.tokens):
+        is_node = find_child(forest.tokens, forest.parents, nodes[choice.parents[size]], choice.tokens[size]) >= 0
+        if not is_node:
+            if fresh == 0:
+                break
+            fresh -= 1
+        size += 1
+    return Choice(
+        choice.parents[:size],
+        choice.tokens[:size],
+        choice.scores[:size],
+        choice.keys[:size],
+        choice.ends[:size],
+        min(choice.core, size),
+    )
+
+
+@step
 def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer of best pairs, under shared noise if there is any; see `draft_layer`."""
     front = drafted.front
     if spec.keeps_rows:
         forest = drafted.forest
         fronts = add_front(forest.fronts, front.nodes, front.scores, front.counts, law.logits)
-        forest = Forest(forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, fronts)
+        forest = Forest(forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, fronts, forest.known)
         drafted = Drafted(forest, front, drafted.core)
     core = min(spec.core, width)
-    choice = choose(law, front.keys, spec.noisy, drafted.core, core, width, spec.eos)
+    more = 0
+    if spec.more_if_known:
+        more = count_children(drafted.forest, front.nodes)
+    choice = choose(law, front.keys, spec.noisy, drafted.core, core, width + more, spec.eos)
+    if more > 0:
+        choice = with_fresh(choice, drafted, width)
     return _add_choice(drafted, choice, law.logits.shape[1])
 
 
 @step
 def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
     """Return a draft with one more layer for transformers' beam modes; see `draft_layer`."""
-    choice = _chosen_as_search_does(law, drafted.front, drafted.core, width, spec)
+    more = count_children(drafted.forest, drafted.front.nodes)
+    choice = _chosen_as_search_does(law, drafted.front, drafted.core, width + more, spec)
+    if more > 0:
+        choice = with_fresh(choice, drafted, width)
     return _add_choice(drafted, choice, law.logits.shape[1])
 
 
@@ -250,7 +313,7 @@ def _compiled_draft_layer(spec: Any, drafted: Any, law: Any, width: Any, dice: A
 
 @step
 def start_draft(live: Beams, roots: Forest) -> Drafted:
-    """Return a draft without layers, whose front is the live beams; `roots` is a forest of one root per beam."""
+    """Return a draft without layers, whose front is the live beams; `roots` is a forest that starts with a root per beam."""
     return Drafted(roots, live, np.ones(len(live.tokens), dtype=np.bool_))
 
 
@@ -258,7 +321,6 @@ def start_draft(live: Beams, roots: Forest) -> Drafted:
 def draft_layers(
     model: Any,
     drafted: Drafted,
-    answered: int,
     depth: int,
     width: int,
     spec: Any,
@@ -268,11 +330,12 @@ def draft_layers(
 ) -> tuple[Drafted, int]:
     """Return a draft with up to `depth` more layers of `width` beams, and SOUND.
 
-    Returns DEAD or BROKEN in place of SOUND if the last pass gave no law to draw from.
+    The law of a beam whose row the target has computed is the target's. Only the other beams need the draft model.
+    Returns DEAD or BROKEN in place of SOUND if a layer has no law to draw from.
 
     Args:
         model: the cache of a session in a model that compiled steps can run, see `engines.pass_steps.run_pass`.
-        answered: number of forest nodes whose logits were computed in this turn already.
+        drafted: a draft whose forest knows rows after the edits.
         edits: changes of the model's rows.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
@@ -281,9 +344,12 @@ def draft_layers(
         if len(front.tokens) == 0:
             break
         forest = drafted.forest
-        rows = run_pass(model, forest.tokens, forest.parents, answered, spent)
-        rows = edited_rows(rows, answered, forest.tokens, forest.parents, edits)
-        answered = len(forest.tokens)
+        wanted = nodes_without(front.nodes, forest.known.nodes)
+        own = forest.known.rows[:0]
+        if len(wanted) > 0:
+            own = run_pass(model, forest.tokens, forest.parents, wanted, spent)
+            own = edited_rows(own, wanted, forest.tokens, forest.parents, edits)
+        rows = rows_with_known(front.nodes, forest.known, own)
         law = joint_law(rows, front.scores, front.counts, spec.truncation)
         condition = condition_of(law)
         if condition != SOUND:
@@ -324,6 +390,12 @@ class GrowingBeams:
         """Whether another layer is to be drafted."""
         return self.layers < self.shape.depth and self.drafted.front.size > 0 and self.session.failure is None
 
+    @property
+    def wants_rows(self) -> bool:
+        """Whether the draft model has to score any beam of the newest layer: the rows of the others are the target's."""
+        drafted = self.drafted
+        return bool(len(nodes_without(drafted.front.nodes, drafted.forest.known.nodes)))
+
     def make_room(self, vocab: int, dtype: Any) -> None:
         """Before the first layer, allocate the rows that layers are drawn from, if the spec keeps them."""
         if isinstance(self.spec, SharedLayers) and self.spec.keeps_rows and self.layers == 0:
@@ -331,10 +403,18 @@ class GrowingBeams:
             forest = self.drafted.forest._replace(fronts=no_fronts(rows, vocab, dtype))
             self.drafted = self.drafted._replace(forest=forest)
 
-    def grow(self, rows: Rows) -> None:
-        """Add a layer that is drawn from these logits of the front. If they give no law to draw from, the draft ends."""
+    def grow(self, own: Rows) -> None:
+        """Add a layer. If the rows of the front give no law to draw from, the draft ends.
+
+        Args:
+            own: the draft model's logits of those beams of the front of which the target's are not known.
+        """
         session = self.session
         front = self.drafted.front
+        known = self.drafted.forest.known
+        rows = own
+        if len(own) < len(front.nodes):
+            rows = rows_with_known(front.nodes, known, own.astype(known.rows.dtype, copy=False))
         self.make_room(rows.shape[1], rows.dtype)
         self.layers += 1
         try:
@@ -350,6 +430,15 @@ class GrowingBeams:
     def end(self) -> None:
         """Draft no more layers."""
         self.drafted = self.drafted._replace(front=self.drafted.front.pick(np.zeros(0, dtype=np.int64)))
+
+
+def _rows_of_vocab(rows: Rows, vocab: int) -> Rows:
+    """Return the target's rows for the tokens of a draft model: without those that it lacks, -inf for its own others."""
+    if rows.shape[1] >= vocab or len(rows) == 0:
+        return np.ascontiguousarray(rows[:, :vocab])
+    wider = np.full((len(rows), vocab), -np.inf, dtype=rows.dtype)
+    wider[:, : rows.shape[1]] = rows
+    return wider
 
 
 @dataclass(frozen=True)
@@ -380,19 +469,29 @@ class BeamDrafter:
         """The models that it runs."""
         return (self.lm,)
 
+    @property
+    def keeps_nodes(self) -> bool:
+        """Whether its forests start with `session.start`."""
+        return getattr(self.lm, "keeps_nodes", False)
+
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
         """Return a forest per session: up to `shape.depth` layers of `shape.width` draft beams, fewer if all beams end."""
         drafts = [self._start(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
         if len(drafts) == 1:
             self._grow_compiled(drafts[0])
         while active := [draft for draft in drafts if draft.wants_layer]:
+            asking = [draft for draft in active if draft.wants_rows]
+            answers: list[Scored] = []
+            if asking:
+                answers = self.lm.extend(
+                    [draft.session for draft in asking], [draft.drafted.forest for draft in asking]
+                )
+            own = dict(zip(asking, answers, strict=True))
             for draft in active:
-                draft.session.count.draft_passes += 1
-            answers = self.lm.extend([draft.session for draft in active], [draft.drafted.forest for draft in active])
-            for draft, answer in zip(active, answers, strict=True):
+                draft.session.count.draft_passes += draft in own
                 with draft.session.failing_alone("draft model: "):
-                    draft.grow(on_host(answer.logits))
-        return [draft.drafted.forest for draft in drafts]
+                    draft.grow(on_host(own[draft].logits) if draft in own else draft.drafted.forest.known.rows[:0])
+        return [draft.drafted.forest._replace(known=draft.session.start.known) for draft in drafts]
 
     def spec(self, session: Session) -> Any:
         """Return how layers are drafted for a session: a `SharedLayers`, `SearchedLayers` or `DrawnLayers`."""
@@ -402,12 +501,15 @@ class BeamDrafter:
             return SearchedLayers(not warp.greedy, self.beams, warp.cut, ends)
         if self.coupling == "rejection" and not warp.greedy:
             return DrawnLayers(self.replacement, warp.cut, ends)
-        return SharedLayers(not warp.greedy, self.beams, warp.cut, ends, self.keeps_rows and not warp.greedy)
+        keeps_rows = self.keeps_rows and not warp.greedy
+        return SharedLayers(not warp.greedy, self.beams, warp.cut, ends, keeps_rows, not keeps_rows)
 
     def _start(self, session: Session, shape: Shape) -> GrowingBeams:
         """Return a draft without layers."""
-        roots = Forest.rooted(session.beams.tokens)
-        return GrowingBeams(session, shape, self.spec(session), start_draft(session.beams, roots))
+        start = session.start
+        known = start.known._replace(rows=_rows_of_vocab(start.known.rows, self.lm.vocab))
+        forest = Forest(start.tokens, start.parents, known=known)
+        return GrowingBeams(session, shape, self.spec(session), start_draft(session.beams, forest))
 
     def _grow_compiled(self, draft: GrowingBeams) -> None:
         """Draft all layers in one compiled call if steps can run the model and Python need not see rows; else do nothing."""
@@ -426,7 +528,6 @@ class BeamDrafter:
                 draft.drafted, condition = draft_layers(
                     model.arrays,
                     draft.drafted,
-                    model.cache.answered,
                     depth,
                     draft.shape.width,
                     draft.spec,

@@ -344,6 +344,7 @@ def _with_layer(
         np.concatenate((before, born.logq[:nodes])),
         forest.beams,
         forest.fronts,
+        forest.known,
     )
     return TreeDraft(grown, size + np.arange(nodes), born.places[:nodes], law_tokens, law_odds)
 
@@ -364,8 +365,9 @@ def grow_tree(
         if len(draft.front) == 0:
             break
         forest = draft.forest
-        rows = run_pass(model, forest.tokens, forest.parents, answered, spent)
-        rows = edited_rows(rows, answered, forest.tokens, forest.parents, edits)
+        wanted = np.arange(answered, len(forest.tokens))
+        rows = run_pass(model, forest.tokens, forest.parents, wanted, spent)
+        rows = edited_rows(rows, wanted, forest.tokens, forest.parents, edits)
         answered = len(forest.tokens)
         draft, condition = grow_layer(draft, rows, spec, dice)
         if condition != SOUND:

@@ -47,24 +47,25 @@ def new_text(texts: Texts, tokens: Array, parents: Array, node: int) -> Array:
 
 
 @step
-def edited_rows(rows: Array, first: int, tokens: Array, parents: Array, edits: Edits) -> Array:
+def edited_rows(rows: Array, nodes: Array, tokens: Array, parents: Array, edits: Edits) -> Array:
     """Return a copy of rows of logits with the edits; or the rows themselves if there are no edits.
 
     Args:
-        rows: float[nodes, vocab], of the forest nodes from `first` on.
+        rows: float[n, vocab], of these forest nodes.
+        nodes: int64[n].
         tokens, parents: of the forest.
     """
-    if not edits_any(edits):
+    if not edits_any(edits) or len(nodes) == 0:
         return rows
     if edits.callback != 0:
         edited = rows.copy()
-        _edit_in_python(edited, first, tokens, parents, edits.callback)
+        _edit_in_python(edited, nodes, tokens, parents, edits.callback)
         return edited
     edited = log_probabilities(rows) if edits.of_logp else rows.copy()
     vocab = rows.shape[1]
     seen_in = np.full(vocab, -1, dtype=np.int64)  # the last row whose text had a token
     for row in range(len(rows)):
-        text = new_text(edits.texts, tokens, parents, first + row)
+        text = new_text(edits.texts, tokens, parents, nodes[row])
         if edits.penalty != 1:
             _penalise(edited[row], edits.prompt, edits.penalty, seen_in, row)
             _penalise(edited[row], text, edits.penalty, seen_in, row)
@@ -76,11 +77,12 @@ def edited_rows(rows: Array, first: int, tokens: Array, parents: Array, edits: E
 
 
 @step
-def _edit_in_python(rows: Array, first: int, tokens: Array, parents: Array, callback: int) -> None:
+def _edit_in_python(rows: Array, nodes: Array, tokens: Array, parents: Array, callback: int) -> None:
     """Let Python change rows of logits in place; all of them become NaN, which is no law, if it raises.
 
     Args:
-        tokens, parents: of the forest; contiguous, as rows are.
+        nodes: int64[rows], the forest node of each row.
+        tokens, parents: of the forest; contiguous, as rows and nodes are.
     """
     wide = rows.itemsize
     where = (
@@ -91,7 +93,7 @@ def _edit_in_python(rows: Array, first: int, tokens: Array, parents: Array, call
         tokens.ctypes.data,
         parents.ctypes.data,
         len(tokens),
-        first,
+        nodes.ctypes.data,
     )
     if call_back(callback, where) != 0:
         rows[:] = np.nan

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from specbeam.core.forest import Forest
+import numpy as np
+from jaxtyping import Int64
+
+from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.answers import LOGITS
 from specbeam.errors import BadPrompt, NotSupported
 from specbeam.records import Needs, Scored, Turn
@@ -30,7 +33,10 @@ class LM(Protocol):
         the whole prompt. A later call may bring a forest that has grown, and returns the rows of its new nodes only. The
         logits of a node equal those of a plain forward on its path.
 
-        Returns one row per new node, on the host or on the model's device, valid until the session's next turn begins.
+        Returns one row per new node, on the host or on the model's device, valid until the session's next turn begins. Nodes
+        whose rows the caller knows (`forest.known`) get none; there are such nodes only if the model has an attribute
+        `keeps_nodes` that is True: it then keeps the nodes `turn.verdict.kept` when it settles, and the next forest starts
+        with the roots and these.
 
         Args:
             needs: what the rows of each session have to hold; None: logits for all. The decoding loop passes None if every
@@ -100,6 +106,7 @@ class Uncached:
     """A base class of models without a cache, which keep only how many nodes were scored in the turn of a session."""
 
     max_positions: int | None = None
+    keeps_nodes = True
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this model cannot provide what is needed; "" if it can."""
@@ -111,11 +118,11 @@ class Uncached:
         """Return the needs of each session, logits if `needs` is None; raise `NotSupported` if the model lacks them."""
         return checked_needs(self, len(sessions), needs)
 
-    def take_new_nodes(self, session: Session, forest: Forest) -> range:
-        """Return the forest nodes that were not scored in this turn yet, and mark them as scored."""
+    def take_new_nodes(self, session: Session, forest: Forest) -> Int64[np.ndarray, " n"]:
+        """Return the forest nodes that were not scored in this turn yet and are not known, and mark them as scored."""
         start = session.state.get(self, 0)
         session.state[self] = forest.size
-        return range(start, forest.size)
+        return unknown_nodes(start, forest.size, forest.known.nodes)
 
     def settle(self, session: Session, turn: Turn) -> None:
         session.state.pop(self, None)

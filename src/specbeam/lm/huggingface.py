@@ -95,6 +95,8 @@ class HuggingFaceLM:
         passes: the number of passes so far.
     """
 
+    keeps_nodes = True
+
     def __init__(
         self,
         model: "PreTrainedModel",
@@ -227,11 +229,15 @@ class HuggingFaceLM:
         """Whether compiled runs can take whole turns with this model."""
         return type(self) is HuggingFaceLM and isinstance(self.runner, PackedPasses)
 
-    def finish_run(self, session: CacheOwner, passes: int) -> None:
-        """Update the counters and the session's cache after a run that made `passes` passes in whole turns."""
+    def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
+        """Update the counters and the session's cache after a run that made `passes` passes in whole turns.
+
+        Args:
+            roots: number of live beams at its end.
+        """
         self.passes += passes
         cache = session.state[self]
-        cache.finish_run()
+        cache.finish_run(roots)
         self._compact_if_sparse(session, cache)
 
     def settle(self, session: CacheOwner, turn: Turn) -> None:

@@ -38,7 +38,7 @@ class IdleLM(Uncached):
         began = time.perf_counter()
         rows = []
         for session, forest, need in zip(sessions, forests, self.needs_of_each(sessions, needs), strict=True):
-            tokens = forest.tokens[self.take_new_nodes(session, forest).start :]
+            tokens = forest.tokens[self.take_new_nodes(session, forest)]
             rows.append(scored_rows(need, torch.from_numpy(self._rows.numpy()[tokens % ROWS])))
         self.seconds += time.perf_counter() - began
         return rows

@@ -90,6 +90,7 @@ def _turn(forest: Forest, nodes: np.ndarray, parents: np.ndarray) -> Turn:
         draw_ends=np.array([count]),
         widths=np.array([count]),
         passed=np.zeros(1, dtype=bool),
+        sources=np.zeros((1, 3), dtype=np.int64),
     )
     return Turn(Shape(1, count), forest, Scored(), Verdict(layers))
 

@@ -4,7 +4,7 @@ Both couplings and transformers' beam modes are judged by one loop, and by the s
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from specbeam.control.width import (
     width_spec,
 )
 from specbeam.core.beams import (
+    FROM_BEFORE,
+    FROM_PASS,
+    UNSEEN,
     Beams,
     Finished,
     Layers,
@@ -33,7 +36,19 @@ from specbeam.core.beams import (
     no_layers,
     picked_beams,
 )
-from specbeam.core.forest import CHOSEN, DISTINCT, SHARED, Forest, find_child, most_layers, start_of
+from specbeam.core.forest import (
+    CHOSEN,
+    DISTINCT,
+    SHARED,
+    Forest,
+    TurnRows,
+    find_child,
+    most_layers,
+    nodes_without,
+    rows_of_nodes,
+    start_of,
+    turn_rows,
+)
 from specbeam.core.noise import ALL_TOKENS, gumbel
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import candidate_count, draw_pairs, going_on
@@ -54,7 +69,7 @@ from specbeam.laws.joint import (
     odds_among,
 )
 from specbeam.laws.ranking import Truncation
-from specbeam.laws.warp import Rows, Warp, check_condition, law_of_processed, left_by_others, on_host, processed_rows
+from specbeam.laws.warp import Warp, check_condition, law_of_processed, left_by_others, on_host, processed_rows
 from specbeam.records import Trial, Verdict
 from specbeam.session import Session
 from specbeam.verify.trials import Drafts, take_draws
@@ -99,20 +114,11 @@ def law_at(rows: Any, live: Beams, spec: JudgeSpec) -> JointLaw:
     """Return the target's law of the pairs that prolong live beams, which stand at forest nodes.
 
     Args:
-        rows: float[nodes, vocab], the logits of all forest nodes; or an object that makes laws in Python.
+        rows: the logits of all forest nodes; or an object that makes laws in Python.
     """
-    if not isinstance(rows, np.ndarray):
+    if not isinstance(rows, TurnRows):
         return rows.law(live)
-    return joint_law(rows[live.nodes], live.scores, live.counts, spec.truncation)
-
-
-@step
-def _rows_at(rows: Array, nodes: Array) -> Array:
-    """Return the rows of these nodes, contiguous."""
-    found = np.empty((len(nodes), rows.shape[1]), dtype=rows.dtype)
-    for place in range(len(nodes)):
-        found[place] = rows[nodes[place]]
-    return found
+    return joint_law(rows_of_nodes(rows, live.nodes), live.scores, live.counts, spec.truncation)
 
 
 def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -> None:
@@ -128,7 +134,7 @@ def look_at(eye: Any, law: JointLaw, live: Beams, choice: Choice, looked: int) -
 @compiled_as(law_at)
 def _compiled_law_at(rows: Any, live: Any, spec: Any) -> Any:
     def run(rows: Any, live: Any, spec: Any) -> Any:
-        return joint_law(_rows_at(rows, live.nodes), live.scores, live.counts, spec.truncation)
+        return joint_law(rows_of_nodes(rows, live.nodes), live.scores, live.counts, spec.truncation)
 
     return run
 
@@ -501,6 +507,20 @@ def live_without_rows(live: Beams) -> Beams:
 
 
 @step
+def count_sources(live: Beams, unknown: Beams, known: Array, sources: Array) -> None:
+    """Write into `sources` where the rows of a layer come from, see `Layers.sources`.
+
+    Args:
+        live, unknown: the live beams with rows, and without.
+        known: int64[n], the forest nodes whose rows earlier turns computed.
+    """
+    fresh = len(nodes_without(live.nodes, known))
+    sources[FROM_PASS] = fresh
+    sources[FROM_BEFORE] = len(live.nodes) - fresh
+    sources[UNSEEN] = len(unknown.tokens)
+
+
+@step
 def judge(
     rows: Any, forest: Forest, live: Beams, spec: Any, widths: Any, planned: int, length: int, finished: Finished,
     dice: Any, evidence: Evidence, eye: Any,
@@ -513,7 +533,7 @@ def judge(
     Returns the layers, and SOUND; or DEAD or BROKEN if the target had no law to draw the next layer from.
 
     Args:
-        rows: logits of all forest nodes, or an object that makes laws in Python; see `law_at`.
+        rows: the logits of all forest nodes; or an object that makes laws in Python; see `law_at`.
         live: the beams between two turns, which are the roots.
         widths: how many draws a drafted layer gets; see `control.width.asked_width`.
         planned: number of layers that were to be drafted. The number that was drafted depends on draws to come, so widths
@@ -560,6 +580,7 @@ def judge(
         layer = settle_layer(choice, counts, which, live, forest)
         passed = number < drafted and are_drafts(layer)
         add_layer(room, number, layer, width, passed)
+        count_sources(live, unknown, forest.known.nodes, room.sources[number])
         add_finished(finished, spec.stop, layer, longer)
         every = live_of(layer)
         unknown = live_without_rows(every)
@@ -576,12 +597,13 @@ class LawsInPython:
 
     session: Session
     forest: Forest
-    rows: Rows
+    rows: TurnRows
 
     def law(self, live: Beams) -> JointLaw:
         """Return the law of the pairs that prolong live beams. Raises `BrokenProcessor`."""
         warp = self.session.warp
-        rows = processed_rows(self.rows[live.nodes], warp, lambda: self.session.paths(self.forest, live.nodes))
+        rows = rows_of_nodes(self.rows, live.nodes)
+        rows = processed_rows(rows, warp, lambda: self.session.paths(self.forest, live.nodes))
         counts = np.ones_like(live.counts) if warp.greedy else live.counts
         law = law_of_processed(rows, live.scores, counts, warp)
         if warp.others and not warp.greedy and condition_of(law) == SOUND:
@@ -642,6 +664,8 @@ class BeamRule:
     collapse: bool = False
     trace: bool = False
 
+    keeps_nodes: ClassVar[bool] = True
+
     @property
     def tries(self) -> bool:
         """Whether drafts are tried against their law."""
@@ -688,7 +712,7 @@ def judged_beams(
     Raises `BrokenLaw`; `DeadEnd` if no live beam has a way on and none ended before. Layers that were made before a dead
     end stand, and the next turn meets it again.
     """
-    rows = on_host(scored)
+    rows = turn_rows(on_host(scored), forest.size, forest.known)
     most = max(candidate_count(spec.beams, len(spec.stop.eos)), spec.beams)
     layers_at_most = most_layers(forest) + 1
     finished = session.finished_with_room(most * layers_at_most)
@@ -711,7 +735,7 @@ def judged_beams(
     finished.held[0] = before  # the session adds them when it moves on
     if condition != SOUND and layers.size == 0:
         try:
-            check_condition(condition, rows[session.beams.nodes], session.warp)
+            check_condition(condition, rows_of_nodes(rows, session.beams.nodes), session.warp)
         except DeadEnd:
             if not session.ended:
                 raise

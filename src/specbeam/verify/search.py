@@ -1,6 +1,7 @@
 """VERIFY: beam search and beam sampling as transformers does them, layer by layer, whatever was drafted."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -31,6 +32,7 @@ class SearchRule:
 
     beams: int
     coupling: str = "noise"
+    keeps_nodes: ClassVar[bool] = True
 
     def spec(self, session: Session) -> SearchSpec:
         """Return how layers are drawn for a session; nothing is drawn at temperature 0."""

@@ -3,6 +3,7 @@
 import numpy as np
 from jaxtyping import Float32
 
+from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.trie import Feed, KVTrie, widened
@@ -59,9 +60,9 @@ class CpuCache(RowMember):
         if self.early_layers is not None and rows > len(self.early):
             self.early = widened(self.early, rows, self.early.shape[1])
 
-    def finish_run(self) -> None:
-        """Take over the roots from the arrays, after steps have settled the last turn of a run there."""
-        self.trie.root_at = self.trie.local.copy()
+    def finish_run(self, roots: int) -> None:
+        """Take over the `roots` roots from the arrays, after steps have settled the last turn of a run there."""
+        self.trie.root_at = self.trie.local[:roots].copy()
         self.answered = 0
 
     def learn(self, rows: Float32[np.ndarray, "n hidden"]) -> None:
@@ -89,11 +90,14 @@ class CpuCache(RowMember):
         self.answered_early = self.trie.known
         return self.early[wanted]
 
-    def answer(self) -> Float32[np.ndarray, "n hidden"]:
-        """Return the outputs of the last layer for the forest nodes not handed out yet, and mark these as handed out."""
-        wanted = self.trie.local[self.answered :]
+    def answer(self, forest: Forest) -> Float32[np.ndarray, "n hidden"]:
+        """Return the outputs of the last layer for the forest nodes that were not handed out yet and are not known.
+
+        All nodes are then marked as handed out.
+        """
+        wanted = unknown_nodes(self.answered, self.trie.known, forest.known.nodes)
         self.answered = self.trie.known
-        return self.outputs[wanted]
+        return self.outputs[self.trie.local[wanted]]
 
     def settle(self, turn: Turn) -> None:
         former, _ = self.trie.settle(turn)

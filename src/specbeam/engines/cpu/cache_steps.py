@@ -82,21 +82,22 @@ def _store(cache: CacheArrays) -> None:
 
 
 @compiled
-def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, answered: int) -> Array:
-    """Do `LM.extend` for one session: store the forest and all pending nodes, return the logits of nodes from `answered` on.
+def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
+    """Do `LM.extend` for one session: store the forest and all pending nodes, return the logits of the `wanted` nodes.
 
     Raises `IndexError` for tokens and positions that the model does not have.
 
     Args:
         tokens, parents: int64[nodes] of the forest.
+        wanted: int64[n], nodes of the forest.
     """
     trie = cache.trie
     enter(trie, tokens, parents)
     if trie.counts[SIZE] > trie.counts[STORED]:
         _store(cache)
-    x = np.empty((trie.counts[KNOWN] - answered, cache.outputs.shape[1]), dtype=np.float32)
+    x = np.empty((len(wanted), cache.outputs.shape[1]), dtype=np.float32)
     for row in range(len(x)):
-        x[row] = cache.outputs[trie.local[answered + row]]
+        x[row] = cache.outputs[trie.local[wanted[row]]]
     model = cache.model
     logits = np.empty((len(x), len(model.head) * WIDTH), dtype=np.float32)
     if len(x) > 0:
@@ -118,21 +119,27 @@ def has_room(cache: CacheArrays, fresh: int, beams: int) -> bool:
 
 
 @compiled
-def settle_cache(cache: CacheArrays, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array) -> None:
-    """Do `LM.settle` for one session: keep the paths to the surviving beams, free the rest. There must be room.
+def settle_cache(
+    cache: CacheArrays, tree: tuple[Array, Array], nodes: Array, tokens: Array, parents: Array, kept: Array
+) -> None:
+    """Do `LM.settle` for one session: keep the paths to the surviving beams and to kept nodes, free the rest.
+
+    There must be room.
 
     Args:
         tree: tokens and parents of the turn's forest.
         nodes, tokens, parents: int64[beams] of the survivors: forest node (-1 if it was no draft), token, parent node.
+        kept: int64[n], see `Verdict.kept`.
     """
     enter(cache.trie, tree[0], tree[1])
-    _keep(cache, add_survivors(cache.trie, nodes, tokens, parents))
+    leaves = add_survivors(cache.trie, nodes, tokens, parents)
+    _keep(cache, np.concatenate((leaves, cache.trie.local[kept])))
 
 
 @compiled
-def rewind_cache(cache: CacheArrays, roots: int) -> None:
-    """Take the cache back to the beginning of the turn, which had `roots` roots."""
-    _keep(cache, cache.trie.local[:roots].copy())
+def rewind_cache(cache: CacheArrays, nodes: int) -> None:
+    """Take the cache back to the beginning of the turn, whose forest started with `nodes` nodes."""
+    _keep(cache, cache.trie.local[:nodes].copy())
 
 
 @compiled

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Float32
 
-from specbeam.core.forest import Forest
+from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import CacheArrays, extend_cache
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rows
@@ -65,7 +65,7 @@ class PackedPasses:
         if busy := [cache for cache in caches if cache.trie.pending]:
             self.prefill(busy, [cache.trie.pending for cache in busy])
         self.finish(caches)
-        rows = [cache.answer() for cache in caches]
+        rows = [cache.answer(forest) for cache, forest in zip(caches, forests, strict=True)]
         with span("model"):
             logits = torch.from_numpy(self.decoder.logits(np.concatenate(rows)))
         each = logits.split([len(outputs) for outputs in rows])
@@ -167,14 +167,14 @@ class PackedPasses:
 
     def _extend_by_step(self, cache: CpuCache, forest: Forest) -> Scored:
         """Do `extend` for a single session, by one compiled step."""
-        first = cache.answered
+        wanted = unknown_nodes(cache.answered, forest.size, forest.known.nodes)
         start = cache.trie.stored
         before_roots = cache.trie.pending_before_roots
         with self.arrays_for_steps(cache, forest.size - cache.trie.known) as arrays, span("model"):
-            logits = extend_cache(arrays, forest.tokens, forest.parents, cache.answered)
+            logits = extend_cache(arrays, forest.tokens, forest.parents, wanted)
         cache.answered = cache.trie.known
         self._keep_prompt(cache, start, before_roots)
-        return self._hand_out(cache, torch.from_numpy(logits), cache.outputs[cache.trie.local[first:]])
+        return self._hand_out(cache, torch.from_numpy(logits), cache.outputs[cache.trie.local[wanted]])
 
     def arrays_for_steps(self, cache: CpuCache, fresh: int) -> AbstractContextManager[CacheArrays]:
         """Return a context with the cache as arrays for steps, which may add up to `fresh` new nodes."""

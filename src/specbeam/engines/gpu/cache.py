@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
-from specbeam.core.forest import Forest
+from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.gpu.staging import Inputs, ModelLimits, check_nodes, write_inputs
 from specbeam.engines.kv.cache import Logits, Nodes
 from specbeam.engines.kv.member import RowMember
-from specbeam.engines.kv.steps import KNOWN, SIZE, STORED, Trie, enter
+from specbeam.engines.kv.steps import SIZE, STORED, Trie, enter
 from specbeam.engines.kv.trie import KVTrie
 from specbeam.kernels.compiling import AVAILABLE, Array, compiled
 from specbeam.records import Turn
@@ -61,13 +61,14 @@ class GpuCache(RowMember):
         """Add the new nodes of a forest; return the forest nodes whose logits the next pass has to compute."""
         self.trie.enter(forest)
         self.make_rows(self.trie.known)
-        return self.answered + np.flatnonzero(self.trie.local[self.answered :] >= self.trie.stored)
+        wanted = unknown_nodes(self.answered, self.trie.known, forest.known.nodes)
+        return wanted[self.trie.local[wanted] >= self.trie.stored]
 
-    def answer(self) -> Logits:
-        """Return the logits of the forest nodes not handed out yet, and mark these as handed out."""
-        first = self.answered
+    def answer(self, forest: Forest) -> Logits:
+        """Return the logits of the forest nodes not handed out yet and not known, and mark these as handed out."""
+        wanted = unknown_nodes(self.answered, self.trie.known, forest.known.nodes)
         self.answered = self.trie.known
-        return self.outputs[first : self.answered]
+        return torch.from_numpy(outputs_of_nodes(self.outputs.numpy(), wanted))
 
     def settle(self, turn: Turn) -> None:
         before = turn.verdict.beams.nodes
@@ -101,13 +102,24 @@ class GpuCacheArrays(NamedTuple):
 
 
 @compiled
-def _run_pass(cache: GpuCacheArrays, answered: int) -> None:
-    """Store all pending nodes, and copy the logits of the forest nodes among them, from `answered` on, to the host."""
+def outputs_of_nodes(outputs: Array, nodes: Array) -> Array:
+    """Return the rows at these forest nodes, which ascend: in place if the nodes follow each other, otherwise a copy."""
+    count = len(nodes)
+    if count > 0 and nodes[count - 1] - nodes[0] == count - 1:
+        return outputs[nodes[0] : nodes[0] + count]
+    found = np.empty((count, outputs.shape[1]), dtype=outputs.dtype)
+    for place in range(count):
+        found[place] = outputs[nodes[place]]
+    return found
+
+
+@compiled
+def _run_pass(cache: GpuCacheArrays, wanted: Array) -> None:
+    """Store all pending nodes, and copy the logits of the `wanted` forest nodes among them to the host."""
     trie = cache.trie
     inputs = cache.inputs
     start = trie.counts[STORED]
     count = trie.counts[SIZE] - trie.counts[STORED]
-    known = trie.counts[KNOWN]
     size = cache.graphs[0, count]
     graph = cache.graphs[1, count]
     logits = cache.graphs[2, count]
@@ -115,12 +127,12 @@ def _run_pass(cache: GpuCacheArrays, answered: int) -> None:
     byte = write_inputs(trie, count, cache.store_row, cache.model, inputs, 0, 0, 0)
     for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots, inputs.wanted):
         numbers[count:size] = 0
-    wanted = 0
-    for node in range(answered, known):
+    count_wanted = 0
+    for node in wanted:
         if trie.local[node] >= start:
-            inputs.wanted[wanted] = trie.local[node] - start
-            wanted += 1
-    inputs.wanted[wanted:size] = 0
+            inputs.wanted[count_wanted] = trie.local[node] - start
+            count_wanted += 1
+    inputs.wanted[count_wanted:size] = 0
     copy_to_device, launch, copy_to_host, wait = cache.calls
     on_device, on_host, before_mask = cache.staging
     failed = call_c(copy_to_device, (on_device, on_host, before_mask + byte, cache.stream))
@@ -128,32 +140,36 @@ def _run_pass(cache: GpuCacheArrays, answered: int) -> None:
     row_bytes = 4 * cache.outputs.shape[1]
     goal = cache.outputs.ctypes.data
     done = 0
-    node = answered
-    while node < known:
-        first = node
-        while node < known and trie.local[node] >= start:
-            node += 1
-        if node > first:
+    place = 0
+    while place < len(wanted):
+        first = wanted[place]
+        count = 0  # nodes that follow each other are copied together
+        while place < len(wanted) and wanted[place] == first + count and trie.local[wanted[place]] >= start:
+            count += 1
+            place += 1
+        if count > 0:
             source = logits + done * row_bytes
-            failed |= call_c(copy_to_host, (goal + first * row_bytes, source, (node - first) * row_bytes, cache.stream))
-            done += node - first
-        node += 1
+            failed |= call_c(copy_to_host, (goal + first * row_bytes, source, count * row_bytes, cache.stream))
+            done += count
+        else:
+            place += 1
     failed |= call_c(wait, (cache.stream,))
     if failed != 0:
         raise RuntimeError("a call of the CUDA driver failed in a pass on the GPU")
 
 
 @compiled
-def extend_gpu_cache(cache: GpuCacheArrays, tokens: Array, parents: Array, answered: int) -> Array:
-    """Do `LM.extend` for one session: store the forest and all pending nodes, return the logits of nodes from `answered` on.
+def extend_gpu_cache(cache: GpuCacheArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
+    """Do `LM.extend` for one session: store the forest and all pending nodes, return the logits of the `wanted` nodes.
 
     Raises `IndexError` for tokens and positions that the model does not have, and `RuntimeError` if a call of the CUDA
     driver fails.
 
     Args:
         tokens, parents: int64[nodes] of the forest.
+        wanted: int64[n], nodes of the forest, ascending.
     """
     enter(cache.trie, tokens, parents)
     if cache.trie.counts[SIZE] > cache.trie.counts[STORED]:
-        _run_pass(cache, answered)
-    return cache.outputs[answered : cache.trie.counts[KNOWN]]
+        _run_pass(cache, wanted)
+    return outputs_of_nodes(cache.outputs, wanted)

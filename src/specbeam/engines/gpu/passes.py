@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from specbeam import kernels
-from specbeam.core.forest import Forest
+from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.answers import scored_rows
 from specbeam.engines.gpu.cache import GpuCache, GpuCacheArrays, extend_gpu_cache, neighbour_slices
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
@@ -89,7 +89,7 @@ class GpuPasses:
         wanted = [cache.enter(forest) for cache, forest in zip(caches, forests, strict=True)]
         if busy := [(cache, nodes) for cache, nodes in zip(caches, wanted, strict=True) if cache.trie.pending]:
             self._run_pass([(cache, cache.trie.pending, nodes) for cache, nodes in busy])
-        return [scored_rows(cache.needs, cache.answer()) for cache in caches]
+        return [scored_rows(cache.needs, cache.answer(forest)) for cache, forest in zip(caches, forests, strict=True)]
 
     def prefill(self, caches: list[GpuCache], counts: list[int]) -> None:
         """Store the given number of pending tokens of each cache, without computing their logits.
@@ -130,7 +130,8 @@ class GpuPasses:
             if arrays is None:
                 return None
             with span("model"):
-                rows = extend_gpu_cache(arrays, forest.tokens, forest.parents, cache.answered)
+                wanted = unknown_nodes(cache.answered, forest.size, forest.known.nodes)
+                rows = extend_gpu_cache(arrays, forest.tokens, forest.parents, wanted)
         cache.answered = cache.trie.known
         return torch.from_numpy(rows)
 

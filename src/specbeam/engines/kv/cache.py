@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int64
 
-from specbeam.core.forest import Forest
+from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.answers import scored_rows
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.rows import rows_at
@@ -34,9 +34,9 @@ class PaddedCache(RowMember):
     def enter(self, forest: Forest) -> Nodes:
         """Add the new nodes of a forest; return the local nodes whose logits the next pass has to compute."""
         self.trie.enter(forest)
-        wanted = self.trie.local[self.answered :]
+        wanted = self._wanted(forest)
         if self.answered:  # then these nodes are new in this turn, and none of them is stored yet
-            return wanted.copy()
+            return wanted
         return wanted[wanted >= self.trie.stored]
 
     def learn(self, nodes: Nodes, columns: Columns) -> None:
@@ -47,9 +47,13 @@ class PaddedCache(RowMember):
             columns = tuple(rows_at(rows, order) for rows in columns)
         self._blocks.append((nodes, columns))
 
-    def answer(self) -> Scored:
-        """Return the rows of the forest nodes that were not handed out in this turn yet, and mark them as handed out."""
-        wanted = self.trie.local[self.answered :]
+    def _wanted(self, forest: Forest) -> Nodes:
+        """Return the local nodes of the forest nodes that were not handed out in this turn yet and are not known."""
+        return self.trie.local[unknown_nodes(self.answered, self.trie.known, forest.known.nodes)]
+
+    def answer(self, forest: Forest) -> Scored:
+        """Return the rows of the forest nodes that were not handed out yet and are not known; mark all as handed out."""
+        wanted = self._wanted(forest)
         later = self.answered > 0
         self.answered = self.trie.known
         nodes, columns = self._blocks[-1]
@@ -57,10 +61,11 @@ class PaddedCache(RowMember):
         return hand_out(self, *(columns if newest else self._rows(wanted)))
 
     def settle(self, turn: Turn) -> None:
-        """Keep the surviving beams in the trie, and the rows of those roots of the next turn that are stored already."""
+        """Keep the surviving beams in the trie, and the rows of those roots of the next turn that were scored already."""
         _, before = self.trie.settle(turn)
         now = self.trie.root_at
-        kept = np.flatnonzero(now < self.trie.stored)
+        scored = np.concatenate([nodes for nodes, _ in self._blocks] or [before[:0]])
+        kept = np.flatnonzero((now < self.trie.stored) & np.isin(before, scored))
         kept = kept[now[kept].argsort()]
         self._blocks = [(now[kept], self._rows(before[kept]))] if len(kept) else []
         self.answered = 0

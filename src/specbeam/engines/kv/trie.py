@@ -40,6 +40,8 @@ from specbeam.engines.kv.steps import (
 )
 from specbeam.records import Turn
 
+NO_NODES = np.zeros(0, dtype=np.int64)
+
 
 def widened(array: Shaped[np.ndarray, "..."], *shape: int) -> Shaped[np.ndarray, "..."]:
     """Return a copy of an array in a larger shape, with zeros after the old contents in each dimension."""
@@ -266,7 +268,7 @@ class KVTrie:
         self._keep(self.root_at)
 
     def settle(self, turn: Turn) -> tuple[Int64[np.ndarray, " left"], Int64[np.ndarray, " beams"]]:
-        """Keep the paths to the surviving beams, and free all other slots.
+        """Keep the paths to the surviving beams and to the nodes that the verdict keeps, and free all other slots.
 
         Returns the number that each remaining local node had in the turn, and the number that each new root had.
         """
@@ -274,14 +276,20 @@ class KVTrie:
         survivors = turn.verdict.beams
         self.make_room(survivors.size)
         leaves = add_survivors(self.arrays, survivors.nodes, survivors.tokens, turn.verdict.parents)
-        return self._keep(leaves), leaves
+        return self._keep(leaves, self.local[turn.verdict.kept]), leaves
 
-    def _keep(self, leaves: Int64[np.ndarray, " beams"]) -> Int64[np.ndarray, " left"]:
-        """Keep the paths to these local nodes, which become the roots; return the former numbers of the remaining nodes."""
-        if len(leaves) > len(self.arrays.local):
-            self.make_room(len(leaves))
-        former = prune(self.arrays, leaves)
-        self.root_at = self.local.copy()
+    def _keep(
+        self, leaves: Int64[np.ndarray, " beams"], others: Int64[np.ndarray, " kept"] = NO_NODES
+    ) -> Int64[np.ndarray, " left"]:
+        """Keep the paths to these local nodes, which become the roots, and to others, which follow them in the next forest.
+
+        Returns the former numbers of the remaining nodes.
+        """
+        both = np.concatenate([leaves, others])
+        if len(both) > len(self.arrays.local):
+            self.make_room(len(both))
+        former = prune(self.arrays, both)
+        self.root_at = self.local[: len(leaves)].copy()
         return former
 
     def compact(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:

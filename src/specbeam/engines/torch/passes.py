@@ -162,7 +162,7 @@ class PaddedPasses:
         wanted = [(cache, cache.enter(forest)) for cache, forest in zip(caches, forests, strict=True)]
         if busy := [(cache, nodes) for cache, nodes in wanted if cache.trie.pending]:
             self._run([self._part(cache, cache.trie.pending, nodes) for cache, nodes in busy], learns=True)
-        return [cache.answer() for cache in caches]
+        return [cache.answer(forest) for cache, forest in zip(caches, forests, strict=True)]
 
     def prefill(self, caches: list[PaddedCache], counts: list[int]) -> None:
         """Store the given number of pending tokens of each cache, without computing their logits."""
