@@ -5,6 +5,7 @@ import os
 import tempfile
 
 import hypothesis
+import pytest
 import torch
 from jaxtyping import install_import_hook
 
@@ -19,5 +20,15 @@ if not torch.cuda.is_available():
 
 hypothesis.settings.register_profile("patient", deadline=None)  # the first call of a kernel compiles it
 hypothesis.settings.load_profile("patient")
+
+
+@pytest.fixture(autouse=True)
+def forgetful(request):
+    """Let no session learn from another one, so that reports are those of a first session; unless a test `remembers`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "remembers" not in request.keywords:
+            patch.setattr("specbeam.control.needs.OddsMemory.add", lambda *given: None)
+        yield
+
 
 os.environ["SPECBEAM_CACHE"] = tempfile.mkdtemp(prefix="specbeam-tests-")  # nothing measured here is kept, or used

@@ -194,9 +194,9 @@ class Turn:
         This is for a drafter whose model scored more nodes than the drafter passed on.
         """
         layers = self.verdict.layers
-        drafts = layers.beams.nodes
-        nodes = np.where(drafts >= 0, names[drafts], -1)
-        renamed = layers._replace(parents=names[layers.parents], beams=layers.beams._replace(nodes=nodes))
+        parents = names[layers.parents]
+        nodes = forest.find(parents, layers.beams.tokens)
+        renamed = layers._replace(parents=parents, beams=layers.beams._replace(nodes=nodes))
         verdict = replace(self.verdict, layers=renamed, kept=names[self.verdict.kept])
         return replace(self, forest=forest, verdict=verdict)
 
@@ -209,6 +209,21 @@ class Beam:
     score: float  # log-likelihood / length ** length_penalty
     text: str = ""
     finished: bool = True  # False: cut off by the length limit or by early stopping
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """The rows of logits that the target computed for layers of beams, and those that it did not have to compute."""
+
+    scored: int = 0  # number of rows that its passes computed, without those of the prompt
+    saved: int = 0  # number of rows of earlier turns by which layers were decided
+    layers: int = 0  # number of layers
+    lazy_layers: int = 0  # those that were decided without the rows of all live beams
+    free_layers: int = 0  # those that were decided by rows of earlier turns alone
+
+    def __add__(self, other: "RowCounts") -> "RowCounts":
+        """Return the counts of both."""
+        return RowCounts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -226,6 +241,7 @@ class Report:
     peak_kv_tokens: int = 0  # largest number of tokens stored at once in the target's KV cache
     audit: Audit | None = None  # only if audited
     certificate: Certificate | None = None  # only of joint decoding
+    rows: RowCounts = RowCounts()  # of methods that decode beams; of others only `scored`
 
 
 @dataclass(frozen=True)

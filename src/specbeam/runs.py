@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specbeam.audit import Audit
+from specbeam.control.needs import learn_odds
 from specbeam.control.planning import Plan, deepest_of, learn_passed, plan_shape
 from specbeam.control.width import ChosenWidths, FixedWidths, restore_widths, save_widths
 from specbeam.core.beams import (
@@ -51,6 +52,7 @@ from specbeam.core.forest import (
     TurnRows,
     depths_of,
     drafted_layers,
+    find_child,
     kept_nodes,
     next_start,
     start_of,
@@ -60,7 +62,7 @@ from specbeam.core.forest import (
 )
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.batch import models_of
-from specbeam.draft.beams import NoDraft, SharedLayers, draft_layers, start_draft
+from specbeam.draft.beams import Cut, NoDraft, SearchedLayers, SharedLayers, cut, draft_layers, start_draft, uncut
 from specbeam.draft.tree import ROOM, TreeSpec, grow_tree, most_nodes, start_tree
 from specbeam.engines.answers import LOGITS
 from specbeam.engines.cpu.cache_steps import has_room, rewind_cache, settle_cache
@@ -76,6 +78,7 @@ from specbeam.laws.warp import check_rows, processed_rows
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.measure.profiler import apportion
+from specbeam.records import RowCounts
 from specbeam.session import Session
 from specbeam.verify.beams import SearchSpec, judge
 from specbeam.verify.traversal import ClimbSpec, climb
@@ -85,7 +88,8 @@ SPAN = 128  # most tokens of a run
 TURNS = 32  # most turns of a run: between runs a user can interrupt
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
-DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, LAYERS, LAZY, REUSED, ROWS = range(9)  # of `RunRoom.numbers`
+# of `RunRoom.numbers`; the last five are the counts of `RowCounts`
+DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, LAYERS, ROWS, SAVED, JUDGED, LAZY, FREE = range(11)
 
 
 LOOK = 3  # a condition beside SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
@@ -125,9 +129,9 @@ class RunRoom(NamedTuple):
     widths: Array  # int64[SPAN]: draws of each layer
     evidence: Evidence  # for audits
     fronts: Array  # float32[rows, vocab]: rows that layers are drawn from
-    # int64[9]: turns (DONE), passes as a session counts them and as the models do, layers, some of these; rows of the target
+    # int64[11]: turns (DONE), passes as a session counts them and as the models do, layers that passed, layers with draws,
+    # and what `RowCounts` holds
     numbers: Array
-    sources: Array  # int64[3]: sums of `Layers.sources`
     cycles: Array  # int64[5], by `PARTS`
 
 
@@ -147,17 +151,18 @@ def begun_forest(start: Start, fronts: Array) -> Forest:
 @step
 def _draft_beams(
     drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
-) -> tuple[Forest, int]:
-    drafted, condition = draft_layers(model, start_draft(live, roots), depth, width, drafts, edits, dice, spent)
-    return drafted.forest, condition
+) -> tuple[Cut, int]:
+    begun = start_draft(live, roots, drafts)
+    drafted, condition = draft_layers(model, begun, depth, width, drafts, edits, dice, spent)
+    return cut(drafts, drafted), condition
 
 
 @step
 def _draft_tree(
     drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
-) -> tuple[Forest, int]:
+) -> tuple[Cut, int]:
     draft, condition = grow_tree(model, start_tree(roots, ROOM), 0, depth, drafts, edits, dice, spent)
-    return draft.forest, condition
+    return uncut(draft.forest), condition
 
 
 @step
@@ -178,8 +183,8 @@ def _nodes_of_nothing(drafts: NoDraftSpec, roots: int, depth: int, width: int) -
 @step
 def _draft_nothing(
     drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
-) -> tuple[Forest, int]:
-    return roots, SOUND
+) -> tuple[Cut, int]:
+    return uncut(roots), SOUND
 
 
 # What does a verb for each kind of spec; where none is named, that of drafts and rules of layers.
@@ -200,8 +205,8 @@ def _compiled_nodes_of(drafts: Any, roots: Any, depth: Any, width: Any) -> Any:
 
 def draft_turn(
     drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
-) -> tuple[Forest, int]:
-    """Return the forest that is drafted below the roots, and SOUND, DEAD or BROKEN."""
+) -> tuple[Cut, int]:
+    """Return what is drafted below the roots, and SOUND, DEAD or BROKEN."""
     draft = _DRAFT_BY.get(type(drafts), _draft_beams)
     return draft(drafts, model, roots, live, depth, width, edits, dice, spent)
 
@@ -269,7 +274,7 @@ def _has_room(room: RunRoom, draws: int, layers: int, uniforms: int, dice: Any) 
 class RunTurn(NamedTuple):
     """A turn of a run that was decided and not yet settled."""
 
-    forest: Forest
+    draft: Cut
     rows: TurnRows  # before the edits
     layers: Layers
     condition: int  # SOUND, or the turn has to be taken in Python; LOOK if only for its text
@@ -305,7 +310,8 @@ def take_turn(
     known = KnownRows(start.known.nodes, known_rows)
     begun = begun_forest(Start(start.tokens, start.parents, known), room.fronts)
     began = cycles()
-    forest, condition = draft_turn(spec.drafts, draft, begun, live, depth, width, spec.edits, dice, spent)
+    drafted, condition = draft_turn(spec.drafts, draft, begun, live, depth, width, spec.edits, dice, spent)
+    forest = drafted.forest
     passes = spent[0]
     spans[DRAFT_MODEL] = spent[1]
     spans[DRAFT] = cycles() - began - spent[1]
@@ -329,13 +335,33 @@ def take_turn(
         if condition == SOUND and _may_close(layers.beams.tokens, spec.closing):
             condition = LOOK
         spans[VERIFY] = cycles() - began
-    return RunTurn(forest, raw, layers, condition, passes, layers_run, spans)
+    return RunTurn(drafted, raw, layers, condition, passes, layers_run, spans)
+
+
+def learn_from(drafts: Any, drafted: Cut, layers: Layers) -> None:
+    """Learn the odds of drafts from what became of them, if drafts are cut by their odds."""
+    if isinstance(drafts, (SharedLayers, SearchedLayers)):
+        _learn_from(drafts, drafted, layers)
+
+
+@step
+def _learn_from(drafts: Any, drafted: Cut, layers: Layers) -> None:
+    if len(drafted.odds.live) > 0:
+        learn_odds(drafts.budget.odds, drafted.odds, drafted.whole, layers, drafted.names)
+
+
+@compiled_as(learn_from)
+def _compiled_learn_from(drafts: Any, drafted: Any, layers: Any) -> Any:
+    if drafts.instance_class in (SharedLayers, SearchedLayers):
+        return _learn_from
+    return lambda drafts, drafted, layers: None
 
 
 @step
 def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room: RunRoom) -> tuple[Beams, Start]:
     """Move texts, caches and what is learnt to the end of a turn. Returns the live beams, and the start of the next turn."""
-    forest = turn.forest
+    drafted = turn.draft
+    forest = drafted.forest
     layers = turn.layers
     learn_passed(spec.plan, layers.passed[: min(drafted_layers(forest), len(layers.draw_ends))])
     survivors = live_of(layers)
@@ -347,7 +373,13 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
         kept = kept_nodes(forest.parents, survivors.nodes)
     settle_cache(target, tree, survivors.nodes, survivors.tokens, above, kept)
     if spec.drafting:
-        settle_cache(draft, tree, survivors.nodes, survivors.tokens, above, kept)
+        learn_from(spec.drafts, drafted, layers)
+        whole = (drafted.whole.tokens, drafted.whole.parents)
+        whole_above = drafted.names[above]
+        nodes = np.empty(len(above), dtype=np.int64)
+        for beam in range(len(above)):
+            nodes[beam] = find_child(whole[0], whole[1], whole_above[beam], survivors.tokens[beam])
+        settle_cache(draft, whole, nodes, survivors.tokens, whole_above, drafted.names[kept])
     if spec.keeps_nodes:
         start = next_start(forest.tokens, forest.parents, turn.rows, survivors.nodes, survivors.tokens, kept)
     else:
@@ -373,10 +405,11 @@ def count_turn(room: RunRoom, turn: RunTurn, was_waiting: bool) -> None:
             numbers[LAYERS] += 1
         numbers[ACCEPTED] += layers.passed[number]
         sources = layers.sources[number]
-        room.sources[:] += sources
+        numbers[SAVED] += sources[FROM_BEFORE]
         numbers[LAZY] += sources[UNSEEN] > 0
-        numbers[REUSED] += sources[FROM_PASS] == 0 and sources[FROM_BEFORE] > 0
+        numbers[FREE] += sources[FROM_PASS] == 0 and sources[FROM_BEFORE] > 0
     numbers[ROWS] += len(turn.rows.fresh)
+    numbers[JUDGED] += len(layers.draw_ends)
     numbers[DONE] += 1
     numbers[DRAFT_PASSES] += turn.passes
     numbers[SCORED] += turn.layers_run
@@ -758,8 +791,7 @@ def _room_for(spec: RunSpec, session: Session) -> RunRoom:
         widths=np.empty(SPAN, dtype=np.int64),
         evidence=no_evidence(session.audited and not session.warp.greedy),
         fronts=np.empty((rows, vocab), dtype=np.float32),
-        numbers=np.zeros(9, dtype=np.int64),
-        sources=np.zeros(3, dtype=np.int64),
+        numbers=np.zeros(11, dtype=np.int64),
         cycles=np.zeros(5, dtype=np.int64),
     )
 
@@ -776,10 +808,7 @@ def _keep(session: Session, models: list[HuggingFaceLM], room: RunRoom, live: Be
     count.widths += room.widths[: numbers[LAYERS]].tolist()
     count.peak_kv_tokens = models[0].peak(session)
     session.audit += Audit.of(room.evidence)
-    count.sources += room.sources
-    count.lazy += int(numbers[LAZY])
-    count.reused += int(numbers[REUSED])
-    count.scored += int(numbers[ROWS])
+    count.rows += RowCounts(*numbers[ROWS:].tolist())
     session.put_aside(room.ended)
     session.beams = live
     session.start = start

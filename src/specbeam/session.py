@@ -33,7 +33,7 @@ from specbeam.core.limits import Ended, Limits
 from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
 from specbeam.laws.named import UNKNOWN
 from specbeam.laws.warp import Warp, on_host
-from specbeam.records import Certificate, Needs, Report, Shape, Turn, Verdict
+from specbeam.records import Certificate, Needs, Report, RowCounts, Shape, Turn, Verdict
 
 
 @runtime_checkable
@@ -89,6 +89,8 @@ class Rule(Protocol):
         needs: Needs, what it reads of each row; it is then given `Scored`, and not logits.
         spec(session) and widths(session): the numbers by which steps judge in a compiled run (verify/beams.py).
         keeps_nodes: True if it takes forests with known rows, of which `scored` holds no rows.
+        ignores_drafts(session) -> bool: whether texts do not depend on which drafts there are.
+        is_lazy(session) -> bool: whether layers are decided without the rows of beams that cannot win.
     """
 
     def verify(self, session: "Session", forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict: ...
@@ -158,15 +160,19 @@ class Counters:
     accepted: int = 0
     widths: list[int] = field(default_factory=list)
     peak_kv_tokens: int = 0
-    sources: Int64[np.ndarray, " 3"] = field(default_factory=lambda: np.zeros(3, dtype=np.int64))
-    lazy: int = 0  # layers that were decided without the rows of some live beams
-    reused: int = 0  # layers that were decided by rows of earlier turns alone
-    scored: int = 0  # rows that the target computed, without those of the prompt
+    rows: RowCounts = field(default_factory=RowCounts)
     began: float = field(default_factory=time.perf_counter)
 
     def restart(self) -> None:
         """Start the clock."""
         self.began = time.perf_counter()
+
+    def add_sources(self, sources: Int64[np.ndarray, "layers 3"]) -> None:
+        """Count where the rows of layers of beams came from; see `Layers.sources`."""
+        is_lazy = sources[:, UNSEEN] > 0
+        is_free = (sources[:, FROM_PASS] == 0) & (sources[:, FROM_BEFORE] > 0)
+        saved = int(sources[:, FROM_BEFORE].sum())
+        self.rows += RowCounts(0, saved, len(sources), int(is_lazy.sum()), int(is_free.sum()))
 
 
 class Session:
@@ -311,11 +317,7 @@ class Session:
             start = stop
         self.beams = rooted_beams(verdict.beams)
         self.start = self._next_start(turn)
-        self.count.sources += layers.sources.sum(axis=0)
-        self.count.lazy += int(np.count_nonzero(layers.sources[:, UNSEEN]))
-        self.count.reused += int(
-            np.count_nonzero((layers.sources[:, FROM_PASS] == 0) & (layers.sources[:, FROM_BEFORE] > 0))
-        )
+        self.count.add_sources(layers.sources)
         self.count.accepted += verdict.accepted
         if verdict.audit is not None:
             self.audit += verdict.audit
@@ -366,6 +368,7 @@ class Session:
             peak_kv_tokens=self.count.peak_kv_tokens,
             audit=self.audit if self.audited else None,
             certificate=self.certificate,
+            rows=self.count.rows,
         )
 
 

@@ -9,7 +9,7 @@ from specbeam.draft.batch import drafted, with_probes
 from specbeam.engines.answers import LOGITS
 from specbeam.lm.base import LM
 from specbeam.measure.profiler import span
-from specbeam.records import Scored, Shape, Turn, Verdict
+from specbeam.records import RowCounts, Scored, Shape, Turn, Verdict
 from specbeam.session import Session
 
 Turns = list[tuple[Session, Turn]]
@@ -68,7 +68,7 @@ def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scor
     answers = []
     for session, forest in zip(live, forests, strict=True):
         answer = found.get(session, Scored(torch.from_numpy(forest.known.rows[:0])))
-        session.count.scored += len(answer.logits)
+        session.count.rows += RowCounts(scored=len(answer.logits))
         answers.append(answer if probed[session] is forest else answer.split(forest.size))
     return answers
 

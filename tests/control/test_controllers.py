@@ -158,6 +158,7 @@ def told(accepted, drafted):
         widths=zeros + 1,
         passed=number < accepted,
         sources=np.zeros((len(number), 3), dtype=np.int64),
+        edges=np.full(len(number), np.nan),
     )
     return Turn(Shape(drafted, drafted), forest, Scored(), Verdict(layers))
 

@@ -103,8 +103,8 @@ def test_the_core_is_what_the_law_takes_and_the_others_are_the_likeliest(
     """The core are the best pairs of some beams; the others come without noise where the law cuts."""
     one = example_of(way, seed, beams, vocab, truncation, banned)
     with running(way):
-        pairs, held = core_and_extra(one.law, one.keys if noisy else NO_KEYS, one.some, core, width)
-        alone, all_core = core_and_extra(one.law, one.keys if noisy else NO_KEYS, one.some, core, 0)
+        pairs, _, held = core_and_extra(one.law, one.keys if noisy else NO_KEYS, one.some, core, width)
+        alone, _, all_core = core_and_extra(one.law, one.keys if noisy else NO_KEYS, one.some, core, 0)
     added = one.noise if noisy else 0.0 * one.noise
     mine, extra = plain.core_and_extra(one.logp(), one.uncut, added, one.some, core, width, truncation.cuts)
     assert pairs[:held].tolist() == mine
@@ -119,7 +119,7 @@ def test_best_pairs_are_those_of_the_dense_law(truncation, seed, beams, vocab, b
     one = example_of(way, seed, beams, vocab, truncation, banned)
     every = np.ones(beams, dtype=bool)
     with running(way):
-        found, _ = core_and_extra(one.law, one.keys if noisy else NO_KEYS, every, count, 0)
+        found, _, _ = core_and_extra(one.law, one.keys if noisy else NO_KEYS, every, count, 0)
         likeliest = likeliest_pairs(one.law, count)
     assert found.tolist() == plain.best(one.logp() + (one.noise if noisy else 0.0), count).tolist()
     assert likeliest.tolist() == plain.best(one.uncut, count).tolist()
@@ -227,7 +227,7 @@ def test_beams_far_behind_still_have_their_place():
     every = np.ones(1, dtype=bool)
     law = joint_law(rows, np.zeros(1), np.ones(1, dtype=np.int64), Truncation(0.1))
     assert likeliest_pairs(law, 3).tolist() == [0, 1, 2]
-    found, core = core_and_extra(law, np.array([5], dtype=np.uint64), every, 4, 0)
+    found, _, core = core_and_extra(law, np.array([5], dtype=np.uint64), every, 4, 0)
     assert core == 4
     assert set(found.tolist()) == {0, 1, 2, 3}
 

@@ -125,6 +125,7 @@ def random_turn(rng, forest, vocab, most=3):
         widths=np.array([count]),
         passed=np.array([False]),
         sources=np.zeros((1, 3), dtype=np.int64),
+        edges=np.full(1, np.nan),
     )
     return Turn(Shape(depth, most), forest, Scored(), Verdict(one_layer))
 

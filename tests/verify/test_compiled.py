@@ -6,6 +6,7 @@ import torch
 
 import specbeam as sb
 from specbeam import kernels
+from specbeam.control.needs import NO_BUDGET
 from specbeam.control.races import RACE_NOISE
 from specbeam.control.values import NO_VALUES
 from specbeam.control.width import BY_THRESHOLD, BY_VALUE, ChosenWidths, FixedWidths, ValuedWidth
@@ -238,19 +239,25 @@ def draft_specs(truncation):
     by_row = truncation._replace(by_row=True, least=max(2, 1 + len(ENDS)))
     return {
         "shared noise": (
-            SharedLayers(True, CORE, truncation, ENDS, True, False),
+            SharedLayers(True, CORE, truncation, ENDS, True, False, NO_BUDGET),
             SharedSpec(True, CORE, truncation, stop, not truncation.cuts),
         ),
         "the best": (
-            SharedLayers(False, CORE, NO_TRUNCATION, ENDS, False, True),
+            SharedLayers(False, CORE, NO_TRUNCATION, ENDS, False, True, NO_BUDGET),
             SharedSpec(False, CORE, NO_TRUNCATION, stop, True),
         ),
         "distinct draws": (DrawnLayers(False, truncation, ENDS), TriedSpec(False, CORE, truncation, stop)),
         "independent draws": (DrawnLayers(True, truncation, ENDS), TriedSpec(True, CORE, truncation, stop)),
-        "search": (SearchedLayers(True, CORE, by_row, ENDS), SearchSpec(True, False, CORE, by_row, stop, True)),
-        "search by dice": (SearchedLayers(True, CORE, by_row, ENDS), SearchSpec(True, True, CORE, by_row, stop, False)),
+        "search": (
+            SearchedLayers(True, CORE, by_row, ENDS, NO_BUDGET),
+            SearchSpec(True, False, CORE, by_row, stop, True),
+        ),
+        "search by dice": (
+            SearchedLayers(True, CORE, by_row, ENDS, NO_BUDGET),
+            SearchSpec(True, True, CORE, by_row, stop, False),
+        ),
         "search for the best": (
-            SearchedLayers(False, CORE, by_row, ENDS),
+            SearchedLayers(False, CORE, by_row, ENDS, NO_BUDGET),
             SearchSpec(False, False, CORE, by_row, stop, True),
         ),
     }
@@ -275,7 +282,7 @@ def drafted_alike(rng, spec, layers, width):
     is_known[:beams] = rng.random(beams) < 0.5 * (kept > 0)
     known = KnownRows(np.flatnonzero(is_known), rows[is_known])
     roots = Forest(tokens, parents, fronts=no_fronts(3 + layers * (width + 9), VOCAB), known=known)
-    found = expected = start_draft(live, roots)
+    found = expected = start_draft(live, roots, spec)
     for number in range(layers):
         if len(found.front.tokens) == 0:
             break

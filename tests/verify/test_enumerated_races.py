@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.control.cost import CostCurve
 from specbeam.control.fixed import FixedShape
+from specbeam.control.needs import NodesByNeed
 from specbeam.core.forest import joined
 from specbeam.core.noise import ALL_TOKENS, child_key
 from specbeam.draft import tree
@@ -20,7 +22,6 @@ from specbeam.draft.tree import TreeDrafter, perturbed
 from specbeam.laws import joint, ranking
 from specbeam.lm.table import TableLM
 from specbeam.session import Parts
-from specbeam.verify import beams as beams_of_rule
 from specbeam.verify.traversal import TraversalRule
 from specbeam.verify.walk import MatchRule, PathRule
 from tests.support.exact import WalkingDice, beam_sampling_law, distance, exact_law
@@ -115,7 +116,7 @@ def law_under_noise(method, target, drafts, beams, steps, eos, patch):
         asked = [session_of(method, TableLM(draft), WalkingDice([]), steps, eos, key=77) for draft in drafts]
         noise = NoiseByRank(asked[0].beams.keys[0], 5)
         expected = drawn_by_order(dice, noise, target, beams, steps, eos)
-        for room in (ranking, joint, beams_of_rule):
+        for room in (ranking, joint):
             patch.setattr(room, "gumbel", noise.gumbel)
         patch.setattr(ranking, "bound_noise", noise.bound)
         for session in asked:
@@ -143,6 +144,16 @@ def test_under_shared_noise_beams_are_the_best_pairs_for_every_order_of_the_nois
     law, passed = law_under_noise(method, target, drafts, beams, steps, eos, monkeypatch)
     assert distance(law, beam_sampling_law(target, beams, steps, False, eos)) < CLOSE
     assert passed >= depth  # with the target as its own draft
+
+
+def test_drafts_that_are_cut_by_the_same_noise_change_no_law(monkeypatch):
+    """Odds of drafts look at the noise that the target draws by; what it draws does not look at drafts."""
+    target = random_table(1, 2)
+    rows = CostCurve((1, 20), (1.0, 5.0))
+    controller = NodesByNeed(rows, CostCurve((1,), (0.1,)), 2, 4, 3)
+    method = sb.dsbd(2, 4, 2, "fixed").with_parts(controller=controller)
+    law, _ = law_under_noise(method, target, [random_table(2, 2)], 2, 3, (0,), monkeypatch)
+    assert distance(law, beam_sampling_law(target, 2, 3, False, (0,))) < CLOSE
 
 
 def pruned(early, top, rule):

@@ -8,7 +8,7 @@ from typing import Any
 from specbeam.generation import Prompt, generate
 from specbeam.pair import Pair
 from specbeam.recipes.method import Method
-from specbeam.records import Generation
+from specbeam.records import Generation, RowCounts
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,14 @@ class Outcome:
         passes: number of target passes, summed over prompts; None if it is not reported.
         widths: mean number of live beams of each prompt; empty if it is not reported.
         peak_kv_tokens: largest number of tokens stored at once for a prompt; None if it is not reported.
+        rows: rows of the target, summed over prompts; None if they are not reported.
     """
 
     tokens: list[list[int]]
     passes: int | None = None
     widths: list[float] = field(default_factory=list)
     peak_kv_tokens: int | None = None
+    rows: RowCounts | None = None
 
 
 @dataclass(frozen=True)
@@ -57,4 +59,5 @@ def _outcome(generations: list[Generation]) -> Outcome:
         passes=sum(report.target_passes for report in reports),
         widths=[fmean(report.widths) for report in reports if report.widths],
         peak_kv_tokens=max(report.peak_kv_tokens for report in reports),
+        rows=sum((report.rows for report in reports), RowCounts()),
     )

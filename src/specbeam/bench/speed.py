@@ -23,6 +23,7 @@ from specbeam.evaluate.task import bleu, exact_match
 from specbeam.generation import Prompt
 from specbeam.measure.energy import EnergyMeter
 from specbeam.pair import Pair
+from specbeam.records import RowCounts
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class SpeedLine:
         logp_per_token: log-likelihood of the answers under the target's raw law, in nats per token.
         quality: BLEU and exact match by these names; empty without references.
         peak_kv_tokens: most tokens stored at once for a prompt; None if the contender does not report it.
+        rows_per_token: rows that the target's passes computed, without those of prompts; None if they are not reported.
+        saved_rows_per_token: rows of earlier turns by which layers of beams were decided; None as above.
+        lazy_layers: share of the layers of beams that were decided without the rows of all live beams; None as above, or if
+            there were no layers of beams.
+        free_layers: share of the layers of beams that were decided by rows of earlier turns alone; None as above.
         memory_mb: memory in MB, see `speed`; None if it cannot be read.
         tokens: number of tokens of one round.
     """
@@ -68,6 +74,10 @@ class SpeedLine:
     logp_per_token: float
     quality: dict[str, float]
     peak_kv_tokens: int | None
+    rows_per_token: float | None
+    saved_rows_per_token: float | None
+    lazy_layers: float | None
+    free_layers: float | None
     memory_mb: float | None
     tokens: int
 
@@ -213,6 +223,8 @@ def _line(
     total = sum(map(len, answers))
     passes = [outcome.passes for outcome in measured.outcomes]
     widths = [width for outcome in measured.outcomes for width in outcome.widths]
+    rows_of_each = [outcome.rows for outcome in measured.outcomes]
+    counts = None if None in rows_of_each else sum((one for one in rows_of_each if one is not None), RowCounts())
     peaks = [outcome.peak_kv_tokens for outcome in measured.outcomes if outcome.peak_kv_tokens is not None]
     joules = [value for value in measured.joules if value is not None]
     tokenizer = pair.tokenizer
@@ -231,6 +243,10 @@ def _line(
         logp_per_token=sum(log_likelihoods(pair, prompts, answers)) / total,
         quality=_quality(pair, answers, [rows[place].answer for place in measured.prompts]),
         peak_kv_tokens=max(peaks, default=None),
+        rows_per_token=None if counts is None else counts.scored / total,
+        saved_rows_per_token=None if counts is None else counts.saved / total,
+        lazy_layers=counts.lazy_layers / counts.layers if counts and counts.layers else None,
+        free_layers=counts.free_layers / counts.layers if counts and counts.layers else None,
         memory_mb=measured.memory_mb,
         tokens=measured.counts[0],
     )

@@ -12,7 +12,8 @@ def as_markdown(lines: Sequence[SpeedLine]) -> str:
     has_joules = any(line.joules_per_token is not None for line in lines)
     heads = [
         f"{lines[0].batch_size} at once", "tokens/s", "ratio", "ms per token", *(["J per token"] if has_joules else []),
-        "target passes per token", "mean width", "log p per token", *metrics, "peak KV tokens", "memory, MB",
+        "target passes per token", "rows per token", "rows saved per token", "lazy layers", "layers without a pass",
+        "mean width", "log p per token", *metrics, "peak KV tokens", "memory, MB",
     ]  # fmt: skip
     rows = ["| " + " | ".join(heads) + " |", "| --- " * len(heads) + "|"]
     for line in lines:
@@ -20,7 +21,8 @@ def as_markdown(lines: Sequence[SpeedLine]) -> str:
         cells = [
             line.name, _spread(line.tokens_per_second, 1), _spread(line.ratio, 2), f"{line.ms_per_token:.2f}",
             *([_number(line.joules_per_token, 2)] if has_joules else []), _number(line.passes_per_token, 2),
-            _number(line.mean_width, 1), f"{line.logp_per_token:.2f}", *quality,
+            _number(line.rows_per_token, 2), _number(line.saved_rows_per_token, 2), _share(line.lazy_layers),
+            _share(line.free_layers), _number(line.mean_width, 1), f"{line.logp_per_token:.2f}", *quality,
             "" if line.peak_kv_tokens is None else str(line.peak_kv_tokens), _number(line.memory_mb, 0),
         ]  # fmt: skip
         rows.append("| " + " | ".join(cells) + " |")
@@ -29,6 +31,10 @@ def as_markdown(lines: Sequence[SpeedLine]) -> str:
 
 def _spread(spread: Spread, digits: int) -> str:
     return f"{spread.median:.{digits}f} ({spread.low:.{digits}f} to {spread.high:.{digits}f})"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f} %"
 
 
 def _number(value: float | None, digits: int) -> str:

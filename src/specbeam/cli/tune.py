@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from specbeam.cli.common import quiet_load
 from specbeam.control.cost import CostCurve
+from specbeam.control.needs import NodesByNeed
 from specbeam.control.worth import DepthByCost, PassOdds, ShapeByValue
 from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -64,6 +65,8 @@ def run(
         draft_curve = curves["draft"][contexts[0]]
         by_cost = replace(_depth_controller(pair, beams, width), target=target_curve, draft=draft_curve)
         by_value = replace(_shape_controller(pair, beams, width), target=target_curve, draft=draft_curve)
+        by_need = replace(_need_controller(pair, beams, width), target=target_curve, draft=draft_curve)
+        _explain_needs(console, by_need)
         _explain_depth(console, by_cost, odds)
         _explain_shape(console, by_value)
     return 0
@@ -78,10 +81,33 @@ def _cost_curve(lm: HuggingFaceLM, context: int) -> CostCurve:
 
 
 def _depth_controller(pair: Pair, beams: int, width: int | None) -> DepthByCost:
-    """Return the controller that chooses the depth of `dsbd` with a fixed width."""
-    controller = dsbd(beams, width, width="fixed").parts(pair.target, pair.draft).controller
+    """Return the controller that chooses the depth of `dsbd` with a fixed width by rejection."""
+    method = dsbd(beams, width, width="fixed", coupling="rejection", depth="auto")
+    controller = method.parts(pair.target, pair.draft).controller
     assert isinstance(controller, DepthByCost)
     return controller
+
+
+def _need_controller(pair: Pair, beams: int, width: int | None) -> NodesByNeed:
+    """Return the controller that chooses the drafts of `dsbd` with a fixed width."""
+    controller = dsbd(beams, width, width="fixed").parts(pair.target, pair.draft).controller
+    assert isinstance(controller, NodesByNeed)
+    return controller
+
+
+def _explain_needs(console: "Console", controller: NodesByNeed) -> None:
+    """Print from which odds of being needed a draft is worth its row."""
+    from rich.table import Table
+
+    table = Table(
+        title=f"{controller.beams} beams of fixed width: the odds of being needed from which a draft is scored"
+    )
+    for head in ("rows so far", "ms of a pass", "odds"):
+        table.add_column(head, justify="right")
+    for rows, seconds, odds in controller.thresholds():
+        table.add_row(str(rows), f"{1e3 * seconds:.2f}", f"{odds:.2f}" if odds < 1 else "never")
+    console.print(table)
+    console.print("as if the rows of all beams were needed; how likely drafts are needed is learnt while decoding")
 
 
 def _shape_controller(pair: Pair, beams: int, width: int | None) -> ShapeByValue:
@@ -122,7 +148,8 @@ def _explain_depth(console: "Console", controller: DepthByCost, odds: float) -> 
     options = controller.options(seen, controller.beams)
     best = max(options, key=lambda option: option.rate)
     table = Table(
-        title=f"{controller.beams} beams, {controller.layers[0]} draft nodes per layer, a layer passes with odds {odds:g}"
+        title=f"by rejection: {controller.beams} beams, {controller.layers[0]} draft nodes per layer, a layer passes with "
+        f"odds {odds:g}"
     )
     for head in ("draft layers", "scored nodes", "layers per turn", "ms per turn", "layers per second"):
         table.add_column(head, justify="right")

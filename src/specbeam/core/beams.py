@@ -86,6 +86,9 @@ class Layers(NamedTuple):
     # int64[layers, 3]: the number of live beams before each layer whose rows the pass computed (FROM_PASS), whose rows
     # earlier turns computed (FROM_BEFORE), and without whose rows the layer was decided (UNSEEN)
     sources: Array
+    edges: (
+        Array  # float64[layers]: the value of the last pair that each layer depends on; NaN if values were not compared
+    )
 
     @property
     def size(self) -> int:
@@ -121,6 +124,7 @@ def no_layers(draws: int, layers: int) -> Layers:
         np.empty(layers, dtype=np.int64),
         np.zeros(layers, dtype=np.bool_),
         np.zeros((layers, 3), dtype=np.int64),
+        np.full(layers, np.nan),
     )
 
 
@@ -139,6 +143,7 @@ def first_layers(room: Layers, count: int) -> Layers:
         room.widths[:count],
         room.passed[:count],
         room.sources[:count],
+        room.edges[:count],
     )
 
 

@@ -566,6 +566,48 @@ def kept_nodes(parents: Array, tops: Array) -> Array:
 
 
 @step
+def forest_of_nodes(forest: Forest, nodes: Array) -> Forest:
+    """Return the forest of these nodes only, with the groups of draws that have nodes among them, or need none.
+
+    Args:
+        nodes: int64[n], ascending; all roots, all nodes with known rows, and no node without its parent. The groups must be
+            SHARED.
+    """
+    names = np.full(len(forest.tokens), -1, dtype=np.int64)
+    for place in range(len(nodes)):
+        names[nodes[place]] = place
+    parents = forest.parents[nodes]
+    for place in range(len(nodes)):
+        if parents[place] >= 0:
+            parents[place] = names[parents[place]]
+    groups = forest.siblings
+    above = np.empty(len(groups.parents), dtype=np.int64)
+    for place in range(len(above)):
+        above[place] = names[groups.parents[place]]
+    is_kept = np.zeros(len(groups.nodes), dtype=np.bool_)
+    draw_ends = np.zeros(len(groups.kinds), dtype=np.int64)
+    held = 0
+    for group in range(len(groups.kinds)):
+        start = start_of(groups.parent_ends, group)
+        for draw in range(start_of(groups.draw_ends, group), groups.draw_ends[group]):
+            is_there = groups.nodes[draw] < 0 or names[groups.nodes[draw]] >= 0
+            is_kept[draw] = is_there and above[start + groups.rows[draw]] >= 0
+            held += is_kept[draw]
+        draw_ends[group] = held
+    kept = np.flatnonzero(is_kept)
+    renamed = groups.nodes[kept]
+    for place in range(len(renamed)):
+        if renamed[place] >= 0:
+            renamed[place] = names[renamed[place]]
+    fewer = Siblings(
+        groups.kinds, above, groups.parent_ends, draw_ends, groups.rows[kept], groups.tokens[kept], renamed,
+        groups.law_ends, groups.law_pairs, groups.law_odds, groups.vocab,
+    )  # fmt: skip
+    known = KnownRows(names[forest.known.nodes], forest.known.rows)
+    return Forest(forest.tokens[nodes], parents, fewer, forest.logq, forest.beams, forest.fronts, known)
+
+
+@step
 def nodes_below(parents: Array, tops: Array) -> Array:
     """Return the forest nodes that have one of the nodes `tops` above them, int64[n], ascending; a top of -1 has none."""
     is_inside = np.zeros(len(parents), dtype=np.bool_)

@@ -5,7 +5,19 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from specbeam.core.beams import Beams
+from specbeam.control.needs import (
+    NO_BUDGET,
+    Budget,
+    NodeOdds,
+    learn_odds,
+    no_node_odds,
+    odds_of_nodes,
+    root_odds,
+    with_layer_odds,
+    worthy_front,
+    worthy_nodes,
+)
+from specbeam.core.beams import Beams, picked_beams
 from specbeam.core.dice import pick
 from specbeam.core.forest import (
     DISTINCT,
@@ -15,6 +27,7 @@ from specbeam.core.forest import (
     Siblings,
     add_front,
     find_child,
+    forest_of_nodes,
     no_fronts,
     nodes_without,
     rows_with_known,
@@ -29,11 +42,13 @@ from specbeam.laws.joint import (
     Choice,
     JointLaw,
     all_pairs,
+    bound_of,
     choice_of,
     choose,
     condition_of,
     core_and_extra,
     joint_law,
+    likelihoods_at,
     odds_among,
 )
 from specbeam.laws.ranking import Truncation, sorted_places
@@ -55,6 +70,7 @@ class SharedLayers(NamedTuple):
     # Whether drafts that the target has scored already come in addition to those that are wanted. Only where widths are
     # fixed: which nodes are known depends on the noise of their layer, and the number of drafts would tell it.
     more_if_known: bool
+    budget: Budget  # by what the draft grows and is cut; only where widths are fixed
 
 
 class SearchedLayers(NamedTuple):
@@ -64,6 +80,7 @@ class SearchedLayers(NamedTuple):
     core: int  # number of pairs that the draft model by itself would keep
     truncation: Truncation
     eos: Array
+    budget: Budget  # by what the draft grows and is cut
 
 
 class DrawnLayers(NamedTuple):
@@ -80,6 +97,22 @@ class Drafted(NamedTuple):
     forest: Forest
     front: Beams  # the beams of the newest layer, without those that ended
     core: Array  # bool[front]: whether the draft model by itself would have kept the beam
+    odds: NodeOdds  # none if the draft is not cut
+
+
+class Cut(NamedTuple):
+    """A draft as it goes to the target, and as the draft model knows it: of its nodes the target may score only some."""
+
+    forest: Forest  # of the nodes that the target scores or knows
+    whole: Forest
+    names: Array  # int64[nodes of `forest`]: the same nodes in `whole`
+    odds: NodeOdds  # of the nodes of `whole`; none if the draft is not cut
+
+
+@step
+def uncut(forest: Forest) -> Cut:
+    """Return a draft of which the target scores all nodes."""
+    return Cut(forest, forest, np.arange(len(forest.tokens)), no_node_odds())
 
 
 @step
@@ -104,10 +137,10 @@ def _chosen_as_search_does(law: JointLaw, front: Beams, core: Array, width: int,
     vocab = law.logits.shape[1]
     keys = front.keys if spec.noisy else front.keys[:0]
     every = np.ones(len(core), dtype=np.bool_)
-    candidate_pairs, _ = core_and_extra(law, keys, core, candidate_count(spec.core, len(spec.eos)), 0)
-    candidates = choice_of(law, front.keys, candidate_pairs, 0, spec.eos)
+    candidate_pairs, own, _ = core_and_extra(law, keys, core, candidate_count(spec.core, len(spec.eos)), 0)
+    candidates = choice_of(law, front.keys, candidate_pairs, own, 0, spec.eos)
     best = candidate_pairs[going_on(candidates.scores, candidates.ends, min(spec.core, width))]
-    wider, _ = core_and_extra(law, keys, every, width + len(spec.eos) * len(core), 0)
+    wider, _, _ = core_and_extra(law, keys, every, width + len(spec.eos) * len(core), 0)
     pairs = np.empty(max(width, len(best)), dtype=np.int64)
     held = len(best)
     pairs[:held] = best
@@ -116,7 +149,12 @@ def _chosen_as_search_does(law: JointLaw, front: Beams, core: Array, width: int,
         if held < width and not is_end and not (best == pair).any():
             pairs[held] = pair
             held += 1
-    return choice_of(law, front.keys, pairs[:held], len(best), spec.eos)
+    values = likelihoods_at(law, pairs[:held])
+    if spec.noisy:  # beyond the candidates, which the noise has chosen, no score counts
+        for place in range(held):
+            if not (candidate_pairs == pairs[place]).any():
+                values[place] = -np.inf
+    return choice_of(law, front.keys, pairs[:held], values, len(best), spec.eos)
 
 
 @step
@@ -209,7 +247,7 @@ def add_drafted_layer(
         forest.known,
     )
     newest = Beams(nodes[going], choice.tokens[going], choice.scores[going], counts[going], choice.keys[going])
-    return Drafted(grown, newest, going < choice.core)
+    return Drafted(grown, newest, going < choice.core, drafted.odds)
 
 
 def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: Any) -> Drafted:
@@ -223,11 +261,24 @@ def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: An
 
 
 @step
-def _add_choice(drafted: Drafted, choice: Choice, vocab: int) -> Drafted:
+def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int) -> Drafted:
     """Return a draft with one more layer, whose draws are SHARED: they can be matched, not tried."""
-    every = np.arange(len(choice.tokens))
+    count = len(choice.tokens)
+    every = np.arange(count)
     no_pairs = np.empty(0, dtype=np.int64)
-    return add_drafted_layer(drafted, choice, every, np.ones_like(every), SHARED, no_pairs, np.empty(0), vocab)
+    front = drafted.front
+    longer = add_drafted_layer(drafted, choice, every, np.ones_like(every), SHARED, no_pairs, np.empty(0), vocab)
+    if len(spec.budget.target_s) == 0:
+        return longer
+    bounds = np.empty(count)
+    for place in range(count):
+        bounds[place] = bound_of(spec.truncation, spec.noisy, choice.scores[place], 1, choice.keys[place])
+    groups = longer.forest.siblings
+    nodes = groups.nodes[len(groups.nodes) - count :]
+    odds = with_layer_odds(
+        drafted.odds, spec.budget, longer.forest, front, choice.parents, choice.values, bounds, nodes, spec.core
+    )
+    return Drafted(longer.forest, longer.front, longer.core, odds)
 
 
 @step
@@ -255,6 +306,7 @@ def with_fresh(choice: Choice, drafted: Drafted, fresh: int) -> Choice:
     return Choice(
         choice.parents[:size],
         choice.tokens[:size],
+        choice.values[:size],
         choice.scores[:size],
         choice.keys[:size],
         choice.ends[:size],
@@ -270,7 +322,7 @@ def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int
         forest = drafted.forest
         fronts = add_front(forest.fronts, front.nodes, front.scores, front.counts, law.logits)
         forest = Forest(forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, fronts, forest.known)
-        drafted = Drafted(forest, front, drafted.core)
+        drafted = Drafted(forest, front, drafted.core, drafted.odds)
     core = min(spec.core, width)
     more = 0
     if spec.more_if_known:
@@ -278,7 +330,7 @@ def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int
     choice = choose(law, front.keys, spec.noisy, drafted.core, core, width + more, spec.eos)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
-    return _add_choice(drafted, choice, law.logits.shape[1])
+    return _add_choice(spec, drafted, choice, law.logits.shape[1])
 
 
 @step
@@ -288,7 +340,7 @@ def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, width:
     choice = _chosen_as_search_does(law, drafted.front, drafted.core, width + more, spec)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
-    return _add_choice(drafted, choice, law.logits.shape[1])
+    return _add_choice(spec, drafted, choice, law.logits.shape[1])
 
 
 @step
@@ -298,7 +350,8 @@ def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, 
     odds = odds_among(law, pairs)
     count = width if spec.again else min(width, len(pairs))
     distinct, draws, counts = _first_places(draw_pairs(odds, count, spec.again, dice))
-    choice = choice_of(law, drafted.front.keys, pairs[distinct], len(distinct), spec.eos)
+    values = np.full(len(distinct), np.nan)
+    choice = choice_of(law, drafted.front.keys, pairs[distinct], values, len(distinct), spec.eos)
     kind = INDEPENDENT if spec.again else DISTINCT
     return add_drafted_layer(drafted, choice, draws, counts, kind, pairs, odds, law.logits.shape[1])
 
@@ -311,10 +364,94 @@ def _compiled_draft_layer(spec: Any, drafted: Any, law: Any, width: Any, dice: A
     return LAYERS_BY_SPEC[spec.instance_class]
 
 
+def start_odds(spec: Any, live: Beams, nodes: int) -> NodeOdds:
+    """Return the odds of the nodes of a forest before its first layer is drafted; none if the draft is not cut."""
+    if isinstance(spec, DrawnLayers):
+        return no_node_odds()
+    return _start_odds(spec, live, nodes)
+
+
 @step
-def start_draft(live: Beams, roots: Forest) -> Drafted:
+def _start_odds(spec: Any, live: Beams, nodes: int) -> NodeOdds:
+    if len(spec.budget.target_s) == 0:
+        return no_node_odds()
+    bounds = np.empty(len(live.tokens))
+    for beam in range(len(bounds)):
+        bounds[beam] = bound_of(spec.truncation, spec.noisy, live.scores[beam], live.counts[beam], live.keys[beam])
+    return root_odds(bounds, nodes)
+
+
+@compiled_as(start_odds)
+def _compiled_start_odds(spec: Any, live: Any, nodes: Any) -> Any:
+    if spec.instance_class is DrawnLayers:
+        return lambda spec, live, nodes: no_node_odds()
+    return _start_odds
+
+
+def thinned(spec: Any, drafted: Drafted) -> Drafted:
+    """Return a draft without the nodes of its front that are not worth a further layer; as it is, if it is not cut.
+
+    If it should end, its nodes stay, and its front is empty.
+    """
+    return drafted if isinstance(spec, DrawnLayers) else _thinned(spec, drafted)
+
+
+@step
+def _thinned(spec: Any, drafted: Drafted) -> Drafted:
+    front = drafted.front
+    if len(spec.budget.target_s) == 0 or len(front.nodes) == 0:
+        return drafted
+    forest = drafted.forest
+    odds = drafted.odds
+    is_worthy = worthy_front(spec.budget, forest, odds, front.nodes)
+    rest = picked_beams(front, is_worthy)
+    core = drafted.core[is_worthy]
+    unworthy = front.nodes[~is_worthy]
+    is_root = len(unworthy) > 0 and forest.parents[unworthy[0]] < 0
+    if len(rest.nodes) == 0 or len(unworthy) == 0 or is_root:
+        return Drafted(forest, rest, core, odds)
+    is_kept = np.ones(len(forest.tokens), dtype=np.bool_)
+    is_kept[unworthy] = False
+    kept = np.flatnonzero(is_kept)
+    names = np.cumsum(is_kept) - 1
+    smaller = forest_of_nodes(forest, kept)
+    renamed = Beams(names[rest.nodes], rest.tokens, rest.scores, rest.counts, rest.keys)
+    return Drafted(smaller, renamed, core, odds_of_nodes(odds, forest, kept))
+
+
+@compiled_as(thinned)
+def _compiled_thinned(spec: Any, drafted: Any) -> Any:
+    if spec.instance_class is DrawnLayers:
+        return lambda spec, drafted: drafted
+    return _thinned
+
+
+def cut(spec: Any, drafted: Drafted) -> Cut:
+    """Return a draft as it goes to the target: with the nodes that are worth being scored, or with all of them."""
+    return uncut(drafted.forest) if isinstance(spec, DrawnLayers) else _cut(spec, drafted)
+
+
+@step
+def _cut(spec: Any, drafted: Drafted) -> Cut:
+    whole = drafted.forest
+    if len(spec.budget.target_s) == 0:
+        return uncut(whole)
+    names = worthy_nodes(spec.budget, whole, drafted.odds)
+    return Cut(forest_of_nodes(whole, names), whole, names, drafted.odds)
+
+
+@compiled_as(cut)
+def _compiled_cut(spec: Any, drafted: Any) -> Any:
+    if spec.instance_class is DrawnLayers:
+        return lambda spec, drafted: uncut(drafted.forest)
+    return _cut
+
+
+@step
+def start_draft(live: Beams, roots: Forest, spec: Any) -> Drafted:
     """Return a draft without layers, whose front is the live beams; `roots` is a forest that starts with a root per beam."""
-    return Drafted(roots, live, np.ones(len(live.tokens), dtype=np.bool_))
+    odds = start_odds(spec, live, len(roots.tokens))
+    return Drafted(roots, live, np.ones(len(live.tokens), dtype=np.bool_), odds)
 
 
 @step
@@ -340,6 +477,7 @@ def draft_layers(
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
     for _ in range(depth):
+        drafted = thinned(spec, drafted)
         front = drafted.front
         if len(front.tokens) == 0:
             break
@@ -388,7 +526,10 @@ class GrowingBeams:
     @property
     def wants_layer(self) -> bool:
         """Whether another layer is to be drafted."""
-        return self.layers < self.shape.depth and self.drafted.front.size > 0 and self.session.failure is None
+        may_grow = self.layers < self.shape.depth and self.session.failure is None
+        if may_grow:
+            self.drafted = thinned(self.spec, self.drafted)
+        return may_grow and self.drafted.front.size > 0
 
     @property
     def wants_rows(self) -> bool:
@@ -430,6 +571,17 @@ class GrowingBeams:
     def end(self) -> None:
         """Draft no more layers."""
         self.drafted = self.drafted._replace(front=self.drafted.front.pick(np.zeros(0, dtype=np.int64)))
+
+
+class _Cut:
+    """A mark in the state of a session: the draft of the present turn."""
+
+
+def budget_of(session: Session) -> Budget:
+    """Return by what the drafts of a session grow and are cut, as its controller says; NO_BUDGET if it does not."""
+    asked = getattr(session.parts.controller, "budget", None)
+    found: Budget = NO_BUDGET if asked is None else asked(session)
+    return found
 
 
 def _rows_of_vocab(rows: Rows, vocab: int) -> Rows:
@@ -491,25 +643,33 @@ class BeamDrafter:
                 draft.session.count.draft_passes += draft in own
                 with draft.session.failing_alone("draft model: "):
                     draft.grow(on_host(own[draft].logits) if draft in own else draft.drafted.forest.known.rows[:0])
-        return [draft.drafted.forest._replace(known=draft.session.start.known) for draft in drafts]
+        return [self._cut(draft) for draft in drafts]
+
+    def _cut(self, draft: GrowingBeams) -> Forest:
+        """Return the forest that the target scores; the whole draft is kept until the turn is settled."""
+        done = cut(draft.spec, draft.drafted)
+        draft.session.state[_Cut, self] = done
+        return done.forest._replace(known=draft.session.start.known)
 
     def spec(self, session: Session) -> Any:
         """Return how layers are drafted for a session: a `SharedLayers`, `SearchedLayers` or `DrawnLayers`."""
         warp = session.warp
         ends = session.limits.ending
+        budget = budget_of(session)
         if self.search:
-            return SearchedLayers(not warp.greedy, self.beams, warp.cut, ends)
+            return SearchedLayers(not warp.greedy, self.beams, warp.cut, ends, budget)
         if self.coupling == "rejection" and not warp.greedy:
             return DrawnLayers(self.replacement, warp.cut, ends)
         keeps_rows = self.keeps_rows and not warp.greedy
-        return SharedLayers(not warp.greedy, self.beams, warp.cut, ends, keeps_rows, not keeps_rows)
+        return SharedLayers(not warp.greedy, self.beams, warp.cut, ends, keeps_rows, not keeps_rows, budget)
 
     def _start(self, session: Session, shape: Shape) -> GrowingBeams:
         """Return a draft without layers."""
         start = session.start
         known = start.known._replace(rows=_rows_of_vocab(start.known.rows, self.lm.vocab))
         forest = Forest(start.tokens, start.parents, known=known)
-        return GrowingBeams(session, shape, self.spec(session), start_draft(session.beams, forest))
+        spec = self.spec(session)
+        return GrowingBeams(session, shape, spec, start_draft(session.beams, forest, spec))
 
     def _grow_compiled(self, draft: GrowingBeams) -> None:
         """Draft all layers in one compiled call if steps can run the model and Python need not see rows; else do nothing."""
@@ -548,9 +708,16 @@ class BeamDrafter:
         return fill_prompts(self.lm, sessions, None, most)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        """Keep in the draft model's cache what the surviving beams need, and free the rest."""
+        """Keep in the draft model's cache what the surviving beams need, free the rest, and learn the odds of drafts."""
+        done = session.state.pop((_Cut, self), None)
+        if done is not None and len(done.odds.live):
+            learn_odds(budget_of(session).odds, done.odds, done.whole, turn.verdict.layers, done.names)
+            turn = turn.on(done.whole, done.names)
         self.lm.settle(session, turn)
 
     def close(self, session: Session) -> None:
-        """Free what the draft model stores for the session."""
+        """Free what the draft model stores for the session, and let the controller remember what it has learnt."""
         self.lm.close(session)
+        remember = getattr(session.parts.controller, "remember", None)
+        if remember is not None:
+            remember(session)

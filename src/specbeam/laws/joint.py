@@ -261,6 +261,27 @@ def log_masses(law: JointLaw) -> Array:
 
 
 @step
+def bound_of(truncation: Truncation, noisy: bool, score: float, count: int, key: Array) -> float:
+    """Return a value that no pair of a beam exceeds in a law that cuts none, up to rounding, computed without its row.
+
+    The weight of all pairs of a beam together is at most exp(score / temperature), at temperatures up to 1, and the largest
+    of their values is the log of that weight plus noise that only the beam determines (see `drawn_pairs`). Without noise,
+    values are scores, and no text is likelier than its beginning.
+
+    Args:
+        count: how often the beam was drawn.
+        key: the key of its noise.
+    """
+    temperature = (
+        1.0 if truncation.by_row else truncation.temperature
+    )  # rows that are warped by themselves have it in them
+    bound = score / temperature + np.log(count)
+    if noisy:
+        bound += gumbel(key, ALL_TOKENS)
+    return bound
+
+
+@step
 def drawn_pairs(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[Array, Array]:
     """Return the `count` pairs of largest value under the noise of these keys, best first, and the values.
 
@@ -298,20 +319,40 @@ def drawn_pairs(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[A
 
 
 @step
-def best_of_all(law: JointLaw, keys: Array, among: Array, count: int) -> Array:
-    """Return the pairs that `drawn_pairs` returns. Of one beam they are found without the noise of the whole beam."""
+def best_of_all(law: JointLaw, keys: Array, among: Array, count: int) -> tuple[Array, Array]:
+    """Return what `drawn_pairs` returns. The pairs of one beam are found without the noise of the whole beam."""
     if len(law.scores) > 1:
-        return drawn_pairs(law, keys, among, count)[0]
-    return best_pairs(law.logits, shift_of(law), law.truncation.temperature, law.log_counts, keys, among, count)
+        return drawn_pairs(law, keys, among, count)
+    temperature = law.truncation.temperature
+    return pairs_of_best_value(law.logits, shift_of(law), temperature, law.log_counts, keys, among, count)
 
 
 @step
-def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: int) -> tuple[Array, int]:
-    """Return up to max(core, width) pairs, and how many of them are core.
+def values_within(law: JointLaw, keys: Array, support: Array, pairs: Array) -> Array:
+    """Return the value of each pair, log weight plus noise, in a law that cuts pairs; -inf for those that it cuts.
+
+    Args:
+        keys: uint64[beams]; empty for no noise.
+        support: int64[n], the pairs that are not cut.
+    """
+    vocab = law.logits.shape[1]
+    values = _log_weights_at(law, pairs)
+    for place in range(len(pairs)):
+        if not (support == pairs[place]).any():
+            values[place] = -np.inf
+        elif len(keys) > 0:
+            values[place] += gumbel(keys[pairs[place] // vocab], pairs[place] % vocab)
+    return values
+
+
+@step
+def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: int) -> tuple[Array, Array, int]:
+    """Return up to max(core, width) pairs, their values, and how many of them are core.
 
     The core are the `core` best pairs of the beams `among`. The most probable other pairs, the extra ones, are added until
     there are `width`. A truncation cuts core pairs only; if there is one, extra pairs are chosen without noise. They are
-    drafts for the target to find, and the target may keep a pair that the draft's truncation cuts.
+    drafts for the target to find, and the target may keep a pair that the draft's truncation cuts. The value of such a pair
+    is -inf; those of others are their log weights plus noise.
 
     Args:
         keys: uint64[beams], keys of the beams' noise; empty for no noise.
@@ -321,27 +362,36 @@ def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: i
     is_restricted = not among.all()
     if cuts(law.truncation):
         support = support_of(law)
+        restricted = support
         if is_restricted:
-            support = support[among[support // vocab]]
+            restricted = support[among[support // vocab]]
         temperature = law.truncation.temperature
-        best = rank_pairs(support, law.logits, shift_of(law), temperature, law.log_counts, keys, core)
+        best = rank_pairs(restricted, law.logits, shift_of(law), temperature, law.log_counts, keys, core)
+        best_values = values_within(law, keys, support, best)
         others = best[:0]
+        other_values = best_values[:0]
         if width > len(best):
             others = likeliest_pairs(law, width)
+            other_values = values_within(law, keys, support, others)
     else:
         every = np.ones(len(among), dtype=np.bool_)
-        others = best_of_all(law, keys, every, max(width, core))
-        best = others[among[others // vocab]][:core]
+        others, other_values = best_of_all(law, keys, every, max(width, core))
+        is_core = among[others // vocab]
+        best = others[is_core][:core]
+        best_values = other_values[is_core][:core]
         if len(best) < core and is_restricted:  # the missing core pairs are further down the ranking
-            best = best_of_all(law, keys, among, core)
+            best, best_values = best_of_all(law, keys, among, core)
     pairs = np.empty(max(width, len(best)), dtype=np.int64)
+    values = np.empty(len(pairs))
     held = len(best)
     pairs[:held] = best
-    for pair in others:
-        if held < width and not (best == pair).any():
-            pairs[held] = pair
+    values[:held] = best_values
+    for place in range(len(others)):
+        if held < width and not (best == others[place]).any():
+            pairs[held] = others[place]
+            values[held] = other_values[place]
             held += 1
-    return pairs[:held], len(best)
+    return pairs[:held], values[:held], len(best)
 
 
 class Choice(NamedTuple):
@@ -349,6 +399,7 @@ class Choice(NamedTuple):
 
     parents: Array  # int64[pairs]: which beam each pair extends
     tokens: Array  # int64[pairs]
+    values: Array  # float64[pairs]: by which the pairs were chosen, see `core_and_extra`; NaN if dice drew them
     scores: Array  # float64[pairs]: log-likelihood of the extended beams
     keys: Array  # uint64[pairs]: keys of the extended beams
     ends: Array  # bool[pairs]: whether the token is an end token
@@ -356,7 +407,7 @@ class Choice(NamedTuple):
 
 
 @step
-def choice_of(law: JointLaw, keys: Array, pairs: Array, core: int, eos: Array) -> Choice:
+def choice_of(law: JointLaw, keys: Array, pairs: Array, values: Array, core: int, eos: Array) -> Choice:
     """Return the choice of these pairs, the first `core` of which are core pairs; `keys` are those of the beams."""
     vocab = law.logits.shape[1]
     parents = pairs // vocab
@@ -364,12 +415,12 @@ def choice_of(law: JointLaw, keys: Array, pairs: Array, core: int, eos: Array) -
     ends = np.empty(len(pairs), dtype=np.bool_)
     for place in range(len(pairs)):
         ends[place] = is_end(tokens[place], eos)
-    return Choice(parents, tokens, likelihoods_at(law, pairs), child_keys(keys[parents], tokens), ends, core)
+    return Choice(parents, tokens, values, likelihoods_at(law, pairs), child_keys(keys[parents], tokens), ends, core)
 
 
 @step
 def choose(law: JointLaw, keys: Array, noisy: bool, among: Array, core: int, width: int, eos: Array) -> Choice:
     """Return the choice of the pairs that `core_and_extra` finds, under the noise of the beams' keys if `noisy`."""
     noise = keys if noisy else keys[:0]
-    pairs, core_size = core_and_extra(law, noise, among, core, width)
-    return choice_of(law, keys, pairs, core_size, eos)
+    pairs, values, core_size = core_and_extra(law, noise, among, core, width)
+    return choice_of(law, keys, pairs, values, core_size, eos)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -114,6 +115,7 @@ class HuggingFaceLM:
         self.device = model.get_input_embeddings().weight.device
         self.passes = 0
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
+        self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what controllers learn, by draft model
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this model cannot provide what is needed; "" if it can."""

@@ -111,10 +111,13 @@ def dsbd(
 
     Args:
         beams: maximum number of live beams after a step.
-        draft_beams: number of draft beams per layer, at least `beams`. A few more let more layers pass. None: `beams` + 2;
-            if width and depth are both "auto", the number that gains most per second.
-        depth: number of draft layers per pass of the target. "auto": the depth that gains most per second on this machine,
-            from the measured cost of a pass (`specbeam tune`) and from how often layers pass. None: "auto" if width is
+        draft_beams: number of draft beams per layer, at least `beams`. A few more let more layers pass. None: `beams` + 2,
+            or more where rows cost little and beams do not depend on drafts; if width and depth are both "auto", the
+            number that gains most per second. Where the depth is "auto" and beams do not depend on drafts, it is the
+            maximum: of these the target scores those that are worth it.
+        depth: number of draft layers per pass of the target. "auto": what gains most per second on this machine, from the
+            measured cost of a pass (`specbeam tune`), and from how often layers pass, or how often drafts are needed
+            (docs/methods/dsbd.md). None: "auto" if width is
             "auto", or if no beam depends on the depth (fixed width with shared noise); otherwise 4, so that a seed gives
             the same text on every machine.
         width: number of beams that the target draws in a layer. "fixed": always `beams`. "dynamic": the largest number that
@@ -164,7 +167,8 @@ def dsbd(
             sizes = _draft_sizes(beams) if given_draft_beams is None else (draft_beams,)
             control = shape_by_value(policy, sizes, target, draft, drafter, rule)
         else:
-            control = depth_control(depth, beams, draft_beams, target, draft, drafter, rule)
+            may_widen = given_draft_beams is None
+            control = depth_control(depth, beams, draft_beams, target, draft, drafter, rule, may_widen)
         return Parts(drafter(draft), rule, control, law)
 
     return Method("dsbd", law, beams, build, needs_draft=True)

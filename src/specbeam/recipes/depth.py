@@ -5,6 +5,7 @@ from typing import Literal
 
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.fixed import FixedShape
+from specbeam.control.needs import NodesByNeed, OddsMemory
 from specbeam.control.width import FixedWidth, ValuedWidth
 from specbeam.control.worth import DepthByCost, ShapeByValue
 from specbeam.core.cycles import READABLE
@@ -12,16 +13,20 @@ from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.measure import kept_figures
 from specbeam.session import Controller, Drafter, Parts, Rule
 from specbeam.tuning.costs import curve_of, host_cost
 from specbeam.tuning.idle_model import IdleLM
 from specbeam.verify.beams import BeamRule
+from specbeam.verify.search import SearchRule
 from specbeam.verify.walk import MatchRule
 
 Depth = int | Literal["auto"]
 DrafterOf = Callable[[LM], Drafter]
 UNMEASURED_S = {"target": 1.0, "draft": 0.1}  # seconds of a pass of any size, for models that are not measured
 ANY_MODEL = IdleLM(1, 0)  # stands for a model where it does not matter which
+LAYERS_AT_ONCE = 3  # by which rows that cost little are shared out
+MOST_PER_BEAM = 4  # drafts per layer and beam
 FREE = CostCurve((1,), (0.0,))  # cost of drafts that no model makes
 
 
@@ -32,11 +37,21 @@ def check_depth(depth: Depth) -> None:
 
 
 def depth_control(
-    depth: Depth, beams: int, width: int, target: LM | None, draft: LM | None, drafter: DrafterOf, rule: Rule
+    depth: Depth,
+    beams: int,
+    width: int,
+    target: LM | None,
+    draft: LM | None,
+    drafter: DrafterOf,
+    rule: Rule,
+    may_widen: bool = False,
 ) -> Controller:
     """Return the controller of drafts of `width` nodes per layer, made by `drafter` and judged by `rule`.
 
     With depth="auto" but without a draft model the depth is 4.
+
+    Args:
+        may_widen: whether layers may have more nodes where rows cost little.
     """
     if depth != "auto":
         return FixedShape(depth, width)
@@ -45,6 +60,11 @@ def depth_control(
     host = _host_cost(target, draft, width, drafter, rule)
     text_depends_on_depth = isinstance(rule, BeamRule) and (rule.tries or not isinstance(rule.width, FixedWidth))
     curves = _curve(target, "target"), _curve(draft, "draft")
+    may_be_cut = isinstance(rule, SearchRule) or (isinstance(rule, BeamRule) and not rule.collapse)
+    if may_be_cut and not text_depends_on_depth:
+        if may_widen:
+            width = max(width, min(_cheap_rows(curves[0], beams) // LAYERS_AT_ONCE, MOST_PER_BEAM * beams))
+        return NodesByNeed(*curves, beams, width, host=host, memory=_memory_of(target, draft))
     return DepthByCost(*curves, beams, (width,), host=host, alone=text_depends_on_depth)
 
 
@@ -94,6 +114,25 @@ def depth_by_cost(
     curves = (_curve(target, "target"), _curve(draft, "draft"))
     text_depends_on_depth = not isinstance(rule, MatchRule)
     return DepthByCost(*curves, 1, layers, most, host, alone=text_depends_on_depth)
+
+
+def _cheap_rows(curve: CostCurve, beams: int) -> int:
+    """Return the number of rows, up to 64, whose pass takes at most a quarter longer than one over `beams` rows."""
+    rows = beams
+    while rows < 64 and curve.pass_s(rows + 1) <= 1.25 * curve.pass_s(beams):
+        rows += 1
+    return rows
+
+
+def _memory_of(target: LM | None, draft: LM) -> OddsMemory:
+    """Return what is learnt of the drafts of a pair, the same object for each method of the pair."""
+    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
+        return OddsMemory()
+    if draft not in target.learnt:
+        models = target.model, draft.model
+        target.learnt[draft] = OddsMemory([*map(kept_figures.weights_key, models), target.engine, draft.engine])
+    memory: OddsMemory = target.learnt[draft]
+    return memory
 
 
 def _host_cost(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rule: Rule) -> HostCost:

@@ -91,6 +91,7 @@ def _turn(forest: Forest, nodes: np.ndarray, parents: np.ndarray) -> Turn:
         widths=np.array([count]),
         passed=np.zeros(1, dtype=bool),
         sources=np.zeros((1, 3), dtype=np.int64),
+        edges=np.full(1, np.nan),
     )
     return Turn(Shape(1, count), forest, Scored(), Verdict(layers))
 

@@ -49,7 +49,6 @@ from specbeam.core.forest import (
     start_of,
     turn_rows,
 )
-from specbeam.core.noise import ALL_TOKENS, gumbel
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import candidate_count, draw_pairs, going_on
 from specbeam.errors import DeadEnd
@@ -59,6 +58,7 @@ from specbeam.laws.joint import (
     Choice,
     JointLaw,
     all_pairs,
+    bound_of,
     choice_of,
     choose,
     condition_of,
@@ -251,11 +251,12 @@ def draw_candidates(
     if spec.by_dice:
         pairs = all_pairs(law)
         pairs = pairs[draw_pairs(odds_among(law, pairs), min(count, len(pairs)), False, dice)]
+        values = np.full(len(pairs), np.nan)
     else:
         every = np.ones(len(live.tokens), dtype=np.bool_)
         keys = live.keys if spec.noisy else live.keys[:0]
-        pairs, _ = core_and_extra(law, keys, every, count, 0)
-    choice = choice_of(law, live.keys, pairs, len(pairs), eos)
+        pairs, values, _ = core_and_extra(law, keys, every, count, 0)
+    choice = choice_of(law, live.keys, pairs, values, len(pairs), eos)
     return choice, np.ones_like(choice.tokens), _drafts_of(forest, number)
 
 
@@ -271,7 +272,8 @@ def draw_tried(
         drafts = drafts_on(forest, number, live, pairs, vocab)
     taken, looked = take_draws(odds_among(law, pairs), drafts, width, spec.again, dice, evidence)
     distinct, counts = _counted(taken)
-    return choice_of(law, live.keys, pairs[distinct], len(distinct), spec.stop.eos), counts, looked
+    values = np.full(len(distinct), np.nan)
+    return choice_of(law, live.keys, pairs[distinct], values, len(distinct), spec.stop.eos), counts, looked
 
 
 @compiled_as(draw_layer)
@@ -295,25 +297,16 @@ def _compiled_is_lazy(spec: Any) -> Any:
 
 @step
 def most_value(spec: Any, beams: Beams) -> float:
-    """Return a value that no pair of these beams exceeds (see `drawn_pairs`), computed without their rows.
-
-    The weight of all pairs of a beam together is at most exp(score / temperature), at temperatures up to 1, and the largest
-    of their values is the log of that weight plus noise that only the beam determines. Without noise, values are scores,
-    and no text is likelier than its beginning.
-    """
-    by_row = spec.truncation.by_row
-    temperature = 1.0 if by_row else spec.truncation.temperature  # rows that are warped by themselves have it in them
+    """Return a value that no pair of these beams exceeds, computed without their rows; see `bound_of`."""
     most = -np.inf
     for beam in range(len(beams.tokens)):
-        value = beams.scores[beam] / temperature + np.log(beams.counts[beam])
-        if spec.noisy:
-            value += gumbel(beams.keys[beam], ALL_TOKENS)
-        most = max(most, value)
+        bound = bound_of(spec.truncation, spec.noisy, beams.scores[beam], beams.counts[beam], beams.keys[beam])
+        most = max(most, bound)
     return most + ROUNDING
 
 
-def draw_among_known(spec: Any, law: JointLaw, known: Beams, width: int) -> tuple[Choice, Array]:
-    """Return what a layer draws from the live beams that have rows, best first, and the values of what it draws.
+def draw_among_known(spec: Any, law: JointLaw, known: Beams, width: int) -> Choice:
+    """Return what a layer draws from the live beams that have rows, best first.
 
     Args:
         law: the law of the pairs of `known` alone.
@@ -323,29 +316,29 @@ def draw_among_known(spec: Any, law: JointLaw, known: Beams, width: int) -> tupl
 
 
 @step
-def _best_of_known(spec: Any, law: JointLaw, known: Beams, count: int) -> tuple[Choice, Array]:
+def _best_of_known(spec: Any, law: JointLaw, known: Beams, count: int) -> Choice:
     every = np.ones(len(known.tokens), dtype=np.bool_)
     keys = known.keys if spec.noisy else known.keys[:0]
     pairs, values = drawn_pairs(law, keys, every, count)
-    return choice_of(law, known.keys, pairs, len(pairs), spec.stop.eos), values
+    return choice_of(law, known.keys, pairs, values, len(pairs), spec.stop.eos)
 
 
 @step
-def draw_shared_among_known(spec: SharedSpec, law: JointLaw, known: Beams, width: int) -> tuple[Choice, Array]:
+def draw_shared_among_known(spec: SharedSpec, law: JointLaw, known: Beams, width: int) -> Choice:
     """Return the best pairs; see `draw_among_known`."""
     return _best_of_known(spec, law, known, width)
 
 
 @step
-def draw_candidates_among_known(spec: SearchSpec, law: JointLaw, known: Beams, width: int) -> tuple[Choice, Array]:
+def draw_candidates_among_known(spec: SearchSpec, law: JointLaw, known: Beams, width: int) -> Choice:
     """Return the candidates; see `draw_among_known`."""
     return _best_of_known(spec, law, known, candidate_count(spec.beams, len(spec.stop.eos)))
 
 
 @step
-def draw_nothing(spec: TriedSpec, law: JointLaw, known: Beams, width: int) -> tuple[Choice, Array]:
+def draw_nothing(spec: TriedSpec, law: JointLaw, known: Beams, width: int) -> Choice:
     """Return no pairs, as draws by dice are from the law of all live beams; see `draw_among_known`."""
-    return choice_of(law, known.keys, np.empty(0, dtype=np.int64), 0, spec.stop.eos), np.empty(0)
+    return choice_of(law, known.keys, np.empty(0, dtype=np.int64), np.empty(0), 0, spec.stop.eos)
 
 
 @compiled_as(draw_among_known)
@@ -385,30 +378,39 @@ def _compiled_pairs_needed(spec: Any, choice: Any, width: Any, is_last: Any) -> 
     return _candidates_needed if spec.instance_class is SearchSpec else lambda spec, choice, width, is_last: width
 
 
-def is_decided(spec: Any, choice: Choice, values: Array, unknown: Beams, width: int, is_last: bool) -> bool:
+def is_decided(spec: Any, choice: Choice, unknown: Beams, width: int, is_last: bool) -> bool:
     """Return whether a layer draws from all live beams what it draws from those that have rows.
 
     Args:
-        choice, values: what `draw_among_known` returned.
+        choice: what `draw_among_known` returned.
         unknown: the live beams without rows.
     """
     if isinstance(spec, TriedSpec):
         return False
-    return _is_above(spec, choice, values, unknown, width, is_last)
+    return _is_above(spec, choice, unknown, width, is_last)
 
 
 @step
-def _is_above(spec: Any, choice: Choice, values: Array, unknown: Beams, width: int, is_last: bool) -> bool:
+def _is_above(spec: Any, choice: Choice, unknown: Beams, width: int, is_last: bool) -> bool:
     """Return whether all pairs that a layer depends on are above those that other beams can have."""
     needed = pairs_needed(spec, choice, width, is_last)
-    return len(values) >= needed and most_value(spec, unknown) < values[needed - 1]
+    return len(choice.values) >= needed and most_value(spec, unknown) < choice.values[needed - 1]
 
 
 @compiled_as(is_decided)
-def _compiled_is_decided(spec: Any, choice: Any, values: Any, unknown: Any, width: Any, is_last: Any) -> Any:
+def _compiled_is_decided(spec: Any, choice: Any, unknown: Any, width: Any, is_last: Any) -> Any:
     if spec.instance_class is TriedSpec:
-        return lambda spec, choice, values, unknown, width, is_last: False
+        return lambda spec, choice, unknown, width, is_last: False
     return _is_above
+
+
+@step
+def edge_of_layer(spec: Any, choice: Choice, width: int, is_last: bool) -> float:
+    """Return the value of the last pair that a layer depends on; NaN if dice drew the pairs, or there are none."""
+    if len(choice.values) == 0:
+        return np.nan
+    needed = pairs_needed(spec, choice, width, is_last)
+    return choice.values[min(needed, len(choice.values)) - 1]
 
 
 @step
@@ -570,9 +572,9 @@ def judge(
                 note_first_draw(evidence, law, choice)
             look_at(eye, law, live, choice, looked)
         else:
-            choice, values = draw_among_known(spec, law, live, width)
+            choice = draw_among_known(spec, law, live, width)
             look_at(eye, law, live, choice, 0)
-            if not is_decided(spec, choice, values, unknown, width, is_last):
+            if not is_decided(spec, choice, unknown, width, is_last):
                 return first_layers(room, number), SOUND
             counts = np.ones_like(choice.tokens)
             room.passed[number - 1] = True
@@ -580,6 +582,7 @@ def judge(
         layer = settle_layer(choice, counts, which, live, forest)
         passed = number < drafted and are_drafts(layer)
         add_layer(room, number, layer, width, passed)
+        room.edges[number] = edge_of_layer(spec, choice, width, is_last)
         count_sources(live, unknown, forest.known.nodes, room.sources[number])
         add_finished(finished, spec.stop, layer, longer)
         every = live_of(layer)
@@ -684,6 +687,15 @@ class BeamRule:
         is_fixed = type(self.width) is FixedWidth or warp.greedy
         lazy = is_fixed and not warp.cut.cuts and can_be_lazy(warp)
         return SharedSpec(not warp.greedy, self.width.most, warp.cut, stop, lazy)
+
+    def ignores_drafts(self, session: Session) -> bool:
+        """Return whether texts do not depend on which drafts there are, so that drafts may be cut by what they are."""
+        is_fixed = type(self.width) is FixedWidth or session.warp.greedy
+        return is_fixed and not self.collapse and (not self.tries or session.warp.greedy)
+
+    def is_lazy(self, session: Session) -> bool:
+        """Return whether layers are decided without the rows of beams that cannot win."""
+        return bool(is_lazy(self.judge_spec(session)))
 
     def widths(self, session: Session) -> "FixedWidths | ChosenWidths | Width":
         """Return what chooses widths for a session: numbers for steps, or a custom part."""

@@ -41,6 +41,15 @@ class SearchRule:
         lazy = not by_dice and can_be_lazy(warp)
         return SearchSpec(not warp.greedy, by_dice, self.beams, warp.cut, session.limits.stop, lazy)
 
+    def ignores_drafts(self, session: Session) -> bool:
+        """Return True: texts do not depend on which drafts there are, so drafts may be cut by what they are."""
+        return True
+
+    def is_lazy(self, session: Session) -> bool:
+        """Return whether layers are decided without the rows of beams that cannot win, by the scores that beams go on by."""
+        spec = self.spec(session)
+        return spec.lazy and not spec.noisy
+
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         """Return what lives on."""
         return judged_beams(session, forest, scored, self.spec(session), self.widths(session), trace=False)
