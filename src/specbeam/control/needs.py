@@ -39,6 +39,7 @@ HITS, TRIALS = range(2)
 GROWTH = 0.75  # prior of the odds of a further layer, as a share of those of the layer above
 DEPTHS = 4  # depths at which growth is told apart: 1, 2, 3, more
 FORGET = 0.98  # weight of what is known of growth after a turn
+LEAST_GAIN = 1.05  # expected speed with one more layer, relative to that without it, from which on the layer is drafted
 MOST_TRIALS = 400.0  # of a cell: older ones count less
 KEEP_EVERY_S = 5.0  # seconds between two times that what is learnt is kept on disk
 FADE = 0.02  # weight of the prior of growth in a turn that has no layer of the depth
@@ -307,7 +308,7 @@ def worthy_front(budget: Budget, forest: Forest, odds: NodeOdds, front: Array) -
     future = np.concatenate((present, odds_in(budget.odds.growth, depth) * needs[parents]))
     seconds += budget.draft_s[min(len(fresh), len(budget.draft_s) - 1)]
     _, faster = best_count(future[sorted_places(future)], len(sure), sure_needs, budget, seconds)
-    if faster <= speed:
+    if faster <= speed * LEAST_GAIN:
         is_worthy[:] = False
     return is_worthy
 
