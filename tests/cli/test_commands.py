@@ -321,3 +321,14 @@ def test_answers_that_are_missing_cost_nothing_else(models):
     assert code == 1
     assert sorted(out.split()) == ["no", "yes"]
     assert "prompt 0 has 2 answers, num_return_sequences is 4" in err
+
+
+def test_tune_shows_between_what_controllers_choose(models, monkeypatch):
+    monkeypatch.setattr("specbeam.cli.tune.NODES", (1, 4, 8))
+    code, out, err = specbeam("tune", *models, "--explain", "--context", "8", "--beams", "3")
+    assert code == 0, err
+    out = " ".join(out.split())
+    assert "milliseconds of a pass" in out
+    assert "3 beams of fixed width: the odds of being needed" in out
+    assert "by rejection: 3 beams, 5 draft nodes per layer" in out
+    assert 'width="auto": value per second' in out

@@ -104,8 +104,12 @@ def _explain_needs(console: "Console", controller: NodesByNeed) -> None:
     )
     for head in ("rows so far", "ms of a pass", "odds"):
         table.add_column(head, justify="right")
-    for rows, seconds, odds in controller.thresholds():
-        table.add_row(str(rows), f"{1e3 * seconds:.2f}", f"{odds:.2f}" if odds < 1 else "never")
+    thresholds = controller.thresholds()
+    shown = [0, *(2**power for power in range(8))]
+    for place in shown:
+        if place < len(thresholds):
+            rows, seconds, odds = thresholds[place]
+            table.add_row(str(rows), f"{1e3 * seconds:.2f}", f"{odds:.2f}" if odds < 1 else "never")
     console.print(table)
     console.print("as if the rows of all beams were needed; how likely drafts are needed is learnt while decoding")
 
