@@ -317,7 +317,7 @@ def test_what_is_learnt_is_kept_on_disk(tmp_path, monkeypatch):
     np.testing.assert_array_equal(OddsMemory(["a pair"]).begin("x").needed, memory.begin("x").needed)
     np.testing.assert_array_equal(OddsMemory(["another"]).begin("x").needed, prior_odds().needed)
     (file,) = kept_figures.folder().glob("odds-*.json")
-    for broken in ("{", json.dumps({"live": [[1, 2]]})):
+    for broken in ("{", json.dumps({"live": [[1, 2]]}), json.dumps({"live": "many"})):
         file.write_text(broken)
         np.testing.assert_array_equal(OddsMemory(["a pair"]).begin("x").live, prior_odds().live)
 

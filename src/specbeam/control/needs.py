@@ -480,10 +480,13 @@ class OddsMemory:
         """Return what is kept on disk, or the prior."""
         prior = prior_odds()
         record = None if self.key is None else kept_figures.load("odds", [self.key, kind])
-        if record is None:
+        if not isinstance(record, dict):
             return prior
-        found = Odds(*(np.array(record.get(name, []), dtype=float) for name in Odds._fields))
-        is_whole = all(one.shape == other.shape for one, other in zip(found, prior, strict=True))
+        try:
+            found = Odds(*(np.array(record.get(name, []), dtype=float) for name in Odds._fields))
+        except (TypeError, ValueError):  # somebody else has written the file
+            return prior
+        is_whole = all(one.shape == other.shape and (one >= 0).all() for one, other in zip(found, prior, strict=True))
         return found if is_whole else prior
 
 
