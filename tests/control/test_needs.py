@@ -33,6 +33,7 @@ from specbeam.control.needs import (
 )
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import SHARED, Forest, KnownRows, forest_of_nodes, siblings
+from specbeam.generation import turns_of
 from specbeam.lm.table import TableLM
 from specbeam.measure import kept_figures
 from specbeam.session import Parts
@@ -242,13 +243,27 @@ def test_runs_and_batches_give_the_beams_of_plain_decoding(pair, options):
             assert passes[0] <= passes[1]
 
 
-def test_the_draft_model_keeps_what_the_target_was_not_given(pair):
-    """A beam that was drafted and cut goes on in the draft model's cache: its next pass scores fewer rows."""
+def test_the_draft_model_keeps_what_the_target_was_not_given(pair, monkeypatch):
+    """A beam that was drafted and cut has no node in the target's forest, and goes on from its node in the draft's."""
     method = by_need(CostCurve((1, 4, 50), (1.0, 1.0, 30.0)))
-    rows = []
-    for turn in sb.generation.turns_of(pair, [3, 4, 5], method, seed=1, max_new_tokens=12):
-        rows.append(len(turn.scored.logits))
-    assert min(rows) >= 1
+    settled = {pair.target: [], pair.draft: []}
+    for lm, nodes in settled.items():
+        settle = lm.settle
+
+        def noting(session, turn, settle=settle, nodes=nodes):
+            nodes.append(turn.verdict.beams.nodes.tolist())
+            settle(session, turn)
+
+        monkeypatch.setattr(lm, "settle", noting)
+    for seed in range(6):
+        list(turns_of(pair, [3, 4, 5], method, seed=seed, max_new_tokens=16))
+    pairs = [
+        (one, other)
+        for turn, same in zip(*settled.values(), strict=True)
+        for one, other in zip(turn, same, strict=True)
+    ]
+    assert all(other >= 0 for one, other in pairs if one >= 0)
+    assert any(one < 0 <= other for one, other in pairs)
 
 
 @pytest.mark.parametrize(
