@@ -193,19 +193,15 @@ def with_layer_odds(
         beams: number of beams that live on.
     """
     size = len(forest.tokens)
-    before = len(known.live)
-    live = np.zeros(size)
-    needed = np.zeros(size)
-    live_cells = np.full(size, -1, dtype=np.int64)
-    needed_cells = np.full(size, -1, dtype=np.int64)
-    steps = np.zeros(size, dtype=np.int64)
-    every_bound = np.full(size, -np.inf)
-    every_bound[:before] = known.bounds
-    live[:before] = known.live
-    needed[:before] = known.needed
-    live_cells[:before] = known.live_cells
-    needed_cells[:before] = known.needed_cells
-    steps[:before] = known.steps
+    fresh = size - len(known.live)
+    no_odds = np.zeros(fresh)
+    no_cells = np.full(fresh, -1, dtype=np.int64)
+    live = np.concatenate((known.live, no_odds))
+    needed = np.concatenate((known.needed, no_odds))
+    live_cells = np.concatenate((known.live_cells, no_cells))
+    needed_cells = np.concatenate((known.needed_cells, no_cells))
+    steps = np.concatenate((known.steps, np.zeros(fresh, dtype=np.int64)))
+    every_bound = np.concatenate((known.bounds, np.full(fresh, -np.inf)))
     weights = known.live[front.nodes[parents]]
     edge = edge_of(values, weights, beams)
     for place in range(len(front.nodes)):
