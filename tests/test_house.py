@@ -28,10 +28,10 @@ FLOORS = [
     {"tuning"},
     {"recipes"},
     {"pair"},
-    {"fastest", "request"},
+    {"fastest", "prompts", "request"},
     {"generation"},
     {"hf", "evaluate"},
-    {"bench"},
+    {"bench", "train"},
     {"cli"},
     {"__main__"},
 ]

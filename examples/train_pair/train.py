@@ -1,8 +1,9 @@
-"""Train the bundled pair: `tokenizer`, then `target`, then `draft` (distilled from the target).
+"""Train the bundled pair: `tokenizer`, then `target`, then `prompts` for the draft, which specbeam trains itself.
 
 python train.py tokenizer --data DATA --out PAIR
 python train.py target    --data DATA --out PAIR
-python train.py draft     --data DATA --out PAIR
+python train.py prompts   --data DATA --out PAIR
+specbeam train draft -m PAIR/target --data PAIR/prompts.txt -o PAIR/draft
 
 On two CPU cores an epoch of the target takes about half an hour. Training stopped between epochs goes on with --resume.
 """
@@ -79,40 +80,14 @@ def target(
 
 
 @app.command()
-def draft(
-    data: Data,
-    out: Out,
-    layers: int = 2,
-    hidden: int = 128,
-    epochs: int = 3,
-    rate: float = 0.02,
-    embedding_rate: float = 5e-3,
-    tokens_per_batch: int = 8_000,
-    sounds_part: float = 0.3,
-    seed: int = 2,
-    overlap: float = 0.5,
-    name: str = "draft",
-    teacher_name: str = "target",
-    resume: bool = False,
-) -> None:
-    """Distil the draft: cross-entropy to the target's law, mixed with the odds that a draft token is rejected.
-
-    A draft token is accepted with odds ``sum(min(p, q))``; ``overlap`` weighs this term (total variation) in the loss.
-    """
-    torch.manual_seed(seed)
-    vocabulary = AutoTokenizer.from_pretrained(out / "tokenizer")
-    teacher = LlamaForCausalLM.from_pretrained(out / teacher_name, dtype=torch.float32).to(DEVICE).eval()
-    model = new_model(vocabulary, layers, hidden).to(DEVICE)
-
-    def loss(batch: Batch) -> Tensor:
-        with torch.no_grad():
-            p = answer_logits(teacher, batch).float().softmax(-1)
-        logq = answer_logits(model, batch).float().log_softmax(-1)
-        rejected = 1 - torch.minimum(p, logq.exp()).sum(-1)
-        return (1 - overlap) * -(p * logq).sum(-1).mean() + overlap * 4 * rejected.mean()
-
-    recipe = Recipe(epochs, rate, embedding_rate, tokens_per_batch, sounds_part, seed)
-    fit(model, vocabulary, loss, data, recipe, out / name, resume)
+def prompts(data: Data, out: Out, sentences: int = 54_000, words: int = 8_000, seed: int = 3) -> None:
+    """Write prompts of both jobs, of which `specbeam train draft` makes a draft; a part of the sentences in paragraphs."""
+    rng = random.Random(seed)
+    alone = joined_at_random(rng.sample(translations(data, "train"), sentences), 1 / 6, seed)
+    spelled_words = rng.sample(sounds(data, "train"), words)
+    texts = [one.prompt for one in alone + spelled_words]
+    rng.shuffle(texts)
+    (out / "prompts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
 
 
 def training_rows(data: Path, vocabulary: PreTrainedTokenizerFast, sounds_part: float, seed: int) -> Rows:

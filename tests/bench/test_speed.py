@@ -8,11 +8,11 @@ import pytest
 
 from specbeam.bench.baselines import transformers
 from specbeam.bench.outcome import specbeam
-from specbeam.bench.prompts import PromptRow, of_record, read, spread
 from specbeam.bench.speed import speed
 from specbeam.bench.speed_report import as_markdown, plot
 from specbeam.cli.widening import parameters
 from specbeam.errors import BadPrompt, BadSetting, MissingFile
+from specbeam.prompts import PromptRow, of_record, read, spread
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy
 from specbeam.recipes.search import beam_search
 from tests.support import words

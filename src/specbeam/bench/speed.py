@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from specbeam.bench.outcome import Contender, Outcome
-from specbeam.bench.prompts import PromptRow
 from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.evaluate.task import bleu, exact_match
 from specbeam.generation import Prompt
 from specbeam.measure.energy import EnergyMeter
 from specbeam.pair import Pair
+from specbeam.prompts import PromptRow
 from specbeam.records import RowCounts
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from specbeam.bench.acceptance import acceptance
 from specbeam.bench.efficiency import TreeCell, as_markdown, efficiency, plot
 from specbeam.bench.pictures import check_picture
-from specbeam.bench.prompts import spread
 from specbeam.cli.common import quiet_load
 from specbeam.cli.generate import gather
 from specbeam.pair import BUNDLED
+from specbeam.prompts import spread
 
 
 def demo_sentences() -> list[str]:

@@ -10,7 +10,6 @@ from typing import Any
 from specbeam.bench.baselines import MAKERS
 from specbeam.bench.outcome import Contender, specbeam
 from specbeam.bench.pictures import check_picture
-from specbeam.bench.prompts import PromptRow, read, spread
 from specbeam.bench.provenance import provenance
 from specbeam.bench.speed import speed
 from specbeam.bench.speed_report import as_markdown, plot
@@ -18,6 +17,7 @@ from specbeam.cli.common import method_from
 from specbeam.cli.widening import grown_pair
 from specbeam.errors import BadSetting
 from specbeam.pair import BUNDLED, Pair
+from specbeam.prompts import PromptRow, read, spread
 
 DEFAULT = [
     "transformers/sampling",

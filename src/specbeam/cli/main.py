@@ -521,6 +521,65 @@ def demo(
     raise typer.Exit(run(beams, seed, json))
 
 
+train = typer.Typer(no_args_is_help=True, help="Train what drafts.")
+app.add_typer(train, name="train")
+
+
+@train.command("draft")
+def train_draft(
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder to write; a training that was stopped goes on there.")
+    ],
+    model: Model = "bundled",
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="File of prompts that the target is asked to continue: text with a prompt per line, .tsv, or .jsonl; "
+            "plain or packed. May be given several times."
+        ),
+    ] = [],
+    columns: Annotated[str, typer.Option(help="Column of the prompt in a .tsv, counted from 1.")] = "1",
+    rows: Annotated[
+        int | None, typer.Option(help="Maximum number of prompts, at even distances; by default all.")
+    ] = None,
+    start: Annotated[
+        str | None, typer.Option(help="Model to go on from: a path or a hub id; by default a new one is made.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Number of blocks of a new model.")] = 2,
+    hidden: Annotated[
+        int | None,
+        typer.Option(
+            help="Size of the hidden states of a new model, a multiple of 64; by default half of the target's."
+        ),
+    ] = None,
+    beams: Annotated[int, typer.Option(help="Number of beams that the target draws below each prompt.")] = 4,
+    temperature: Annotated[float, typer.Option(help="Temperature of these draws.")] = 1.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens that are drawn below a prompt.")] = 80,
+    epochs: Annotated[int, typer.Option(help="How often each drawn tree is learnt from.")] = 4,
+    rate: Annotated[float, typer.Option(help="Learning rate of Muon, for the matrices of the blocks.")] = 0.02,
+    embedding_rate: Annotated[float, typer.Option(help="Learning rate of Adam, for all other weights.")] = 0.005,
+    batch_tokens: Annotated[int, typer.Option(help="Number of tokens of a batch.")] = 8_000,
+    variation: Annotated[
+        float, typer.Option(help="Share of total variation in the loss; cross-entropy has the rest.")
+    ] = 0.5,
+    seed: Annotated[int, typer.Option(help="Seed of draws, batches and first weights.")] = 0,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Train a draft model for any target from prompts alone: it learns the target's laws on what the target's beams draw."""
+    from specbeam.cli.train import run_draft as run
+    from specbeam.train.drawing import DrawPlan
+    from specbeam.train.fitting import Schedule
+
+    draws = DrawPlan(beams, temperature, top_k, top_p, max_new_tokens, seed)
+    schedule = Schedule(epochs, rate, embedding_rate, batch_tokens, seed=seed)
+    raise typer.Exit(
+        run(model, data, columns, rows, out, start, layers, hidden, draws, schedule, variation, threads, json)
+    )
+
+
 def main() -> None:
     """Run the command line.
 

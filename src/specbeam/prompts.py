@@ -1,4 +1,4 @@
-"""Prompts for benchmarks: from files in the formats in which they are published, or by name through `datasets`."""
+"""Prompts from files in the formats in which data sets are published, or by name through `datasets`."""
 
 import gzip
 import io

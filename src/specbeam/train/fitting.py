@@ -1,0 +1,224 @@
+"""The loop of training: batches of files of trees, two optimizers, a state on disk that a killed run goes on from."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from specbeam.errors import NotSupported
+from specbeam.options.checks import is_integer, require
+from specbeam.train.batches import TreeBatch, batches_of
+from specbeam.train.trees import Trees
+
+STATE_S = 60.0  # seconds between two states on disk
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how hard to train.
+
+    Args:
+        epochs: how often each tree is learnt from.
+        rate: the learning rate of Muon, for the matrices of the blocks.
+        embedding_rate: the learning rate of Adam, for embeddings, heads, norms and biases.
+        batch_tokens: number of tokens of a batch, padding included.
+        warm: the part of all steps in which rates rise.
+        decay: the part of all steps, at the end, in which rates fall to zero.
+        seed: the same seed gives the same batches and the same first weights.
+    """
+
+    epochs: int = 4
+    rate: float = 0.02
+    embedding_rate: float = 0.005
+    batch_tokens: int = 8_000
+    warm: float = 0.02
+    decay: float = 0.5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise `BadSetting` if a value is wrong."""
+        require(is_integer(self.epochs) and self.epochs >= 1, "epochs", self.epochs, "an integer of at least 1")
+        require(self.rate > 0, "rate", self.rate, "above 0")
+        require(self.embedding_rate > 0, "embedding_rate", self.embedding_rate, "above 0")
+        is_count = is_integer(self.batch_tokens) and self.batch_tokens >= 1
+        require(is_count, "batch_tokens", self.batch_tokens, "an integer of at least 1")
+        require(is_integer(self.seed), "seed", self.seed, "an integer")
+
+    def rate_factor(self, part: float) -> float:
+        """Return what the rates are multiplied with after this part of all steps: they rise, stay, and fall to zero."""
+        return min(1.0, part / self.warm, (1 - part) / self.decay)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of the curve of training."""
+
+    epoch: int  # finished epochs
+    seconds: float  # of training so far, all runs of a resumed training together
+    loss: float  # mean over the epoch's batches; NaN before the first
+    acceptance: float  # mean odds that a draft token is accepted, on held-out trees, by weight
+
+
+class Training:
+    """Training of one model.
+
+    Args:
+        model: what is trained.
+        loss: returns the loss of a batch.
+        check: returns the acceptance on held-out trees.
+        schedule: how long and how hard.
+        files: files of trees to learn from.
+        folder: where the state is kept.
+        device: where the model is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[TreeBatch], Tensor],
+        check: Callable[[], float],
+        schedule: Schedule,
+        files: list[Path],
+        folder: Path,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.loss = loss
+        self.check = check
+        self.schedule = schedule
+        self.files = files
+        self.folder = folder
+        self.device = device
+        self.optimizers = new_optimizers(model, schedule)
+        self.epoch = 0  # finished epochs
+        self.file = 0  # finished files of this epoch
+        self.losses: list[float] = []  # of this epoch
+        self.seconds = 0.0
+        self.curve: list[Point] = []
+
+    @property
+    def steps(self) -> int:
+        """The number of files in all epochs."""
+        return len(self.files) * self.schedule.epochs
+
+    @property
+    def done(self) -> int:
+        """The number of files finished in all epochs."""
+        return self.epoch * len(self.files) + self.file
+
+    def run(self) -> Iterator[int]:
+        """Train to the end; yield the number of finished files after each. The state is kept each minute and each epoch."""
+        if not self.curve:
+            self._add_point(float("nan"))
+        kept = time.monotonic()
+        while self.epoch < self.schedule.epochs:
+            began = time.monotonic()
+            self._learn_file()
+            self.seconds += time.monotonic() - began
+            if self.file == len(self.files):
+                self._finish_epoch()
+                self.keep()
+            elif time.monotonic() - kept > STATE_S:
+                self.keep()
+                kept = time.monotonic()
+            yield self.done
+
+    def _learn_file(self) -> None:
+        """Learn from the next file of this epoch."""
+        rng = np.random.default_rng([self.schedule.seed, self.epoch])
+        order = rng.permutation(len(self.files))
+        trees = Trees.read(self.files[order[self.file]])
+        rng = np.random.default_rng([self.schedule.seed, self.epoch, self.file])
+        batches = list(batches_of(trees, self.schedule.batch_tokens, rng))
+        for number, batch in enumerate(batches):
+            part = (self.done + (number + 0.5) / len(batches)) / self.steps
+            self._set_rates(self.schedule.rate_factor(part))
+            self.losses.append(self._learn(batch.to(self.device)))
+        self.file += 1
+
+    def _learn(self, batch: TreeBatch) -> float:
+        """Take one step, and return the loss before it."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            value = self.loss(batch)
+        value.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return value.item()
+
+    def _set_rates(self, factor: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = factor * group.setdefault("peak", group["lr"])
+
+    def _finish_epoch(self) -> None:
+        self.epoch += 1
+        self.file = 0
+        self._add_point(sum(self.losses) / len(self.losses))
+        self.losses = []
+
+    def _add_point(self, loss: float) -> None:
+        self.curve.append(Point(self.epoch, round(self.seconds, 1), loss, self.check()))
+        lines = [json.dumps(asdict(point)) for point in self.curve]
+        (self.folder / "curve.jsonl").write_text("\n".join(lines) + "\n")
+
+    def keep(self) -> None:
+        """Write the state to disk: a whole file, or the one before stays."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "epoch": self.epoch,
+            "file": self.file,
+            "losses": self.losses,
+            "seconds": self.seconds,
+            "curve": [asdict(point) for point in self.curve],
+        }
+        part = self.folder / "state.part"
+        torch.save(state, part)
+        part.replace(self.folder / "state.pt")
+
+    def resume(self) -> bool:
+        """Go on from the state on disk. Returns False if there is none."""
+        path = self.folder / "state.pt"
+        if not path.exists():
+            return False
+        state: dict[str, Any] = torch.load(path, map_location=self.device)
+        self.model.load_state_dict(state["model"])
+        for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(kept)
+        self.epoch = state["epoch"]
+        self.file = state["file"]
+        self.losses = state["losses"]
+        self.seconds = state["seconds"]
+        self.curve = [Point(**point) for point in state["curve"]]
+        return True
+
+
+def new_optimizers(model: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices inside the blocks, and Adam for all other weights.
+
+    Raises `NotSupported` if torch is older than 2.9, which has no Muon.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise NotSupported(f"training needs torch 2.9 or newer, for its optimizer Muon; this is {torch.__version__}")
+    outside = {id(weight) for weight in _embeddings(model)}
+    learnt = [weight for weight in model.parameters() if weight.requires_grad]
+    inside = [weight for weight in learnt if weight.ndim == 2 and id(weight) not in outside]
+    others = [weight for weight in learnt if weight.ndim != 2 or id(weight) in outside]
+    muon = torch.optim.Muon(inside, lr=schedule.rate, weight_decay=0.0)
+    adam = torch.optim.AdamW(others, lr=schedule.embedding_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    return [muon, adam]
+
+
+def _embeddings(model: nn.Module) -> list[Tensor]:
+    """Return the weights of the embedding and of the head."""
+    modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    heads = [module for name, module in model.named_modules() if name.split(".")[-1] in ("lm_head", "embed_out")]
+    return [weight for module in (*modules, *heads) for weight in module.parameters()]

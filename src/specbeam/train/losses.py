@@ -1,0 +1,49 @@
+"""What training lowers: the odds that a draft token is refused, and the cross-entropy to the target's law."""
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+
+def overlap(
+    logits: Float[Tensor, "laws vocab"], ids: Int64[Tensor, "laws kept"], logp: Float[Tensor, "laws kept"]
+) -> tuple[Float[Tensor, " laws"], Float[Tensor, " laws"]]:
+    """Return the overlap of each draft law q with the target's law p, and the cross-entropy of q to p in nats.
+
+    The overlap is the sum over tokens of min(p, q), the odds that a token drawn from q is accepted; one minus it is the
+    total variation. Tokens of which p is not known count as one, so the overlap is an upper bound of the true one, by at
+    most their probability, and the cross-entropy a lower bound.
+
+    Args:
+        logits: those of the draft.
+        ids: the tokens whose probability under the target is known, distinct in each row.
+        logp: their log-probabilities.
+    """
+    logq = logits.float().log_softmax(-1).gather(-1, ids)
+    p = logp.exp()
+    q = logq.exp()
+    rest_p = (1 - p.sum(-1)).clamp_min(0)
+    rest_q = (1 - q.sum(-1)).clamp_min(0)
+    accepted = torch.minimum(p, q).sum(-1) + torch.minimum(rest_p, rest_q)
+    surprise = -(p * logq).sum(-1) - rest_p * (rest_q + 1e-9).log()
+    return accepted, surprise
+
+
+def draft_loss(
+    accepted: Float[Tensor, " laws"],
+    surprise: Float[Tensor, " laws"],
+    weights: Float[Tensor, " laws"],
+    variation: float,
+) -> Float[Tensor, ""]:
+    """Return the loss of a batch, the mean over laws by weight.
+
+    Args:
+        accepted: the overlap of each pair of laws.
+        surprise: the cross-entropy of each.
+        weights: how much each law counts.
+        variation: the share of total variation, in [0, 1]; cross-entropy has the rest. Total variation is what speed depends
+            on, but its slope is zero in tokens of which q has too much already and small where q is small, so it learns
+            slowly by itself. It counts four times, to have slopes of about the size of those of cross-entropy.
+    """
+    each = (1 - variation) * surprise + variation * 4 * (1 - accepted)
+    return (each * weights).sum() / weights.sum()
