@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,10 @@ from specbeam.tuning.idle_model import IdleLM
 from specbeam.tuning.stored_prompt import StoredPrompt
 from specbeam.verify.search import SearchRule
 
-NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-QUICK = (1, 4, 8, 12, 16, 24, 32)  # numbers of nodes that are measured when a curve is needed at once
+NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+QUICK = (1, 2, 4, 6, 8, 12, 16, 24, 32)  # numbers of nodes that are measured when a curve is needed at once
+LEAST_S = 3.0  # seconds for which a curve is measured, so that a busy moment of the machine does not shape it
+QUICK_S = 0.5  # the same if the curve is needed at once
 CONTEXT = 64  # number of tokens before the nodes
 DEEP = 3  # number of layers of the drafts that are timed
 TURNS = 12  # number of turns that are timed with each kind of draft
@@ -46,7 +49,7 @@ def curve_of(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve:
         context = max(min(context, lm.max_positions // 2), 1)
     if context not in lm.curves:
         known = known_curve(lm, context)
-        lm.curves[context] = measure(lm, QUICK, context, 5, 1.0) if known is None else known
+        lm.curves[context] = measure(lm, QUICK, context, 5, QUICK_S, 1.0) if known is None else known
     return lm.curves[context]
 
 
@@ -61,31 +64,36 @@ def measure(
     nodes: Sequence[int] = NODES,
     context: int = CONTEXT,
     repeats: int = 9,
+    least_s: float = LEAST_S,
     budget_s: float = 60.0,
 ) -> CostCurve:
     """Measure the seconds of a pass by the number of scored nodes, and keep the curve on disk.
 
-    The seconds are the least of interleaved repeats, raised where a smaller size took longer.
+    The seconds are the least of interleaved repeats. Other work on the machine can only add to them, so a size never costs
+    more than a larger one: where it seemed to, the time of the larger one is taken.
 
     Args:
         nodes: numbers of scored nodes, ascending.
         context: number of tokens in the cache.
-        repeats: number of passes of each size.
+        repeats: least number of passes of each size.
+        least_s: seconds until which further rounds begin.
         budget_s: seconds after which no further round begins. There is at least one round after the warm-up.
     """
     samples: dict[int, list[float]] = {size: [] for size in nodes}
     began = time.perf_counter()
     with closing(StoredPrompt(lm, context)) as prompt:
-        for number in range(repeats + 1):
+        for number in count():
             for size in nodes:
                 cost = prompt.turn(size)
                 if number:  # the first round is warm-up
                     samples[size].append(cost.pass_s)
-            if number >= 1 and time.perf_counter() - began > budget_s:
+            spent = time.perf_counter() - began
+            is_enough = number >= repeats and spent > least_s
+            if number and (is_enough or spent > budget_s):
                 break
-    least = [min(values) for values in samples.values()]  # the passes that other work on the machine disturbed least
-    ascending = np.maximum.accumulate(least).tolist()  # a pass over more nodes never costs less
-    curve = CostCurve(tuple(nodes), tuple(ascending))
+    least = [min(values) for values in samples.values()]
+    ascending = np.minimum.accumulate(least[::-1])[::-1]
+    curve = CostCurve(tuple(nodes), tuple(ascending.tolist()))
     kept_figures.keep("pass", _key(lm, context), {"nodes": curve.nodes, "seconds": curve.seconds})
     return curve
 
