@@ -28,6 +28,7 @@ def forgetful(request):
     with pytest.MonkeyPatch.context() as patch:
         if "remembers" not in request.keywords:
             patch.setattr("specbeam.control.needs.OddsMemory.add", lambda *given: None)
+            patch.setattr("specbeam.control.pace.PaceMemory.leave", lambda *given: None)
         yield
 
 

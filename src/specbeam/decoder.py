@@ -1,10 +1,13 @@
 """A decoder of many sessions side by side, which are added and cancelled at any time: for batches, streams and servers."""
 
+import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 
 from specbeam.draft.batch import close_drafters, fill_drafters, models_of
+from specbeam.draft.beams import Resting
 from specbeam.errors import Cancelled
 from specbeam.kernels.interrupts import hold_interrupts
 from specbeam.kernels.threads import torch_on_one_thread
@@ -47,7 +50,6 @@ class Decoder:
         """
         check_gives(self.target, session.parts.needs)
         check_takes(self.target, session)
-        session.keeps_nodes = keeps_nodes(self.target, session.parts)
         self.waiting.append(session)
 
     def cancel(self, session: Session) -> bool:
@@ -78,9 +80,13 @@ class Decoder:
         """
         with hold_interrupts(), self._threads():
             self._let_in()
+            began = time.perf_counter()
             if self.filling:
                 self._fill()
             done = self._turns() if self.live else []
+            under_way = [*self.filling, *self.live]
+            for session in under_way:
+                session.count.seconds += (time.perf_counter() - began) / len(under_way)
             self._close([session for session in self.live if session.over])
             self.live = [session for session in self.live if not session.over]
         return done
@@ -111,8 +117,14 @@ class Decoder:
 
     def _let_in(self) -> None:
         """Move waiting sessions to the free places."""
+        beside = min(len(self.waiting) + len(self.filling) + len(self.live), self.at_once)
         while self.waiting and len(self.filling) + len(self.live) < self.at_once:
-            self.filling.append(self.waiting.popleft())
+            session = self.waiting.popleft()
+            enter = getattr(session.parts.controller, "enter", None)
+            if enter is not None and not enter(session, beside):
+                session.parts = replace(session.parts, drafter=Resting())
+            session.keeps_nodes = keeps_nodes(self.target, session.parts)
+            self.filling.append(session)
 
     def _fill(self) -> None:
         """Store a chunk of each long prompt, in the target and then in draft models; fully stored sessions become live."""

@@ -517,7 +517,7 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
     if not isinstance(widths, (FixedWidths, ChosenWidths)):
         return None
     models = [target]
-    if type(parts.drafter) is NoDraft:
+    if isinstance(parts.drafter, NoDraft):
         if plan.depth != 0:
             return None
         drafts: Any = NoDraftSpec(target.vocab)

@@ -52,6 +52,9 @@ class Controller(Protocol):
         more(session, tree) -> bool: whether a draft goes on after a layer (control/confidence.py).
         needs: Needs, what it reads of the target's rows, in `turn.scored`.
         numbers(session) -> Plan: the numbers by which steps plan many turns as one compiled run (control/planning.py).
+        enter(session, beside) -> bool: called before the first turn of a session, one of `beside` side by side; whether it
+            drafts at all. If not, its drafter is replaced by one that drafts nothing.
+        remember(session): a session is over (control/needs.py).
     """
 
     def plan(self, session: "Session") -> Shape: ...
@@ -161,6 +164,7 @@ class Counters:
     widths: list[int] = field(default_factory=list)
     peak_kv_tokens: int = 0
     rows: RowCounts = field(default_factory=RowCounts)
+    seconds: float = 0.0  # of the steps that it took part in, by equal shares with the sessions beside it
     began: float = field(default_factory=time.perf_counter)
 
     def restart(self) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from specbeam.control.cost import CostCurve, HostCost
+from specbeam.control.pace import PaceMemory, Phase, side_by_side
 from specbeam.control.planning import Plan
 from specbeam.control.values import NO_VALUES
 from specbeam.core.beams import Beams, Layers, depth_of
@@ -476,7 +477,7 @@ class OddsMemory:
         """Return what is kept on disk, or the prior."""
         prior = prior_odds()
         record = None if self.key is None else kept_figures.load("odds", [self.key, kind])
-        if not isinstance(record, dict):
+        if record is None:
             return prior
         try:
             found = Odds(*(np.array(record.get(name, []), dtype=float) for name in Odds._fields))
@@ -496,6 +497,15 @@ class Learning:
 
 
 @dataclass(frozen=True)
+class Entered:
+    """How a session goes: what `NodesByNeed.enter` decided."""
+
+    kind: str
+    beside: int  # sessions side by side when it began, itself included
+    phase: Phase
+
+
+@dataclass(frozen=True)
 class NodesByNeed:
     """A controller that lets drafts grow and cuts them by what rows cost, and by the odds that they are needed.
 
@@ -509,6 +519,7 @@ class NodesByNeed:
         most: maximum number of layers.
         host: seconds of a turn outside the models.
         memory: what earlier sessions have learnt.
+        paces: how fast earlier sessions were with drafts and without.
     """
 
     target: CostCurve
@@ -518,17 +529,39 @@ class NodesByNeed:
     most: int = 8
     host: HostCost = field(default_factory=HostCost)
     memory: OddsMemory = field(default_factory=OddsMemory, compare=False)
+    paces: PaceMemory = field(default_factory=PaceMemory, compare=False)
+
+    def enter(self, session: Session, beside: int) -> bool:
+        """Return whether a new session drafts, one of `beside` side by side."""
+        if not _says(session.parts.rule, "ignores_drafts", session):
+            return True
+        kind = f"{self._kind(session)}, {side_by_side(beside)}"
+        phase = self.paces.enter(kind)
+        session.state[self, Entered] = Entered(kind, beside, phase)
+        return phase.drafts
 
     def plan(self, session: Session) -> Shape:
+        if not self._drafts(session):
+            return Shape(0, 0)
         return Shape(min(self.most, session.remaining - 1), self.width)
 
     def numbers(self, session: Session) -> Plan:
         """Return the plan as numbers for steps."""
-        return self._plan
+        return self._plan if self._drafts(session) else _NO_DRAFTS
+
+    def _drafts(self, session: Session) -> bool:
+        entered: Entered | None = session.state.get((self, Entered))
+        return entered is None or entered.phase.drafts
 
     @cached_property
     def _plan(self) -> Plan:
-        return Plan(self.most, np.array([self.width]), 1, np.zeros((1, 1, 1)), 0.0, np.ones((2, 1)), 1, NO_VALUES)
+        return _plan_of(self.most, self.width)
+
+    def _kind(self, session: Session) -> str:
+        """Return which sessions are like this one."""
+        is_lazy = _says(session.parts.rule, "is_lazy", session)
+        warp = session.warp
+        return f"{self.beams} beams, {is_lazy=}, {warp.search=}, {warp.greedy=}, cuts={warp.cut.cuts}"
 
     def budget(self, session: Session) -> Budget:
         """Return by what the drafts of a session grow and are cut; NO_BUDGET if the rule's text depends on the drafts.
@@ -541,8 +574,7 @@ class NodesByNeed:
             return NO_BUDGET
         is_lazy = _says(rule, "is_lazy", session)
         if self not in session.state:
-            warp = session.warp
-            kind = f"{self.beams} beams, {is_lazy=}, {warp.search=}, {warp.greedy=}, cuts={warp.cut.cuts}"
+            kind = self._kind(session)
             session.state[self] = Learning(kind, self.memory.begin(kind), self.memory.begin(kind))
         learning: Learning = session.state[self]
         target_s, draft_s = self._seconds(session.beside)
@@ -559,7 +591,12 @@ class NodesByNeed:
         return [(rows, target_s[rows], speed * (target_s[rows + 1] - target_s[rows])) for rows in every]
 
     def remember(self, session: Session) -> None:
-        """Add what a session has learnt, which is over, to the memory."""
+        """Add what a session has learnt, which is over, to the memory, and how fast it was."""
+        entered: Entered | None = session.state.pop((self, Entered), None)
+        if entered is not None:
+            count = session.count
+            layers = len(count.widths) if session.failure is None else 0
+            self.paces.leave(entered.kind, entered.phase, count.seconds, layers, entered.beside)
         learning = session.state.pop(self, None)
         if learning is not None:
             self.memory.add(learning.kind, learning.begun, learning.odds)
@@ -571,6 +608,13 @@ class NodesByNeed:
         """Return the seconds of a target pass and of a draft layer by number of rows, for one of `beside` sessions."""
         rows = self.beams + self.most * self.width + 1
         return _seconds_by_rows(self.target, self.draft, self.host.draft_s, rows, beside)
+
+
+def _plan_of(most: int, width: int) -> Plan:
+    return Plan(most, np.array([width]), 1, np.zeros((1, 1, 1)), 0.0, np.ones((2, 1)), 1, NO_VALUES)
+
+
+_NO_DRAFTS = _plan_of(0, 1)
 
 
 def _says(rule: object, what: str, session: Session) -> bool:

@@ -52,9 +52,10 @@ def weights_key(model: "PreTrainedModel | None") -> str | None:
 def load(kind: str, key: Any) -> dict[str, Any] | None:
     """Return the record that was kept under this kind and key; None if there is none."""
     try:
-        return json.loads(_place(kind, key).read_text())
+        record = json.loads(_place(kind, key).read_text())
     except (OSError, ValueError):  # nothing is kept yet, or the file was cut short: the caller measures again
         return None
+    return record if isinstance(record, dict) else None
 
 
 def keep(kind: str, key: Any, record: dict[str, Any]) -> None:

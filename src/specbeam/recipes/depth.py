@@ -1,11 +1,13 @@
 """The depth of a draft: a fixed number of layers, or the number that gains most per second."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.fixed import FixedShape
 from specbeam.control.needs import NodesByNeed, OddsMemory
+from specbeam.control.pace import PaceMemory
 from specbeam.control.width import FixedWidth, ValuedWidth
 from specbeam.control.worth import DepthByCost, ShapeByValue
 from specbeam.core.cycles import READABLE
@@ -64,7 +66,8 @@ def depth_control(
     if may_be_cut and not text_depends_on_depth:
         if may_widen:
             width = max(width, min(_cheap_rows(curves[0], beams) // LAYERS_AT_ONCE, MOST_PER_BEAM * beams))
-        return NodesByNeed(*curves, beams, width, host=host, memory=_memory_of(target, draft))
+        paces = _paces_of(target, draft)
+        return NodesByNeed(*curves, beams, width, host=host, memory=_memory_of(target, draft), paces=paces)
     return DepthByCost(*curves, beams, (width,), host=host, alone=text_depends_on_depth)
 
 
@@ -128,11 +131,31 @@ def _memory_of(target: LM | None, draft: LM) -> OddsMemory:
     """Return what is learnt of the drafts of a pair, the same object for each method of the pair."""
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
         return OddsMemory()
+    return _learnt(target, draft).odds
+
+
+def _paces_of(target: LM | None, draft: LM) -> PaceMemory:
+    """Return how fast the sessions of a pair were, the same object for each method of the pair."""
+    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
+        return PaceMemory()
+    return _learnt(target, draft).paces
+
+
+@dataclass(frozen=True)
+class _Learnt:
+    """What is learnt of a pair."""
+
+    odds: OddsMemory
+    paces: PaceMemory
+
+
+def _learnt(target: HuggingFaceLM, draft: HuggingFaceLM) -> _Learnt:
     if draft not in target.learnt:
         models = target.model, draft.model
-        target.learnt[draft] = OddsMemory([*map(kept_figures.weights_key, models), target.engine, draft.engine])
-    memory: OddsMemory = target.learnt[draft]
-    return memory
+        key = [*map(kept_figures.weights_key, models), target.engine, draft.engine]
+        target.learnt[draft] = _Learnt(OddsMemory(key), PaceMemory(key))
+    found: _Learnt = target.learnt[draft]
+    return found
 
 
 def _host_cost(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rule: Rule) -> HostCost:

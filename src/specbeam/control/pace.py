@@ -1,0 +1,149 @@
+"""PLAN: whether sessions draft at all, by the time that their layers really took with drafts and without.
+
+The odds and costs by which drafts are chosen are estimates. Where a draft hardly pays, as with a target that is nearly as
+fast as its draft model, their errors are larger than what there is to gain. So sessions of a kind take turns: a phase with
+drafts, a phase without, then as it was faster. The slower way is tried again from time to time, and less and less often.
+Only for rules whose texts do not depend on the drafts.
+"""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+from specbeam.measure import kept_figures
+
+LEAST_SESSIONS = 8  # of a phase
+SAMPLES = 24  # of each way; older ones are forgotten
+FIRST_WAIT = 6  # phases until the slower way is tried again; doubled each time
+LONGEST_WAIT = 96
+
+
+@dataclass(frozen=True)
+class Phase:
+    """The way in which a session goes."""
+
+    number: int
+    drafts: bool
+    is_pure: bool  # whether no session of an earlier phase was beside it when it began
+
+
+@dataclass
+class Pace:
+    """The pace of the sessions of one kind: seconds per layer, with drafts and without."""
+
+    paces: dict[bool, deque[float]] = field(
+        default_factory=lambda: {drafts: deque(maxlen=SAMPLES) for drafts in (True, False)}
+    )
+    number: int = 0  # of the present phase
+    drafts: bool = True  # whether its sessions draft
+    best: bool = True  # the way that is faster, as far as it is known
+    sampled: int = 0  # sessions of this phase that were timed
+    wait: int = FIRST_WAIT
+    until_trial: int = FIRST_WAIT  # phases
+    live: dict[int, int] = field(default_factory=dict)  # number of sessions under way by phase
+
+    def enter(self) -> Phase:
+        """Return the way in which a new session goes."""
+        others = sum(count for number, count in self.live.items() if number != self.number)
+        self.live[self.number] = self.live.get(self.number, 0) + 1
+        return Phase(self.number, self.drafts, others == 0)
+
+    def leave(self, phase: Phase, seconds: float, layers: int, sessions: int) -> None:
+        """Note the pace of a session that is over.
+
+        Args:
+            seconds: those of its turns, by equal shares where several sessions went side by side.
+            layers: number of layers that it decided.
+            sessions: the least number of sessions of a phase.
+        """
+        self.live[phase.number] -= 1
+        if not self.live[phase.number]:
+            del self.live[phase.number]
+        if layers == 0 or not phase.is_pure:
+            return
+        self.paces[phase.drafts].append(seconds / layers)
+        self.sampled += phase.number == self.number
+        if self.sampled >= sessions:
+            self._begin_phase()
+
+    def _begin_phase(self) -> None:
+        was_trial = self.drafts != self.best
+        self.number += 1
+        self.sampled = 0
+        if not self.paces[not self.drafts]:
+            self.drafts = not self.drafts
+            return
+        faster = min((True, False), key=lambda drafts: statistics.median(self.paces[drafts]))
+        if faster != self.best:
+            self.best = faster
+            self.wait = FIRST_WAIT
+            self.until_trial = self.wait
+        elif was_trial:
+            self.wait = min(2 * self.wait, LONGEST_WAIT)
+            self.until_trial = self.wait
+        else:
+            self.until_trial -= 1
+        self.drafts = self.best if self.until_trial > 0 else not self.best
+
+
+class PaceMemory:
+    """The paces of the sessions of a pair, by their kind and by how many go side by side.
+
+    They are kept on disk for later processes, if there is a key. They change how fast texts come, never which texts.
+
+    Args:
+        key: JSON values that name the pair; None: keep nothing on disk.
+    """
+
+    def __init__(self, key: Any = None) -> None:
+        self.key = key
+        self._paces: dict[str, Pace] = {}
+        self._lock = Lock()
+
+    def enter(self, kind: str) -> Phase:
+        """Return the way in which a new session goes."""
+        with self._lock:
+            if kind not in self._paces:
+                self._paces[kind] = self._load(kind)
+            return self._paces[kind].enter()
+
+    def leave(self, kind: str, phase: Phase, seconds: float, layers: int, beside: int) -> None:
+        """Note the pace of a session that is over, one of `beside` side by side; see `Pace.leave`."""
+        with self._lock:
+            pace = self._paces[kind]
+            before = pace.number
+            pace.leave(phase, seconds, layers, max(LEAST_SESSIONS, 2 * beside))
+            if pace.number != before and self.key is not None:
+                record = {
+                    "drafted": list(pace.paces[True]),
+                    "undrafted": list(pace.paces[False]),
+                    "drafts": pace.drafts,
+                    "best": pace.best,
+                    "wait": pace.wait,
+                    "until_trial": pace.until_trial,
+                }
+                kept_figures.keep("pace", [self.key, kind], record)
+
+    def _load(self, kind: str) -> Pace:
+        """Return what is kept on disk, or a new pace."""
+        pace = Pace()
+        record = None if self.key is None else kept_figures.load("pace", [self.key, kind])
+        if record is None:
+            return pace
+        try:
+            pace.paces[True].extend(float(value) for value in record["drafted"])
+            pace.paces[False].extend(float(value) for value in record["undrafted"])
+            pace.drafts = bool(record["drafts"])
+            pace.best = bool(record["best"])
+            pace.wait = int(record["wait"])
+            pace.until_trial = int(record["until_trial"])
+        except (KeyError, TypeError, ValueError):  # somebody else has written the file
+            return Pace()
+        return pace
+
+
+def side_by_side(beside: int) -> str:
+    """Return a name for about so many sessions side by side: 1, 2 to 3, 4 to 7, ..."""
+    return f"2^{beside.bit_length() - 1} side by side"

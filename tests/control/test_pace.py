@@ -1,0 +1,119 @@
+"""Sessions draft, or do not, as was faster for those before them."""
+
+import json
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam.control.pace import FIRST_WAIT, LEAST_SESSIONS, LONGEST_WAIT, Pace, PaceMemory, side_by_side
+from specbeam.decode import decode
+from specbeam.measure import kept_figures
+from specbeam.options.settings import Settings
+from specbeam.request import Request
+from tests.support.loops import pair
+
+__all__ = ["pair"]  # a fixture
+
+
+def phases(pace, seconds_of, count, noise=0.0):
+    """Whether the sessions of each phase drafted, for sessions one after the other."""
+    rng = np.random.default_rng(0)
+    ways = []
+    while len(ways) < count:
+        ways.append(pace.drafts)
+        number = pace.number
+        while pace.number == number:
+            phase = pace.enter()
+            pace.leave(phase, seconds_of[phase.drafts] * (1 + noise * rng.normal()), 1, LEAST_SESSIONS)
+    return ways
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_faster_way_is_taken_and_the_other_tried_less_and_less_often(faster):
+    pace = Pace()
+    ways = phases(pace, {faster: 1.0, not faster: 1.2}, 300, noise=0.1)
+    assert ways[:2] == [True, False]
+    trials = [number for number, way in enumerate(ways) if way != faster and number > 1]
+    gaps = np.diff(trials)
+    assert (gaps[1:] >= gaps[:-1]).all()
+    assert gaps[0] > FIRST_WAIT
+    assert gaps[-1] == LONGEST_WAIT + 1
+
+
+def test_a_change_is_noticed():
+    """Drafts pay for a while, then no more: the texts have changed."""
+    pace = Pace()
+    assert phases(pace, {True: 1.0, False: 1.2}, 60)[-1]
+    later = phases(pace, {True: 1.5, False: 1.2}, 20)
+    assert later[-FIRST_WAIT:].count(False) >= FIRST_WAIT - 1
+
+
+def test_sessions_beside_those_of_another_phase_do_not_count():
+    pace = Pace()
+    early = pace.enter()
+    for _ in range(LEAST_SESSIONS):
+        pace.leave(pace.enter(), 1.0, 1, LEAST_SESSIONS)
+    beside = pace.enter()  # the first one is not over
+    assert (beside.number, beside.drafts, beside.is_pure) == (1, False, False)
+    pace.leave(beside, 99.0, 1, LEAST_SESSIONS)
+    assert 99.0 not in pace.paces[False]
+    pace.leave(early, 1.0, 1, LEAST_SESSIONS)
+    assert pace.enter().is_pure
+
+
+@pytest.mark.remembers
+def test_paces_are_kept_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
+    memory = PaceMemory(["a pair"])
+    for _ in range(2 * LEAST_SESSIONS):
+        phase = memory.enter("x")
+        memory.leave("x", phase, 2.0 if phase.drafts else 1.0, 1, 1)
+    assert not memory.enter("x").drafts
+    again = PaceMemory(["a pair"])
+    assert not again.enter("x").drafts
+    assert again._paces["x"].paces == memory._paces["x"].paces
+    assert PaceMemory(["another"]).enter("x").drafts
+    (file,) = kept_figures.folder().glob("pace-*.json")
+    for broken in ("{", json.dumps({"drafted": 1}), json.dumps([])):
+        file.write_text(broken)
+        assert PaceMemory(["a pair"]).enter("x").drafts
+
+
+def test_sides_are_counted_by_powers_of_two():
+    assert [side_by_side(count).split()[0] for count in (1, 2, 3, 4, 15, 16)] == [
+        "2^0",
+        "2^1",
+        "2^1",
+        "2^2",
+        "2^3",
+        "2^4",
+    ]
+
+
+@pytest.mark.remembers
+@pytest.mark.parametrize("ahead", [0, 32])
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_texts_do_not_depend_on_who_drafts(ahead, at_once, pair, monkeypatch):
+    """Every other session drafts; those that rest have no pass of the draft model, and the beams are the same."""
+    prompts = [[3, 1, 4, number] for number in range(8)]
+    entered = []
+
+    def enter(self, session, beside):
+        entered.append(beside)
+        return len(entered) % 2 == 0
+
+    monkeypatch.setattr("specbeam.control.needs.NodesByNeed.enter", enter)
+    settings = Settings.given({"max_new_tokens": 12}, None)
+    texts = []
+    for method in (sb.beam_sampling(4), sb.dsbd(4, width="fixed")):
+        request = Request(pair, prompts, method, settings, seed=5)
+        for _ in decode(pair.target, request.sessions, at_once, ahead):
+            pass
+        assert [session.failure for session in request.sessions] == [None] * 8
+        texts.append([[ended.tokens for ended in session.hypotheses()] for session in request.sessions])
+    assert texts[0] == texts[1]
+    assert set(entered[:at_once]) == {at_once}
+    rested = [session.count.draft_passes == 0 for session in request.sessions]
+    assert rested[0::2] == [True] * 4
+    assert not all(rested)
