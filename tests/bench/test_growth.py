@@ -5,6 +5,7 @@ import torch
 
 import specbeam as sb
 from specbeam.bench.widen_model import Size, grown, size_for, with_positions
+from specbeam.bench.widen_vocabulary import SHIFT, with_words
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.pair import BUNDLED
 from tests.support.tiny_models import tiny
@@ -106,3 +107,54 @@ def test_a_model_of_a_shorter_type_grows_in_it_and_keeps_its_angles():
     path = torch.tensor([[3, 4, 5, 6]])
     before, after = model(path).logits.float(), large(path).logits.float()
     assert (before - after).abs().max() < 0.1 * before.std()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("short", [True, False])
+def test_more_words_change_no_probability(family, short):
+    """New words are copies whose logits lie at least 30 lower; models of bfloat16 numbers stay such."""
+    model = tiny(family)
+    if short:  # weights only: rotary frequencies stay float32
+        for weight in model.parameters():
+            weight.data = weight.data.bfloat16().float()
+    own = model.config.vocab_size
+    large = with_words(model, own + 300)
+    ids = torch.randint(0, own, (3, 20), generator=torch.manual_seed(1))
+    before, after = logits(model, ids), logits(large, ids)
+    assert after.shape[-1] == own + 300 == large.config.vocab_size
+    torch.testing.assert_close(after.log_softmax(-1)[..., :own], before.log_softmax(-1), atol=1e-4, rtol=1e-4)
+    highest = after[..., own:].amax(-1)
+    assert (highest <= after[..., :own].amax(-1) - SHIFT).all()
+    assert after[..., own:].std(-1).min() > 0.5 * after[..., :own].std(-1).min()
+    linears = [one.weight for one in large.modules() if isinstance(one, torch.nn.Linear | torch.nn.Embedding)]
+    assert all(torch.equal(weight, weight.bfloat16().float()) for weight in linears) == short
+    tied = model.config.tie_word_embeddings
+    assert (large.lm_head.weight.data_ptr() == large.model.embed_tokens.weight.data_ptr()) == tied
+
+
+def test_a_model_with_more_words_grows_further():
+    model = tiny("llama")
+    large = with_words(model, 200)
+    own = Size.of(large.config)
+    larger = grown(large, Size(own.hidden * 2, own.layers + 2, own.inner * 2, own.heads, own.kv_heads))
+    ids = torch.randint(0, model.config.vocab_size, (2, 10), generator=torch.manual_seed(1))
+    found = logits(larger, ids).log_softmax(-1)[..., : model.config.vocab_size]
+    torch.testing.assert_close(found, logits(model, ids).log_softmax(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_vocabulary_does_not_shrink():
+    with pytest.raises(BadSetting, match="the model has 61 already"):
+        with_words(tiny("llama"), 60)
+
+
+@pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="needs the bundled pair")
+def test_texts_of_a_pair_with_more_words_are_the_same():
+    from specbeam.cli.widening import grown_pair
+
+    small, large = sb.load("bundled"), grown_pair("bundled", None, None, grow_vocab="9K")
+    assert large.target.vocab == large.draft.vocab == 9000
+    prompts = ["Ein Hund läuft über die Straße.", "Wo ist mein Hut?"]
+    for method in (sb.dsbd(4), sb.speculative_sampling(4), sb.beam_search(3)):
+        warp = {} if method.greedy else {"top_k": 20}
+        before, after = (sb.generate(pair, prompts, method, seed=2, **warp) for pair in (small, large))
+        assert [one.text for one in before] == [one.text for one in after]

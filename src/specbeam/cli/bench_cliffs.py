@@ -38,7 +38,7 @@ def run(
         torch.set_num_threads(threads)
     pair = grown_pair(model, draft, grow)
     sentences = [row.prompt for row in demo_rows()]
-    origin = provenance()
+    origin = provenance() | {"vocabulary": str(pair.target.vocab)}
     console = Console(stderr=True, highlight=False)
     cells: list[SpeedCell] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -51,7 +51,7 @@ def run(
             shortened = dataclasses.replace(task, rows=task.rows[:rows])
             bar = progress.add_task(task.name, total=seeds * len(shortened.rows))
             lines += measure(loaded, shortened, methods, seeds, max_new_tokens, partial(progress.advance, bar))
-    origin = provenance()
+    origin = provenance() | {"vocabulary": str(loaded.target.vocab)}
     if json:
         for line in lines:
             print(json_format.dumps({**dataclasses.asdict(line), "provenance": origin}))

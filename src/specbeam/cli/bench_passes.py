@@ -8,17 +8,16 @@ from specbeam.bench.passes import PassPlan, fits, passes
 from specbeam.bench.passes_report import as_markdown, as_records, plot
 from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
-from specbeam.bench.widen_model import grown, with_positions
-from specbeam.cli.common import quiet_load
-from specbeam.cli.widening import parameters
+from specbeam.bench.widen_model import with_positions
+from specbeam.cli.widening import grown_pair
 from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import load
 
 
 def run(
-    model: str, grow: str | None, rows: list[int], beams: list[int], lengths: list[int], copies_gb: float, repeats: int,
-    threads: int | None, picture: Path | None, json: bool,
+    model: str, grow: str | None, grow_vocab: str | None, rows: list[int], beams: list[int], lengths: list[int],
+    copies_gb: float, repeats: int, threads: int | None, picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     """Time passes, print tables of their cost, and return the exit code."""
     import torch
@@ -30,13 +29,13 @@ def run(
         check_picture(picture)
     if threads is not None:
         torch.set_num_threads(threads)
-    lm, positions = _model(model, grow, max(plan.lengths) + 1)
+    lm, positions = _model(model, grow, grow_vocab, max(plan.lengths) + 1)
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("passes", total=plan.steps)
         cells = passes(lm, plan, partial(progress.advance, bar))
     fitted = fits(cells, plan)
-    origin = provenance() | {"engine": lm.engine, "positions": positions}
+    origin = provenance() | {"engine": lm.engine, "vocabulary": lm.vocab, "positions": positions}
     if json:
         for record in as_records(cells, fitted):
             print(json_format.dumps({**record, "provenance": origin}))
@@ -60,12 +59,11 @@ def _plan(rows: list[int], beams: list[int], lengths: list[int], copies_gb: floa
     return PassPlan(ascending[0], ascending[1], ascending[2], repeats, copies_gb)
 
 
-def _model(name: str, grow: str | None, needed: int) -> tuple[HuggingFaceLM, str]:
+def _model(name: str, grow: str | None, grow_vocab: str | None, needed: int) -> tuple[HuggingFaceLM, str]:
     """Return a model with at least `needed` positions, and a text on where its positions come from."""
-    pair = quiet_load(name, None)
-    model = pair.target_model if grow is None else grown(pair.target_model, parameters(grow))
+    pair = grown_pair(name, None, grow, grow_vocab=grow_vocab)
     own = pair.target.max_positions
     if own is None or own >= needed:
-        return (pair.target if grow is None else load(model).target), "the model's own"
-    longer = with_positions(model, needed)
+        return pair.target, "the model's own"
+    longer = with_positions(pair.target_model, needed)
     return load(longer).target, f"{needed:,}, for timing only; the model's own are {own:,}"

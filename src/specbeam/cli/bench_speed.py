@@ -35,8 +35,8 @@ DEFAULT = [
 
 def run(
     contenders: list[str], source: str | None, columns: tuple[int, int], model: str, draft: str | None, grow: str | None,
-    grow_draft: str | None, quantize: str | None, rows: int, batch_sizes: list[int], repeats: int, threads: int | None,
-    options: dict[str, Any], picture: Path | None, json: bool,
+    grow_draft: str | None, grow_vocab: str | None, quantize: str | None, rows: int, batch_sizes: list[int], repeats: int,
+    threads: int | None, options: dict[str, Any], picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     """Measure contenders, print a table per batch size, and return the exit code."""
     import torch
@@ -47,7 +47,7 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     prompts = spread(demo_rows() if source is None else read(source, None, columns), rows)
-    pair = grown_pair(model, draft, grow, grow_draft, quantize)
+    pair = grown_pair(model, draft, grow, grow_draft, quantize, grow_vocab)
     running = [_contender(pair, text, options) for text in contenders or DEFAULT]
     console = Console(stderr=True, highlight=False)
     tables = []
@@ -55,7 +55,7 @@ def run(
         for size in batch_sizes:
             bar = progress.add_task(f"{size} at once", total=repeats * -(-len(prompts) // size))
             tables.append(speed(pair, running, prompts, size, repeats, partial(progress.advance, bar)))
-    origin = provenance()
+    origin = provenance() | {"vocabulary": str(pair.target.vocab)}
     for table in tables:
         if json:
             for line in table:

@@ -27,6 +27,13 @@ Grow = Annotated[
         help="Enlarge the target to this many weights (100M, 1B, ...) without changing what it computes. By default not."
     ),
 ]
+GrowVocab = Annotated[
+    str | None,
+    typer.Option(
+        help="Enlarge the vocabulary of both models to this many words (128K, ...) without changing any text. By default "
+        "not."
+    ),
+]
 MethodName = Annotated[str, typer.Option("--method", help="Decoding method; `specbeam methods` lists them.")]
 Settings = Annotated[
     list[str],
@@ -379,6 +386,7 @@ def speed(
     grow_draft: Annotated[
         str | None, typer.Option(help="Enlarge the draft model in the same way to this many weights. By default not.")
     ] = None,
+    grow_vocab: GrowVocab = None,
     quantize: Annotated[
         str | None,
         typer.Option(help="'int8' rounds the target's weights to 8 bits for specbeam's methods. By default not."),
@@ -409,6 +417,7 @@ def speed(
             draft,
             grow,
             grow_draft,
+            grow_vocab,
             quantize,
             rows,
             batch_size,
@@ -463,6 +472,7 @@ def speed_cliffs(
 def pass_cost(
     model: Model = "bundled",
     grow: Grow = None,
+    grow_vocab: GrowVocab = None,
     rows: PassRows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128],
     beams: Annotated[
         list[int],
@@ -483,7 +493,7 @@ def pass_cost(
     """Time a pass by its rows and by the tokens in the KV cache, and a step of beams beside transformers' cache."""
     from specbeam.cli.bench_passes import run
 
-    raise typer.Exit(run(model, grow, rows, beams, length, copies_gb, repeats, threads, plot, json))
+    raise typer.Exit(run(model, grow, grow_vocab, rows, beams, length, copies_gb, repeats, threads, plot, json))
 
 
 @app.command()

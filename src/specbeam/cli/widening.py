@@ -1,29 +1,36 @@
-"""The options `--grow` and `--grow-draft`: pairs whose models are enlarged before they are timed."""
+"""The options `--grow`, `--grow-draft` and `--grow-vocab`: pairs whose models are enlarged before they are timed."""
 
 import re
 from typing import Any
 
 from specbeam.bench.widen_model import grown
+from specbeam.bench.widen_vocabulary import with_words
 from specbeam.cli.common import quiet_load
 from specbeam.errors import BadSetting
 from specbeam.pair import Pair, load
 
 
 def grown_pair(
-    model: str, draft: str | None, grow: str | None, grow_draft: str | None = None, quantize: Any = None
-) -> Pair:
+    model: str, draft: str | None, grow: str | None, grow_draft: str | None = None, quantize: Any = None,
+    grow_vocab: str | None = None,
+) -> Pair:  # fmt: skip
     """Load a pair, and enlarge its models without changing what they compute.
 
     Args:
         model, draft: paths or hub ids of target and draft.
-        grow, grow_draft: numbers of parameters like "100M"; None: the model stays as it is.
+        grow, grow_draft: numbers of parameters like "100M"; None: the model stays as it is. Those of the new words count.
         quantize: as for `specbeam.load`.
+        grow_vocab: the number of words of both models, like "128K"; None: it stays as it is.
     """
     pair = quiet_load(model, draft)
-    if grow is None and grow_draft is None and quantize is None:
+    if grow is None and grow_draft is None and quantize is None and grow_vocab is None:
         return pair
     target = pair.target_model
     draft_model = pair.draft_model
+    if grow_vocab is not None:
+        words = parameters(grow_vocab, "--grow-vocab")
+        target = with_words(target, words)
+        draft_model = None if draft_model is None else with_words(draft_model, words)
     if grow is not None:
         target = grown(target, parameters(grow))
     if grow_draft is not None:
@@ -34,11 +41,11 @@ def grown_pair(
 
 
 def parameters(text: str, option: str = "--grow") -> int:
-    """Return the number of parameters that a text like "100M", "1.5B" or "5000" stands for.
+    """Return the number that a text like "100M", "1.5B", "128K" or "5000" stands for.
 
     Raises `BadSetting`, which names the option, if the text is none.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MB]?)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB]?)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise BadSetting(f"{option} is {text!r}; it must be a number of parameters like 100M or 1.5B")
-    return round(float(match[1]) * {"": 1, "M": 1e6, "B": 1e9}[match[2].upper()])
+        raise BadSetting(f"{option} is {text!r}; it must be a number like 128K, 100M or 1.5B")
+    return round(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2].upper()])
