@@ -332,3 +332,15 @@ def test_tune_shows_between_what_controllers_choose(models, monkeypatch):
     assert "3 beams of fixed width: the odds of being needed" in out
     assert "by rejection: 3 beams, 5 draft nodes per layer" in out
     assert 'width="auto": value per second' in out
+    assert "acceptance of the first" not in out
+
+
+def test_tune_measures_acceptance_by_rank(models, monkeypatch, tmp_path):
+    monkeypatch.setattr("specbeam.cli.tune.NODES", (1, 4))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abc\nno\n")
+    code, out, err = specbeam("tune", *models, "--context", "8", "-f", str(prompts), "--json")
+    assert code == 0, err
+    found = json.loads(out)["acceptance"]
+    assert len(found["odds"]) == 5
+    assert found["nodes"] > 0

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.control.best_tree import depth_of_tree, fastest_tree, sequoia_tree, size_of
+from specbeam.control.best_tree import depth_of_tree, fastest_tree, layers_of, sequoia_tree, size_of
 from specbeam.control.confidence import SureDraft, TrackedThreshold
 from specbeam.control.cost import CostCurve, PassTimes
 from specbeam.control.size import SizeByLatency, best_size
@@ -18,12 +18,17 @@ from specbeam.draft.tree import Branching, TreeDrafter, _confidence
 from specbeam.laws.rows import RowLaw
 from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
+from specbeam.measure import kept_figures
 from specbeam.records import Scored, Shape, Turn, Verdict
 from specbeam.session import Parts
+from specbeam.tuning.acceptance import keep_acceptance, kept_acceptance
 from specbeam.verify.walk import MatchRule
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
+from tests.support.loops import pair
 from tests.support.programs import random_table, run, session_of
+
+__all__ = ["pair"]  # a fixture
 
 RANKS = (0.7, 0.175, 0.125)
 
@@ -317,8 +322,51 @@ def test_sequoia_takes_the_fastest_tree_under_a_cost_curve():
     cheap, dear = (CostCurve((1, 2, 4, 8, 16), tuple(10 + slope * n for n in (1, 2, 4, 8, 16))) for slope in (0, 10))
     sizes = [size_of(sb.sequoia(16, 6, RANKS, cost=cost).parts(None, TableLM([1.0])).drafter.growth.topology)
              for cost in (cheap, dear)]  # fmt: skip
-    assert sizes[0] == 15
+    assert sizes[0] == 16
     assert sizes[1] <= 3
+
+
+def test_sequoia_takes_what_was_measured_of_the_pair(pair, tmp_path, monkeypatch):
+    """The tree follows the acceptance that was kept and the cost of passes; without either, guesses and all nodes."""
+    monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
+    free = CostCurve((1, 4, 16, 64), (1.0, 1.0, 1.0, 1.0))
+    monkeypatch.setattr(
+        "specbeam.recipes.sequence.curve_of", lambda lm: free if lm is pair.target else CostCurve((1,), (0.0,))
+    )
+
+    def shape(**settings):
+        return layers_of(sb.sequoia(12, 4, **settings).parts(pair.target, pair.draft).drafter.growth.topology)
+
+    guessed = shape()
+    assert sum(guessed) == 12
+    keep_acceptance(pair.target, pair.draft, [0.95, 0.0])
+    assert shape() == (1, 1, 1, 1)  # a second child is never accepted
+    assert shape(acceptance=(0.7, 0.12, 0.05, 0.03, 0.02)) == guessed
+    dear = CostCurve((1, 4, 16, 64), (1.0, 4.0, 16.0, 64.0))
+    monkeypatch.setattr("specbeam.recipes.sequence.curve_of", lambda lm: dear)
+    assert sum(shape()) < 12
+    assert sum(shape(cost=None, acceptance=(0.7, 0.12, 0.05, 0.03, 0.02))) == 12
+    (file,) = kept_figures.folder().glob("acceptance-*.json")
+    for broken in ('{"odds": []}', '{"odds": [0.9, 0.9]}', '{"odds": "many"}', "{}"):
+        file.write_text(broken)
+        assert kept_acceptance(pair.target, pair.draft) is None
+
+
+@pytest.mark.parametrize("name", ["thompson", "survival"])
+def test_the_cost_of_a_draft_layer_is_measured(name, pair, monkeypatch):
+    """It is the draft's pass and the rows in the target's, as a share of a pass without drafts; a part keeps its own."""
+    curves = {pair.target: CostCurve((1, 11), (1.0, 2.0)), pair.draft: CostCurve((1, 4), (0.2, 0.5))}
+    monkeypatch.setattr("specbeam.recipes.depth.curve_of", curves.get)
+
+    def cost(method):
+        return method.parts(pair.target, pair.draft).controller.cost
+
+    assert cost(sb.speculative_sampling(5, controller=name)) == 0.3  # 0.2 + 0.1
+    assert cost(sb.rsd_s(4, 2, controller=name)) == 0.9  # 0.5 + 0.4
+    assert cost(sb.speculative_sampling(5, controller=Survival(cost=0.7))) == 0.7
+    assert sb.speculative_sampling(5, controller=name).parts(None, TableLM([1.0])).controller.cost == 0.1
+    if name == "thompson":
+        assert cost(sb.prompt_lookup(5, controller=name)) == 0.1  # nothing but rows
 
 
 @pytest.mark.parametrize("acceptance", [(0.7, 0.0), (0.0, 0.5), (0.7, 0.0, 0.1)])

@@ -100,7 +100,7 @@ def test_the_host_is_timed_around_models_that_cost_nothing(rule, tmp_path, monke
 def test_costs_are_told_apart(monkeypatch):
     """Turns that are priced by a formula give its terms."""
 
-    def priced(vocab, parts, depth, agree):
+    def priced(vocab, parts, depth, agree, turns):
         return 0.7 + 0.2 * depth + 0.1 * (1 + depth * agree)
 
     monkeypatch.setattr("specbeam.tuning.costs._turn_s", priced)

@@ -511,12 +511,21 @@ def tune(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the options between which depth='auto' and width='auto' choose.")
     ] = False,
+    file: Annotated[
+        list[Path],
+        typer.Option(
+            "--file",
+            "-f",
+            help="File of prompts like those to come: measures on 30 of them how often the k-th draft tried is accepted, "
+            "for sequoia. By default the bundled pair's sentences, for that pair.",
+        ),
+    ] = [],
     json: Json = False,
 ) -> None:
-    """Measure the time of a pass of each model on this machine, and keep it on disk for depth='auto'."""
+    """Measure what controllers decide by, and keep it on disk: the time of passes here, and acceptance by rank."""
     from specbeam.cli.tune import run
 
-    raise typer.Exit(run(model, draft, context, beams, draft_beams, odds, explain, json))
+    raise typer.Exit(run(model, draft, context, beams, draft_beams, odds, explain, file, json))
 
 
 @app.command()

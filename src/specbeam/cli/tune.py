@@ -3,8 +3,11 @@
 import dataclasses
 import json as json_format
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from specbeam.bench.acceptance import Acceptance, acceptance
+from specbeam.cli.bench import demo_sentences
 from specbeam.cli.common import quiet_load
 from specbeam.control.cost import CostCurve
 from specbeam.control.needs import NodesByNeed
@@ -12,7 +15,9 @@ from specbeam.control.worth import DepthByCost, PassOdds, ShapeByValue
 from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import Pair
+from specbeam.prompts import read, spread
 from specbeam.recipes.beams import dsbd
+from specbeam.tuning.acceptance import keep_acceptance
 from specbeam.tuning.costs import NODES, measure
 
 if TYPE_CHECKING:
@@ -27,14 +32,16 @@ def run(
     width: int | None,
     odds: float,
     explain: bool,
+    files: list[Path],
     json: bool,
 ) -> int:
-    """Measure passes of the models, print their cost, and return the exit code.
+    """Measure passes of the models and acceptance by rank, print them, and return the exit code.
 
     Args:
         contexts: numbers of tokens in the cache.
         width: draft nodes per layer; None: as `dsbd` chooses.
         odds: probability that a draft layer passes, for `explain`.
+        files: prompts on which acceptance by rank is measured; none: the demo's, for the bundled pair.
     """
     from rich.console import Console
     from rich.table import Table
@@ -45,11 +52,14 @@ def run(
     models = {"target": pair.target} | ({"draft": pair.draft} if pair.draft is not None else {})
     console = Console(highlight=False)
     curves = {name: {context: _cost_curve(lm, context) for context in contexts} for name, lm in models.items()}
+    by_rank = _measured_acceptance(pair, _prompts(model, files))
     if json:
-        record = {
+        record: dict[str, Any] = {
             name: {context: dataclasses.asdict(curve) for context, curve in by_context.items()}
             for name, by_context in curves.items()
         }
+        if by_rank is not None:
+            record["acceptance"] = dataclasses.asdict(by_rank)
         print(json_format.dumps(record))
         return 0
     table = Table(title="milliseconds of a pass, by nodes")
@@ -60,6 +70,9 @@ def run(
     for place, nodes in enumerate(NODES):
         table.add_row(str(nodes), *(f"{1e3 * curves[name][context].seconds[place]:.2f}" for name, context in columns))
     console.print(table)
+    if by_rank is not None:
+        odds_by_rank = ", ".join(f"{value:.2f}" for value in by_rank.odds)
+        console.print(f"acceptance of the first, second, ... draft tried, at {by_rank.nodes} nodes: {odds_by_rank}")
     if explain and "draft" in curves:
         target_curve = curves["target"][contexts[0]]
         draft_curve = curves["draft"][contexts[0]]
@@ -70,6 +83,24 @@ def run(
         _explain_depth(console, by_cost, odds)
         _explain_shape(console, by_value)
     return 0
+
+
+def _prompts(model: str, files: list[Path]) -> list[str]:
+    """Return up to 30 prompts of the files; without any, of the demo for the bundled pair, else none."""
+    if files:
+        prompts = [row.prompt for file in files for row in read(str(file))]
+    else:
+        prompts = demo_sentences() if model == "bundled" else []
+    return spread(prompts, 30)
+
+
+def _measured_acceptance(pair: Pair, prompts: list[str]) -> Acceptance | None:
+    """Measure acceptance by rank, and keep it for `sequoia`; None without a draft model or without prompts."""
+    if pair.draft is None or not prompts:
+        return None
+    found = acceptance(pair, prompts, children=5, max_new_tokens=48)
+    keep_acceptance(pair.target, pair.draft, found.odds)
+    return found
 
 
 def _cost_curve(lm: HuggingFaceLM, context: int) -> CostCurve:

@@ -81,22 +81,29 @@ def _scaled(odds: float, values: Float64[np.ndarray, " n"]) -> Float64[np.ndarra
 
 
 def fastest_tree(
-    acceptance: Sequence[float], cost: CostCurve, most_nodes: int, most_depth: int
+    acceptance: Sequence[float],
+    cost: CostCurve,
+    most_nodes: int,
+    most_depth: int,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[Topology, float]:
     """Return the tree of least time per token, and that time in seconds (Sequoia's hardware-aware rule).
 
-    Its number of nodes, root included, is one of `cost.nodes` and at most `most_nodes`.
+    Args:
+        acceptance: as in `sequoia_tree`.
+        cost: seconds of passes, and of a draft layer.
+        most_nodes: the most nodes, root included.
+        most_depth: the most layers below the root.
+        sizes: numbers of nodes between which it chooses; None: those that were measured.
     """
-    best: tuple[float, Topology] | None = None
-    for size in (n for n in cost.nodes if 1 <= n <= most_nodes):
-        for depth in range(most_depth + 1):
-            if (size == 1) != (depth == 0):
-                continue
-            tree, tokens = sequoia_tree(acceptance, size, depth)
+    table = _BestSubtrees(acceptance, most_nodes, most_depth)
+    best = (cost.pass_s(1), 1, 0)  # the root alone gives one token
+    for depth in range(1, most_depth + 1):
+        for size in (one for one in sizes or cost.nodes if 2 <= one <= most_nodes):
+            tokens = float(table.value[depth, size].max())
             if not np.isfinite(tokens):
                 continue
-            time = (depth * cost.draft_layer_s + cost.pass_s(size)) / tokens
-            if best is None or time < best[0]:
-                best = (time, tree)
-    assert best is not None, "a tree of one node is always possible"
-    return best[1], best[0]
+            seconds_per_token = (depth * cost.draft_layer_s + cost.pass_s(size)) / tokens
+            best = min(best, (seconds_per_token, size, depth))
+    seconds_per_token, size, depth = best
+    return table.tree(size, depth), seconds_per_token

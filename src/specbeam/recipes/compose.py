@@ -15,7 +15,7 @@ from specbeam.control.thompson import Thompson
 from specbeam.draft.tree import Growth, TreeDrafter
 from specbeam.errors import BadSetting, LostLaw
 from specbeam.lm.base import LM
-from specbeam.recipes.depth import DrafterOf, depth_by_cost
+from specbeam.recipes.depth import DrafterOf, cost_of_layer, depth_by_cost
 from specbeam.recipes.method import Method
 from specbeam.session import Controller, Parts, Rule, is_part, law_of
 from specbeam.verify.traversal import TraversalRule
@@ -107,9 +107,23 @@ def controller_maker(
         raise BadSetting(f"controller is {choice!r}; it must be one of {', '.join(controllers)}, or a part")
     part = controllers[choice] if isinstance(choice, str) else _with_width(choice, width)
     _check_controller(choice, part, drafts)
-    if part is not None:
-        return lambda target, draft: part
-    return lambda target, draft: depth_by_cost(drafts.layers, depth, target, draft, drafter_of, rule)
+    if part is None:
+        return lambda target, draft: depth_by_cost(drafts.layers, depth, target, draft, drafter_of, rule)
+    if isinstance(choice, str) and isinstance(part, (Thompson, Survival)):
+        return lambda target, draft: _with_measured_cost(part, drafts, target, draft)
+    return lambda target, draft: part
+
+
+def _with_measured_cost(
+    part: Thompson | Survival, drafts: DraftKind, target: LM | None, draft: LM | None
+) -> Thompson | Survival:
+    """Return the part with the cost of a draft layer on this machine, or with its own where models are not measured.
+
+    `draft` is None for drafts that no model makes.
+    """
+    rows = max(drafts.layers) if drafts.layers else max(drafts.width // drafts.depth, 1)
+    cost = cost_of_layer(target, draft, rows, drafts.depth)
+    return part if cost is None else replace(part, cost=cost)
 
 
 def tree_method(

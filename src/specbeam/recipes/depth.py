@@ -119,6 +119,27 @@ def depth_by_cost(
     return DepthByCost(*curves, 1, layers, most, host, alone=text_depends_on_depth)
 
 
+def cost_of_layer(target: LM | None, draft: LM | None, rows: int, depth: int) -> float | None:
+    """Return the seconds of a draft layer, with its rows in the target's pass, as a share of a pass without drafts.
+
+    The number has one digit, so that two measurements of a machine seldom give two texts. None for models that cannot be
+    measured.
+
+    Args:
+        draft: None for drafts that no model makes.
+        rows: number of draft nodes per layer.
+        depth: number of layers over which the target's rows are averaged.
+    """
+    if not isinstance(target, HuggingFaceLM) or not (draft is None or isinstance(draft, HuggingFaceLM)):
+        return None
+    curve = curve_of(target)
+    undrafted_s = curve.pass_s(1)
+    rows_s = (curve.pass_s(1 + depth * rows) - undrafted_s) / depth
+    draft_s = 0.0 if draft is None else curve_of(draft).pass_s(rows)
+    share = (draft_s + rows_s) / undrafted_s
+    return max(float(f"{share:.1g}"), 0.001)
+
+
 def _cheap_rows(curve: CostCurve, beams: int) -> int:
     """Return the number of rows, up to 64, whose pass takes at most a quarter longer than one over `beams` rows."""
     rows = beams

@@ -1,6 +1,8 @@
 """Recipes for one sequence whose drafts come from a draft model: drawn from its law, or its likeliest tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from specbeam.control.best_tree import Topology, depth_of_tree, fastest_tree, layers_of, sequoia_tree
@@ -16,6 +18,8 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of, tree_method
 from specbeam.recipes.method import Method, require_at_least_one
 from specbeam.session import Controller, Parts, Rule, law_of
+from specbeam.tuning.acceptance import kept_acceptance
+from specbeam.tuning.costs import curve_of
 
 
 def speculative_sampling(
@@ -128,9 +132,9 @@ def rsd_s(
 def sequoia(
     nodes: int = 16,
     depth: int = 6,
-    acceptance: Sequence[float] = (0.7, 0.12, 0.05, 0.03, 0.02),
+    acceptance: Sequence[float] | None = None,
     rule: "RuleName | Rule" = "path",
-    cost: CostCurve | None = None,
+    cost: 'CostCurve | Literal["auto"] | None' = "auto",
     controller: "ControllerName | Controller" = "fixed",
 ) -> Method:
     """Draft the fixed tree that is best for measured acceptance rates, filled by draws without replacement.
@@ -141,24 +145,50 @@ def sequoia(
     Steps of the paper: dynamic programme (sec. 3.1) control/best_tree.py; sampling with fallback (alg. 2) draft/children.py.
 
     Args:
-        nodes: number of nodes of the tree, without the root.
+        nodes: maximum number of nodes of the tree, without the root.
         depth: maximum number of layers.
-        acceptance: for k = 1, 2, ...: the probability that the child accepted at a node is the k-th one tried;
-            `specbeam bench acceptance` measures these.
+        acceptance: for k = 1, 2, ...: the probability that the child accepted at a node is the k-th one tried. None: what
+            `specbeam tune` has measured of this pair; if it has not run, 0.7, 0.12, 0.05, 0.03, 0.02.
         rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
-        cost: seconds of a pass by number of nodes. If given, the tree of at most `nodes` nodes with the least time per
-            token is used; otherwise the tree of `nodes` nodes with the most expected tokens per pass.
+        cost: seconds of a pass by number of nodes, of which follows the tree of at most `nodes` nodes with the least time
+            per token. "auto": as measured on this machine (`specbeam tune`), so a seed may give another text on another
+            machine. None: the tree of `nodes` nodes with the most expected tokens per pass.
         controller: the controller that chooses the length of a draft, as in `speculative_sampling`.
     """
     require_at_least_one(nodes=nodes, depth=depth)
-    if not acceptance or min(acceptance) < 0 or sum(acceptance) > 1 + 1e-6:
+    if acceptance is not None and (not acceptance or min(acceptance) < 0 or sum(acceptance) > 1 + 1e-6):
         raise BadSetting(f"acceptance is {list(acceptance)}; it must hold odds, at least one, in sum at most 1")
+    if cost not in ("auto", None) and not isinstance(cost, CostCurve):
+        raise BadSetting(f"cost is {cost!r}; it must be a CostCurve, 'auto' or None")
+
+    def method_of(target: LM | None, draft: LM | None) -> Method:
+        odds = tuple(acceptance or kept_acceptance(target, draft) or _GUESSED_ACCEPTANCE)
+        curve = _measured_cost(target, draft, max(nodes // depth, 1)) if cost == "auto" else cost
+        assert not isinstance(curve, str)
+        tree = _sequoia_tree_for(odds, curve, nodes, depth)
+        drafts = DraftKind("sequoia", depth_of_tree(tree), layers=layers_of(tree))
+        return tree_method(drafts, FixedTree(tree, Distinct(fallback=True)), rule, controller)
+
+    unmeasured = method_of(None, None)
+    return replace(unmeasured, build=lambda target, draft: method_of(target, draft).build(target, draft))
+
+
+_GUESSED_ACCEPTANCE = (0.7, 0.12, 0.05, 0.03, 0.02)
+
+
+@lru_cache(maxsize=64)
+def _sequoia_tree_for(odds: tuple[float, ...], cost: CostCurve | None, nodes: int, depth: int) -> Topology:
+    """Return the best tree of at least one node below the root."""
     if cost is None:
-        tree: Topology = sequoia_tree(acceptance, nodes + 1, depth)[0]
-    else:
-        tree = fastest_tree(acceptance, cost, nodes + 1, depth)[0]
-    drafts = DraftKind("sequoia", depth_of_tree(tree), layers=layers_of(tree))
-    return tree_method(drafts, FixedTree(tree, Distinct(fallback=True)), rule, controller)
+        return sequoia_tree(odds, nodes + 1, depth)[0]
+    return fastest_tree(odds, cost, nodes + 1, depth, range(1, nodes + 2))[0] or ((),)
+
+
+def _measured_cost(target: LM | None, draft: LM | None, rows: int) -> CostCurve | None:
+    """Return the target's cost of passes here, with that of a draft layer of `rows` nodes; None if nothing is measured."""
+    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
+        return None
+    return replace(curve_of(target), draft_layer_s=curve_of(draft).pass_s(rows))
 
 
 def spechub(

@@ -128,13 +128,13 @@ def measure_host(vocab: int, parts: PartsOf, rounds: int = 3) -> HostCost:
     """Measure the cost of turns outside the models, with models that compute nothing.
 
     Turns without drafts, with drafts that always pass and with drafts that never pass are timed. The times are medians
-    over turns, and the least of interleaved rounds.
+    over turns, and the least of interleaved rounds. Where steps are not compiled, turns take so long that one counts.
     """
     best: dict[tuple[int, bool], float] = {}
-    for number in range(rounds + 1):
+    for number in range(rounds + 1 if kernels.AVAILABLE else 1):
         for kind in ((0, True), (DEEP, True), (DEEP, False)):
-            seconds = _turn_s(vocab, parts, *kind)
-            if number:  # the first round is warm-up
+            seconds = _turn_s(vocab, parts, *kind, TURNS if kernels.AVAILABLE else 1)
+            if number or not kernels.AVAILABLE:  # the first round of compiled steps is warm-up
                 best[kind] = min(seconds, best.get(kind, seconds))
     undrafted, passing, failing = best.values()
     judge_s = max(passing - failing, 0.0) / DEEP
@@ -174,17 +174,18 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
     return HostCost(*best)
 
 
-def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool) -> float:
+def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool, turns: int) -> float:
     """Return the median seconds of a turn outside the models, with models that compute nothing.
 
     Args:
         depth: number of draft layers.
         agree: whether the target accepts all drafts, or none.
+        turns: number of turns.
     """
     target = IdleLM(vocab, 0)
     draft = IdleLM(vocab, 0 if agree else 1)
     session_parts = parts(draft, depth)
-    limits = Limits((TURNS + 1) * (depth + 1))
+    limits = Limits((turns + 1) * (depth + 1))
     session = Session([0], session_parts, _warp_of(session_parts, min(50, vocab)), limits, 0)
     seconds = list[float]()
     before = 0.0
@@ -194,7 +195,7 @@ def _turn_s(vocab: int, parts: PartsOf, depth: int, agree: bool) -> float:
         seconds.append(time.perf_counter() - began - (inside - before))
         began = time.perf_counter()
         before = inside
-        if len(seconds) == TURNS:
+        if len(seconds) == turns:
             break
     return float(np.median(seconds))
 
