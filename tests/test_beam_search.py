@@ -344,7 +344,7 @@ def test_hf_semantics_draws_the_same_with_and_without_drafts(pair):
 
 def test_settings_that_contradict_each_other():
     with pytest.raises(sb.SpecbeamError, match="needs width='fixed'"):
-        sb.dsbd(3, semantics="hf")
+        sb.dsbd(3, width="dynamic", semantics="hf")
     with pytest.raises(sb.SpecbeamError, match="draft_beams is 2, beams is 3"):
         sb.speculative_beam_search(3, 2)
     with refused("drafter is 'oracle'"):

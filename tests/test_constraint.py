@@ -216,7 +216,7 @@ def test_drafts_that_lead_nowhere_cost_nothing(name):
     target, draft = (lambda path: np.array([0.0, 0.6, 0.4])), (lambda path: np.array([0.9, 0.05, 0.05]))
     beams = {
         "dsbd": sb.dsbd(1, 1, 3, "fixed"),
-        "rejection": sb.dsbd(1, 2, 3, coupling="rejection"),
+        "rejection": sb.dsbd(1, 2, 3, coupling="rejection", width="dynamic"),
         "search": sb.speculative_beam_search(1, 1, 3),
     }
     method = beams[name] if name in beams else parts_on({**TREES, **MATCHED}[name], target)(TableLM(draft))

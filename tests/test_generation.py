@@ -76,8 +76,8 @@ def test_different_methods_share_a_pass(pair):
         sb.greedy(),
         sb.sampling(),
         sb.beam_sampling(3),
-        sb.dsbd(3, 4, 2),
-        sb.dsbd(2, 3, 3, coupling="rejection"),
+        sb.dsbd(3, 4, 2, width="dynamic"),
+        sb.dsbd(2, 3, 3, coupling="rejection", width="dynamic"),
     ]
     requests = [
         Request(pair, "mixed batch", method, Settings.given({"max_new_tokens": 9}, None), 3) for method in recipes
@@ -134,7 +134,7 @@ def test_the_law_of_dsbd_is_that_of_beam_sampling_on_a_transformer(family, coupl
 
 
 def test_every_beam_has_the_likelihood_that_the_model_gives_it(pair):
-    one = sb.generate(pair, "check", sb.dsbd(3, 4, 3), seed=2, max_new_tokens=8)[0]
+    one = sb.generate(pair, "check", sb.dsbd(3, 4, 3, width="dynamic"), seed=2, max_new_tokens=8)[0]
     for beam in one.beams:
         ids = torch.tensor([one.prompt + beam.tokens])
         with torch.inference_mode():
@@ -344,11 +344,11 @@ def test_bad_prompts_fail_alone(pair):
         (lambda: sb.beam_search(True), "beams is True"),
         (lambda: sb.dsbd(2, depth=0), "depth is 0"),
         (lambda: sb.dsbd(4, 3), "draft_beams is 3"),
-        (lambda: sb.dsbd(2, min_beams=3), "min_beams is 3"),
+        (lambda: sb.dsbd(2, min_beams=3, width="dynamic"), "min_beams is 3"),
         (lambda: sb.dsbd(width="thin"), "'thin'"),
         (lambda: sb.dsbd(coupling="glue"), "'glue'"),
         (lambda: sb.dsbd(replacement=True), "without replacement"),
-        (lambda: sb.dsbd(threshold=2.0), "probability"),
+        (lambda: sb.dsbd(threshold=2.0, width="dynamic"), "probability"),
         (lambda: sb.dsbd(width="auto", worth=-1.0), "at least 0"),
         (lambda: sb.dsbd(width="fixed", worth=1.0), "does not look at worth"),
         (lambda: sb.dsbd(width="auto", coupling="rejection"), "coupling='noise'"),
@@ -697,7 +697,7 @@ def test_auto_measures_once_and_keeps_its_choice(tmp_path, monkeypatch):
 
 def test_at_temperature_zero_a_dynamic_width_is_beam_search_too(pair):
     fixed = sb.generate(pair, PROMPTS, sb.dsbd(4, 6, 3, "fixed"), max_new_tokens=12, temperature=0)
-    dynamic = sb.generate(pair, PROMPTS, sb.dsbd(4, 6, 3), max_new_tokens=12, temperature=0)
+    dynamic = sb.generate(pair, PROMPTS, sb.dsbd(4, 6, 3, "dynamic"), max_new_tokens=12, temperature=0)
     assert beams_of(dynamic) == beams_of(fixed)
 
 

@@ -50,6 +50,7 @@ class Decoder:
         """
         check_gives(self.target, session.parts.needs)
         check_takes(self.target, session)
+        session.keeps_nodes = keeps_nodes(self.target, session.parts)
         self.waiting.append(session)
 
     def cancel(self, session: Session) -> bool:
@@ -123,7 +124,7 @@ class Decoder:
             enter = getattr(session.parts.controller, "enter", None)
             if enter is not None and not enter(session, beside):
                 session.parts = replace(session.parts, drafter=Resting())
-            session.keeps_nodes = keeps_nodes(self.target, session.parts)
+                session.keeps_nodes = False
             self.filling.append(session)
 
     def _fill(self) -> None:

@@ -269,7 +269,7 @@ def test_the_draft_model_keeps_what_the_target_was_not_given(pair, monkeypatch):
 @pytest.mark.parametrize(
     "method",
     [
-        sb.dsbd(3, 4, 3), sb.dsbd(3, 4, 3, "auto"), sb.dsbd(3, 4, 3, "fixed", coupling="rejection"),
+        sb.dsbd(3, 4, 3, "dynamic"), sb.dsbd(3, 4, 3, "auto"), sb.dsbd(3, 4, 3, "fixed", coupling="rejection"),
         sb.dsbd(3, 4, 3, "fixed", collapse=True),
     ],
     ids=["dynamic", "auto", "rejection", "collapse"],
@@ -287,11 +287,12 @@ def test_recipes_cut_drafts_where_the_depth_is_left_to_them(pair):
     def controller(method):
         return type(method.parts(pair.target, pair.draft).controller)
 
-    assert controller(sb.dsbd(3, width="fixed")) is NodesByNeed
+    assert controller(sb.dsbd(3)) is NodesByNeed
     assert controller(sb.speculative_beam_search(3)) is NodesByNeed
     assert controller(sb.dsbd(3, width="fixed", semantics="hf")) is NodesByNeed
     for method in (
-        sb.dsbd(3, width="fixed", depth=2), sb.dsbd(3), sb.dsbd(3, width="fixed", depth="auto", coupling="rejection"),
+        sb.dsbd(3, width="fixed", depth=2), sb.dsbd(3, width="dynamic"), sb.dsbd(3, collapse=True),
+        sb.dsbd(3, width="fixed", depth="auto", coupling="rejection"),
         sb.dsbd(3, width="fixed", depth="auto", collapse=True),
     ):  # fmt: skip
         assert controller(method) is not NodesByNeed

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.control.cost import CostCurve
+from specbeam.control.needs import NodesByNeed
 from specbeam.control.pace import FIRST_WAIT, LEAST_SESSIONS, LONGEST_WAIT, Pace, PaceMemory, side_by_side
 from specbeam.decode import decode
 from specbeam.measure import kept_figures
@@ -106,7 +108,8 @@ def test_texts_do_not_depend_on_who_drafts(ahead, at_once, pair, monkeypatch):
     monkeypatch.setattr("specbeam.control.needs.NodesByNeed.enter", enter)
     settings = Settings.given({"max_new_tokens": 12}, None)
     texts = []
-    for method in (sb.beam_sampling(4), sb.dsbd(4, width="fixed")):
+    eager = NodesByNeed(CostCurve((1, 100), (1.0, 1.001)), CostCurve((1,), (1e-3,)), 4, 6)  # drafts cost nothing
+    for method in (sb.beam_sampling(4), sb.dsbd(4).with_parts(controller=eager)):
         request = Request(pair, prompts, method, settings, seed=5)
         for _ in decode(pair.target, request.sessions, at_once, ahead):
             pass

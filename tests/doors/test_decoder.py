@@ -24,7 +24,7 @@ def pair(request):
     return Pair(target, draft, None, *models)
 
 
-METHODS = [sb.sampling(), sb.beam_search(3), sb.dsbd(3, 4, 2), sb.speculative_sampling(3)]
+METHODS = [sb.sampling(), sb.beam_search(3), sb.dsbd(3, 4, 2, width="dynamic"), sb.speculative_sampling(3)]
 
 
 def session_of(pair, prompt, method, seed=3, tokens=12):
@@ -171,7 +171,7 @@ def test_a_lone_session_may_run_ahead_and_somebody_may_join_it(pair):
 def test_leaving_closes_what_is_not_over(pair):
     with Decoder(pair.target) as decoder:
         for prompt in ([3, 4, 5], LONG):
-            decoder.add(session_of(pair, prompt, sb.dsbd(2, 3, 2)))
+            decoder.add(session_of(pair, prompt, sb.dsbd(2, 3, 2, width="dynamic")))
         decoder.step()
         assert pair.target.caches
     assert pair.target.caches == []

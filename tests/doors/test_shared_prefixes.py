@@ -85,7 +85,7 @@ def test_samples_of_a_prompt_compute_it_once():
     assert sum(rows) == len(SYSTEM) - 1 + 5
 
 
-METHODS = [sb.sampling(), sb.beam_search(3), sb.dsbd(3, 4, 2), sb.speculative_sampling(3)]
+METHODS = [sb.sampling(), sb.beam_search(3), sb.dsbd(3, 4, 2, width="dynamic"), sb.speculative_sampling(3)]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda one: one.name)

@@ -53,8 +53,8 @@ FORMS = {
 }
 RECIPES = {
     "sampling": sb.sampling,
-    "dsbd": lambda: sb.dsbd(3, 5, 3),
-    "dsbd, rejection": lambda: sb.dsbd(3, 5, 3, coupling="rejection"),
+    "dsbd": lambda: sb.dsbd(3, 5, 3, width="dynamic"),
+    "dsbd, rejection": lambda: sb.dsbd(3, 5, 3, coupling="rejection", width="dynamic"),
     "search": lambda: sb.speculative_beam_search(3, 5, 3),
     "hf sampling": lambda: sb.dsbd(3, 5, 3, "fixed", semantics="hf"),
     "rsd_s": sb.rsd_s,

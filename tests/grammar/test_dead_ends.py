@@ -20,7 +20,7 @@ BEAMS = {
     "noise": lambda: sb.dsbd(2, 4, 3, "fixed"),
     "rejection": lambda: sb.dsbd(2, 4, 3, "fixed", coupling="rejection"),
     "replacement": lambda: sb.dsbd(60, 60, 3, "fixed", coupling="rejection", replacement=True),
-    "dynamic": lambda: sb.dsbd(2, 4, 3, min_beams=2),
+    "dynamic": lambda: sb.dsbd(2, 4, 3, min_beams=2, width="dynamic"),
     "collapse": lambda: sb.dsbd(2, 2, 1, "fixed", coupling="rejection", collapse=True),
     "hf sampling": lambda: sb.beam_sampling(2, semantics="hf"),
     "hf speculative": lambda: sb.dsbd(2, 4, 3, "fixed", semantics="hf"),

@@ -49,7 +49,7 @@ def test_a_compiled_model_is_the_same_model(tmp_path, monkeypatch, caplog):
     plain = sb.load(tiny("gpt2"), tiny("gpt2", seed=1))
     compiled = sb.load(target, draft, compile=True)
     assert [lm.engine for lm in (compiled.target, compiled.draft)] == ["torch", "torch"]
-    for method in (sb.dsbd(3, 4, 3), sb.speculative_sampling(3)):
+    for method in (sb.dsbd(3, 4, 3, width="dynamic"), sb.speculative_sampling(3)):
         found, expected = (
             [one.tokens for one in sb.generate(pair, [[3, 4, 5], [7] * 30], method=method, seed=3, top_k=8)]
             for pair in (compiled, plain)

@@ -33,8 +33,8 @@ if not kernels.AVAILABLE:
 __all__ = ["pair"]  # a fixture
 METHODS = {
     "fixed": sb.dsbd(3, 5, 4, "fixed"),
-    "dynamic": sb.dsbd(4, 5, 3),
-    "narrow": sb.dsbd(4, 4, 2, threshold=0.95, min_beams=2),
+    "dynamic": sb.dsbd(4, 5, 3, width="dynamic"),
+    "narrow": sb.dsbd(4, 4, 2, threshold=0.95, min_beams=2, width="dynamic"),
     "by cost": sb.dsbd(3, width="fixed"),
     "by value": sb.dsbd(3, width="auto"),
     "by value, of one shape": sb.dsbd(4, 4, 3, "auto", min_beams=2),
@@ -51,7 +51,7 @@ METHODS = {
     "block": sb.block_verification(4),
     "tree from its leaves": sb.traversal((2, 2, 1)),
     "tried": sb.dsbd(3, 5, 3, "fixed", coupling="rejection"),
-    "tried, dynamic": sb.dsbd(3, 4, 3, coupling="rejection"),
+    "tried, dynamic": sb.dsbd(3, 4, 3, coupling="rejection", width="dynamic"),
     "tried, independent": sb.dsbd(3, 4, 3, "fixed", coupling="rejection", replacement=True),
     "no draft, independent": sb.beam_sampling(3, replacement=True),
     "transformers' sampling": sb.beam_sampling(3, semantics="hf"),

@@ -47,8 +47,8 @@ def audit_of(method, runs=100, steps=50):
 
 @pytest.mark.parametrize(
     "method",
-    [sb.speculative_sampling(3), sb.rsd_c((2, 2)), sb.traversal((2, 1)), sb.opt_tree(4, 2), sb.dsbd(2, 3, 2), sb.beam_sampling(3),
-     sb.dsbd(2, 3, 2, coupling="rejection", replacement=True)],
+    [sb.speculative_sampling(3), sb.rsd_c((2, 2)), sb.traversal((2, 1)), sb.opt_tree(4, 2), sb.dsbd(2, 3, 2, width="dynamic"), sb.beam_sampling(3),
+     sb.dsbd(2, 3, 2, coupling="rejection", replacement=True, width="dynamic")],
     ids=lambda method: method.name,
 )  # fmt: skip
 def test_correct_methods_pass(method):
@@ -61,7 +61,7 @@ def test_correct_methods_pass(method):
 @pytest.mark.parametrize("temperature", [0.05, 0.1])
 @pytest.mark.parametrize(
     "method", [sb.rsd_c((2, 2)), sb.rsd_s(3, 2), sb.traversal((2, 1)), sb.sequoia(5, 2), sb.dyspec(5, 2),
-               sb.dsbd(1, 3, 2, coupling="rejection")], ids=lambda method: method.name)  # fmt: skip
+               sb.dsbd(1, 3, 2, coupling="rejection", width="dynamic")], ids=lambda method: method.name)  # fmt: skip
 def test_cold_drafts_that_are_sure_of_a_token_pass(method, temperature):
     """On the bundled pair, where small odds are as small as they get."""
     texts = ["Ein Hund läuft.", "Wo ist mein Hut?", "Ich habe meine Schlüssel im Auto vergessen."] * 40
@@ -111,7 +111,11 @@ def test_the_moments_of_a_worth():
 
 def test_where_nothing_is_drawn_there_is_nothing_to_test():
     pair = words.pair()
-    for method in (sb.speculative_sampling(3), sb.traversal((2, 1)), sb.dsbd(2, 3, 2, coupling="rejection")):
+    for method in (
+        sb.speculative_sampling(3),
+        sb.traversal((2, 1)),
+        sb.dsbd(2, 3, 2, coupling="rejection", width="dynamic"),
+    ):
         one = sb.generate(pair, "abc", method, temperature=0, max_new_tokens=12, audit=True)[0]
         assert one.report.audit.empty
         assert not sb.generate(pair, "abc", method, seed=1, max_new_tokens=12, audit=True)[0].report.audit.empty
@@ -237,7 +241,12 @@ def test_the_mean_wealth_of_each_bet_on_a_whole_decoding_is_one(name):
 
 @pytest.mark.parametrize(
     "method",
-    [sb.speculative_sampling(3), sb.traversal((2, 1)), sb.beam_sampling(2), sb.dsbd(2, 3, 2, coupling="rejection")],
+    [
+        sb.speculative_sampling(3),
+        sb.traversal((2, 1)),
+        sb.beam_sampling(2),
+        sb.dsbd(2, 3, 2, coupling="rejection", width="dynamic"),
+    ],
     ids=lambda method: method.name,
 )
 def test_short_runs_of_correct_methods_do_not_alarm(method):

@@ -385,7 +385,7 @@ def test_rows_without_a_law_stop_a_judgement(name, value, expected):
 METHODS = [
     sb.speculative_sampling(4), sb.specinfer((3, 2)), sb.rsd_c((3, 2)), sb.rsd_s(3, 3), sb.dyspec(6, 3), sb.sequoia(6, 3),
     sb.spechub(2), sb.traversal((2, 2)),
-    sb.dsbd(3, 5, 4, "fixed"), sb.dsbd(1, 3, 5, "fixed"), sb.beam_sampling(4), sb.sampling(), sb.dsbd(4, 4, 2),
+    sb.dsbd(3, 5, 4, "fixed"), sb.dsbd(1, 3, 5, "fixed"), sb.beam_sampling(4), sb.sampling(), sb.dsbd(4, 4, 2, "dynamic"),
     sb.dsbd(2, 4, 3, "fixed", collapse=True),
 ]  # fmt: skip
 STOPS = [

@@ -226,7 +226,7 @@ def test_a_width_that_looks_at_which_children_are_known_leaks_the_noise():
     assert distance(of_two(layer_whose_width_looks_at_children(True)), expected) > 0.15
 
 
-@pytest.mark.parametrize("method", [sb.dsbd(3, 4, 3), sb.dsbd(3, 4, 3, "auto")], ids=["dynamic", "auto"])
+@pytest.mark.parametrize("method", [sb.dsbd(3, 4, 3, "dynamic"), sb.dsbd(3, 4, 3, "auto")], ids=["dynamic", "auto"])
 def test_the_number_of_drafts_does_not_tell_which_children_are_known(method):
     """Where widths are chosen, each layer has as many drafts as were planned, known or not."""
     counts = set()

@@ -84,9 +84,9 @@ def dsbd(
     beams: int = 4,
     draft_beams: int | None = None,
     depth: Depth | None = None,
-    width: WidthBy = "dynamic",
-    threshold: float = 0.7,
-    min_beams: int = 1,
+    width: WidthBy = "fixed",
+    threshold: float | None = None,
+    min_beams: int | None = None,
     coupling: Coupling = "noise",
     replacement: bool = False,
     collapse: bool = False,
@@ -97,9 +97,8 @@ def dsbd(
     """Draft layers of beams with a small model and judge them in one pass of the target: dynamic-width speculative beam
     decoding (DSBD).
 
-    Law: exact: beam sampling, given the width of each layer.
-    With width="fixed" it is the law of `beam_sampling(beams)`; with coupling="noise" as well, the same seed gives exactly
-    the beams of `beam_sampling(beams)`.
+    Law: exact: that of `beam_sampling(beams)`; with a dynamic width beam sampling, given the width of each layer.
+    With width="fixed" and coupling="noise", as by default, the same seed gives exactly the beams of `beam_sampling(beams)`.
     Paper: arXiv 2409.16560 (AAAI 2025), with the corrections that make it exact.
 
     A layer extends every beam by one token. It passes if all beams that the target goes on with are among the drafts. The
@@ -118,13 +117,14 @@ def dsbd(
         depth: number of draft layers per pass of the target. "auto": what gains most per second on this machine, from the
             measured cost of a pass (`specbeam tune`), and from how often layers pass, or how often drafts are needed
             (docs/methods/dsbd.md). None: "auto" if width is
-            "auto", or if no beam depends on the depth (fixed width with shared noise); otherwise 4, so that a seed gives
-            the same text on every machine.
+            "auto", or if no beam depends on the depth (fixed width with shared noise, without `collapse`); otherwise 4, so
+            that a seed gives the same text on every machine.
         width: number of beams that the target draws in a layer. "fixed": always `beams`. "dynamic": the largest number that
-            is accepted in full with probability `threshold` or more. "auto": the number that gains most per second, from
-            the acceptance probability of each number, the expected gain of later layers, and the cost of passes.
-        threshold: for width="dynamic": the required acceptance probability. A higher threshold is narrower and faster.
-        min_beams: minimum width, for width="dynamic" and "auto".
+            is accepted in full with probability `threshold` or more, as in the paper. "auto": the number that gains most
+            per second, from the acceptance probability of each number, the expected gain of later layers, and the cost of
+            passes.
+        threshold: for width="dynamic": the required acceptance probability. A higher threshold is narrower. None: 0.7.
+        min_beams: minimum width, for width="dynamic" and "auto". None: 1.
         coupling: "noise": draft and target share Gumbel noise. "rejection": recursive rejection sampling.
         replacement: draw independently, with replacement (coupling="rejection" only).
         collapse: keep one beam after each turn, the paper's variant that saves memory. No decoder that runs the target
@@ -135,11 +135,11 @@ def dsbd(
         worth: for width="auto": the value of doubling the number of beams of a layer, in layers of one beam. A higher value
             is wider. None: 2.
     """
-    require_at_least_one(beams=beams, min_beams=min_beams)
+    require_at_least_one(beams=beams, min_beams=1 if min_beams is None else min_beams)
     given_draft_beams = draft_beams
     draft_beams = checked_draft_beams(beams, draft_beams)
     if depth is None:
-        depth = "auto" if width == "auto" or (width == "fixed" and coupling == "noise") else 4
+        depth = "auto" if width == "auto" or (width == "fixed" and coupling == "noise" and not collapse) else 4
     check_depth(depth)
     policy = _width(width, beams, min_beams, threshold, worth, max(draft_beams, beams + 4))
     _check_coupling(coupling, replacement, policy)
@@ -175,7 +175,7 @@ def dsbd(
 
 
 def _width(
-    width: str, beams: int, least: int, threshold: float, worth: float | None, drafts: int
+    width: str, beams: int, min_beams: int | None, threshold: float | None, worth: float | None, drafts: int
 ) -> FixedWidth | SureWidth | ValuedWidth:
     """Return the width policy of `dsbd`; `drafts` is the maximum number of drafts per layer that it knows a value for.
 
@@ -183,9 +183,13 @@ def _width(
     """
     if width not in ("dynamic", "fixed", "auto"):
         raise BadSetting(f"width is {width!r}; it must be 'dynamic', 'fixed' or 'auto'")
+    refuse_ignored(width == "auto", f"width {width!r}", worth=worth)
+    refuse_ignored(width == "dynamic", f"width {width!r}", threshold=threshold)
+    refuse_ignored(width != "fixed", f"width {width!r}", min_beams=min_beams)
+    least = 1 if min_beams is None else min_beams
+    threshold = 0.7 if threshold is None else threshold
     if least > beams:
         raise BadSetting(f"min_beams is {least}, beams is {beams}; min_beams must be at most beams")
-    refuse_ignored(width == "auto", f"width {width!r}", worth=worth)
     if not 0 <= threshold <= 1:
         raise BadSetting(f"threshold is {threshold}; it is a probability, in [0, 1]")
     if worth is not None and not 0 <= worth < math.inf:
