@@ -19,6 +19,7 @@ from specbeam.core.forest import (
     unknown_nodes,
 )
 from specbeam.decoder import Decoder
+from specbeam.generation import turns_of
 from specbeam.laws.evidence import no_evidence
 from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
@@ -236,3 +237,25 @@ def test_the_number_of_drafts_does_not_tell_which_children_are_known(method):
             ends = turn.forest.siblings.draw_ends
             counts |= {*np.diff(ends, prepend=0).tolist()}
     assert counts == {4}
+
+
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "suffix_match", "token_recycling"])
+@pytest.mark.parametrize("audited", [False, True])
+def test_drafters_without_a_model_keep_nodes_too(drafter, audited):
+    """Guesses that were scored before are not scored again, and get no second node; the beams stay those of a search."""
+    pair = sb.load(tiny("llama"))
+    prompts = [[5, 9, 5, 9, 5, 9, 5], [3, 1, 4, 1, 5, 9, 2, 6]]
+    plain = sb.generate(pair, prompts, sb.beam_search(4), max_new_tokens=24)
+    settings = {} if drafter != "token_recycling" else {"draft_beams": 12, "depth": 3}
+    method = sb.speculative_beam_search(4, drafter=drafter, **settings)
+    found = sb.generate(pair, prompts, method, max_new_tokens=24, audit=audited)
+    for one, other in zip(plain, found, strict=True):
+        assert one.tokens == other.tokens
+        assert [beam.score for beam in one.beams] == pytest.approx([beam.score for beam in other.beams], abs=1e-4)
+    assert sum(one.report.rows.saved for one in found) > 0
+    for turn in turns_of(pair, prompts[0], method, max_new_tokens=24):
+        forest = turn.forest
+        pairs = list(zip(forest.parents.tolist(), forest.tokens.tolist(), strict=True))
+        below = [one for one in pairs if one[0] >= 0]
+        assert len(set(below)) == len(below)
+        assert len(turn.scored.logits) == forest.size - len(forest.known.nodes)

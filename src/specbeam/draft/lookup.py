@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from specbeam.core.forest import LOST, Forest, Siblings, siblings
+from specbeam.core.forest import LOST, Forest, Siblings, find_child, siblings
 from specbeam.lm.base import LM
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
@@ -19,8 +19,11 @@ RETRIEVED = "retrieves its drafts"  # the reason why their law is not known
 
 
 def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
-    """Return a chain of guesses under each live beam, cut before the first end token or token that the constraint bans."""
-    forest = Forest.rooted(session.beams.tokens)
+    """Return a chain of guesses under each live beam, cut before the first end token or token that the constraint bans.
+
+    Guesses that the session has kept as nodes from earlier turns get no second node.
+    """
+    forest = started_forest(session)
     for root, chain in enumerate(guesses):
         parent = root
         for token in chain:
@@ -30,10 +33,19 @@ def retrieved_chains(session: Session, guesses: list[list[int]]) -> Forest:
                 or not permitted(session, forest, np.array([parent]), np.array([token])).all()
             ):
                 break
-            node = forest.size
-            forest = forest.grown([token], [parent], groups=[retrieved([token], parent, [node])])
+            node = int(find_child(forest.tokens, forest.parents, parent, token))
+            if node < 0:
+                node = forest.size
+                forest = forest.grown([token], [parent])
+            forest = forest.grown([], [], groups=[retrieved([token], parent, [node])])
             parent = node
     return forest
+
+
+def started_forest(session: Session) -> Forest:
+    """Return what the forest of a turn starts with: the roots, and nodes that were kept from earlier turns."""
+    start = session.start
+    return Forest(start.tokens, start.parents, known=start.known)
 
 
 def permitted(
@@ -207,6 +219,7 @@ class PromptLookup:
     longest: int = 3
     match: Literal["last", "first"] = "last"
     models: ClassVar[tuple[LM, ...]] = ()
+    keeps_nodes: ClassVar[bool] = True
     no_law_reason: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
@@ -238,6 +251,7 @@ class SuffixMatch:
 
     per_match: float = 4.0
     models: ClassVar[tuple[LM, ...]] = ()
+    keeps_nodes: ClassVar[bool] = True
     no_law_reason: ClassVar[str] = RETRIEVED
 
     def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:

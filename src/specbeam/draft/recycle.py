@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int32
 
-from specbeam.core.forest import Forest, Siblings
-from specbeam.draft.lookup import RETRIEVED, permitted, retrieved
+from specbeam.core.forest import Forest, Siblings, find_child, unknown_nodes
+from specbeam.draft.lookup import RETRIEVED, permitted, retrieved, started_forest
 from specbeam.errors import BadSetting, MissingFile
 from specbeam.lm.base import LM
 from specbeam.records import Needs, Shape, Turn
@@ -92,6 +92,7 @@ class TokenRecycling:
     memory: Successors
     ranks: tuple[Ranks, ...] = field(default_factory=lambda: tuple(template()))
     models: ClassVar[tuple[LM, ...]] = ()
+    keeps_nodes: ClassVar[bool] = True
     no_law_reason: ClassVar[str] = RETRIEVED
     needs: ClassVar[Needs] = Needs(logits=True)
 
@@ -99,8 +100,8 @@ class TokenRecycling:
         return [self._tree(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
 
     def _tree(self, session: Session, shape: Shape) -> Forest:
-        forest = Forest.rooted(session.beams.tokens)
-        nodes_of: dict[Ranks, dict[int, int]] = {(): {root: root for root in range(forest.size)}}  # root -> node
+        forest = started_forest(session)
+        nodes_of: dict[Ranks, dict[int, int]] = {(): {root: root for root in range(forest.roots)}}  # root -> node
         groups = list[Siblings]()
         for depth in range(1, shape.depth + 1):
             wanted = self._children(depth, nodes_of)
@@ -115,13 +116,17 @@ class TokenRecycling:
                     fresh = {rank: after[parent][rank] for rank in ranks if rank < len(after[parent])}
                     fresh = {token: rank for rank, token in reversed(fresh.items()) if token not in session.limits.eos}
                     siblings = list(reversed(fresh))
-                    start = forest.size + len(tokens)
-                    for node, token in enumerate(siblings, start):
+                    nodes = list[int]()
+                    for token in siblings:
+                        node = int(find_child(forest.tokens, forest.parents, parent, token))
+                        if node < 0:  # it was not kept from an earlier turn
+                            node = forest.size + len(tokens)
+                            tokens.append(token)
+                            parents.append(parent)
                         nodes_of.setdefault((*path, fresh[token]), {})[root] = node
-                    tokens += siblings
-                    parents += [parent] * len(siblings)
+                        nodes.append(node)
                     if siblings:
-                        groups.append(retrieved(siblings, parent, [*range(start, start + len(siblings))]))
+                        groups.append(retrieved(siblings, parent, nodes))
             forest = forest.grown(tokens, parents)
         return forest.grown([], [], groups=groups)
 
@@ -142,9 +147,11 @@ class TokenRecycling:
 
     def settle(self, session: Session, turn: Turn) -> None:
         rows = turn.scored.logits
+        forest = turn.forest
         k = min(self.memory.table.shape[1], rows.shape[1])
         best = rows.topk(k, dim=-1).indices.cpu().numpy().astype(np.int32)
-        self.memory.learn(turn.forest.tokens, best)
+        scored = unknown_nodes(0, forest.size, forest.known.nodes)
+        self.memory.learn(forest.tokens[scored], best)
 
     def close(self, session: Session) -> None:
         """Do nothing: the table outlives the session."""
