@@ -1,5 +1,6 @@
 """A decoder of many sessions side by side, which are added and cancelled at any time: for batches, streams and servers."""
 
+import math
 import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,7 @@ from types import TracebackType
 from specbeam.draft.batch import close_drafters, fill_drafters, models_of
 from specbeam.draft.beams import Resting
 from specbeam.errors import Cancelled
+from specbeam.kernels.forms import forms_made
 from specbeam.kernels.interrupts import hold_interrupts
 from specbeam.kernels.threads import torch_on_one_thread
 from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
@@ -82,12 +84,14 @@ class Decoder:
         with hold_interrupts(), self._threads():
             self._let_in()
             began = time.perf_counter()
+            forms = forms_made()
             if self.filling:
                 self._fill()
             done = self._turns() if self.live else []
             under_way = [*self.filling, *self.live]
+            seconds = time.perf_counter() - began if forms_made() == forms else math.nan
             for session in under_way:
-                session.count.seconds += (time.perf_counter() - began) / len(under_way)
+                session.count.seconds += seconds / len(under_way)
             self._close([session for session in self.live if session.over])
             self.live = [session for session in self.live if not session.over]
         return done

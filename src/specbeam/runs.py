@@ -85,6 +85,7 @@ from specbeam.verify.traversal import ClimbSpec, climb
 from specbeam.verify.walk import WalkSpec, walk_down
 
 SPAN = 128  # most tokens of a run
+READ_IN_PYTHONS_TIME = 10_000_000  # weights that a processor reads and multiplies while Python takes a session's turn
 TURNS = 32  # most turns of a run: between runs a user can interrupt
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
@@ -713,13 +714,13 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
     """Advance several sessions, each by its own run, on as many threads as torch may use.
 
     Returns the sessions that took a turn or failed. For the others sharing passes is faster: sessions whose models exceed
-    the processor's caches, as reading the weights once for all saves more than threads do; and, on a single thread,
-    sessions without drafts.
+    the processor's caches, as reading the weights once for all saves more than threads do; and, on a single thread, those
+    of `_gains_alone`.
     """
     threads = allowed_threads()
     with torch_on_one_thread(compiled_threads=1), ExitStack() as stack:  # each run stays on one thread
         every = [_small_run(target, session, most_turns) for session in sessions]
-        runs = [run for run in every if run is not None and (threads > 1 or _gains_alone(run.spec))]
+        runs = [run for run in every if run is not None and (threads > 1 or _gains_alone(run))]
         for run in runs:
             _caches_of(run, stack)  # first make room for all: growing the store moves the arrays of every session
         ready = [(run, caches) for run in runs if (caches := _caches_of(run, stack)) is not None]
@@ -743,9 +744,15 @@ def _failed(sessions: Sequence[Session]) -> list[Session]:
     return [session for session in sessions if session.failure is not None]
 
 
-def _gains_alone(spec: RunSpec) -> bool:
-    """Return whether a run is worth a thread's while where there is but one: passes of a row or two are better shared."""
-    return spec.drafting or edits_any(spec.edits)
+def _gains_alone(run: Run) -> bool:
+    """Return whether a run is faster than its share of a pass of many sessions, on a single thread.
+
+    A shared pass reads the weights once for all, and Python takes the turn of each session. Runs of a row or two gain less
+    by the one than they lose by the other where a model is large.
+    """
+    spec = run.spec
+    weights = sum(lm.model.num_parameters() for lm in run.models)
+    return spec.drafting or spec.most_beams > 2 or edits_any(spec.edits) or weights < READ_IN_PYTHONS_TIME
 
 
 def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:

@@ -164,7 +164,8 @@ class Counters:
     widths: list[int] = field(default_factory=list)
     peak_kv_tokens: int = 0
     rows: RowCounts = field(default_factory=RowCounts)
-    seconds: float = 0.0  # of the steps that it took part in, by equal shares with the sessions beside it
+    # of the steps that it took part in, by equal shares with the sessions beside it; NaN if code was compiled meanwhile
+    seconds: float = 0.0
     began: float = field(default_factory=time.perf_counter)
 
     def restart(self) -> None:

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam import kernels
 from specbeam.control.cost import CostCurve
 from specbeam.control.needs import NodesByNeed
 from specbeam.control.pace import FIRST_WAIT, LEAST_SESSIONS, LONGEST_WAIT, Pace, PaceMemory, side_by_side
 from specbeam.decode import decode
+from specbeam.kernels.forms import forms_made
 from specbeam.measure import kept_figures
 from specbeam.options.settings import Settings
 from specbeam.request import Request
@@ -49,6 +51,29 @@ def test_a_change_is_noticed():
     assert phases(pace, {True: 1.0, False: 1.2}, 60)[-1]
     later = phases(pace, {True: 1.5, False: 1.2}, 20)
     assert later[-FIRST_WAIT:].count(False) >= FIRST_WAIT - 1
+
+
+def test_sessions_in_which_code_was_compiled_do_not_count():
+    pace = Pace()
+    pace.leave(pace.enter(), float("nan"), 5, 1)
+    pace.leave(pace.enter(), 1.0, 0, 1)  # it has no layers
+    assert (pace.number, list(pace.paces[True])) == (0, [])
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+def test_a_session_is_not_timed_while_code_is_compiled(pair, monkeypatch):
+    made = iter(range(1000))
+    monkeypatch.setattr("specbeam.decoder.forms_made", lambda: next(made))
+    settings = Settings.given({"max_new_tokens": 3}, None)
+    (session,) = Request(pair, [[3, 1, 4]], sb.sampling(), settings, seed=5).sessions
+    list(decode(pair.target, [session]))
+    assert np.isnan(session.count.seconds)
+    monkeypatch.undo()
+    before = forms_made()
+    (session,) = Request(pair, [[3, 1, 4]], sb.sampling(), settings, seed=5).sessions
+    list(decode(pair.target, [session]))
+    assert forms_made() == before
+    assert session.count.seconds > 0
 
 
 def test_sessions_beside_those_of_another_phase_do_not_count():

@@ -6,6 +6,7 @@ drafts, a phase without, then as it was faster. The slower way is tried again fr
 Only for rules whose texts do not depend on the drafts.
 """
 
+import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
@@ -54,14 +55,14 @@ class Pace:
         """Note the pace of a session that is over.
 
         Args:
-            seconds: those of its turns, by equal shares where several sessions went side by side.
+            seconds: those of its turns, by equal shares where several sessions went side by side; NaN if they do not count.
             layers: number of layers that it decided.
             sessions: the least number of sessions of a phase.
         """
         self.live[phase.number] -= 1
         if not self.live[phase.number]:
             del self.live[phase.number]
-        if layers == 0 or not phase.is_pure:
+        if layers == 0 or not phase.is_pure or math.isnan(seconds):
             return
         self.paces[phase.drafts].append(seconds / layers)
         self.sampled += phase.number == self.number

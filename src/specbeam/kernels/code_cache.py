@@ -21,6 +21,8 @@ from numba.core.caching import (
     UserWideCacheLocator,
 )
 
+from specbeam.kernels.forms import count_form
+
 LOG = logging.getLogger("specbeam.kernels")
 _ROOT = Path(__file__).parents[2]
 _IMPORT = re.compile(r"^\s*from (specbeam[\w.]*) import (\([^)]*\)|.*)$", re.MULTILINE)
@@ -104,6 +106,7 @@ class CodeCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Load this form of the function from disk; return None, and log it, if it has to be compiled."""
+        count_form()
         loaded = super().load_overload(sig, target_context)
         if loaded is None:
             LOG.info("compiling %s", self._py_func.__qualname__)
