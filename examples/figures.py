@@ -44,7 +44,7 @@ def table(pair, sources, references, beams, repeats, batch_size, settings) -> No
         f"beam sampling, {beams} beams": sb.beam_sampling(beams),
         f"DSBD, {beams} beams, 4 draft layers": sb.dsbd(beams, beams + 2, 4, "fixed"),
         f"DSBD, {beams} beams, depth by cost": sb.dsbd(beams, beams + 2, width="fixed"),
-        f"DSBD, {beams} beams, dynamic width, 4 layers": sb.dsbd(beams, beams + 2, 4),
+        f"DSBD, {beams} beams, dynamic width, 4 layers": sb.dsbd(beams, beams + 2, 4, "dynamic"),
     }
     sb.generate(pair, sources[:8], "dsbd", seed=0, max_new_tokens=16)  # warm up
     found = {name: [] for name in methods}

@@ -210,7 +210,7 @@ def test_the_tables_show_figures_flags_and_reasons():
 
 def test_the_command_measures_and_writes(tmp_path):
     target, draft = words.saved(tmp_path)
-    asked = ["bench", "cliffs", "-m", target, "-d", draft, "--methods", "sampling, dsbd width=fixed"]
+    asked = ["bench", "cliffs", "-m", target, "-d", draft, "--methods", "sampling, dsbd width=dynamic"]
     asked += ["--options", "none,stream", "--batch-sizes", "1,2", "--prompts", "trained,random", "--rows", "2"]
     asked += ["--repeats", "1", "--max-new-tokens", "4"]
     code, out, err = specbeam(*asked, "--markdown", str(tmp_path / "x.md"), "--json", str(tmp_path / "x.jsonl"))

@@ -23,7 +23,7 @@ METHODS: dict[str, tuple[Callable[[], Method], str]] = {
     "sampling": (sampling, "sampling"),
     "beam_sampling": (beam_sampling, "beam_sampling"),
     "dsbd": (dsbd, "beam_sampling"),
-    "dsbd width=fixed": (partial(dsbd, width="fixed"), "beam_sampling"),
+    "dsbd width=dynamic": (partial(dsbd, width="dynamic"), "beam_sampling"),
     "beam_search": (beam_search, "beam_search"),
     "speculative_beam_search": (speculative_beam_search, "beam_search"),
     "speculative_sampling": (speculative_sampling, "assisted"),

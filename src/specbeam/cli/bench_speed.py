@@ -26,8 +26,8 @@ DEFAULT = [
     "sampling",
     "speculative_sampling",
     "beam_sampling",
-    "dsbd width=fixed",
     "dsbd",
+    "dsbd width=auto",
     "beam_search",
     "speculative_beam_search",
 ]

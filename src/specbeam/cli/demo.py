@@ -55,7 +55,7 @@ def run(beams: int, seed: int, json: bool) -> int:
         "sampling": sampling(),
         f"beam sampling {beams}": beam_sampling(beams),
         f"dsbd {beams}, fixed width": dsbd(beams, beams + 2, width="fixed"),
-        f"dsbd {beams}, dynamic width": dsbd(beams, beams + 2),
+        f"dsbd {beams}, dynamic width": dsbd(beams, beams + 2, width="dynamic"),
     }
     console.print("Warming up; this takes a minute if anything has to be compiled ...")
     for method in contenders.values():
