@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 
-from specbeam.draft.batch import close_drafters, fill_drafters, models_of
-from specbeam.draft.beams import Resting
+from specbeam.draft.batch import close_drafters, fill_drafters, let_remember, models_of
+from specbeam.draft.beams import NoDraft
 from specbeam.errors import Cancelled
 from specbeam.kernels.forms import forms_made
 from specbeam.kernels.interrupts import hold_interrupts
@@ -127,7 +127,7 @@ class Decoder:
             session = self.waiting.popleft()
             enter = getattr(session.parts.controller, "enter", None)
             if enter is not None and not enter(session, beside):
-                session.parts = replace(session.parts, drafter=Resting())
+                session.parts = replace(session.parts, drafter=NoDraft())
                 session.keeps_nodes = False
             self.filling.append(session)
 
@@ -167,3 +167,4 @@ class Decoder:
         for session in sessions:
             self.target.close(session)
         close_drafters(sessions)
+        let_remember(sessions)

@@ -751,7 +751,7 @@ def _gains_alone(run: Run) -> bool:
     by the one than they lose by the other where a model is large.
     """
     spec = run.spec
-    weights = sum(lm.model.num_parameters() for lm in run.models)
+    weights = sum(lm.weights for lm in run.models)
     return spec.drafting or spec.most_beams > 2 or edits_any(spec.edits) or weights < READ_IN_PYTHONS_TIME
 
 

@@ -11,6 +11,7 @@ from specbeam.control.cost import CostCurve
 from specbeam.control.needs import NodesByNeed
 from specbeam.control.pace import FIRST_WAIT, LEAST_SESSIONS, LONGEST_WAIT, Pace, PaceMemory, side_by_side
 from specbeam.decode import decode
+from specbeam.decoder import Decoder
 from specbeam.kernels.forms import forms_made
 from specbeam.measure import kept_figures
 from specbeam.options.settings import Settings
@@ -105,6 +106,29 @@ def test_paces_are_kept_on_disk(tmp_path, monkeypatch):
     for broken in ("{", json.dumps({"drafted": 1}), json.dumps([])):
         file.write_text(broken)
         assert PaceMemory(["a pair"]).enter("x").drafts
+
+
+@pytest.mark.remembers
+@pytest.mark.parametrize("end", ["finished", "cancelled", "failed", "dropped"])
+def test_sessions_leave_however_they_end(end, pair):
+    """With a drafter that is not ours, too; and only whole texts count."""
+    eager = NodesByNeed(CostCurve((1, 100), (1.0, 1.001)), CostCurve((1,), (1e-3,)), 4, 6)
+    method = sb.speculative_beam_search(4, drafter="prompt_lookup").with_parts(controller=eager)
+    settings = Settings.given({"max_new_tokens": 6}, None)
+    (session,) = Request(pair, [[3, 1, 4]], method, settings, seed=5).sessions
+    with Decoder(pair.target) as decoder:
+        decoder.add(session)
+        decoder.step()
+        (pace,) = eager.paces._paces.values()
+        assert sum(pace.live.values()) == 1
+        if end == "cancelled":
+            decoder.cancel(session)
+        elif end == "failed":
+            session.fail(ValueError("broken"), "")
+        while decoder.busy and end != "dropped":
+            decoder.step()
+    assert pace.live == {}
+    assert len(pace.paces[True]) == (end == "finished" and not np.isnan(session.count.seconds))
 
 
 def test_sides_are_counted_by_powers_of_two():

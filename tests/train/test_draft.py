@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.errors import BadPrompt, BadSetting, VocabularyMismatch
+from specbeam.errors import BadPrompt, BadSetting, MissingFile, VocabularyMismatch
 from specbeam.train import DrawPlan, Schedule, drawing, fitting, train_draft
 from specbeam.train.draft import principal_components, split
 from tests.support.tiny_models import tiny
@@ -140,6 +140,10 @@ def test_wrong_options_are_refused(pair, tmp_path, changes, said):
         (lambda: Schedule(epochs=0), "epochs is 0"),
         (lambda: Schedule(rate=0), "rate is 0"),
         (lambda: Schedule(batch_tokens=0), "batch_tokens is 0"),
+        (lambda: Schedule(warm=0.0), "warm is 0"),
+        (lambda: Schedule(decay=2.0), "decay is 2"),
+        (lambda: DrawPlan(top_p=0.0), "top_p is 0"),
+        (lambda: DrawPlan(max_new_tokens=0), "max_new_tokens is 0"),
     ],
 )
 def test_wrong_schedules_and_draws_are_refused(make, said):
@@ -147,12 +151,44 @@ def test_wrong_schedules_and_draws_are_refused(make, said):
         make()
 
 
-def test_prompts_that_nothing_can_be_drawn_below_are_refused(pair, tmp_path):
+def test_prompts_that_nothing_can_be_drawn_below_are_refused(pair, tmp_path, monkeypatch):
     with pytest.raises(BadSetting, match="1 prompts; there must be at least 2"):
         train_draft(pair, [[1, 2]], tmp_path / "few")
     longer = [[1] * 5000, [2] * 5000]
-    with pytest.raises(BadPrompt, match="none of 1 prompts can be continued"):
+    with pytest.raises(BadPrompt, match="none of the 1 prompts that are held out can be continued"):
         train_draft(pair, longer, tmp_path / "long")
+    monkeypatch.setattr(drawing, "FILE_TREES", 16)
+    mixed = [*PROMPTS, *([3] * 5000 + [number] for number in range(20))]  # a file may hold none that can be continued
+    done = train_draft(pair, mixed, tmp_path / "mixed", layers=1, hidden=64, draws=DRAWS, schedule=Schedule(epochs=1))
+    assert done.curve[-1].epoch == 1
+
+
+def test_what_fails_before_the_drawing_does_not_lock_the_folder(pair, small_files, tmp_path):
+    with pytest.raises(MissingFile):
+        trained(pair, tmp_path, start=tmp_path / "typo")
+    trained(pair, tmp_path)
+
+
+def test_other_prompts_of_the_same_number_are_another_training(pair, small_files, tmp_path):
+    trained(pair, tmp_path)
+    with pytest.raises(BadSetting, match="prompts '60, "):
+        train_draft(
+            pair, [[2, *PROMPTS[0]], *PROMPTS[1:]], tmp_path, layers=1, hidden=64, draws=DRAWS, schedule=SCHEDULE
+        )
+
+
+def test_a_model_with_dropout_learns_without_it(small_files, tmp_path):
+    pair = sb.load(tiny("gpt2"))
+    tiny("gpt2", resid_pdrop=0.5).save_pretrained(tmp_path / "start")
+    done = train_draft(
+        pair, PROMPTS, tmp_path / "out", start=tmp_path / "start", draws=DRAWS, schedule=Schedule(epochs=1, rate=1e-4)
+    )
+    assert done.curve[0].acceptance == pytest.approx(1, abs=1e-3)
+
+
+def test_a_prompt_is_not_on_both_sides():
+    learnt, held = split(["a", "b", "a", "b", "a", [1, 2], [1, 2]], 0)
+    assert sorted(map(str, learnt + held)) == ["[1, 2]", "a", "b"]
 
 
 def test_a_tenth_is_held_out_and_nothing_is_lost():

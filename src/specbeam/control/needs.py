@@ -22,6 +22,7 @@ from specbeam.control.values import NO_VALUES
 from specbeam.core.beams import Beams, Layers, depth_of
 from specbeam.core.forest import Forest, depths_of, find_child, nodes_without, start_of, unknown_nodes
 from specbeam.core.steps import Array, step
+from specbeam.kernels.threads import allowed_threads
 from specbeam.laws.ranking import sorted_places
 from specbeam.measure import kept_figures
 from specbeam.records import Shape, Turn
@@ -535,7 +536,8 @@ class NodesByNeed:
         """Return whether a new session drafts, one of `beside` side by side."""
         if not _says(session.parts.rule, "ignores_drafts", session):
             return True
-        kind = f"{self._kind(session)}, {side_by_side(beside)}"
+        shape = f"{self.most} layers of {self.width} by {type(session.parts.drafter).__name__}"
+        kind = f"{self._kind(session)}, {shape}, {side_by_side(beside)}, {allowed_threads()} threads"
         phase = self.paces.enter(kind)
         session.state[self, Entered] = Entered(kind, beside, phase)
         return phase.drafts
@@ -595,7 +597,8 @@ class NodesByNeed:
         entered: Entered | None = session.state.pop((self, Entered), None)
         if entered is not None:
             count = session.count
-            layers = len(count.widths) if session.failure is None else 0
+            is_whole = session.over and session.failure is None
+            layers = len(count.widths) if is_whole else 0
             self.paces.leave(entered.kind, entered.phase, count.seconds, layers, entered.beside)
         learning = session.state.pop(self, None)
         if learning is not None:

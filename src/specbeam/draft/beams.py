@@ -513,21 +513,6 @@ class NoDraft:
         """Do nothing: there is nothing to forget."""
 
 
-@dataclass(frozen=True)
-class Resting(NoDraft):
-    """Stands in for a drafter in a session that does not draft, because its controller said so."""
-
-    def close(self, session: Session) -> None:
-        """Let the controller remember how fast the session was."""
-        _let_remember(session)
-
-
-def _let_remember(session: Session) -> None:
-    remember = getattr(session.parts.controller, "remember", None)
-    if remember is not None:
-        remember(session)
-
-
 @dataclass(eq=False)
 class GrowingBeams:
     """One session's draft while it grows layer by layer."""
@@ -731,6 +716,5 @@ class BeamDrafter:
         self.lm.settle(session, turn)
 
     def close(self, session: Session) -> None:
-        """Free what the draft model stores for the session, and let the controller remember what it has learnt."""
+        """Free what the draft model stores for the session."""
         self.lm.close(session)
-        _let_remember(session)

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
@@ -224,7 +225,12 @@ class HuggingFaceLM:
     @property
     def is_small(self) -> bool:
         """Whether the model is small enough for the caches of a processor."""
-        return self.model.num_parameters() < TILED_FROM
+        return self.weights < TILED_FROM
+
+    @cached_property
+    def weights(self) -> int:
+        """The number of the model's parameters."""
+        return int(self.model.num_parameters())
 
     @property
     def supports_runs(self) -> bool:

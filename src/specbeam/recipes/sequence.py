@@ -165,6 +165,8 @@ def sequoia(
         odds = tuple(acceptance or kept_acceptance(target, draft) or _GUESSED_ACCEPTANCE)
         curve = _measured_cost(target, draft, max(nodes // depth, 1)) if cost == "auto" else cost
         assert not isinstance(curve, str)
+        if curve is not None:
+            curve = replace(curve, nodes=tuple(curve.nodes), seconds=tuple(curve.seconds))
         tree = _sequoia_tree_for(odds, curve, nodes, depth)
         drafts = DraftKind("sequoia", depth_of_tree(tree), layers=layers_of(tree))
         return tree_method(drafts, FixedTree(tree, Distinct(fallback=True)), rule, controller)

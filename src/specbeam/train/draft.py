@@ -1,6 +1,7 @@
 """A small model that drafts for a target: distilled from the laws of the target on trees that its beams drew."""
 
 import copy
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -13,12 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specbeam.errors import BadSetting, MissingFile, UnsupportedModel
+from specbeam.errors import BadPrompt, BadSetting, MissingFile, UnsupportedModel
+from specbeam.measure import kept_figures
 from specbeam.options.checks import is_integer, require
 from specbeam.pair import Pair, load
 from specbeam.train.batches import TreeBatch, batches_of
 from specbeam.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
-from specbeam.train.fitting import Point, Schedule, Training
+from specbeam.train.fitting import Point, Schedule, Training, check_optimizers
 from specbeam.train.losses import draft_loss, overlap
 from specbeam.train.trees import Trees
 
@@ -93,27 +95,28 @@ def train_draft(
     hidden = hidden or _default_hidden(pair)
     folder = Path(out)
     training = folder / "training"
+    torch.manual_seed(schedule.seed)
+    model = new_draft(pair, layers, hidden) if start is None else started_draft(pair, start)
     options = {
-        "target": str(getattr(pair.target_model.config, "_name_or_path", "")) or type(pair.target_model).__name__,
-        "start": None if start is None else str(start),
-        "layers": layers,
-        "hidden": hidden,
-        "variation": variation,
-        "prompts": len(prompts),
+        "target": f"{type(pair.target_model).__name__} {kept_figures.weights_key(pair.target_model)}, {pair.target.engine}",
+        "start": None if start is None else kept_figures.weights_key(model),
+        "layers": int(layers),
+        "hidden": int(hidden),
+        "variation": float(variation),
+        "prompts": f"{len(prompts)}, {_digest(prompts)}",
         **{f"draws.{name}": value for name, value in asdict(draws).items()},
         **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
     }
-    _keep_options(training, options)
+    _check_options(training, options)
     learnt, held_out = split(prompts, schedule.seed)
+    checked = _held_out_trees(pair, held_out, draws, training / "held_out.npz")
+    _keep_options(training, options)
     files = []
     drawn = 0
     for path, count in draw_files(pair, learnt, draws, training / "trees"):
         files.append(path)
         drawn += count
         report("drawing", drawn, len(learnt))
-    checked = _held_out_trees(pair, held_out, draws, training / "held_out.npz")
-    torch.manual_seed(schedule.seed)
-    model = new_draft(pair, layers, hidden) if start is None else started_draft(pair, start)
     device = pair.target.device
     model.to(device)
 
@@ -137,6 +140,7 @@ def train_draft(
 
 def _check(prompts: Sequence[Prompt], layers: int, hidden: int | None, variation: float) -> None:
     """Raise `BadSetting` if an option of `train_draft` is wrong."""
+    check_optimizers()
     if len(prompts) < 2:
         raise BadSetting(
             f"there are {len(prompts)} prompts; there must be at least 2, one to learn from, one to check with"
@@ -152,32 +156,52 @@ def _default_hidden(pair: Pair) -> int:
     return min(max(half // HEAD_SIZE, 1) * HEAD_SIZE, 512)
 
 
-def _keep_options(training: Path, options: dict[str, Any]) -> None:
-    """Write the options of a new training; raise `BadSetting` if the folder holds one with others."""
-    training.mkdir(parents=True, exist_ok=True)
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """Return a hash of the prompts, in their order."""
+    texts = [prompt if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in prompts]
+    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()
+
+
+def _check_options(training: Path, options: dict[str, Any]) -> None:
+    """Raise `BadSetting` if the folder holds a training with other options. Clear what one left that never began."""
     path = training / "options.json"
-    if path.exists():
-        before = json.loads(path.read_text())
-        other = {name: before.get(name) for name in options if before.get(name) != options[name]}
-        if other:
-            said = ", ".join(f"{name} {value!r} (now {options[name]!r})" for name, value in other.items())
-            raise BadSetting(f"{training} holds a training with {said}; choose another folder, or delete this one")
+    if not path.exists():
+        (training / "held_out.npz").unlink(missing_ok=True)
         return
+    before = json.loads(path.read_text())
+    other = {name: before.get(name) for name in options if before.get(name) != options[name]}
+    if other:
+        said = ", ".join(f"{name} {value!r} (now {options[name]!r})" for name, value in other.items())
+        raise BadSetting(f"{training} holds a training with {said}; choose another folder, or delete this one")
+
+
+def _keep_options(training: Path, options: dict[str, Any]) -> None:
+    """Write the options, once all that can be wrong with them has been tried."""
+    path = training / "options.json"
     part = path.with_suffix(".part")
     part.write_text(json.dumps(options, indent=2) + "\n")
     part.replace(path)
 
 
 def split(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to learn from and those to check with, at most a tenth, shuffled."""
-    order = np.random.default_rng(seed).permutation(len(prompts))
-    held = min(MOST_HELD_OUT, max(len(prompts) // 10, 1))
-    return [prompts[place] for place in order[held:]], [prompts[place] for place in order[:held]]
+    """Return the prompts to learn from and those to check with, at most a tenth, shuffled.
+
+    A prompt that occurs several times counts once, so that none is on both sides.
+    """
+    distinct = list({prompt if isinstance(prompt, str) else tuple(prompt): prompt for prompt in prompts}.values())
+    order = np.random.default_rng(seed).permutation(len(distinct))
+    held = min(MOST_HELD_OUT, max(len(distinct) // 10, 1))
+    return [distinct[place] for place in order[held:]], [distinct[place] for place in order[:held]]
 
 
 def _held_out_trees(pair: Pair, prompts: list[Prompt], draws: DrawPlan, path: Path) -> Trees:
+    """Return the trees of prompts that are held out; raise `BadPrompt` if the target can continue none of them."""
     if not path.exists():
-        drawn_trees(pair, prompts, draws).save(path)
+        trees = drawn_trees(pair, prompts, draws)
+        if trees.size == 0:
+            raise BadPrompt(f"none of the {len(prompts)} prompts that are held out can be continued by the target")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        trees.save(path)
     return Trees.read(path)
 
 
@@ -240,7 +264,7 @@ def started_draft(pair: Pair, start: str | Path) -> "PreTrainedModel":
     loaded = load(pair.target_model, draft=start, tokenizer=pair.tokenizer)
     if loaded.draft_model is None:
         raise MissingFile(f"{start} is not a model")
-    model = copy.deepcopy(loaded.draft_model).float().train()
+    model = copy.deepcopy(loaded.draft_model).float().eval()  # learns without dropout
     for weight in model.parameters():
         weight.requires_grad_(True)
     tokens = torch.arange(8, device=next(model.parameters()).device)[None]

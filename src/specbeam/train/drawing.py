@@ -44,10 +44,11 @@ class DrawPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise `BadSetting` if a value is wrong. `Settings` checks those that it has, too."""
+        """Raise `BadSetting` if a value is wrong."""
         require(is_integer(self.beams) and self.beams >= 1, "beams", self.beams, "an integer of at least 1")
         require(self.temperature > 0, "temperature", self.temperature, "above 0, for the target draws")
         require(is_integer(self.seed), "seed", self.seed, "an integer")
+        _ = self.settings  # checks the rest
 
     @property
     def settings(self) -> Settings:
@@ -55,47 +56,36 @@ class DrawPlan:
         return Settings(
             max_new_tokens=self.max_new_tokens,
             temperature=self.temperature,
-            top_k=self.top_k or 0,
-            top_p=self.top_p or 1.0,
+            top_k=0 if self.top_k is None else self.top_k,
+            top_p=1.0 if self.top_p is None else self.top_p,
         )
 
 
 def draw_files(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, folder: Path) -> Iterator[tuple[Path, int]]:
     """Draw the trees of all prompts into files; yield each file with the number of its prompts as soon as it is there.
 
-    Files that are there already are not drawn again.
-
-    Raises:
-        BadPrompt: nothing can be drawn below any prompt of a file, because all are empty or too long.
+    Files that are there already are not drawn again. Raises `BadPrompt` at the end if no prompt can be continued.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    trees = 0
     for number, first in enumerate(range(0, len(prompts), FILE_TREES)):
         path = folder / f"trees-{number:05d}.npz"
         here = prompts[first : first + FILE_TREES]
         if not path.exists():
-            trees = drawn_trees(pair, here, draws)
-            if trees.size == 0:
-                raise BadPrompt(
-                    f"none of the prompts {first + 1} to {first + len(here)} can be continued by the target"
-                )
-            trees.save(path)
+            drawn_trees(pair, here, draws).save(path)
+        trees += Trees.count(path)
         yield path, len(here)
+    if trees == 0:
+        raise BadPrompt(f"none of {len(prompts)} prompts can be continued by the target: they are empty or too long")
 
 
 def drawn_trees(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan) -> Trees:
-    """Return the trees that the target draws below the prompts; prompts that it cannot continue have none.
-
-    Raises `BadPrompt` if it can continue none of them, because all are empty or too long.
-    """
+    """Return the trees that the target draws below the prompts; prompts that it cannot continue have none."""
     request = Request(pair, list(prompts), beam_sampling(draws.beams), draws.settings, draws.seed)
     growing = {session: TreeBeingDrawn(list(session.prompt)) for session in request.sessions}
     for turns in decode(pair.target, request.sessions, AT_ONCE):
         add_turns([(growing[session], turn) for session, turn in turns])
-    trees = [tree for session, tree in growing.items() if session.failure is None]
-    if not trees:
-        failures = [*request.refused.values(), *(session.failure for session in request.sessions)]
-        raise BadPrompt(f"none of {len(prompts)} prompts can be continued by the target; the first: {failures[0]}")
-    return trees_of(trees)
+    return trees_of([tree for session, tree in growing.items() if session.failure is None])
 
 
 def add_turns(turns: Sequence[tuple[TreeBeingDrawn, Turn]]) -> None:

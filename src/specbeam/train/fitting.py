@@ -48,6 +48,8 @@ class Schedule:
         require(self.embedding_rate > 0, "embedding_rate", self.embedding_rate, "above 0")
         is_count = is_integer(self.batch_tokens) and self.batch_tokens >= 1
         require(is_count, "batch_tokens", self.batch_tokens, "an integer of at least 1")
+        require(0 < self.warm <= 1, "warm", self.warm, "in (0, 1]")
+        require(0 < self.decay <= 1, "decay", self.decay, "in (0, 1]")
         require(is_integer(self.seed), "seed", self.seed, "an integer")
 
     def rate_factor(self, part: float) -> float:
@@ -201,13 +203,14 @@ class Training:
         return True
 
 
-def new_optimizers(model: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
-    """Return Muon for the matrices inside the blocks, and Adam for all other weights.
-
-    Raises `NotSupported` if torch is older than 2.9, which has no Muon.
-    """
+def check_optimizers() -> None:
+    """Raise `NotSupported` if torch is older than 2.9, which has no Muon."""
     if not hasattr(torch.optim, "Muon"):
         raise NotSupported(f"training needs torch 2.9 or newer, for its optimizer Muon; this is {torch.__version__}")
+
+
+def new_optimizers(model: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices inside the blocks, and Adam for all other weights."""
     outside = {id(weight) for weight in _embeddings(model)}
     learnt = [weight for weight in model.parameters() if weight.requires_grad]
     inside = [weight for weight in learnt if weight.ndim == 2 and id(weight) not in outside]

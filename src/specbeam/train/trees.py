@@ -45,6 +45,12 @@ class Trees(NamedTuple):
         with np.load(path) as arrays:
             return cls(**{name: arrays[name] for name in cls._fields})
 
+    @staticmethod
+    def count(path: Path) -> int:
+        """Return the number of trees in a file, without reading them."""
+        with np.load(path) as arrays:
+            return len(arrays["starts"]) - 1
+
 
 class TreeBeingDrawn:
     """One tree while the target draws it.

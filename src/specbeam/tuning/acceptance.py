@@ -1,6 +1,7 @@
 """Acceptance by rank of a pair, as `specbeam tune` has measured it: kept on disk, and read by `sequoia`."""
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -10,12 +11,28 @@ from specbeam.measure import kept_figures
 def keep_acceptance(target: HuggingFaceLM, draft: HuggingFaceLM, odds: Sequence[float]) -> None:
     """Keep on disk, for k = 1, 2, ..., the odds that the child accepted at a node is the k-th one tried."""
     kept_figures.keep("acceptance", _key(target, draft), {"odds": list(odds)})
+    _KNOWN.setdefault(target, WeakKeyDictionary())[draft] = tuple(odds)
 
 
 def kept_acceptance(target: LM | None, draft: LM | None) -> tuple[float, ...] | None:
-    """Return the odds that were kept for a pair; None if there are none."""
+    """Return the odds that were kept for a pair; None if there are none.
+
+    They stay the same as long as the pair is loaded; otherwise equal seeds could give unequal texts.
+    """
     if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
         return None
+    of_target = _KNOWN.setdefault(target, WeakKeyDictionary())
+    if draft not in of_target:
+        of_target[draft] = _odds_on_disk(target, draft)
+    return of_target[draft]
+
+
+_KNOWN: "WeakKeyDictionary[HuggingFaceLM, WeakKeyDictionary[HuggingFaceLM, tuple[float, ...] | None]]" = (
+    WeakKeyDictionary()
+)
+
+
+def _odds_on_disk(target: HuggingFaceLM, draft: HuggingFaceLM) -> tuple[float, ...] | None:
     record = kept_figures.load("acceptance", _key(target, draft))
     if record is None:
         return None
