@@ -1,5 +1,7 @@
 """Controllers: what they learn, and that they change speed and never the law."""
 
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import pytest
 
@@ -329,6 +331,7 @@ def test_sequoia_takes_the_fastest_tree_under_a_cost_curve():
 def test_sequoia_takes_what_was_measured_of_the_pair(pair, tmp_path, monkeypatch):
     """The tree follows the acceptance that was kept and the cost of passes; without either, guesses and all nodes."""
     monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
+    monkeypatch.setattr("specbeam.tuning.acceptance._KNOWN", WeakKeyDictionary())
     free = CostCurve((1, 4, 16, 64), (1.0, 1.0, 1.0, 1.0))
     monkeypatch.setattr(
         "specbeam.recipes.sequence.curve_of", lambda lm: free if lm is pair.target else CostCurve((1,), (0.0,))
@@ -349,7 +352,10 @@ def test_sequoia_takes_what_was_measured_of_the_pair(pair, tmp_path, monkeypatch
     (file,) = kept_figures.folder().glob("acceptance-*.json")
     for broken in ('{"odds": []}', '{"odds": [0.9, 0.9]}', '{"odds": "many"}', "{}"):
         file.write_text(broken)
+        assert kept_acceptance(pair.target, pair.draft) == (0.95, 0.0)  # it stays while the pair is loaded
+        monkeypatch.setattr("specbeam.tuning.acceptance._KNOWN", WeakKeyDictionary())
         assert kept_acceptance(pair.target, pair.draft) is None
+        keep_acceptance(pair.target, pair.draft, [0.95, 0.0])
 
 
 @pytest.mark.parametrize("name", ["thompson", "survival"])
