@@ -108,7 +108,7 @@ def test_wrong_input_is_named():
     with pytest.raises(BadSetting, match="needs a draft model"):
         transformers(pair, "assisted")
     for text in ("many", "1.2.3M", ".", "-5", ""):
-        with pytest.raises(BadSetting, match="a number like 128K, 100M or 1.5B"):
+        with pytest.raises(BadSetting, match="a number like 128K"):
             parameters(text)
     assert parameters("1.5B") == 1_500_000_000
     assert parameters("100m") == 100_000_000
