@@ -747,12 +747,13 @@ def _failed(sessions: Sequence[Session]) -> list[Session]:
 def _gains_alone(run: Run) -> bool:
     """Return whether a run is faster than its share of a pass of many sessions, on a single thread.
 
-    A shared pass reads the weights once for all, and Python takes the turn of each session. Runs of a row or two gain less
-    by the one than they lose by the other where a model is large.
+    A shared pass reads the weights once for all, and Python takes the turn of each session. With drafts that is always
+    slower; without, only for beams of models so small that reading them takes less time than Python does.
     """
     spec = run.spec
-    weights = sum(lm.weights for lm in run.models)
-    return spec.drafting or spec.most_beams > 2 or edits_any(spec.edits) or weights < READ_IN_PYTHONS_TIME
+    if spec.drafting or edits_any(spec.edits):
+        return True
+    return spec.most_beams > 1 and run.models[0].weights < READ_IN_PYTHONS_TIME
 
 
 def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:
