@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import lzma
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,14 +73,19 @@ def _rows_of_file(path: Path, columns: tuple[int, int]) -> Iterator[PromptRow]:
     packed = OPENERS.get(path.suffix)
     kind = path.with_suffix("").suffix if packed else path.suffix
     with (packed or open)(path, "rb") as file:
-        for number, line in enumerate(io.TextIOWrapper(file, encoding="utf-8", newline="\n"), 1):
-            text = line.rstrip("\r\n")
-            if not text.strip():
-                continue
-            try:
-                yield _row_of_line(text, kind, columns)
-            except (ValueError, KeyError, TypeError, IndexError) as error:
-                raise BadPrompt(f"{path}, line {number}: {type(error).__name__}: {error}") from error
+        number = 0
+        try:
+            for line in io.BufferedReader(file):
+                number += 1
+                text = line.decode("utf-8").rstrip("\r\n")
+                if text.strip():
+                    yield _row_of_line(text, kind, columns)
+        except UnicodeDecodeError as error:
+            raise BadPrompt(f"{path}, line {number}, is not UTF-8: {error.reason} at byte {error.start}") from error
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise BadPrompt(f"{path}, line {number}: {type(error).__name__}: {error}") from error
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+            raise BadPrompt(f"{path} cannot be read after line {number}: {error}") from error
 
 
 def _row_of_line(text: str, kind: str, columns: tuple[int, int]) -> PromptRow:

@@ -53,6 +53,13 @@ def test_files_are_read_packed_and_plain(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"nothing": 1}\n')
     with pytest.raises(BadPrompt, match=r"bad.jsonl, line 2: KeyError.*none of turns"):
         read(str(tmp_path / "bad.jsonl"))
+    (tmp_path / "bytes.txt").write_bytes(b"fine\n\xfc\n")
+    with pytest.raises(BadPrompt, match=r"bytes.txt, line 2, is not UTF-8"):
+        read(str(tmp_path / "bytes.txt"))
+    for name in ("cut.txt.gz", "cut.txt.xz"):
+        (tmp_path / name).write_bytes(b"not packed")
+        with pytest.raises(BadPrompt, match=f"{name} cannot be read after line 0"):
+            read(str(tmp_path / name))
     with pytest.raises(MissingFile, match="there is no file"):
         read("nowhere.txt")
 

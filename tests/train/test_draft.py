@@ -1,5 +1,6 @@
 """A draft trained from prompts alone: it learns, it goes on after a kill, it is loaded, and wrong input is refused."""
 
+import io
 import json
 import shutil
 
@@ -83,11 +84,15 @@ def test_a_training_that_was_killed_goes_on_where_it_was(pair, small_files, tmp_
 
 
 def test_a_half_written_file_is_none(pair, small_files, tmp_path):
+    """Killed while a file was written: it is drawn again, and is the same."""
+    trained(pair, tmp_path)
     trees = tmp_path / "training" / "trees"
-    trees.mkdir(parents=True)
-    (trees / "trees-00000.part").write_bytes(b"PK broken")
+    whole = (trees / "trees-00000.npz").read_bytes()
+    (trees / "trees-00000.npz").rename(trees / "trees-00000.part")
+    (trees / "trees-00000.part").write_bytes(whole[:100])
     trained(pair, tmp_path)
     assert not (trees / "trees-00000.part").exists()
+    np.testing.assert_array_equal(np.load(trees / "trees-00000.npz")["tokens"], np.load(io.BytesIO(whole))["tokens"])
 
 
 def test_a_folder_with_another_training_is_refused(pair, small_files, tmp_path):
@@ -152,8 +157,8 @@ def test_wrong_schedules_and_draws_are_refused(make, said):
 
 
 def test_prompts_that_nothing_can_be_drawn_below_are_refused(pair, tmp_path, monkeypatch):
-    with pytest.raises(BadSetting, match="1 prompts; there must be at least 2"):
-        train_draft(pair, [[1, 2]], tmp_path / "few")
+    with pytest.raises(BadSetting, match="1 distinct prompts; there must be at least 2"):
+        train_draft(pair, [[1, 2], [1, 2]], tmp_path / "few")
     longer = [[1] * 5000, [2] * 5000]
     with pytest.raises(BadPrompt, match="none of the 1 prompts that are held out can be continued"):
         train_draft(pair, longer, tmp_path / "long")
@@ -167,6 +172,33 @@ def test_what_fails_before_the_drawing_does_not_lock_the_folder(pair, small_file
     with pytest.raises(MissingFile):
         trained(pair, tmp_path, start=tmp_path / "typo")
     trained(pair, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["options.json", "held_out.npz", "trees/trees-00001.npz", "state.pt"])
+@pytest.mark.parametrize("content", [b"", b"broken", b"{}"])
+def test_a_broken_file_is_named(pair, small_files, tmp_path, name, content):
+    trained(pair, tmp_path)
+    path = tmp_path / "training" / name
+    path.write_bytes(content)
+    said = (
+        "holds a training with target None" if (name, content) == ("options.json", b"{}") else f"{path.name} is broken"
+    )
+    with pytest.raises(BadSetting, match=said):
+        trained(pair, tmp_path)
+
+
+def test_trees_of_an_unknown_training_are_not_taken(pair, small_files, tmp_path):
+    trained(pair, tmp_path)
+    (tmp_path / "training" / "options.json").unlink()
+    with pytest.raises(BadSetting, match="says of what"):
+        trained(pair, tmp_path)
+
+
+def test_a_folder_that_is_a_file_is_refused(pair, tmp_path):
+    (tmp_path / "file").write_text("a text")
+    with pytest.raises(BadSetting, match="cannot be written"):
+        trained(pair, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "a text"
 
 
 def test_other_prompts_of_the_same_number_are_another_training(pair, small_files, tmp_path):

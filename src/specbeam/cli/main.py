@@ -60,8 +60,8 @@ TopP = Annotated[
         help="Sample among the fewest likeliest tokens with total probability p; by default the model's own, else 1."
     ),
 ]
-SpacedRows = Annotated[int, typer.Option(help="Maximum number of prompts, taken at even distances from all.")]
-Threads = Annotated[int | None, typer.Option(help="Number of CPU threads; by default as many as torch chooses.")]
+SpacedRows = Annotated[int, typer.Option(min=1, help="Maximum number of prompts, taken at even distances from all.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Number of CPU threads; by default as many as torch chooses.")]
 StopTexts = Annotated[list[str], typer.Option(help="End an answer after this text. May be given several times.")]
 PassRows = Annotated[list[int], typer.Option(help="Number of rows of a pass. May be given several times.")]
 Lengths = Annotated[list[int], typer.Option(help="Number of tokens in the KV cache. May be given several times.")]
@@ -559,7 +559,7 @@ def train_draft(
     ] = [],
     columns: Annotated[str, typer.Option(help="Column of the prompt in a .tsv, counted from 1.")] = "1",
     rows: Annotated[
-        int | None, typer.Option(help="Maximum number of prompts, at even distances; by default all.")
+        int | None, typer.Option(min=1, help="Maximum number of prompts, at even distances; by default all.")
     ] = None,
     start: Annotated[
         str | None, typer.Option(help="Model to go on from: a path or a hub id; by default a new one is made.")

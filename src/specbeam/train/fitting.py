@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from specbeam.errors import NotSupported
 from specbeam.options.checks import is_integer, require
 from specbeam.train.batches import TreeBatch, batches_of
-from specbeam.train.trees import Trees
+from specbeam.train.trees import Trees, read_or_refuse
 
 STATE_S = 60.0  # seconds between two states on disk
 
@@ -187,11 +187,14 @@ class Training:
         part.replace(self.folder / "state.pt")
 
     def resume(self) -> bool:
-        """Go on from the state on disk. Returns False if there is none."""
+        """Go on from the state on disk. Returns False if there is none; raises `BadSetting` if it is broken."""
         path = self.folder / "state.pt"
         if not path.exists():
             return False
-        state: dict[str, Any] = torch.load(path, map_location=self.device)
+        read_or_refuse(path, lambda: self._restore(torch.load(path, map_location=self.device)))
+        return True
+
+    def _restore(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
@@ -200,7 +203,6 @@ class Training:
         self.losses = state["losses"]
         self.seconds = state["seconds"]
         self.curve = [Point(**point) for point in state["curve"]]
-        return True
 
 
 def check_optimizers() -> None:

@@ -1,10 +1,15 @@
 """Trees of tokens that a target drew, with the target's law at each node that has children; kept in files of many trees."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int64
+
+from specbeam.errors import BadSetting
+
+Read = TypeVar("Read")
 
 
 class Trees(NamedTuple):
@@ -41,15 +46,31 @@ class Trees(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> "Trees":
-        """Read a file that `save` wrote."""
-        with np.load(path) as arrays:
-            return cls(**{name: arrays[name] for name in cls._fields})
+        """Read a file that `save` wrote. Raises `BadSetting` if it holds something else."""
+
+        def arrays_of_file() -> "Trees":
+            with np.load(path) as arrays:
+                return cls(**{name: arrays[name] for name in cls._fields})
+
+        return read_or_refuse(path, arrays_of_file)
 
     @staticmethod
     def count(path: Path) -> int:
-        """Return the number of trees in a file, without reading them."""
-        with np.load(path) as arrays:
-            return len(arrays["starts"]) - 1
+        """Return the number of trees in a file, without reading them. Raises `BadSetting` if it holds something else."""
+
+        def count_of_file() -> int:
+            with np.load(path) as arrays:
+                return len(arrays["starts"]) - 1
+
+        return read_or_refuse(path, count_of_file)
+
+
+def read_or_refuse(path: Path, read: Callable[[], Read]) -> Read:
+    """Return what `read` reads of a file of a training; raise `BadSetting`, which names the file, if it is broken."""
+    try:
+        return read()
+    except Exception as error:  # what readers of archives and pickles raise of broken bytes is not to be listed
+        raise BadSetting(f"{path} is broken ({type(error).__name__}: {error}); delete it, or the folder") from error
 
 
 class TreeBeingDrawn:
