@@ -2,12 +2,13 @@
 
 import math
 import time
+import warnings
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 
-from specbeam.draft.batch import close_drafters, fill_drafters, let_remember, models_of
+from specbeam.draft.batch import close_drafters, fill_drafters, models_of
 from specbeam.draft.beams import NoDraft
 from specbeam.errors import Cancelled
 from specbeam.kernels.forms import forms_made
@@ -167,4 +168,16 @@ class Decoder:
         for session in sessions:
             self.target.close(session)
         close_drafters(sessions)
-        let_remember(sessions)
+        for session in sessions:
+            _let_remember(session)
+
+
+def _let_remember(session: Session) -> None:
+    """Let a controller that has a method `remember` remember what it learnt of a session that is over."""
+    remember = getattr(session.parts.controller, "remember", None)
+    if remember is None:
+        return
+    try:
+        remember(session)
+    except Exception as error:  # the text is complete, and the work of the other sessions must not be lost
+        warnings.warn(f"prompt {session.number}: the controller could not remember: {error!r}", stacklevel=2)

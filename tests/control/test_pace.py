@@ -9,7 +9,7 @@ import specbeam as sb
 from specbeam import kernels
 from specbeam.control.cost import CostCurve
 from specbeam.control.needs import NodesByNeed
-from specbeam.control.pace import FIRST_WAIT, LEAST_SESSIONS, LONGEST_WAIT, Pace, PaceMemory, side_by_side
+from specbeam.control.pace import FIRST_WAIT, LEAST_SESSIONS, LONGEST_WAIT, Pace, PaceMemory, Phase, side_by_side
 from specbeam.decode import decode
 from specbeam.decoder import Decoder
 from specbeam.kernels.forms import forms_made
@@ -106,6 +106,18 @@ def test_paces_are_kept_on_disk(tmp_path, monkeypatch):
     for broken in ("{", json.dumps({"drafted": 1}), json.dumps([])):
         file.write_text(broken)
         assert PaceMemory(["a pair"]).enter("x").drafts
+
+
+def test_a_session_whose_drafts_are_traced_does_not_rest(pair, monkeypatch):
+    settings = Settings.given({"max_new_tokens": 6}, None)
+    for trace in (True, False):
+        method = sb.dsbd(3, trace=trace).with_parts(
+            controller=NodesByNeed(CostCurve((1,), (1.0,)), CostCurve((1,), (1e-3,)), 3, 5)
+        )
+        (session,) = Request(pair, [[3, 1, 4]], method, settings, seed=5).sessions
+        monkeypatch.setattr(session.parts.controller.paces, "enter", lambda kind: Phase(0, False, True))
+        list(decode(pair.target, [session]))
+        assert (session.count.draft_passes > 0) == trace
 
 
 @pytest.mark.remembers

@@ -32,9 +32,8 @@ from specbeam.session import Session
 EDGES = np.array([-3.0, -2.0, -1.0, -0.5, -1e-9, 0.0, 0.5, 1.0, 2.0, 3.0])
 MARGINS = len(EDGES) + 1
 STEPS = 4  # numbers of draft laws on a path that are told apart: 0, 1, 2, more
-CUT = (
-    STEPS * MARGINS
-)  # the first of the cells for drafts that the draft's truncation cuts, one per number of draft laws
+# The first of the cells for drafts that the draft's truncation cuts, one per number of draft laws.
+CUT = STEPS * MARGINS
 CELLS = CUT + STEPS
 UNSURE = MARGINS  # the cell of beams whose margin is not known, in `Odds.needed`
 HITS, TRIALS = range(2)
@@ -70,15 +69,13 @@ class NodeOdds(NamedTuple):
 
     live: Array  # float64[nodes]: that the node becomes a live beam
     needed: Array  # float64[nodes]: that its row decides a layer
-    live_cells: (
-        Array  # int64[nodes], the cell in `Odds.live`; -1 for roots and for nodes that were not drafted in this turn
-    )
+    # int64[nodes], the cell in `Odds.live`; -1 for roots and for nodes that were not drafted in this turn
+    live_cells: Array
     needed_cells: Array  # int64[nodes], the cell in `Odds.needed`
     steps: Array  # int64[nodes]: how many laws on the path were the draft's
     bounds: Array  # float64[nodes]: what no value of a pair that prolongs the node exceeds, see `laws.joint.bound_of`
-    dropped: (
-        Array  # int64[3, n]: of drafts that are no nodes, as they were not worth it: parent, token, cell in `Odds.live`
-    )
+    # int64[3, n]: of drafts that are no nodes, as they were not worth it: parent, token, cell in `Odds.live`
+    dropped: Array
     draft_s: float  # seconds that the draft has taken so far
 
 
@@ -280,6 +277,27 @@ def _sure_and_open(forest: Forest) -> tuple[Array, Array]:
 
 
 @step
+def _most_worthy(
+    budget: Budget, forest: Forest, needs: Array, sure: Array, others: Array, other_s: float
+) -> tuple[Array, float]:
+    """Return which nodes the target should score or knows, bool[nodes], and the needed rows per second with them.
+
+    Args:
+        needs: float64[nodes], from `_capped_needs`, so that no node is chosen without its parent.
+        sure, others: from `_sure_and_open`.
+        other_s: seconds of the turn besides the target's pass.
+    """
+    order = sorted_places(needs[others])
+    ranked = others[order]
+    count, speed = best_count(needs[ranked], len(sure), needs[sure].sum(), budget, other_s)
+    is_chosen = np.zeros(len(forest.tokens), dtype=np.bool_)
+    is_chosen[forest.known.nodes] = True
+    is_chosen[sure] = True
+    is_chosen[ranked[:count]] = True
+    return is_chosen, speed
+
+
+@step
 def worthy_front(budget: Budget, forest: Forest, odds: NodeOdds, front: Array) -> Array:
     """Return which nodes of the front of a draft are worth a further layer under them, bool[front]; none: it should end.
 
@@ -288,24 +306,17 @@ def worthy_front(budget: Budget, forest: Forest, odds: NodeOdds, front: Array) -
     """
     needs = _capped_needs(forest, odds)
     sure, others = _sure_and_open(forest)
-    sure_needs = needs[sure].sum()
     seconds = budget.turn_s + odds.draft_s
-    present = needs[others]
-    order = sorted_places(present)
-    count, speed = best_count(present[order], len(sure), sure_needs, budget, seconds)
-    is_chosen = np.zeros(len(forest.tokens), dtype=np.bool_)
-    is_chosen[forest.known.nodes] = True
-    is_chosen[sure] = True
-    is_chosen[others[order[:count]]] = True
+    is_chosen, speed = _most_worthy(budget, forest, needs, sure, others, seconds)
     is_worthy = is_chosen[front]
     parents = front[is_worthy]
     fresh = nodes_without(parents, forest.known.nodes)
     if len(fresh) == 0:  # the laws of the front are known, and drafting costs next to nothing
         return is_worthy
     depth = min(depth_of(forest.parents, front[0]), DEPTHS - 1)
-    future = np.concatenate((present, odds_in(budget.odds.growth, depth) * needs[parents]))
+    future = np.concatenate((needs[others], odds_in(budget.odds.growth, depth) * needs[parents]))
     seconds += budget.draft_s[min(len(fresh), len(budget.draft_s) - 1)]
-    _, faster = best_count(future[sorted_places(future)], len(sure), sure_needs, budget, seconds)
+    _, faster = best_count(future[sorted_places(future)], len(sure), needs[sure].sum(), budget, seconds)
     if faster <= speed * LEAST_GAIN:
         is_worthy[:] = False
     return is_worthy
@@ -316,13 +327,7 @@ def worthy_nodes(budget: Budget, forest: Forest, odds: NodeOdds) -> Array:
     """Return the nodes of a draft that the target should score or knows, int64[n], ascending: no node without its parent."""
     needs = _capped_needs(forest, odds)
     sure, others = _sure_and_open(forest)
-    order = sorted_places(needs[others])
-    ranked = others[order]
-    count, _ = best_count(needs[ranked], len(sure), needs[sure].sum(), budget, budget.turn_s + odds.draft_s)
-    is_chosen = np.zeros(len(forest.tokens), dtype=np.bool_)
-    is_chosen[forest.known.nodes] = True
-    is_chosen[sure] = True
-    is_chosen[ranked[:count]] = True
+    is_chosen, _ = _most_worthy(budget, forest, needs, sure, others, budget.turn_s + odds.draft_s)
     return np.flatnonzero(is_chosen)
 
 
@@ -533,8 +538,9 @@ class NodesByNeed:
     paces: PaceMemory = field(default_factory=PaceMemory, compare=False)
 
     def enter(self, session: Session, beside: int) -> bool:
-        """Return whether a new session drafts, one of `beside` side by side."""
-        if not _says(session.parts.rule, "ignores_drafts", session):
+        """Return whether a new session drafts, one of `beside` side by side. One whose drafts are traced always does."""
+        rule = session.parts.rule
+        if not _says(rule, "ignores_drafts", session) or getattr(rule, "trace", False):
             return True
         shape = f"{self.most} layers of {self.width} by {type(session.parts.drafter).__name__}"
         kind = f"{self._kind(session)}, {shape}, {side_by_side(beside)}, {allowed_threads()} threads"

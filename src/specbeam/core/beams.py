@@ -86,9 +86,8 @@ class Layers(NamedTuple):
     # int64[layers, 3]: the number of live beams before each layer whose rows the pass computed (FROM_PASS), whose rows
     # earlier turns computed (FROM_BEFORE), and without whose rows the layer was decided (UNSEEN)
     sources: Array
-    edges: (
-        Array  # float64[layers]: the value of the last pair that each layer depends on; NaN if values were not compared
-    )
+    # float64[layers]: the value of the last pair that each layer depends on; NaN if values were not compared
+    edges: Array
 
     @property
     def size(self) -> int:

@@ -68,18 +68,6 @@ def close_drafters(sessions: list[Session]) -> None:
             warnings.warn(f"prompt {session.number}: the drafter could not close: {error!r}", stacklevel=2)
 
 
-def let_remember(sessions: list[Session]) -> None:
-    """Let controllers that have a method `remember` remember what they learnt of sessions that are over."""
-    for session in sessions:
-        remember = getattr(session.parts.controller, "remember", None)
-        if remember is None:
-            continue
-        try:
-            remember(session)
-        except Exception as error:  # as above
-            warnings.warn(f"prompt {session.number}: the controller could not remember: {error!r}", stacklevel=2)
-
-
 def close_drafter(drafter: Drafter, session: Session) -> None:
     """Let a drafter forget a session that is over, if the drafter has a method `close`."""
     close = getattr(drafter, "close", None)

@@ -272,9 +272,8 @@ def bound_of(truncation: Truncation, noisy: bool, score: float, count: int, key:
         count: how often the beam was drawn.
         key: the key of its noise.
     """
-    temperature = (
-        1.0 if truncation.by_row else truncation.temperature
-    )  # rows that are warped by themselves have it in them
+    # Rows that are warped by themselves have the temperature in them.
+    temperature = 1.0 if truncation.by_row else truncation.temperature
     bound = score / temperature + np.log(count)
     if noisy:
         bound += gumbel(key, ALL_TOKENS)
