@@ -23,7 +23,7 @@ from specbeam.lm.table import TableLM
 from specbeam.measure import kept_figures
 from specbeam.records import Scored, Shape, Turn, Verdict
 from specbeam.session import Parts
-from specbeam.tuning.acceptance import keep_acceptance, kept_acceptance
+from specbeam.tuning.acceptance import GUESS, keep_acceptance, kept_acceptance, with_guess
 from specbeam.verify.walk import MatchRule
 from tests.support.exact import distance
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
@@ -356,6 +356,16 @@ def test_sequoia_takes_what_was_measured_of_the_pair(pair, tmp_path, monkeypatch
         monkeypatch.setattr("specbeam.tuning.acceptance._KNOWN", WeakKeyDictionary())
         assert kept_acceptance(pair.target, pair.draft) is None
         keep_acceptance(pair.target, pair.draft, [0.95, 0.0])
+
+
+def test_few_nodes_make_nothing_impossible():
+    """What was measured at seven nodes is little more than the guess, what was measured at many is itself."""
+    few = with_guess([1.0, 0.0, 0.0, 0.0, 0.0], 7)
+    assert few[0] < 0.8
+    assert min(few) > 0.01
+    assert with_guess([0.8, 0.1, 0.0], 10**6) == pytest.approx((0.8, 0.1, 0.0), abs=1e-4)
+    assert with_guess([0.0] * 5, 0) == pytest.approx(GUESS)
+    assert sum(with_guess([0.5, 0.1, 0.1, 0.1, 0.1, 0.1, 0.0], 30)) <= 1
 
 
 @pytest.mark.parametrize("name", ["thompson", "survival"])

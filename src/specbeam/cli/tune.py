@@ -17,7 +17,7 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import Pair
 from specbeam.prompts import read, spread
 from specbeam.recipes.beams import dsbd
-from specbeam.tuning.acceptance import keep_acceptance
+from specbeam.tuning.acceptance import keep_acceptance, with_guess
 from specbeam.tuning.costs import NODES, measure
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _measured_acceptance(pair: Pair, prompts: list[str]) -> Acceptance | None:
     if pair.draft is None or not prompts:
         return None
     found = acceptance(pair, prompts, children=5, max_new_tokens=48)
-    keep_acceptance(pair.target, pair.draft, found.odds)
+    keep_acceptance(pair.target, pair.draft, with_guess(found.odds, found.nodes))
     return found
 
 

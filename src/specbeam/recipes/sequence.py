@@ -18,7 +18,7 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of, tree_method
 from specbeam.recipes.method import Method, require_at_least_one
 from specbeam.session import Controller, Parts, Rule, law_of
-from specbeam.tuning.acceptance import kept_acceptance
+from specbeam.tuning.acceptance import GUESS, kept_acceptance
 from specbeam.tuning.costs import curve_of
 
 
@@ -162,7 +162,7 @@ def sequoia(
         raise BadSetting(f"cost is {cost!r}; it must be a CostCurve, 'auto' or None")
 
     def method_of(target: LM | None, draft: LM | None) -> Method:
-        odds = tuple(acceptance or kept_acceptance(target, draft) or _GUESSED_ACCEPTANCE)
+        odds = tuple(acceptance or kept_acceptance(target, draft) or GUESS)
         curve = _measured_cost(target, draft, max(nodes // depth, 1)) if cost == "auto" else cost
         assert not isinstance(curve, str)
         if curve is not None:
@@ -173,9 +173,6 @@ def sequoia(
 
     unmeasured = method_of(None, None)
     return replace(unmeasured, build=lambda target, draft: method_of(target, draft).build(target, draft))
-
-
-_GUESSED_ACCEPTANCE = (0.7, 0.12, 0.05, 0.03, 0.02)
 
 
 @lru_cache(maxsize=64)

@@ -7,6 +7,17 @@ from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.measure import kept_figures
 
+# Odds that the child accepted at a node is the k-th one tried, before anything is measured; they count as 20 nodes.
+GUESS = (0.7, 0.12, 0.05, 0.03, 0.02)
+GUESS_NODES = 20
+
+
+def with_guess(odds: Sequence[float], nodes: int) -> tuple[float, ...]:
+    """Return odds that were measured at some nodes, mixed with the guess, so that few nodes make nothing impossible."""
+    guess = (*GUESS, *[0.0] * len(odds))
+    total = nodes + GUESS_NODES
+    return tuple((nodes * seen + GUESS_NODES * guessed) / total for seen, guessed in zip(odds, guess, strict=False))
+
 
 def keep_acceptance(target: HuggingFaceLM, draft: HuggingFaceLM, odds: Sequence[float]) -> None:
     """Keep on disk, for k = 1, 2, ..., the odds that the child accepted at a node is the k-th one tried."""
