@@ -11,7 +11,7 @@ import torch
 import specbeam as sb
 from specbeam import kernels
 from specbeam.core.forest import Forest
-from specbeam.engines.cpu.panels import rounded
+from specbeam.engines.cpu.rounding import rounded
 from specbeam.errors import NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import language_model

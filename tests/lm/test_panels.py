@@ -17,13 +17,14 @@ from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder, sums, tiles
 from specbeam.engines.cpu import layers as loops
 from specbeam.engines.cpu import panels as panels_module
-from specbeam.engines.cpu.panels import fits_bfloat16, in_panels, multiply, rounded
+from specbeam.engines.cpu.panels import fits_bfloat16, in_panels, multiply
+from specbeam.engines.cpu.rounding import rounded
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.lm.huggingface import HuggingFaceLM
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
 
-KINDS = ["float32", "bfloat16", "int8"] + ["tiles"] * tiles.available()
+KINDS = ["float32", "bfloat16", "int8"] + ["tiles", "int8 tiles"] * tiles.available()
 needs_tiles = pytest.mark.skipif(not tiles.available(), reason="the processor has no tile registers")
 
 
@@ -47,7 +48,7 @@ def test_products_are_those_of_numpy(rows, columns, depth, kind):
     assert fits_bfloat16(matrix)
     x = rng.standard_normal((rows, depth)).astype(np.float32)
     expected = x
-    if kind == "int8":
+    if kind.startswith("int8"):
         numbers, scales = rounded(matrix)
         assert np.abs(numbers * scales[:, None] - matrix).max() <= 0.5001 * scales.max()
         assert (np.abs(numbers).max(1) == 127).all()
@@ -62,6 +63,16 @@ def on_the_grid(x):
     """Rows rounded to multiples of a 127th of their largest number."""
     steps = np.abs(x).max(1, keepdims=True) / np.float32(127)
     return np.rint(x / steps) * steps
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("int8")])
+@pytest.mark.parametrize("rows", [2, 20])
+def test_a_row_with_nan_has_products_of_nan_and_the_others_have_none(rows, kind):
+    x = np.ones((rows, 64), dtype=np.float32)
+    x[1, 5] = np.nan
+    found = product(x, in_panels(np.ones((40, 64), dtype=np.float32), kind))[:, :40]
+    assert np.isnan(found[1]).all()
+    assert not np.isnan(np.delete(found, 1, 0)).any()
 
 
 def test_a_row_of_zeros_stays_one():
@@ -150,6 +161,16 @@ def test_weights_of_bfloat16_checkpoints_are_kept_in_it():
 
 
 @needs_tiles
+@pytest.mark.parametrize("rows", [1, 12, 13, 31, 32, 50, 250])
+@pytest.mark.parametrize(("columns", "depth"), [(33, 8), (96, 60), (200, 256), (64, 320)])
+def test_bytes_are_summed_alike_with_and_without_tiles(rows, columns, depth):
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, depth)).astype(np.float32)
+    matrix = rng.standard_normal((columns, depth)).astype(np.float32)
+    assert (product(x, in_panels(matrix, "int8 tiles")) == product(x, in_panels(matrix, "int8"))).all()
+
+
+@needs_tiles
 def test_tiles_lose_nothing_of_a_float32():
     """Against float64 they err as little as the sums of float32 do, over numbers of all sizes."""
     rng = np.random.default_rng(1)
@@ -175,3 +196,17 @@ def test_a_model_by_tiles_is_the_same_model(monkeypatch):
     for found, path in zip(scored(lm, [3, 4, 5], forest), ([], [7], [8], [7, 9]), strict=True):
         expected = model(torch.tensor([[3, 4, 5, *path]])).logits[0, -1]
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+
+
+@needs_tiles
+def test_a_model_in_int8_is_the_same_with_and_without_tiles_to_the_last_bit(monkeypatch):
+    model = tiny("llama")
+    monkeypatch.setattr(decoder, "TILED_FROM", 0)
+    by_tiles = HuggingFaceLM(model, engine="int8")
+    assert by_tiles.runner.decoder.head.dtype == np.int8
+    monkeypatch.setattr(decoder, "TILED_FROM", 10**12)
+    by_vectors = HuggingFaceLM(model, engine="int8")
+    assert by_vectors.runner.decoder.head.dtype == np.int32
+    few, many = Forest.rooted([5]), Forest.rooted([5]).grown([*range(20)], [0] * 20)
+    for forest in (few, many):
+        assert (scored(by_tiles, [3, 4, 5], forest) == scored(by_vectors, [3, 4, 5], forest)).all()

@@ -43,7 +43,7 @@ class Weights(NamedTuple):
     before_attention: Array  # float32[layers, hidden]: weights of the norm before attention
     before_inner: Array  # float32[layers, hidden]: weights of the norm before the gated inner layer
     bias: Array  # float32[layers, columns] of qkv; no columns if the model has no bias
-    qkv: Array  # float32, uint32, uint16 or int32[layers, panels, words], see `in_panels`
+    qkv: Array  # float32, uint32, uint16, int32 or int8[layers, panels, words], see `in_panels`
     out: Array
     gate_up: Array
     down: Array
@@ -101,7 +101,13 @@ class CompiledDecoder:
             fits_bfloat16(_numbers(module.weight)) for module in inner.layers.modules() if isinstance(module, nn.Linear)
         )
         tiled = model.num_parameters() >= TILED_FROM and tiles.available()
-        kind: Kind = "int8" if int8 else "float32" if not exact else "tiles" if tiled else "bfloat16"
+        kind: Kind
+        if int8:
+            kind = "int8 tiles" if tiled else "int8"
+        elif exact:
+            kind = "tiles" if tiled else "bfloat16"
+        else:
+            kind = "float32"
         self.weights = _weights(list(inner.layers), kind)
         self.last_norm = _numbers(inner.norm.weight)
         self.head = in_panels(head, kind)

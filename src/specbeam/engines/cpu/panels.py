@@ -16,10 +16,11 @@ import inspect
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Float32, Int8, Shaped
+from jaxtyping import Float, Int8, Shaped
 
 from specbeam import kernels
 from specbeam.engines.cpu import tiles
+from specbeam.engines.cpu.rounding import ZERO, Scales, rounded, rounded_row
 from specbeam.engines.cpu.sums import MOST, STEP, WIDTH, write_sums
 from specbeam.kernels.compiling import compiled, compiled_only
 
@@ -31,10 +32,10 @@ else:
 
 LINE = 64  # bytes of a cache line
 _UNPACKED_FROM = 16  # parts of rows; from here on the bfloat16 of a panel are unpacked once, not for each part
+_TILES_FROM = 6  # rows of bytes; fewer are multiplied by vectors as soon, and no tile has to be filled
 _SHARED_FROM = 300_000  # words of a matrix, from which on its panels are shared among threads
 
-Kind = Literal["float32", "bfloat16", "tiles", "int8"]
-Scales = Float32[np.ndarray, " columns"]
+Kind = Literal["float32", "bfloat16", "tiles", "int8", "int8 tiles"]
 Array = Any  # numba finds the types by itself
 
 
@@ -73,6 +74,11 @@ def scratch_for(panels: Array, rows: int, depth: int) -> Array:
 
 
 @compiled_only
+def for_few_rows(panels: Array) -> Array:
+    """Return the panels as fewer rows than `_TILES_FROM` are multiplied soonest: those of bytes by vectors, not by tiles."""
+
+
+@compiled_only
 def unpacked(panel: Array, depth: int) -> Array:
     """Return the numbers of one panel as float32; a panel of int8 is returned as it is."""
 
@@ -83,23 +89,28 @@ def _source_of(function: Any) -> Any:
 
 
 if kernels.AVAILABLE:
+    # How rows are packed and multiplied by tiles, by the dtype of the panels.
+    _BY_TILES = {
+        types.uint16: (tiles.packed_rows, tiles.multiply_panel),
+        types.int8: (tiles.packed_bytes, tiles.multiply_panel_of_bytes),
+    }
 
     @overload(packed_rows, strict=False)
     def _compiled_packed_rows(x: Any, panels: Any) -> Any:
-        pack = tiles.packed_rows if panels.dtype == types.uint16 else _transposed_parts
+        pack, _ = _BY_TILES.get(panels.dtype, (_transposed_parts, None))
         return _source_of(lambda x, panels: pack(x, panels))
 
     @overload(begin_products, strict=False)
     def _compiled_begin_products(packed: Any, panels: Any) -> Any:
-        return _source_of(_begin_tiles if panels.dtype == types.uint16 else _begin_nothing)
+        return _source_of(_begin_tiles if panels.dtype in _BY_TILES else _begin_nothing)
 
     @overload(end_products, strict=False)
     def _compiled_end_products(panels: Any) -> Any:
-        return _source_of(_release_tiles if panels.dtype == types.uint16 else _end_nothing)
+        return _source_of(_release_tiles if panels.dtype in _BY_TILES else _end_nothing)
 
     @overload(multiply_panel, strict=False)
     def _compiled_multiply_panel(panels: Any, panel: Any, packed: Any, rows: Any, depth: Any, out: Any) -> Any:
-        by = tiles.multiply_panel if panels.dtype == types.uint16 else _multiply_panel_in_parts
+        _, by = _BY_TILES.get(panels.dtype, (None, _multiply_panel_in_parts))
         return _source_of(lambda panels, panel, packed, rows, depth, out: by(panels, panel, packed, rows, depth, out))
 
     @overload(write_transposed, strict=False)
@@ -109,6 +120,10 @@ if kernels.AVAILABLE:
     @overload(scratch_for, strict=False)
     def _compiled_scratch_for(panels: Any, rows: Any, depth: Any) -> Any:
         return _source_of(_scratch_for_bytes if panels.dtype == types.int32 else _scratch_for_floats)
+
+    @overload(for_few_rows, strict=False)
+    def _compiled_for_few_rows(panels: Any) -> Any:
+        return _source_of(_in_words if panels.dtype == types.int8 else _as_they_are)
 
     @overload(unpacked, strict=False)
     def _compiled_unpacked(panel: Any, depth: Any) -> Any:
@@ -127,6 +142,14 @@ def _unchanged(panel: Array, depth: int) -> Array:
     return panel
 
 
+def _as_they_are(panels: Array) -> Array:
+    return panels
+
+
+def _in_words(panels: Array) -> Array:
+    return panels.view(np.int32)
+
+
 def _write_transposed_floats(x: Array, start: int, rows: int, transposed: Array) -> None:
     steps = transposed[: rows * x.shape[1]].reshape(x.shape[1], rows)
     for row in range(rows):
@@ -139,19 +162,12 @@ def _write_transposed_floats(x: Array, start: int, rows: int, transposed: Array)
 def _write_transposed_bytes(x: Array, start: int, rows: int, transposed: Array) -> None:
     words = x.shape[1] // STEP
     scales = transposed[rows * words : rows * (words + 1)].view(np.float32)
+    numbers = np.empty(x.shape[1], dtype=np.uint8)
+    in_words = numbers.view(np.int32)
     for row in range(rows):
-        source = x[start + row]
-        largest = np.float32(1e-30)
-        for step in range(len(source)):
-            largest = max(largest, abs(source[step]))
-        scales[row] = largest / np.float32(127)
-        factor = np.float32(127) / largest
+        scales[row] = rounded_row(x[start + row], numbers)
         for word in range(words):
-            four_bytes = np.uint32(0)
-            for place in range(STEP):
-                byte = np.int32(np.rint(source[STEP * word + place] * factor)) + np.int32(128)
-                four_bytes |= np.uint32(byte) << np.uint32(8 * place)
-            transposed[word * rows + row] = np.int32(four_bytes)
+            transposed[word * rows + row] = in_words[word]
 
 
 def _as_float32(panel: Array, depth: int) -> Array:
@@ -258,26 +274,25 @@ _multiply_on_threads = _multiplier("multiply_on_threads", prange, parallel=True)
 
 
 @compiled
-def multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
-    """Write x[rows, depth] @ matrix to out[rows, columns], given the `panels` of the matrix; `WIDTH` divides columns."""
+def _multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
     if threads > 1 and panels.size >= _SHARED_FROM:
         _multiply_on_threads(x, panels, out)
     else:
         _multiply_on_one_thread(x, panels, out)
 
 
+@compiled
+def multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
+    """Write x[rows, depth] @ matrix to out[rows, columns], given the `panels` of the matrix; `WIDTH` divides columns."""
+    if len(x) < _TILES_FROM:
+        _multiply(x, for_few_rows(panels), out, threads)
+    else:
+        _multiply(x, panels, out, threads)
+
+
 def fits_bfloat16(matrix: Float[np.ndarray, "columns depth"]) -> bool:
     """Return whether bfloat16 represents every number exactly, and the depth is even, so that two steps share a word."""
     return matrix.shape[1] % 2 == 0 and not (np.ascontiguousarray(matrix).view(np.uint32) & 0xFFFF).any()
-
-
-def rounded(matrix: Float[np.ndarray, "columns depth"]) -> tuple[Int8[np.ndarray, "columns depth"], Scales]:
-    """Return a matrix rounded to int8, and a scale for each column: a 127th of the largest absolute number in it.
-
-    A number of the matrix is rounded to the nearest multiple of its column's scale.
-    """
-    scales = np.maximum(np.abs(matrix).max(1), 1e-30).astype(np.float32) / np.float32(127)
-    return np.rint(matrix / scales[:, None]).astype(np.int8), scales
 
 
 def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32") -> Shaped[np.ndarray, "panels words"]:
@@ -286,7 +301,8 @@ def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32"
     Args:
         kind: "float32"; "bfloat16", two steps of depth in each uint32, for numbers that bfloat16 represents exactly;
             "tiles", the same as uint16, for processors with tile registers (engines/cpu/tiles.py); "int8", a rounded matrix
-            (`rounded`), four steps of depth in each int32, followed by the scales and 128 times the sums of the columns.
+            (`rounded`), four steps of depth in each int32, followed by the scales and 128 times the sums of the columns;
+            "int8 tiles", the same as int8, for tile registers.
 
     Raises `ValueError` if the depth is no multiple of `STEP`.
     """
@@ -296,8 +312,9 @@ def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32"
     count = -(-columns // WIDTH)
     padded = np.zeros((count * WIDTH, depth), dtype=np.float32)
     padded[:columns] = matrix
-    if kind == "int8":
-        return in_lines(_panels_of_bytes(*rounded(padded)))
+    if kind in ("int8", "int8 tiles"):
+        rounded_panels = in_lines(_panels_of_bytes(*rounded(padded)))
+        return rounded_panels if kind == "int8" else rounded_panels.view(np.int8)
     panels = np.ascontiguousarray(padded.reshape(count, WIDTH, depth).transpose(0, 2, 1))
     if kind == "float32":
         return in_lines(panels.reshape(count, -1))
@@ -319,6 +336,6 @@ def _panels_of_bytes(numbers: Int8[np.ndarray, "columns depth"], scales: Scales)
     """Return the panels of a matrix rounded to int8, each followed by its columns' scales and 128 times their sums."""
     count = len(numbers) // WIDTH
     words = np.ascontiguousarray(numbers).view(np.int32).reshape(count, WIDTH, -1).transpose(0, 2, 1)
-    offsets = 128 * numbers.sum(1, dtype=np.int32)
+    offsets = ZERO * numbers.sum(1, dtype=np.int32)
     after = [values.reshape(count, WIDTH) for values in (scales.view(np.int32), offsets)]
     return np.concatenate([words.reshape(count, -1), *after], 1)

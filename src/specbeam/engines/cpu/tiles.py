@@ -5,6 +5,9 @@ matrix over 32 steps of depth, all in bfloat16: sixteen times the work of a vect
 of three bfloat16. So three such instructions multiply float32 rows with a matrix of bfloat16, and the result differs only by
 the order of the sums and by terms below 1e-33, as tiles take denormals as zero. An infinity becomes NaN. The panels of
 bfloat16 already have the layout of tiles: a word holds the two steps of a column that are multiplied together.
+
+Of bytes, another instruction takes 64 steps of depth and adds up integers. So the products of a matrix rounded to 8 bits are
+the same numbers as without tiles.
 """
 
 import ctypes
@@ -16,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from specbeam import kernels
+from specbeam.engines.cpu.rounding import BYTES_PER_WORD, rounded_row
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.kernels.compiling import Array, compiled
 
@@ -24,6 +28,7 @@ ROWS = 16
 BYTES = 64
 _WORDS = BYTES // 4
 PARTS = 3  # of a float32: three bfloat16 hold all of its 24 bits
+_AFTER = 2  # words that follow each column of a matrix of bytes: its scale, and 128 times its sum
 _SHAPE = 16  # words of the configuration that sets the shapes of the tiles
 # of Linux: the number of the system call arch_prctl, its ARCH_REQ_XCOMP_PERM, and the state component of the tiles
 _ARCH_PRCTL = 158
@@ -39,6 +44,8 @@ if kernels.AVAILABLE:
 
     _FEATURES = features()
     _INDEX = ir.IntType(64)
+    _FLOATS = ir.VectorType(ir.FloatType(), _WORDS)
+    _INTEGERS = ir.VectorType(ir.IntType(32), _WORDS)
 else:
     _FEATURES = frozenset()
     write_tile_sums: Any = None  # never called without numba
@@ -58,7 +65,7 @@ def available() -> bool:
     """Return whether this process may use tiles. The environment variable `SPECBEAM_TILES=off` forbids them."""
     if os.environ.get("SPECBEAM_TILES") == "off":
         return False
-    return WIDTH == 2 * _WORDS and {"amx-tile", "amx-bf16"} <= _FEATURES and _permitted()
+    return WIDTH == 2 * _WORDS and {"amx-tile", "amx-bf16", "amx-int8"} <= _FEATURES and _permitted()
 
 
 class _Tiles:
@@ -87,9 +94,9 @@ class _Tiles:
         place = self.builder.bitcast(self.builder.gep(array, [word]), self.pointer)
         self.call("tileloadd64", self.tile(number), place, pitch)
 
-    def add_product(self, sums: int, x: int, columns: int) -> None:
+    def add_product(self, instruction: str, sums: int, x: int, columns: int) -> None:
         """Add the products of the tile `x` with the tile `columns` to the tile `sums`."""
-        self.call("tdpbf16ps", *(self.tile(number) for number in (sums, x, columns)))
+        self.call(instruction, *(self.tile(number) for number in (sums, x, columns)))
 
     def store(self, number: int, array: Any, word: Any, pitch: Any) -> None:
         place = self.builder.bitcast(self.builder.gep(array, [word]), self.pointer)
@@ -108,10 +115,13 @@ class _Panel:
     depth.
     """
 
-    def __init__(self, builder: Any, arrays: tuple[Any, Any, Any], sizes: tuple[Any, Any]) -> None:
+    parts = PARTS  # of a row of x
+    product = "tdpbf16ps"  # the instruction that adds the products of two tiles to a third
+
+    def __init__(self, builder: Any, arrays: tuple[Any, Any, Any, Any], sizes: tuple[Any, Any]) -> None:
         self.builder = builder
         self.tiles = _Tiles(builder)
-        self.weights, self.x, self.out = arrays
+        self.weights, self.x, self.scales, self.out = arrays
         self.words, self.rows = sizes
         self.deep = builder.mul(self.words, _number(4))
         self.part = builder.mul(self.words, self.rows)
@@ -149,6 +159,10 @@ class _Panel:
             block, side = divmod(tile, 2)
             row = b.mul(b.mul(self.rows, _number(block)), b.udiv(pitch, _number(4)))
             self.tiles.store(tile, self.out, b.add(row, _number(side * _WORDS)), pitch)
+        self._finish(blocks, pitch)
+
+    def _finish(self, blocks: int, pitch: Any) -> None:
+        """Write the code that makes the results of the sums in `out`: they are the results already."""
 
     def _step(self, at: Any, x: tuple[int, ...], columns: int) -> None:
         """Write the code that adds the products of one tile's depth, from word `at` on, to the sums."""
@@ -156,12 +170,12 @@ class _Panel:
         column = self.builder.mul(at, _number(WIDTH))
         for side in (0, 1):
             self.tiles.load(columns + side, self.weights, b.add(column, _number(side * _WORDS)), _number(4 * WIDTH))
-        for part in range(PARTS):
+        for part in range(self.parts):
             for block, tile in enumerate(x):
-                offset = b.mul(self.part, _number(block * PARTS + part))
+                offset = b.mul(self.part, _number(block * self.parts + part))
                 self.tiles.load(tile, self.x, b.add(at, offset), self.deep)
                 for side in (0, 1):
-                    self.tiles.add_product(2 * block + side, tile, columns + side)
+                    self.tiles.add_product(self.product, 2 * block + side, tile, columns + side)
 
     def _prefetch(self, at: Any) -> None:
         """Write the code that prefetches the columns four steps of the loop later."""
@@ -177,32 +191,79 @@ class _Panel:
             b.call(prefetch, [b.bitcast(place, self.tiles.pointer), *(ir.Constant(word, n) for n in (0, 3, 1))])
 
 
+class _PanelOfBytes(_Panel):
+    """A `_Panel` of int8, for rows of uint8: the sums are integers, of which float32 are made in the end.
+
+    The columns are followed by their scales, and by what the offset of x adds to their sums.
+    """
+
+    parts = 1
+    product = "tdpbusd"
+
+    def _finish(self, blocks: int, pitch: Any) -> None:
+        b = self.builder
+        columns = b.mul(self.words, _number(WIDTH))
+        scales = [self._loaded(self.weights, b.add(columns, _number(side * _WORDS)), _FLOATS) for side in (0, 1)]
+        columns = b.add(columns, _number(WIDTH))
+        offsets = [self._loaded(self.weights, b.add(columns, _number(side * _WORDS)), _INTEGERS) for side in (0, 1)]
+        width = b.udiv(pitch, _number(4))
+        before, loop, end = b.block, *(b.append_basic_block(name) for name in ("finish", "finished"))
+        b.branch(loop)
+        b.position_at_end(loop)
+        row = b.phi(_INDEX)
+        row.add_incoming(_number(0), before)
+        scale = self._spread(b.load(b.bitcast(b.gep(self.scales, [row]), ir.FloatType().as_pointer())))
+        for side in (0, 1):
+            place = b.add(b.mul(row, width), _number(side * _WORDS))
+            whole = b.sub(self._loaded(self.out, place, _INTEGERS), offsets[side])
+            result = b.fmul(b.fmul(b.sitofp(whole, _FLOATS), scales[side]), scale)
+            b.store(result, b.bitcast(b.gep(self.out, [place]), _FLOATS.as_pointer()), align=4)
+        next_row = b.add(row, _number(1))
+        row.add_incoming(next_row, b.block)
+        b.cbranch(b.icmp_signed("<", next_row, b.mul(self.rows, _number(blocks))), loop, end)
+        b.position_at_end(end)
+
+    def _loaded(self, array: Any, word: Any, kind: Any) -> Any:
+        """Return a register of `_WORDS` words of an array, from index `word` on."""
+        b = self.builder
+        return b.load(b.bitcast(b.gep(array, [word]), kind.as_pointer()), align=4)
+
+    def _spread(self, number: Any) -> Any:
+        """Return a register with a number in all lanes."""
+        b = self.builder
+        one = b.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
+        lanes = ir.Constant(_INTEGERS, [0] * _WORDS)
+        return b.shuffle_vector(one, ir.Constant(_FLOATS, ir.Undefined), lanes)
+
+
 if kernels.AVAILABLE:
 
     @intrinsic
     def write_tile_sums(
-        typing: Any, weights: Any, at: Any, words: Any, x: Any, x_at: Any, rows: Any, both: Any, out: Any, out_at: Any,
-        columns: Any,
+        typing: Any, weights: Any, at: Any, words: Any, x: Any, x_at: Any, rows: Any, both: Any, scales_at: Any, out: Any,
+        out_at: Any, columns: Any,
     ) -> Any:  # fmt: skip
         """Write the products of a block of rows of x with one panel to `out`; if `both`, of the next block too.
 
         out[out_at + row * columns + column] = sum over depth of x times the panel that begins at weights[at]
 
         Args:
-            weights: uint32, two bfloat16 in each.
+            weights: uint32, two bfloat16 in each; or int32, four int8 in each, with the scales and offsets of the columns.
             words: of a column.
-            x: float32 in three parts of bfloat16, from x_at on, [blocks, parts, rows, words of the depth].
+            x: float32 in three parts of bfloat16, from x_at on, [blocks, parts, rows, words of the depth]; or uint8 in one.
             rows: of a block.
+            scales_at: of bytes, where in x the scales of these rows begin.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
-            weights, x, out = (
+            weights, x, scales, out = (
                 builder.gep(context.make_array(kinds[array])(context, builder, args[array]).data, [args[start]])
-                for array, start in ((0, 1), (3, 4), (7, 8))
+                for array, start in ((0, 1), (3, 4), (3, 7), (8, 9))
             )
-            panel = _Panel(builder, (weights, x, out), (args[2], args[5]))
-            pitch = builder.mul(args[9], _number(4))
+            kind = _PanelOfBytes if kinds[0].dtype == types.int32 else _Panel
+            panel = kind(builder, (weights, x, scales, out), (args[2], args[5]))
+            pitch = builder.mul(args[10], _number(4))
             whole = builder.icmp_signed("==", builder.urem(args[2], _number(_WORDS)), _number(0))
             with builder.if_else(whole) as (fills, leaves):
                 with fills, builder.if_else(args[6]) as (two, one):
@@ -215,7 +276,7 @@ if kernels.AVAILABLE:
             return context.get_dummy_value()
 
         sizes = types.int64
-        return types.void(weights, sizes, sizes, x, sizes, sizes, types.boolean, out, sizes, sizes), code
+        return types.void(weights, sizes, sizes, x, sizes, sizes, types.boolean, sizes, out, sizes, sizes), code
 
     @intrinsic
     def begin_tiles(typing: Any, shape: Any) -> Any:
@@ -257,10 +318,15 @@ def _start(block: int, each: int, rows: int) -> int:
 
 
 @compiled
-def _room(rows: int, words: int) -> Array:
-    """Return room for rows packed for tiles, preceded by the configuration of the tiles (see `_Panel`)."""
+def _room(rows: int, words: int, row_words: int) -> Array:
+    """Return room for rows packed for tiles, preceded by the configuration of the tiles (see `_Panel`).
+
+    Args:
+        words: of the depth.
+        row_words: words of a row with all that goes with it.
+    """
     count, each = blocks(rows)
-    size = _SHAPE + count * each * words * PARTS
+    size = _SHAPE + count * each * row_words
     room = np.empty(size + BYTES // 4, dtype=np.uint32)
     start = -room.ctypes.data % BYTES // 4
     packed = room[start : start + size]
@@ -286,7 +352,7 @@ def packed_rows(x: Array, panels: Array) -> Array:
     rows, depth = x.shape
     words = depth // 2
     (count, each) = blocks(rows)
-    packed = _room(rows, words)
+    packed = _room(rows, words, words * PARTS)
     high = np.uint32(0xFFFF0000)
     rest = np.empty(depth, dtype=np.float32)
     cut = np.empty(depth, dtype=np.uint32)
@@ -321,7 +387,48 @@ def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: i
         start = _start(block, each, rows)
         both = words % _WORDS == 0 and block + 1 < count and _start(block + 1, each, rows) == start + each
         write_tile_sums(
-            flat, panel * words * WIDTH, words, packed, _SHAPE + block * each * words * PARTS, each, both, result,
+            flat, panel * words * WIDTH, words, packed, _SHAPE + block * each * words * PARTS, each, both, 0, result,
+            start * columns + panel * WIDTH, columns,
+        )  # fmt: skip
+        block += 2 if both else 1
+
+
+@compiled
+def packed_bytes(x: Array, panels: Array) -> Array:
+    """Return float32 rows rounded to uint8 around 128, four steps of depth in a word, in the layout of `write_tile_sums`.
+
+    The scales of the rows follow after all blocks. The numbers are those of `rounded_row`.
+    """
+    rows, depth = x.shape
+    words = depth // BYTES_PER_WORD
+    (count, each) = blocks(rows)
+    packed = _room(rows, words, words + 1)
+    scales = packed[_SHAPE + count * each * words :].view(np.float32)
+    numbers = packed[_SHAPE : _SHAPE + count * each * words].view(np.uint8)
+    for block in range(count):
+        start = _start(block, each, rows)
+        for row in range(each):
+            place = block * each + row
+            scales[place] = rounded_row(x[start + row], numbers[place * depth : (place + 1) * depth])
+    return packed
+
+
+@compiled
+def multiply_panel_of_bytes(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array) -> None:
+    """Write the products of all rows with one panel to its columns of `out`; call `begin_tiles` before."""
+    words = depth // BYTES_PER_WORD
+    (count, each) = blocks(rows)
+    columns = out.shape[1]
+    block = 0
+    flat = panels.reshape(-1).view(np.int32)
+    first = panel * (words + _AFTER) * WIDTH
+    scales_at = _SHAPE + count * each * words
+    result = out.reshape(-1)
+    while block < count:
+        start = _start(block, each, rows)
+        both = words % _WORDS == 0 and block + 1 < count and _start(block + 1, each, rows) == start + each
+        write_tile_sums(
+            flat, first, words, packed, _SHAPE + block * each * words, each, both, scales_at + block * each, result,
             start * columns + panel * WIDTH, columns,
         )  # fmt: skip
         block += 2 if both else 1
