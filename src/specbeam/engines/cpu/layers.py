@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.engines.cpu.panels import multiply, part_count, write_transposed
-from specbeam.engines.cpu.sums import MOST, WIDTH, write_sums
+from specbeam.engines.cpu.panels import multiply, part_count
+from specbeam.engines.cpu.sums import MOST, WIDTH, write_row_sums
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.fused import fused
 from specbeam.kernels.ordered_sums import sum_of, sum_of_squares
@@ -20,8 +20,9 @@ _F1 = np.float32(1)
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HEAD = np.float32(0.693359375)  # has few bits, so that its multiples are exact
 _LN2_REST = np.float32(-2.12194440e-4)
-_SIDE_BY_SIDE = 64  # maxima that are updated side by side
 _HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
+_WITHOUT_SIGN = np.int32(0x7FFFFFFF)
+_UNSEEN_BITS = _UNSEEN.view(np.int32)
 
 
 @compiled
@@ -76,24 +77,22 @@ def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions
 
 
 @compiled
-def largest(x: Array) -> Array:
-    """Return the maximum of float32[n].
+def largest(x: Array, scratch: Array) -> Array:
+    """Return the maximum of float32[n]; NaN if any number is a positive NaN.
 
-    A maximum in one variable would compile to one comparison after the other, because of the rules for NaN; many maxima side
-    by side compile to vector instructions.
+    The comparisons are of integers that have the order of the numbers: they compile to vector instructions, where the rules
+    for NaN would let floats be compared one after the other.
+
+    Args:
+        scratch: int32[n], n > 0, of which the first number is overwritten.
     """
-    tops = np.full(_SIDE_BY_SIDE, _UNSEEN, dtype=np.float32)
-    whole = len(x) // _SIDE_BY_SIDE * _SIDE_BY_SIDE
-    for start in range(0, whole, _SIDE_BY_SIDE):
-        part = x[start : start + _SIDE_BY_SIDE]
-        for place in range(_SIDE_BY_SIDE):
-            tops[place] = part[place] if part[place] > tops[place] else tops[place]
-    top = _UNSEEN
-    for place in range(_SIDE_BY_SIDE):
-        top = tops[place] if tops[place] > top else top
-    for place in range(whole, len(x)):
-        top = x[place] if x[place] > top else top
-    return top
+    bits = x.view(np.int32)
+    top = np.int32(_UNSEEN_BITS ^ _WITHOUT_SIGN)
+    for place in range(len(bits)):
+        rank = np.int32(bits[place] ^ np.int32(np.int32(bits[place] >> 31) & _WITHOUT_SIGN))
+        top = rank if rank > top else top
+    scratch[0] = np.int32(top ^ np.int32(np.int32(top >> 31) & _WITHOUT_SIGN))
+    return scratch.view(np.float32)[0]
 
 
 @compiled
@@ -104,7 +103,7 @@ def softmax(scores: Array, seen: Array, powers: Array) -> None:
     """
     for slot in range(len(scores)):
         scores[slot] = scores[slot] if seen[slot] else _UNSEEN
-    top = largest(scores)
+    top = largest(scores, powers)
     for slot in range(len(scores)):
         scores[slot] = scores[slot] - top
     exponential(scores, powers[: len(scores)])
@@ -118,20 +117,26 @@ def softmax(scores: Array, seen: Array, powers: Array) -> None:
 
 @compiled
 def _gather_queries(
-    q: Array, first: int, start: int, count: int, kv: int, group: int, size: int, scale: float, reach: Array,
-    transposed: Array,
-) -> int:  # fmt: skip
-    """Write queries start .. start + count of one kv head, scaled, to `transposed`, in the layout of `write_transposed`.
+    q: Array, first: int, queries: int, kv: int, group: int, size: int, scale: float, out: Array
+) -> None:
+    """Write the queries of one kv head, scaled, to `out`, float32[queries, size]: those of a row follow each other.
 
-    Returns the number of slots that these queries reach, rounded up to whole panels.
+    Args:
+        first: row of the first query.
     """
-    extent = 0
-    for query in range(count):
-        row = first + (start + query) // group
-        head = kv * group + (start + query) % group
-        extent = max(extent, reach[row])
+    for query in range(queries):
+        row = first + query // group
+        head = kv * group + query % group
         for place in range(size):
-            transposed[place * count + query] = q[row, head * size + place] * scale
+            out[query, place] = q[row, head * size + place] * scale
+
+
+@compiled
+def _extent_of(first: int, start: int, stop: int, group: int, reach: Array) -> int:
+    """Return the number of slots that queries start .. stop reach, rounded up to whole panels."""
+    extent = 0
+    for query in range(start, stop):
+        extent = max(extent, reach[first + query // group])
     return -(-extent // WIDTH) * WIDTH
 
 
@@ -160,32 +165,36 @@ def attend(
     flat_keys = keys.reshape(-1)
     flat_values = values.reshape(-1)
     most = -(-(reach.max()) // WIDTH) * WIDTH
+    most_queries = len(q) * group
+    scaled = np.empty((most_queries, size), dtype=np.float32)
+    flat_scaled = scaled.reshape(-1)
     scores = np.empty((MOST, most), dtype=np.float32)
     flat_scores = scores.reshape(-1)
-    transposed = np.empty(MOST * max(size, most), dtype=np.float32)
     mixed = np.empty((MOST, width), dtype=np.float32)
+    flat_mixed = mixed.reshape(-1)
     powers = np.empty(most, dtype=np.int32)
     for session in range(len(rows)):
         cache, first, last = rows[session]
         queries = (last - first) * group
         for kv in range(kv_heads):
             head_at = cache * kv_heads + kv
+            _gather_queries(q, first, queries, kv, group, size, scale, scaled)
             for part in range(part_count(queries)):
                 start = part * queries // part_count(queries)
-                count = (part + 1) * queries // part_count(queries) - start
-                extent = _gather_queries(q, first, start, count, kv, group, size, scale, reach, transposed)
+                stop = (part + 1) * queries // part_count(queries)
+                count = stop - start
+                extent = _extent_of(first, start, stop, group, reach)
                 for panel in range(extent // WIDTH):
-                    write_sums(
-                        count, flat_keys, (head_at * panels + panel) * size * WIDTH, WIDTH, transposed, 0, flat_scores,
-                        panel * WIDTH, most, size,
+                    write_row_sums(
+                        count, flat_keys, (head_at * panels + panel) * size * WIDTH, WIDTH, flat_scaled, start * size, size,
+                        flat_scores, panel * WIDTH, most, size,
                     )  # fmt: skip
                 for query in range(count):
                     softmax(scores[query, :extent], seen[first + (start + query) // group], powers)
-                write_transposed(scores[:, :extent], 0, count, transposed)
                 for panel in range(width // WIDTH):
-                    write_sums(
-                        count, flat_values, head_at * height * width + panel * WIDTH, width, transposed, 0,
-                        mixed.reshape(-1), panel * WIDTH, width, extent,
+                    write_row_sums(
+                        count, flat_values, head_at * height * width + panel * WIDTH, width, flat_scores, 0, most,
+                        flat_mixed, panel * WIDTH, width, extent,
                     )  # fmt: skip
                 for query in range(count):
                     row = first + (start + query) // group
@@ -213,11 +222,14 @@ def store_keys_and_values(qkv: Array, heads: int, rows: Array, slots: Array, key
     size = keys.shape[3]
     for session in range(len(rows)):
         cache, first, last = rows[session]
-        for row in range(first, last):
-            for kv in range(kv_heads):
-                k = (heads + kv) * size
-                v = (heads + kv_heads + kv) * size
-                keys[cache, kv, slots[row] // WIDTH, :, slots[row] % WIDTH] = qkv[row, k : k + size]
+        for kv in range(kv_heads):
+            k = (heads + kv) * size
+            v = (heads + kv_heads + kv) * size
+            panels = keys[cache, kv]
+            for place in range(size):  # neighbouring slots share a line of the processor's cache
+                for row in range(first, last):
+                    panels[slots[row] // WIDTH, place, slots[row] % WIDTH] = qkv[row, k + place]
+            for row in range(first, last):
                 values[cache, kv, slots[row], :size] = qkv[row, v : v + size]
 
 

@@ -24,6 +24,7 @@ else:
     MOST = 12
     DOTS_BYTES = False
     write_sums: Any = None  # never called without numba
+    write_row_sums: Any = None
 
 ACROSS = 2  # registers across a panel
 WIDTH = ACROSS * LANES  # columns of a panel
@@ -37,12 +38,14 @@ class _Loop:
     Args:
         steps_per_word: steps of depth in a word of the panel: 1 for float32; 2 for bfloat16, the earlier step in the lower
             half.
+        x_pitch: words between two rows of x, whose steps follow each other; None: the rows of x are transposed.
     """
 
-    def __init__(self, builder: Any, rows: int, steps_per_word: int) -> None:
+    def __init__(self, builder: Any, rows: int, steps_per_word: int, x_pitch: Any = None) -> None:
         self.builder = builder
         self.rows = rows
         self.steps_per_word = steps_per_word
+        self.x_pitch = x_pitch
         self.index = ir.IntType(64)
         self.word = ir.IntType(32)
         self.vector = ir.VectorType(ir.FloatType(), LANES)
@@ -91,12 +94,18 @@ class _Loop:
         """Return the sums of all rows plus the products of one step of depth."""
         b = self.builder
         added = []
-        first = b.mul(step, self._number(self.rows))
         for row in range(self.rows):
-            spread = self._spread(b.load(b.gep(x, [b.add(first, self._number(row))])))
+            spread = self._spread(b.load(b.gep(x, [self._place_of_x(step, row)])))
             part = sums[row * ACROSS : (row + 1) * ACROSS]
             added += [self._product(total, spread, column) for column, total in zip(columns, part, strict=True)]
         return added
+
+    def _place_of_x(self, step: Any, row: int) -> Any:
+        """Return the index in x of a row's word for a step."""
+        b = self.builder
+        if self.x_pitch is None:
+            return b.add(b.mul(step, self._number(self.rows)), self._number(row))
+        return b.add(b.mul(self.x_pitch, self._number(row)), step)
 
     def _product(self, total: Any, spread: Any, column: Any) -> Any:
         """Return `total` + `spread` * `column`."""
@@ -211,24 +220,59 @@ if kernels.AVAILABLE:
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             number, _, at, stride, _, x_at, _, out_at, out_stride, depth = args
-            arrays = [(signature.args[place], args[place]) for place in (1, 4, 6)]
-            data = [context.make_array(kind)(context, builder, value).data for kind, value in arrays]
-            weights, x, out = (
-                builder.gep(array, [place]) for array, place in zip(data, (at, x_at, out_at), strict=True)
-            )
-            end = builder.append_basic_block("end")
-            choice = builder.switch(number, end)
-            for rows in range(1, MOST + 1):
-                block = builder.append_basic_block(f"rows{rows}")
-                choice.add_case(ir.Constant(number.type, rows), block)
-                builder.position_at_end(block)
-                _loop(builder, rows, signature.args[1].dtype).write(weights, stride, x, out, out_stride, depth)
-                builder.branch(end)
-            builder.position_at_end(end)
+            weights, x, out = _places(context, builder, signature, args, ((1, at), (4, x_at), (6, out_at)))
+            kind = signature.args[1].dtype
+
+            def write(rows: int) -> None:
+                _loop(builder, rows, kind).write(weights, stride, x, out, out_stride, depth)
+
+            _write_for_each(builder, number, write)
             return context.get_dummy_value()
 
         sizes = types.int64
         return types.void(sizes, weights, sizes, sizes, x, sizes, out, sizes, sizes, sizes), code
+
+    @intrinsic
+    def write_row_sums(
+        typing: Any, rows: Any, weights: Any, at: Any, stride: Any, x: Any, x_at: Any, x_pitch: Any, out: Any, out_at: Any,
+        out_stride: Any, depth: Any,
+    ) -> Any:  # fmt: skip
+        """Write what `write_sums` writes, of float32 weights and rows of x that are not transposed: `x_pitch` apart."""
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            number, _, at, stride, _, x_at, x_pitch, _, out_at, out_stride, depth = args
+            weights, x, out = _places(context, builder, signature, args, ((1, at), (4, x_at), (7, out_at)))
+
+            def write(rows: int) -> None:
+                _Loop(builder, rows, 1, x_pitch).write(weights, stride, x, out, out_stride, depth)
+
+            _write_for_each(builder, number, write)
+            return context.get_dummy_value()
+
+        sizes = types.int64
+        return types.void(sizes, weights, sizes, sizes, x, sizes, sizes, out, sizes, sizes, sizes), code
+
+
+def _places(context: Any, builder: Any, signature: Any, args: Any, starts: Any) -> list[Any]:
+    """Return pointers into arrays, given the number of each among the arguments, and the index of a word in it."""
+    pointers = []
+    for number, start in starts:
+        data = context.make_array(signature.args[number])(context, builder, args[number]).data
+        pointers.append(builder.gep(data, [start]))
+    return pointers
+
+
+def _write_for_each(builder: Any, number: Any, write: Any) -> None:
+    """Write the code that chooses by `number`, 1 to `MOST`, among what `write` writes for each number of rows."""
+    end = builder.append_basic_block("end")
+    choice = builder.switch(number, end)
+    for rows in range(1, MOST + 1):
+        block = builder.append_basic_block(f"rows{rows}")
+        choice.add_case(ir.Constant(number.type, rows), block)
+        builder.position_at_end(block)
+        write(rows)
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
