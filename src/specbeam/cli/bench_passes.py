@@ -3,6 +3,7 @@
 import json as json_format
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from specbeam.bench.passes import PassPlan, fits, passes
 from specbeam.bench.passes_report import as_markdown, as_records, plot
@@ -16,8 +17,8 @@ from specbeam.pair import load
 
 
 def run(
-    model: str, grow: str | None, grow_vocab: str | None, rows: list[int], beams: list[int], lengths: list[int],
-    copies_gb: float, repeats: int, threads: int | None, picture: Path | None, json: bool,
+    model: str, grow: str | None, grow_vocab: str | None, quantize: str | None, rows: list[int], beams: list[int],
+    lengths: list[int], copies_gb: float, repeats: int, threads: int | None, picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     """Time passes, print tables of their cost, and return the exit code."""
     import torch
@@ -29,7 +30,7 @@ def run(
         check_picture(picture)
     if threads is not None:
         torch.set_num_threads(threads)
-    lm, positions = _model(model, grow, grow_vocab, max(plan.lengths) + 1)
+    lm, positions = _model(model, grow, grow_vocab, quantize, max(plan.lengths) + 1)
     console = Console(stderr=True, highlight=False)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("passes", total=plan.steps)
@@ -59,11 +60,13 @@ def _plan(rows: list[int], beams: list[int], lengths: list[int], copies_gb: floa
     return PassPlan(ascending[0], ascending[1], ascending[2], repeats, copies_gb)
 
 
-def _model(name: str, grow: str | None, grow_vocab: str | None, needed: int) -> tuple[HuggingFaceLM, str]:
+def _model(
+    name: str, grow: str | None, grow_vocab: str | None, quantize: Any, needed: int
+) -> tuple[HuggingFaceLM, str]:
     """Return a model with at least `needed` positions, and a text on where its positions come from."""
-    pair = grown_pair(name, None, grow, grow_vocab=grow_vocab)
+    pair = grown_pair(name, None, grow, quantize=quantize, grow_vocab=grow_vocab)
     own = pair.target.max_positions
     if own is None or own >= needed:
         return pair.target, "the model's own"
     longer = with_positions(pair.target_model, needed)
-    return load(longer).target, f"{needed:,}, for timing only; the model's own are {own:,}"
+    return load(longer, quantize=quantize).target, f"{needed:,}, for timing only; the model's own are {own:,}"

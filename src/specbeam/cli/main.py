@@ -27,6 +27,12 @@ Grow = Annotated[
         help="Enlarge the target to this many weights (100M, 1B, ...) without changing what it computes. By default not."
     ),
 ]
+QuantizeTarget = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize", help="'int8' rounds the target's weights to 8 bits for specbeam's methods. By default not."
+    ),
+]
 GrowVocab = Annotated[
     str | None,
     typer.Option(
@@ -387,10 +393,7 @@ def speed(
         str | None, typer.Option(help="Enlarge the draft model in the same way to this many weights. By default not.")
     ] = None,
     grow_vocab: GrowVocab = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(help="'int8' rounds the target's weights to 8 bits for specbeam's methods. By default not."),
-    ] = None,
+    quantize: QuantizeTarget = None,
     rows: SpacedRows = 30,
     batch_size: Annotated[
         list[int], typer.Option(help="Number of prompts decoded at once. May be given several times.")
@@ -473,6 +476,7 @@ def pass_cost(
     model: Model = "bundled",
     grow: Grow = None,
     grow_vocab: GrowVocab = None,
+    quantize: QuantizeTarget = None,
     rows: PassRows = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128],
     beams: Annotated[
         list[int],
@@ -493,7 +497,9 @@ def pass_cost(
     """Time a pass by its rows and by the tokens in the KV cache, and a step of beams beside transformers' cache."""
     from specbeam.cli.bench_passes import run
 
-    raise typer.Exit(run(model, grow, grow_vocab, rows, beams, length, copies_gb, repeats, threads, plot, json))
+    raise typer.Exit(
+        run(model, grow, grow_vocab, quantize, rows, beams, length, copies_gb, repeats, threads, plot, json)
+    )
 
 
 @app.command()
