@@ -159,6 +159,23 @@ def test_curves_are_measured_once_and_kept(tmp_path, monkeypatch):
     assert not lm.caches  # nothing is left behind
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ("specbeam.measure.kept_figures.source_key", lambda *rooms: "newer"),
+        ("specbeam.tuning.costs.uses_tiles", lambda: "none"),
+    ],
+    ids=["source", "tiles"],
+)
+def test_a_curve_of_other_kernels_is_not_taken(changed, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
+    lm = words.pair().target
+    measure(lm, (1, 2), repeats=1, least_s=0.0)
+    assert known_curve(lm) is not None
+    monkeypatch.setattr(*changed)
+    assert known_curve(lm) is None
+
+
 def test_wrong_depths_are_refused():
     for depth in (0, -1):
         with pytest.raises(BadSetting, match="at least 1, or 'auto'"):

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,18 @@ def weights_key(model: "PreTrainedModel | None") -> str | None:
         stride = max(weight.numel() // 16, 1)
         samples.append(weight.detach().flatten()[::stride][:16].double().cpu())
     return hashlib.blake2b(torch.cat(samples).numpy().tobytes(), digest_size=8).hexdigest()
+
+
+@cache
+def source_key(*rooms: str) -> str:
+    """Return a hash of the source of these rooms of specbeam, such as "engines": what they cost changes with it."""
+    package = Path(__file__).parent.parent
+    digest = hashlib.blake2b(digest_size=8)
+    for room in rooms:
+        for path in sorted((package / room).rglob("*.py")):
+            digest.update(path.relative_to(package).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def load(kind: str, key: Any) -> dict[str, Any] | None:

@@ -16,6 +16,7 @@ from specbeam import kernels
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.core.limits import Limits
 from specbeam.decode import decode
+from specbeam.engines.cpu.tiles import available as uses_tiles
 from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
 from specbeam.lm.base import LM
@@ -206,4 +207,10 @@ def _warp_of(parts: Parts, top_k: int) -> Warp:
 
 
 def _key(lm: HuggingFaceLM, context: int) -> list[Any]:
-    return [kept_figures.model_key(lm.model), lm.engine, context]
+    return [
+        kept_figures.model_key(lm.model),
+        lm.engine,
+        context,
+        kept_figures.source_key("engines", "kernels"),
+        uses_tiles(),
+    ]
