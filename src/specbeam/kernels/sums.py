@@ -92,7 +92,7 @@ def picked(p: Array, uniform: float) -> int:
 
 
 @compiled_loosely
-def _rank(bits: Array) -> Array:
+def rank_of(bits: Array) -> Array:
     """Return an int32 that sorts as the float32 with these bits does; NaN lies outside of -inf and +inf.
 
     The function is its own inverse.
@@ -102,11 +102,11 @@ def _rank(bits: Array) -> Array:
 
 @compiled_loosely
 def extremes(bits: Array) -> tuple[Array, Array]:
-    """Return the least and the largest `_rank` of numbers, given by their bits: NaN must not enter the arithmetic."""
-    low = high = _rank(bits[0])
+    """Return the least and the largest `rank_of` of numbers, given by their bits: NaN must not enter the arithmetic."""
+    low = high = rank_of(bits[0])
     for place in range(len(bits)):
-        low = min(low, _rank(bits[place]))
-        high = max(high, _rank(bits[place]))
+        low = min(low, rank_of(bits[place]))
+        high = max(high, rank_of(bits[place]))
     return low, high
 
 
@@ -201,7 +201,7 @@ def log_norm(logits: Array) -> Array:
         if high == MINUS_INF_RANK:
             out[number] = -np.inf
             continue
-        powers[0] = _rank(high)
+        powers[0] = rank_of(high)
         top = scale[0]
         _write_exponentials(logits[number], top, part, powers)
         total = 0.0

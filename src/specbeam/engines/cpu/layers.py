@@ -13,7 +13,7 @@ from specbeam.engines.cpu.sums import MOST, WIDTH, write_row_sums
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.fused import fused
 from specbeam.kernels.ordered_sums import sum_of, sum_of_squares
-from specbeam.kernels.sums import exp_near_0
+from specbeam.kernels.sums import exp_near_0, extremes, rank_of
 
 _F0 = np.float32(0)
 _F1 = np.float32(1)
@@ -21,8 +21,6 @@ _LOG2E = np.float32(1.4426950408889634)
 _LN2_HEAD = np.float32(0.693359375)  # has few bits, so that its multiples are exact
 _LN2_REST = np.float32(-2.12194440e-4)
 _HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
-_WITHOUT_SIGN = np.int32(0x7FFFFFFF)
-_UNSEEN_BITS = _UNSEEN.view(np.int32)
 
 
 @compiled
@@ -78,20 +76,13 @@ def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions
 
 @compiled
 def largest(x: Array, scratch: Array) -> Array:
-    """Return the maximum of float32[n]; NaN if any number is a positive NaN.
-
-    The comparisons are of integers that have the order of the numbers: they compile to vector instructions, where the rules
-    for NaN would let floats be compared one after the other.
+    """Return the maximum of float32[n], by integers that have the order of the numbers; NaN if any is a positive NaN.
 
     Args:
         scratch: int32[n], n > 0, of which the first number is overwritten.
     """
-    bits = x.view(np.int32)
-    top = np.int32(_UNSEEN_BITS ^ _WITHOUT_SIGN)
-    for place in range(len(bits)):
-        rank = np.int32(bits[place] ^ np.int32(np.int32(bits[place] >> 31) & _WITHOUT_SIGN))
-        top = rank if rank > top else top
-    scratch[0] = np.int32(top ^ np.int32(np.int32(top >> 31) & _WITHOUT_SIGN))
+    _, high = extremes(x.view(np.int32))
+    scratch[0] = rank_of(high)
     return scratch.view(np.float32)[0]
 
 
@@ -165,8 +156,7 @@ def attend(
     flat_keys = keys.reshape(-1)
     flat_values = values.reshape(-1)
     most = -(-(reach.max()) // WIDTH) * WIDTH
-    most_queries = len(q) * group
-    scaled = np.empty((most_queries, size), dtype=np.float32)
+    scaled = np.empty((len(q) * group, size), dtype=np.float32)
     flat_scaled = scaled.reshape(-1)
     scores = np.empty((MOST, most), dtype=np.float32)
     flat_scores = scores.reshape(-1)

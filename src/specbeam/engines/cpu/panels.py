@@ -33,7 +33,7 @@ else:
 LINE = 64  # bytes of a cache line
 _UNPACKED_FROM = 16  # parts of rows; from here on the bfloat16 of a panel are unpacked once, not for each part
 _TILES_FROM = 6  # rows of bytes; fewer are multiplied by vectors as soon, and no tile has to be filled
-_SHARED_FROM = 300_000  # words of a matrix, from which on its panels are shared among threads
+_SHARED_FROM = 300_000  # numbers of the dtype of the panels, from which on they are shared among threads
 
 Kind = Literal["float32", "bfloat16", "tiles", "int8", "int8 tiles"]
 Array = Any  # numba finds the types by itself
@@ -275,6 +275,7 @@ _multiply_on_threads = _multiplier("multiply_on_threads", prange, parallel=True)
 
 @compiled
 def _multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
+    """Do `multiply` by the products of these panels, on one thread or several."""
     if threads > 1 and panels.size >= _SHARED_FROM:
         _multiply_on_threads(x, panels, out)
     else:

@@ -6,15 +6,13 @@ from jaxtyping import Float, Float32, Int8
 from specbeam.kernels.compiling import Array, compiled
 
 BYTES_PER_WORD = 4
-ZERO = (
-    128  # the byte that stands for 0 in a row: instructions multiply unsigned bytes of rows with signed ones of columns
-)
+# The byte that stands for 0 in a row: instructions multiply unsigned bytes of rows with signed ones of columns.
+ZERO = 128
 LARGEST = 127
 LEAST = 1e-30  # the least scale times `LARGEST`, so that rows and columns of zeros stay zeros
 
-_LAST_BIT_IS_1 = np.float32(
-    1.5 * 2**23
-)  # what is added to it is rounded to a whole number, in the lowest bits of the sum
+# What is added to it is rounded to a whole number, which is in the lowest bits of the sum.
+_LAST_BIT_IS_1 = np.float32(1.5 * 2**23)
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
 _LEAST_BITS = np.float32(LEAST).view(np.int32)
 
@@ -39,9 +37,8 @@ def rounded_row(source: Array, numbers: Array) -> float:
     """
     bits = source.view(np.int32)
     top = np.int32(_LEAST_BITS)
-    for step in range(
-        len(bits)
-    ):  # bits have the order of absolute values, and integers are compared by vector instructions
+    # Without signs, bits have the order of the numbers, and integers are compared by vector instructions.
+    for step in range(len(bits)):
         size = np.int32(bits[step] & _WITHOUT_SIGN)
         top = size if size > top else top
     found = np.empty(1, dtype=np.int32)

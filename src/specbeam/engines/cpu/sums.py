@@ -95,7 +95,7 @@ class _Loop:
         b = self.builder
         added = []
         for row in range(self.rows):
-            spread = self._spread(b.load(b.gep(x, [self._place_of_x(step, row)])))
+            spread = spread_out(b, b.load(b.gep(x, [self._place_of_x(step, row)])))
             part = sums[row * ACROSS : (row + 1) * ACROSS]
             added += [self._product(total, spread, column) for column, total in zip(columns, part, strict=True)]
         return added
@@ -129,13 +129,6 @@ class _Loop:
             b.call(prefetch, [b.bitcast(ahead, byte), *(ir.Constant(self.word, n) for n in (0, 3, 1))])
             loaded.append(b.load(self._pointer(weights, place, kind), align=4))
         return loaded
-
-    def _spread(self, number: Any) -> Any:
-        """Return a register with a number in all lanes."""
-        b = self.builder
-        kind = ir.VectorType(number.type, LANES)
-        lane = b.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(self.word, 0))
-        return b.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), ir.Constant(self.words, [0] * LANES))
 
     def _pointer(self, array: Any, place: Any, kind: Any) -> Any:
         return self.builder.bitcast(self.builder.gep(array, [place]), kind.as_pointer())
@@ -193,7 +186,7 @@ class _LoopOfBytes(_Loop):
         for place, total in enumerate(sums):
             row, across = divmod(place, ACROSS)
             at = b.add(b.mul(words, self._number(self.rows)), self._number(row))
-            scale = self._spread(b.load(self._pointer(x, at, ir.FloatType())))
+            scale = spread_out(b, b.load(self._pointer(x, at, ir.FloatType())))
             whole = b.sitofp(b.sub(total, offsets[across]), self.vector)
             finished.append(b.fmul(b.fmul(whole, scales[across]), scale))
         return finished
@@ -220,7 +213,7 @@ if kernels.AVAILABLE:
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             number, _, at, stride, _, x_at, _, out_at, out_stride, depth = args
-            weights, x, out = _places(context, builder, signature, args, ((1, at), (4, x_at), (6, out_at)))
+            weights, x, out = places_in(context, builder, signature, args, ((1, at), (4, x_at), (6, out_at)))
             kind = signature.args[1].dtype
 
             def write(rows: int) -> None:
@@ -241,7 +234,7 @@ if kernels.AVAILABLE:
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             number, _, at, stride, _, x_at, x_pitch, _, out_at, out_stride, depth = args
-            weights, x, out = _places(context, builder, signature, args, ((1, at), (4, x_at), (7, out_at)))
+            weights, x, out = places_in(context, builder, signature, args, ((1, at), (4, x_at), (7, out_at)))
 
             def write(rows: int) -> None:
                 _Loop(builder, rows, 1, x_pitch).write(weights, stride, x, out, out_stride, depth)
@@ -253,7 +246,16 @@ if kernels.AVAILABLE:
         return types.void(sizes, weights, sizes, sizes, x, sizes, sizes, out, sizes, sizes, sizes), code
 
 
-def _places(context: Any, builder: Any, signature: Any, args: Any, starts: Any) -> list[Any]:
+def spread_out(builder: Any, number: Any) -> Any:
+    """Return a register with a number in all lanes."""
+    word = ir.IntType(32)
+    kind = ir.VectorType(number.type, LANES)
+    lane = builder.insert_element(ir.Constant(kind, ir.Undefined), number, ir.Constant(word, 0))
+    firsts = ir.Constant(ir.VectorType(word, LANES), [0] * LANES)
+    return builder.shuffle_vector(lane, ir.Constant(kind, ir.Undefined), firsts)
+
+
+def places_in(context: Any, builder: Any, signature: Any, args: Any, starts: Any) -> list[Any]:
     """Return pointers into arrays, given the number of each among the arguments, and the index of a word in it."""
     pointers = []
     for number, start in starts:

@@ -20,7 +20,7 @@ import numpy as np
 
 from specbeam import kernels
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, rounded_row
-from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.cpu.sums import WIDTH, places_in, spread_out
 from specbeam.kernels.compiling import Array, compiled
 
 # of a tile
@@ -212,7 +212,7 @@ class _PanelOfBytes(_Panel):
         b.position_at_end(loop)
         row = b.phi(_INDEX)
         row.add_incoming(_number(0), before)
-        scale = self._spread(b.load(b.bitcast(b.gep(self.scales, [row]), ir.FloatType().as_pointer())))
+        scale = spread_out(b, b.load(b.bitcast(b.gep(self.scales, [row]), ir.FloatType().as_pointer())))
         for side in (0, 1):
             place = b.add(b.mul(row, width), _number(side * _WORDS))
             whole = b.sub(self._loaded(self.out, place, _INTEGERS), offsets[side])
@@ -227,13 +227,6 @@ class _PanelOfBytes(_Panel):
         """Return a register of `_WORDS` words of an array, from index `word` on."""
         b = self.builder
         return b.load(b.bitcast(b.gep(array, [word]), kind.as_pointer()), align=4)
-
-    def _spread(self, number: Any) -> Any:
-        """Return a register with a number in all lanes."""
-        b = self.builder
-        one = b.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
-        lanes = ir.Constant(_INTEGERS, [0] * _WORDS)
-        return b.shuffle_vector(one, ir.Constant(_FLOATS, ir.Undefined), lanes)
 
 
 if kernels.AVAILABLE:
@@ -252,15 +245,13 @@ if kernels.AVAILABLE:
             words: of a column.
             x: float32 in three parts of bfloat16, from x_at on, [blocks, parts, rows, words of the depth]; or uint8 in one.
             rows: of a block.
-            scales_at: of bytes, where in x the scales of these rows begin.
+            scales_at: where in x the scales of these rows begin, if they are bytes.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kinds = signature.args
-            weights, x, scales, out = (
-                builder.gep(context.make_array(kinds[array])(context, builder, args[array]).data, [args[start]])
-                for array, start in ((0, 1), (3, 4), (3, 7), (8, 9))
-            )
+            starts = ((0, args[1]), (3, args[4]), (3, args[7]), (8, args[9]))
+            weights, x, scales, out = places_in(context, builder, signature, args, starts)
             kind = _PanelOfBytes if kinds[0].dtype == types.int32 else _Panel
             panel = kind(builder, (weights, x, scales, out), (args[2], args[5]))
             pitch = builder.mul(args[10], _number(4))
@@ -375,22 +366,38 @@ def packed_rows(x: Array, panels: Array) -> Array:
 
 
 @compiled
-def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array) -> None:
-    """Write the products of all rows with one panel to its columns of `out`; call `begin_tiles` before."""
-    words = depth // 2
+def _multiply_blocks(
+    weights: Array, at: int, panel: int, words: int, parts: int, packed: Array, rows: int, out: Array
+) -> None:
+    """Write the products of all rows, block by block, with the panel that begins at weights[at].
+
+    Args:
+        panel: its number, which tells its columns of `out`.
+        words: of the depth.
+        parts: of a row of x, see `_Panel`.
+    """
     (count, each) = blocks(rows)
     columns = out.shape[1]
-    block = 0
-    flat = panels.reshape(-1).view(np.uint32)
     result = out.reshape(-1)
+    block_words = parts * each * words
+    scales_at = _SHAPE + count * block_words
+    block = 0
     while block < count:
         start = _start(block, each, rows)
         both = words % _WORDS == 0 and block + 1 < count and _start(block + 1, each, rows) == start + each
         write_tile_sums(
-            flat, panel * words * WIDTH, words, packed, _SHAPE + block * each * words * PARTS, each, both, 0, result,
+            weights, at, words, packed, _SHAPE + block * block_words, each, both, scales_at + block * each, result,
             start * columns + panel * WIDTH, columns,
         )  # fmt: skip
         block += 2 if both else 1
+
+
+@compiled
+def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array) -> None:
+    """Write the products of all rows with one panel to its columns of `out`; call `begin_tiles` before."""
+    words = depth // 2
+    weights = panels.reshape(-1).view(np.uint32)
+    _multiply_blocks(weights, panel * words * WIDTH, panel, words, PARTS, packed, rows, out)
 
 
 @compiled
@@ -417,18 +424,5 @@ def packed_bytes(x: Array, panels: Array) -> Array:
 def multiply_panel_of_bytes(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array) -> None:
     """Write the products of all rows with one panel to its columns of `out`; call `begin_tiles` before."""
     words = depth // BYTES_PER_WORD
-    (count, each) = blocks(rows)
-    columns = out.shape[1]
-    block = 0
-    flat = panels.reshape(-1).view(np.int32)
-    first = panel * (words + _AFTER) * WIDTH
-    scales_at = _SHAPE + count * each * words
-    result = out.reshape(-1)
-    while block < count:
-        start = _start(block, each, rows)
-        both = words % _WORDS == 0 and block + 1 < count and _start(block + 1, each, rows) == start + each
-        write_tile_sums(
-            flat, first, words, packed, _SHAPE + block * each * words, each, both, scales_at + block * each, result,
-            start * columns + panel * WIDTH, columns,
-        )  # fmt: skip
-        block += 2 if both else 1
+    weights = panels.reshape(-1).view(np.int32)
+    _multiply_blocks(weights, panel * (words + _AFTER) * WIDTH, panel, words, 1, packed, rows, out)
