@@ -133,7 +133,9 @@ class Request:
             self.eos, self.method.greedy, len(prompt), number, self.method.search, self.constraint
         )
         decoder = None if self.pair.tokenizer is None else self.pair.tokenizer.decode  # with its special tokens
-        limits = self.settings.limits(self.eos, len(prompt), room, decoder, self.method.beams)
+        fills_beams = self.method.fills_beams or warp.greedy
+        keep = self.method.beams if fills_beams else self.settings.num_return_sequences
+        limits = self.settings.limits(self.eos, len(prompt), room, decoder, keep)
         limits = replace(limits, closing=self._closing)
         return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit, number)
 
@@ -165,7 +167,7 @@ class Request:
             return answers
         return TooFewAnswers(
             f"prompt {self.prompt_of[session.place]} has {len(answers)} answers, num_return_sequences is {wanted}: a "
-            "constraint, top-k, top-p or a dynamic width left fewer beams (width='fixed' or min_beams keeps more); they "
+            "constraint, top-k, top-p or a chosen width left fewer beams (width='fixed' or min_beams keeps more); they "
             "are in .generations",
             answers,
         )

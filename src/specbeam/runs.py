@@ -15,8 +15,8 @@ import numpy as np
 
 from specbeam.audit import Audit
 from specbeam.control.needs import learn_odds
-from specbeam.control.planning import Plan, deepest_of, learn_passed, plan_shape
-from specbeam.control.width import ChosenWidths, FixedWidths, restore_widths, save_widths
+from specbeam.control.planning import Plan, deepest_of, learn_passed, plan_depth
+from specbeam.control.width import Widths, is_for_steps
 from specbeam.core.beams import (
     FROM_BEFORE,
     FROM_PASS,
@@ -111,7 +111,7 @@ class RunSpec(NamedTuple):
     drafts: Any  # SharedLayers, SearchedLayers, DrawnLayers, TreeSpec or NoDraftSpec
     drafting: bool  # whether there is a draft model
     rule: Any  # SharedSpec, SearchSpec, TriedSpec, WalkSpec or ClimbSpec
-    widths: FixedWidths | ChosenWidths
+    widths: Widths
     stop: Stop
     edits: Edits
     moved: int  # address of a `Callback` that gets the live beams after each turn; 0: none
@@ -220,19 +220,19 @@ def _compiled_draft_turn(
 
 
 def verify_turn(
-    rows: TurnRows, forest: Forest, live: Beams, rule: Any, widths: Any, planned: int, length: int, finished: Finished,
+    rows: TurnRows, forest: Forest, live: Beams, rule: Any, widths: Any, length: int, finished: Finished,
     dice: Any, evidence: Evidence, eye: None,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Return the layers that a turn decides, and SOUND, DEAD or BROKEN."""
     verify: Any = _VERIFY_BY.get(type(rule))
     if verify is None:
-        return judge(rows, forest, live, rule, widths, planned, length, finished, dice, evidence, eye)
-    return verify(rows.fresh, forest, live, rule, widths, planned, length, finished, dice, evidence, eye)
+        return judge(rows, forest, live, rule, widths, length, finished, dice, evidence, eye)
+    return verify(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, eye)
 
 
 @compiled_as(verify_turn)
 def _compiled_verify_turn(
-    rows: Any, forest: Any, live: Any, rule: Any, widths: Any, planned: Any, length: Any, finished: Any, dice: Any,
+    rows: Any, forest: Any, live: Any, rule: Any, widths: Any, length: Any, finished: Any, dice: Any,
     evidence: Any, eye: Any,
 ) -> Any:  # fmt: skip
     verify = _VERIFY_BY.get(rule.instance_class)
@@ -240,10 +240,10 @@ def _compiled_verify_turn(
         return judge
 
     def run(
-        rows: Any, forest: Any, live: Any, rule: Any, widths: Any, planned: Any, length: Any, finished: Any, dice: Any,
+        rows: Any, forest: Any, live: Any, rule: Any, widths: Any, length: Any, finished: Any, dice: Any,
         evidence: Any, eye: Any,
     ) -> Any:  # fmt: skip
-        return verify(rows.fresh, forest, live, rule, widths, planned, length, finished, dice, evidence, eye)
+        return verify(rows.fresh, forest, live, rule, widths, length, finished, dice, evidence, eye)
 
     return run
 
@@ -331,7 +331,7 @@ def take_turn(
         spans[SCORE] = cycles() - began
         began = cycles()
         layers, condition = verify_turn(
-            rows, forest, live, spec.rule, spec.widths, depth, length, room.finished, dice, room.evidence, None
+            rows, forest, live, spec.rule, spec.widths, length, room.finished, dice, room.evidence, None
         )
         if condition == SOUND and _may_close(layers.beams.tokens, spec.closing):
             condition = LOOK
@@ -436,7 +436,8 @@ def run_turns(
     while not over and numbers[DONE] < spec.most_turns:
         roots = len(live.tokens)
         remaining = stop.most - room.texts.sizes[LENGTH]
-        depth, width = plan_shape(spec.plan, roots, turns + numbers[DONE], remaining)
+        depth = plan_depth(spec.plan, roots, turns + numbers[DONE], remaining)
+        width = spec.plan.width
         if depth < 0:
             break
         fresh = nodes_of(spec.drafts, roots, depth, width)
@@ -448,14 +449,12 @@ def run_turns(
             break
         used = dice.used[0]
         held = room.finished.held[0]
-        learnt = save_widths(spec.widths)
         known = room.evidence.numbers.copy()
         was_waiting = runs_layers(draft, 0)
         turn = take_turn(target, draft, spec, live, start, room, depth, width, dice)
         room.finished.held[0] = held  # settling adds them again, with their texts
         if turn.condition != SOUND:
             dice.used[0] = used
-            restore_widths(spec.widths, learnt)
             room.evidence.numbers[:] = known
             rewind_cache(target, len(start.tokens))
             if spec.drafting:
@@ -515,7 +514,7 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
     if len(closing) > 0 and isinstance(rule, SearchSpec) and (rule.noisy or rule.by_dice):
         return None  # a candidate that ends may count though it makes no layer
     widths = parts.rule.widths(session)  # type: ignore[attr-defined]
-    if not isinstance(widths, (FixedWidths, ChosenWidths)):
+    if not is_for_steps(widths):
         return None
     models = [target]
     if isinstance(parts.drafter, NoDraft):
@@ -773,7 +772,7 @@ def _caches_of(run: Run, stack: ExitStack) -> list[Any] | None:
 
 def _most_nodes(spec: RunSpec, session: Session, deepest: int) -> int:
     """Return the most nodes that a turn drafts."""
-    return int(nodes_of(spec.drafts, session.beams.size, deepest, int(spec.plan.widths.max())))
+    return int(nodes_of(spec.drafts, session.beams.size, deepest, spec.plan.width))
 
 
 def _uniforms_of(spec: RunSpec, fresh: int, deepest: int) -> int:
@@ -790,7 +789,7 @@ def _room_for(spec: RunSpec, session: Session) -> RunRoom:
     rows = 0
     drafts = spec.drafts
     if isinstance(drafts, SharedLayers) and drafts.keeps_rows:
-        rows = spec.most_beams + deepest_of(spec.plan) * int(spec.plan.widths.max())
+        rows = spec.most_beams + deepest_of(spec.plan) * spec.plan.width
     vocab = session.parts.drafter.lm.vocab if rows else 0  # type: ignore[attr-defined]
     return RunRoom(
         texts=session.texts,

@@ -7,17 +7,24 @@ import pytest
 
 from specbeam.control import races
 from specbeam.control.races import ENTRANTS, RACE_NOISE, RACES, accepted_pmf, odds_of_rejection
-from specbeam.control.values import Values, choose_most_valued
 from specbeam.control.width import (
+    UNDECIDED,
     FixedWidth,
+    FixedWidths,
+    NucleusWidth,
+    NucleusWidths,
     SureWidth,
-    ValuedWidth,
+    SureWidths,
     WidthContext,
     asked_width,
-    choose_width,
+    nucleus_width,
+    nucleus_width_of_known,
     odds_when_shared,
     odds_when_tried,
+    sure_width,
     widest,
+    width_by_draft,
+    width_of_known,
     width_spec,
 )
 from specbeam.core.beams import Beams
@@ -95,8 +102,8 @@ def test_the_worked_widths(q, widths):
             expected = min(max(width, 1), most)
             assert widest(odds_of_rejection(P, q, 4), threshold, 1, most) == expected
             with source_of_steps():
-                spec = width_spec(policy, {}, by_noise=False)
-                assert choose_width(spec, layer.law, LIVE, layer.drawn(INDEPENDENT), 0, 1) == expected
+                widths = width_spec(policy, by_noise=False)
+                assert sure_width(widths, layer.law, LIVE, layer.drawn(INDEPENDENT), 0) == expected
 
 
 @pytest.mark.parametrize("q", [A, B])
@@ -111,26 +118,113 @@ def test_a_policy_decides_by_the_odds_of_shared_noise():
     """In Python, where somebody derives from it, as steps do."""
     layer = Layer(P, A, truncation=Truncation(top_k=3))
     forest = layer.drawn(SHARED)
-    for policy in (SureWidth(4, 1, 0.7), SureWidth(4, 2, 0.99), SureWidth(4, 1, 0.2), ValuedWidth(4), FixedWidth(3)):
+    for policy in (SureWidth(4, 1, 0.7), SureWidth(4, 2, 0.99), SureWidth(4, 1, 0.2), NucleusWidth(4), FixedWidth(3)):
         with source_of_steps():
-            context = WidthContext(layer.law, LIVE, forest, 0, 3)
-            assert (context.drafted, context.left) == (4, 3)
-            by_steps = asked_width(width_spec(policy, {}, by_noise=True), layer.law, LIVE, forest, 0, 3)
+            context = WidthContext(layer.law, LIVE, forest, 0)
+            assert context.drafted == 4
+            by_steps = asked_width(width_spec(policy, by_noise=True), layer.law, LIVE, forest, 0)
             assert policy.choose(context) == by_steps
 
 
 def test_a_policy_of_ones_own_is_asked_in_python():
-    class ByLeft:
+    class ByDrafts:
         most = 5
 
         def choose(self, layer):
-            return layer.left
+            return layer.drafted
 
-    policy = ByLeft()
-    assert width_spec(policy, {}, by_noise=True) is policy
+    class OfTarget(ByDrafts):
+        ignores_drafts = True
+
+        def choose(self, layer):
+            return len(layer.live.nodes)
+
+    policy = ByDrafts()
+    assert width_spec(policy, by_noise=True) is policy
     layer = Layer(P, A)
     with source_of_steps():
-        assert asked_width(policy, layer.law, LIVE, layer.drawn(SHARED), 0, 4) == 4
+        assert asked_width(policy, layer.law, LIVE, layer.drawn(SHARED), 0) == 4
+        assert asked_width(policy, layer.law, LIVE, layer.drawn(SHARED), 1) == 5  # a layer that was not drafted
+        assert asked_width(OfTarget(), layer.law, LIVE, layer.drawn(SHARED), 1) == 1
+
+
+# Widths by the nucleus of the joint law.
+
+
+def joint(rows, odds, cut=NO_TRUNCATION, counts=None):
+    """The joint law of beams of these odds, with these laws of the next token."""
+    beams = len(odds)
+    with np.errstate(divide="ignore"):
+        logits = np.log(np.asarray(rows, dtype=float)).astype(np.float32)
+        scores = np.log(np.asarray(odds, dtype=float))
+    return joint_law(logits, scores, np.ones(beams, dtype=np.int64) if counts is None else counts, cut)
+
+
+@pytest.mark.parametrize(
+    ("mass", "bounds", "expected"),
+    [
+        (0.3, (1, 4), 1), (0.41, (1, 4), 2), (0.69, (1, 4), 2), (0.71, (1, 4), 3), (0.91, (1, 4), 4), (1.0, (1, 9), 4),
+        (0.0, (1, 4), 1), (0.0, (3, 4), 3), (1.0, (1, 2), 2),
+    ],
+)  # fmt: skip
+def test_a_nucleus_is_the_fewest_pairs_that_hold_its_mass(mass, bounds, expected):
+    """Of one beam with the odds 0.4, 0.3, 0.2, 0.1."""
+    least, most = bounds
+    assert nucleus_width(NucleusWidths(most, least, mass), joint([P], [1.0])) == expected
+
+
+def test_a_nucleus_is_one_of_pairs_and_not_of_beams():
+    """Two beams of odds 0.8 and 0.2: pairs of 0.72, 0.1, 0.08, 0.1; twice the second beam: of 0.6, 0.2 / 1.2, ..."""
+    rows = [[0.9, 0.1], [0.5, 0.5]]
+    law = joint(rows, [0.8, 0.2])
+    assert [nucleus_width(NucleusWidths(9, 1, mass), law) for mass in (0.7, 0.8, 0.9, 0.99)] == [1, 2, 3, 4]
+    twice = joint(rows, [0.8, 0.2], counts=np.array([1, 2]))
+    assert [nucleus_width(NucleusWidths(9, 1, mass), twice) for mass in (0.59, 0.61, 0.78)] == [1, 2, 3]
+
+
+def test_a_nucleus_is_one_of_what_a_truncation_keeps():
+    law = joint([P], [1.0], Truncation(top_k=2))
+    assert [nucleus_width(NucleusWidths(9, 1, mass), law) for mass in (0.57, 0.58, 1.0)] == [1, 2, 2]
+    warm = joint([P], [1.0], Truncation(temperature=0.5))
+    assert nucleus_width(NucleusWidths(9, 1, 0.83), warm) == 2  # 0.16, 0.09, ... of 0.3
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.3])
+@pytest.mark.parametrize("mass", [0.5, 0.8, 0.9, 0.99])
+def test_a_width_without_all_rows_is_that_with_them_or_undecided(mass, temperature):
+    """Whatever the laws of the others: also where a beam has no way on at all, so that it has no weight."""
+    rng = np.random.default_rng(int(100 * mass))
+    cut = Truncation(temperature)
+    decided = alone_differs = 0
+    for _ in range(300):
+        beams = int(rng.integers(2, 6))
+        odds = np.sort(rng.dirichlet(np.full(beams, 0.3)))[::-1] + 1e-9
+        rows = rng.dirichlet(np.full(9, rng.choice([0.1, 1.0])), beams) + 1e-12
+        if rng.random() < 0.2:
+            rows[-1] = 0.0
+        known = np.arange(beams) < rng.integers(1, beams)
+        widths = NucleusWidths(5, int(rng.integers(1, 4)), mass)
+        keys = np.zeros(beams, dtype=np.uint64)
+        live = Beams(np.arange(beams), np.arange(beams), np.log(odds), np.ones(beams, dtype=np.int64), keys)
+        whole = nucleus_width(widths, joint(rows, odds, cut))
+        part = joint(rows[known], odds[known], cut)
+        found = nucleus_width_of_known(widths, part, live.pick(~known))
+        decided += found != UNDECIDED
+        alone_differs += nucleus_width(widths, part) != whole
+        assert found in (UNDECIDED, whole)
+    assert decided > 5
+    assert alone_differs > 5  # by the known beams alone, widths would be others
+
+
+def test_widths_that_look_at_drafts_are_never_decided_without_all_rows():
+    law = joint([P], [1.0])
+    sure = SureWidths(4, 1, 0.7, True, RACE_NOISE)
+    nobody = Beams.start(0, 1).pick(np.zeros(0, dtype=np.int64))
+    with source_of_steps():
+        assert width_of_known(sure, law, nobody) == UNDECIDED
+        assert width_of_known(FixedWidths(3), law, nobody) == 3
+        assert (width_by_draft(sure, law), width_by_draft(FixedWidths(3), law)) == (4, 3)
+        assert width_by_draft(NucleusWidths(9, 1, 0.69), law) == 2
 
 
 @pytest.mark.parametrize("drafts", range(1, 5))
@@ -292,50 +386,6 @@ def test_fewer_drafts_than_beams_are_the_first_to_arrive():
     assert found[:, 1] == pytest.approx([1, same, 0, 0, 0])
     assert found[0].tolist() == [1.0] * 7
     assert found[:, 6].tolist() == [1.0] * 5
-
-
-def chosen(odds, left, width, drafts=3):
-    """By a policy whose layers behind are worth 2 for each that is left."""
-    policy, memory = ValuedWidth(2, 1, width, 3), {}
-    values = policy.values(memory)
-    values.sums[:] = 2.0 * np.arange(1, len(values.sums) + 1)[:, None] * values.count[0]
-    by_drafts = np.array([np.ones(4), *(np.full(4, one) for one in odds)])
-    return choose_most_valued(values, by_drafts, drafts, left, policy.least), values
-
-
-def test_a_layer_is_as_wide_as_it_pays():
-    """Two beams for one cost worth 1 where they gain 1 layer: V(k - 1) times the odds that are lost, against the gain."""
-    assert chosen([0.9, 0.5], 1, 1.0)[0] == 2  # 1 + 1 + 0.5 * 2 against 1 + 0.9 * 2
-    assert chosen([0.9, 0.5], 2, 1.0)[0] == 1  # 1 + 1 + 0.5 * 4 against 1 + 0.9 * 4
-    assert chosen([0.9, 0.5], 2, 2.0)[0] == 2
-    assert chosen([0.9, 0.9], 8, 0.0)[0] == 2  # nothing is lost
-    assert chosen([0.9, 0.0], 1, 0.0)[0] == 1
-
-
-def test_values_are_means_over_the_layers_seen():
-    _, values = chosen([0.9, 0.5], 1, 1.0)
-    means = values.sums / values.count[0]
-    first = [2.0, 2 * 2.0, 3 * 2.0]  # WEIGHT layers of the guess
-    seen = [2.0, max(1 + 0.9 * 2, 2 + 0.5 * 2), max(1 + 0.9 * 4, 2 + 0.5 * 4)]
-    assert means[:3, 3] == pytest.approx([(3 * before + now) / 4 for before, now in zip(first, seen, strict=True)])
-
-
-def test_the_compiled_choice_is_its_source():
-    rng = np.random.default_rng(0)
-    policy = ValuedWidth(5, 2, 1.5, 6)
-    values = policy.values({})
-    same = Values(values.sums.copy(), values.count.copy(), values.utility)
-    for _ in range(50):
-        odds = np.sort(rng.random((6, 7)), axis=0)[::-1].copy()
-        given = odds, int(rng.integers(0, 9)), int(rng.integers(1, 10)), 2
-        assert choose_most_valued(values, *given) == choose_from_source(same, *given)
-    np.testing.assert_allclose(values.sums, same.sums, rtol=1e-12)
-    assert values.count == same.count == 53
-
-
-def choose_from_source(*given):
-    with source_of_steps():
-        return source_of(choose_most_valued)(*given)
 
 
 def test_a_draft_that_is_the_target_is_always_accepted():

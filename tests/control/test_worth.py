@@ -9,8 +9,8 @@ import specbeam as sb
 from specbeam import kernels
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.fixed import FixedShape
-from specbeam.control.width import FixedWidth, ValuedWidth
-from specbeam.control.worth import DepthByCost, PassOdds, ShapeByValue
+from specbeam.control.width import FixedWidth
+from specbeam.control.worth import DepthByCost, PassOdds
 from specbeam.draft.beams import BeamDrafter
 from specbeam.errors import BadSetting
 from specbeam.recipes.depth import depth_control
@@ -200,34 +200,6 @@ def test_of_a_shared_pass_a_session_pays_its_share():
         depths.append(control.plan(session).depth)
     assert depths[0] > 1
     assert depths[1] == 0
-
-
-SIZES = (2, 4, 6)
-
-
-def by_value(target, draft):
-    return ShapeByValue(target, draft, ValuedWidth(4, 1, 2.0, 8), SIZES)
-
-
-def test_a_shape_of_most_value_per_second():
-    """Free rows: as deep and wide as it goes. Dear rows: fewer. Dear drafts: none."""
-    session = session_of(sb.sampling(), None, steps=40)
-    assert by_value(FLAT, CHEAP).plan(session) == Shape(8, 6)
-    assert by_value(FLAT, DEAR).plan(session).depth == 0
-    some = by_value(CostCurve((1, 4, 100), (1.0, 1.0, 8.0)), CHEAP).plan(session)
-    assert 0 < some.depth < 8
-    assert some.width < 6
-    rates = by_value(FLAT, CHEAP).rates(ValuedWidth(4, 1, 2.0, 8).values({}), 4)
-    assert np.unravel_index(rates.argmax(), rates.shape) == (8, 2)
-
-
-def test_what_layers_were_worth_moves_the_shape():
-    session = session_of(sb.sampling(), None, steps=40)
-    control = by_value(CostCurve((1, 100), (1.0, 3.0)), CHEAP)
-    before = control.plan(session)
-    values = control.width.values(session.state)
-    values.sums[1:] = values.sums[0]  # no layer ever passed
-    assert before.depth > control.plan(session).depth == 0
 
 
 @pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")

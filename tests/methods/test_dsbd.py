@@ -1,17 +1,21 @@
 """DSBD (arXiv 2409.16560) end to end on tables: the law of whole trajectories by enumeration."""
 
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from scipy import stats
 
 import specbeam as sb
+from specbeam.control.cost import CostCurve
 from specbeam.control.fixed import FixedShape
-from specbeam.control.width import FixedWidth, SureWidth, ValuedWidth
+from specbeam.control.needs import NodesByNeed
+from specbeam.control.width import FixedWidth, NucleusWidth, SureWidth
 from specbeam.decode import turns
 from specbeam.draft.beams import BeamDrafter
+from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
 from specbeam.session import Parts
@@ -148,13 +152,37 @@ def test_shared_noise_gives_the_beams_of_beam_sampling_whatever_the_draft():
             )
 
 
-@pytest.mark.parametrize("width", ["dynamic", "auto"])
+@pytest.mark.parametrize("mass", [0.5, 0.9])
+def test_widths_by_the_nucleus_give_the_beams_of_beam_sampling_with_them_whatever_the_draft(mass):
+    """With all drafts, with those alone that are worth it, and with laziness."""
+    widths = set()
+    lazy = 0
+    for case in range(60):
+        vocab = 4 + case % 5
+        target = TableLM(random_table(case, vocab, zeros=case % 3 == 0))
+        draft = TableLM(random_table(1000 + case % 7, vocab))
+        warp = Warp(truncation=Truncation([1.0, 0.7, 1.3][case % 3], top_k=[0, 0, 0, 3][case % 4]))
+        settings = {"width": "auto", "min_beams": 1, "mass": mass}
+        plain = session_of(sb.beam_sampling(4, **settings), None, steps=7, eos=(0,), key=case, warp=warp)
+        run(plain, target)
+        widths |= {*plain.count.widths}
+        for depth in (1, 3, "auto"):
+            fast = session_of(sb.dsbd(4, 5, depth, **settings), draft, steps=7, eos=(0,), key=case, warp=warp)
+            run(fast, target)
+            assert texts(fast) == texts(plain)
+            assert fast.count.widths == plain.count.widths
+            lazy += fast.count.rows.lazy_layers
+    assert widths == {1, 2, 3, 4}
+    assert lazy > 0
+
+
+@pytest.mark.parametrize("width", [{"width": "dynamic"}, {"width": "auto", "mass": 0.5}], ids=["dynamic", "auto"])
 def test_given_its_widths_shared_noise_gives_the_beams_of_beam_sampling(width):
     """The same seed, and plain beam sampling that takes the widths that were chosen, step by step."""
     widths = set()
     for case in range(40):
         target, draft = TableLM(random_table(case, 6)), TableLM(random_table(1000 + case, 6))
-        fast = session_of(sb.dsbd(4, 5, 1 + case % 3, width), draft, steps=8, eos=(0,), key=case)
+        fast = session_of(sb.dsbd(4, 5, 1 + case % 3, min_beams=1, **width), draft, steps=8, eos=(0,), key=case)
         taken = [step.width for turn in run(fast, target) for step in turn.verdict.steps]
         plain = session_of(sb.beam_sampling(4), None, steps=8, eos=(0,), key=case)
         for most in taken:
@@ -166,9 +194,7 @@ def test_given_its_widths_shared_noise_gives_the_beams_of_beam_sampling(width):
     assert widths == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize(
-    "width", [ValuedWidth(2, 1, 0.38, 2), ValuedWidth(2, 1, 2.0, 2), SureWidth(2, 1, 0.5)], ids=str
-)
+@pytest.mark.parametrize("width", [NucleusWidth(2, 1, 0.38), NucleusWidth(2), SureWidth(2, 1, 0.5)], ids=str)
 def test_a_first_width_is_the_same_for_every_seed(width):
     """Nothing was drawn before it. A draft whose beams have all ended is shorter, which tells of the noise of its layers: a
     width must not look at that, for the target draws by the same noise.
@@ -183,6 +209,42 @@ def test_a_first_width_is_the_same_for_every_seed(width):
         layers.add(turn.forest.layers)
     assert len(widths) == 1
     assert layers == {1, 2, 3, 4}
+
+
+@dataclass(frozen=True)
+class Counting:
+    """Says that it ignores drafts, and draws as many beams as the layer has of them."""
+
+    most: int = 3
+    ignores_drafts: ClassVar[bool] = True
+
+    def choose(self, layer):
+        """Return the number of draws."""
+        is_drafted = layer.number < layer.forest.siblings.size
+        return max(min(layer.drafted, self.most), 1) if is_drafted else self.most
+
+
+@pytest.mark.parametrize("width", [NucleusWidth(3, 1, 0.6), Counting()], ids=["honest", "counting"])
+def test_a_width_must_not_count_the_drafts_that_their_noise_left(width):
+    """Of the drafts of later layers the target gets those that are worth it, which their noise decides. In each turn the width
+    of the second layer is a function of what the first one drew; a width that counts drafts takes several values.
+    """
+    target, draft = TableLM([0.3, 0.3, 0.3, 0.1]), TableLM([0.4, 0.3, 0.2, 0.1])
+    costs = CostCurve((1, 40), (1.0, 9.0)), CostCurve((1,), (0.01,))
+
+    def parts(_, lm):
+        drafter = BeamDrafter(lm, 3, keeps_rows=False, width=width)
+        return Parts(drafter, BeamRule(width), NodesByNeed(*costs, 3, 4), "")
+
+    found = defaultdict(set)
+    for key in range(200):
+        session = session_of(sb.Method("", "", 3, parts), draft, steps=6, key=key)
+        for turn in run(session, target)[:1]:
+            first, *others = turn.verdict.steps
+            if others:
+                found[tuple(first.beams.tokens)].add(others[0].width)
+    is_function_of_the_past = max(map(len, found.values())) == 1
+    assert is_function_of_the_past == isinstance(width, NucleusWidth)
 
 
 def test_with_the_target_as_its_draft_every_layer_passes():

@@ -36,8 +36,10 @@ METHODS = {
     "dynamic": sb.dsbd(4, 5, 3, width="dynamic"),
     "narrow": sb.dsbd(4, 4, 2, threshold=0.95, min_beams=2, width="dynamic"),
     "by cost": sb.dsbd(3, width="fixed"),
-    "by value": sb.dsbd(3, width="auto"),
-    "by value, of one shape": sb.dsbd(4, 4, 3, "auto", min_beams=2),
+    "nucleus": sb.dsbd(3, width="auto"),
+    "nucleus, of one shape": sb.dsbd(4, 4, 3, "auto", min_beams=1, mass=0.7),
+    "nucleus by rejection": sb.dsbd(4, 5, 3, "auto", coupling="rejection"),
+    "nucleus without a draft": sb.beam_sampling(4, width="auto"),
     "one beam": sb.dsbd(1, 3, 5, "fixed"),
     "no draft": sb.beam_sampling(4),
     "one sequence": sb.sampling(),
@@ -369,7 +371,7 @@ def test_ends_come_where_they_came(pair, seen, monkeypatch, name, ends):
     assert seen
 
 
-@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "by value", "one sequence", *TREES, *TRIED])
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "nucleus", "one sequence", *TREES, *TRIED])
 def test_long_texts_take_several_runs(pair, seen, monkeypatch, name):
     options = {"max_new_tokens": 250, "eos_token_id": [], "top_k": 8}
     found, expected = both(pair, PROMPTS[0], METHODS[name], monkeypatch, **options)
@@ -378,7 +380,7 @@ def test_long_texts_take_several_runs(pair, seen, monkeypatch, name):
     assert sum(one.turns for one in seen) == found[0][1]
 
 
-@pytest.mark.parametrize("name", ["dynamic", "by value", "tried, dynamic"])
+@pytest.mark.parametrize("name", ["dynamic", "nucleus", "tried, dynamic"])
 def test_laws_with_a_long_support_are_run_too(pair, seen, monkeypatch, name):
     """All tokens are left by a wide top-k, more of them than there are places in the races that a width is chosen by."""
     found, expected = both(pair, PROMPTS[0], METHODS[name], monkeypatch, top_k=64, temperature=3.0)
@@ -427,7 +429,7 @@ def pair_with_holes(broken):
     return own
 
 
-@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "by value", "search, drafted", *TREES, *TRIED])
+@pytest.mark.parametrize("name", ["fixed", "dynamic", "by cost", "nucleus", "search, drafted", *TREES, *TRIED])
 def test_single_turns_may_follow(pair, monkeypatch, name):
     """A run leaves behind what single turns would have."""
     measured(pair)
@@ -452,7 +454,7 @@ def state_of(session):
     return texts, numbers, count.widths, session.dice.uniform((4,)).tolist()
 
 
-@pytest.mark.parametrize("name", ["fixed", "by value", "tree", "tried, dynamic"])
+@pytest.mark.parametrize("name", ["fixed", "nucleus", "tree", "tried, dynamic"])
 def test_runs_of_any_length_give_the_same(pair, name):
     measured(pair)
     states = []

@@ -8,8 +8,7 @@ import specbeam as sb
 from specbeam import kernels
 from specbeam.control.needs import NO_BUDGET
 from specbeam.control.races import RACE_NOISE
-from specbeam.control.values import NO_VALUES
-from specbeam.control.width import BY_THRESHOLD, BY_VALUE, ChosenWidths, FixedWidths, ValuedWidth
+from specbeam.control.width import FixedWidths, NucleusWidths, SureWidths
 from specbeam.core.beams import BEST_LIVE_MAY_WIN, FIRST_ENOUGH, Beams, Finished, Stop
 from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.forest import Forest, KnownRows, no_fronts, turn_rows, unknown_nodes
@@ -110,7 +109,7 @@ def assert_same_numbers(found, expected):
 class Inputs:
     """What a turn is judged by: makers of arguments, so that the step and its source each write into their own."""
 
-    def __init__(self, rows, forest, live, spec, widths=lambda: ONE_SEQUENCE, planned=0, is_audited=True):
+    def __init__(self, rows, forest, live, spec, widths=lambda: ONE_SEQUENCE, is_audited=True):
         uniforms = np.random.default_rng(len(forest.tokens)).random(400)
         length = 5
         self.makers = (
@@ -119,7 +118,6 @@ class Inputs:
             lambda: live,
             lambda: spec,
             widths,
-            lambda: planned,
             lambda: length,
             lambda: Finished(np.zeros(200), np.zeros(1, dtype=np.int64)),
             lambda: Uniforms(uniforms, np.zeros(1, dtype=np.int64)),
@@ -128,7 +126,7 @@ class Inputs:
         )
 
 
-WIDTHS, FINISHED, DICE, EVIDENCE = 4, 7, 8, 9  # places of what steps write into
+FINISHED, DICE, EVIDENCE = 6, 7, 8  # places of what steps write into
 
 
 def judged_alike(step_of, inputs):
@@ -138,8 +136,6 @@ def judged_alike(step_of, inputs):
     assert_same_numbers(tuple(found[0]), tuple(expected[0]))
     for place in (FINISHED, DICE, EVIDENCE):
         assert_same_numbers(tuple(given[place]), tuple(others[place]))
-    if isinstance(given[WIDTHS], ChosenWidths):
-        assert_same_numbers(tuple(given[WIDTHS].values), tuple(others[WIDTHS].values))
     return found[0], found[1], int(given[DICE].used[0])
 
 
@@ -239,11 +235,11 @@ def draft_specs(truncation):
     by_row = truncation._replace(by_row=True, least=max(2, 1 + len(ENDS)))
     return {
         "shared noise": (
-            SharedLayers(True, CORE, truncation, ENDS, True, False, NO_BUDGET),
+            SharedLayers(True, FixedWidths(CORE), truncation, ENDS, True, False, NO_BUDGET),
             SharedSpec(True, CORE, truncation, stop, not truncation.cuts),
         ),
         "the best": (
-            SharedLayers(False, CORE, NO_TRUNCATION, ENDS, False, True, NO_BUDGET),
+            SharedLayers(False, FixedWidths(CORE), NO_TRUNCATION, ENDS, False, True, NO_BUDGET),
             SharedSpec(False, CORE, NO_TRUNCATION, stop, True),
         ),
         "distinct draws": (DrawnLayers(False, truncation, ENDS), TriedSpec(False, CORE, truncation, stop)),
@@ -334,28 +330,23 @@ def test_layers_of_beams_are_those_of_the_source(name, cut):
     assert min(passed, ended) > 0
 
 
-def fresh_values():
-    return ValuedWidth(CORE).values({})
-
-
 CHOSEN = {
-    "sure of all, by noise": lambda: ChosenWidths(BY_THRESHOLD, CORE, 1, 0.6, True, RACE_NOISE, NO_VALUES),
-    "sure of all, by trials": lambda: ChosenWidths(BY_THRESHOLD, CORE, 1, 0.6, False, RACE_NOISE, NO_VALUES),
-    "of most value": lambda: ChosenWidths(BY_VALUE, CORE, 1, 0.0, True, RACE_NOISE, fresh_values()),
+    "sure of all, by noise": lambda: SureWidths(CORE, 1, 0.6, True, RACE_NOISE),
+    "sure of all, by trials": lambda: SureWidths(CORE, 1, 0.6, False, RACE_NOISE),
+    "nucleus": lambda: NucleusWidths(CORE, 1, 0.5),
 }
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_widths_are_chosen_as_by_the_source(name, cut):
-    """What is learnt from the layers is the same too."""
     rng = np.random.default_rng(len(name) + 10 * len(cut))
     way = "distinct draws" if name == "sure of all, by trials" else "shared noise"
     drafts, spec = draft_specs(CUTS[cut])[way]
     widths = set()
     for _ in range(8):
         rows, forest, live = drafted_alike(rng, drafts, 3, 5)
-        inputs = Inputs(known_and_fresh(rows, forest), forest, live, spec, CHOSEN[name], planned=3)
+        inputs = Inputs(known_and_fresh(rows, forest), forest, live, spec, CHOSEN[name])
         layers, _, _ = judged_alike(lambda: judge_steps.judge, inputs)
         widths |= {*layers.widths.tolist()}
     assert len(widths) > 1

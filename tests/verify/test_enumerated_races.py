@@ -92,15 +92,29 @@ def likelihood(table, path):
     return math.prod(float(table(path[:place])[token]) for place, token in enumerate(path))
 
 
-def drawn_by_order(dice, noise, target, beams, steps, eos):
-    """Rank the noise so that beam sampling draws what the dice say. Returns its (ended texts, live texts)."""
+def nucleus(mass, least, most):
+    """The width that `width="auto"` gives a layer of these odds: a second implementation, by sorting."""
+
+    def width(odds):
+        held = np.cumsum(np.sort(odds)[::-1]) / odds.sum()
+        return min(max(1 + int((held < mass - 1e-9).sum()), least), most)
+
+    return width
+
+
+def drawn_by_order(dice, noise, target, width_of, steps, eos):
+    """Rank the noise so that beam sampling draws what the dice say. Returns its (ended texts, live texts).
+
+    Args:
+        width_of: the number of draws of a layer, from the odds of its pairs.
+    """
     ended, live = (), [()]
     for _ in range(steps):
         if not live:
             break
         pairs = [(path, token) for path in live for token in range(len(target(())))]
         odds = np.array([likelihood(target, (*path, token)) for path, token in pairs])
-        order = first_places(dice, odds, beams)
+        order = first_places(dice, odds, width_of(odds))
         noise.rank(pairs, odds, order)
         drawn = [(*pairs[place][0], pairs[place][1]) for place in order]
         ended += tuple(text for text in drawn if text[-1] in eos)
@@ -108,14 +122,14 @@ def drawn_by_order(dice, noise, target, beams, steps, eos):
     return ended, tuple(live)
 
 
-def law_under_noise(method, target, drafts, beams, steps, eos, patch):
+def law_under_noise(method, target, drafts, width_of, steps, eos, patch):
     """The law of (ended texts, live texts), which is asked for with each draft; and how many layers passed, at most."""
     most_passed = [0]
 
     def program(dice):
         asked = [session_of(method, TableLM(draft), WalkingDice([]), steps, eos, key=77) for draft in drafts]
         noise = NoiseByRank(asked[0].beams.keys[0], 5)
-        expected = drawn_by_order(dice, noise, target, beams, steps, eos)
+        expected = drawn_by_order(dice, noise, target, width_of, steps, eos)
         for room in (ranking, joint):
             patch.setattr(room, "gumbel", noise.gumbel)
         patch.setattr(ranking, "bound_noise", noise.bound)
@@ -141,7 +155,7 @@ def test_under_shared_noise_beams_are_the_best_pairs_for_every_order_of_the_nois
     target = random_table(1, vocab, zeros=vocab > 2)
     drafts = [target, random_table(2, vocab), random_table(3, vocab, zeros=True)]
     method = sb.dsbd(beams, beams + 1, depth, "fixed")
-    law, passed = law_under_noise(method, target, drafts, beams, steps, eos, monkeypatch)
+    law, passed = law_under_noise(method, target, drafts, lambda odds: beams, steps, eos, monkeypatch)
     assert distance(law, beam_sampling_law(target, beams, steps, False, eos)) < CLOSE
     assert passed >= depth  # with the target as its own draft
 
@@ -152,8 +166,28 @@ def test_drafts_that_are_cut_by_the_same_noise_change_no_law(monkeypatch):
     rows = CostCurve((1, 20), (1.0, 5.0))
     controller = NodesByNeed(rows, CostCurve((1,), (0.1,)), 2, 4, 3)
     method = sb.dsbd(2, 4, 2, "fixed").with_parts(controller=controller)
-    law, _ = law_under_noise(method, target, [random_table(2, 2)], 2, 3, (0,), monkeypatch)
+    law, _ = law_under_noise(method, target, [random_table(2, 2)], lambda odds: 2, 3, (0,), monkeypatch)
     assert distance(law, beam_sampling_law(target, 2, 3, False, (0,))) < CLOSE
+
+
+@pytest.mark.parametrize(("mass", "least"), [(0.5, 1), (0.7, 1), (0.6, 2)])
+@pytest.mark.parametrize("eos", [(), (0,)])
+@pytest.mark.parametrize("depth", [None, 2, "auto"])
+def test_layers_of_the_width_of_a_nucleus_are_its_best_pairs_for_every_order_of_the_noise(
+    mass, least, eos, depth, monkeypatch
+):
+    """Without a draft, with layers that are scored whole, and with drafts that the same noise has cut."""
+    target = random_table(1, 2)
+    settings = {"width": "auto", "min_beams": least, "mass": mass}
+    method = sb.beam_sampling(3, **settings)
+    if depth == 2:
+        method = sb.dsbd(3, 4, depth, **settings)
+    if depth == "auto":
+        controller = NodesByNeed(CostCurve((1, 20), (1.0, 5.0)), CostCurve((1,), (0.1,)), 3, 4, 3)
+        method = sb.dsbd(3, 4, 2, **settings).with_parts(controller=controller)
+    drafts = [target, random_table(2, 2)]
+    _, passed = law_under_noise(method, target, drafts, nucleus(mass, least, 3), 3, eos, monkeypatch)
+    assert (passed > 0) == (depth is not None)
 
 
 def pruned(early, top, rule):
@@ -175,7 +209,7 @@ MATCHED = {
 @pytest.mark.parametrize("name", MATCHED)
 def test_a_matched_text_is_the_best_of_the_noise_for_every_order(name, monkeypatch):
     target, draft = PAIRS["EX3M"]
-    law, passed = law_under_noise(MATCHED[name](TableLM(draft)), target, [draft], 1, 3, (), monkeypatch)
+    law, passed = law_under_noise(MATCHED[name](TableLM(draft)), target, [draft], lambda odds: 1, 3, (), monkeypatch)
     assert distance(law, beam_sampling_law(target, 1, 3, False)) < CLOSE
     assert passed > 0
 

@@ -13,7 +13,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.control.fixed import FixedShape
-from specbeam.control.width import SureWidth
+from specbeam.control.width import NucleusWidth, SureWidth
 from specbeam.draft.beams import BeamDrafter
 from specbeam.lm.table import TableLM
 from specbeam.session import Parts
@@ -119,6 +119,23 @@ def test_a_later_dynamic_layer_has_its_law_given_the_first_one_and_its_width(rep
         assert max(worst.values()) < CLOSE
         seen |= {(place, width) for _, place, _, width in found}
     assert seen >= {(0, 1), (0, 2), (1, 1), (1, 2), (2, 2)}  # drafted layers of either width, and one after the drafts
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_a_layer_of_the_width_of_a_nucleus_has_its_law_given_the_past(replacement):
+    """Also the width of the layer after the drafts is the target's own choice."""
+    seen = set()
+    for seed, mass, eos in [(8, 0.6, ()), (12, 0.8, ()), (14, 0.7, (1,)), (26, 0.5, ())]:
+        target, draft = random_table(seed, 2), random_table(seed + 1, 2)
+        method = method_of(NucleusWidth(2, 1, mass), 2, replacement)
+        found = layers_by_past(method, target, draft, 3, eos)
+        assert max(worst_layer(found, target, replacement).values()) < CLOSE
+        widths = defaultdict(set)
+        for _, place, roots, width in found:
+            widths[roots].add(width)
+            seen.add((place, width))
+        assert all(len(one) == 1 for one in widths.values())
+    assert seen >= {(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)}
 
 
 @dataclass(frozen=True)

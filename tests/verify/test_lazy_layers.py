@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam as sb
-from specbeam.control.width import FixedWidth, SureWidth
+from specbeam.control.width import FixedWidth, NucleusWidth, SureWidth, nucleus_width
 from specbeam.core.beams import Beams
 from specbeam.core.limits import Limits
 from specbeam.laws.joint import drawn_pairs, joint_law
@@ -82,7 +82,8 @@ def test_values_from_the_top_down_are_draws_without_replacement():
 
 @pytest.mark.parametrize("cut", [Truncation(), Truncation(0.6)], ids=["temperature 1", "temperature 0.6"])
 @pytest.mark.parametrize("draft_beams", [3, 4, 6])
-def test_lazy_turns_draw_what_eager_turns_draw_and_end_later(cut, draft_beams, monkeypatch):
+@pytest.mark.parametrize("width", ["fixed", "auto"])
+def test_lazy_turns_draw_what_eager_turns_draw_and_end_later(cut, draft_beams, width, monkeypatch):
     """Seed by seed, with ends inside of turns, and drafts that know little."""
     passes = {}
     for lazy in (True, False):
@@ -92,7 +93,7 @@ def test_lazy_turns_draw_what_eager_turns_draw_and_end_later(cut, draft_beams, m
             patch.setattr(judge_steps, "can_be_lazy", lambda warp, lazy=lazy: lazy)
             for case in range(40):
                 target, draft = TableLM(random_table(case, 8)), TableLM(random_table(500 + case, 8))
-                method = sb.dsbd(3, draft_beams, 3, "fixed")
+                method = sb.dsbd(3, draft_beams, 3, width)
                 session = session_of(method, draft, steps=8, eos=(0,), key=case, warp=Warp(truncation=cut))
                 run(session, target)
                 found.append(texts(session))
@@ -121,6 +122,23 @@ def test_a_layer_that_is_decided_without_looking_at_the_bound_has_another_law(mo
     right = law_if(source_of(most_value), monkeypatch)
     wrong = law_if(lambda spec, beams: -np.inf, monkeypatch)
     assert wrong > 2 * right
+
+
+def widths_of(case, method):
+    session = session_of(method, TableLM(random_table(500 + case, 8)), steps=8, eos=(0,), key=case)
+    with source_of_steps():
+        run(session, TableLM(random_table(case, 8)))
+    return session.count.widths
+
+
+def test_a_lazy_width_that_leaves_out_beams_without_rows_is_another(monkeypatch):
+    """The nucleus of the known beams alone is not that of all live beams."""
+    settings = {"width": "auto", "min_beams": 1, "mass": 0.7}
+    plain = [widths_of(case, sb.beam_sampling(4, **settings)) for case in range(30)]
+    drafted = sb.dsbd(4, 4, 3, **settings)
+    assert [widths_of(case, drafted) for case in range(30)] == plain
+    monkeypatch.setattr(judge_steps, "width_of_known", lambda widths, law, unknown: nucleus_width(widths, law))
+    assert [widths_of(case, drafted) for case in range(30)] != plain
 
 
 # The leak. Which beams are known may depend on the noise of the layer, if beams of little hope are not scored. A width that
@@ -162,7 +180,7 @@ def test_a_width_that_looks_at_which_beams_are_known_leaks_the_noise():
     assert distance(given_width(layer_scored_by_hope(narrows=True), 2), expected) > 0.4
 
 
-def test_layers_of_chosen_width_are_never_lazy():
+def test_layers_whose_width_looks_at_drafts_are_never_lazy():
     """Nor are those that are drawn by dice, or cut, or warped by a temperature above 1."""
     lm = TableLM([0.5, 0.5])
     session = session_of(sb.dsbd(2, 2, 2, "fixed"), lm, steps=3, eos=())
@@ -173,6 +191,7 @@ def test_layers_of_chosen_width_are_never_lazy():
 
     fixed = BeamRule(FixedWidth(2))
     assert is_lazy(fixed)
+    assert is_lazy(BeamRule(NucleusWidth(2)))
     assert not is_lazy(BeamRule(SureWidth(2)))
     assert not is_lazy(BeamRule(FixedWidth(2), "rejection"))
     assert not is_lazy(fixed, Warp(truncation=Truncation(top_p=0.9)))

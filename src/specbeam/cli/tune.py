@@ -11,7 +11,7 @@ from specbeam.cli.bench import demo_sentences
 from specbeam.cli.common import quiet_load
 from specbeam.control.cost import CostCurve
 from specbeam.control.needs import NodesByNeed
-from specbeam.control.worth import DepthByCost, PassOdds, ShapeByValue
+from specbeam.control.worth import DepthByCost, PassOdds
 from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import Pair
@@ -49,7 +49,7 @@ def run(
     if not 0 < odds < 1:
         raise BadSetting(f"--odds is {odds}; it is a probability, in (0, 1)")
     pair = quiet_load(model, draft)
-    models = {"target": pair.target} | ({"draft": pair.draft} if pair.draft is not None else {})
+    models = {"target": pair.target} | ({"draft": pair.draft} if isinstance(pair.draft, HuggingFaceLM) else {})
     console = Console(highlight=False)
     curves = {name: {context: _cost_curve(lm, context) for context in contexts} for name, lm in models.items()}
     by_rank = _measured_acceptance(pair, _prompts(model, files))
@@ -77,11 +77,9 @@ def run(
         target_curve = curves["target"][contexts[0]]
         draft_curve = curves["draft"][contexts[0]]
         by_cost = replace(_depth_controller(pair, beams, width), target=target_curve, draft=draft_curve)
-        by_value = replace(_shape_controller(pair, beams, width), target=target_curve, draft=draft_curve)
         by_need = replace(_need_controller(pair, beams, width), target=target_curve, draft=draft_curve)
         _explain_needs(console, by_need)
         _explain_depth(console, by_cost, odds)
-        _explain_shape(console, by_value)
     return 0
 
 
@@ -96,7 +94,7 @@ def _prompts(model: str, files: list[Path]) -> list[str]:
 
 def _measured_acceptance(pair: Pair, prompts: list[str]) -> Acceptance | None:
     """Measure acceptance by rank, and keep it for `sequoia`; None without a draft model or without prompts."""
-    if pair.draft is None or not prompts:
+    if not isinstance(pair.draft, HuggingFaceLM) or not prompts:
         return None
     found = acceptance(pair, prompts, children=5, max_new_tokens=48)
     keep_acceptance(pair.target, pair.draft, with_guess(found.odds, found.nodes))
@@ -143,35 +141,6 @@ def _explain_needs(console: "Console", controller: NodesByNeed) -> None:
             table.add_row(str(rows), f"{1e3 * seconds:.2f}", f"{odds:.2f}" if odds < 1 else "never")
     console.print(table)
     console.print("as if the rows of all beams were needed; how likely drafts are needed is learnt while decoding")
-
-
-def _shape_controller(pair: Pair, beams: int, width: int | None) -> ShapeByValue:
-    """Return the controller that chooses depth and drafts per layer of `dsbd` with width="auto"."""
-    controller = dsbd(beams, width, width="auto").parts(pair.target, pair.draft).controller
-    assert isinstance(controller, ShapeByValue)
-    return controller
-
-
-def _explain_shape(console: "Console", controller: ShapeByValue) -> None:
-    """Print the value per second expected of each shape in a new session, which has not learnt from layers yet."""
-    from rich.table import Table
-
-    rates = controller.rates(controller.width.values({}), controller.width.most)
-    best = rates.max()
-    table = Table(
-        title='width="auto": value per second by draft layers and drafts per layer, in layers of one beam, as guessed '
-        "at first"
-    )
-    for head in ("draft layers", *map(str, controller.sizes)):
-        table.add_column(head, justify="right")
-    for depth, row in enumerate(rates.tolist()):
-        table.add_row(str(depth), *(f"[bold green]{rate:.1f}[/]" if rate == best else f"{rate:.1f}" for rate in row))
-    console.print(table)
-    width = controller.width
-    console.print(
-        f"a layer of w beams is worth 1 + {width.worth:g} log2 w; its width maximises that plus the odds that it passes "
-        "times the value of the layers after it"
-    )
 
 
 def _explain_depth(console: "Console", controller: DepthByCost, odds: float) -> None:

@@ -3,10 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
-from specbeam.control.planning import Plan
-from specbeam.control.values import NO_VALUES
+from specbeam.control.planning import Plan, plan_of_shape
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -32,9 +29,7 @@ class FixedShape:
     @cached_property
     def _plan(self) -> Plan:
         """The plan, made once: nothing in it changes if the depth is fixed."""
-        return Plan(
-            self.depth, np.array([self.width]), self.beyond, np.zeros((1, 1, 1)), 0.0, np.ones((2, 1)), 1, NO_VALUES
-        )
+        return plan_of_shape(self.depth, self.width, self.beyond)
 
     def settle(self, session: Session, turn: Turn) -> None:
         """Do nothing: there is nothing to learn."""

@@ -17,8 +17,7 @@ from jaxtyping import Float64
 
 from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.pace import PaceMemory, Phase, side_by_side
-from specbeam.control.planning import Plan
-from specbeam.control.values import NO_VALUES
+from specbeam.control.planning import Plan, plan_of_shape
 from specbeam.core.beams import Beams, Layers, depth_of
 from specbeam.core.forest import Forest, depths_of, find_child, nodes_without, start_of, unknown_nodes
 from specbeam.core.steps import Array, step
@@ -563,13 +562,15 @@ class NodesByNeed:
 
     @cached_property
     def _plan(self) -> Plan:
-        return _plan_of(self.most, self.width)
+        return plan_of_shape(self.most, self.width)
 
     def _kind(self, session: Session) -> str:
         """Return which sessions are like this one."""
         is_lazy = _says(session.parts.rule, "is_lazy", session)
         warp = session.warp
-        return f"{self.beams} beams, {is_lazy=}, {warp.search=}, {warp.greedy=}, cuts={warp.cut.cuts}"
+        width = getattr(session.parts.rule, "width", None)
+        beams = f"{self.beams} beams" if width is None else repr(width)
+        return f"{beams}, {is_lazy=}, {warp.search=}, {warp.greedy=}, cuts={warp.cut.cuts}"
 
     def budget(self, session: Session) -> Budget:
         """Return by what the drafts of a session grow and are cut; NO_BUDGET if the rule's text depends on the drafts.
@@ -619,11 +620,7 @@ class NodesByNeed:
         return _seconds_by_rows(self.target, self.draft, self.host.draft_s, rows, beside)
 
 
-def _plan_of(most: int, width: int) -> Plan:
-    return Plan(most, np.array([width]), 1, np.zeros((1, 1, 1)), 0.0, np.ones((2, 1)), 1, NO_VALUES)
-
-
-_NO_DRAFTS = _plan_of(0, 1)
+_NO_DRAFTS = plan_of_shape(0, 1)
 
 
 def _says(rule: object, what: str, session: Session) -> bool:

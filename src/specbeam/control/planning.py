@@ -4,28 +4,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specbeam.control.values import Values
 from specbeam.core.steps import Array, step
 
-# values of `Plan.depth` if the depth is chosen
-BY_ODDS = -1
-BY_VALUE = -2
+BY_ODDS = -1  # the value of `Plan.depth` if the depth is chosen
 
 
 class Plan(NamedTuple):
     """What a controller decides by, as numbers for steps: a fixed depth, or tables from which a depth is chosen.
 
-    BY_ODDS chooses the depth of most expected layers per second, BY_VALUE the depth and width of most value per second.
+    BY_ODDS chooses the depth of most expected layers per second.
     """
 
-    depth: int  # of a draft; or BY_ODDS, BY_VALUE
-    widths: Array  # int64[sizes]: drafts per layer, of which BY_VALUE chooses one; in other plans there is only one
+    depth: int  # of a draft; or BY_ODDS
+    width: int  # drafts per layer
     beyond: int  # number of layers that a turn may emit beyond those it drafts
-    seconds: Array  # float64[roots + 1, depths, sizes]: of a turn that emits nothing
+    seconds: Array  # float64[roots + 1, depths]: of a turn that emits nothing
     judge_s: float  # seconds of each layer that is emitted
     seen: Array  # float64[2, layers]: how often each layer passed, and was reached; changed by `learn_passed`
     explore: int  # every `explore`-th turn drafts one layer if it would draft none
-    values: Values  # changed where widths are chosen
+
+
+def plan_of_shape(depth: int, width: int, beyond: int = 1) -> Plan:
+    """Return the plan of drafts that all have the same shape."""
+    return Plan(depth, width, beyond, np.zeros((1, 1)), 0.0, np.ones((2, 1)), 1)
 
 
 @step
@@ -44,27 +45,16 @@ def layers_by_depth(seen: Array) -> Array:
 
 
 @step
-def plan_shape(plan: Plan, roots: int, turns: int, remaining: int) -> tuple[int, int]:
-    """Return depth and width of the next draft, after `turns` turns and with `remaining` tokens that may be emitted."""
+def plan_depth(plan: Plan, roots: int, turns: int, remaining: int) -> int:
+    """Return the depth of the next draft, after `turns` turns and with `remaining` tokens that may be emitted."""
     depth = plan.depth
-    place = 0
     if depth < 0:
         seconds = plan.seconds[min(roots, len(plan.seconds) - 1)]
         emitted = layers_by_depth(plan.seen)
-        top = -1.0
-        for layers in range(seconds.shape[0]):
-            for size in range(seconds.shape[1]):
-                value = emitted[layers]
-                if plan.depth == BY_VALUE:
-                    value = plan.values.sums[layers, plan.widths[size]]
-                rate = value / (seconds[layers, size] + emitted[layers] * plan.judge_s)
-                if rate > top:
-                    depth = layers
-                    place = size
-                    top = rate
+        depth = int(np.argmax(emitted / (seconds + emitted * plan.judge_s)))
         if depth == 0 and turns % plan.explore == plan.explore - 1:
             depth = 1
-    return min(depth, remaining - plan.beyond), plan.widths[place]
+    return min(depth, remaining - plan.beyond)
 
 
 @step

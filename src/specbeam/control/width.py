@@ -1,25 +1,31 @@
 """PLAN, within a turn: the number of draws of the next layer, chosen before its drafts are read."""
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64
 
 from specbeam.control.races import ENTRANTS, RACE_NOISE, odds_by_drafts, odds_of_rejection
-from specbeam.control.values import NO_VALUES, Values, choose_most_valued
 from specbeam.core.beams import Beams
 from specbeam.core.forest import Forest, Fronts, start_of
 from specbeam.core.steps import Array, compiled_as, step
-from specbeam.laws.joint import HEAD, JointLaw, head_of, joint_law, likeliest_pairs, odds_at
+from specbeam.laws.joint import (
+    HEAD,
+    JointLaw,
+    head_of,
+    joint_law,
+    likeliest_pairs,
+    log_masses,
+    log_weights_at,
+    odds_among,
+    odds_at,
+    support_of,
+)
 from specbeam.laws.ranking import Truncation, cuts, sorted_places
 
-DEEPEST = 8  # the most drafted layers that values are known for
-GUESS = 0.6  # prior probability that a layer passes
-WEIGHT = 3.0  # number of layers that a prior counts for
-BY_THRESHOLD, BY_VALUE = range(2)
+UNDECIDED = -1  # in place of a width that depends on rows that are not at hand
+MARGIN = 1e-6  # more than rounding adds to a share of a law, compared with the same share without rounding
 
 
 class FixedWidths(NamedTuple):
@@ -28,16 +34,22 @@ class FixedWidths(NamedTuple):
     most: int
 
 
-class ChosenWidths(NamedTuple):
-    """How the width of a layer is chosen: the widest that is accepted with enough probability, or that of most value."""
+class NucleusWidths(NamedTuple):
+    """The numbers of a `NucleusWidth`."""
 
-    kind: int  # BY_THRESHOLD or BY_VALUE
+    most: int
+    least: int
+    mass: float
+
+
+class SureWidths(NamedTuple):
+    """The numbers of a `SureWidth`."""
+
     most: int
     least: int
     threshold: float
     by_noise: bool  # True: draft and target share noise; False: drafts are tried
     noise: Array  # float64[races, entrants], see `control.races`
-    values: Values
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,18 +60,12 @@ class WidthContext:
     live: Beams
     forest: Forest
     number: int  # of the layer, from 0 on
-    planned: int  # number of layers that the turn was to draft
 
     @property
     def drafted(self) -> int:
         """The number of drafts of the layer."""
         ends = self.forest.siblings.draw_ends
         return int(ends[self.number] - start_of(ends, self.number))
-
-    @property
-    def left(self) -> int:
-        """The number of layers that were to be drafted from this one on, at least 1."""
-        return max(self.planned - self.number, 1)
 
     def odds(self, most: int, by_noise: bool = True) -> Float64[np.ndarray, " widths"]:
         """Return the probabilities that 0, 1, 2, ... draws are all accepted drafts.
@@ -69,17 +75,18 @@ class WidthContext:
             by_noise: whether draft and target share noise; otherwise drafts are tried.
         """
         if by_noise:
-            return self.by_drafts(self.drafted, most)[:, self.drafted]
+            drafts = self.drafted
+            return odds_when_shared(self.law, self.live, self.forest, self.number, drafts, most, RACE_NOISE)[:, drafts]
         return odds_when_tried(self.law, self.live, self.forest, self.number)
-
-    def by_drafts(self, drafts: int, most: int) -> Float64[np.ndarray, "widths drafts"]:
-        """Return the probabilities that 0, 1, ... draws are all among 0, 1, ..., `drafts` drafts, under shared noise."""
-        return odds_when_shared(self.law, self.live, self.forest, self.number, drafts, most, RACE_NOISE)
 
 
 @runtime_checkable
 class Width(Protocol):
-    """A policy that chooses the width of drafted layers. A policy that steps do not know decides in Python, by `choose`."""
+    """A policy that chooses the width of drafted layers. A policy that steps do not know decides in Python, by `choose`.
+
+    It may also have `ignores_drafts`: whether a width is a function of the target's law alone. Such a policy is asked for
+    every layer, drafted or not, so texts do not depend on the drafts.
+    """
 
     @property
     def most(self) -> int:
@@ -96,6 +103,8 @@ class FixedWidth:
     """A policy that gives every layer the same number of draws."""
 
     most: int
+
+    ignores_drafts: ClassVar[bool] = True
 
     def choose(self, layer: WidthContext) -> int:
         """Return the number of draws of a drafted layer."""
@@ -122,133 +131,201 @@ class SureWidth:
 
 
 @dataclass(frozen=True)
-class ValuedWidth:
-    """A policy that takes the width of most value: argmax over w of gain(w) + odds(w) V(k - 1).
+class NucleusWidth:
+    """A policy that takes as many draws as the most probable pairs that hold `mass` of the joint law are.
 
-    Here k is the number of layers that were to be drafted from this one on, gain(w) = 1 + `worth` log2(w) is the gain of a
-    layer of w beams, in layers of one beam, and odds(w) is the probability that it is accepted in full. V(k - 1) is what the
-    turn gains after the layer if it passes: V(0) is the gain of the layer after the draft, V(k) is the mean, over all layers
-    judged so far, of the maximum above. A threshold narrows all layers alike; this policy narrows layers that have much to
-    come after them, and those whose acceptance depends much on the width.
+    A layer is narrow where the target is sure how its texts go on, and wide where it is not. The width looks at the target's
+    law alone, never at drafts, so with and without drafts the beams are the same.
 
     Args:
         most, least: number of draws.
-        worth: gain of doubling the number of beams, in layers of one beam.
-        drafts: the most drafts of a layer that values are known for.
+        mass: a probability.
     """
 
     most: int
     least: int = 1
-    worth: float = 2.0
-    drafts: int = 8
+    mass: float = 0.9
+
+    ignores_drafts: ClassVar[bool] = True
 
     def choose(self, layer: WidthContext) -> int:
-        """Return the number of draws by the prior alone, without what a session has learnt."""
-        odds = layer.by_drafts(self.drafts, self.most)
-        return int(choose_most_valued(self.values({}), odds, layer.drafted, layer.left, self.least))
-
-    def values(self, memory: dict[Hashable, Any]) -> Values:
-        """Return what a session has learnt so far; `memory` is the state of the session, in which it is stored."""
-        if self not in memory:
-            memory[self] = Values(self._prior.copy(), np.full(1, WEIGHT), float(self.worth))
-        values: Values = memory[self]
-        return values
-
-    @cached_property
-    def _prior(self) -> Float64[np.ndarray, "depths drafts"]:
-        """The prior of `Values.sums`, fitted on the bundled pair.
-
-        A layer is about sqrt(most) wide. Each further drafted layer adds less, and the less the fewer drafts it has.
-        """
-        drafts = np.arange(self.drafts + 1)
-        few = self.most + 2
-        first = np.where(drafts > 0, 1 - 0.4 / np.maximum(drafts, 1) ** 0.8, 0.0)
-        more = 0.33 + 0.5 * np.minimum(drafts / few, 1.0)
-        after = np.cumsum([np.zeros_like(first), *(first * more**depth for depth in range(DEEPEST))], axis=0)
-        sums = (1 + self.worth * np.log2(self.most) / 2) * (1 + after)
-        return WEIGHT * sums
+        """Return the number of draws of a layer."""
+        return int(nucleus_width(NucleusWidths(self.most, self.least, self.mass), layer.law))
 
 
-def width_spec(width: Width, memory: dict[Hashable, Any], by_noise: bool) -> "FixedWidths | ChosenWidths | Width":
-    """Return how steps choose the widths of a session; a policy that steps do not know is returned as it is.
+Widths = FixedWidths | NucleusWidths | SureWidths
+
+
+def is_for_steps(widths: object) -> bool:
+    """Return whether steps choose these widths, and not a policy in Python."""
+    return isinstance(widths, (FixedWidths, NucleusWidths, SureWidths))
+
+
+def ignores_drafts(width: Width) -> bool:
+    """Return whether a policy says that its widths are functions of the target's law alone."""
+    return bool(getattr(width, "ignores_drafts", False))
+
+
+def width_spec(width: Width, by_noise: bool) -> "Widths | Width":
+    """Return how steps choose widths; a policy that steps do not know is returned as it is.
 
     Args:
-        memory: the state of the session.
         by_noise: whether draft and target share noise; otherwise drafts are tried.
     """
     if type(width) is FixedWidth:
         return FixedWidths(width.most)
+    if type(width) is NucleusWidth:
+        return NucleusWidths(width.most, width.least, float(width.mass))
     if type(width) is SureWidth:
-        threshold = float(width.threshold)
-        return ChosenWidths(BY_THRESHOLD, width.most, width.least, threshold, by_noise, RACE_NOISE, NO_VALUES)
-    if type(width) is ValuedWidth:
-        return ChosenWidths(BY_VALUE, width.most, width.least, 0.0, by_noise, RACE_NOISE, width.values(memory))
+        return SureWidths(width.most, width.least, float(width.threshold), by_noise, RACE_NOISE)
     return width
 
 
-def asked_width(widths: Any, law: JointLaw, live: Beams, forest: Forest, number: int, planned: int) -> int:
-    """Return the number of draws that drafted layer `number` gets.
+def asked_width(widths: Any, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
+    """Return the number of draws of layer `number`, which may come after the drafts.
 
     Args:
-        widths: `FixedWidths`, `ChosenWidths`, or a policy that decides in Python.
+        widths: numbers of a policy, or a policy that decides in Python.
         law: of the target, over the live beams.
-        planned: number of layers that the turn was to draft. A width must not depend on how many it has drafted, because
-            that depends on later draws.
     """
     if isinstance(widths, FixedWidths):
         return widths.most
-    if isinstance(widths, ChosenWidths):
-        return choose_width(widths, law, live, forest, number, planned)
-    return widths.choose(WidthContext(law, live, forest, number, planned))
-
-
-@compiled_as(asked_width)
-def _compiled_asked_width(widths: Any, law: Any, live: Any, forest: Any, number: Any, planned: Any) -> Any:
-    if widths.instance_class is FixedWidths:
-        return lambda widths, law, live, forest, number, planned: widths.most
-    return choose_width
-
-
-class LearntWidths(NamedTuple):
-    """A copy of what a session had learnt about widths before a turn."""
-
-    sums: Array
-    count: Array
-
-
-def save_widths(widths: Any) -> LearntWidths:
-    """Return a copy of what has been learnt about widths; empty arrays if nothing is learnt."""
-    if isinstance(widths, ChosenWidths):
-        return LearntWidths(widths.values.sums.copy(), widths.values.count.copy())
-    return LearntWidths(np.zeros((0, 1)), np.ones(1))
-
-
-def restore_widths(widths: Any, saved: LearntWidths) -> None:
-    """Set what has been learnt about widths back to a copy that `save_widths` returned."""
-    if isinstance(widths, ChosenWidths):
-        widths.values.sums[:] = saved.sums
-        widths.values.count[:] = saved.count
+    if isinstance(widths, NucleusWidths):
+        return nucleus_width(widths, law)
+    is_drafted = number < forest.siblings.size
+    if isinstance(widths, SureWidths):
+        return sure_width(widths, law, live, forest, number) if is_drafted else widths.most
+    if not is_drafted and not ignores_drafts(widths):
+        return widths.most
+    return widths.choose(WidthContext(law, live, forest, number))
 
 
 @step
-def _restore_values(widths: ChosenWidths, saved: LearntWidths) -> None:
-    """Set the learnt values back to a copy that `save_widths` returned."""
-    widths.values.sums[:] = saved.sums
-    widths.values.count[:] = saved.count
+def _most(widths: Any, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
+    return widths.most
 
 
-@compiled_as(save_widths)
-def _compiled_save_widths(widths: Any) -> Any:
+@step
+def _by_nucleus(widths: NucleusWidths, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
+    return nucleus_width(widths, law)
+
+
+@step
+def _if_drafted(widths: SureWidths, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
+    if number < len(forest.siblings.kinds):
+        return sure_width(widths, law, live, forest, number)
+    return widths.most
+
+
+@compiled_as(asked_width)
+def _compiled_asked_width(widths: Any, law: Any, live: Any, forest: Any, number: Any) -> Any:
+    choose = {FixedWidths: _most, NucleusWidths: _by_nucleus, SureWidths: _if_drafted}
+    return choose[widths.instance_class]
+
+
+def width_of_known(widths: Any, law: JointLaw, unknown: Beams) -> int:
+    """Return the number of draws of a layer, computed without the rows of some live beams; UNDECIDED if they matter.
+
+    Args:
+        law: of the other live beams, which must cut no pairs, at a temperature of at most 1.
+        unknown: the live beams without rows.
+    """
+    if isinstance(widths, FixedWidths):
+        return widths.most
+    if isinstance(widths, NucleusWidths):
+        return nucleus_width_of_known(widths, law, unknown)
+    return UNDECIDED
+
+
+@compiled_as(width_of_known)
+def _compiled_width_of_known(widths: Any, law: Any, unknown: Any) -> Any:
     if widths.instance_class is FixedWidths:
-        return lambda widths: LearntWidths(np.zeros((0, 1)), np.ones(1))
-    return lambda widths: LearntWidths(widths.values.sums.copy(), widths.values.count.copy())
+        return lambda widths, law, unknown: widths.most
+    if widths.instance_class is NucleusWidths:
+        return nucleus_width_of_known
+    return lambda widths, law, unknown: UNDECIDED
 
 
-@compiled_as(restore_widths)
-def _compiled_restore_widths(widths: Any, saved: Any) -> Any:
-    if widths.instance_class is FixedWidths:
-        return lambda widths, saved: None
-    return _restore_values
+def width_by_draft(widths: Any, law: JointLaw) -> int:
+    """Return the number of draws that a layer may be expected to get, going by the draft model's law of it."""
+    return nucleus_width(widths, law) if isinstance(widths, NucleusWidths) else widths.most
+
+
+@compiled_as(width_by_draft)
+def _compiled_width_by_draft(widths: Any, law: Any) -> Any:
+    return nucleus_width if widths.instance_class is NucleusWidths else lambda widths, law: widths.most
+
+
+@step
+def _fewest(weights: Array, total: float, widths: NucleusWidths) -> int:
+    """Return how many of these weights, descending, hold the mass of a total, within the bounds of a width."""
+    held = 0.0
+    count = 0
+    while count < min(widths.most, len(weights)) and held < widths.mass * total:
+        held += weights[count]
+        count += 1
+    return max(count, widths.least)
+
+
+@step
+def nucleus_width(widths: NucleusWidths, law: JointLaw) -> int:
+    """Return the number of the most probable pairs that hold `mass` of a joint law, between `least` and `most`."""
+    if cuts(law.truncation):
+        kept = odds_among(law, support_of(law))
+        return _fewest(np.sort(kept)[::-1], 1.0, widths)
+    return _fewest(odds_at(law, likeliest_pairs(law, widths.most)), 1.0, widths)
+
+
+@step
+def _sums(weights: Array) -> Array:
+    """Return the sums of the first 0, 1, 2, ... weights, float64[weights + 1]."""
+    sums = np.zeros(len(weights) + 1)
+    for place in range(len(weights)):
+        sums[place + 1] = sums[place] + weights[place]
+    return sums
+
+
+@step
+def _largest_share(known: Array, total: float, unknown: Array, width: int) -> float:
+    """Return the largest share of a law that its `width` most probable pairs can hold.
+
+    Args:
+        known: the sums of the most probable pairs of the known beams, from `_sums`.
+        total: the weight of all pairs of the known beams.
+        unknown: the sums of the largest bounds of the other beams, from `_sums`.
+    """
+    share = 0.0
+    for others in range(min(width, len(unknown) - 1) + 1):
+        held = unknown[others] + known[min(width - others, len(known) - 1)]
+        share = max(share, held / (total + unknown[others]))
+    return share
+
+
+@step
+def nucleus_width_of_known(widths: NucleusWidths, law: JointLaw, unknown: Beams) -> int:
+    """Return what `nucleus_width` returns for the law of all live beams; UNDECIDED if that depends on the unknown ones.
+
+    All that is known of these is a bound of the weight of all their pairs. The share of the most probable pairs is smallest
+    if each unknown beam has that weight, spread over many pairs. It is largest if some of them have it on a single pair, and
+    the others have none at all.
+    """
+    temperature = law.truncation.temperature
+    pairs = likeliest_pairs(law, widths.most)
+    best = log_weights_at(law, pairs)
+    masses = log_masses(law)
+    bounds = unknown.scores / temperature + np.log(unknown.counts)
+    top = max(masses.max(), bounds.max())
+    known = np.exp(best - top)
+    in_known = np.exp(masses - top).sum()
+    in_unknown = np.sort(np.exp(bounds - top))[::-1]
+    above = NucleusWidths(widths.most, widths.least, widths.mass + MARGIN)
+    widest_of_all = _fewest(known, in_known + in_unknown.sum(), above)
+    sums_of_known = _sums(known)
+    sums_of_unknown = _sums(in_unknown)
+    for width in range(widths.least, widest_of_all):
+        if _largest_share(sums_of_known, in_known, sums_of_unknown, width) >= widths.mass - MARGIN:
+            return UNDECIDED
+    return widest_of_all
 
 
 @step
@@ -262,19 +339,14 @@ def widest(odds: Array, threshold: float, least: int, most: int) -> int:
 
 
 @step
-def choose_width(spec: ChosenWidths, law: JointLaw, live: Beams, forest: Forest, number: int, planned: int) -> int:
-    """Return the number of draws of drafted layer `number`, as `spec` chooses it; see `asked_width`."""
-    ends = forest.siblings.draw_ends
-    drafts = ends[number] - start_of(ends, number)
-    left = max(planned - number, 1)
-    if spec.kind == BY_VALUE:
-        counted = spec.values.sums.shape[1] - 1
-        odds = odds_when_shared(law, live, forest, number, counted, spec.most, spec.noise)
-        return choose_most_valued(spec.values, odds, drafts, left, spec.least)
-    if spec.by_noise:
-        shared = odds_when_shared(law, live, forest, number, drafts, spec.most, spec.noise)
-        return widest(shared[:, drafts], spec.threshold, spec.least, spec.most)
-    return widest(odds_when_tried(law, live, forest, number), spec.threshold, spec.least, spec.most)
+def sure_width(widths: SureWidths, law: JointLaw, live: Beams, forest: Forest, number: int) -> int:
+    """Return the number of draws of drafted layer `number` that are accepted in full with enough probability."""
+    if widths.by_noise:
+        ends = forest.siblings.draw_ends
+        drafts = ends[number] - start_of(ends, number)
+        shared = odds_when_shared(law, live, forest, number, drafts, widths.most, widths.noise)
+        return widest(shared[:, drafts], widths.threshold, widths.least, widths.most)
+    return widest(odds_when_tried(law, live, forest, number), widths.threshold, widths.least, widths.most)
 
 
 @step

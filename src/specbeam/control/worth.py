@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float64
 
 from specbeam.control.cost import CostCurve, HostCost
-from specbeam.control.planning import BY_ODDS, BY_VALUE, Plan, layers_by_depth, plan_shape
-from specbeam.control.values import NO_VALUES, Values
-from specbeam.control.width import DEEPEST, GUESS, WEIGHT, ValuedWidth
-from specbeam.errors import BadSetting
+from specbeam.control.planning import BY_ODDS, Plan, layers_by_depth, plan_depth
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
+
+GUESS = 0.6  # prior probability that a layer passes
+WEIGHT = 3.0  # number of layers that the prior counts for
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,14 @@ class DepthByCost:
 
     def plan(self, session: Session) -> Shape:
         plan = self.numbers(session)
-        count = session.count
-        return Shape(*plan_shape(plan, session.beams.size, count.target_passes, session.remaining))
+        depth = plan_depth(plan, session.beams.size, session.count.target_passes, session.remaining)
+        return Shape(int(depth), plan.width)
 
     def numbers(self, session: Session) -> Plan:
         """Return the plan as numbers for steps."""
-        seconds = self._turn_seconds(1 if self.alone else session.beside)[:, :, None]
-        return Plan(
-            BY_ODDS, np.array(self.layers[:1]), 1, seconds, self.host.judge_s, self._pass_odds(session).seen,
-            self.explore, NO_VALUES,
-        )  # fmt: skip
+        seconds = self._turn_seconds(1 if self.alone else session.beside)
+        seen = self._pass_odds(session).seen
+        return Plan(BY_ODDS, self.layers[0], 1, seconds, self.host.judge_s, seen, self.explore)
 
     def settle(self, session: Session, turn: Turn) -> None:
         self._pass_odds(session).learn(_passed_layers(turn))
@@ -115,76 +113,6 @@ class DepthByCost:
 
     def _pass_odds(self, session: Session) -> PassOdds:
         return session.state.setdefault(self, PassOdds(self.most))
-
-
-@dataclass(frozen=True)
-class ShapeByValue:
-    """A controller that plans the depth and the drafts per layer of most value per second: argmax V(d, n) / T(d, n).
-
-    V(d, n) is what a turn with d drafted layers of n nodes gains if widths are chosen by value, as this session has measured
-    it (see `ValuedWidth`). It is known for every n, because acceptance probabilities follow from the laws alone. T(d, n) is
-    as in `DepthByCost`. Texts depend on the shape, so it is planned as if passes were never shared.
-
-    Args:
-        target, draft: seconds of a pass by number of scored nodes; see `specbeam tune`.
-        width: the policy that chooses widths.
-        sizes: numbers of drafts per layer to choose from.
-        host, explore: see `DepthByCost`.
-    """
-
-    target: CostCurve
-    draft: CostCurve
-    width: ValuedWidth
-    sizes: tuple[int, ...]
-    host: HostCost = field(default_factory=HostCost)
-    explore: int = 8
-
-    def __post_init__(self) -> None:
-        if max(self.sizes) > self.width.drafts:
-            raise BadSetting(
-                f"sizes go up to {max(self.sizes)} drafts, and values are known for {self.width.drafts} at most; "
-                f"say ValuedWidth(..., drafts={max(self.sizes)})"
-            )
-
-    def plan(self, session: Session) -> Shape:
-        plan = self.numbers(session)
-        count = session.count
-        return Shape(*plan_shape(plan, session.beams.size, count.target_passes, session.remaining))
-
-    def numbers(self, session: Session) -> Plan:
-        """Return the plan as numbers for steps. At temperature 0 no width is chosen, so the depth is chosen BY_ODDS."""
-        seen = self._pass_odds(session).seen
-        judge_s = self.host.judge_s
-        if session.warp.greedy:
-            seconds = np.ascontiguousarray(self.seconds[:, :, -1:])
-            return Plan(BY_ODDS, np.array(self.sizes[-1:]), 1, seconds, judge_s, seen, self.explore, NO_VALUES)
-        values = self.width.values(session.state)
-        return Plan(BY_VALUE, np.array(self.sizes), 1, self.seconds, judge_s, seen, self.explore, values)
-
-    def settle(self, session: Session, turn: Turn) -> None:
-        self._pass_odds(session).learn(_passed_layers(turn))
-
-    def rates(self, values: Values, roots: int) -> Float64[np.ndarray, "depths sizes"]:
-        """Return the value per second of each shape in turns of `roots` roots, in layers of one beam."""
-        means = values.sums[:, list(self.sizes)] / values.count[0]
-        return means / (self.seconds[roots] + PassOdds(DEEPEST).layers()[:, None] * self.host.judge_s)
-
-    @cached_property
-    def seconds(self) -> Float64[np.ndarray, "roots depths sizes"]:
-        """The seconds of a turn that emits nothing, by number of roots, depth and drafts per layer."""
-        tables = [
-            _turn_seconds(self.target, self.draft, self.host, self.width.most, _drafts_of_size(size, DEEPEST), 1)
-            for size in self.sizes
-        ]
-        return np.stack(tables, axis=2)
-
-    def _pass_odds(self, session: Session) -> PassOdds:
-        return session.state.setdefault(self, PassOdds(DEEPEST))
-
-
-def _drafts_of_size(size: int, deepest: int) -> tuple[tuple[int, ...], ...]:
-    """Return the layer sizes of drafts of 0, 1, ..., `deepest` layers of `size` nodes each."""
-    return tuple((size,) * depth for depth in range(deepest + 1))
 
 
 def _passed_layers(turn: Turn) -> list[bool]:

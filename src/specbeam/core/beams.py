@@ -224,7 +224,7 @@ def is_over(stop: Stop, finished: Array, live: Array, length: int) -> bool:
         return True
     if len(finished) < stop.keep:
         return False
-    if stop.early == FIRST_ENOUGH or stop.keep == 1:  # keep 1: greedy search or sampling, over at its first end
+    if stop.early == FIRST_ENOUGH:
         return True
     longest = stop.early == NEVER and stop.penalty > 0
     best = normalised_score(stop, live.max(), stop.most if longest else length)

@@ -27,7 +27,7 @@ class Limits:
 
     `early_stopping` as in transformers: True stops at `keep` finished beams; False stops when the best live beam, at its
     present length, cannot beat the worst of the `keep` best finished ones; "never" stops when it could not do so at any
-    length. With `keep` = 1 a session stops at the first finished beam.
+    length.
     """
 
     max_new_tokens: int

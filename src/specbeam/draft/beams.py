@@ -17,6 +17,7 @@ from specbeam.control.needs import (
     worthy_front,
     worthy_nodes,
 )
+from specbeam.control.width import FixedWidths, Width, is_for_steps, width_by_draft, width_spec
 from specbeam.core.beams import Beams, picked_beams
 from specbeam.core.dice import pick
 from specbeam.core.forest import (
@@ -63,14 +64,14 @@ class SharedLayers(NamedTuple):
     """How layers are drafted for shared noise: the best pairs of the draft law under the noise that the target will use."""
 
     noisy: bool  # False: temperature 0, where there is no noise
-    core: int  # number of pairs that the draft model by itself would keep
+    widths: Any  # `Widths` of the target: what the draft model by itself would keep
     truncation: Truncation
     eos: Array  # int64[ends]
     keeps_rows: bool  # whether `Forest.fronts` is stored, because widths are chosen by the laws of the draft
-    # Whether drafts that the target has scored already come in addition to those that are wanted. Only where widths are
-    # fixed: which nodes are known depends on the noise of their layer, and the number of drafts would tell it.
+    # Whether drafts that the target has scored already come in addition to those that are wanted. Only where widths do not
+    # look at drafts: which nodes are known depends on the noise of their layer, and the number of drafts would tell it.
     more_if_known: bool
-    budget: Budget  # by what the draft grows and is cut; only where widths are fixed
+    budget: Budget  # by what the draft grows and is cut; only where widths do not look at drafts
 
 
 class SearchedLayers(NamedTuple):
@@ -261,8 +262,12 @@ def draft_layer(spec: Any, drafted: Drafted, law: JointLaw, width: int, dice: An
 
 
 @step
-def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int) -> Drafted:
-    """Return a draft with one more layer, whose draws are SHARED: they can be matched, not tried."""
+def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int, beams: int) -> Drafted:
+    """Return a draft with one more layer, whose draws are SHARED: they can be matched, not tried.
+
+    Args:
+        beams: number of beams that are expected to live on.
+    """
     count = len(choice.tokens)
     every = np.arange(count)
     no_pairs = np.empty(0, dtype=np.int64)
@@ -276,7 +281,7 @@ def _add_choice(spec: Any, drafted: Drafted, choice: Choice, vocab: int) -> Draf
     groups = longer.forest.siblings
     nodes = groups.nodes[len(groups.nodes) - count :]
     odds = with_layer_odds(
-        drafted.odds, spec.budget, longer.forest, front, choice.parents, choice.values, bounds, nodes, spec.core
+        drafted.odds, spec.budget, longer.forest, front, choice.parents, choice.values, bounds, nodes, beams
     )
     return Drafted(longer.forest, longer.front, longer.core, odds)
 
@@ -323,14 +328,14 @@ def draft_shared(spec: SharedLayers, drafted: Drafted, law: JointLaw, width: int
         fronts = add_front(forest.fronts, front.nodes, front.scores, front.counts, law.logits)
         forest = Forest(forest.tokens, forest.parents, forest.siblings, forest.logq, forest.beams, fronts, forest.known)
         drafted = Drafted(forest, front, drafted.core, drafted.odds)
-    core = min(spec.core, width)
+    core = min(width_by_draft(spec.widths, law), width)
     more = 0
     if spec.more_if_known:
         more = count_children(drafted.forest, front.nodes)
     choice = choose(law, front.keys, spec.noisy, drafted.core, core, width + more, spec.eos)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
-    return _add_choice(spec, drafted, choice, law.logits.shape[1])
+    return _add_choice(spec, drafted, choice, law.logits.shape[1], core)
 
 
 @step
@@ -340,7 +345,7 @@ def draft_searched(spec: SearchedLayers, drafted: Drafted, law: JointLaw, width:
     choice = _chosen_as_search_does(law, drafted.front, drafted.core, width + more, spec)
     if more > 0:
         choice = with_fresh(choice, drafted, width)
-    return _add_choice(spec, drafted, choice, law.logits.shape[1])
+    return _add_choice(spec, drafted, choice, law.logits.shape[1], spec.core)
 
 
 @step
@@ -607,6 +612,7 @@ class BeamDrafter:
         search: draft for transformers' beam modes. In these a beam that ends makes room for the next one, so ends are not
             drafted.
         keeps_rows: pass on the laws that layers were drawn from, for rules that choose widths by them.
+        width: how the target chooses the widths of layers; None: they all have `beams` draws.
     """
 
     lm: LM
@@ -615,6 +621,7 @@ class BeamDrafter:
     replacement: bool = False
     search: bool = False
     keeps_rows: bool = True
+    width: Width | None = None
 
     @property
     def models(self) -> tuple[LM, ...]:
@@ -661,7 +668,11 @@ class BeamDrafter:
         if self.coupling == "rejection" and not warp.greedy:
             return DrawnLayers(self.replacement, warp.cut, ends)
         keeps_rows = self.keeps_rows and not warp.greedy
-        return SharedLayers(not warp.greedy, self.beams, warp.cut, ends, keeps_rows, not keeps_rows, budget)
+        fixed = FixedWidths(self.beams)
+        widths = fixed if self.width is None or warp.greedy else width_spec(self.width, by_noise=True)
+        if not is_for_steps(widths):
+            widths = fixed
+        return SharedLayers(not warp.greedy, widths, warp.cut, ends, keeps_rows, not keeps_rows, budget)
 
     def _start(self, session: Session, shape: Shape) -> GrowingBeams:
         """Return a draft without layers."""

@@ -137,7 +137,7 @@ def likelihoods_at(law: JointLaw, pairs: Array) -> Array:
 
 
 @step
-def _log_weights_at(law: JointLaw, pairs: Array) -> Array:
+def log_weights_at(law: JointLaw, pairs: Array) -> Array:
     """Return the log of the probabilities of pairs, with temperature and counts, not normalised, float64[pairs]."""
     vocab = law.logits.shape[1]
     weights = likelihoods_at(law, pairs)
@@ -201,7 +201,7 @@ def odds_among(law: JointLaw, pairs: Array) -> Array:
 @step
 def log_odds_among(law: JointLaw, pairs: Array) -> tuple[Array, Array]:
     """Return the logs of what `odds_among` returns, and that itself, both float64[pairs]."""
-    weights = _log_weights_at(law, pairs)
+    weights = log_weights_at(law, pairs)
     if len(pairs) == 0:
         return weights, np.empty(0)
     top = weights.max()
@@ -214,7 +214,7 @@ def log_odds_among(law: JointLaw, pairs: Array) -> tuple[Array, Array]:
 def odds_at(law: JointLaw, pairs: Array) -> Array:
     """Return the probabilities of pairs before top-k, top-p and min-p, float64[pairs]."""
     total = log_sum(_log_totals(law) + law.log_counts)
-    return np.exp(_log_weights_at(law, pairs) - total)
+    return np.exp(log_weights_at(law, pairs) - total)
 
 
 @step
@@ -335,7 +335,7 @@ def values_within(law: JointLaw, keys: Array, support: Array, pairs: Array) -> A
         support: int64[n], the pairs that are not cut.
     """
     vocab = law.logits.shape[1]
-    values = _log_weights_at(law, pairs)
+    values = log_weights_at(law, pairs)
     for place in range(len(pairs)):
         if not (support == pairs[place]).any():
             values[place] = -np.inf

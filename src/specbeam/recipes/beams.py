@@ -1,16 +1,15 @@
 """Recipes for greedy decoding, sampling, beam sampling and its speculative form, DSBD."""
 
-import math
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 from specbeam.control.fixed import FixedShape
-from specbeam.control.width import FixedWidth, SureWidth, ValuedWidth, Width
+from specbeam.control.width import FixedWidth, NucleusWidth, SureWidth, Width, ignores_drafts
 from specbeam.draft.beams import BeamDrafter, NoDraft
-from specbeam.errors import BadSetting
+from specbeam.errors import BadSetting, one_of
 from specbeam.laws.named import EXACT
 from specbeam.lm.base import LM
-from specbeam.recipes.depth import Depth, check_depth, depth_control, shape_by_value
+from specbeam.recipes.depth import Depth, check_depth, depth_control
 from specbeam.recipes.method import Build, Method, refuse_ignored, require_at_least_one
 from specbeam.recipes.search import build_of_search, checked_draft_beams
 from specbeam.session import Parts
@@ -20,6 +19,8 @@ from specbeam.verify.search import SearchRule
 Coupling = Literal["noise", "rejection"]
 Semantics = Literal["paper", "hf"]
 WidthBy = Literal["dynamic", "fixed", "auto"]
+PlainWidthBy = Literal["fixed", "auto"]
+MASS = 0.9  # of the joint law, that the draws of a layer stand for if nothing else is said
 HF_LAW = "exact: transformers' beam sampling"
 
 
@@ -32,9 +33,9 @@ def _is_hf(semantics: str, replacement: bool) -> bool:
     return semantics == "hf"
 
 
-def _build_without_draft(law: str, beams: int, coupling: str, replacement: bool) -> Build:
-    """Return a function that makes the parts of a method that draws `beams` beams per step and drafts nothing."""
-    rule = BeamRule(FixedWidth(beams), coupling, replacement)
+def _build_without_draft(law: str, width: Width, coupling: str, replacement: bool) -> Build:
+    """Return a function that makes the parts of a method that draws so many beams per step and drafts nothing."""
+    rule = BeamRule(width, coupling, replacement)
     return lambda target, draft: Parts(NoDraft(), rule, FixedShape(0, 0), law)
 
 
@@ -45,7 +46,7 @@ def greedy() -> Method:
     Paper: none.
     """
     law = "exact: greedy"
-    return Method("greedy", law, 1, _build_without_draft(law, 1, "noise", False), greedy=True)
+    return Method("greedy", law, 1, _build_without_draft(law, FixedWidth(1), "noise", False), greedy=True)
 
 
 def sampling() -> Method:
@@ -54,30 +55,55 @@ def sampling() -> Method:
     Law: exact: the target's own, after warpers and processors.
     Paper: none.
     """
-    return Method("sampling", EXACT, 1, _build_without_draft(EXACT, 1, "noise", False))
+    return Method("sampling", EXACT, 1, _build_without_draft(EXACT, FixedWidth(1), "noise", False))
 
 
-def beam_sampling(beams: int = 4, replacement: bool = False, semantics: Semantics = "paper") -> Method:
+def beam_sampling(
+    beams: int = 4,
+    replacement: bool = False,
+    semantics: Semantics = "paper",
+    width: PlainWidthBy = "fixed",
+    min_beams: int | None = None,
+    mass: float | None = None,
+) -> Method:
     """Draw `beams` (beam, token) pairs per step from the joint law over all live beams, without a draft: beam sampling.
 
     Law: exact by definition; the reference of `dsbd`.
     Paper: arXiv 2409.16560, sec. 2.2.
 
     Args:
-        beams: number of pairs drawn per step.
+        beams: number of pairs drawn per step; with width="auto" the maximum.
         replacement: draw the pairs independently, with replacement. The draws soon collapse to a few distinct beams.
         semantics: "paper": the law above. "hf": the law of transformers' ``generate(num_beams=beams, do_sample=True)``,
             which draws twice as many pairs from warped, unnormalised scores and keeps those with the best scores. With
             beams=1 both are plain sampling.
+        width: "fixed": always `beams`. "auto": few where the target is sure how its texts go on, as in `dsbd`.
+        min_beams, mass: for width="auto", as in `dsbd`.
     """
     require_at_least_one(beams=beams)
+    one_of("width", width, get_args(PlainWidthBy))
+    policy = _width(width, beams, min_beams, None, mass)
     hf = _is_hf(semantics, replacement)
+    if hf and width != "fixed":
+        raise BadSetting("semantics='hf' needs width='fixed': transformers' beam sampling has no other")
     if hf and beams > 1:
         parts = Parts(NoDraft(), SearchRule(beams), FixedShape(0, 0), HF_LAW)
         return Method("beam_sampling", HF_LAW, beams, lambda target, draft: parts, search=True)
-    law = HF_LAW if hf else f"exact: beam sampling, {beams} beams, {'with' if replacement else 'without'} replacement"
+    law = HF_LAW if hf else _law_of_draws(policy, replacement)
     coupling = "rejection" if replacement else "noise"
-    return Method("beam_sampling", law, beams, _build_without_draft(law, beams, coupling, replacement))
+    build = _build_without_draft(law, policy, coupling, replacement)
+    return Method("beam_sampling", law, beams, build, fills_beams=width == "fixed")
+
+
+def _law_of_draws(width: Width, replacement: bool) -> str:
+    """Return the law of beam sampling by `beam_sampling` and `dsbd`, in words."""
+    if isinstance(width, FixedWidth):
+        widths = f"{width.most} beams"
+    elif isinstance(width, NucleusWidth):
+        widths = f"as many of {width.most} beams as hold {width.mass:g} of its law"
+    else:
+        widths = f"given the widths (1 to {width.most} beams)"
+    return f"exact: beam sampling, {widths}, {'with' if replacement else 'without'} replacement"
 
 
 def dsbd(
@@ -92,13 +118,13 @@ def dsbd(
     collapse: bool = False,
     trace: bool = False,
     semantics: Semantics = "paper",
-    worth: float | None = None,
+    mass: float | None = None,
 ) -> Method:
     """Draft layers of beams with a small model and judge them in one pass of the target: dynamic-width speculative beam
     decoding (DSBD).
 
-    Law: exact: that of `beam_sampling(beams)`; with a dynamic width beam sampling, given the width of each layer.
-    With width="fixed" and coupling="noise", as by default, the same seed gives exactly the beams of `beam_sampling(beams)`.
+    Law: exact: that of `beam_sampling` with the same beams and width, "fixed" or "auto"; with a dynamic width beam sampling,
+    given the width of each layer. With coupling="noise", as by default, the same seed gives exactly the same beams, too.
     Paper: arXiv 2409.16560 (AAAI 2025), with the corrections that make it exact.
 
     A layer extends every beam by one token. It passes if all beams that the target goes on with are among the drafts. The
@@ -111,20 +137,19 @@ def dsbd(
     Args:
         beams: maximum number of live beams after a step.
         draft_beams: number of draft beams per layer, at least `beams`. A few more let more layers pass. None: `beams` + 2,
-            or more where rows cost little and beams do not depend on drafts; if width and depth are both "auto", the
-            number that gains most per second. Where the depth is "auto" and beams do not depend on drafts, it is the
-            maximum: of these the target scores those that are worth it.
+            or more where rows cost little and beams do not depend on drafts. Where the depth is "auto" and beams do not
+            depend on drafts, it is the maximum: of these the target scores those that are worth it.
         depth: number of draft layers per pass of the target. "auto": what gains most per second on this machine, from the
             measured cost of a pass (`specbeam tune`), and from how often layers pass, or how often drafts are needed
-            (docs/methods/dsbd.md). None: "auto" if width is
-            "auto", or if no beam depends on the depth (fixed width with shared noise, without `collapse`); otherwise 4, so
-            that a seed gives the same text on every machine.
+            (docs/methods/dsbd.md). None: "auto" if no beam depends on the depth (width "fixed" or "auto" with shared noise,
+            without `collapse`); otherwise 4, so that a seed gives the same text on every machine.
         width: number of beams that the target draws in a layer. "fixed": always `beams`. "dynamic": the largest number that
-            is accepted in full with probability `threshold` or more, as in the paper. "auto": the number that gains most
-            per second, from the acceptance probability of each number, the expected gain of later layers, and the cost of
-            passes.
+            is accepted in full with probability `threshold` or more, as in the paper. "auto": the number of pairs that hold
+            `mass` of the target's joint law, the most probable ones first, so few where it is sure how its texts go on.
+            Unless it is "fixed", a text may end with fewer than `beams` finished beams: as soon as there are
+            `num_return_sequences`, and no live beam beats them.
         threshold: for width="dynamic": the required acceptance probability. A higher threshold is narrower. None: 0.7.
-        min_beams: minimum width, for width="dynamic" and "auto". None: 1.
+        min_beams: minimum width, for width="dynamic" and "auto". None: 1, with "auto" 2.
         coupling: "noise": draft and target share Gumbel noise. "rejection": recursive rejection sampling.
         replacement: draw independently, with replacement (coupling="rejection" only).
         collapse: keep one beam after each turn, the paper's variant that saves memory. No decoder that runs the target
@@ -132,27 +157,24 @@ def dsbd(
         trace: record every trial of a draft, for `specbeam inspect`.
         semantics: "paper"; or "hf": the law of transformers' own beam sampling, which needs width="fixed" and
             coupling="noise".
-        worth: for width="auto": the value of doubling the number of beams of a layer, in layers of one beam. A higher value
-            is wider. None: 2.
+        mass: for width="auto": a probability; a larger one is wider. None: 0.9.
     """
     require_at_least_one(beams=beams, min_beams=1 if min_beams is None else min_beams)
     given_draft_beams = draft_beams
     draft_beams = checked_draft_beams(beams, draft_beams)
     if depth is None:
-        depth = "auto" if width == "auto" or (width == "fixed" and coupling == "noise" and not collapse) else 4
+        depth = "auto" if width != "dynamic" and coupling == "noise" and not collapse else 4
     check_depth(depth)
-    policy = _width(width, beams, min_beams, threshold, worth, max(draft_beams, beams + 4))
-    _check_coupling(coupling, replacement, policy)
+    one_of("width", width, get_args(WidthBy))
+    policy = _width(width, beams, min_beams, threshold, mass)
+    _check_coupling(coupling, replacement)
     hf = _is_hf(semantics, replacement)
     if hf and (width != "fixed" or coupling != "noise" or collapse or trace):
         raise BadSetting("semantics='hf' needs width='fixed' and coupling='noise', without collapse and trace")
     if hf and beams > 1:
         build_hf = build_of_search(beams, draft_beams, depth, "model", HF_LAW)
         return Method("dsbd", HF_LAW, beams, build_hf, needs_draft=True, search=True)
-    law = "exact: beam sampling, " + (
-        f"{beams} beams" if width == "fixed" else f"given the widths (1 to {beams} beams)"
-    )
-    law += ", with replacement" if replacement else ", without replacement"
+    law = _law_of_draws(policy, replacement)
     if hf:
         law = HF_LAW
     if collapse:
@@ -161,55 +183,41 @@ def dsbd(
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         assert draft is not None
-        keeps_rows = trace or not isinstance(policy, FixedWidth)
-        drafter = partial(BeamDrafter, beams=beams, coupling=coupling, replacement=replacement, keeps_rows=keeps_rows)
-        if isinstance(policy, ValuedWidth) and depth == "auto":
-            sizes = _draft_sizes(beams) if given_draft_beams is None else (draft_beams,)
-            control = shape_by_value(policy, sizes, target, draft, drafter, rule)
-        else:
-            may_widen = given_draft_beams is None
-            control = depth_control(depth, beams, draft_beams, target, draft, drafter, rule, may_widen)
+        drafter = partial(
+            BeamDrafter,
+            beams=beams,
+            coupling=coupling,
+            replacement=replacement,
+            keeps_rows=trace or not ignores_drafts(policy),
+            width=policy,
+        )
+        may_widen = given_draft_beams is None
+        control = depth_control(depth, beams, draft_beams, target, draft, drafter, rule, may_widen)
         return Parts(drafter(draft), rule, control, law)
 
-    return Method("dsbd", law, beams, build, needs_draft=True)
+    return Method("dsbd", law, beams, build, needs_draft=True, fills_beams=width == "fixed")
 
 
-def _width(
-    width: str, beams: int, min_beams: int | None, threshold: float | None, worth: float | None, drafts: int
-) -> FixedWidth | SureWidth | ValuedWidth:
-    """Return the width policy of `dsbd`; `drafts` is the maximum number of drafts per layer that it knows a value for.
-
-    Raises `BadSetting` if a setting is wrong or would be ignored.
-    """
-    if width not in ("dynamic", "fixed", "auto"):
-        raise BadSetting(f"width is {width!r}; it must be 'dynamic', 'fixed' or 'auto'")
-    refuse_ignored(width == "auto", f"width {width!r}", worth=worth)
+def _width(width: str, beams: int, min_beams: int | None, threshold: float | None, mass: float | None) -> Width:
+    """Return the width policy. Raises `BadSetting` if a setting is wrong or would be ignored."""
+    refuse_ignored(width == "auto", f"width {width!r}", mass=mass)
     refuse_ignored(width == "dynamic", f"width {width!r}", threshold=threshold)
     refuse_ignored(width != "fixed", f"width {width!r}", min_beams=min_beams)
-    least = 1 if min_beams is None else min_beams
-    threshold = 0.7 if threshold is None else threshold
-    if least > beams:
-        raise BadSetting(f"min_beams is {least}, beams is {beams}; min_beams must be at most beams")
-    if not 0 <= threshold <= 1:
-        raise BadSetting(f"threshold is {threshold}; it is a probability, in [0, 1]")
-    if worth is not None and not 0 <= worth < math.inf:
-        raise BadSetting(f"worth is {worth}; it must be at least 0")
+    if min_beams is not None and min_beams > beams:
+        raise BadSetting(f"min_beams is {min_beams}, beams is {beams}; min_beams must be at most beams")
+    for name, value in (("threshold", threshold), ("mass", mass)):
+        if value is not None and not 0 <= value <= 1:
+            raise BadSetting(f"{name} is {value}; it is a probability, in [0, 1]")
     if width == "auto":
-        return ValuedWidth(beams, least, 2.0 if worth is None else worth, drafts)
-    return FixedWidth(beams) if width == "fixed" else SureWidth(beams, least, threshold)
+        return NucleusWidth(beams, min_beams or min(2, beams), MASS if mass is None else float(mass))
+    if width == "dynamic":
+        return SureWidth(beams, min_beams or 1, 0.7 if threshold is None else threshold)
+    return FixedWidth(beams)
 
 
-def _check_coupling(coupling: str, replacement: bool, width: Width) -> None:
-    """Raise `BadSetting` if the coupling is unknown, or cannot be combined with `replacement` or `width`."""
+def _check_coupling(coupling: str, replacement: bool) -> None:
+    """Raise `BadSetting` if the coupling is unknown, or cannot be combined with `replacement`."""
     if coupling not in ("noise", "rejection"):
         raise BadSetting(f"coupling is {coupling!r}; it must be 'noise' or 'rejection'")
     if coupling == "noise" and replacement:
         raise BadSetting("shared noise draws without replacement; take coupling='rejection' for replacement=True")
-    if coupling == "rejection" and isinstance(width, ValuedWidth):
-        raise BadSetting("width='auto' needs the odds of shared noise; take coupling='noise', or width='dynamic'")
-
-
-def _draft_sizes(beams: int) -> tuple[int, ...]:
-    """Return the numbers of drafts per layer that are worth considering, in ascending order."""
-    sizes = {beams // 2, 3 * beams // 4, beams - 1, beams, beams + 1, beams + 2, beams + 4}
-    return tuple(sorted(size for size in sizes if size > 0))

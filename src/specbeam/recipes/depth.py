@@ -8,8 +8,8 @@ from specbeam.control.cost import CostCurve, HostCost
 from specbeam.control.fixed import FixedShape
 from specbeam.control.needs import NodesByNeed, OddsMemory
 from specbeam.control.pace import PaceMemory
-from specbeam.control.width import FixedWidth, ValuedWidth
-from specbeam.control.worth import DepthByCost, ShapeByValue
+from specbeam.control.width import ignores_drafts
+from specbeam.control.worth import DepthByCost
 from specbeam.core.cycles import READABLE
 from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting
@@ -60,7 +60,7 @@ def depth_control(
     if draft is None:
         return FixedShape(4, width)
     host = _host_cost(target, draft, width, drafter, rule)
-    text_depends_on_depth = isinstance(rule, BeamRule) and (rule.tries or not isinstance(rule.width, FixedWidth))
+    text_depends_on_depth = isinstance(rule, BeamRule) and (rule.tries or not ignores_drafts(rule.width))
     curves = _curve(target, "target"), _curve(draft, "draft")
     may_be_cut = isinstance(rule, SearchRule) or (isinstance(rule, BeamRule) and not rule.collapse)
     if may_be_cut and not text_depends_on_depth:
@@ -69,29 +69,6 @@ def depth_control(
         paces = _paces_of(target, draft)
         return NodesByNeed(*curves, beams, width, host=host, memory=_memory_of(target, draft), paces=paces)
     return DepthByCost(*curves, beams, (width,), host=host, alone=text_depends_on_depth)
-
-
-def shape_by_value(
-    width: ValuedWidth,
-    sizes: tuple[int, ...],
-    target: LM | None,
-    draft: LM | None,
-    drafter: DrafterOf,
-    rule: Rule,
-) -> Controller:
-    """Return the controller that chooses the depth and the number of drafts per layer together, for a `rule` that chooses
-    widths by value.
-
-    Args:
-        width: the width policy of the rule.
-        sizes: the numbers of drafts per layer to choose from, ascending.
-        target, draft: the models; without a draft model the shape is 4 layers of the largest size.
-        drafter: makes the drafter from a draft model.
-    """
-    if draft is None:
-        return FixedShape(4, sizes[-1])
-    host = _host_cost(target, draft, sizes[-1], drafter, rule)
-    return ShapeByValue(_curve(target, "target"), _curve(draft, "draft"), width, sizes, host)
 
 
 def depth_by_cost(

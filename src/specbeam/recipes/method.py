@@ -35,6 +35,8 @@ class Method:
     build: Build
     needs_draft: bool = False
     greedy: bool = False  # draws nothing
+    # Whether each layer has `beams` beams, if the law has so many. If not, a text need not end with so many finished ones.
+    fills_beams: bool = True
     search: bool = False  # scores and processors are those of transformers' beam modes
     plain: bool = True  # the law is that of a method without drafts: sampling, beam sampling, greedy or beam search
     check: Check = lambda request: None

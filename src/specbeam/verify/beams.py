@@ -12,12 +12,15 @@ from jaxtyping import Float
 
 from specbeam.audit import Audit
 from specbeam.control.width import (
-    ChosenWidths,
+    UNDECIDED,
     FixedWidth,
-    FixedWidths,
     Width,
+    Widths,
     asked_width,
     draft_law,
+    ignores_drafts,
+    is_for_steps,
+    width_of_known,
     width_spec,
 )
 from specbeam.core.beams import (
@@ -524,7 +527,7 @@ def count_sources(live: Beams, unknown: Beams, known: Array, sources: Array) -> 
 
 @step
 def judge(
-    rows: Any, forest: Forest, live: Beams, spec: Any, widths: Any, planned: int, length: int, finished: Finished,
+    rows: Any, forest: Forest, live: Beams, spec: Any, widths: Any, length: int, finished: Finished,
     dice: Any, evidence: Evidence, eye: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Judge the drafted layers until one has a beam that is no draft, then, or after the last one, stop.
@@ -537,16 +540,13 @@ def judge(
     Args:
         rows: the logits of all forest nodes; or an object that makes laws in Python; see `law_at`.
         live: the beams between two turns, which are the roots.
-        widths: how many draws a drafted layer gets; see `control.width.asked_width`.
-        planned: number of layers that were to be drafted. The number that was drafted depends on draws to come, so widths
-            must not.
+        widths: how many draws a layer gets; see `control.width.asked_width`.
         length: number of tokens before the first layer.
         finished: scores of the beams that ended; those that end here are added.
         evidence: trials and first draws are noted in it, for audits.
         eye: looks at each layer, see `look_at`.
     """
     drafted = most_layers(forest)
-    groups = len(forest.siblings.kinds)
     most = candidate_count(spec.beams, len(spec.stop.eos))
     room = no_layers(most * (drafted + 1), drafted + 1)
     # Audits see layers whole: if they saw those alone that could not be decided otherwise, they would see just the noise
@@ -563,15 +563,16 @@ def judge(
             return first_layers(room, number), condition if is_whole else SOUND
         longer = length + number + 1
         is_last = longer >= spec.stop.most
-        width = spec.beams
         if is_whole:
-            if number < groups:
-                width = asked_width(widths, law, live, forest, number, planned)
+            width = asked_width(widths, law, live, forest, number)
             choice, counts, looked = draw_layer(spec, law, live, forest, number, width, dice, evidence)
             if gathers(evidence):
                 note_first_draw(evidence, law, choice)
             look_at(eye, law, live, choice, looked)
         else:
+            width = width_of_known(widths, law, unknown)
+            if width == UNDECIDED:
+                return first_layers(room, number), SOUND
             choice = draw_among_known(spec, law, live, width)
             look_at(eye, law, live, choice, 0)
             if not is_decided(spec, choice, unknown, width, is_last):
@@ -684,23 +685,23 @@ class BeamRule:
         stop = session.limits.stop
         if self.coupling == "rejection" and not warp.greedy:
             return TriedSpec(self.replacement, self.width.most, warp.cut, stop)
-        is_fixed = type(self.width) is FixedWidth or warp.greedy
-        lazy = is_fixed and not warp.cut.cuts and can_be_lazy(warp)
+        is_of_target = ignores_drafts(self.width) or warp.greedy
+        lazy = is_of_target and not warp.cut.cuts and can_be_lazy(warp)
         return SharedSpec(not warp.greedy, self.width.most, warp.cut, stop, lazy)
 
     def ignores_drafts(self, session: Session) -> bool:
         """Return whether texts do not depend on which drafts there are, so that drafts may be cut by what they are."""
-        is_fixed = type(self.width) is FixedWidth or session.warp.greedy
-        return is_fixed and not self.collapse and (not self.tries or session.warp.greedy)
+        is_of_target = ignores_drafts(self.width) or session.warp.greedy
+        return is_of_target and not self.collapse and (not self.tries or session.warp.greedy)
 
     def is_lazy(self, session: Session) -> bool:
         """Return whether layers are decided without the rows of beams that cannot win."""
         return bool(is_lazy(self.judge_spec(session)))
 
-    def widths(self, session: Session) -> "FixedWidths | ChosenWidths | Width":
+    def widths(self, session: Session) -> "Widths | Width":
         """Return what chooses widths for a session: numbers for steps, or a custom part."""
         width = FixedWidth(self.width.most) if session.warp.greedy else self.width
-        return width_spec(width, session.state, self.coupling == "noise")
+        return width_spec(width, self.coupling == "noise")
 
     def verify(self, session: Session, forest: Forest, scored: Float[torch.Tensor, "nodes vocab"]) -> Verdict:
         """Return what lives on."""
@@ -734,10 +735,10 @@ def judged_beams(
     evidence = no_evidence(session.audited and not session.warp.greedy)
     eye = None
     makes_laws = not session.warp.takes_raw_rows
-    is_custom = not isinstance(widths, (FixedWidths, ChosenWidths))
+    is_custom = not is_for_steps(widths)
     if trace or session.limits.stop_strings:
         eye = Eye(session, forest, trace, [])
-    given = (session.shape.depth, session.length, finished, dice, evidence, eye)
+    given = (session.length, finished, dice, evidence, eye)
     if eye is None and not makes_laws and not is_custom:
         layers, condition = judge(rows, forest, session.beams, spec, widths, *given)
     else:

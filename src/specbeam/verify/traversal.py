@@ -193,7 +193,7 @@ def descend(
 
 @step
 def climb(
-    rows: Any, forest: Forest, live: Beams, spec: ClimbSpec, widths: Any, planned: int, length: int, finished: Any,
+    rows: Any, forest: Forest, live: Beams, spec: ClimbSpec, widths: Any, length: int, finished: Any,
     dice: Any, evidence: Evidence, eye: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Follow the first drafts down to a leaf and accept the whole path with its odds; if not, drop the leaf, and go on.

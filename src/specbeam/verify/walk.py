@@ -283,7 +283,7 @@ def drawn_token(walk: Emitted, rows: Any, row: Array, live: Beams, spec: WalkSpe
 
 @step
 def walk_down(
-    rows: Any, forest: Forest, live: Beams, spec: WalkSpec, widths: Any, planned: int, length: int, finished: Any, dice: Any,
+    rows: Any, forest: Forest, live: Beams, spec: WalkSpec, widths: Any, length: int, finished: Any, dice: Any,
     evidence: Evidence, eye: Any,
 ) -> tuple[Layers, int]:  # fmt: skip
     """Walk down from the root until the text leaves the tree or ends.
@@ -295,7 +295,7 @@ def walk_down(
     Args:
         rows: logits of all forest nodes, or an object that processes rows in Python; see `row_at`.
         live: the one live beam between two turns, which is the root.
-        widths, planned, finished: of rules for beams; not looked at.
+        widths, finished: of rules for beams; not looked at.
         length: number of tokens before the first.
         evidence: trials and tokens are noted in it, for audits.
         eye: looks at each token, see `look_at_token`.
@@ -404,7 +404,7 @@ class WalkInputs:
 
     def take_turn(self, walk: Callable[..., Any], session: Session, forest: Forest, spec: Any) -> tuple[Layers, int]:
         """Return what `walk_down`, or another step of its kind, makes of a turn."""
-        given = (ONE_SEQUENCE, 0, session.length, session.finished_with_room(1))
+        given = (ONE_SEQUENCE, session.length, session.finished_with_room(1))
         found: tuple[Layers, int] = self.run(
             walk, self.rows, forest, session.beams, spec, *given, self.dice, self.evidence, self.eye
         )
