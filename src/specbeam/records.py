@@ -11,7 +11,8 @@ from jaxtyping import Float, Int64
 
 from specbeam.audit import Audit
 from specbeam.core.beams import Beams, Layer, Layers, live_of, live_parents_of
-from specbeam.core.forest import Forest
+from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.errors import BadSetting
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,9 @@ class Verdict:
         return parents if self.collapsed is None else parents[[self.collapsed]]
 
 
+FINAL = -1  # in `Needs.columns`: the last hidden states after the final norm
+
+
 @dataclass(frozen=True)
 class Needs:
     """The outputs of a model that a part reads, for each row that the model scores.
@@ -115,19 +119,33 @@ class Needs:
     ranked: int = 0  # number of likeliest tokens; 0: none
     hidden: bool = False  # the last hidden states after the final norm, which the model's head reads
     prompt: bool = False  # the hidden states of the rows before the first root: the prompt without its last token
+    # Layers, by number from 0 on: the hidden states that enter them, before any norm. The number of layers stands for what
+    # leaves the last one.
+    taps: tuple[int, ...] = ()
 
     @property
     def states(self) -> bool:
         """Whether any hidden states are needed."""
-        return self.hidden or self.prompt
+        return self.hidden or self.prompt or bool(self.taps)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The hidden states that make a row of `Scored.hidden`, one after the other: FINAL, if it is needed, and taps."""
+        return (FINAL, *self.taps) if self.hidden or not self.taps else self.taps
 
     def __or__(self, other: "Needs") -> "Needs":
-        """Return the needs that serve both."""
+        """Return the needs that serve both.
+
+        Raises `BadSetting` if both need taps, and not the same ones: each would read the columns of the other.
+        """
+        if self.states and other.states and self.columns != other.columns:
+            raise BadSetting(f"two parts need different hidden states: {self} and {other}")
         return Needs(
             self.logits or other.logits,
             max(self.ranked, other.ranked),
             self.hidden or other.hidden,
             self.prompt or other.prompt,
+            self.taps or other.taps,
         )
 
 
@@ -162,8 +180,8 @@ class Scored:
 
     logits: Float[torch.Tensor, "nodes vocab"] = _NO_ROWS
     ranked: Ranked = _NOT_RANKED
-    hidden: Float[torch.Tensor, "states size"] = _NO_ROWS
-    prompt: Float[torch.Tensor, "rows width"] = _NO_ROWS  # only in the first turn
+    hidden: Float[torch.Tensor, "states size"] = _NO_ROWS  # the states that `Needs.columns` names, side by side
+    prompt: Float[torch.Tensor, "rows width"] = _NO_ROWS  # the same, only in the first turn
     probes: "Scored | None" = None  # the rows of the drafter's probes, if there are any
 
     def split(self, nodes: int) -> "Scored":
@@ -187,6 +205,14 @@ class Turn:
     forest: Forest
     scored: Scored
     verdict: Verdict
+    renamed: Int64[np.ndarray, " scored"] | None = None  # the nodes that `scored` has rows of, after `on`
+
+    @property
+    def scored_nodes(self) -> Int64[np.ndarray, " scored"]:
+        """The forest nodes that `scored` has rows of: those whose rows were not known."""
+        if self.renamed is not None:
+            return self.renamed
+        return unknown_nodes(0, self.forest.size, self.forest.known.nodes)
 
     def on(self, forest: Forest, names: Int64[np.ndarray, " nodes"]) -> "Turn":
         """Return the same turn expressed on another forest, in which node k of this turn's forest is node ``names[k]``.
@@ -198,7 +224,7 @@ class Turn:
         nodes = forest.find(parents, layers.beams.tokens)
         renamed = layers._replace(parents=parents, beams=layers.beams._replace(nodes=nodes))
         verdict = replace(self.verdict, layers=renamed, kept=names[self.verdict.kept])
-        return replace(self, forest=forest, verdict=verdict)
+        return replace(self, forest=forest, verdict=verdict, renamed=names[self.scored_nodes])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from specbeam.core.forest import Forest
 from specbeam.decode import decode
 from specbeam.draft.lookup import RETRIEVED, PromptLookup, retrieved_chains
 from specbeam.engines.answers import LOGITS, ranked_rows
-from specbeam.errors import NotSupported
+from specbeam.engines.eligibility import layers_of
+from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.table import TableLM
 from specbeam.options.settings import Settings
@@ -39,6 +40,26 @@ def head_inputs(model, paths):
             model(input_ids=torch.tensor([path]))
     handle.remove()
     return torch.stack(heard)
+
+
+def stream_states(model, path, taps):
+    """What enters layers behind a path, by a plain forward; the number of layers stands for what leaves the last one."""
+    states = []
+
+    def enter(module, given, named):
+        states.append(given[0] if given else named["hidden_states"])
+
+    def leave(module, given, out):
+        states.append(out[0] if isinstance(out, tuple) else out)
+
+    layers = layers_of(model)
+    handles = [layer.register_forward_pre_hook(enter, with_kwargs=True) for layer in layers]
+    handles.append(layers[-1].register_forward_hook(leave))
+    with torch.inference_mode():
+        model(input_ids=torch.tensor([path]))
+    for handle in handles:
+        handle.remove()
+    return torch.cat([states[tap][0, -1] for tap in taps])
 
 
 def paths_of(texts, forest):
@@ -93,6 +114,58 @@ def test_a_model_that_is_asked_for_hidden_states_gives_the_same_logits(engine):
     lm.close(plain)
     (found,) = lm.extend([asked], [forest], [EVERYTHING])
     torch.testing.assert_close(found.logits, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize(
+    ("family", "engine"),
+    [*((family, "plain") for family in sorted(FAMILIES)), ("llama", "lean"), ("llama", "compiled")],
+)
+def test_taps_are_the_states_between_layers(family, engine, hidden):
+    """Of drafts and of the prompt, which comes in chunks; several sessions side by side, turn after turn."""
+    model = tiny(family, **({"vocab_size": 64} if engine != "plain" else {}))
+    lm = HuggingFaceLM(model, chunk=5, engine=engine)
+    layers = len(layers_of(model))
+    taps = (0, 1, layers)
+    needs = Needs(logits=True, hidden=hidden, prompt=True, taps=taps)
+    rng = np.random.default_rng(1)
+    seats = [seat(rng.integers(0, lm.vocab, length).tolist()) for length in (1, 4, 17)]
+    size = model.get_input_embeddings().weight.shape[1]
+    close = {"atol": 2e-4, "rtol": 2e-4}
+    for turn_number in range(3):
+        forests = [random_forest(rng, [text[-1] for text in one.texts], lm.vocab, 5) for one in seats]
+        answers = lm.extend(seats, forests, [needs] * len(seats))
+        for one, forest, scored in zip(seats, forests, answers, strict=True):
+            assert scored.hidden.shape == (forest.size, (len(taps) + hidden) * size)
+            paths = paths_of(one.texts, forest)
+            expected = torch.stack([stream_states(model, path, taps) for path in paths])
+            torch.testing.assert_close(scored.hidden[:, hidden * size :], expected, **close)
+            if hidden:
+                torch.testing.assert_close(scored.hidden[:, :size], head_inputs(model, paths), **close)
+            before = range(1, len(one.prompt)) if turn_number == 0 else range(0)
+            assert len(scored.prompt) == len(before)
+            for row, stop in zip(scored.prompt, before, strict=True):
+                wanted = stream_states(model, one.prompt[:stop], taps)
+                torch.testing.assert_close(row[hidden * size :], wanted, **close)
+            turn = random_turn(rng, forest, lm.vocab)
+            lm.settle(one, turn)
+            one.texts = moved(one.texts, forest, turn)
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
+
+
+def test_taps_that_a_model_does_not_have_are_refused():
+    for engine in ENGINES:
+        lm = HuggingFaceLM(tiny("llama", vocab_size=64), engine=engine)
+        layers = len(layers_of(lm.model))
+        assert lm.lacks(Needs(taps=(0, layers))) == ""
+        assert f"has {layers} layers" in lm.lacks(Needs(taps=(layers + 1,)))
+
+
+def test_parts_that_need_other_states_do_not_go_together():
+    assert Needs(logits=True) | Needs(taps=(1, 2)) == Needs(logits=True, taps=(1, 2))
+    assert Needs(prompt=True) | Needs(hidden=True) == Needs(hidden=True, prompt=True)
+    with pytest.raises(BadSetting, match="different hidden states"):
+        Needs(taps=(1, 2)) | Needs(hidden=True)
 
 
 def test_the_model_is_left_without_hooks():

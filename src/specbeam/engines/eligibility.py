@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from specbeam.errors import NotSupported
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -43,3 +45,25 @@ def is_llama_like(model: "PreTrainedModel") -> bool:
         and model.model.layers[0].self_attn.o_proj.bias is None
         and rope.get("rope_type", "default") in _ROPES
     )
+
+
+def layers_of(model: "PreTrainedModel") -> nn.ModuleList:
+    """Return the layers of a model, wherever it keeps them. Raises `NotSupported` if they are not all in one list."""
+    total = model.config.get_text_config().num_hidden_layers
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList) and len(one) == total]
+    if len(lists) != 1:
+        raise NotSupported(f"{type(model).__name__} does not keep its {total} layers in one list")
+    return lists[0]
+
+
+def lacks_taps(model: "PreTrainedModel", taps: tuple[int, ...]) -> str:
+    """Return the reason why a model cannot hand out the hidden states at these taps (`Needs.taps`); "" if it can."""
+    if not taps:
+        return ""
+    try:
+        total = len(layers_of(model))
+    except NotSupported as error:
+        return str(error)
+    if any(not 0 <= tap <= total for tap in taps):
+        return f"{type(model).__name__} has {total} layers, so taps are numbers from 0 to {total}"
+    return ""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specbeam.engines.eligibility import layers_of
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 
@@ -22,13 +23,12 @@ def early_layers(model: "PreTrainedModel", layers: int) -> HuggingFaceLM:
     if not 1 <= layers <= total:
         raise BadSetting(f"layers is {layers}; {name} has {total}: choose 1 to {total}")
     body = getattr(model, model.base_model_prefix)
-    stacks = [
-        key for key, value in body.named_children() if isinstance(value, torch.nn.ModuleList) and len(value) == total
-    ]
-    if len(stacks) != 1:
+    every = layers_of(model)
+    keys = [key for key, value in body.named_children() if value is every]
+    if not keys:
         raise NotSupported(f"{name} does not keep its layers in one list under .{model.base_model_prefix}")
     config = _shortened(model, layers)
-    short = _copied_with(body, config=config, **{stacks[0]: getattr(body, stacks[0])[:layers]})
+    short = _copied_with(body, config=config, **{keys[0]: every[:layers]})
     return HuggingFaceLM(_copied_with(model, config=config, **{model.base_model_prefix: short}))
 
 

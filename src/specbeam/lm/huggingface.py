@@ -166,6 +166,10 @@ class HuggingFaceLM:
         layers before.
         """
         assert isinstance(self.runner, PackedPasses)
+        if any(session.parts.needs.taps for session in sessions if hasattr(session, "parts")):
+            raise NotSupported(
+                "the target's own layers are drafting, and a part needs states between its layers (taps)"
+            )
         caches = [
             self._cache(session, session.parts.needs if hasattr(session, "parts") else LOGITS) for session in sessions
         ]
@@ -209,7 +213,7 @@ class HuggingFaceLM:
             yield None
             return
         self._store_for_followers([cache])
-        if cache.has_vectors or cache.early_layers is not None:  # steps look tokens up, and run all layers
+        if cache.has_vectors or cache.early_layers is not None or cache.needs.taps:  # see `CpuCache.is_for_steps`
             yield None
             return
         most = min(self.chunk, self.runner.most_rows_in_steps)

@@ -1,7 +1,7 @@
 """A session's cache for the compiled forward: its trie, and the hidden states of its stored nodes."""
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int64
 
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.kv.member import RowMember
@@ -25,6 +25,7 @@ class CpuCache(RowMember):
     Attributes:
         answered: number of forest nodes whose logits were handed out in this turn.
         outputs: float32[room, hidden], the output of the last layer by stored local node.
+        taps: float32[room, taps * hidden], the states that enter the layers of `needs.taps`, by stored local node.
         early: float32[room, hidden], the output of the first layers by stored local node.
         answered_early: number of forest nodes whose output of the first layers was handed out in this turn.
         unfinished: the feeds of the newest nodes, which the other layers have not seen yet.
@@ -37,10 +38,16 @@ class CpuCache(RowMember):
         self.trie = KVTrie(prompt, SHORT)
         self.answered = 0
         self.outputs = np.zeros((0, hidden), dtype=np.float32)  # by stored local node
+        self.taps = np.zeros((0, 0), dtype=np.float32)
         self.early = np.zeros((0, hidden), dtype=np.float32)
         self.answered_early = 0
         self.unfinished: list[Feed] = []
         self.unfinished_prompt: list[tuple[int, int]] = []
+
+    @property
+    def is_for_steps(self) -> bool:
+        """Whether a step can run its passes: it looks tokens up, runs all layers, and keeps their output alone."""
+        return self.vectors is None and self.early_layers is None and not self.needs.taps
 
     @property
     def unfinished_nodes(self) -> int:
@@ -57,6 +64,7 @@ class CpuCache(RowMember):
         rows = len(self.trie.arrays.seen)
         if rows > len(self.outputs):
             self.outputs = widened(self.outputs, rows, self.outputs.shape[1])
+            self.taps = widened(self.taps, rows, len(self.needs.taps) * self.outputs.shape[1])
         if self.early_layers is not None and rows > len(self.early):
             self.early = widened(self.early, rows, self.early.shape[1])
 
@@ -65,11 +73,13 @@ class CpuCache(RowMember):
         self.trie.root_at = self.trie.local[:roots].copy()
         self.answered = 0
 
-    def learn(self, rows: Float32[np.ndarray, "n hidden"]) -> None:
-        """Keep the outputs of the last layer for the nodes that were stored last."""
+    def learn(self, rows: Float32[np.ndarray, "n hidden"], taps: list[Float32[np.ndarray, "n hidden"]]) -> None:
+        """Keep the outputs of the last layer for the nodes that were stored last, and the states at their taps."""
         self._make_rows()
         stored = self.trie.stored
         self.outputs[stored - len(rows) : stored] = rows
+        if taps:
+            self.taps[stored - len(rows) : stored] = np.concatenate(taps, axis=1)
 
     def learn_early(self, feed: Feed, rows: Float32[np.ndarray, "n hidden"], prompt: tuple[int, int]) -> None:
         """Keep the outputs of the first layers for the nodes that were stored last, and mark these as unfinished.
@@ -90,20 +100,21 @@ class CpuCache(RowMember):
         self.answered_early = self.trie.known
         return self.early[wanted]
 
-    def answer(self, forest: Forest) -> Float32[np.ndarray, "n hidden"]:
-        """Return the outputs of the last layer for the forest nodes that were not handed out yet and are not known.
+    def answer(self, forest: Forest) -> Int64[np.ndarray, " n"]:
+        """Return the local nodes of the forest nodes that were not handed out yet and are not known.
 
         All nodes are then marked as handed out.
         """
         wanted = unknown_nodes(self.answered, self.trie.known, forest.known.nodes)
         self.answered = self.trie.known
-        return self.outputs[self.trie.local[wanted]]
+        return self.trie.local[wanted]
 
     def settle(self, turn: Turn) -> None:
         former, _ = self.trie.settle(turn)
         self._make_rows()
         stored = self.trie.stored
         self.outputs[:stored] = self.outputs[former[:stored]]
+        self.taps[:stored] = self.taps[former[:stored]]
         self.answered = 0
         if self.early_layers is not None:
             self.early[:stored] = self.early[former[:stored]]

@@ -13,12 +13,13 @@ from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import CacheArrays, extend_cache
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rows
-from specbeam.engines.kv.cache import Logits, hand_out
+from specbeam.engines.eligibility import lacks_taps
+from specbeam.engines.kv.cache import Logits, Nodes, hand_out
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import BLOCK, Feed
 from specbeam.errors import BadForest
 from specbeam.measure.profiler import span
-from specbeam.records import Needs, Scored
+from specbeam.records import FINAL, Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,6 +35,7 @@ class PackedPasses:
     most_rows_in_steps = 1 << 30  # rows of a pass that steps run: no limit here
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder, caches: list[CpuCache]) -> None:
+        self.model = model
         self.decoder = decoder
         self.caches = caches
         self.store = decoder.store()
@@ -51,12 +53,12 @@ class PackedPasses:
         return "the compiled forward takes no context besides tokens: HuggingFaceLM(model, engine='plain') does"
 
     def lacks(self, needs: Needs) -> str:
-        """Return "": these passes can provide whatever is needed."""
-        return ""
+        """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        return lacks_taps(self.model, needs.taps)
 
     def extend(self, caches: list[CpuCache], forests: Sequence[Forest]) -> list[Scored]:
         """Store all pending nodes and the new nodes of these forests; return the rows that were not handed out yet."""
-        if len(caches) == 1 and caches[0].vectors is None and caches[0].early_layers is None:
+        if len(caches) == 1 and caches[0].is_for_steps:
             return [self._extend_by_step(caches[0], forests[0])]
         for cache, forest in zip(caches, forests, strict=True):
             if cache.unfinished:
@@ -65,24 +67,32 @@ class PackedPasses:
         if busy := [cache for cache in caches if cache.trie.pending]:
             self.prefill(busy, [cache.trie.pending for cache in busy])
         self.finish(caches)
-        rows = [cache.answer(forest) for cache, forest in zip(caches, forests, strict=True)]
+        nodes = [cache.answer(forest) for cache, forest in zip(caches, forests, strict=True)]
+        rows = [cache.outputs[wanted] for cache, wanted in zip(caches, nodes, strict=True)]
         with span("model"):
             logits = torch.from_numpy(self.decoder.logits(np.concatenate(rows)))
-        each = logits.split([len(outputs) for outputs in rows])
-        return [self._hand_out(*results) for results in zip(caches, each, rows, strict=True)]
+        each = logits.split([len(wanted) for wanted in nodes])
+        return [self._hand_out(*results) for results in zip(caches, each, nodes, strict=True)]
 
-    def _hand_out(self, cache: CpuCache, logits: Logits, outputs: Float32[np.ndarray, "nodes hidden"]) -> Scored:
-        """Return the rows as the parts of a session need them, with hidden states if these are needed; see `hand_out`."""
-        return hand_out(cache, logits, *([self._normed(outputs)] if cache.needs.states else []))
+    def _hand_out(self, cache: CpuCache, logits: Logits, nodes: Nodes) -> Scored:
+        """Return the rows as the parts of a session need them, with hidden states if these are needed; see `hand_out`.
 
-    def _normed(self, outputs: Float32[np.ndarray, "n hidden"]) -> torch.Tensor:
-        """Return the outputs of the last layer after the final norm."""
-        return torch.from_numpy(self.decoder.normed(outputs))
+        Args:
+            nodes: the stored local nodes that the rows are of.
+        """
+        return hand_out(cache, logits, *([self._states(cache, nodes)] if cache.needs.states else []))
+
+    def _states(self, cache: CpuCache, nodes: Nodes | slice) -> torch.Tensor:
+        """Return the hidden states of stored local nodes that the parts of a session need, see `Needs.columns`."""
+        columns = [cache.taps[nodes]]
+        if FINAL in cache.needs.columns:
+            columns.insert(0, self.decoder.normed(cache.outputs[nodes]))
+        return torch.from_numpy(np.concatenate(columns, axis=1))
 
     def _keep_prompt(self, cache: CpuCache, start: int, before_roots: int) -> None:
         """Keep the hidden states of `before_roots` stored nodes from `start` on, if a part needs those of the prompt."""
         if cache.needs.prompt and before_roots:
-            cache.prompt_rows.append(self._normed(cache.outputs[start : start + before_roots]))
+            cache.prompt_rows.append(self._states(cache, slice(start, start + before_roots)))
 
     def prefill(self, caches: list[CpuCache], counts: list[int]) -> None:
         """Store the given number of pending tokens of each cache, in all layers."""
@@ -92,9 +102,11 @@ class PackedPasses:
                 (cache.trie.stored, min(cache.trie.pending_before_roots, count)) for cache, count in whole.items()
             ]
             feeds = [cache.trie.feed(count) for cache, count in whole.items()]
-            each = self._forward([*whole], feeds, slice(None))
-            for cache, outputs, (start, before_roots) in zip(whole, each, prompts, strict=True):
-                cache.learn(outputs)
+            last = len(self.decoder.kinds)
+            taps = {tap for cache in whole for tap in cache.needs.taps}
+            states = self._forward([*whole], feeds, 0, sorted({*taps, last}))
+            for place, (cache, (start, before_roots)) in enumerate(zip(whole, prompts, strict=True)):
+                cache.learn(states[last][place], [states[tap][place] for tap in cache.needs.taps])
                 self._keep_prompt(cache, start, before_roots)
         self.begin({cache: count for cache, count in zip(caches, counts, strict=True) if cache not in whole})
         self.finish([cache for cache in caches if cache not in whole])
@@ -104,7 +116,7 @@ class PackedPasses:
         for layers, caches in _by_layers(counts).items():
             prompts = [(cache.trie.stored, min(cache.trie.pending_before_roots, counts[cache])) for cache in caches]
             feeds = [cache.trie.feed(counts[cache]) for cache in caches]
-            each = self._forward(caches, feeds, slice(layers))
+            each = self._forward(caches, feeds, 0, [layers])[layers]
             for cache, feed, rows, prompt in zip(caches, feeds, each, prompts, strict=True):
                 cache.learn_early(feed, rows, prompt)
 
@@ -114,9 +126,11 @@ class PackedPasses:
             feeds = [feed for cache in batch for feed in cache.unfinished]
             owners = [cache for cache in batch for _ in cache.unfinished]
             early = [cache.early[cache.trie.stored - cache.unfinished_nodes : cache.trie.stored] for cache in batch]
-            each = self._forward(owners, feeds, slice(layers, None), np.concatenate(early))
+            last = len(self.decoder.kinds)
+            each = self._forward(owners, feeds, layers, [last], np.concatenate(early))[last]
             for cache in batch:
-                cache.learn(np.concatenate([rows for rows, owner in zip(each, owners, strict=True) if owner is cache]))
+                rows = [rows for rows, owner in zip(each, owners, strict=True) if owner is cache]
+                cache.learn(np.concatenate(rows), [])
                 for start, before_roots in cache.unfinished_prompt:
                     self._keep_prompt(cache, start, before_roots)
                 cache.unfinished = []
@@ -138,13 +152,16 @@ class PackedPasses:
         self,
         caches: list[CpuCache],
         feeds: list[Feed],
-        layers: slice,
+        first: int,
+        stops: list[int],
         states: Float32[np.ndarray, "n hidden"] | None = None,
-    ) -> list[Float32[np.ndarray, "rows hidden"]]:
-        """Run layers on the feeds of these caches, and return the output of the last of the layers for each feed.
+    ) -> dict[int, list[Float32[np.ndarray, "rows hidden"]]]:
+        """Run layers on the feeds of these caches; return the states that leave the layer before each stop, for each feed.
 
         Args:
-            states: the output of the layer before these for all feeds; None: the embeddings of the tokens.
+            first: the first layer that is run.
+            stops: numbers of layers, ascending, the last of them one past the last layer that is run.
+            states: the states that enter the first layer, for all feeds; None: the embeddings of the tokens.
         """
         tries = [cache.trie for cache in caches]
         extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
@@ -161,9 +178,13 @@ class PackedPasses:
             if cache.vectors is not None
             for place in np.flatnonzero(feed.tokens < 0).tolist()
         }
+        found = {}
         with span("model"):
-            outputs = self.decoder.forward(rows, self.store, vectors, layers, states)
-        return [outputs[start:stop] for start, stop in pairwise(starts)]
+            for stop in stops:
+                states = self.decoder.forward(rows, self.store, vectors, slice(first, stop), states)
+                found[stop] = [states[start:end] for start, end in pairwise(starts)]
+                first = stop
+        return found
 
     def _extend_by_step(self, cache: CpuCache, forest: Forest) -> Scored:
         """Do `extend` for a single session, by one compiled step."""
@@ -174,7 +195,7 @@ class PackedPasses:
             logits = extend_cache(arrays, forest.tokens, forest.parents, wanted)
         cache.answered = cache.trie.known
         self._keep_prompt(cache, start, before_roots)
-        return self._hand_out(cache, torch.from_numpy(logits), cache.outputs[cache.trie.local[wanted]])
+        return self._hand_out(cache, torch.from_numpy(logits), cache.trie.local[wanted])
 
     def arrays_for_steps(self, cache: CpuCache, fresh: int) -> AbstractContextManager[CacheArrays]:
         """Return a context with the cache as arrays for steps, which may add up to `fresh` new nodes."""

@@ -102,4 +102,4 @@ def hand_out(cache: Any, logits: torch.Tensor, *hidden: torch.Tensor) -> Scored:
     prompt_rows = cache.prompt_rows
     cache.prompt_rows = []
     prompt = torch.cat(prompt_rows) if prompt_rows else states[:0]
-    return scored_rows(cache.needs, logits, states if cache.needs.hidden else states[:0], prompt)
+    return scored_rows(cache.needs, logits, states if cache.needs.hidden or cache.needs.taps else states[:0], prompt)

@@ -278,6 +278,13 @@ class KVTrie:
         leaves = add_survivors(self.arrays, survivors.nodes, survivors.tokens, turn.verdict.parents)
         return self._keep(leaves, self.local[turn.verdict.kept]), leaves
 
+    def rewind(self, nodes: int) -> Int64[np.ndarray, " left"]:
+        """Take back all nodes of this turn's forest but the first `nodes`, whether they are stored or not.
+
+        Returns the number that each remaining local node had before.
+        """
+        return self._keep(self.local[:nodes].copy())
+
     def _keep(
         self, leaves: Int64[np.ndarray, " beams"], others: Int64[np.ndarray, " kept"] = NO_NODES
     ) -> Int64[np.ndarray, " left"]:

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from specbeam.engines.eligibility import head_size, is_plain_llama
 from specbeam.engines.kv.store import KVStore
+from specbeam.records import FINAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -128,7 +129,7 @@ class LeanDecoder:
         store: KVStore,
         wanted: int,
         real: Tensor | None = None,
-        states: list[Tensor] | None = None,
+        states: dict[int, Tensor] | None = None,
         embeds: Tensor | None = None,
     ) -> Tensor:
         """Run the model on a batch, and return the logits of the last `wanted` rows, float[batch, wanted, vocab].
@@ -137,8 +138,8 @@ class LeanDecoder:
             tokens, positions: int64[batch, rows].
             masks: numbers that are added to the scores of attention, or a dict of them by layer type.
             real: which of the batch * rows are no padding; only these pass through the matrices. None: all.
-            states: a list to which the hidden states of all rows after the final norm, float[batch, rows, width], are
-                appended; None: they are not computed.
+            states: the keys are `Needs.columns`, for which the hidden states of all rows, float[batch, rows, width], are
+                set.
             embeds: float[batch, rows, width], used in place of the embeddings of the tokens.
         """
         grid = Grid(tokens.shape[0], tokens.shape[1], real)
@@ -147,13 +148,18 @@ class LeanDecoder:
         else:
             x = grid.packed(embeds.reshape(grid.batch * grid.rows, -1))
         rotations = self.rotations[grid.packed(positions.reshape(-1))][:, None]
+        states = {} if states is None else states
         for number, layer in enumerate(self.layers):
+            if number in states:
+                states[number] = grid.laid_out(x)
             mask = masks[layer.kind] if isinstance(masks, dict) else masks
             x = self._attended(x, layer, rotations, mask, store, number, grid)
             gate, up = layer.gate_up(self._normed(x)).chunk(2, -1)
             x = layer.down.added(x, functional.silu(gate).mul_(up))
-        if states is not None:
-            states.append(grid.laid_out(self._normed(x) * self.last_norm))
+        if len(self.layers) in states:
+            states[len(self.layers)] = grid.laid_out(x)
+        if FINAL in states:
+            states[FINAL] = grid.laid_out(self._normed(x) * self.last_norm)
         last = grid.laid_out(x)[:, -wanted:].reshape(grid.batch * wanted, -1)
         return self.head(self._normed(last)).view(grid.batch, wanted, -1)
 

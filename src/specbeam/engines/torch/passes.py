@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int64
+from torch.utils.hooks import RemovableHandle
 
 from specbeam.core.forest import Forest
+from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.engines.kv.cache import Columns, Nodes, PaddedCache
 from specbeam.engines.kv.masks import Mask, Masks, SlotPositions
 from specbeam.engines.kv.rows import rows_at
@@ -23,13 +25,14 @@ from specbeam.engines.torch.lean import LeanDecoder
 from specbeam.engines.torch.sizes import rounded_up
 from specbeam.engines.torch.torch_compiled import torch_compiled
 from specbeam.measure.profiler import span
-from specbeam.records import Needs, Scored
+from specbeam.records import FINAL, Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 _NO_EXTRAS: Mapping[str, torch.Tensor] = {}
+_NONE = torch.zeros(0)
 FEW = 16  # rows of the store that a captured pass may read even if only one of them is needed
 
 
@@ -134,11 +137,9 @@ class PaddedPasses:
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why these passes cannot provide what is needed; "" if they can."""
-        if not needs.states:
-            return ""
-        if self.call is not self.model:
+        if needs.states and self.call is not self.model:
             return "what torch.compile makes of a model hands out no hidden states: leave compile out"
-        return ""
+        return lacks_taps(self.model, needs.taps)
 
     takes_vectors = True
 
@@ -201,7 +202,7 @@ class PaddedPasses:
 
         Rows of the store that are side by side are read in place.
 
-        Returns for each part the rows of its wanted nodes, which are logits, and hidden states if any session needs these;
+        Returns for each part the rows of its wanted nodes, which are logits, and hidden states if the session needs these;
         and the hidden states of its rows before the first root.
         """
         parts_by_row: dict[int, list[Part]] = {}
@@ -210,6 +211,7 @@ class PaddedPasses:
         by_row = {row: SharedRow(members) for row, members in parts_by_row.items()}
         has_extras = any(part.cache.context is not None or part.cache.vectors is not None for part in parts)
         needs_states = any(part.cache.needs.states for part in parts)
+        recorded = {column: _NONE for part in parts if part.cache.needs.states for column in part.cache.needs.columns}
         filler = next(iter(by_row.values()))  # stands for the rows of the store that bring no part
         rows: Sequence[int] = range(min(by_row), max(by_row) + 1)
         width = max(len(shared.feed) for shared in by_row.values())
@@ -238,12 +240,13 @@ class PaddedPasses:
         if has_extras:
             extras = self._extra_arguments([by_row.get(row, filler) for row in rows], inputs[0])
             run = partial(self._call_model, extras=extras)
-        with span("model"), self._recording_states(needs_states) as recorded:
-            logits = self._logits(inputs, masks, last, run, recorded if needs_states else None)
+        with span("model"), self._recording(recorded):
+            logits = self._logits(inputs, masks, last, run, recorded)
             if self.captured is not None:  # laws are made on the host
-                logits = logits[[rows.index(row) for row in by_row]].float().cpu()
+                wanted = [rows.index(row) for row in by_row]
+                logits = logits[wanted].float().cpu()
+                recorded = {column: states[wanted].float().cpu() for column, states in recorded.items()}
                 rows = [*by_row]
-                recorded[:] = [states[[rows.index(row) for row in by_row]].float().cpu() for states in recorded]
         results = []
         for part in parts:
             shared = by_row[part.cache.row]
@@ -252,7 +255,8 @@ class PaddedPasses:
             columns: Columns = (rows_at(logits[row], part.wanted + start),)
             prompt = logits.new_zeros(0, 0)
             if part.cache.needs.states:
-                states = recorded[0][row, -last:]
+                columns_wanted = [recorded[column][row, -last:] for column in part.cache.needs.columns]
+                states = torch.cat(columns_wanted, dim=-1)
                 columns += (rows_at(states, part.wanted + start),)
                 if part.cache.needs.prompt and part.before_roots:
                     prompt = states[start : start + part.before_roots]
@@ -279,13 +283,13 @@ class PaddedPasses:
         masks: Mask,
         wanted: int,
         run: Forward,
-        states: list[torch.Tensor] | None,
+        states: dict[int, torch.Tensor],
     ) -> Float[torch.Tensor, "batch wanted vocab"]:
         """Return the logits of the last `wanted` rows of each sequence of the batch.
 
         Args:
             run: what calls the model, unless that has a lean forward.
-            states: a list to which the lean forward appends the hidden states of all rows; None: it does not.
+            states: the keys are `Needs.columns`, for which the lean forward sets the hidden states of all rows.
         """
         ids, places, _ = torch.from_numpy(inputs).to(self.device)
         if self.lean is not None:
@@ -295,24 +299,29 @@ class PaddedPasses:
         return run(ids, places, masks, wanted)
 
     @contextmanager
-    def _recording_states(self, wanted: bool) -> Iterator[list[torch.Tensor]]:
-        """Yield a list to which a pass appends what the model's head reads, float[batch, rows, size], if that is wanted.
+    def _recording(self, states: dict[int, torch.Tensor]) -> Iterator[None]:
+        """Let a pass set the wanted hidden states of all rows, float[batch, rows, size], by `Needs.columns`.
 
-        The lean forward appends to the list by itself.
+        The lean forward sets them by itself.
         """
-        recorded: list[torch.Tensor] = []
-        if not wanted or self.lean is not None:
-            yield recorded
-            return
-
-        def record(head: object, inputs: tuple[torch.Tensor]) -> None:
-            recorded.append(inputs[0])
-
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(record)
+        handles: list[RemovableHandle] = []
+        if self.lean is None:
+            handles = [self._record(states, column) for column in states]
         try:
-            yield recorded
+            yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
+
+    def _record(self, states: dict[int, torch.Tensor], column: int) -> RemovableHandle:
+        """Let a pass set the hidden states of one column; see `_recording`."""
+        module = self.model.get_output_embeddings()
+        if column != FINAL:
+            layers = layers_of(self.model)
+            if column == len(layers):
+                return layers[-1].register_forward_hook(partial(_record_output, states, column))
+            module = layers[column]
+        return module.register_forward_pre_hook(partial(_record_input, states, column), with_kwargs=True)
 
     def _extra_arguments(
         self, rows: list[SharedRow], tokens: Int64[np.ndarray, "batch width"]
@@ -355,6 +364,20 @@ class PaddedPasses:
             **({"logits_to_keep": wanted} if self._keeps_rows else {}),
         )
         return output.logits[:, -wanted:]
+
+
+def _record_input(
+    states: dict[int, torch.Tensor], column: int, module: object, given: tuple[Any, ...], named: Mapping[str, Any]
+) -> None:
+    """A hook that keeps the hidden states that enter a module."""
+    states[column] = given[0] if given else named["hidden_states"]
+
+
+def _record_output(
+    states: dict[int, torch.Tensor], column: int, module: object, given: tuple[Any, ...], output: Any
+) -> None:
+    """A hook that keeps the hidden states that leave a module."""
+    states[column] = output[0] if isinstance(output, tuple) else output
 
 
 def _shapes(context: Mapping[str, torch.Tensor] | None) -> Any:
