@@ -18,7 +18,7 @@ FLOORS = [
     {"session"},
     {"engines", "options", "render"},
     {"lm"},
-    {"control", "grammar"},
+    {"control", "grammar", "heads"},
     {"draft"},
     {"verify"},
     {"runs"},

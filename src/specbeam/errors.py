@@ -40,6 +40,10 @@ class MissingFile(SpecbeamError, FileNotFoundError):
     """A file or folder is missing, or does not hold what was expected."""
 
 
+class BadHead(SpecbeamError, ValueError):
+    """The files of a draft head cannot be read, or the head does not fit the target."""
+
+
 class MissingPackage(SpecbeamError, ImportError):
     """A required optional package is not installed."""
 

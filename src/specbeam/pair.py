@@ -18,6 +18,8 @@ from specbeam.errors import (
     UnsupportedModel,
     VocabularyMismatch,
 )
+from specbeam.heads.read import head_model, is_head, read_head
+from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
 from specbeam.options.checks import is_integer
 
@@ -39,7 +41,7 @@ class Pair:
     draft_model: "PreTrainedModel | None"
     tokenizer: "PreTrainedTokenizerBase | None"
     target: HuggingFaceLM = field(repr=False)  # scores forests with `target_model`
-    draft: HuggingFaceLM | None = field(repr=False)  # scores forests with `draft_model`
+    draft: LM | None = field(repr=False)  # scores forests with `draft_model`, or a head
 
     @property
     def eos(self) -> tuple[int, ...]:
@@ -79,6 +81,7 @@ def load(
     Args:
         target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included).
         draft: the same kinds of values; None for methods that need no draft model. It must have the target's vocabulary.
+            Or a draft head for the target, of the kind EAGLE-1, EAGLE-2, HASS or EAGLE-3 (docs/heads.md).
         tokenizer: a path, a hub id or an object; None: the target's tokenizer.
         dtype: "auto" is float32 on a CPU and the checkpoint's own type elsewhere. Ignored for model objects.
         device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
@@ -97,6 +100,7 @@ def load(
     Raises:
         BadSetting: an option is wrong.
         MissingFile: a model or tokenizer cannot be loaded.
+        BadHead: a draft head cannot be read, or does not fit the target.
         UnsupportedModel: a model cannot score a token tree.
         VocabularyMismatch: draft and target do not have the same tokens.
     """
@@ -109,19 +113,24 @@ def load(
     _check_options(quantize, share_from)
     _check_options(quantize_draft, share_from, "quantize_draft")
     target_model = _model(target, dtype, torch_device)
-    draft_model = None if draft is None else _model(draft, dtype, torch_device)
+    head = draft if draft is not None and is_head(draft) else None
+    draft_model = None if draft is None or head is not None else _model(draft, dtype, torch_device)
     loaded_tokenizer = _tokenizer(tokenizer if tokenizer is not None else target)
     if draft_model is not None:
         _check_same_vocabulary(target_model, draft_model, loaded_tokenizer, draft)
     target_lm = language_model(target_model, check, quantize, compile, share_from)
     if draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
         engine = quantize_draft or ("torch" if target_lm.engine == "torch" else "auto")
-        draft_lm: HuggingFaceLM | None = HuggingFaceLM(draft_model, engine=engine, share_from=share_from)
+        draft_lm: LM | None = HuggingFaceLM(draft_model, engine=engine, share_from=share_from)
+    elif head is not None:
+        if quantize_draft is not None:
+            raise BadSetting("quantize_draft is for draft models, and the draft is a head; leave it out")
+        draft_lm = head_model(read_head(head, target_model), target_model)
     else:
         draft_lm = None
         if draft_model is not None:
             draft_lm = language_model(draft_model, check, quantize_draft, compile, share_from)
-    if compile and "torch" not in {lm.engine for lm in (target_lm, draft_lm) if lm is not None}:
+    if compile and "torch" not in {getattr(lm, "engine", None) for lm in (target_lm, draft_lm)}:
         raise BadSetting(
             "compile=True is for models that transformers runs, and specbeam runs these itself, by loops that are compiled "
             "already; leave it out"

@@ -105,7 +105,7 @@ def keeps_nodes(target: object, parts: "Parts") -> bool:
     The target, the drafter and the rule all have to support it, and no part may need more than logits of them.
     """
     supported = all(getattr(one, "keeps_nodes", False) for one in (target, parts.drafter, parts.rule))
-    return supported and parts.needs == Needs(logits=True)
+    return supported and parts.own_needs == Needs(logits=True)
 
 
 def is_part(value: object, kind: type) -> bool:
@@ -149,6 +149,14 @@ class Parts:
 
     @cached_property
     def needs(self) -> Needs:
+        """What the parts and the models that draft ask of each row of the target, together."""
+        asked = self.own_needs
+        for model in getattr(self.drafter, "models", ()):
+            asked |= getattr(model, "needs_of_target", Needs())
+        return asked
+
+    @cached_property
+    def own_needs(self) -> Needs:
         """What the parts together ask of each row; a rule that says nothing reads logits."""
         asked: Needs = getattr(self.rule, "needs", Needs(logits=True))
         for part in (self.drafter, self.controller):

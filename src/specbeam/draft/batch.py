@@ -11,18 +11,35 @@ from specbeam.session import Drafter, Session, failing_together
 def drafted(sessions: list[Session], shapes: list[Shape], vocab: int) -> list[Forest]:
     """Return a forest per session, of tokens below `vocab`.
 
-    If a drafter fails, its sessions fail and get forests of their roots only; the sessions of other drafters go on.
+    If a drafter fails, its sessions fail and get forests of their roots only; the sessions of other drafters go on. Sessions
+    for which a draft model is not ready get forests without drafts, too.
     """
-    forests = {session: Forest.rooted(session.beams.tokens) for session in sessions}
+    forests = {session: _undrafted(session) for session in sessions}
     shape_of = dict(zip(sessions, shapes, strict=True))
     for drafter in dict.fromkeys(session.parts.drafter for session in sessions):
-        batch = [session for session in sessions if session.parts.drafter == drafter]
+        batch = [session for session in sessions if session.parts.drafter == drafter and _is_ready(session)]
         with failing_together(batch, "draft: "):
             drafts = drafter.draft(batch, [shape_of[session] for session in batch])
             for session, forest in zip(batch, drafts, strict=True):
                 with session.failing_alone("draft: "):
                     forests[session] = forest.fitting(vocab)
     return [*forests.values()]
+
+
+def _undrafted(session: Session) -> Forest:
+    """Return the forest that a turn of a session begins with."""
+    start = session.start
+    return Forest(start.tokens, start.parents, known=start.known)
+
+
+def _is_ready(session: Session) -> bool:
+    """Return whether all draft models of a session can draft for it; one that cannot yet has a method `is_ready`."""
+    models = models_of(session.parts.drafter) or ()
+    return all(getattr(model, "is_ready", _always)(session) for model in models)
+
+
+def _always(session: Session) -> bool:
+    return True
 
 
 def with_probes(session: Session, forest: Forest) -> Forest:

@@ -17,6 +17,7 @@ from specbeam.control.cost import CostCurve, HostCost
 from specbeam.core.limits import Limits
 from specbeam.decode import decode
 from specbeam.engines.cpu.tiles import available as uses_tiles
+from specbeam.heads.lm import TrunkLM
 from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
 from specbeam.lm.base import LM
@@ -38,8 +39,8 @@ TURNS = 12  # number of turns that are timed with each kind of draft
 PartsOf = Callable[[LM, int], Parts]  # makes the parts of a session from a draft model and a depth
 
 
-def curve_of(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve:
-    """Return the cost curve of a model, from disk, or measured quickly and then kept.
+def curve_of(lm: HuggingFaceLM | TrunkLM, context: int = CONTEXT) -> CostCurve:
+    """Return the cost curve of a model, from disk, or measured quickly and then kept. That of a head is not kept on disk.
 
     The curve stays the same as long as the model is loaded; otherwise equal seeds could give unequal widths.
 
@@ -48,10 +49,37 @@ def curve_of(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve:
     """
     if lm.max_positions is not None:
         context = max(min(context, lm.max_positions // 2), 1)
-    if context not in lm.curves:
+    if context not in lm.curves and isinstance(lm, TrunkLM):
+        lm.curves[context] = measure_head(lm, context)
+    elif context not in lm.curves and isinstance(lm, HuggingFaceLM):
         known = known_curve(lm, context)
         lm.curves[context] = measure(lm, QUICK, context, 5, QUICK_S, 1.0) if known is None else known
-    return lm.curves[context]
+    found: CostCurve = lm.curves[context]
+    return found
+
+
+def measure_head(lm: TrunkLM, context: int = CONTEXT, repeats: int = 5) -> CostCurve:
+    """Measure the seconds of a pass of a head by its number of rows, as `measure` does it for models.
+
+    Args:
+        context: number of tokens before the rows.
+        repeats: number of passes of each size.
+    """
+    samples: dict[int, list[float]] = {size: [] for size in QUICK}
+    with lm.stored(context) as prompt:
+        for number in range(repeats + 1):
+            for size in QUICK:
+                seconds = prompt.pass_s(size)
+                if number:  # the first round is warm-up
+                    samples[size].append(seconds)
+    return _ascending(samples)
+
+
+def _ascending(samples: dict[int, list[float]]) -> CostCurve:
+    """Return the curve of the least seconds of each size, no size dearer than a larger one."""
+    least = [min(values) for values in samples.values()]
+    ascending = np.minimum.accumulate(least[::-1])[::-1]
+    return CostCurve(tuple(samples), tuple(ascending.tolist()))
 
 
 def known_curve(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve | None:
@@ -92,9 +120,7 @@ def measure(
             is_enough = number >= repeats and spent > least_s
             if number and (is_enough or spent > budget_s):
                 break
-    least = [min(values) for values in samples.values()]
-    ascending = np.minimum.accumulate(least[::-1])[::-1]
-    curve = CostCurve(tuple(nodes), tuple(ascending.tolist()))
+    curve = _ascending(samples)
     kept_figures.keep("pass", _key(lm, context), {"nodes": curve.nodes, "seconds": curve.seconds})
     return curve
 

@@ -1,0 +1,163 @@
+"""The files of a draft head: its configuration and its tensors, from a folder, a hub id, or a module."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specbeam.errors import BadHead, MissingFile
+
+TENSOR_FILES = ("*.safetensors", "pytorch_model*.bin")
+_TOLD = 6  # names that an error lists
+
+
+@dataclass(eq=False)
+class HeadFiles:
+    """A head as it is stored. Readers take tensors out of it by name, and check that none is left.
+
+    Attributes:
+        where: what errors call it.
+        config: what its config.json holds.
+        tensors: by name, those that were not taken yet.
+    """
+
+    where: str
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    taken: set[str] = field(default_factory=set)
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor of this name that was not taken."""
+        return name in self.tensors
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Take a tensor of this shape out. Raises `BadHead` if it is missing or has another shape."""
+        if name not in self.tensors:
+            raise BadHead(f"{self.where} has no tensor {name}; it has {_some(self.tensors)}")
+        found = self.tensors.pop(name)
+        if shape and tuple(found.shape) != shape:
+            raise BadHead(f"{self.where}: {name} is {[*found.shape]}, and {[*shape]} was expected by its config.json")
+        self.taken.add(name)
+        return found
+
+    def check_all_taken(self) -> None:
+        """Raise `BadHead` if the files hold tensors that no reader has taken: the head is of another kind."""
+        if self.tensors:
+            raise BadHead(
+                f"{self.where} holds tensors that are not known: {_some(self.tensors)}; heads of this kind cannot be read"
+            )
+
+    def number(self, name: str, default: float | None = None, among: Mapping[str, Any] | None = None) -> Any:
+        """Return a number of the configuration. Raises `BadHead` if it is missing, or no number.
+
+        Args:
+            default: taken if it is missing or null; None: it must be there.
+            among: where to look; None: at the top of the configuration.
+        """
+        found = (self.config if among is None else among).get(name)
+        if found is None:
+            found = default
+        if found is None:
+            raise BadHead(f"{self.where}: config.json has no {name}")
+        if isinstance(found, bool) or not isinstance(found, (int, float)):
+            raise BadHead(f"{self.where}: {name} is {found!r} in config.json; it must be a number")
+        return found
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a flag of the configuration. Raises `BadHead` if it is neither true, false nor missing."""
+        found = self.config.get(name)
+        if found is None:
+            return default
+        if not isinstance(found, bool):
+            raise BadHead(f"{self.where}: {name} is {found!r} in config.json; it must be true or false")
+        return found
+
+
+def _some(names: Mapping[str, Any]) -> str:
+    listed = sorted(names)
+    more = "" if len(listed) <= _TOLD else f" and {len(listed) - _TOLD} more"
+    return ", ".join(listed[:_TOLD]) + more if listed else "none"
+
+
+def read_files(source: "str | Path | nn.Module") -> HeadFiles:
+    """Return the files of a head from a folder, a hub id, or a module with a `config`.
+
+    Raises `MissingFile` if there are none, and `BadHead` if they cannot be read.
+    """
+    if isinstance(source, nn.Module):
+        config = getattr(source, "config", None)
+        if config is None:
+            raise BadHead(f"{type(source).__name__} has no config, so it is not known what kind of head it is")
+        described = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
+        tensors = {name: tensor.detach() for name, tensor in source.state_dict().items()}
+        return HeadFiles(type(source).__name__, described, tensors)
+    folder = folder_of(source)
+    return HeadFiles(str(source), read_config(folder), _read_tensors(folder))
+
+
+def folder_of(source: "str | Path") -> Path:
+    """Return the folder of a head on disk; one of the hub is fetched. Raises `MissingFile` if there is none."""
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", *TENSOR_FILES]))
+    except (OSError, ValueError, HFValidationError) as error:
+        raise MissingFile(f"{source} is no folder, and no repository that can be fetched: {error}") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return what a folder's config.json holds. Raises `MissingFile` or `BadHead`."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise MissingFile(f"{folder} holds no config.json") from error
+    except (OSError, ValueError) as error:
+        raise BadHead(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise BadHead(f"{path} holds {type(found).__name__}; it must be an object")
+    return found
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the names of the tensors of a folder, without reading them; none if there are none that can be read."""
+    from safetensors import SafetensorError, safe_open
+
+    names: set[str] = set()
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                names |= set(file.keys())
+        if not names:
+            for path in sorted(folder.glob("pytorch_model*.bin")):
+                names |= set(torch.load(path, map_location="meta", weights_only=True, mmap=True))
+    except (OSError, RuntimeError, ValueError, SafetensorError):
+        return set()
+    return names
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not paths:
+        raise MissingFile(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            if path.suffix == ".safetensors":
+                tensors |= load_file(path)
+            else:
+                tensors |= torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
+            raise BadHead(f"{path} cannot be read: {error}") from error
+    return tensors

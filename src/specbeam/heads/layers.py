@@ -1,0 +1,211 @@
+"""What the layers of heads are made of: norms, attention over any rows, and gated inner layers.
+
+Modules have the names that checkpoints give their tensors. Attention leaves to its caller which rows a row looks at, so that
+drafting in a tree and training on whole texts run the same layers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional
+
+# What attention of a layer does: takes the layer's number, and rotated queries, float[rows, heads, size], keys and values,
+# float[rows, kv_heads, size], and returns float[rows, heads, size].
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """The sizes of a decoder layer, and which weights it has.
+
+    Attributes:
+        width: of the rows.
+        reads: of what queries, keys and values are made from.
+        heads, kv_heads, head_size: of attention.
+        inner: of the gated inner layer.
+        eps: of norms.
+        has_bias: whether queries, keys and values have a bias.
+        norms_heads: whether queries and keys are normed by head, as in Qwen3.
+    """
+
+    width: int
+    reads: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    inner: int
+    eps: float = 1e-6
+    has_bias: bool = False
+    norms_heads: bool = False
+
+
+class Norm(nn.Module):
+    """The root mean square norm with a weight, computed in float32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:
+        """Return the normed rows."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (self.weight.float() * (wide * scale)).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """The rotation of queries and keys by the position of their rows.
+
+    Args:
+        config: of transformers; its fields `rope_parameters` and `head_dim` are read.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        self.angles = LlamaRotaryEmbedding(config)
+
+    def forward(
+        self, positions: Int64[Tensor, " rows"]
+    ) -> tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]:
+        """Return the cosines and sines of positions."""
+        cos, sin = self.angles(self.angles.inv_freq.new_zeros(1), positions[None])
+        return cos[0], sin[0]
+
+
+def rotated(
+    x: Float[Tensor, "rows heads size"], angles: tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]
+) -> Float[Tensor, "rows heads size"]:
+    """Return queries or keys, rotated by the cosines and sines of their positions."""
+    cos, sin = (one[:, None] for one in angles)
+    first, second = x.chunk(2, -1)
+    turned = torch.cat([-second, first], -1)
+    return x * cos + turned * sin
+
+
+class Attention(nn.Module):
+    """The attention of a layer, without the choice of rows that a row looks at."""
+
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        size = sizes.head_size
+        self.q_proj = nn.Linear(sizes.reads, sizes.heads * size, sizes.has_bias)
+        self.k_proj = nn.Linear(sizes.reads, sizes.kv_heads * size, sizes.has_bias)
+        self.v_proj = nn.Linear(sizes.reads, sizes.kv_heads * size, sizes.has_bias)
+        self.o_proj = nn.Linear(sizes.heads * size, sizes.width, bias=False)
+        self.q_norm = Norm(size, sizes.eps) if sizes.norms_heads else nn.Identity()
+        self.k_norm = Norm(size, sizes.eps) if sizes.norms_heads else nn.Identity()
+
+    def queries(self, x: Float[Tensor, "rows reads"], angles: Any) -> Float[Tensor, "rows heads size"]:
+        """Return the rotated queries of rows."""
+        flat = self.q_proj(x).unflatten(-1, (self.sizes.heads, self.sizes.head_size))
+        return rotated(self.q_norm(flat), angles)
+
+    def keys_and_values(self, x: Float[Tensor, "rows reads"], angles: Any) -> tuple[Tensor, Tensor]:
+        """Return the rotated keys and the values of rows, float[rows, kv_heads, size] each."""
+        shape = (self.sizes.kv_heads, self.sizes.head_size)
+        keys = self.k_norm(self.k_proj(x).unflatten(-1, shape))
+        return rotated(keys, angles), self.v_proj(x).unflatten(-1, shape)
+
+    def forward(
+        self, x: Float[Tensor, "rows reads"], angles: Any, layer: int, attend: Attend
+    ) -> Float[Tensor, "rows width"]:
+        """Return what attention adds to rows."""
+        keys, values = self.keys_and_values(x, angles)
+        mixed = attend(layer, self.queries(x, angles), keys, values)
+        added: Tensor = self.o_proj(mixed.flatten(-2))
+        return added
+
+
+class Gated(nn.Module):
+    """The gated inner layer of a Llama."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        """Return what the inner layer adds to rows."""
+        added: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return added
+
+
+class DecoderLayer(nn.Module):
+    """A layer of a Llama: attention and an inner layer, each on normed rows.
+
+    Args:
+        has_first_norm: whether attention reads normed rows; the first layer of an EAGLE-1 head has no norm.
+    """
+
+    def __init__(self, sizes: LayerSizes, has_first_norm: bool = True) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(sizes.width, sizes.eps) if has_first_norm else nn.Identity()
+        self.self_attn = Attention(sizes)
+        self.post_attention_layernorm = Norm(sizes.width, sizes.eps)
+        self.mlp = Gated(sizes.width, sizes.inner)
+
+    def forward(
+        self, x: Float[Tensor, "rows width"], angles: Any, layer: int, attend: Attend
+    ) -> Float[Tensor, "rows width"]:
+        """Return the rows after the layer."""
+        x = x + self.self_attn(self.input_layernorm(x), angles, layer, attend)
+        after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return after
+
+
+class PairLayer(nn.Module):
+    """The first layer of an EAGLE-3 head: attention reads the embedding and the feature of a row side by side.
+
+    Args:
+        sizes: `reads` is twice the width.
+        norms_residual: whether attention is added to the normed feature, and not to the feature itself.
+    """
+
+    def __init__(self, sizes: LayerSizes, norms_residual: bool) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(sizes.reads - sizes.width, sizes.eps)
+        self.hidden_norm = Norm(sizes.width, sizes.eps)
+        self.self_attn = Attention(sizes)
+        self.post_attention_layernorm = Norm(sizes.width, sizes.eps)
+        self.mlp = Gated(sizes.width, sizes.inner)
+        self.norms_residual = norms_residual
+
+    def forward(
+        self, embedded: Float[Tensor, "rows embed"], feature: Float[Tensor, "rows width"], angles: Any, attend: Attend
+    ) -> Float[Tensor, "rows width"]:
+        """Return the rows after the layer."""
+        normed = self.hidden_norm(feature)
+        both = torch.cat([self.input_layernorm(embedded), normed], -1)
+        x = (normed if self.norms_residual else feature) + self.self_attn(both, angles, 0, attend)
+        after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return after
+
+
+def attended(
+    queries: Float[Tensor, "rows heads size"],
+    keys: Float[Tensor, "slots kv_heads size"],
+    values: Float[Tensor, "slots kv_heads size"],
+    seen: Tensor,
+) -> Float[Tensor, "rows heads size"]:
+    """Return the values that rows look at, mixed.
+
+    Args:
+        seen: bool[rows, slots], which slots each row looks at.
+    """
+    mixed = functional.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=seen,
+        enable_gqa=queries.shape[1] != keys.shape[1],
+    )
+    return mixed[0].transpose(0, 1)

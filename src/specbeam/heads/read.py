@@ -1,0 +1,74 @@
+"""Draft heads as draft models: which kind of head files hold, and the reader for it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from specbeam.errors import BadHead
+from specbeam.heads.eagle import ReadHead, is_eagle, is_eagle3, read_eagle, read_eagle3
+from specbeam.heads.files import HeadFiles, folder_of, names_in, read_config, read_files
+from specbeam.heads.lm import TrunkLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+HEAD_FIELDS = ("speculators_model_type", "eagle_config", "medusa_num_heads", "hydra_num_heads", "dflash_config")
+
+
+def is_head(source: object) -> bool:
+    """Return whether a folder, hub id or module is a draft head, and not a language model of its own."""
+    if isinstance(source, nn.Module):
+        config = getattr(source, "config", None)
+        return hasattr(config, "speculators_model_type") or not hasattr(source, "get_output_embeddings")
+    folder = Path(str(source))
+    if not folder.is_dir():
+        return _is_head_of_hub(str(source))
+    if not (folder / "config.json").is_file():
+        return False
+    config = read_config(folder)
+    if any(field in config for field in HEAD_FIELDS):
+        return True
+    names = names_in(folder)
+    return is_eagle3(config, names) or is_eagle(names)
+
+
+def _is_head_of_hub(name: str) -> bool:
+    """Return whether a repository of the hub holds a head; False if it cannot be reached, or its configuration is no head's.
+
+    Heads without a field of their own are recognised by their tensors, which are fetched if there is one layer alone.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        config = read_config(Path(hf_hub_download(name, "config.json")).parent)
+    except (OSError, ValueError):
+        return False
+    if any(field in config for field in HEAD_FIELDS):
+        return True
+    return config.get("num_hidden_layers") == 1 and is_head(folder_of(name))
+
+
+def read_head(
+    source: "str | Path | nn.Module", target: "PreTrainedModel", taps: tuple[int, ...] | None = None
+) -> ReadHead:
+    """Return the head in a folder, on the hub, or in a module.
+
+    Args:
+        target: the model that it was trained for.
+        taps: the hidden states that it reads, see `Needs.taps`; None: as its files say.
+
+    Raises `MissingFile` or `BadHead`.
+    """
+    files: HeadFiles = read_files(source)
+    if is_eagle3(files.config, files.tensors):
+        return read_eagle3(files, target, taps)
+    if is_eagle(files.tensors):
+        return read_eagle(files, target)
+    kind = files.config.get("speculators_model_type") or files.config.get("model_type")
+    raise BadHead(f"{files.where} is a head of kind {kind!r}, which cannot be read; EAGLE-1, 2, 3 and HASS heads can")
+
+
+def head_model(head: ReadHead, target: "PreTrainedModel") -> TrunkLM:
+    """Return the draft model that a head is."""
+    return TrunkLM(head.trunk, int(target.get_output_embeddings().weight.shape[0]), head.tokens)

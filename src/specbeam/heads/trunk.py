@@ -1,0 +1,150 @@
+"""Pair trunks: heads whose rows read a feature of the target and the token after it (EAGLE-1, 2 and 3, HASS, MTP).
+
+Row v belongs to a node of the tree of drafts and reads the feature of the node above v and v's own token. The feature is the
+target's, where it has scored the node above; below drafts it is the head's own state there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from specbeam.heads.layers import Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary
+
+
+@dataclass(frozen=True)
+class TrunkShape:
+    """The shape of a pair trunk.
+
+    Attributes:
+        sizes: of a layer that reads rows of the head's width.
+        layers: number of layers.
+        taps: the hidden states of the target that make a feature, see `Needs.columns`.
+        target_width: of each of them.
+        pairs: how embedding and feature come together. "attention": the first layer's attention reads both (EAGLE-3).
+            "projection": one matrix joins them before the first layer (EAGLE-1, 2, HASS). "normed projection": the same,
+            both normed (MTP).
+        swaps: whether the feature comes before the embedding in the projection (MiMo).
+        joins_bias: whether the matrix that makes features (EAGLE-3) or joins pairs (the others) has a bias.
+        norms_features: how the states of the target are normed before they are joined to a feature: "no", "all" together,
+            or "each" by itself.
+        norms_residual: see `PairLayer`.
+        feeds_normed: whether the head's own state is normed before it is read as a feature.
+        norms_output: whether the head's rows are normed before the matrix that makes logits.
+        draft_vocab: number of tokens that the head gives logits for.
+    """
+
+    sizes: LayerSizes
+    layers: int
+    taps: tuple[int, ...]
+    target_width: int
+    pairs: str
+    draft_vocab: int
+    swaps: bool = False
+    joins_bias: bool = False
+    norms_features: str = "no"
+    norms_residual: bool = False
+    feeds_normed: bool = False
+    norms_output: bool = True
+
+
+class PairTrunk(nn.Module):
+    """A head of this kind, as a module whose tensors have the names of speculators' EAGLE-3 files.
+
+    Equations (1) to (10) of the project's notes on heads; sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840),
+    DeepSeek-V3 (arXiv 2412.19437).
+
+    Args:
+        rotary: a configuration of transformers, for the positions; see `Rotary`.
+        embedding: float[vocab, width], of the target, or the head's own.
+        head: float[draft_vocab, width], the matrix that makes logits, of the target, or the head's own.
+    """
+
+    def __init__(self, shape: TrunkShape, rotary: Any, embedding: nn.Embedding, head: nn.Linear) -> None:
+        super().__init__()
+        self.shape = shape
+        sizes = shape.sizes
+        width = sizes.width
+        embed = embedding.weight.shape[1]
+        self.embed_tokens = embedding
+        self.lm_head = head
+        self.rotary = Rotary(rotary)
+        states = len(shape.taps) * shape.target_width
+        reads_pairs = shape.pairs == "attention"
+        self.fc = nn.Linear(states if reads_pairs else embed + width, width, shape.joins_bias)
+        if shape.norms_features == "all":
+            self.input_norm = Norm(states, sizes.eps)
+        if shape.norms_features == "each":
+            self.fc_norm = nn.ModuleList(Norm(shape.target_width, sizes.eps) for _ in shape.taps)
+        if shape.pairs == "normed projection":
+            self.enorm = Norm(embed, sizes.eps)
+            self.hnorm = Norm(width, sizes.eps)
+        first: nn.Module = DecoderLayer(sizes, has_first_norm=shape.pairs != "projection")
+        if reads_pairs:
+            pair_sizes = LayerSizes(**{**vars(sizes), "reads": embed + width})
+            first = PairLayer(pair_sizes, shape.norms_residual)
+        self.layers = nn.ModuleList([first, *(DecoderLayer(sizes) for _ in range(shape.layers - 1))])
+        self.norm = Norm(width, sizes.eps) if shape.norms_output else nn.Identity()
+
+    def features(self, states: Float[Tensor, "rows states"]) -> Float[Tensor, "rows width"]:
+        """Return the features of nodes that the target has scored, from its hidden states there."""
+        shape = self.shape
+        states = states.to(self.fc.weight.dtype)
+        if shape.pairs != "attention":
+            return states
+        if shape.norms_features == "all":
+            states = self.input_norm(states)
+        if shape.norms_features == "each":
+            parts = states.split(shape.target_width, -1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        made: Tensor = self.fc(states)
+        return made
+
+    def forward(
+        self,
+        tokens: Int64[Tensor, " rows"],
+        features: Float[Tensor, "rows width"],
+        positions: Int64[Tensor, " rows"],
+        attend: Attend,
+    ) -> Float[Tensor, "rows width"]:
+        """Return the head's states of rows.
+
+        Args:
+            tokens: of each row.
+            features: of the node above each row.
+            positions: any numbers that grow by one from node to node; only differences count.
+            attend: lets rows look at the rows above them.
+        """
+        embedded = self.embed_tokens(tokens).to(features.dtype)
+        angles = self.rotary(positions)
+        first, *others = self.layers
+        if self.shape.pairs == "attention":
+            x = first(embedded, features, angles, attend)
+        else:
+            x = first(self._joined(embedded, features), angles, 0, attend)
+        for number, layer in enumerate(others, 1):
+            x = layer(x, angles, number, attend)
+        return x
+
+    def _joined(
+        self, embedded: Float[Tensor, "rows embed"], features: Float[Tensor, "rows width"]
+    ) -> Float[Tensor, "rows width"]:
+        """Return the rows that the first layer reads, where a matrix joins embedding and feature."""
+        if self.shape.pairs == "normed projection":
+            embedded = self.enorm(embedded)
+            features = self.hnorm(features)
+        both = (features, embedded) if self.shape.swaps else (embedded, features)
+        joined: Tensor = self.fc(torch.cat(both, -1))
+        return joined
+
+    def fed_back(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+        """Return what rows below read as their feature, from the states of rows that the target has not scored."""
+        fed: Tensor = self.norm(x) if self.shape.feeds_normed else x
+        return fed
+
+    def logits(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows draft_vocab"]:
+        """Return the logits of the next token, from the states of rows."""
+        made: Tensor = self.lm_head(self.norm(x))
+        return made

@@ -1,0 +1,52 @@
+"""Which tokens of the target a head with a vocabulary of its own gives logits for."""
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from specbeam.errors import BadHead
+from specbeam.heads.files import HeadFiles
+
+
+def read_tokens(files: HeadFiles, count: int, vocab: int) -> Int64[Tensor, " draft_vocab"] | None:
+    """Return the target's token for each of the head's, from the maps `d2t` and `t2d`; None if they are the same.
+
+    `d2t` holds the difference of the two. A lost map would make a head that drafts other tokens than it means, silently: so
+    whatever is not plausible is refused.
+
+    Args:
+        count: number of the head's tokens.
+        vocab: number of the target's.
+
+    Raises `BadHead`.
+    """
+    differences = files.take("d2t").long() if files.has("d2t") else None
+    is_drafted = files.take("t2d").bool() if files.has("t2d") else None
+    if count > vocab:
+        raise BadHead(f"{files.where} has logits for {count} tokens, and the target has {vocab}")
+    if differences is None:
+        if count < vocab:
+            raise BadHead(f"{files.where} has logits for {count} of {vocab} tokens, and no map d2t that says for which")
+        return None
+    if len(differences) != count:
+        raise BadHead(f"{files.where}: d2t has {len(differences)} entries, and the head has {count} tokens")
+    tokens = torch.arange(count) + differences.cpu()
+    if count and (tokens.min() < 0 or tokens.max() >= vocab):
+        raise BadHead(f"{files.where}: d2t names tokens from {tokens.min()} to {tokens.max()}; the target has {vocab}")
+    if (tokens[1:] <= tokens[:-1]).any():
+        raise BadHead(f"{files.where}: the tokens of d2t do not ascend")
+    if is_drafted is not None:
+        _check_is_same(files, tokens, is_drafted.cpu(), vocab)
+    elif count < vocab and not differences.any():
+        raise BadHead(
+            f"{files.where}: d2t is all zero, which says that the head knows the first {count} tokens: is it lost?"
+        )
+    return None if count == vocab else tokens
+
+
+def _check_is_same(files: HeadFiles, tokens: Tensor, is_drafted: Tensor, vocab: int) -> None:
+    """Raise `BadHead` unless `t2d` is true at these tokens and nowhere else."""
+    if len(is_drafted) < vocab:
+        raise BadHead(f"{files.where}: t2d has {len(is_drafted)} entries, and the target has {vocab} tokens")
+    if int(is_drafted.sum()) != len(tokens) or not is_drafted[tokens].all():
+        raise BadHead(f"{files.where}: t2d and d2t name different tokens")

@@ -1,0 +1,199 @@
+"""Readers of heads, against what other implementations compute from the same files (tests/heads/golden)."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specbeam as sb
+from specbeam.errors import BadHead, BadSetting, MissingFile
+from specbeam.heads.eagle import read_taps
+from specbeam.heads.lm import TrunkLM
+from specbeam.heads.read import is_head, read_head
+from tests.support.heads import chain_logits
+
+GOLDEN = Path(__file__).parent / "golden"
+SPECULATORS = ["plain", "norms", "one_norm", "two_layers"]  # EAGLE-3 as speculators 0.9.0 writes and computes it
+EAGLE = "eagle"  # EAGLE-1 as eagle-llm 1.2.1 computes it
+CLOSE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 8}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=128)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.copy_(load_file(GOLDEN / f"{EAGLE}.oracle.safetensors")["head"])
+    return model
+
+
+@pytest.mark.parametrize("name", [*SPECULATORS, EAGLE])
+def test_logits_are_those_of_another_implementation(name, target):
+    """Of rows on true features, and of the second and third draft behind each of them."""
+    head = read_head(GOLDEN / name, target)
+    golden = load_file(GOLDEN / f"{name}.oracle.safetensors")
+    with torch.inference_mode():
+        features = head.trunk.features(golden["states"])
+    ids = golden["ids"].tolist()
+    steps = sum(key.startswith("logits") for key in golden)
+    assert steps >= 2
+    for step in range(steps):
+        for row in range(len(ids) - step):
+            text = [0, *ids[: row + 1 + step]]
+            given = [*features[: row + 1], *[None] * step]
+            found = chain_logits(head.trunk, text, given)
+            torch.testing.assert_close(found, golden[f"logits{step}"][row], atol=CLOSE, rtol=CLOSE)
+
+
+@pytest.mark.parametrize("name", [*SPECULATORS, EAGLE])
+def test_a_head_drafts_where_a_draft_model_does(name, target):
+    """The same beams as without a draft, one prompt and several; and chains, trees and searches take it."""
+    pair = sb.load(target, draft=str(GOLDEN / name))
+    assert isinstance(pair.draft, TrunkLM)
+    assert pair.draft_model is None
+    prompts = [[3, 4, 5, 6], [7], [8, 9]]
+    options = {"max_new_tokens": 12, "eos_token_id": [], "seed": 5}
+    for settings in ({}, {"width": "auto"}):
+        plain = sb.generate(pair, prompts, sb.beam_sampling(3, **settings), **options)
+        for method in (sb.dsbd(3, 5, 3, **settings), sb.dsbd(3, **settings)):
+            for batch_size in (1, 3):
+                found = sb.generate(pair, prompts, method, batch_size=batch_size, **options)
+                assert [one.tokens for one in found] == [one.tokens for one in plain]
+    for method in (sb.speculative_sampling(3), sb.specinfer((2, 2)), sb.sequoia(6, 3), sb.opt_tree(6, 3)):
+        drafted = sb.generate(pair, prompts, method, **options)
+        assert sum(one.report.draft_passes for one in drafted) > 0
+    searched = sb.generate(pair, prompts, sb.speculative_beam_search(3, 5, depth=2), max_new_tokens=12)
+    expected = sb.generate(pair, prompts, sb.beam_search(3), max_new_tokens=12)
+    assert [one.tokens for one in searched] == [one.tokens for one in expected]
+
+
+def test_the_older_names_of_a_layer_are_read_too(target, tmp_path):
+    """SafeAILab's and SpecForge's: `midlayer`, a map of tokens, hidden states by default, no base of the positions."""
+    tensors = load_file(GOLDEN / "two_layers" / "model.safetensors")
+    older = {name.replace("layers.0.", "midlayer."): one for name, one in tensors.items() if "layers.1." not in name}
+    config = json.loads((GOLDEN / "two_layers" / "config.json").read_text())
+    core = config["transformer_layer_config"]
+    fields = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    )
+    own = {name: core[name] for name in fields} | {"draft_vocab_size": 20, "architectures": ["LlamaForCausalLMEagle3"]}
+    write(tmp_path, own, older)
+    head = read_head(tmp_path, target)
+    assert head.trunk.shape.taps == (2, 4, 5)
+    assert head.notes["rotary"]["rope_theta"] == 10000
+    assert len(head.tokens) == 20
+    other = read_head(GOLDEN / "two_layers", target)
+    assert head.trunk.fc.weight.equal(other.trunk.fc.weight)
+    assert torch.equal(head.tokens, other.tokens)
+
+
+def test_hidden_states_are_numbered_in_two_ways(target):
+    """Of a target of 8 layers: the default of all writers enters layers 2, 4 and 5, and leaves layers 1, 3 and 4."""
+    inputs = {"eagle_aux_hidden_state_layer_ids": [1, 4, 8], "speculators_model_type": "eagle3"}
+    assert read_taps(inputs, target, 3)[0] == (1, 4, 8)
+    assert read_taps({"target_layer_ids": [0, 2, 3, 5, 7]}, target, 5)[0] == (1, 3, 4, 6, 8)
+    for nested, taps in (([2, 4, 5], (2, 4, 5)), ([1, 3, 4], (2, 4, 5)), ([0, 3, 6], (1, 4, 7))):
+        found, _ = read_taps({"eagle_config": {"eagle_aux_hidden_state_layer_ids": nested}}, target, 3)
+        assert found == taps
+    assert read_taps({}, target, 3)[0] == (2, 4, 5)
+    with pytest.raises(BadHead, match=r"does not say which; say taps"):
+        read_taps({}, target, 5)
+
+
+def write(folder, config, tensors):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors")
+
+
+def changed(folder, name="two_layers", config=None, tensors=None, without=()):
+    """A copy of a head with some fields and tensors changed, or left out."""
+    fields = json.loads((GOLDEN / name / "config.json").read_text()) | (config or {})
+    every = load_file(GOLDEN / name / "model.safetensors") | (tensors or {})
+    write(folder, fields, {key: one for key, one in every.items() if key not in without})
+    return folder
+
+
+MAP = load_file(GOLDEN / "two_layers" / "model.safetensors")["d2t"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"without": ["fc.weight"]}, "no tensor fc.weight"),
+        ({"without": ["layers.1.mlp.up_proj.weight"]}, r"no tensor layers.1.mlp.up_proj.weight; it has"),
+        ({"tensors": {"norm.weight": torch.ones(7)}}, r"norm.weight is \[7\], and \[16\] was expected"),
+        ({"tensors": {"layers.0.extra.weight": torch.ones(7)}}, "tensors that are not known: layers.0.extra.weight"),
+        ({"tensors": {"layers.0.kv_a_proj_with_mqa.weight": torch.ones(7)}}, "latent attention"),
+        ({"tensors": {"fc.weight": torch.ones(16, 40)}}, "no multiple of the target's width of 16"),
+        ({"tensors": {"fc.weight": torch.ones(16, 32)}}, "reads 2 hidden states, and 3 are named"),
+        ({"config": {"norm_before_residual": "yes"}}, "norm_before_residual is 'yes' in config.json"),
+        ({"config": {"draft_vocab_size": "many"}}, "draft_vocab_size is 'many'"),
+        ({"config": {"draft_vocab_size": 21}}, r"lm_head.weight is \[20, 16\], and \[21, 16\]"),
+        ({"without": ["d2t", "t2d"]}, "20 of 32 tokens, and no map d2t"),
+        ({"tensors": {"d2t": MAP.flip(0)}}, "do not ascend|names tokens from"),
+        ({"tensors": {"d2t": MAP + 40}}, "names tokens from"),
+        ({"tensors": {"d2t": torch.zeros(20, dtype=torch.int64)}, "without": ["t2d"]}, "all zero"),
+        ({"tensors": {"t2d": torch.ones(32, dtype=torch.bool)}}, "t2d and d2t name different tokens"),
+        ({"tensors": {"d2t": MAP[:7]}}, "d2t has 7 entries, and the head has 20"),
+    ],
+)  # fmt: skip
+def test_a_broken_or_foreign_head_is_refused_by_name(change, message, target, tmp_path):
+    folder = changed(tmp_path / "head", **change)
+    with pytest.raises(BadHead, match=message) as raised:
+        read_head(folder, target)
+    assert str(folder) in str(raised.value)
+
+
+def test_files_that_cannot_be_read_are_named(target, tmp_path):
+    folder = changed(tmp_path / "head")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(BadHead, match=r"config.json cannot be read"):
+        read_head(folder, target)
+    shutil.copy(GOLDEN / "plain" / "config.json", folder)
+    (folder / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(BadHead, match=r"model.safetensors cannot be read"):
+        read_head(folder, target)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(MissingFile, match=r"neither model\.safetensors nor"):
+        read_head(folder, target)
+    (folder / "config.json").write_text('{"model_type": "medusa"}')
+    save_file({"0.0.linear.weight": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(BadHead, match="kind 'medusa', which cannot be read"):
+        read_head(folder, target)
+    wide = changed(tmp_path / "wide", EAGLE, {"hidden_size": 24})
+    with pytest.raises(BadHead, match="has rows of 24, and the target's are of 16"):
+        read_head(wide, target)
+
+
+def test_what_is_a_head(target, tmp_path):
+    for name in (*SPECULATORS, EAGLE):
+        assert is_head(GOLDEN / name)
+    target.save_pretrained(tmp_path)
+    assert not is_head(tmp_path)
+    assert not is_head(target)
+    assert not is_head(tmp_path / "nothing here")
+    with pytest.raises(BadSetting, match="the draft is a head"):
+        sb.load(target, draft=GOLDEN / "plain", quantize_draft="int8")
+
+
+def test_a_head_reads_its_own_rows_of_tokens_that_it_knows(target):
+    """A restricted vocabulary: the other tokens have no odds in the draft."""
+    pair = sb.load(target, draft=GOLDEN / "two_layers")
+    known = set(pair.draft.tokens.tolist())
+    for turn in sb.generation.turns_of(pair, [3, 4, 5], sb.dsbd(2, 4, 3), max_new_tokens=12, seed=1):
+        forest = turn.forest
+        below_drafts = (forest.parents >= 0) & ~np.isin(forest.parents, forest.known.nodes)
+        assert {*forest.tokens[below_drafts].tolist()} <= known  # below known nodes drafts are the target's own
