@@ -18,6 +18,7 @@ from specbeam.errors import (
     UnsupportedModel,
     VocabularyMismatch,
 )
+from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
@@ -75,6 +76,7 @@ def load(
     quantize_draft: "Quantize | None" = None,
     compile: bool = False,
     share_from: ShareFrom = "auto",
+    probe: bool = True,
 ) -> Pair:
     """Load a target model, and optionally a draft model, with their tokenizer.
 
@@ -96,6 +98,9 @@ def load(
         share_from: texts whose prompts begin with at least this number of equal tokens, like a system prompt, compute and
             store these once while they are decoded side by side. None: never. "auto": from 64 tokens on, but never in the
             compiled engines for CPUs, where sharing changes the last bits of a text's logits.
+        probe: try a draft head on some 128 tokens that the target writes, read as its files say and in the other ways that
+            writers of heads disagree about, and take the reading that fits clearly best. A warning says so if it is not that
+            of the files, or if none fits. Takes as long as these passes of the target.
 
     Raises:
         BadSetting: an option is wrong.
@@ -125,7 +130,10 @@ def load(
     elif head is not None:
         if quantize_draft is not None:
             raise BadSetting("quantize_draft is for draft models, and the draft is a head; leave it out")
-        draft_lm = head_model(read_head(head, target_model), target_model)
+        found = read_head(head, target_model)
+        if probe:
+            found = probed(found, target_lm, _first_tokens(loaded_tokenizer, target_lm.vocab)).head
+        draft_lm = head_model(found, target_model)
     else:
         draft_lm = None
         if draft_model is not None:
@@ -136,6 +144,12 @@ def load(
             "already; leave it out"
         )
     return Pair(target_model, draft_model, loaded_tokenizer, target_lm, draft_lm)
+
+
+def _first_tokens(tokenizer: "PreTrainedTokenizerBase | None", vocab: int) -> list[int]:
+    """Return the tokens that a text begins with on which a head is tried."""
+    tokens = [] if tokenizer is None else list(tokenizer("A dog is running.")["input_ids"])
+    return tokens[:8] if len(tokens) > 1 else [min(3, vocab - 1), min(4, vocab - 1)]
 
 
 def language_model(

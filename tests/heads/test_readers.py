@@ -12,9 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specbeam as sb
 from specbeam.errors import BadHead, BadSetting, MissingFile
+from specbeam.generation import turns_of
 from specbeam.heads.eagle import read_taps
 from specbeam.heads.lm import TrunkLM
 from specbeam.heads.read import is_head, read_head
+from specbeam.heads.unroll import unrolled
 from tests.support.heads import chain_logits
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -55,7 +57,7 @@ def test_logits_are_those_of_another_implementation(name, target):
 @pytest.mark.parametrize("name", [*SPECULATORS, EAGLE])
 def test_a_head_drafts_where_a_draft_model_does(name, target):
     """The same beams as without a draft, one prompt and several; and chains, trees and searches take it."""
-    pair = sb.load(target, draft=str(GOLDEN / name))
+    pair = sb.load(target, draft=str(GOLDEN / name), probe=False)
     assert isinstance(pair.draft, TrunkLM)
     assert pair.draft_model is None
     prompts = [[3, 4, 5, 6], [7], [8, 9]]
@@ -92,7 +94,7 @@ def test_the_older_names_of_a_layer_are_read_too(target, tmp_path):
     write(tmp_path, own, older)
     head = read_head(tmp_path, target)
     assert head.trunk.shape.taps == (2, 4, 5)
-    assert head.notes["rotary"]["rope_theta"] == 10000
+    assert head.rope["rope_theta"] == 10000
     assert len(head.tokens) == 20
     other = read_head(GOLDEN / "two_layers", target)
     assert head.trunk.fc.weight.equal(other.trunk.fc.weight)
@@ -178,6 +180,15 @@ def test_files_that_cannot_be_read_are_named(target, tmp_path):
         read_head(wide, target)
 
 
+def test_loading_tries_a_head_on_words_of_the_target(target, tmp_path):
+    """One that is sure of random tokens fits nothing; it drafts all the same."""
+    sure = load_file(GOLDEN / "plain" / "model.safetensors")["lm_head.weight"] * 100
+    folder = changed(tmp_path / "sure", "plain", tensors={"lm_head.weight": sure})
+    with pytest.warns(UserWarning, match="hardly fits the target"):
+        pair = sb.load(target, draft=folder)
+    assert isinstance(pair.draft, TrunkLM)
+
+
 def test_what_is_a_head(target, tmp_path):
     for name in (*SPECULATORS, EAGLE):
         assert is_head(GOLDEN / name)
@@ -191,9 +202,23 @@ def test_what_is_a_head(target, tmp_path):
 
 def test_a_head_reads_its_own_rows_of_tokens_that_it_knows(target):
     """A restricted vocabulary: the other tokens have no odds in the draft."""
-    pair = sb.load(target, draft=GOLDEN / "two_layers")
+    pair = sb.load(target, draft=GOLDEN / "two_layers", probe=False)
     known = set(pair.draft.tokens.tolist())
-    for turn in sb.generation.turns_of(pair, [3, 4, 5], sb.dsbd(2, 4, 3), max_new_tokens=12, seed=1):
+    for turn in turns_of(pair, [3, 4, 5], sb.dsbd(2, 4, 3), max_new_tokens=12, seed=1):
         forest = turn.forest
         below_drafts = (forest.parents >= 0) & ~np.isin(forest.parents, forest.known.nodes)
         assert {*forest.tokens[below_drafts].tolist()} <= known  # below known nodes drafts are the target's own
+
+
+@pytest.mark.parametrize("name", [*SPECULATORS, EAGLE])
+def test_whole_texts_are_unrolled_as_drafts_are_made(name, target):
+    """All rows of a step at once, against the other implementation."""
+    head = read_head(GOLDEN / name, target)
+    golden = load_file(GOLDEN / f"{name}.oracle.safetensors")
+    steps = sum(key.startswith("logits") for key in golden)
+    with torch.inference_mode():
+        features = head.trunk.features(golden["states"])
+        found = [head.trunk.logits(one) for one in unrolled(head.trunk, golden["ids"], features, steps)]
+    for step, rows in enumerate(found):
+        assert len(rows) == len(golden["ids"]) - step
+        torch.testing.assert_close(rows, golden[f"logits{step}"][: len(rows)], atol=CLOSE, rtol=CLOSE)

@@ -35,6 +35,7 @@ class ReadHead:
         tokens: which tokens of the target the head's are; None: the same.
         kind: the name of its format.
         notes: what was read, by field, for people.
+        rope: the parameters of its positions.
         depth: number of tokens that its makers draft with it; None if the files do not say.
     """
 
@@ -42,6 +43,7 @@ class ReadHead:
     tokens: Int64[Tensor, " draft_vocab"] | None
     kind: str
     notes: dict[str, Any]
+    rope: dict[str, Any]
     depth: int | None = None
 
 
@@ -83,11 +85,11 @@ def read_eagle(files: HeadFiles, target: "PreTrainedModel") -> ReadHead:
     shape = TrunkShape(sizes, layers, (FINAL,), width, "projection", vocab, joins_bias=has_bias, norms_output=False)
     rope = _rope_of_eagle(config)
     embedding = _embedding(files, target, width)
-    trunk = PairTrunk(shape, _rotary_config(sizes, config, rope), embedding, _head_of(target))
+    trunk = PairTrunk(shape, rotary_config(sizes, config, rope), embedding, _head_of(target))
     _fill(trunk, files)
     files.check_all_taken()
-    notes = {"feature": "final hidden state", "rotary": rope, "bias of fc": has_bias, "layers": layers}
-    return ReadHead(trunk, None, "eagle", notes)
+    notes = {"hidden states": "the last one", "bias of fc": has_bias, "layers": layers}
+    return ReadHead(trunk, None, "eagle", notes, rope)
 
 
 def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> ReadHead:
@@ -147,20 +149,19 @@ def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ..
     rope = _rope_parameters(core)
     embedding = _embedding(files, target, width)
     head = _own_head(files, shape.draft_vocab, width, embedding, target)
-    trunk = PairTrunk(shape, _rotary_config(sizes, core, rope), embedding, head)
+    trunk = PairTrunk(shape, rotary_config(sizes, core, rope), embedding, head)
     tokens = read_tokens(files, shape.draft_vocab, _head_of(target).weight.shape[0])
     _fill(trunk, files)
     files.check_all_taken()
     notes = {
         "hidden states": f"{chosen} ({how})",
-        "rotary": rope,
         "layers": layers,
         "draft vocabulary": shape.draft_vocab,
         "norms of features": shape.norms_features,
         "norm before residual": shape.norms_residual,
         "feeds back normed states": shape.feeds_normed,
     }
-    return ReadHead(trunk, tokens, "eagle3", notes, _depth_of(config))
+    return ReadHead(trunk, tokens, "eagle3", notes, rope, _depth_of(config))
 
 
 def read_taps(config: Mapping[str, Any], target: "PreTrainedModel", count: int) -> tuple[tuple[int, ...], str]:
@@ -214,7 +215,7 @@ def _rope_of_eagle(config: Mapping[str, Any]) -> dict[str, Any]:
     return _rope_parameters(config)
 
 
-def _rotary_config(sizes: LayerSizes, core: Mapping[str, Any], rope: dict[str, Any]) -> Any:
+def rotary_config(sizes: LayerSizes, core: Mapping[str, Any], rope: dict[str, Any]) -> Any:
     """Return a configuration from which transformers makes the angles of positions."""
     from transformers import LlamaConfig
 

@@ -1,0 +1,125 @@
+"""The probe: a head that was read in a wrong way is recognised by how well it drafts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specbeam.heads import probe
+from specbeam.heads.eagle import ReadHead
+from specbeam.heads.probe import Overlap, _changed, fit_of, other_readings, probed, probed_text, written_text
+from specbeam.heads.unroll import unrolled
+from specbeam.lm.huggingface import HuggingFaceLM
+from tests.support.heads import VOCAB, chain_logits, trunk_of
+from tests.support.tiny_models import tiny
+
+ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A tiny model whose laws are sharp enough to tell readings apart."""
+    model = tiny("llama", seed=1, vocab_size=VOCAB)
+    with torch.no_grad():
+        model.lm_head.weight *= 5
+    return HuggingFaceLM(model, engine="plain")
+
+
+@pytest.fixture(scope="module")
+def trained(target):
+    """A head that was taught to draft for the target, for as long as it takes to tell readings apart."""
+    return taught(target, ReadHead(trunk_of(target.model, "eagle3, one norm", seed=3), None, "eagle3", {}, ROPE))
+
+
+def taught(target, head, steps=150):
+    texts = [probed_text(target, written_text(target, [first, first + 1], 40), (0, 1, 2)) for first in range(2, 10)]
+    trunk = head.trunk
+    learning = [weight for name, weight in trunk.named_parameters() if "embed_tokens" not in name]
+    optimiser = torch.optim.Adam(learning, 1e-2)
+    matrix = target.model.get_output_embeddings()
+    for step in range(steps):
+        text = texts[step % len(texts)]
+        laws = matrix(text.states[-1].clone()).softmax(-1).detach()
+        features = trunk.features(text.states_at(trunk.shape.taps).clone())
+        loss = torch.zeros(())
+        for depth, states in enumerate(unrolled(trunk, text.tokens[1:], features, 2)):
+            wanted = laws[1 + depth :]
+            drafted = trunk.logits(states)[: len(wanted)].log_softmax(-1)
+            loss = loss - (wanted * drafted).sum(-1).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    for weight in trunk.parameters():
+        weight.requires_grad_(False)
+    return head
+
+
+def test_a_head_that_is_read_as_it_was_trained_stays_as_it_is(target, trained, recwarn):
+    found = probed(trained, target, [3, 4])
+    assert found.changes == ()
+    assert found.head is trained
+    assert found.fit == found.documented
+    assert found.fit.score > 0.25
+    assert not [one for one in recwarn if "head" in str(one.message)]
+
+
+def test_another_reading_that_fits_better_is_taken_with_a_warning(target, trained):
+    """Read as if the numbers of its hidden states meant what leaves a layer, and not what enters it."""
+    wrong = _changed(trained, taps=(0, 1))
+    with pytest.warns(UserWarning, match="read with hidden states one layer later, against its files"):
+        found = probed(wrong, target, [3, 4])
+    assert found.changes[0] == "hidden states one layer later"
+    assert found.fit.score > found.documented.score + probe.CLEARLY
+    assert found.head.trunk.shape.taps == (1, 2)
+    assert wrong.trunk.shape.taps == (0, 1)  # what was given stays as it was
+
+
+def test_a_head_that_fits_nothing_is_named(target):
+    head = ReadHead(trunk_of(target.model, "eagle3", seed=9), None, "eagle3", {}, ROPE)
+    with torch.no_grad():
+        head.trunk.lm_head.weight *= 50
+    with pytest.warns(UserWarning, match="hardly fits the target"):
+        probed(head, target, [3, 4])
+
+
+def test_fits_are_means_of_overlaps(target, trained):
+    """Of the first draft behind each token, and of the second: row by row, by chains."""
+    text = probed_text(target, written_text(target, [5, 6], 12), (0, 1, 2))
+    tokens = text.tokens.tolist()
+    matrix = target.model.get_output_embeddings()
+    with torch.inference_mode():
+        laws = matrix(text.states[-1]).softmax(-1)
+        features = trained.trunk.features(text.states_at((1, 2)))
+    expected = []
+    for depth in (0, 1):
+        overlaps = []
+        for row in range(len(tokens) - 2 - depth):
+            given = [*features[: row + 1], *[None] * depth]
+            drafted = chain_logits(trained.trunk, tokens[: row + 2 + depth], given).softmax(-1)
+            overlaps.append(float(torch.minimum(drafted, laws[row + 1 + depth]).sum()))
+        expected.append(sum(overlaps) / len(overlaps))
+    found = fit_of(trained, target, text)
+    assert (found.first, found.second) == pytest.approx(tuple(expected), abs=1e-5)
+    assert Overlap(0.5, 0.3).score == pytest.approx(0.4)
+
+
+def test_readings_that_are_tried(target, trained):
+    names = [name for name, _ in other_readings(trained, 3)]
+    assert names == [
+        "hidden states one layer earlier", "hidden states one layer later", "positions of base 10000", "attention added to the normed feature",
+        "normed states fed back",
+    ]  # fmt: skip
+    scaled = replace(trained, rope={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0})
+    assert "positions without scaling" in [name for name, _ in other_readings(scaled, 2)]
+    for _, one in other_readings(trained, 3):
+        assert one.trunk.fc.weight is trained.trunk.fc.weight
+    eagle = ReadHead(trunk_of(target.model, "eagle"), None, "eagle", {}, ROPE)
+    assert [name for name, _ in other_readings(eagle, 2)] == ["positions of base 10000"]
+
+
+def test_the_text_is_what_the_target_writes(target):
+    text = written_text(target, [3, 4], 9)
+    assert len(text) == 9
+    with torch.inference_mode():
+        logits = target.model(input_ids=torch.tensor([text])).logits[0]
+    assert logits[1:-1].argmax(-1).tolist() == text[2:]
