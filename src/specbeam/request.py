@@ -136,6 +136,8 @@ class Request:
         fills_beams = self.method.fills_beams or warp.greedy
         keep = self.method.beams if fills_beams else self.settings.num_return_sequences
         limits = self.settings.limits(self.eos, len(prompt), room, decoder, keep)
+        if self.method.beams == 1:  # greedy search and sampling are over at their first end
+            limits = replace(limits, early_stopping=True)
         limits = replace(limits, closing=self._closing)
         return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit, number)
 

@@ -66,6 +66,8 @@ class Controller(Protocol):
 class Drafter(Protocol):
     """DRAFT: guesses hung under the live beams, for many sessions at once.
 
+    A session may be settled without having been drafted for, if one of the `models` was not ready for it (`is_ready`).
+
     It may also have:
         close(session): forget a session that is over.
         models: the models that it runs; where it does not say, torch keeps its threads while others run (decoder.py).

@@ -17,6 +17,7 @@ from specbeam.control.width import (
     SureWidths,
     WidthContext,
     asked_width,
+    ignores_drafts,
     nucleus_width,
     nucleus_width_of_known,
     odds_when_shared,
@@ -139,6 +140,11 @@ def test_a_policy_of_ones_own_is_asked_in_python():
         def choose(self, layer):
             return len(layer.live.nodes)
 
+    class Derived(NucleusWidth):
+        """Says nothing of drafts, so it may look at them."""
+
+    assert ignores_drafts(NucleusWidth(3))
+    assert not ignores_drafts(Derived(3))
     policy = ByDrafts()
     assert width_spec(policy, by_noise=True) is policy
     layer = Layer(P, A)
@@ -202,6 +208,8 @@ def test_a_width_without_all_rows_is_that_with_them_or_undecided(mass, temperatu
         rows = rng.dirichlet(np.full(9, rng.choice([0.1, 1.0])), beams) + 1e-12
         if rng.random() < 0.2:
             rows[-1] = 0.0
+        if rng.random() < 0.3:
+            rows[:, rng.integers(1, 5) :] = 0.0  # few ways on, fewer than the most draws
         known = np.arange(beams) < rng.integers(1, beams)
         widths = NucleusWidths(5, int(rng.integers(1, 4)), mass)
         keys = np.zeros(beams, dtype=np.uint64)
@@ -214,6 +222,19 @@ def test_a_width_without_all_rows_is_that_with_them_or_undecided(mass, temperatu
         assert found in (UNDECIDED, whole)
     assert decided > 5
     assert alone_differs > 5  # by the known beams alone, widths would be others
+
+
+def test_known_beams_with_few_pairs_leave_room_for_those_of_others():
+    """As under a grammar: a known beam with two ways on holds 0.3, an unknown one 0.7 on many."""
+    known = np.array([[0.5, 0.5, *[0.0] * 18]])
+    both = np.concatenate([known, np.full((1, 20), 0.05)])
+    widths = NucleusWidths(6, 2, 0.9)
+    keys = np.zeros(1, dtype=np.uint64)
+    other = Beams(
+        np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.log([0.7]), np.ones(1, dtype=np.int64), keys
+    )
+    assert nucleus_width(widths, joint(both, [0.3, 0.7])) == 6
+    assert nucleus_width_of_known(widths, joint(known, [0.3]), other) in (UNDECIDED, 6)
 
 
 def test_widths_that_look_at_drafts_are_never_decided_without_all_rows():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_a_head_drafts_where_a_draft_model_does(name, target):
             for batch_size in (1, 3):
                 found = sb.generate(pair, prompts, method, batch_size=batch_size, **options)
                 assert [one.tokens for one in found] == [one.tokens for one in plain]
-    for method in (sb.speculative_sampling(3), sb.specinfer((2, 2)), sb.sequoia(6, 3), sb.opt_tree(6, 3)):
+    for method in (sb.speculative_sampling(3), sb.specinfer((2, 2)), sb.sequoia(6, 3), sb.opt_tree(6, 3), sb.propd()):
         drafted = sb.generate(pair, prompts, method, **options)
         assert sum(one.report.draft_passes for one in drafted) > 0
     searched = sb.generate(pair, prompts, sb.speculative_beam_search(3, 5, depth=2), max_new_tokens=12)
@@ -110,7 +111,7 @@ def test_hidden_states_are_numbered_in_two_ways(target):
         found, _ = read_taps({"eagle_config": {"eagle_aux_hidden_state_layer_ids": nested}}, target, 3)
         assert found == taps
     assert read_taps({}, target, 3)[0] == (2, 4, 5)
-    with pytest.raises(BadHead, match=r"does not say which; say taps"):
+    with pytest.raises(BadHead, match="does not say which layers they enter"):
         read_taps({}, target, 5)
 
 
@@ -187,6 +188,20 @@ def test_loading_tries_a_head_on_words_of_the_target(target, tmp_path):
     with pytest.warns(UserWarning, match="hardly fits the target"):
         pair = sb.load(target, draft=folder)
     assert isinstance(pair.draft, TrunkLM)
+
+
+def test_a_head_for_a_target_with_fewer_layers_is_refused(target):
+    config = LlamaConfig(**{**target.config.to_dict(), "num_hidden_layers": 3, "layer_types": None})
+    with pytest.raises(BadHead, match="3 layers, so taps are numbers from 0 to 3: is it for another target"):
+        read_head(GOLDEN / "plain", LlamaForCausalLM(config))
+
+
+def test_a_target_with_few_positions_writes_a_shorter_text(target):
+    config = LlamaConfig(**{**target.config.to_dict(), "max_position_embeddings": 24})
+    model = LlamaForCausalLM(config).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert isinstance(sb.load(model, draft=GOLDEN / "plain").draft, TrunkLM)
 
 
 def test_what_is_a_head(target, tmp_path):

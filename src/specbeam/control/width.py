@@ -25,7 +25,7 @@ from specbeam.laws.joint import (
 from specbeam.laws.ranking import Truncation, cuts, sorted_places
 
 UNDECIDED = -1  # in place of a width that depends on rows that are not at hand
-MARGIN = 1e-6  # more than rounding adds to a share of a law, compared with the same share without rounding
+MARGIN = 1e-4  # more than rounding adds to a share of a law, compared with the same share without rounding
 
 
 class FixedWidths(NamedTuple):
@@ -63,8 +63,10 @@ class WidthContext:
 
     @property
     def drafted(self) -> int:
-        """The number of drafts of the layer."""
+        """The number of drafts of the layer; 0 of one after the drafts."""
         ends = self.forest.siblings.draw_ends
+        if self.number >= len(ends):
+            return 0
         return int(ends[self.number] - start_of(ends, self.number))
 
     def odds(self, most: int, by_noise: bool = True) -> Float64[np.ndarray, " widths"]:
@@ -162,8 +164,12 @@ def is_for_steps(widths: object) -> bool:
 
 
 def ignores_drafts(width: Width) -> bool:
-    """Return whether a policy says that its widths are functions of the target's law alone."""
-    return bool(getattr(width, "ignores_drafts", False))
+    """Return whether a policy says that its widths are functions of the target's law alone.
+
+    A class that is derived from a policy may choose in another way, so it has to say so itself.
+    """
+    says = "ignores_drafts" in vars(type(width)) or "ignores_drafts" in getattr(width, "__dict__", {})
+    return says and bool(width.ignores_drafts)  # type: ignore[attr-defined]
 
 
 def width_spec(width: Width, by_noise: bool) -> "Widths | Width":
@@ -319,7 +325,10 @@ def nucleus_width_of_known(widths: NucleusWidths, law: JointLaw, unknown: Beams)
     in_known = np.exp(masses - top).sum()
     in_unknown = np.sort(np.exp(bounds - top))[::-1]
     above = NucleusWidths(widths.most, widths.least, widths.mass + MARGIN)
-    widest_of_all = _fewest(known, in_known + in_unknown.sum(), above)
+    total = in_known + in_unknown.sum()
+    widest_of_all = _fewest(known, total, above)
+    if len(known) < widths.most and known.sum() < above.mass * total:  # there may be more pairs among the unknown beams
+        widest_of_all = widths.most
     sums_of_known = _sums(known)
     sums_of_unknown = _sums(in_unknown)
     for width in range(widths.least, widest_of_all):

@@ -95,7 +95,11 @@ class ManyDrafters:
         return [all(filled) for filled in zip(*each, strict=True)]
 
     def settle(self, session: Session, turn: Turn) -> None:
-        own, renamings = session.state.pop(self)
+        own, renamings = session.state.pop(self, ([turn.forest] * len(self.drafters), None))
+        if renamings is None:  # nothing was drafted, as a model was not ready
+            for drafter in self.drafters:
+                drafter.settle(session, turn)
+            return
         for drafter, forest, names in zip(self.drafters, own, renamings, strict=True):
             drafter.settle(session, turn.on(*completed(forest, turn.forest, names)))
 
@@ -145,7 +149,8 @@ class Pruned:
         return np.flatnonzero(kept)
 
     def settle(self, session: Session, turn: Turn) -> None:
-        whole = turn.on(*session.state.pop(self))
+        drafted = session.state.pop(self, None)
+        whole = turn if drafted is None else turn.on(*drafted)  # None: nothing was drafted, as a model was not ready
         self.drafter.settle(session, whole)
         self.early.settle(session, whole)
 

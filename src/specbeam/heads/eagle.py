@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from specbeam.engines.eligibility import layers_of
+from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.errors import BadHead
 from specbeam.heads.files import HeadFiles
 from specbeam.heads.layers import LayerSizes
@@ -132,6 +132,8 @@ def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ..
         raise BadHead(
             f"{files.where} reads {states // target_width} hidden states, and {len(chosen)} are named: {chosen}"
         )
+    if why := lacks_taps(target, chosen):
+        raise BadHead(f"{files.where} reads what enters layers {chosen} ({how}); {why}: is it for another target?")
     is_speculators = "speculators_model_type" in config
     shape = TrunkShape(
         sizes=sizes,
@@ -187,7 +189,7 @@ def read_taps(config: Mapping[str, Any], target: "PreTrainedModel", count: int) 
         return tuple(int(one) + 1 for one in after), "what leaves the layers before these"
     if count == 3:
         return default, "the default of all writers"
-    raise BadHead(f"the head reads {count} hidden states, and its config.json does not say which; say taps=(...)")
+    raise BadHead(f"the head reads {count} hidden states, and its config.json does not say which layers they enter")
 
 
 def _norms_of_features(files: HeadFiles) -> str:

@@ -101,7 +101,7 @@ def read_files(source: "str | Path | nn.Module") -> HeadFiles:
 
 def folder_of(source: "str | Path") -> Path:
     """Return the folder of a head on disk; one of the hub is fetched. Raises `MissingFile` if there is none."""
-    folder = Path(source)
+    folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download

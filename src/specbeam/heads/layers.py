@@ -70,6 +70,7 @@ class Rotary(nn.Module):
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         self.angles = LlamaRotaryEmbedding(config)
+        self.positions = int(config.max_position_embeddings)
 
     def forward(
         self, positions: Int64[Tensor, " rows"]

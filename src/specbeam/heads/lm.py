@@ -80,9 +80,12 @@ class TrunkLM:
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
 
     def is_ready(self, session: CacheOwner) -> bool:
-        """Return whether the head can draft for a session: its prompt was scored, and the text is not too long."""
+        """Return whether the head can draft for a session: its prompt was scored, and the text is not too long.
+
+        A prompt with rows by embedding has no tokens for the head to read.
+        """
         cache = session.state.get(self)
-        if cache is None:
+        if cache is None or min(session.prompt) < 0:
             return False
         return self.reach is None or int(cache.trie.positions.max()) < self.reach
 

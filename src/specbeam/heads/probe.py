@@ -65,6 +65,7 @@ class _Owner:
 def written_text(target: HuggingFaceLM, start: list[int], tokens: int = TOKENS) -> list[int]:
     """Return `start` with what the target writes after it, its likeliest token each time."""
     text = [*start]
+    tokens = min(tokens, target.max_positions or tokens)
     while len(text) < tokens:
         owner = _Owner(text)
         (scored,) = target.extend([owner], [Forest.rooted(text[-1:])])
@@ -136,7 +137,9 @@ def _changed(head: ReadHead, rope: dict[str, Any] | None = None, **shape: Any) -
     trunk.shape = replace(trunk.shape, **shape)
     if rope is not None:
         like = trunk.fc.weight
-        trunk.rotary = Rotary(rotary_config(trunk.shape.sizes, {}, rope)).to(like.device)
+        trunk.rotary = Rotary(
+            rotary_config(trunk.shape.sizes, {"max_position_embeddings": trunk.rotary.positions}, rope)
+        ).to(like.device)
     first, *others = trunk.layers
     if isinstance(first, PairLayer) and first.norms_residual != trunk.shape.norms_residual:
         first = copy.copy(first)

@@ -21,7 +21,7 @@ def is_head(source: object) -> bool:
     if isinstance(source, nn.Module):
         config = getattr(source, "config", None)
         return hasattr(config, "speculators_model_type") or not hasattr(source, "get_output_embeddings")
-    folder = Path(str(source))
+    folder = Path(str(source)).expanduser()
     if not folder.is_dir():
         return _is_head_of_hub(str(source))
     if not (folder / "config.json").is_file():

@@ -80,7 +80,7 @@ def beam_sampling(
         width: "fixed": always `beams`. "auto": few where the target is sure how its texts go on, as in `dsbd`.
         min_beams, mass: for width="auto", as in `dsbd`.
     """
-    require_at_least_one(beams=beams)
+    require_at_least_one(beams=beams, min_beams=1 if min_beams is None else min_beams)
     one_of("width", width, get_args(PlainWidthBy))
     policy = _width(width, beams, min_beams, None, mass)
     hf = _is_hf(semantics, replacement)
