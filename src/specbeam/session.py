@@ -153,7 +153,7 @@ class Parts:
     def needs(self) -> Needs:
         """What the parts and the models that draft ask of each row of the target, together."""
         asked = self.own_needs
-        for model in getattr(self.drafter, "models", ()):
+        for model in getattr(self.drafter, "models", None) or ():
             asked |= getattr(model, "needs_of_target", Needs())
         return asked
 

@@ -28,7 +28,7 @@ def target():
 @pytest.fixture(scope="module")
 def trained(target):
     """A head that was taught to draft for the target, for as long as it takes to tell readings apart."""
-    return taught(target, ReadHead(trunk_of(target.model, "eagle3, one norm", seed=3), None, "eagle3", {}, ROPE))
+    return taught(target, ReadHead(trunk_of(target.model, "eagle3, one norm", seed=3), None, ROPE))
 
 
 def taught(target, head, steps=150):
@@ -75,7 +75,7 @@ def test_another_reading_that_fits_better_is_taken_with_a_warning(target, traine
 
 
 def test_a_head_that_fits_nothing_is_named(target):
-    head = ReadHead(trunk_of(target.model, "eagle3", seed=9), None, "eagle3", {}, ROPE)
+    head = ReadHead(trunk_of(target.model, "eagle3", seed=9), None, ROPE)
     with torch.no_grad():
         head.trunk.lm_head.weight *= 50
     with pytest.warns(UserWarning, match="hardly fits the target"):
@@ -98,7 +98,7 @@ def test_fits_are_means_of_overlaps(target, trained):
             drafted = chain_logits(trained.trunk, tokens[: row + 2 + depth], given).softmax(-1)
             overlaps.append(float(torch.minimum(drafted, laws[row + 1 + depth]).sum()))
         expected.append(sum(overlaps) / len(overlaps))
-    found = fit_of(trained, target, text)
+    found = fit_of(trained, text)
     assert (found.first, found.second) == pytest.approx(tuple(expected), abs=1e-5)
     assert Overlap(0.5, 0.3).score == pytest.approx(0.4)
 
@@ -113,7 +113,7 @@ def test_readings_that_are_tried(target, trained):
     assert "positions without scaling" in [name for name, _ in other_readings(scaled, 2)]
     for _, one in other_readings(trained, 3):
         assert one.trunk.fc.weight is trained.trunk.fc.weight
-    eagle = ReadHead(trunk_of(target.model, "eagle"), None, "eagle", {}, ROPE)
+    eagle = ReadHead(trunk_of(target.model, "eagle"), None, ROPE)
     assert [name for name, _ in other_readings(eagle, 2)] == ["positions of base 10000"]
 
 

@@ -169,7 +169,7 @@ def ignores_drafts(width: Width) -> bool:
     A class that is derived from a policy may choose in another way, so it has to say so itself.
     """
     says = "ignores_drafts" in vars(type(width)) or "ignores_drafts" in getattr(width, "__dict__", {})
-    return says and bool(width.ignores_drafts)  # type: ignore[attr-defined]
+    return says and bool(getattr(width, "ignores_drafts", False))
 
 
 def width_spec(width: Width, by_noise: bool) -> "Widths | Width":

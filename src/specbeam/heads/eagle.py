@@ -33,18 +33,12 @@ class ReadHead:
 
     Attributes:
         tokens: which tokens of the target the head's are; None: the same.
-        kind: the name of its format.
-        notes: what was read, by field, for people.
         rope: the parameters of its positions.
-        depth: number of tokens that its makers draft with it; None if the files do not say.
     """
 
     trunk: PairTrunk
     tokens: Int64[Tensor, " draft_vocab"] | None
-    kind: str
-    notes: dict[str, Any]
     rope: dict[str, Any]
-    depth: int | None = None
 
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -88,8 +82,7 @@ def read_eagle(files: HeadFiles, target: "PreTrainedModel") -> ReadHead:
     trunk = PairTrunk(shape, rotary_config(sizes, config, rope), embedding, _head_of(target))
     _fill(trunk, files)
     files.check_all_taken()
-    notes = {"hidden states": "the last one", "bias of fc": has_bias, "layers": layers}
-    return ReadHead(trunk, None, "eagle", notes, rope)
+    return ReadHead(trunk, None, rope)
 
 
 def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> ReadHead:
@@ -155,15 +148,7 @@ def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ..
     tokens = read_tokens(files, shape.draft_vocab, _head_of(target).weight.shape[0])
     _fill(trunk, files)
     files.check_all_taken()
-    notes = {
-        "hidden states": f"{chosen} ({how})",
-        "layers": layers,
-        "draft vocabulary": shape.draft_vocab,
-        "norms of features": shape.norms_features,
-        "norm before residual": shape.norms_residual,
-        "feeds back normed states": shape.feeds_normed,
-    }
-    return ReadHead(trunk, tokens, "eagle3", notes, rope, _depth_of(config))
+    return ReadHead(trunk, tokens, rope)
 
 
 def read_taps(config: Mapping[str, Any], target: "PreTrainedModel", count: int) -> tuple[tuple[int, ...], str]:
@@ -231,13 +216,6 @@ def rotary_config(sizes: LayerSizes, core: Mapping[str, Any], rope: dict[str, An
     )
 
 
-def _depth_of(config: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens that speculators drafts with a head; None if its files do not say."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    found = methods[0].get("speculative_tokens")
-    return found if isinstance(found, int) else None
-
-
 def _target_width(target: "PreTrainedModel") -> int:
     return int(target.config.get_text_config().hidden_size)
 
@@ -281,12 +259,14 @@ def _own_head(files: HeadFiles, count: int, width: int, embedding: Any, target: 
     return found
 
 
-@torch.no_grad()
 def _fill(trunk: PairTrunk, files: HeadFiles) -> None:
-    """Copy the tensors of the files into the trunk, which is then where the target's embedding is, in its type."""
+    """Take the tensors of the files for the trunk's own weights, in the type and place of the target's embedding.
+
+    The embedding and the matrix that makes logits may be the target's: they stay as and where they are.
+    """
     like = trunk.embed_tokens.weight
-    trunk.to(device=like.device, dtype=like.dtype)
+    trunk.rotary.to(like.device)
     for name, weight in trunk.named_parameters():
         if not name.startswith(("embed_tokens.", "lm_head.")):
-            weight.copy_(files.take(name, *weight.shape))
+            weight.data = files.take(name, *weight.shape).to(like)
             weight.requires_grad_(False)

@@ -52,7 +52,6 @@ class TrunkLM:
         trunk: the head.
         vocab: number of tokens of the target.
         tokens: int64[draft_vocab], which tokens of the target the head's are, ascending; None: the same.
-        reach: number of positions that the head was trained for, beyond which it drafts nothing; None: no limit.
 
     Attributes:
         needs_of_target: what the target has to hand out for the head.
@@ -62,17 +61,10 @@ class TrunkLM:
     keeps_nodes = True
     max_positions: int | None = None
 
-    def __init__(
-        self,
-        trunk: PairTrunk,
-        vocab: int,
-        tokens: Int64[Tensor, " draft_vocab"] | None = None,
-        reach: int | None = None,
-    ) -> None:
+    def __init__(self, trunk: PairTrunk, vocab: int, tokens: Int64[Tensor, " draft_vocab"] | None = None) -> None:
         self.trunk = trunk.eval()
         self.vocab = vocab
         self.tokens = tokens
-        self.reach = reach
         taps = tuple(tap for tap in trunk.shape.taps if tap != FINAL)
         self.needs_of_target = Needs(hidden=FINAL in trunk.shape.taps, prompt=True, taps=taps)
         self.device = trunk.fc.weight.device
@@ -80,14 +72,8 @@ class TrunkLM:
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
 
     def is_ready(self, session: CacheOwner) -> bool:
-        """Return whether the head can draft for a session: its prompt was scored, and the text is not too long.
-
-        A prompt with rows by embedding has no tokens for the head to read.
-        """
-        cache = session.state.get(self)
-        if cache is None or min(session.prompt) < 0:
-            return False
-        return self.reach is None or int(cache.trie.positions.max()) < self.reach
+        """Return whether the head can draft for a session: its prompt was scored, and has no rows by embedding."""
+        return self in session.state and min(session.prompt) >= 0
 
     @torch.inference_mode()
     def extend(

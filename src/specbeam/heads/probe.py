@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -44,10 +45,11 @@ class Overlap:
 
 @dataclass(frozen=True, eq=False)
 class ProbedText:
-    """A text of the target: its tokens, and the target's hidden states of all of them but the last."""
+    """A text of the target: its tokens, and what the target made of all of them but the last."""
 
     tokens: Int64[Tensor, " tokens"]
-    states: dict[int, Float[Tensor, "before size"]]  # by `Needs.columns`
+    states: dict[int, Float[Tensor, "before size"]]  # hidden states, by `Needs.columns`
+    laws: Float[Tensor, "before vocab"]  # of the next token
 
     def states_at(self, taps: tuple[int, ...]) -> Float[Tensor, "before columns"]:
         """Return the hidden states at some taps, side by side."""
@@ -75,30 +77,34 @@ def written_text(target: HuggingFaceLM, start: list[int], tokens: int = TOKENS) 
 
 
 def probed_text(target: HuggingFaceLM, text: list[int], taps: tuple[int, ...]) -> ProbedText:
-    """Return a text with the target's hidden states at these taps, and with those that its head reads."""
+    """Return a text with the target's laws, and with its hidden states at these taps and those that its head reads.
+
+    The text is scored as a draft of one chain, so that the laws are those that decoding sees.
+    """
     layers = tuple(sorted({tap for tap in taps if tap != FINAL}))
-    needs = Needs(logits=True, hidden=True, prompt=True, taps=layers)
-    owner = _Owner(text)
-    (scored,) = target.extend([owner], [Forest.rooted(text[-1:])], [needs])
+    needs = Needs(logits=True, hidden=True, taps=layers)
+    owner = _Owner(text[:1])
+    chain = Forest.rooted(text[:1]).grown(text[1:-1], np.arange(len(text) - 2))
+    (scored,) = target.extend([owner], [chain], [needs])
+    # Copies may be read where gradients are wanted, and after the cache is closed.
+    laws = scored.logits.clone().float().softmax(-1)
+    parts = scored.hidden.clone().chunk(len(needs.columns), -1)
     target.close(owner)
-    parts = scored.prompt.clone().chunk(len(needs.columns), -1)  # a clone may be read where gradients are wanted
-    return ProbedText(torch.tensor(text), dict(zip(needs.columns, parts, strict=True)))
+    return ProbedText(torch.tensor(text), dict(zip(needs.columns, parts, strict=True)), laws)
 
 
 @torch.inference_mode()
-def fit_of(head: ReadHead, target: HuggingFaceLM, text: ProbedText) -> Overlap:
-    """Return how well a head fits a target on a text."""
+def fit_of(head: ReadHead, text: ProbedText) -> Overlap:
+    """Return how well a head fits the target that has made a text."""
     trunk = head.trunk
     device = trunk.fc.weight.device
     features = trunk.features(text.states_at(trunk.shape.taps).to(device))
     steps = unrolled(trunk, text.tokens[1:].to(device), features, 2)
-    matrix = target.model.get_output_embeddings()
-    laws = matrix(text.states[FINAL].to(matrix.weight)).float().softmax(-1)
     overlaps = []
     for step, states in enumerate(steps):
         drafted = trunk.logits(states).float().softmax(-1)
         # Row i of step s stands at token i + 1 + s, and so drafts what the target's law behind that token is for.
-        wanted = laws[1 + step : 1 + step + len(drafted)]
+        wanted = text.laws[1 + step : 1 + step + len(drafted)]
         if head.tokens is not None:
             wanted = wanted[:, head.tokens.to(wanted.device)]
         overlaps.append(float(torch.minimum(wanted.cpu(), drafted[: len(wanted)].cpu()).sum(-1).mean()))
@@ -176,11 +182,11 @@ def probed(head: ReadHead, target: HuggingFaceLM, start: list[int]) -> Probed:
     taps = {tap for tap in head.trunk.shape.taps if tap != FINAL}
     near = {tap + offset for tap in taps for offset in (-2, -1, 0, 1, 2) if 0 <= tap + offset <= layers}
     text = probed_text(target, written_text(target, start), tuple(near))
-    documented = best = fit_of(head, target, text)
+    documented = best = fit_of(head, text)
     found = head
     changes: tuple[str, ...] = ()
     while True:
-        others = [(name, one, fit_of(one, target, text)) for name, one in other_readings(found, layers)]
+        others = [(name, one, fit_of(one, text)) for name, one in other_readings(found, layers)]
         others = [(name, one, fit) for name, one, fit in others if name not in changes]
         if not others:
             break

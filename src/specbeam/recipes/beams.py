@@ -206,8 +206,9 @@ def _width(width: str, beams: int, min_beams: int | None, threshold: float | Non
     if min_beams is not None and min_beams > beams:
         raise BadSetting(f"min_beams is {min_beams}, beams is {beams}; min_beams must be at most beams")
     for name, value in (("threshold", threshold), ("mass", mass)):
-        if value is not None and not 0 <= value <= 1:
-            raise BadSetting(f"{name} is {value}; it is a probability, in [0, 1]")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value <= 1):
+            raise BadSetting(f"{name} is {value!r}; it is a probability, in [0, 1]")
     if width == "auto":
         return NucleusWidth(beams, min_beams or min(2, beams), MASS if mass is None else float(mass))
     if width == "dynamic":
