@@ -133,7 +133,7 @@ def load(
         found = read_head(head, target_model)
         if probe:
             found = probed(found, target_lm, _first_tokens(loaded_tokenizer, target_lm.vocab)).head
-        draft_lm = head_model(found, target_model)
+        draft_lm = head_model(found, target_lm.vocab)
     else:
         draft_lm = None
         if draft_model is not None:

@@ -59,7 +59,7 @@ class Checked(TrunkLM):
         is_scored = [True] * len(text) + [one in forest.known.nodes for one in nodes]
         features = self.features_of(tokens)
         given = [features[place] if is_scored[place] else None for place in range(len(tokens) - 1)]
-        self.largest = max(self.largest, float((chain_logits(self.trunk, tokens, given) - row).abs().max()))
+        self.largest = max(self.largest, float((chain_logits(self.head, tokens, given) - row).abs().max()))
         self.compared += 1
 
     @torch.inference_mode()
@@ -80,7 +80,7 @@ class Checked(TrunkLM):
         self.target(input_ids=torch.tensor([tokens]))
         for handle in handles:
             handle.remove()
-        return self.trunk.features(torch.cat([states[tap] for tap in self.trunk.shape.taps], -1))
+        return self.head.features(torch.cat([states[tap] for tap in self.head.shape.taps], -1))
 
 
 METHODS = {

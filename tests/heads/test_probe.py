@@ -1,14 +1,10 @@
 """The probe: a head that was read in a wrong way is recognised by how well it drafts."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from specbeam.heads import probe
-from specbeam.heads.eagle import ReadHead
-from specbeam.heads.probe import Overlap, _changed, fit_of, other_readings, probed, probed_text, written_text
-from specbeam.heads.unroll import unrolled
+from specbeam.heads.probe import Overlap, fit_of, probed, probed_text, written_text
 from specbeam.lm.huggingface import HuggingFaceLM
 from tests.support.heads import VOCAB, chain_logits, trunk_of
 from tests.support.tiny_models import tiny
@@ -28,28 +24,22 @@ def target():
 @pytest.fixture(scope="module")
 def trained(target):
     """A head that was taught to draft for the target, for as long as it takes to tell readings apart."""
-    return taught(target, ReadHead(trunk_of(target.model, "eagle3, one norm", seed=3), None, ROPE))
+    return taught(target, trunk_of(target.model, "eagle3, one norm", seed=3).changed(ROPE))
 
 
 def taught(target, head, steps=150):
     texts = [probed_text(target, written_text(target, [first, first + 1], 40), (0, 1, 2)) for first in range(2, 10)]
-    trunk = head.trunk
-    learning = [weight for name, weight in trunk.named_parameters() if "embed_tokens" not in name]
+    learning = [weight for name, weight in head.named_parameters() if "embed_tokens" not in name]
     optimiser = torch.optim.Adam(learning, 1e-2)
-    matrix = target.model.get_output_embeddings()
     for step in range(steps):
-        text = texts[step % len(texts)]
-        laws = matrix(text.states[-1].clone()).softmax(-1).detach()
-        features = trunk.features(text.states_at(trunk.shape.taps).clone())
+        trees, laws = texts[step % len(texts)]
         loss = torch.zeros(())
-        for depth, states in enumerate(unrolled(trunk, text.tokens[1:], features, 2)):
-            wanted = laws[1 + depth :]
-            drafted = trunk.logits(states)[: len(wanted)].log_softmax(-1)
-            loss = loss - (wanted * drafted).sum(-1).mean()
+        for nodes, logits in head.drafts(trees, 2, torch.ones_like(trees.tokens, dtype=torch.bool)):
+            loss = loss - (laws[nodes] * logits.log_softmax(-1)).sum(-1).mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    for weight in trunk.parameters():
+    for weight in head.parameters():
         weight.requires_grad_(False)
     return head
 
@@ -65,56 +55,54 @@ def test_a_head_that_is_read_as_it_was_trained_stays_as_it_is(target, trained, r
 
 def test_another_reading_that_fits_better_is_taken_with_a_warning(target, trained):
     """Read as if the numbers of its hidden states meant what leaves a layer, and not what enters it."""
-    wrong = _changed(trained, taps=(0, 1))
+    wrong = trained.changed(taps=(0, 1))
     with pytest.warns(UserWarning, match="read with hidden states one layer later, against its files"):
         found = probed(wrong, target, [3, 4])
     assert found.changes[0] == "hidden states one layer later"
     assert found.fit.score > found.documented.score + probe.CLEARLY
-    assert found.head.trunk.shape.taps == (1, 2)
-    assert wrong.trunk.shape.taps == (0, 1)  # what was given stays as it was
+    assert found.head.shape.taps == (1, 2)
+    assert wrong.shape.taps == (0, 1)  # what was given stays as it was
 
 
 def test_a_head_that_fits_nothing_is_named(target):
-    head = ReadHead(trunk_of(target.model, "eagle3", seed=9), None, ROPE)
+    head = trunk_of(target.model, "eagle3", seed=9).changed(ROPE)
     with torch.no_grad():
-        head.trunk.lm_head.weight *= 50
+        head.lm_head.weight *= 50
     with pytest.warns(UserWarning, match="hardly fits the target"):
         probed(head, target, [3, 4])
 
 
 def test_fits_are_means_of_overlaps(target, trained):
     """Of the first draft behind each token, and of the second: row by row, by chains."""
-    text = probed_text(target, written_text(target, [5, 6], 12), (0, 1, 2))
-    tokens = text.tokens.tolist()
-    matrix = target.model.get_output_embeddings()
+    trees, laws = probed_text(target, written_text(target, [5, 6], 12), (0, 1, 2))
+    tokens = trees.tokens[0].tolist()
     with torch.inference_mode():
-        laws = matrix(text.states[-1]).softmax(-1)
-        features = trained.trunk.features(text.states_at((1, 2)))
+        features = trained.features(trees.states_at((1, 2))[0])
     expected = []
-    for depth in (0, 1):
+    for depth in (1, 2):
         overlaps = []
-        for row in range(len(tokens) - 2 - depth):
-            given = [*features[: row + 1], *[None] * depth]
-            drafted = chain_logits(trained.trunk, tokens[: row + 2 + depth], given).softmax(-1)
-            overlaps.append(float(torch.minimum(drafted, laws[row + 1 + depth]).sum()))
+        for last in range(depth, len(tokens)):
+            given = [*features[: last + 1 - depth], *[None] * (depth - 1)]
+            drafted = chain_logits(trained, tokens[: last + 1], given).softmax(-1)
+            overlaps.append(float(torch.minimum(drafted, laws[last]).sum()))
         expected.append(sum(overlaps) / len(overlaps))
-    found = fit_of(trained, text)
+    found = fit_of(trained, probe.ProbedText(trees, laws))
     assert (found.first, found.second) == pytest.approx(tuple(expected), abs=1e-5)
     assert Overlap(0.5, 0.3).score == pytest.approx(0.4)
 
 
 def test_readings_that_are_tried(target, trained):
-    names = [name for name, _ in other_readings(trained, 3)]
+    names = [name for name, _ in trained.other_readings(3)]
     assert names == [
         "hidden states one layer earlier", "hidden states one layer later", "positions of base 10000", "attention added to the normed feature",
         "normed states fed back",
     ]  # fmt: skip
-    scaled = replace(trained, rope={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0})
-    assert "positions without scaling" in [name for name, _ in other_readings(scaled, 2)]
-    for _, one in other_readings(trained, 3):
-        assert one.trunk.fc.weight is trained.trunk.fc.weight
-    eagle = ReadHead(trunk_of(target.model, "eagle"), None, ROPE)
-    assert [name for name, _ in other_readings(eagle, 2)] == ["positions of base 10000"]
+    scaled = trained.changed({"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0})
+    assert "positions without scaling" in [name for name, _ in scaled.other_readings(2)]
+    for _, one in trained.other_readings(3):
+        assert one.fc.weight is trained.fc.weight
+    eagle = trunk_of(target.model, "eagle").changed(ROPE)
+    assert [name for name, _ in eagle.other_readings(2)] == ["positions of base 10000"]
 
 
 def test_the_text_is_what_the_target_writes(target):

@@ -17,7 +17,7 @@ from specbeam.generation import turns_of
 from specbeam.heads.eagle import read_taps
 from specbeam.heads.lm import TrunkLM
 from specbeam.heads.read import is_head, read_head
-from specbeam.heads.unroll import unrolled
+from specbeam.heads.trees import chain_of
 from tests.support.heads import chain_logits
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -43,7 +43,7 @@ def test_logits_are_those_of_another_implementation(name, target):
     head = read_head(GOLDEN / name, target)
     golden = load_file(GOLDEN / f"{name}.oracle.safetensors")
     with torch.inference_mode():
-        features = head.trunk.features(golden["states"])
+        features = head.features(golden["states"])
     ids = golden["ids"].tolist()
     steps = sum(key.startswith("logits") for key in golden)
     assert steps >= 2
@@ -51,7 +51,7 @@ def test_logits_are_those_of_another_implementation(name, target):
         for row in range(len(ids) - step):
             text = [0, *ids[: row + 1 + step]]
             given = [*features[: row + 1], *[None] * step]
-            found = chain_logits(head.trunk, text, given)
+            found = chain_logits(head, text, given)
             torch.testing.assert_close(found, golden[f"logits{step}"][row], atol=CLOSE, rtol=CLOSE)
 
 
@@ -94,11 +94,11 @@ def test_the_older_names_of_a_layer_are_read_too(target, tmp_path):
     own = {name: core[name] for name in fields} | {"draft_vocab_size": 20, "architectures": ["LlamaForCausalLMEagle3"]}
     write(tmp_path, own, older)
     head = read_head(tmp_path, target)
-    assert head.trunk.shape.taps == (2, 4, 5)
-    assert head.rope["rope_theta"] == 10000
+    assert head.shape.taps == (2, 4, 5)
+    assert head.rotary.rope["rope_theta"] == 10000
     assert len(head.tokens) == 20
     other = read_head(GOLDEN / "two_layers", target)
-    assert head.trunk.fc.weight.equal(other.trunk.fc.weight)
+    assert head.fc.weight.equal(other.fc.weight)
     assert torch.equal(head.tokens, other.tokens)
 
 
@@ -218,7 +218,7 @@ def test_what_is_a_head(target, tmp_path):
 def test_a_head_reads_its_own_rows_of_tokens_that_it_knows(target):
     """A restricted vocabulary: the other tokens have no odds in the draft."""
     pair = sb.load(target, draft=GOLDEN / "two_layers", probe=False)
-    known = set(pair.draft.tokens.tolist())
+    known = set(pair.draft.head.tokens.tolist())
     for turn in turns_of(pair, [3, 4, 5], sb.dsbd(2, 4, 3), max_new_tokens=12, seed=1):
         forest = turn.forest
         below_drafts = (forest.parents >= 0) & ~np.isin(forest.parents, forest.known.nodes)
@@ -227,13 +227,16 @@ def test_a_head_reads_its_own_rows_of_tokens_that_it_knows(target):
 
 @pytest.mark.parametrize("name", [*SPECULATORS, EAGLE])
 def test_whole_texts_are_unrolled_as_drafts_are_made(name, target):
-    """All rows of a step at once, against the other implementation."""
+    """All rows of a step at once, against the other implementation, whose row r is that of token r + 1."""
     head = read_head(GOLDEN / name, target)
     golden = load_file(GOLDEN / f"{name}.oracle.safetensors")
     steps = sum(key.startswith("logits") for key in golden)
+    states = torch.cat([golden["states"], torch.zeros(1, golden["states"].shape[1])])
+    tokens = torch.cat([torch.tensor([0]), golden["ids"]])
+    parts = dict(zip(head.taps, states.chunk(len(head.taps), -1), strict=True))
+    trees = chain_of(tokens, parts)
     with torch.inference_mode():
-        features = head.trunk.features(golden["states"])
-        found = [head.trunk.logits(one) for one in unrolled(head.trunk, golden["ids"], features, steps)]
-    for step, rows in enumerate(found):
-        assert len(rows) == len(golden["ids"]) - step
-        torch.testing.assert_close(rows, golden[f"logits{step}"][: len(rows)], atol=CLOSE, rtol=CLOSE)
+        drafts = head.drafts(trees, steps, torch.ones_like(trees.tokens, dtype=torch.bool))
+    for step, (nodes, logits) in enumerate(drafts):
+        assert nodes.tolist() == list(range(step + 1, len(tokens)))
+        torch.testing.assert_close(logits, golden[f"logits{step}"][: len(nodes)], atol=CLOSE, rtol=CLOSE)

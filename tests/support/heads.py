@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from specbeam.heads.layers import LayerSizes
+from specbeam.heads.layers import LayerSizes, Rotary
 from specbeam.heads.lm import TrunkLM
 from specbeam.heads.trunk import PairTrunk, TrunkShape
 from specbeam.records import FINAL
@@ -30,7 +30,8 @@ def trunk_of(model, kind, layers=1, draft_vocab=None, seed=0):
         sizes=reads_width, layers=layers, target_width=width, draft_vocab=draft_vocab or VOCAB, **settings
     )
     head = torch.nn.Linear(width, draft_vocab or VOCAB, bias=False)
-    trunk = PairTrunk(shape, model.config, model.get_input_embeddings(), head)
+    rotary = Rotary(reads_width, model.config.rope_parameters)
+    trunk = PairTrunk(shape, rotary, model.get_input_embeddings(), head)
     for name, weight in trunk.named_parameters():
         if "embed_tokens" not in name and weight.ndim == 1:
             weight.data.uniform_(0.5, 1.5)

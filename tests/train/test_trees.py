@@ -6,7 +6,8 @@ import torch
 
 import specbeam as sb
 from specbeam.generation import turns_of
-from specbeam.train.batches import batches_of, lineage, tree_batch
+from specbeam.heads.trees import lineage
+from specbeam.train.batches import batches_of, tree_batch
 from specbeam.train.draft import tree_logits
 from specbeam.train.drawing import DrawPlan, add_turns, drawn_trees
 from specbeam.train.losses import draft_loss, overlap

@@ -30,7 +30,107 @@ class PairRows:
         return self.cache.attend(self.feed, layer, queries, keys, values)
 
 
-class PairCache:
+class NodeCache:
+    """A trie of the live nodes of a session, with the features of those that the target has scored.
+
+    Args:
+        prompt: the tokens of the trie at first.
+        first: features of the first local nodes, float[nodes, width]; there is one local node more than tokens, the first of
+            which is the empty path.
+        is_scored: bool[tokens + 1], which local nodes have such a feature.
+    """
+
+    def __init__(
+        self, prompt: list[int], first: Float[Tensor, "nodes width"], is_scored: Bool[np.ndarray, " all"]
+    ) -> None:
+        self.trie = KVTrie(prompt)
+        # By local node: its feature, and whether the target has scored it.
+        self.features = first.new_zeros(len(is_scored), first.shape[1])
+        self.features[torch.from_numpy(is_scored)] = first
+        self.is_scored = is_scored
+        self.answered = 0  # number of forest nodes whose rows were asked for in this turn
+
+    def enter(self, forest: Forest) -> Int64[np.ndarray, " wanted"]:
+        """Add the new nodes of a forest; return the local nodes that are asked for: those that are new and not known."""
+        self.trie.enter(forest)
+        self.make_rows()
+        wanted = unknown_nodes(self.answered, forest.size, forest.known.nodes)
+        self.answered = forest.size
+        return self.trie.local[wanted]
+
+    def make_rows(self) -> None:
+        """Make room for what is kept of all local nodes."""
+        more = self.trie.size - len(self.is_scored)
+        if more > 0:
+            self.features = with_more_rows(self.features, more)
+            self.is_scored = np.concatenate([self.is_scored, np.zeros(more, dtype=bool)])
+
+    def settle(self, turn: Turn, features: Float[Tensor, "nodes width"]) -> None:
+        """Keep what the surviving beams need.
+
+        Args:
+            features: of the forest nodes that the target has scored in this turn, ascending.
+        """
+        forest = turn.forest
+        kept = int((forest.parents[forest.known.nodes] >= 0).sum())
+        start = forest.roots + kept  # what the forest began with, none of which is a draft of this turn
+        self.rewind(start)
+        self.trie.enter(forest)
+        self.make_rows()
+        fresh = self.trie.local[turn.scored_nodes]
+        self.features[torch.from_numpy(fresh).to(self.features.device)] = features
+        self.is_scored[fresh] = True
+        former, _ = self.trie.settle(turn)
+        self.keep(former)
+        self.answered = 0
+
+    def rewind(self, nodes: int) -> None:
+        """Take back the rows of all nodes of this turn's forest but the first `nodes`."""
+        if self.trie.known > nodes:
+            self.keep(self.trie.rewind(nodes))
+        self.answered = min(self.answered, nodes)
+
+    def keep(self, former: Int64[np.ndarray, " left"]) -> None:
+        """Keep what there is of the local nodes that remain; -1 and numbers beyond stand for nodes without any."""
+        known = former < len(self.is_scored)
+        at = np.where(known, former, 0)
+        self.take(torch.from_numpy(at).to(self.features.device))
+        self.is_scored = self.is_scored[at] & known
+
+    def take(self, at: Int64[Tensor, " left"]) -> None:
+        """Keep the rows of these local nodes."""
+        self.features = self.features[at]
+
+
+def with_more_rows(rows: Float[Tensor, "rows width"], more: int) -> Float[Tensor, "all width"]:
+    """Return rows with `more` rows of zeros after them."""
+    return torch.cat([rows, rows.new_zeros(more, rows.shape[1])])
+
+
+class KeptRows:
+    """The keys and values of the stored nodes of a session, by layer and slot."""
+
+    def __init__(self, like: Tensor, sizes: LayerSizes, layers: int) -> None:
+        empty = like.new_zeros(0, sizes.kv_heads, sizes.head_size)
+        self.keys = [empty] * layers
+        self.values = [empty] * layers
+
+    def reserve(self, slots: int) -> None:
+        """Make room for this number of slots."""
+        for kept in (self.keys, self.values):
+            for layer, rows in enumerate(kept):
+                missing = slots - len(rows)
+                if missing > 0:
+                    kept[layer] = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+
+    def store(self, layer: int, slots: Int64[np.ndarray, " rows"], keys: Tensor, values: Tensor) -> None:
+        """Keep the keys and values of a layer in slots, float[rows, kv_heads, size] each."""
+        at = torch.from_numpy(slots).to(keys.device)
+        self.keys[layer][at] = keys
+        self.values[layer][at] = values
+
+
+class PairCache(NodeCache):
     """The rows of one session in a pair trunk.
 
     Row v is that of the pair (feature of the node above v, token of v). The first token of a text has no row: it is the
@@ -45,32 +145,19 @@ class PairCache:
     """
 
     def __init__(self, prompt: list[int], first: Float[Tensor, "before width"], sizes: LayerSizes, layers: int) -> None:
-        self.trie = KVTrie(prompt[1:])
-        self.sizes = sizes
-        # By local node: its feature, whether the target has scored it, and the head's own state.
-        self.features = first.new_zeros(len(prompt), first.shape[1])
-        self.features[: len(first)] = first
-        self.is_scored = np.arange(len(prompt)) < len(first)
-        self.states = torch.zeros_like(self.features)
-        empty = first.new_zeros(0, sizes.kv_heads, sizes.head_size)
-        self.keys = [empty] * layers
-        self.values = [empty] * layers
-        self.answered = 0  # number of forest nodes whose rows were asked for in this turn
+        super().__init__(prompt[1:], first, np.arange(len(prompt)) < len(first))
+        self.states = torch.zeros_like(self.features)  # the head's own, by local node
+        self.kept = KeptRows(first, sizes, layers)
 
-    def enter(self, forest: Forest) -> Int64[np.ndarray, " wanted"]:
-        """Add the new nodes of a forest; return the local nodes that are asked for: those that are new and not known."""
-        self.trie.enter(forest)
-        self._make_rows()
-        wanted = unknown_nodes(self.answered, forest.size, forest.known.nodes)
-        self.answered = forest.size
-        return self.trie.local[wanted]
+    def make_rows(self) -> None:
+        """See `NodeCache.make_rows`."""
+        super().make_rows()
+        self.states = with_more_rows(self.states, len(self.features) - len(self.states))
 
-    def _make_rows(self) -> None:
-        more = self.trie.size - len(self.features)
-        if more > 0:
-            self.features = torch.cat([self.features, self.features.new_zeros(more, self.features.shape[1])])
-            self.states = torch.cat([self.states, self.states.new_zeros(more, self.states.shape[1])])
-            self.is_scored = np.concatenate([self.is_scored, np.zeros(more, dtype=bool)])
+    def take(self, at: Int64[Tensor, " left"]) -> None:
+        """See `NodeCache.take`."""
+        super().take(at)
+        self.states = self.states[at]
 
     def next_rows(self) -> "PairRows | None":
         """Give slots to the next pending nodes that have something to read, and return them; None if none is left."""
@@ -85,57 +172,17 @@ class PairCache:
         read = torch.from_numpy(above).to(self.features.device)
         is_scored = torch.from_numpy(self.is_scored[above]).to(self.features.device)
         feed = trie.feed(count)
-        for kept in (self.keys, self.values):
-            for layer, rows in enumerate(kept):
-                missing = trie.capacity - len(rows)
-                if missing > 0:
-                    kept[layer] = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+        self.kept.reserve(trie.capacity)
         return PairRows(self, feed, self.features[read], self.states[read], is_scored)
 
     def attend(self, feed: Feed, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store keys and values of fed rows; return what they and the rows above them make of the queries."""
-        device = queries.device
-        slots = torch.from_numpy(feed.slots).to(device)
-        self.keys[layer][slots] = keys
-        self.values[layer][slots] = values
+        self.kept.store(layer, feed.slots, keys, values)
         extent = self.trie.extent
-        seen = torch.from_numpy(np.ascontiguousarray(feed.seen[:, :extent])).to(device)
-        return attended(queries, self.keys[layer][:extent], self.values[layer][:extent], seen)
+        seen = torch.from_numpy(np.ascontiguousarray(feed.seen[:, :extent])).to(queries.device)
+        return attended(queries, self.kept.keys[layer][:extent], self.kept.values[layer][:extent], seen)
 
     def learn(self, count: int, states: Float[Tensor, "rows width"]) -> None:
         """Keep the head's states of the `count` nodes that were stored last."""
         stored = self.trie.stored
         self.states[stored - count : stored] = states
-
-    def settle(self, turn: Turn, features: Float[Tensor, "nodes width"]) -> None:
-        """Keep what the surviving beams need.
-
-        Args:
-            features: of the forest nodes that the target has scored in this turn, ascending.
-        """
-        forest = turn.forest
-        kept = int((forest.parents[forest.known.nodes] >= 0).sum())
-        start = forest.roots + kept  # what the forest began with, none of which is a draft of this turn
-        self.rewind(start)
-        self.trie.enter(forest)
-        self._make_rows()
-        fresh = self.trie.local[turn.scored_nodes]
-        self.features[torch.from_numpy(fresh).to(self.features.device)] = features
-        self.is_scored[fresh] = True
-        former, _ = self.trie.settle(turn)
-        self._keep(former)
-        self.answered = 0
-
-    def rewind(self, nodes: int) -> None:
-        """Take back the rows of all nodes of this turn's forest but the first `nodes`."""
-        if self.trie.known > nodes:
-            self._keep(self.trie.rewind(nodes))
-        self.answered = min(self.answered, nodes)
-
-    def _keep(self, former: Int64[np.ndarray, " left"]) -> None:
-        """Keep the rows of the local nodes that remain; -1 and numbers beyond stand for nodes without any."""
-        known = former < len(self.features)
-        at = torch.from_numpy(np.where(known, former, 0)).to(self.features.device)
-        self.features = self.features[at]
-        self.states = self.states[at]
-        self.is_scored = self.is_scored[np.where(known, former, 0)] & known

@@ -5,17 +5,15 @@ no law, it only makes worse drafts.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Int64
-from torch import Tensor, nn
+from torch import nn
 
 from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.errors import BadHead
 from specbeam.heads.files import HeadFiles
-from specbeam.heads.layers import LayerSizes
+from specbeam.heads.layers import BASE, LayerSizes, Rotary
 from specbeam.heads.trunk import PairTrunk, TrunkShape
 from specbeam.heads.vocabulary import read_tokens
 from specbeam.records import FINAL
@@ -23,22 +21,7 @@ from specbeam.records import FINAL
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BASE = 10000.0  # of the positions, where a file does not say: never that of the target
 REFUSED = ("kv_a_proj_with_mqa", "parallel_draft_heads")  # parts of names of heads that cannot be read
-
-
-@dataclass(frozen=True, eq=False)
-class ReadHead:
-    """A pair trunk as it was read.
-
-    Attributes:
-        tokens: which tokens of the target the head's are; None: the same.
-        rope: the parameters of its positions.
-    """
-
-    trunk: PairTrunk
-    tokens: Int64[Tensor, " draft_vocab"] | None
-    rope: dict[str, Any]
 
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -56,7 +39,7 @@ def is_eagle(names: Collection[str]) -> bool:
     return "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names and "norm.weight" not in names
 
 
-def read_eagle(files: HeadFiles, target: "PreTrainedModel") -> ReadHead:
+def read_eagle(files: HeadFiles, target: "PreTrainedModel") -> PairTrunk:
     """Return an EAGLE-1, EAGLE-2 or HASS head; they are of one format. Raises `BadHead` if it cannot be read."""
     config = files.config
     width = _target_width(target)
@@ -77,15 +60,14 @@ def read_eagle(files: HeadFiles, target: "PreTrainedModel") -> ReadHead:
     layers = int(files.number("num_hidden_layers", 1))
     vocab = _head_of(target).weight.shape[0]
     shape = TrunkShape(sizes, layers, (FINAL,), width, "projection", vocab, joins_bias=has_bias, norms_output=False)
-    rope = _rope_of_eagle(config)
-    embedding = _embedding(files, target, width)
-    trunk = PairTrunk(shape, rotary_config(sizes, config, rope), embedding, _head_of(target))
+    rotary = Rotary(sizes, _rope_of_eagle(config), _positions(config))
+    trunk = PairTrunk(shape, rotary, _embedding(files, target, width), _head_of(target))
     _fill(trunk, files)
     files.check_all_taken()
-    return ReadHead(trunk, None, rope)
+    return trunk
 
 
-def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> ReadHead:
+def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> PairTrunk:
     """Return an EAGLE-3 head.
 
     Args:
@@ -141,14 +123,14 @@ def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ..
         # SpecForge's field of the same name says something else: its heads feed back states before the norm.
         feeds_normed=is_speculators and files.flag("norm_output", default=False),
     )
-    rope = _rope_parameters(core)
+    rotary = Rotary(sizes, _rope_parameters(core), _positions(core))
     embedding = _embedding(files, target, width)
     head = _own_head(files, shape.draft_vocab, width, embedding, target)
-    trunk = PairTrunk(shape, rotary_config(sizes, core, rope), embedding, head)
     tokens = read_tokens(files, shape.draft_vocab, _head_of(target).weight.shape[0])
+    trunk = PairTrunk(shape, rotary, embedding, head, tokens)
     _fill(trunk, files)
     files.check_all_taken()
-    return ReadHead(trunk, tokens, rope)
+    return trunk
 
 
 def read_taps(config: Mapping[str, Any], target: "PreTrainedModel", count: int) -> tuple[tuple[int, ...], str]:
@@ -202,18 +184,9 @@ def _rope_of_eagle(config: Mapping[str, Any]) -> dict[str, Any]:
     return _rope_parameters(config)
 
 
-def rotary_config(sizes: LayerSizes, core: Mapping[str, Any], rope: dict[str, Any]) -> Any:
-    """Return a configuration from which transformers makes the angles of positions."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        hidden_size=sizes.width,
-        num_attention_heads=sizes.heads,
-        num_key_value_heads=sizes.kv_heads,
-        head_dim=sizes.head_size,
-        max_position_embeddings=int(core.get("max_position_embeddings") or 2048),
-        rope_parameters=rope,
-    )
+def _positions(core: Mapping[str, Any]) -> int:
+    """Return the number of positions that a head was trained with."""
+    return int(core.get("max_position_embeddings") or 2048)
 
 
 def _target_width(target: "PreTrainedModel") -> int:

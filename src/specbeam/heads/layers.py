@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-# What attention of a layer does: takes the layer's number, and rotated queries, float[rows, heads, size], keys and values,
-# float[rows, kv_heads, size], and returns float[rows, heads, size].
+# What attention of a layer does: takes the layer's number, rotated queries, float[... rows, heads, size], keys and values,
+# float[... rows, kv_heads, size], and returns float[... rows, heads, size].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+BASE = 10000.0  # of the positions, where a file does not say: never that of the target
 
 
 @dataclass(frozen=True)
@@ -62,29 +63,43 @@ class Rotary(nn.Module):
     """The rotation of queries and keys by the position of their rows.
 
     Args:
-        config: of transformers; its fields `rope_parameters` and `head_dim` are read.
+        sizes: those of the layers.
+        rope: what transformers calls `rope_parameters`: the type, the base `rope_theta`, and numbers of its scaling.
+        positions: number of positions that the head was trained with; some scalings look at it.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, sizes: LayerSizes, rope: dict[str, Any], positions: int = 2048) -> None:
         super().__init__()
+        from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+        config = LlamaConfig(
+            hidden_size=sizes.width,
+            num_attention_heads=sizes.heads,
+            num_key_value_heads=sizes.kv_heads,
+            head_dim=sizes.head_size,
+            max_position_embeddings=positions,
+            rope_parameters=rope,
+        )
         self.angles = LlamaRotaryEmbedding(config)
-        self.positions = int(config.max_position_embeddings)
+        self.sizes = sizes
+        self.rope = rope
+        self.positions = positions
 
     def forward(
-        self, positions: Int64[Tensor, " rows"]
-    ) -> tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]:
+        self, positions: Int64[Tensor, "*rows"]
+    ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows size"]]:
         """Return the cosines and sines of positions."""
-        cos, sin = self.angles(self.angles.inv_freq.new_zeros(1), positions[None])
-        return cos[0], sin[0]
+        cos, sin = self.angles(self.angles.inv_freq.new_zeros(1), positions.reshape(1, -1))
+        shape = (*positions.shape, cos.shape[-1])
+        return cos.reshape(shape), sin.reshape(shape)
 
 
 def rotated(
-    x: Float[Tensor, "rows heads size"], angles: tuple[Float[Tensor, "rows size"], Float[Tensor, "rows size"]]
-) -> Float[Tensor, "rows heads size"]:
+    x: Float[Tensor, "*rows heads size"], angles: tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows size"]]
+) -> Float[Tensor, "*rows heads size"]:
     """Return queries or keys, rotated by the cosines and sines of their positions."""
-    cos, sin = (one[:, None] for one in angles)
+    cos, sin = (one[..., None, :] for one in angles)
     first, second = x.chunk(2, -1)
     turned = torch.cat([-second, first], -1)
     return x * cos + turned * sin
@@ -104,20 +119,20 @@ class Attention(nn.Module):
         self.q_norm = Norm(size, sizes.eps) if sizes.norms_heads else nn.Identity()
         self.k_norm = Norm(size, sizes.eps) if sizes.norms_heads else nn.Identity()
 
-    def queries(self, x: Float[Tensor, "rows reads"], angles: Any) -> Float[Tensor, "rows heads size"]:
+    def queries(self, x: Float[Tensor, "*rows reads"], angles: Any) -> Float[Tensor, "*rows heads size"]:
         """Return the rotated queries of rows."""
         flat = self.q_proj(x).unflatten(-1, (self.sizes.heads, self.sizes.head_size))
         return rotated(self.q_norm(flat), angles)
 
-    def keys_and_values(self, x: Float[Tensor, "rows reads"], angles: Any) -> tuple[Tensor, Tensor]:
-        """Return the rotated keys and the values of rows, float[rows, kv_heads, size] each."""
+    def keys_and_values(self, x: Float[Tensor, "*rows reads"], angles: Any) -> tuple[Tensor, Tensor]:
+        """Return the rotated keys and the values of rows, float[... rows, kv_heads, size] each."""
         shape = (self.sizes.kv_heads, self.sizes.head_size)
         keys = self.k_norm(self.k_proj(x).unflatten(-1, shape))
         return rotated(keys, angles), self.v_proj(x).unflatten(-1, shape)
 
     def forward(
-        self, x: Float[Tensor, "rows reads"], angles: Any, layer: int, attend: Attend
-    ) -> Float[Tensor, "rows width"]:
+        self, x: Float[Tensor, "*rows reads"], angles: Any, layer: int, attend: Attend
+    ) -> Float[Tensor, "*rows width"]:
         """Return what attention adds to rows."""
         keys, values = self.keys_and_values(x, angles)
         mixed = attend(layer, self.queries(x, angles), keys, values)
@@ -134,7 +149,7 @@ class Gated(nn.Module):
         self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
-    def forward(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+    def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Return what the inner layer adds to rows."""
         added: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return added
@@ -155,8 +170,8 @@ class DecoderLayer(nn.Module):
         self.mlp = Gated(sizes.width, sizes.inner)
 
     def forward(
-        self, x: Float[Tensor, "rows width"], angles: Any, layer: int, attend: Attend
-    ) -> Float[Tensor, "rows width"]:
+        self, x: Float[Tensor, "*rows width"], angles: Any, layer: int, attend: Attend
+    ) -> Float[Tensor, "*rows width"]:
         """Return the rows after the layer."""
         x = x + self.self_attn(self.input_layernorm(x), angles, layer, attend)
         after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
@@ -181,8 +196,8 @@ class PairLayer(nn.Module):
         self.norms_residual = norms_residual
 
     def forward(
-        self, embedded: Float[Tensor, "rows embed"], feature: Float[Tensor, "rows width"], angles: Any, attend: Attend
-    ) -> Float[Tensor, "rows width"]:
+        self, embedded: Float[Tensor, "*rows embed"], feature: Float[Tensor, "*rows width"], angles: Any, attend: Attend
+    ) -> Float[Tensor, "*rows width"]:
         """Return the rows after the layer."""
         normed = self.hidden_norm(feature)
         both = torch.cat([self.input_layernorm(embedded), normed], -1)
@@ -192,21 +207,22 @@ class PairLayer(nn.Module):
 
 
 def attended(
-    queries: Float[Tensor, "rows heads size"],
-    keys: Float[Tensor, "slots kv_heads size"],
-    values: Float[Tensor, "slots kv_heads size"],
-    seen: Tensor,
-) -> Float[Tensor, "rows heads size"]:
+    queries: Float[Tensor, "*batch rows heads size"],
+    keys: Float[Tensor, "*batch slots kv_heads size"],
+    values: Float[Tensor, "*batch slots kv_heads size"],
+    seen: Bool[Tensor, "*batch rows slots"],
+) -> Float[Tensor, "*batch rows heads size"]:
     """Return the values that rows look at, mixed.
 
     Args:
-        seen: bool[rows, slots], which slots each row looks at.
+        seen: which slots each row looks at, at least one.
     """
+    q, k, v = (one if one.ndim == 4 else one[None] for one in (queries, keys, values))
     mixed = functional.scaled_dot_product_attention(
-        queries.transpose(0, 1)[None],
-        keys.transpose(0, 1)[None],
-        values.transpose(0, 1)[None],
-        attn_mask=seen,
-        enable_gqa=queries.shape[1] != keys.shape[1],
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=seen[..., None, :, :],
+        enable_gqa=queries.shape[-2] != keys.shape[-2],
     )
-    return mixed[0].transpose(0, 1)
+    return mixed.transpose(1, 2).reshape(queries.shape)

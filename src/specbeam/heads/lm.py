@@ -15,7 +15,8 @@ from torch import Tensor
 
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
-from specbeam.heads.cache import PairCache, PairRows
+from specbeam.heads.cache import NodeCache, PairCache, PairRows
+from specbeam.heads.head import Head
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import checked_needs
 from specbeam.records import FINAL, Needs, Scored, Turn
@@ -23,10 +24,10 @@ from specbeam.session import CacheOwner
 
 
 @dataclass(frozen=True)
-class StoredPairs:
+class TimedPrompt:
     """A prompt in the cache of a head, on which its passes are timed."""
 
-    lm: "TrunkLM"
+    lm: "HeadLM"
     session: Any
 
     def pass_s(self, rows: int) -> float:
@@ -42,16 +43,15 @@ class StoredPairs:
         return seconds
 
 
-class TrunkLM:
-    """A pair trunk as a draft model (see `LM`).
+class HeadLM:
+    """A head as a draft model (see `LM`), whatever its kind.
 
     In the first turn of a session the target has scored nothing yet, so there is nothing to draft from: the drafters leave
     it out (`is_ready`).
 
     Args:
-        trunk: the head.
+        head: the head.
         vocab: number of tokens of the target.
-        tokens: int64[draft_vocab], which tokens of the target the head's are, ascending; None: the same.
 
     Attributes:
         needs_of_target: what the target has to hand out for the head.
@@ -60,16 +60,34 @@ class TrunkLM:
 
     keeps_nodes = True
     max_positions: int | None = None
+    reads_prompt = (
+        True  # whether the head reads the target's hidden states of the whole prompt, or of its last token alone
+    )
 
-    def __init__(self, trunk: PairTrunk, vocab: int, tokens: Int64[Tensor, " draft_vocab"] | None = None) -> None:
-        self.trunk = trunk.eval()
+    def __init__(self, head: Head, vocab: int) -> None:
+        self.head = head.eval()
         self.vocab = vocab
-        self.tokens = tokens
-        taps = tuple(tap for tap in trunk.shape.taps if tap != FINAL)
-        self.needs_of_target = Needs(hidden=FINAL in trunk.shape.taps, prompt=True, taps=taps)
-        self.device = trunk.fc.weight.device
+        taps = tuple(tap for tap in head.taps if tap != FINAL)
+        self.needs_of_target = Needs(hidden=FINAL in head.taps, prompt=self.reads_prompt, taps=taps)
+        self.device = head.device
         self.passes = 0
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
+
+    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> NodeCache:
+        """Return what is kept of a new session.
+
+        Args:
+            features: of the prompt's tokens but the last one; none if the head does not read the prompt.
+        """
+        raise NotImplementedError
+
+    def rows(self, caches: list[Any], wanted: list[Int64[np.ndarray, " nodes"]]) -> list[Float[Tensor, "nodes width"]]:
+        """Return what the head makes of the wanted local nodes of each session, from which `logits` makes logits."""
+        raise NotImplementedError
+
+    def logits(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows draft_vocab"]:
+        """Return the logits of the head's own tokens."""
+        raise NotImplementedError
 
     def is_ready(self, session: CacheOwner) -> bool:
         """Return whether the head can draft for a session: its prompt was scored, and has no rows by embedding."""
@@ -82,17 +100,83 @@ class TrunkLM:
         """See `LM.extend`. Sessions that are not ready get rows in which all tokens are alike."""
         if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
             raise NotSupported(f"{type(self).__name__} gives logits only, and a part needs more of its draft model")
-        caches = [session.state.get(self) for session in sessions]
-        wanted = [None if cache is None else cache.enter(forest) for cache, forest in zip(caches, forests, strict=True)]
-        while rows := [found for cache in caches if cache is not None and (found := cache.next_rows())]:
-            self._run(rows)
-        answers = []
-        for cache, nodes, forest in zip(caches, wanted, forests, strict=True):
-            if cache is None or nodes is None:
-                answers.append(Scored(torch.zeros(forest.size, self.vocab)))
-            else:
-                answers.append(Scored(self._logits(cache.states[torch.from_numpy(nodes).to(self.device)])))
+        answers = [Scored(torch.zeros(forest.size, self.vocab)) for forest in forests]
+        ready = [place for place, session in enumerate(sessions) if self in session.state]
+        caches = [sessions[place].state[self] for place in ready]
+        wanted = [cache.enter(forests[place]) for place, cache in zip(ready, caches, strict=True)]
+        for place, rows in zip(ready, self.rows(caches, wanted), strict=True):
+            answers[place] = Scored(self._of_all_tokens(self.logits(rows).float()))
         return answers
+
+    def _of_all_tokens(self, known: Float[Tensor, "rows draft_vocab"]) -> Float[Tensor, "rows vocab"]:
+        """Return logits of all tokens of the target; those that the head does not know have -inf."""
+        tokens = self.head.tokens
+        if tokens is None:
+            return known
+        rows = known.new_full((len(known), self.vocab), -torch.inf)
+        rows[:, tokens.to(rows.device)] = known
+        return rows
+
+    @torch.inference_mode()
+    def settle(self, session: CacheOwner, turn: Turn) -> None:
+        """Take the target's hidden states of a turn, and keep what the surviving beams need."""
+        cache: NodeCache | None = session.state.get(self)
+        if cache is None:
+            cache = self.new_cache(session.prompt, self._features(turn.scored.prompt, turn.scored.hidden.shape[1]))
+            session.state[self] = cache
+        cache.settle(turn, self._features(turn.scored.hidden, turn.scored.hidden.shape[1]))
+
+    def _features(self, states: Float[Tensor, "rows states"], size: int) -> Float[Tensor, "rows width"]:
+        """Return the features of rows of the target, from its hidden states; there may be no rows at all.
+
+        Args:
+            size: of a row.
+        """
+        return self.head.features(states.to(self.device).reshape(-1, size))
+
+    @contextmanager
+    def stored(self, length: int) -> "Iterator[TimedPrompt]":
+        """Yield a made-up prompt of `length` tokens, on which passes are timed."""
+        prompt = [(7 * place + 3) % self.vocab for place in range(length)]
+        states = torch.zeros(length - 1 if self.reads_prompt else 0, self.head.states_size, device=self.device)
+        session: Any = SimpleNamespace(prompt=prompt, state={})
+        session.state[self] = self.new_cache(prompt, self.head.features(states))
+        self.extend([session], [Forest.rooted(prompt[-1:])])
+        yield TimedPrompt(self, session)
+
+    def peak(self, session: CacheOwner) -> int:
+        """Return the largest number of rows of the session that were stored at the same time."""
+        cache: Any = session.state.get(self)
+        return 0 if cache is None else cache.trie.peak
+
+    def close(self, session: CacheOwner) -> None:
+        """Forget a session."""
+        session.state.pop(self, None)
+
+
+class TrunkLM(HeadLM):
+    """A pair trunk as a draft model."""
+
+    head: PairTrunk
+
+    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> PairCache:
+        """See `HeadLM.new_cache`."""
+        shape = self.head.shape
+        return PairCache(prompt, features, shape.sizes, shape.layers)
+
+    def rows(
+        self, caches: list[PairCache], wanted: list[Int64[np.ndarray, " nodes"]]
+    ) -> list[Float[Tensor, "nodes width"]]:
+        """See `HeadLM.rows`: the head's states, computed for all nodes that have something to read."""
+        while pending := [found for cache in caches if (found := cache.next_rows())]:
+            self._run(pending)
+        return [
+            cache.states[torch.from_numpy(nodes).to(self.device)] for cache, nodes in zip(caches, wanted, strict=True)
+        ]
+
+    def logits(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows draft_vocab"]:
+        """See `HeadLM.logits`."""
+        return self.head.logits(rows)
 
     def _run(self, rows: list[PairRows]) -> None:
         """Compute the head's states of some rows of each session, in one pass."""
@@ -102,7 +186,7 @@ class TrunkLM:
         tokens = torch.from_numpy(np.concatenate([feed.tokens for feed in feeds])).to(self.device)
         positions = torch.from_numpy(np.concatenate([feed.positions for feed in feeds])).to(self.device)
         features = torch.cat([one.features for one in rows])
-        own = self.trunk.fed_back(torch.cat([one.states for one in rows]))
+        own = self.head.fed_back(torch.cat([one.states for one in rows]))
         is_scored = torch.cat([one.is_scored for one in rows])
         given = torch.where(is_scored[:, None], features, own)
 
@@ -113,51 +197,6 @@ class TrunkLM:
             ]
             return torch.cat(parts)
 
-        states = self.trunk(tokens, given, positions, attend)
+        states = self.head(tokens, given, positions, attend)
         for one, here in zip(rows, slices, strict=True):
             one.cache.learn(len(one.feed), states[here])
-
-    def _logits(self, states: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
-        """Return logits of all tokens of the target, float32; those that the head does not know have -inf."""
-        known = self.trunk.logits(states).float()
-        if self.tokens is None:
-            return known
-        rows = known.new_full((len(known), self.vocab), -torch.inf)
-        rows[:, self.tokens] = known
-        return rows
-
-    @torch.inference_mode()
-    def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """Take the target's hidden states of a turn, and keep what the surviving beams need."""
-        cache: PairCache | None = session.state.get(self)
-        if cache is None:
-            shape = self.trunk.shape
-            cache = PairCache(session.prompt, self._features(turn.scored.prompt), shape.sizes, shape.layers)
-            session.state[self] = cache
-        cache.settle(turn, self._features(turn.scored.hidden))
-
-    def _features(self, states: Float[Tensor, "rows states"]) -> Float[Tensor, "rows width"]:
-        """Return the features of rows of the target, from its hidden states; there may be no rows at all."""
-        size = len(self.trunk.shape.taps) * self.trunk.shape.target_width
-        return self.trunk.features(states.to(self.device).reshape(-1, size))
-
-    @contextmanager
-    def stored(self, length: int) -> "Iterator[StoredPairs]":
-        """Yield a made-up prompt of `length` tokens, on which passes are timed."""
-        width = self.trunk.shape.sizes.width
-        prompt = [(7 * place + 3) % self.vocab for place in range(length)]
-        features = torch.zeros(length - 1, width, device=self.device, dtype=self.trunk.fc.weight.dtype)
-        shape = self.trunk.shape
-        session: Any = SimpleNamespace(prompt=prompt, state={})
-        session.state[self] = PairCache(prompt, features, shape.sizes, shape.layers)
-        self.extend([session], [Forest.rooted(prompt[-1:])])
-        yield StoredPairs(self, session)
-
-    def peak(self, session: CacheOwner) -> int:
-        """Return the largest number of rows of the session that were stored at the same time."""
-        cache: Any = session.state.get(self)
-        return 0 if cache is None else cache.trie.peak
-
-    def close(self, session: CacheOwner) -> None:
-        """Forget a session."""
-        session.state.pop(self, None)

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from specbeam.errors import BadHead
-from specbeam.heads.eagle import ReadHead, is_eagle, is_eagle3, read_eagle, read_eagle3
+from specbeam.heads.eagle import is_eagle, is_eagle3, read_eagle, read_eagle3
 from specbeam.heads.files import HeadFiles, folder_of, names_in, read_config, read_files
+from specbeam.heads.head import Head
 from specbeam.heads.lm import TrunkLM
+from specbeam.heads.trunk import PairTrunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,9 +51,7 @@ def _is_head_of_hub(name: str) -> bool:
     return config.get("num_hidden_layers") == 1 and is_head(folder_of(name))
 
 
-def read_head(
-    source: "str | Path | nn.Module", target: "PreTrainedModel", taps: tuple[int, ...] | None = None
-) -> ReadHead:
+def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> Head:
     """Return the head in a folder, on the hub, or in a module.
 
     Args:
@@ -69,6 +69,7 @@ def read_head(
     raise BadHead(f"{files.where} is a head of kind {kind!r}, which cannot be read; EAGLE-1, 2, 3 and HASS heads can")
 
 
-def head_model(head: ReadHead, target: "PreTrainedModel") -> TrunkLM:
-    """Return the draft model that a head is."""
-    return TrunkLM(head.trunk, int(target.get_output_embeddings().weight.shape[0]), head.tokens)
+def head_model(head: Head, vocab: int) -> TrunkLM:
+    """Return the draft model that a head is, for a target with this number of tokens."""
+    assert isinstance(head, PairTrunk)
+    return TrunkLM(head, vocab)

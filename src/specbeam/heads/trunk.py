@@ -4,14 +4,20 @@ Row v belongs to a node of the tree of drafts and reads the feature of the node 
 target's, where it has scored the node above; below drafts it is the head's own state there.
 """
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.layers import Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary
+from specbeam.heads.head import DraftRows, Head, wanted_below
+from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary
+from specbeam.heads.trees import ScoredTrees
+from specbeam.heads.unroll import unrolled
+from specbeam.records import FINAL
 
 
 @dataclass(frozen=True)
@@ -50,28 +56,37 @@ class TrunkShape:
     norms_output: bool = True
 
 
-class PairTrunk(nn.Module):
+class PairTrunk(Head):
     """A head of this kind, as a module whose tensors have the names of speculators' EAGLE-3 files.
 
     Equations (1) to (10) of the project's notes on heads; sources: EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840),
     DeepSeek-V3 (arXiv 2412.19437).
 
     Args:
-        rotary: a configuration of transformers, for the positions; see `Rotary`.
+        rotary: the rotation by positions.
         embedding: float[vocab, width], of the target, or the head's own.
         head: float[draft_vocab, width], the matrix that makes logits, of the target, or the head's own.
+        tokens: see `Head.tokens`.
     """
 
-    def __init__(self, shape: TrunkShape, rotary: Any, embedding: nn.Embedding, head: nn.Linear) -> None:
+    def __init__(
+        self,
+        shape: TrunkShape,
+        rotary: Rotary,
+        embedding: nn.Embedding,
+        head: nn.Linear,
+        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+    ) -> None:
         super().__init__()
         self.shape = shape
+        self.tokens = tokens
         sizes = shape.sizes
         width = sizes.width
         embed = embedding.weight.shape[1]
         self.embed_tokens = embedding
         self.lm_head = head
-        self.rotary = Rotary(rotary)
-        states = len(shape.taps) * shape.target_width
+        self.rotary = rotary
+        states = self.states_size
         reads_pairs = shape.pairs == "attention"
         self.fc = nn.Linear(states if reads_pairs else embed + width, width, shape.joins_bias)
         if shape.norms_features == "all":
@@ -88,7 +103,30 @@ class PairTrunk(nn.Module):
         self.layers = nn.ModuleList([first, *(DecoderLayer(sizes) for _ in range(shape.layers - 1))])
         self.norm = Norm(width, sizes.eps) if shape.norms_output else nn.Identity()
 
-    def features(self, states: Float[Tensor, "rows states"]) -> Float[Tensor, "rows width"]:
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `Head.taps`."""
+        return self.shape.taps
+
+    @property
+    def device(self) -> torch.device:
+        """See `Head.device`."""
+        return self.fc.weight.device
+
+    @property
+    def states_size(self) -> int:
+        """See `Head.states_size`."""
+        return len(self.shape.taps) * self.shape.target_width
+
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+        """See `Head.drafts`."""
+        found = []
+        for deep, states in enumerate(unrolled(self, trees, depth), 1):
+            nodes = wanted_below(trees, wanted, deep)
+            found.append(DraftRows(nodes, self.logits(states.flatten(0, 1)[nodes])))
+        return found
+
+    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
         """Return the features of nodes that the target has scored, from its hidden states there."""
         shape = self.shape
         states = states.to(self.fc.weight.dtype)
@@ -104,11 +142,11 @@ class PairTrunk(nn.Module):
 
     def forward(
         self,
-        tokens: Int64[Tensor, " rows"],
-        features: Float[Tensor, "rows width"],
-        positions: Int64[Tensor, " rows"],
+        tokens: Int64[Tensor, "*rows"],
+        features: Float[Tensor, "*rows width"],
+        positions: Int64[Tensor, "*rows"],
         attend: Attend,
-    ) -> Float[Tensor, "rows width"]:
+    ) -> Float[Tensor, "*rows width"]:
         """Return the head's states of rows.
 
         Args:
@@ -129,8 +167,8 @@ class PairTrunk(nn.Module):
         return x
 
     def _joined(
-        self, embedded: Float[Tensor, "rows embed"], features: Float[Tensor, "rows width"]
-    ) -> Float[Tensor, "rows width"]:
+        self, embedded: Float[Tensor, "*rows embed"], features: Float[Tensor, "*rows width"]
+    ) -> Float[Tensor, "*rows width"]:
         """Return the rows that the first layer reads, where a matrix joins embedding and feature."""
         if self.shape.pairs == "normed projection":
             embedded = self.enorm(embedded)
@@ -139,12 +177,52 @@ class PairTrunk(nn.Module):
         joined: Tensor = self.fc(torch.cat(both, -1))
         return joined
 
-    def fed_back(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+    def fed_back(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Return what rows below read as their feature, from the states of rows that the target has not scored."""
         fed: Tensor = self.norm(x) if self.shape.feeds_normed else x
         return fed
 
-    def logits(self, x: Float[Tensor, "rows width"]) -> Float[Tensor, "rows draft_vocab"]:
+    def logits(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows draft_vocab"]:
         """Return the logits of the next token, from the states of rows."""
         made: Tensor = self.lm_head(self.norm(x))
         return made
+
+    def other_readings(self, layers: int) -> Iterator[tuple[str, "PairTrunk"]]:
+        """See `Head.other_readings`: the numbers of hidden states, positions, residuals and what is fed back."""
+        shape = self.shape
+        rope = self.rotary.rope
+        taps = tuple(tap for tap in shape.taps if tap != FINAL)
+        for offset, name in ((-1, "hidden states one layer earlier"), (1, "hidden states one layer later")):
+            moved = tuple(tap + offset for tap in taps)
+            if moved and min(moved) >= 0 and max(moved) <= layers:
+                yield name, self.changed(taps=moved)
+        if rope["rope_theta"] != BASE:
+            yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})
+        if rope["rope_type"] != "default":
+            plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+            yield "positions without scaling", self.changed(plain)
+        if shape.pairs == "attention":
+            name = "feature" if shape.norms_residual else "normed feature"
+            yield f"attention added to the {name}", self.changed(norms_residual=not shape.norms_residual)
+        if shape.norms_output:
+            name = "states before the norm" if shape.feeds_normed else "normed states"
+            yield f"{name} fed back", self.changed(feeds_normed=not shape.feeds_normed)
+
+    def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> "PairTrunk":
+        """Return a head that shares all weights with this one, and is read in another way.
+
+        Args:
+            rope: the parameters of its positions; None: the same.
+            shape: fields of its shape.
+        """
+        trunk = copy.copy(self)
+        trunk._modules = dict(self._modules)
+        trunk.shape = replace(self.shape, **shape)
+        if rope is not None:
+            trunk.rotary = Rotary(self.shape.sizes, rope, self.rotary.positions).to(self.device)
+        first, *others = trunk.layers
+        if isinstance(first, PairLayer) and first.norms_residual != trunk.shape.norms_residual:
+            first = copy.copy(first)
+            first.norms_residual = trunk.shape.norms_residual
+            trunk.layers = nn.ModuleList([first, *others])
+        return trunk

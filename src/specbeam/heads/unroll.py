@@ -1,66 +1,71 @@
-"""A head on a whole text at once, several drafts deep: for training, and for finding out how a head was trained.
+"""A pair trunk on whole trees at once, several drafts deep: for training, and for finding out how a head was trained.
 
-Row i of step 0 reads the target's feature of token i, and token i + 1. Row i of step s is the draft s deep below it: it
-reads the head's own state of row i of the step before, and token i + 1 + s. It sees the rows up to i of step 0, and the rows
-i of the steps 1 to s: what drafting from there would see (EAGLE-3's training-time test, arXiv 2503.01840).
+The row of a node as a draft one deep reads the target's feature of the node above. As a draft s + 1 deep it reads the head's
+own state of the node above, as a draft s deep. It sees the rows one deep of what is above its s nearest ancestors, and of
+these the rows as drafts 2, 3, ... deep: what drafting would see from there (EAGLE-3's training-time test, arXiv 2503.01840,
+here on trees).
 """
 
 from typing import TYPE_CHECKING
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specbeam.heads.layers import attended
+from specbeam.heads.trees import ScoredTrees
 
 if TYPE_CHECKING:
     from specbeam.heads.trunk import PairTrunk
 
 
 class UnrolledRows:
-    """The keys and values of all steps so far, by layer, and who looks at whom."""
+    """The keys and values of all depths so far, by layer, and who looks at whom."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, trees: ScoredTrees, layers: int) -> None:
+        self.trees = trees
+        columns = torch.arange(trees.tokens.shape[1], device=trees.tokens.device)
+        self.ancestors = [columns.expand_as(trees.tokens)]  # of each node, by how far above it they are
         self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
         self.values: list[list[Tensor]] = [[] for _ in range(layers)]
+        self.seen = self._seen()
+
+    def deepen(self) -> None:
+        """Go on to drafts one deeper."""
+        self.ancestors.append(self.trees.above(self.ancestors[-1]))
+        self.seen = self._seen()
+
+    def _seen(self) -> Bool[Tensor, "rows length seen"]:
+        """Return which rows each row of the depth sees: of the first depth, of the second, and so on to its own."""
+        trees = self.trees
+        length = trees.tokens.shape[1]
+        *nearer, top = self.ancestors
+        past = trees.sees.gather(1, top[..., None].expand(-1, -1, length))
+        past = past & (trees.depths > 0)[:, None]  # the first token of a text has no row
+        alike = torch.eye(length, dtype=torch.bool, device=past.device)
+        if not nearer:
+            return past | alike  # rows that nothing reads see themselves
+        return torch.cat([past, *(alike[ancestor] for ancestor in reversed(nearer))], -1)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Add the keys and values of a step; return what its queries make of those that they see."""
-        rows = len(queries)
+        """Add the keys and values of a depth; return what its queries make of those that they see."""
         self.keys[layer].append(keys)
         self.values[layer].append(values)
-        first, *later = self.keys[layer]
-        seen = seen_rows(rows, len(first), len(later)).to(queries.device)
-        every_key = torch.cat([first, *(one[:rows] for one in later)])
-        first, *later = self.values[layer]
-        every_value = torch.cat([first, *(one[:rows] for one in later)])
-        return attended(queries, every_key, every_value, seen)
+        return attended(queries, torch.cat(self.keys[layer], 1), torch.cat(self.values[layer], 1), self.seen)
 
 
-def seen_rows(rows: int, first: int, steps: int) -> Bool[Tensor, "rows seen"]:
-    """Return which rows each of `rows` rows sees: of the `first` rows of step 0, and of the rows of `steps` later steps."""
-    past = torch.ones(rows, first, dtype=torch.bool).tril()
-    own = torch.eye(rows, dtype=torch.bool)
-    return torch.cat([past, *[own] * steps], 1)
+def unrolled(trunk: "PairTrunk", trees: ScoredTrees, depth: int) -> list[Float[Tensor, "rows length width"]]:
+    """Return the head's states of the nodes as drafts 1 to `depth` deep.
 
-
-def unrolled(
-    trunk: "PairTrunk", tokens: Int64[Tensor, " rows"], features: Float[Tensor, "rows width"], steps: int
-) -> list[Float[Tensor, "_ width"]]:
-    """Return the head's states of the rows of each step: one row fewer from step to step.
-
-    Args:
-        tokens: of a text without its first one.
-        features: of the text without its last token.
-        steps: number of steps, at least 1.
+    States of nodes with fewer nodes above them mean nothing.
     """
-    seen = UnrolledRows(trunk.shape.layers)
-    positions = torch.arange(len(tokens), device=tokens.device)
-    found = []
-    given = features
-    for step in range(steps):
-        rows = len(tokens) - step
-        states = trunk(tokens[step:], given[:rows], positions[step:], seen.attend)
-        found.append(states)
-        given = trunk.fed_back(states)
+    rows = UnrolledRows(trees, trunk.shape.layers)
+    parents = trees.above(rows.ancestors[0])
+    given = trees.at(trunk.features(trees.states_at(trunk.taps)), parents)
+    found: list[Tensor] = []
+    for deep in range(depth):
+        if deep:
+            rows.deepen()
+            given = trees.at(trunk.fed_back(found[-1]), parents)
+        found.append(trunk(trees.tokens, given, trees.depths, rows.attend))
     return found

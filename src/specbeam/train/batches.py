@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from specbeam.heads.trees import lineage
 from specbeam.train.trees import Trees
 
 
@@ -78,20 +79,3 @@ def tree_batch(trees: Trees, picked: np.ndarray) -> TreeBatch:
         logp=torch.from_numpy(trees.logp[laws]),
         weights=torch.from_numpy(weights[learnt]),
     )
-
-
-def lineage(
-    parents: Int64[np.ndarray, "rows length"],
-) -> tuple[Int64[np.ndarray, "rows length"], Bool[np.ndarray, "rows length length"]]:
-    """Return the depth of each node, and which nodes it sees: itself and its ancestors."""
-    rows, length = parents.shape
-    depth = np.zeros((rows, length), dtype=np.int64)
-    sees = np.zeros((rows, length, length), dtype=np.bool_)
-    every = np.arange(rows)
-    for node in range(length):
-        parent = parents[:, node]
-        has_parent = parent >= 0
-        sees[:, node] = sees[every, parent] & has_parent[:, None]
-        sees[:, node, node] = True
-        depth[:, node] = np.where(has_parent, depth[every, parent] + 1, 0)
-    return depth, sees

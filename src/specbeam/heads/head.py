@@ -1,0 +1,70 @@
+"""What all heads are: modules that draft from hidden states of a target."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+
+from specbeam.heads.trees import ScoredTrees
+
+
+class DraftRows(NamedTuple):
+    """What a head makes of the nodes of trees, if the target has scored no more than what is a given number of nodes above.
+
+    Row d of several stands for drafts d + 1 deep: the target has scored the nodes d + 1 or more above, and no others.
+    """
+
+    nodes: Int64[Tensor, " drafts"]  # row * length + column, ascending
+    logits: Float[Tensor, "drafts draft_vocab"]  # of the tokens below
+
+
+class Head(nn.Module):
+    """A draft head.
+
+    Attributes:
+        tokens: int64[draft_vocab], the target's token for each of the head's, ascending; None: they are the same.
+    """
+
+    tokens: Int64[Tensor, " draft_vocab"] | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The hidden states of the target that the head reads, see `Needs.columns`."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where the head's own weights are."""
+        raise NotImplementedError
+
+    @property
+    def states_size(self) -> int:
+        """The size of the target's hidden states at all taps together."""
+        raise NotImplementedError
+
+    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
+        """Return the features of nodes that the target has scored, from its hidden states there."""
+        raise NotImplementedError
+
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+        """Return what the head drafts below the wanted nodes of scored trees, as drafts 1 to `depth` deep.
+
+        Gradients flow through it. A draft d deep needs d nodes above, so deeper drafts have fewer nodes.
+        """
+        raise NotImplementedError
+
+    def other_readings(self, layers: int) -> "Iterator[tuple[str, Head]]":
+        """Yield heads of the same weights that differ from this one in one thing that writers of heads disagree about.
+
+        Args:
+            layers: number of layers of the target.
+        """
+        return iter(())
+
+
+def wanted_below(trees: ScoredTrees, wanted: Bool[Tensor, "rows length"], depth: int) -> Int64[Tensor, " nodes"]:
+    """Return the wanted nodes, row * length + column, that have at least `depth` nodes above them."""
+    found: Tensor = (wanted & (trees.depths >= depth)).flatten().nonzero()[:, 0]
+    return found

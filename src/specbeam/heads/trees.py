@@ -1,0 +1,64 @@
+"""Texts that a target has scored, or trees of them, with its hidden states: heads are tried on them, and learn from them."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+
+class ScoredTrees(NamedTuple):
+    """Some trees of tokens side by side, parents before children. Columns after the end of a tree are padding.
+
+    The first token of a tree has no parent. A node of padding has none either, and nothing is its child.
+    """
+
+    tokens: Int64[Tensor, "rows length"]
+    parents: Int64[Tensor, "rows length"]  # columns; -1: none
+    depths: Int64[Tensor, "rows length"]  # number of nodes above
+    sees: Bool[Tensor, "rows length length"]  # each node its ancestors and itself
+    states: dict[int, Float[Tensor, "rows length size"]]  # the target's hidden states, by `Needs.columns`
+
+    def to(self, device: torch.device) -> "ScoredTrees":
+        """Return the trees on a device."""
+        states = {tap: rows.to(device) for tap, rows in self.states.items()}
+        tokens, parents, depths = (one.to(device) for one in (self.tokens, self.parents, self.depths))
+        return ScoredTrees(tokens, parents, depths, self.sees.to(device), states)
+
+    def states_at(self, taps: tuple[int, ...]) -> Float[Tensor, "rows length columns"]:
+        """Return the hidden states at some taps, side by side."""
+        return torch.cat([self.states[tap] for tap in taps], -1)
+
+    def above(self, nodes: Int64[Tensor, "rows length"]) -> Int64[Tensor, "rows length"]:
+        """Return the columns of the parents of nodes, given by column; 0 for nodes without any."""
+        return self.parents.gather(1, nodes).clamp_min(0)
+
+    def at(self, values: Float[Tensor, "rows length size"], nodes: Int64[Tensor, "rows length"]) -> Tensor:
+        """Return the values of nodes, float[rows, length, size]."""
+        return values.gather(1, nodes[..., None].expand(-1, -1, values.shape[-1]))
+
+
+def chain_of(tokens: Int64[Tensor, " tokens"], states: dict[int, Float[Tensor, "tokens size"]]) -> ScoredTrees:
+    """Return one text as a tree."""
+    places = torch.arange(len(tokens), device=tokens.device)
+    sees = torch.ones(len(tokens), len(tokens), dtype=torch.bool, device=tokens.device).tril()
+    batched = {tap: rows[None] for tap, rows in states.items()}
+    return ScoredTrees(tokens[None], (places - 1)[None], places[None], sees[None], batched)
+
+
+def lineage(
+    parents: Int64[np.ndarray, "rows length"],
+) -> tuple[Int64[np.ndarray, "rows length"], Bool[np.ndarray, "rows length length"]]:
+    """Return the depth of each node, and which nodes it sees: itself and its ancestors."""
+    rows, length = parents.shape
+    depth = np.zeros((rows, length), dtype=np.int64)
+    sees = np.zeros((rows, length, length), dtype=np.bool_)
+    every = np.arange(rows)
+    for node in range(length):
+        parent = parents[:, node]
+        has_parent = parent >= 0
+        sees[:, node] = sees[every, parent] & has_parent[:, None]
+        sees[:, node, node] = True
+        depth[:, node] = np.where(has_parent, depth[every, parent] + 1, 0)
+    return depth, sees
