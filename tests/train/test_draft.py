@@ -11,7 +11,8 @@ import torch
 import specbeam as sb
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, VocabularyMismatch
 from specbeam.train import DrawPlan, Schedule, drawing, fitting, train_draft
-from specbeam.train.draft import principal_components, split
+from specbeam.train.draft import principal_components
+from specbeam.train.lessons import split
 from tests.support.tiny_models import tiny
 
 DRAWS = DrawPlan(beams=2, max_new_tokens=4, seed=2)
@@ -72,7 +73,7 @@ def test_a_training_that_was_killed_goes_on_where_it_was(pair, small_files, tmp_
     drawn = tmp_path / "parts" / "training" / "trees"
     with pytest.raises(Killed):
         trained(pair, tmp_path / "parts", report=kill_at("drawing", 32))
-    before = {path: path.stat().st_mtime_ns for path in drawn.iterdir()}
+    before = {path: path.stat().st_mtime_ns for path in drawn.glob("trees-*.npz")}
     assert len(before) == 2
     with pytest.raises(Killed):
         trained(pair, tmp_path / "parts", report=kill_at("training", 6))
@@ -174,15 +175,14 @@ def test_what_fails_before_the_drawing_does_not_lock_the_folder(pair, small_file
     trained(pair, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["options.json", "held_out.npz", "trees/trees-00001.npz", "state.pt"])
+@pytest.mark.parametrize("name", ["options.json", "trees/options.json", "trees/held_out.npz", "trees/trees-00001.npz", "state.pt"])
 @pytest.mark.parametrize("content", [b"", b"broken", b"{}"])
 def test_a_broken_file_is_named(pair, small_files, tmp_path, name, content):
     trained(pair, tmp_path)
     path = tmp_path / "training" / name
     path.write_bytes(content)
-    said = (
-        "holds a training with target None" if (name, content) == ("options.json", b"{}") else f"{path.name} is broken"
-    )
+    emptied = name.endswith("options.json") and content == b"{}"
+    said = "holds work with draws.beams None" if emptied else f"{path.name} is broken"
     with pytest.raises(BadSetting, match=said):
         trained(pair, tmp_path)
 
@@ -190,7 +190,11 @@ def test_a_broken_file_is_named(pair, small_files, tmp_path, name, content):
 def test_trees_of_an_unknown_training_are_not_taken(pair, small_files, tmp_path):
     trained(pair, tmp_path)
     (tmp_path / "training" / "options.json").unlink()
-    with pytest.raises(BadSetting, match="says of what"):
+    with pytest.raises(BadSetting, match=r"state.pt, and no options.json says of what"):
+        trained(pair, tmp_path)
+    (tmp_path / "training" / "state.pt").unlink()
+    (tmp_path / "training" / "trees" / "options.json").unlink()
+    with pytest.raises(BadSetting, match=r"trees-\*.npz, and no options.json says of what"):
         trained(pair, tmp_path)
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from specbeam.cli.common import quiet_load
 from specbeam.errors import BadSetting
 from specbeam.prompts import read, spread
-from specbeam.train.draft import Trained, train_draft
+from specbeam.train.course import Trained
+from specbeam.train.draft import train_draft
 from specbeam.train.drawing import DrawPlan
 from specbeam.train.fitting import Schedule
 

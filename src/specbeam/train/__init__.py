@@ -4,7 +4,8 @@
 `fitting.py` is the loop, `losses.py` what it lowers, and each kind of draft has a file of its own (`draft.py`).
 """
 
-from specbeam.train.draft import Trained, train_draft
+from specbeam.train.course import Trained
+from specbeam.train.draft import train_draft
 from specbeam.train.drawing import DrawPlan
 from specbeam.train.fitting import Schedule
 

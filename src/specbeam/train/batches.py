@@ -16,6 +16,7 @@ class TreeBatch(NamedTuple):
     """Some trees as the rows of one forward. Columns after the end of a tree are padding, which nothing looks at."""
 
     tokens: Int64[Tensor, "rows length"]
+    parents: Int64[Tensor, "rows length"]  # columns; -1: none
     positions: Int64[Tensor, "rows length"]  # the depth of each node
     mask: Float[Tensor, "rows 1 length length"]  # added to attention scores: 0 for a node and its ancestors, else -inf
     learnt: Bool[Tensor, "rows length"]  # nodes that have a law; the other fields are theirs, in reading order
@@ -72,6 +73,7 @@ def tree_batch(trees: Trees, picked: np.ndarray) -> TreeBatch:
     mask = np.where(sees, np.float32(0), np.float32(-np.inf))
     return TreeBatch(
         tokens=torch.from_numpy(tokens),
+        parents=torch.from_numpy(parents),
         positions=torch.from_numpy(positions),
         mask=torch.from_numpy(mask)[:, None],
         learnt=torch.from_numpy(learnt),

@@ -1,50 +1,31 @@
 """A small model that drafts for a target: distilled from the laws of the target on trees that its beams drew."""
 
 import copy
-import hashlib
-import json
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specbeam.errors import BadPrompt, BadSetting, MissingFile, UnsupportedModel
+from specbeam.errors import MissingFile, UnsupportedModel
 from specbeam.measure import kept_figures
 from specbeam.options.checks import is_integer, require
 from specbeam.pair import Pair, load
-from specbeam.train.batches import TreeBatch, batches_of
-from specbeam.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
-from specbeam.train.fitting import Point, Schedule, Training, check_optimizers
+from specbeam.train.batches import TreeBatch
+from specbeam.train.course import Trained, take_course
+from specbeam.train.drawing import DrawPlan, Prompt
+from specbeam.train.fitting import Schedule, check_optimizers
+from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.lessons import Report, check_prompts, drawn_lessons, lesson_options
 from specbeam.train.losses import draft_loss, overlap
-from specbeam.train.trees import Trees, read_or_refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 HEAD_SIZE = 64  # of each attention head
-MOST_HELD_OUT = 512  # prompts
-
-Report = Callable[[str, int, int], None]  # what is under way, how much of it is done, and how much there is
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What training gave."""
-
-    folder: Path  # which `load(draft=...)` takes
-    weights: int  # number of the draft's parameters
-    curve: tuple[Point, ...]
-
-    @property
-    def acceptance(self) -> float:
-        """The mean odds, on held-out trees, that a draft token is accepted."""
-        return self.curve[-1].acceptance
 
 
 def train_draft(
@@ -52,6 +33,7 @@ def train_draft(
     prompts: Sequence[Prompt],
     out: str | Path,
     *,
+    trees: str | Path | None = None,
     start: str | Path | None = None,
     layers: int = 2,
     hidden: int | None = None,
@@ -73,6 +55,8 @@ def train_draft(
         prompts: texts, or lists of token ids, that the target is asked to continue, like those that the draft will be used
             for.
         out: the folder to write.
+        trees: the folder of what the target draws, which several trainings with the same prompts, draws and seed may share;
+            None: `out/training/trees`.
         start: a model with the target's vocabulary to go on from; None: a new Llama with a shared embedding.
         layers: number of blocks of a new model.
         hidden: size of the hidden states of a new model, a multiple of 64; None: half of the target's, at most 512.
@@ -98,68 +82,49 @@ def train_draft(
     torch.manual_seed(schedule.seed)
     model = new_draft(pair, layers, hidden) if start is None else started_draft(pair, start)
     options = {
-        "target": f"{type(pair.target_model).__name__} {kept_figures.weights_key(pair.target_model)}, {pair.target.engine}",
         "start": None if start is None else kept_figures.weights_key(model),
         "layers": int(layers),
         "hidden": int(hidden),
         "variation": float(variation),
-        "prompts": f"{len(prompts)}, {_digest(prompts)}",
-        **{f"draws.{name}": value for name, value in asdict(draws).items()},
+        **lesson_options(pair, prompts, draws, schedule.seed),
         **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
     }
-    _open_folder(training, options)
-    learnt, held_out = split(prompts, schedule.seed)
-    checked = _held_out_trees(pair, held_out, draws, training / "held_out.npz")
-    _keep_options(training, options)
-    files = []
-    drawn = 0
-    for path, count in draw_files(pair, learnt, draws, training / "trees"):
-        files.append(path)
-        drawn += count
-        report("drawing", drawn, len(learnt))
+    open_folder(training, options, "state.pt")
+    lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
+    keep_options(training, options)
     model.to(pair.target.device)
-    curve = _fitted(model, files, checked, schedule, variation, folder, report)
-    return Trained(folder, sum(weight.numel() for weight in model.parameters()), tuple(curve))
+    return take_course(DraftStudent(model, variation), lessons, schedule, folder, pair.target.device, report)
 
 
-def _fitted(
-    model: "PreTrainedModel",
-    files: list[Path],
-    checked: Trees,
-    schedule: Schedule,
-    variation: float,
-    folder: Path,
-    report: Report,
-) -> list[Point]:
-    """Train a model on files of trees, write it to the folder after each epoch, and return the curve."""
-    device = model.device
+class DraftStudent:
+    """A draft model that learns; see `Student`."""
 
-    def loss(batch: TreeBatch) -> Tensor:
-        accepted, surprise = overlap(tree_logits(model, batch), batch.ids, batch.logp)
-        return draft_loss(accepted, surprise, batch.weights, variation)
+    def __init__(self, model: "PreTrainedModel", variation: float) -> None:
+        self.module: PreTrainedModel = model
+        self.variation = variation
 
-    def check() -> float:
-        return acceptance(model, checked, schedule.batch_tokens, device)
+    def loss(self, batch: TreeBatch) -> Tensor:
+        """See `Student.loss`."""
+        accepted, surprise = overlap(tree_logits(self.module, batch), batch.ids, batch.logp)
+        return draft_loss(accepted, surprise, batch.weights, self.variation)
 
-    fit = Training(model, loss, check, schedule, files, folder / "training", device)
-    fit.resume()
-    report("training", fit.done, fit.steps)
-    for done in fit.run():
-        if fit.file == 0:
-            save(model, folder)
-        report("training", done, fit.steps)
-    save(model, folder)
-    return fit.curve
+    def accepted(self, batch: TreeBatch) -> list[tuple[Tensor, Tensor]]:
+        """See `Student.accepted`: a draft model is as good at any depth."""
+        overlaps, _ = overlap(tree_logits(self.module, batch), batch.ids, batch.logp)
+        return [(overlaps, batch.weights)]
+
+    def save(self, folder: Path) -> None:
+        """Write the model in bfloat16: two bytes for each weight.
+
+        The bundled draft lost 0.00001 of its held-out acceptance by that.
+        """
+        copy.deepcopy(self.module).to(torch.bfloat16).save_pretrained(folder)
 
 
 def _check(prompts: Sequence[Prompt], layers: int, hidden: int | None, variation: float) -> None:
     """Raise `BadSetting` if an option of `train_draft` is wrong."""
     check_optimizers()
-    distinct = len(_distinct(prompts))
-    if distinct < 2:
-        raise BadSetting(
-            f"there are {distinct} distinct prompts; there must be at least 2, one to learn from, one to check with"
-        )
+    check_prompts(prompts)
     require(is_integer(layers) and layers >= 1, "layers", layers, "an integer of at least 1")
     is_size = hidden is None or (is_integer(hidden) and hidden >= HEAD_SIZE and hidden % HEAD_SIZE == 0)
     require(is_size, "hidden", hidden, f"a multiple of {HEAD_SIZE}, or None for half of the target's")
@@ -169,74 +134,6 @@ def _check(prompts: Sequence[Prompt], layers: int, hidden: int | None, variation
 def _default_hidden(pair: Pair) -> int:
     half = pair.target_model.config.get_text_config().hidden_size // 2
     return min(max(half // HEAD_SIZE, 1) * HEAD_SIZE, 512)
-
-
-def _digest(prompts: Sequence[Prompt]) -> str:
-    """Return a hash of the prompts, in their order."""
-    texts = [prompt if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in prompts]
-    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()
-
-
-def _open_folder(training: Path, options: dict[str, Any]) -> None:
-    """Make the folder if it is missing, and clear what a training left there that never began.
-
-    Raises `BadSetting` if it cannot be written, or holds a training with other options.
-    """
-    path = training / "options.json"
-    try:
-        training.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            (training / "held_out.npz").unlink(missing_ok=True)
-    except OSError as error:
-        raise BadSetting(f"{training} cannot be written: {error}; choose another folder") from error
-    if not path.exists():
-        if (training / "trees").exists():
-            raise BadSetting(
-                f"{training} holds trees, and no {path.name} says of what; delete it, or choose another folder"
-            )
-        return
-    before = read_or_refuse(path, lambda: json.loads(path.read_text()))
-    other = {name: before.get(name) for name in options if before.get(name) != options[name]}
-    if other:
-        said = ", ".join(f"{name} {value!r} (now {options[name]!r})" for name, value in other.items())
-        raise BadSetting(f"{training} holds a training with {said}; choose another folder, or delete this one")
-
-
-def _keep_options(training: Path, options: dict[str, Any]) -> None:
-    """Write the options, once all that can be wrong with them has been tried."""
-    path = training / "options.json"
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(options, indent=2) + "\n")
-    part.replace(path)
-
-
-def split(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to learn from and those to check with, at most a tenth, shuffled.
-
-    A prompt that occurs several times counts once, so that none is on both sides.
-    """
-    distinct = _distinct(prompts)
-    order = np.random.default_rng(seed).permutation(len(distinct))
-    held = min(MOST_HELD_OUT, max(len(distinct) // 10, 1))
-    return [distinct[place] for place in order[held:]], [distinct[place] for place in order[:held]]
-
-
-def _distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return each prompt once, in the order in which they come first."""
-    first: dict[Any, Prompt] = {}
-    for prompt in prompts:
-        first.setdefault(prompt if isinstance(prompt, str) else tuple(prompt), prompt)
-    return list(first.values())
-
-
-def _held_out_trees(pair: Pair, prompts: list[Prompt], draws: DrawPlan, path: Path) -> Trees:
-    """Return the trees of prompts that are held out; raise `BadPrompt` if the target can continue none of them."""
-    if not path.exists():
-        trees = drawn_trees(pair, prompts, draws)
-        if trees.size == 0:
-            raise BadPrompt(f"none of the {len(prompts)} prompts that are held out can be continued by the target")
-        trees.save(path)
-    return Trees.read(path)
 
 
 def new_draft(pair: Pair, layers: int, hidden: int) -> "PreTrainedModel":
@@ -318,24 +215,3 @@ def tree_logits(model: "PreTrainedModel", batch: TreeBatch) -> Float[Tensor, "la
         input_ids=batch.tokens, position_ids=batch.positions, attention_mask=batch.mask, use_cache=False
     ).last_hidden_state
     return model.get_output_embeddings()(hidden[batch.learnt])
-
-
-@torch.no_grad()
-def acceptance(model: "PreTrainedModel", trees: Trees, batch_tokens: int, device: torch.device) -> float:
-    """Return the mean odds that a draft token is accepted, by the number of children of each node."""
-    accepted = 0.0
-    weight = 0.0
-    for batch in batches_of(trees, batch_tokens, np.random.default_rng(0)):
-        here = batch.to(device)
-        overlaps, _ = overlap(tree_logits(model, here), here.ids, here.logp)
-        accepted += (overlaps * here.weights).sum().item()
-        weight += here.weights.sum().item()
-    return accepted / weight if weight else math.nan
-
-
-def save(model: "PreTrainedModel", folder: Path) -> None:
-    """Write the model in bfloat16: two bytes for each weight.
-
-    The bundled draft lost 0.00001 of its held-out acceptance by that.
-    """
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)

@@ -64,7 +64,8 @@ class Point:
     epoch: int  # finished epochs
     seconds: float  # of training so far, all runs of a resumed training together
     loss: float  # mean over the epoch's batches; NaN before the first
-    acceptance: float  # mean odds that a draft token is accepted, on held-out trees, by weight
+    acceptance: float  # mean odds that a draft token is accepted, on held-out trees, by weight; of drafts one deep
+    deeper: tuple[float, ...] = ()  # the same of drafts two deep, three deep, ..., if what learns drafts so
 
 
 class Training:
@@ -73,7 +74,7 @@ class Training:
     Args:
         model: what is trained.
         loss: returns the loss of a batch.
-        check: returns the acceptance on held-out trees.
+        check: returns the acceptance on held-out trees, by depth of the draft.
         schedule: how long and how hard.
         files: files of trees to learn from.
         folder: where the state is kept.
@@ -84,7 +85,7 @@ class Training:
         self,
         model: nn.Module,
         loss: Callable[[TreeBatch], Tensor],
-        check: Callable[[], float],
+        check: Callable[[], tuple[float, ...]],
         schedule: Schedule,
         files: list[Path],
         folder: Path,
@@ -167,7 +168,8 @@ class Training:
         self.losses = []
 
     def _add_point(self, loss: float) -> None:
-        self.curve.append(Point(self.epoch, round(self.seconds, 1), loss, self.check()))
+        acceptance, *deeper = self.check()
+        self.curve.append(Point(self.epoch, round(self.seconds, 1), loss, acceptance, tuple(deeper)))
         lines = [json.dumps(asdict(point)) for point in self.curve]
         (self.folder / "curve.jsonl").write_text("\n".join(lines) + "\n")
 

@@ -1,12 +1,15 @@
 """What training lowers: the odds that a draft token is refused, and the cross-entropy to the target's law."""
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 
 def overlap(
-    logits: Float[Tensor, "laws vocab"], ids: Int64[Tensor, "laws kept"], logp: Float[Tensor, "laws kept"]
+    logits: Float[Tensor, "laws vocab"],
+    ids: Int64[Tensor, "laws kept"],
+    logp: Float[Tensor, "laws kept"],
+    known: Bool[Tensor, "laws kept"] | None = None,
 ) -> tuple[Float[Tensor, " laws"], Float[Tensor, " laws"]]:
     """Return the overlap of each draft law q with the target's law p, and the cross-entropy of q to p in nats.
 
@@ -18,10 +21,15 @@ def overlap(
         logits: those of the draft.
         ids: the tokens whose probability under the target is known, distinct in each row.
         logp: their log-probabilities.
+        known: which of them the draft knows, whose numbers among its own tokens are in `ids`; it gives the others no odds,
+            and its cross-entropy is over those that it knows. None: all.
     """
     logq = logits.float().log_softmax(-1).gather(-1, ids)
     p = logp.exp()
     q = logq.exp()
+    if known is not None:
+        logq = logq * known
+        q = q * known
     rest_p = (1 - p.sum(-1)).clamp_min(0)
     rest_q = (1 - q.sum(-1)).clamp_min(0)
     accepted = torch.minimum(p, q).sum(-1) + torch.minimum(rest_p, rest_q)

@@ -1,0 +1,90 @@
+"""A course of training: whoever learns, from what the target drew, with a state that a killed run goes on from."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from specbeam.train.batches import TreeBatch, batches_of
+from specbeam.train.fitting import Point, Schedule, Training
+from specbeam.train.lessons import Lessons, Report
+from specbeam.train.trees import Trees
+
+
+class Student(Protocol):
+    """Who learns to draft.
+
+    Attributes:
+        module: the weights, of which those that want gradients are learnt.
+    """
+
+    module: nn.Module
+
+    def loss(self, batch: TreeBatch) -> Tensor:
+        """Return the loss of a batch, with gradients."""
+        ...
+
+    def accepted(self, batch: TreeBatch) -> list[tuple[Float[Tensor, " laws"], Float[Tensor, " laws"]]]:
+        """Return the odds that drafts are accepted, and their weights: for drafts one deep, two deep, and so on."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what was learnt to a folder that `load(draft=...)` takes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training gave."""
+
+    folder: Path  # which `load(draft=...)` takes
+    weights: int  # number of weights that were learnt
+    curve: tuple[Point, ...]
+
+    @property
+    def acceptance(self) -> float:
+        """The mean odds, on held-out trees, that a draft token is accepted; of drafts one deep."""
+        return self.curve[-1].acceptance
+
+
+def take_course(
+    student: Student, lessons: Lessons, schedule: Schedule, folder: Path, device: torch.device, report: Report
+) -> Trained:
+    """Train to the end, write the student to the folder after each epoch, and return the curve.
+
+    Args:
+        folder: the student's; the state is kept in its folder `training`.
+        report: called with "training", the number of files learnt from in all epochs, and of all.
+    """
+
+    def check() -> tuple[float, ...]:
+        return acceptances(student, lessons.held_out, schedule.batch_tokens, device)
+
+    fit = Training(student.module, student.loss, check, schedule, lessons.files, folder / "training", device)
+    fit.resume()
+    report("training", fit.done, fit.steps)
+    for done in fit.run():
+        if fit.file == 0:
+            student.save(folder)
+        report("training", done, fit.steps)
+    student.save(folder)
+    weights = sum(weight.numel() for weight in student.module.parameters() if weight.requires_grad)
+    return Trained(folder, weights, tuple(fit.curve))
+
+
+@torch.no_grad()
+def acceptances(student: Student, trees: Trees, batch_tokens: int, device: torch.device) -> tuple[float, ...]:
+    """Return the mean odds that a draft token is accepted, by the number of children of each node, by depth of the draft."""
+    sums: list[tuple[float, float]] = []
+    for batch in batches_of(trees, batch_tokens, np.random.default_rng(0)):
+        found = student.accepted(batch.to(device))
+        sums += [(0.0, 0.0)] * (len(found) - len(sums))
+        for depth, (overlaps, weights) in enumerate(found):
+            accepted, weight = sums[depth]
+            sums[depth] = (accepted + (overlaps * weights).sum().item(), weight + weights.sum().item())
+    return tuple(accepted / weight if weight else math.nan for accepted, weight in sums) or (math.nan,)

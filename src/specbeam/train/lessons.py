@@ -1,0 +1,114 @@
+"""What there is to learn from: trees that the target drew below prompts, some of which are held out."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specbeam.errors import BadPrompt, BadSetting
+from specbeam.measure import kept_figures
+from specbeam.pair import Pair
+from specbeam.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
+from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.trees import Trees
+
+MOST_HELD_OUT = 512  # prompts
+
+Report = Callable[[str, int, int], None]  # what is under way, how much of it is done, and how much there is
+
+
+@dataclass(frozen=True)
+class Lessons:
+    """Trees of a target.
+
+    Attributes:
+        files: files of trees to learn from.
+        held_out: trees of other prompts, to check with.
+    """
+
+    files: list[Path]
+    held_out: Trees
+
+
+def drawn_lessons(
+    pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed: int, folder: Path, report: Report
+) -> Lessons:
+    """Have the target draw below prompts, into a folder; what is there already is not drawn again.
+
+    At most 512 prompts, or a tenth, are held out.
+
+    Args:
+        seed: of the choice of prompts that are held out.
+        report: called with "drawing", the number of prompts done, and of all.
+
+    Raises:
+        BadSetting: there are fewer than two distinct prompts, or the folder holds trees of something else.
+        BadPrompt: the target can continue none of the prompts.
+    """
+    learnt, held_out = split(prompts, seed)
+    options = lesson_options(pair, prompts, draws, seed)
+    open_folder(folder, options, "trees-*.npz")
+    path = folder / "held_out.npz"
+    if not (folder / "options.json").exists():  # what a folder without options holds may be of something else
+        path.unlink(missing_ok=True)
+    if not path.exists():
+        trees = drawn_trees(pair, held_out, draws)
+        if trees.size == 0:
+            raise BadPrompt(f"none of the {len(held_out)} prompts that are held out can be continued by the target")
+        trees.save(path)
+    keep_options(folder, options)
+    files = []
+    drawn = 0
+    for file, count in draw_files(pair, learnt, draws, folder):
+        files.append(file)
+        drawn += count
+        report("drawing", drawn, len(learnt))
+    return Lessons(files, Trees.read(path))
+
+
+def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed: int) -> dict[str, Any]:
+    """Return what the trees of prompts depend on."""
+    return {
+        "target": f"{type(pair.target_model).__name__} {kept_figures.weights_key(pair.target_model)}, {pair.target.engine}",
+        "prompts": f"{len(prompts)}, {_digest(prompts)}",
+        "seed": int(seed),
+        **{f"draws.{name}": value for name, value in asdict(draws).items()},
+    }
+
+
+def check_prompts(prompts: Sequence[Prompt]) -> None:
+    """Raise `BadSetting` unless there are two distinct prompts."""
+    distinct = len(_distinct(prompts))
+    if distinct < 2:
+        raise BadSetting(
+            f"there are {distinct} distinct prompts; there must be at least 2, one to learn from, one to check with"
+        )
+
+
+def split(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to learn from and those to check with, at most a tenth, shuffled.
+
+    A prompt that occurs several times counts once, so that none is on both sides.
+    """
+    distinct = _distinct(prompts)
+    order = np.random.default_rng(seed).permutation(len(distinct))
+    held = min(MOST_HELD_OUT, max(len(distinct) // 10, 1))
+    return [distinct[place] for place in order[held:]], [distinct[place] for place in order[:held]]
+
+
+def _distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return each prompt once, in the order in which they come first."""
+    first: dict[Any, Prompt] = {}
+    for prompt in prompts:
+        first.setdefault(prompt if isinstance(prompt, str) else tuple(prompt), prompt)
+    return list(first.values())
+
+
+def _digest(prompts: Sequence[Prompt]) -> str:
+    """Return a hash of the prompts, in their order."""
+    texts = [prompt if isinstance(prompt, str) else [int(token) for token in prompt] for prompt in prompts]
+    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=8).hexdigest()
