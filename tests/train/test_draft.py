@@ -175,7 +175,9 @@ def test_what_fails_before_the_drawing_does_not_lock_the_folder(pair, small_file
     trained(pair, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["options.json", "trees/options.json", "trees/held_out.npz", "trees/trees-00001.npz", "state.pt"])
+@pytest.mark.parametrize(
+    "name", ["options.json", "trees/options.json", "trees/held_out.npz", "trees/trees-00001.npz", "state.pt"]
+)
 @pytest.mark.parametrize("content", [b"", b"broken", b"{}"])
 def test_a_broken_file_is_named(pair, small_files, tmp_path, name, content):
     trained(pair, tmp_path)

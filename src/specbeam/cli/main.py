@@ -550,23 +550,44 @@ train = typer.Typer(no_args_is_help=True, help="Train what drafts.")
 app.add_typer(train, name="train")
 
 
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write; a training that was stopped goes on there.")]
+TrainingData = Annotated[
+    list[Path],
+    typer.Option(
+        help="File of prompts that the target is asked to continue: text with a prompt per line, .tsv, or .jsonl; "
+        "plain or packed. May be given several times."
+    ),
+]
+TrainingColumn = Annotated[str, typer.Option(help="Column of the prompt in a .tsv, counted from 1.")]
+TrainingRows = Annotated[
+    int | None, typer.Option(min=1, help="Maximum number of prompts, at even distances; by default all.")
+]
+DrawnTrees = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of what the target draws, which trainings with the same prompts, draws and seed may share; "
+        "by default it is in the folder that is written."
+    ),
+]
+DrawnBeams = Annotated[int, typer.Option(help="Number of beams that the target draws below each prompt.")]
+DrawnTemperature = Annotated[float, typer.Option(help="Temperature of these draws.")]
+DrawnTokens = Annotated[int, typer.Option(help="Maximum number of tokens that are drawn below a prompt.")]
+Epochs = Annotated[int, typer.Option(help="How often each drawn tree is learnt from.")]
+Rate = Annotated[float, typer.Option(help="Learning rate of Muon, for the matrices of the blocks.")]
+EmbeddingRate = Annotated[float, typer.Option(help="Learning rate of Adam, for all other weights.")]
+BatchTokens = Annotated[int, typer.Option(help="Number of tokens of a batch.")]
+Variation = Annotated[float, typer.Option(help="Share of total variation in the loss; cross-entropy has the rest.")]
+TrainingSeed = Annotated[int, typer.Option(help="Seed of draws, batches and first weights.")]
+
+
 @train.command("draft")
 def train_draft(
-    out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder to write; a training that was stopped goes on there.")
-    ],
+    out: Out,
     model: Model = "bundled",
-    data: Annotated[
-        list[Path],
-        typer.Option(
-            help="File of prompts that the target is asked to continue: text with a prompt per line, .tsv, or .jsonl; "
-            "plain or packed. May be given several times."
-        ),
-    ] = [],
-    columns: Annotated[str, typer.Option(help="Column of the prompt in a .tsv, counted from 1.")] = "1",
-    rows: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of prompts, at even distances; by default all.")
-    ] = None,
+    data: TrainingData = [],
+    columns: TrainingColumn = "1",
+    rows: TrainingRows = None,
+    trees: DrawnTrees = None,
     start: Annotated[
         str | None, typer.Option(help="Model to go on from: a path or a hub id; by default a new one is made.")
     ] = None,
@@ -577,32 +598,98 @@ def train_draft(
             help="Size of the hidden states of a new model, a multiple of 64; by default half of the target's."
         ),
     ] = None,
-    beams: Annotated[int, typer.Option(help="Number of beams that the target draws below each prompt.")] = 4,
-    temperature: Annotated[float, typer.Option(help="Temperature of these draws.")] = 1.0,
+    beams: DrawnBeams = 4,
+    temperature: DrawnTemperature = 1.0,
     top_k: TopK = None,
     top_p: TopP = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens that are drawn below a prompt.")] = 80,
-    epochs: Annotated[int, typer.Option(help="How often each drawn tree is learnt from.")] = 4,
-    rate: Annotated[float, typer.Option(help="Learning rate of Muon, for the matrices of the blocks.")] = 0.02,
-    embedding_rate: Annotated[float, typer.Option(help="Learning rate of Adam, for all other weights.")] = 0.005,
-    batch_tokens: Annotated[int, typer.Option(help="Number of tokens of a batch.")] = 8_000,
-    variation: Annotated[
-        float, typer.Option(help="Share of total variation in the loss; cross-entropy has the rest.")
-    ] = 0.5,
-    seed: Annotated[int, typer.Option(help="Seed of draws, batches and first weights.")] = 0,
+    max_new_tokens: DrawnTokens = 80,
+    epochs: Epochs = 4,
+    rate: Rate = 0.02,
+    embedding_rate: EmbeddingRate = 0.005,
+    batch_tokens: BatchTokens = 8_000,
+    variation: Variation = 0.5,
+    seed: TrainingSeed = 0,
     threads: Threads = None,
     json: Json = False,
 ) -> None:
     """Train a draft model for any target from prompts alone: it learns the target's laws on what the target's beams draw."""
-    from specbeam.cli.train import run_draft as run
+    from specbeam.cli.train import TrainingOptions, run_draft
     from specbeam.train.drawing import DrawPlan
     from specbeam.train.fitting import Schedule
 
     draws = DrawPlan(beams, temperature, top_k, top_p, max_new_tokens, seed)
     schedule = Schedule(epochs, rate, embedding_rate, batch_tokens, seed=seed)
-    raise typer.Exit(
-        run(model, data, columns, rows, out, start, layers, hidden, draws, schedule, variation, threads, json)
-    )
+    options = TrainingOptions(model, data, columns, rows, out, trees, draws, schedule, threads, json)
+    raise typer.Exit(run_draft(options, start, layers, hidden, variation))
+
+
+def _add_head(kind: str, what: str) -> None:
+    """Add the command that trains heads of a kind."""
+
+    def train_head(
+        out: Out,
+        model: Model = "bundled",
+        data: TrainingData = [],
+        columns: TrainingColumn = "1",
+        rows: TrainingRows = None,
+        trees: DrawnTrees = None,
+        layers: Annotated[
+            int | None, typer.Option(help="Number of layers; by default as is usual for the kind.")
+        ] = None,
+        depth: Annotated[
+            int | None, typer.Option(help="Number of drafts, one below the other, that it learns to make.")
+        ] = None,
+        inner: Annotated[
+            int | None, typer.Option(help="Size of the gated inner layer; by default twice the target's width.")
+        ] = None,
+        draft_vocab: Annotated[
+            int | None,
+            typer.Option(
+                help="Number of tokens that it gives odds to, the target's likeliest; by default 32,000 or all."
+            ),
+        ] = None,
+        tap: Annotated[
+            list[int],
+            typer.Option(
+                help="Layer whose incoming hidden states it reads, counted from 0; the number of layers stands for what "
+                "leaves the last. May be given several times; by default three of them."
+            ),
+        ] = [],
+        beams: DrawnBeams = 4,
+        temperature: DrawnTemperature = 1.0,
+        top_k: TopK = None,
+        top_p: TopP = None,
+        max_new_tokens: DrawnTokens = 80,
+        epochs: Epochs = 4,
+        rate: Rate = 0.02,
+        embedding_rate: EmbeddingRate = 0.002,
+        batch_tokens: BatchTokens = 4_000,
+        variation: Variation = 0.5,
+        seed: TrainingSeed = 0,
+        threads: Threads = None,
+        json: Json = False,
+    ) -> None:
+        from specbeam.cli.train import TrainingOptions, run_head
+        from specbeam.train.drawing import DrawPlan
+        from specbeam.train.fitting import Schedule
+
+        draws = DrawPlan(beams, temperature, top_k, top_p, max_new_tokens, seed)
+        schedule = Schedule(epochs, rate, embedding_rate, batch_tokens, seed=seed)
+        options = TrainingOptions(model, data, columns, rows, out, trees, draws, schedule, threads, json)
+        plan = {
+            "layers": layers,
+            "depth": depth,
+            "inner": inner,
+            "draft_vocab": draft_vocab,
+            "taps": tuple(tap) or None,
+            "variation": variation,
+        }
+        raise typer.Exit(run_head(options, kind, plan))
+
+    train.command(kind, help=what)(train_head)
+
+
+_add_head("eagle3", "Train an EAGLE-3 head for any target from prompts alone, on what the target's beams draw.")
 
 
 def main() -> None:

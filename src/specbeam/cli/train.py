@@ -1,50 +1,81 @@
-"""The commands `specbeam train ...`: a draft for a target, from prompts alone."""
+"""The commands `specbeam train ...`: a draft model or a head for a target, from prompts alone."""
 
 import json as json_format
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.common import quiet_load
 from specbeam.errors import BadSetting
+from specbeam.pair import Pair
 from specbeam.prompts import read, spread
 from specbeam.train.course import Trained
 from specbeam.train.draft import train_draft
 from specbeam.train.drawing import DrawPlan
 from specbeam.train.fitting import Schedule
+from specbeam.train.heads import train_head
+from specbeam.train.lessons import Report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def run_draft(
-    model: str,
-    files: list[Path],
-    columns: str,
-    rows: int | None,
-    out: Path,
-    start: str | None,
-    layers: int,
-    hidden: int | None,
-    draws: DrawPlan,
-    schedule: Schedule,
-    variation: float,
-    threads: int | None,
-    json: bool,
-) -> int:
+@dataclass(frozen=True)
+class TrainingOptions:
+    """What all commands of training are given."""
+
+    model: str
+    files: list[Path]
+    columns: str
+    rows: int | None
+    out: Path
+    trees: Path | None
+    draws: DrawPlan
+    schedule: Schedule
+    threads: int | None
+    json: bool
+
+
+def run_draft(options: TrainingOptions, start: str | None, layers: int, hidden: int | None, variation: float) -> int:
     """Train a draft model, print its curve, and return the exit code."""
+
+    def train(target: Pair, prompts: list[str], report: Report) -> Trained:
+        return train_draft(
+            target, prompts, options.out, trees=options.trees, start=start, layers=layers, hidden=hidden,
+            draws=options.draws, schedule=options.schedule, variation=variation, report=report,
+        )  # fmt: skip
+
+    return _run(options, train)
+
+
+def run_head(options: TrainingOptions, kind: str, plan: dict[str, Any]) -> int:
+    """Train a head of this kind, print its curve, and return the exit code."""
+
+    def train(target: Pair, prompts: list[str], report: Report) -> Trained:
+        return train_head(
+            kind, target, prompts, options.out, trees=options.trees, plan=plan, draws=options.draws,
+            schedule=options.schedule, report=report,
+        )  # fmt: skip
+
+    return _run(options, train)
+
+
+def _run(options: TrainingOptions, train: Callable[[Pair, list[str], Report], Trained]) -> int:
+    """Train with progress bars, print the curve, and return the exit code."""
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    if not files:
+    if not options.files:
         raise BadSetting("--data is missing: a file of prompts, like those that the draft will be used for")
-    prompts = [row.prompt for file in files for row in read(str(file), columns=_columns(columns))]
-    if rows is not None:
-        prompts = spread(prompts, rows)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    target = quiet_load(model, None)
+    columns = _columns(options.columns)
+    prompts = [row.prompt for file in options.files for row in read(str(file), columns=columns)]
+    if options.rows is not None:
+        prompts = spread(prompts, options.rows)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    target = quiet_load(options.model, None)
     console = Console(stderr=True, highlight=False)
     looks = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*looks, console=console, disable=not console.is_terminal) as progress:
@@ -53,11 +84,8 @@ def run_draft(
         def report(name: str, done: int, total: int) -> None:
             progress.update(bars[name], completed=done, total=total)
 
-        trained = train_draft(
-            target, prompts, out, start=start, layers=layers, hidden=hidden, draws=draws, schedule=schedule,
-            variation=variation, report=report,
-        )  # fmt: skip
-    if json:
+        trained = train(target, prompts, report)
+    if options.json:
         for point in trained.curve:
             print(json_format.dumps(asdict(point)))
         return 0
@@ -80,11 +108,13 @@ def _print_curve(console: "Console", trained: Trained) -> None:
     from rich.table import Table
 
     table = Table(title=f"{trained.folder}: {trained.weights / 1e6:.2f} M weights")
-    for head in ("epochs", "minutes", "loss", "acceptance, held out"):
-        table.add_column(head, justify="right")
+    deeper = [f"{depth} deep" for depth in range(2, 2 + len(trained.curve[-1].deeper))]
+    for name in ("epochs", "minutes", "loss", "acceptance, held out", *deeper):
+        table.add_column(name, justify="right")
     for point in trained.curve:
         loss = f"{point.loss:.4f}" if point.loss == point.loss else ""
-        table.add_row(str(point.epoch), f"{point.seconds / 60:.1f}", loss, f"{point.acceptance:.4f}")
+        acceptances = [f"{one:.4f}" for one in (point.acceptance, *point.deeper)]
+        table.add_row(str(point.epoch), f"{point.seconds / 60:.1f}", loss, *acceptances)
     console.print(table)
     console.print(
         "acceptance: the mean odds that a draft token is accepted, at beams that the target drew below prompts held out"

@@ -18,6 +18,9 @@ class DraftRows(NamedTuple):
 
     nodes: Int64[Tensor, " drafts"]  # row * length + column, ascending
     logits: Float[Tensor, "drafts draft_vocab"]  # of the tokens below
+    confidence: Float[Tensor, " drafts"] | None = (
+        None  # logits of the odds that a draft below is accepted, if the head has any
+    )
 
 
 class Head(nn.Module):

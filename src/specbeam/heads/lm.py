@@ -81,7 +81,7 @@ class HeadLM:
         """
         raise NotImplementedError
 
-    def rows(self, caches: list[Any], wanted: list[Int64[np.ndarray, " nodes"]]) -> list[Float[Tensor, "nodes width"]]:
+    def rows(self, caches: list[Any], wanted: list[Int64[np.ndarray, " _"]]) -> list[Float[Tensor, "_ width"]]:
         """Return what the head makes of the wanted local nodes of each session, from which `logits` makes logits."""
         raise NotImplementedError
 
@@ -164,9 +164,7 @@ class TrunkLM(HeadLM):
         shape = self.head.shape
         return PairCache(prompt, features, shape.sizes, shape.layers)
 
-    def rows(
-        self, caches: list[PairCache], wanted: list[Int64[np.ndarray, " nodes"]]
-    ) -> list[Float[Tensor, "nodes width"]]:
+    def rows(self, caches: list[PairCache], wanted: list[Int64[np.ndarray, " _"]]) -> list[Float[Tensor, "_ width"]]:
         """See `HeadLM.rows`: the head's states, computed for all nodes that have something to read."""
         while pending := [found for cache in caches if (found := cache.next_rows())]:
             self._run(pending)

@@ -91,9 +91,9 @@ def fit_of(head: Head, text: ProbedText) -> Overlap:
     trees = text.trees.to(head.device)
     everywhere = torch.ones_like(trees.tokens, dtype=torch.bool)
     overlaps = []
-    for nodes, logits in head.drafts(trees, 2, everywhere):
-        drafted = logits.float().softmax(-1)
-        wanted = text.laws.to(drafted.device)[nodes]
+    for rows in head.drafts(trees, 2, everywhere):
+        drafted = rows.logits.float().softmax(-1)
+        wanted = text.laws.to(drafted.device)[rows.nodes]
         if head.tokens is not None:
             wanted = wanted[:, head.tokens.to(wanted.device)]
         overlaps.append(float(torch.minimum(wanted, drafted).sum(-1).mean()))

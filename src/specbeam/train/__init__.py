@@ -1,12 +1,15 @@
 """TRAINING of what drafts: on texts that the target itself draws, resumable, with held-out acceptance.
 
-`trees.py` holds what the target drew and its laws there, `drawing.py` has it drawn, `batches.py` makes batches of it,
-`fitting.py` is the loop, `losses.py` what it lowers, and each kind of draft has a file of its own (`draft.py`).
+`trees.py` holds what the target drew and its laws there, `drawing.py` has it drawn, `lessons.py` keeps it in a folder, part
+of it held out, `batches.py` makes batches of it. `course.py` teaches whoever learns, by the loop in `fitting.py` and what
+`losses.py` says is to be lowered. Who learns: draft models (`draft.py`) and heads (`heads.py`), each kind with a file of its
+own; `teacher.py` gives heads the target's hidden states, `plan.py` says what they are to be.
 """
 
 from specbeam.train.course import Trained
 from specbeam.train.draft import train_draft
 from specbeam.train.drawing import DrawPlan
 from specbeam.train.fitting import Schedule
+from specbeam.train.heads import train_head
 
-__all__ = ["DrawPlan", "Schedule", "Trained", "train_draft"]
+__all__ = ["DrawPlan", "Schedule", "Trained", "train_draft", "train_head"]

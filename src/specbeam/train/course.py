@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,14 +16,14 @@ from specbeam.train.lessons import Lessons, Report
 from specbeam.train.trees import Trees
 
 
+@runtime_checkable
 class Student(Protocol):
-    """Who learns to draft.
+    """Who learns to draft."""
 
-    Attributes:
-        module: the weights, of which those that want gradients are learnt.
-    """
-
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module:
+        """The weights, of which those that want gradients are learnt."""
+        ...
 
     def loss(self, batch: TreeBatch) -> Tensor:
         """Return the loss of a batch, with gradients."""

@@ -20,6 +20,7 @@ def open_folder(folder: Path, options: dict[str, Any], leftovers: str) -> None:
     Raises `BadSetting` if it cannot be written, or holds work with other options.
     """
     path = folder / OPTIONS
+    options = json.loads(json.dumps(options))  # as they are read again
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

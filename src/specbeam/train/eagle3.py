@@ -1,0 +1,99 @@
+"""EAGLE-3 heads that are to be trained, and their files, in speculators' format."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from specbeam.heads.head import Head
+from specbeam.heads.layers import LayerSizes, Rotary
+from specbeam.heads.trunk import PairTrunk, TrunkShape
+from specbeam.train.head_files import frame_of, layer_config, target_rope, write_head
+from specbeam.train.plan import HeadPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def layer_sizes(target: "PreTrainedModel", plan: HeadPlan, norms_heads: bool = False) -> LayerSizes:
+    """Return the sizes of a layer that is as wide as the target."""
+    config = target.config.get_text_config()
+    width = int(config.hidden_size)
+    heads = int(config.num_attention_heads)
+    return LayerSizes(
+        width=width,
+        reads=width,
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_size=int(getattr(config, "head_dim", None) or width // heads),
+        inner=plan.inner,
+        eps=1e-6,
+        norms_heads=norms_heads,
+    )
+
+
+def new_eagle3(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> PairTrunk:
+    """Return a new EAGLE-3 head as wide as the target, with the norms and the feedback of EAGLE-3.1.
+
+    Its embedding is the target's and stays so; the matrix that makes logits begins as the target's rows of its tokens.
+    """
+    sizes = layer_sizes(target, plan)
+    shape = TrunkShape(
+        sizes=sizes,
+        layers=plan.layers,
+        taps=plan.taps,
+        target_width=sizes.width,
+        pairs="attention",
+        draft_vocab=plan.draft_vocab,
+        norms_features="each",
+        feeds_normed=True,
+    )
+    trunk = PairTrunk(
+        shape, Rotary(sizes, *target_rope(target)), own_embedding(target), own_head(target, tokens), tokens
+    )
+    first_weights(trunk)
+    return trunk
+
+
+def own_embedding(target: "PreTrainedModel") -> nn.Embedding:
+    """Return a copy of the target's embedding, float32, that is not learnt."""
+    rows = target.get_input_embeddings().weight.detach().float().clone()
+    return nn.Embedding.from_pretrained(rows, freeze=True)
+
+
+def own_head(target: "PreTrainedModel", tokens: Int64[Tensor, " draft_vocab"] | None) -> nn.Linear:
+    """Return a copy of the matrix that makes the target's logits, float32: its rows of these tokens, or all."""
+    rows: Tensor = target.get_output_embeddings().weight.detach().float()
+    rows = rows.clone() if tokens is None else rows[tokens.to(rows.device)]
+    head = nn.Linear(rows.shape[1], rows.shape[0], bias=False)
+    head.weight = nn.Parameter(rows)
+    return head
+
+
+def first_weights(head: Head) -> None:
+    """Give the inner matrices of a head first weights: normal, of a deviation that keeps the size of rows."""
+    for name, weight in head.named_parameters():
+        if weight.ndim == 2 and not name.startswith(("embed_tokens.", "lm_head.")):
+            nn.init.normal_(
+                weight, std=weight.shape[1] ** -0.5 * (0.5 if "o_proj" in name or "down_proj" in name else 1)
+            )
+
+
+def save_eagle3(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
+    """Write an EAGLE-3 head in speculators' format, float32; all flags are stated, as readers differ in their defaults."""
+    assert isinstance(head, PairTrunk)
+    shape = head.shape
+    config: dict[str, Any] = {
+        **frame_of("eagle3", "Eagle3DraftModel", target, plan),
+        "transformer_layer_config": layer_config(target, shape.sizes, shape.layers, head.rotary),
+        "draft_vocab_size": shape.draft_vocab,
+        "norm_before_residual": shape.norms_residual,
+        "norm_before_fc": shape.norms_features == "all",
+        "fc_norm": shape.norms_features == "each",
+        "norm_output": shape.feeds_normed,
+        "eagle_aux_hidden_state_layer_ids": list(shape.taps),
+        "embed_requires_grad": False,
+        "target_hidden_size": None,
+    }
+    write_head(head, config, folder)

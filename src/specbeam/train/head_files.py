@@ -1,0 +1,107 @@
+"""Files of trained heads, as speculators 0.9.0 names and reads them."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specbeam.heads.head import Head
+from specbeam.heads.layers import LayerSizes, Rotary
+from specbeam.train.plan import HeadPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SPECULATORS = "0.9.0"
+
+
+def target_rope(target: "PreTrainedModel") -> tuple[dict[str, Any], int]:
+    """Return the parameters of a target's positions, and their number: a head takes them over.
+
+    A target without rotated positions, or with several kinds, has heads with plain ones.
+    """
+    config = target.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    positions = int(getattr(config, "max_position_embeddings", None) or 2048)
+    if "rope_theta" not in rope:
+        return {"rope_type": "default", "rope_theta": 10000.0}, positions
+    return {"rope_type": "default", **rope}, positions
+
+
+def frame_of(kind: str, architecture: str, target: "PreTrainedModel", plan: HeadPlan) -> dict[str, Any]:
+    """Return the fields that all of speculators' heads have."""
+    return {
+        "speculators_model_type": kind,
+        "architectures": [architecture],
+        "speculators_version": SPECULATORS,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": plan.depth,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {
+                "name_or_path": target.config.name_or_path or None,
+                "architectures": [type(target).__name__],
+            },
+        },
+    }
+
+
+def layer_config(target: "PreTrainedModel", sizes: LayerSizes, layers: int, rotary: Rotary) -> dict[str, Any]:
+    """Return the configuration of a head's layers, as transformers has it for a Llama, or for a Qwen3 with norms by head."""
+    return {
+        "model_type": "qwen3" if sizes.norms_heads else "llama",
+        "hidden_size": sizes.width,
+        "intermediate_size": sizes.inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": sizes.eps,
+        "max_position_embeddings": rotary.positions,
+        "rope_parameters": rotary.rope,
+        "vocab_size": int(target.get_input_embeddings().weight.shape[0]),
+        "tie_word_embeddings": False,
+    }
+
+
+def write_head(head: Head, config: dict[str, Any], folder: Path, leaves_out: tuple[str, ...] = ()) -> None:
+    """Write the configuration and the weights of a head, float32, with the maps of its vocabulary if it has its own.
+
+    Files are whole or not there.
+
+    Args:
+        leaves_out: beginnings of names of weights that are the target's, and not written.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, Tensor] = {
+        name: weight.detach().float().cpu().contiguous()
+        for name, weight in head.named_parameters()
+        if not name.startswith(leaves_out)
+    }
+    if head.tokens is not None:
+        tokens = head.tokens.cpu()
+        is_drafted = torch.zeros(config["transformer_layer_config"]["vocab_size"], dtype=torch.bool)
+        is_drafted[tokens] = True
+        tensors["d2t"] = tokens - torch.arange(len(tokens))
+        tensors["t2d"] = is_drafted
+    part = folder / "model.part"
+    save_file(tensors, part, metadata={"format": "pt"})
+    part.replace(folder / "model.safetensors")
+    part = folder / "config.part"
+    part.write_text(json.dumps(config, indent=2) + "\n")
+    part.replace(folder / "config.json")

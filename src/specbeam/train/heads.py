@@ -1,0 +1,200 @@
+"""Draft heads trained for a target: one trainer, and for each kind what a new one is, and how it is written."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+from torch.nn import functional
+
+from specbeam.errors import BadSetting
+from specbeam.heads.head import DraftRows, Head
+from specbeam.pair import Pair, load
+from specbeam.train.batches import TreeBatch
+from specbeam.train.course import Trained, take_course
+from specbeam.train.drawing import DrawPlan, Prompt
+from specbeam.train.eagle3 import new_eagle3, save_eagle3
+from specbeam.train.fitting import Schedule, check_optimizers
+from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options
+from specbeam.train.losses import draft_loss, overlap
+from specbeam.train.plan import HeadPlan, planned
+from specbeam.train.teacher import scored
+from specbeam.train.trees import Trees
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of head that can be trained.
+
+    Attributes:
+        new: makes one with first weights, from the target, the plan, and the tokens that it is to know.
+        save: writes one to a folder.
+        usual: options of `HeadPlan` that are usual for the kind.
+    """
+
+    new: "Callable[[PreTrainedModel, HeadPlan, Int64[Tensor, ' tokens'] | None], Head]"
+    save: "Callable[[Head, PreTrainedModel, HeadPlan, Path], None]"
+    usual: Mapping[str, Any]
+
+
+KINDS = {
+    "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}),
+}
+
+
+def train_head(
+    kind: str,
+    target: "Pair | str | Path",
+    prompts: Sequence[Prompt],
+    out: str | Path,
+    *,
+    trees: str | Path | None = None,
+    plan: Mapping[str, Any] | None = None,
+    draws: DrawPlan | None = None,
+    schedule: Schedule | None = None,
+    report: Report = lambda *_: None,
+) -> Trained:
+    """Train a draft head for a target, and write it to a folder that `load(target, draft=folder)` takes.
+
+    The target draws beams below each prompt; the head learns the target's laws at the beams that had children, each by the
+    number of its children, from the target's hidden states above. It learns drafts of all depths at once, as they are made:
+    the deeper ones from what the head itself makes of those above. Nothing but prompts is needed. At most 512 prompts, or a
+    tenth, are held out.
+
+    A run that was killed goes on where it was when it is called again with the same arguments; see `train_draft`.
+
+    Args:
+        kind: one of `KINDS`.
+        target: the target, loaded or a path or hub id.
+        prompts: texts, or lists of token ids, that the target is asked to continue, like those that the head will be used
+            for.
+        out: the folder to write.
+        trees: the folder of what the target draws, which several trainings with the same prompts, draws and seed may share;
+            None: `out/training/trees`.
+        plan: options of `HeadPlan`, such as {"layers": 2}; the others are as is usual for the kind.
+        draws: how the target draws; None: four beams at temperature 1.
+        schedule: how long and how hard to train.
+        report: called with what is under way, how much of it is done and how much there is.
+
+    Raises:
+        BadSetting: an option is wrong, or a folder holds work with other options.
+        MissingFile: the target cannot be loaded.
+        BadPrompt: the prompts are too few, or the target cannot continue them.
+        NotSupported: the target does not keep its layers in one list.
+    """
+    check_optimizers()
+    check_prompts(prompts)
+    if kind not in KINDS:
+        raise BadSetting(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+    draws = draws or DrawPlan()
+    schedule = schedule or Schedule()
+    pair = target if isinstance(target, Pair) else load(target)
+    options = planned(pair.target_model, KINDS[kind].usual, plan or {})
+    folder = Path(out)
+    training = folder / "training"
+    said = {
+        "kind": kind,
+        **lesson_options(pair, prompts, draws, schedule.seed),
+        **{f"plan.{name}": value for name, value in asdict(options).items()},
+        **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
+    }
+    open_folder(training, said, "state.pt")
+    lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
+    keep_options(training, said)
+    torch.manual_seed(schedule.seed)
+    head = KINDS[kind].new(pair.target_model, options, known_tokens(lessons, options, pair.target.vocab))
+    head.to(pair.target.device)
+    student = HeadStudent(head, pair.target_model, options, KINDS[kind].save)
+    return take_course(student, lessons, schedule, folder, pair.target.device, report)
+
+
+def known_tokens(lessons: Lessons, plan: HeadPlan, vocab: int) -> Int64[Tensor, " tokens"] | None:
+    """Return the tokens that a head is to know, ascending: the likeliest by the target's laws; None: all."""
+    count = plan.draft_vocab
+    if count >= vocab:
+        return None
+    mass = torch.zeros(vocab, dtype=torch.float64)
+    for path in lessons.files:
+        trees = Trees.read(path)
+        each = torch.from_numpy(trees.logp).double().exp()
+        mass.index_add_(0, torch.from_numpy(trees.ids).long().flatten(), each.flatten())
+    order = torch.argsort(mass, descending=True, stable=True)
+    return order[:count].sort().values
+
+
+class HeadStudent:
+    """A head that learns; see `Student`."""
+
+    def __init__(
+        self,
+        head: Head,
+        target: "PreTrainedModel",
+        plan: HeadPlan,
+        save: "Callable[[Head, PreTrainedModel, HeadPlan, Path], None]",
+    ) -> None:
+        self.module: Head = head
+        self.target = target
+        self.plan = plan
+        self.write = save
+        self.own_number: Tensor | None = (
+            None  # of each of the target's tokens among the head's, -1 if it does not know it
+        )
+        if head.tokens is not None:
+            numbers = torch.full((target.get_output_embeddings().weight.shape[0],), -1)
+            numbers[head.tokens] = torch.arange(len(head.tokens))
+            self.own_number = numbers.to(head.device)
+
+    def loss(self, batch: TreeBatch) -> Tensor:
+        """See `Student.loss`: the sum over depths, each counted `decay` times as much as the one before."""
+        total = torch.zeros((), device=batch.tokens.device)
+        weight = 0.0
+        for depth, (rows, laws) in enumerate(self._drafts(batch)):
+            if len(laws) == 0:
+                continue
+            share = self.plan.decay**depth
+            accepted, surprise = self._overlap(rows.logits, batch, laws)
+            lost = draft_loss(accepted, surprise, batch.weights[laws], self.plan.variation)
+            if rows.confidence is not None:
+                lost = (
+                    lost
+                    + functional.binary_cross_entropy_with_logits(
+                        rows.confidence.float(), accepted.detach().clamp(0, 1), batch.weights[laws]
+                    )
+                    / batch.weights[laws].mean()
+                )
+            total = total + share * lost
+            weight += share
+        return total / weight if weight else total
+
+    def accepted(self, batch: TreeBatch) -> list[tuple[Float[Tensor, " laws"], Float[Tensor, " laws"]]]:
+        """See `Student.accepted`."""
+        found = []
+        for rows, laws in self._drafts(batch):
+            overlaps, _ = self._overlap(rows.logits, batch, laws)
+            found.append((overlaps, batch.weights[laws]))
+        return found
+
+    def save(self, folder: Path) -> None:
+        """See `Student.save`."""
+        self.write(self.module, self.target, self.plan, folder)
+
+    def _drafts(self, batch: TreeBatch) -> list[tuple[DraftRows, Int64[Tensor, " drafts"]]]:
+        """Return what the head drafts at the nodes that have a law, by depth, and which of the batch's laws these are."""
+        learnt: Bool[Tensor, "rows length"] = batch.learnt
+        number = learnt.flatten().cumsum(0) - 1
+        trees = scored(self.target, batch, self.module.taps)
+        return [(rows, number[rows.nodes]) for rows in self.module.drafts(trees, self.plan.depth, learnt)]
+
+    def _overlap(self, logits: Tensor, batch: TreeBatch, laws: Int64[Tensor, " drafts"]) -> tuple[Tensor, Tensor]:
+        ids = batch.ids[laws]
+        if self.own_number is None:
+            return overlap(logits, ids, batch.logp[laws])
+        own = self.own_number[ids]
+        return overlap(logits, own.clamp_min(0), batch.logp[laws], own >= 0)

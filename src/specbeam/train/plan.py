@@ -1,0 +1,83 @@
+"""The plan of a head that is to be trained: its size, and how deep drafts it learns."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from specbeam.engines.eligibility import lacks_taps, layers_of
+from specbeam.errors import BadSetting
+from specbeam.options.checks import is_integer, require
+from specbeam.records import FINAL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FULL_VOCAB = 32_000  # tokens of a target, up to which a head knows them all by default
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """What a head is to be.
+
+    Args:
+        taps: the hidden states of the target that it reads: numbers of the layers that they enter, the number of layers for
+            what leaves the last; see `Needs.taps`.
+        draft_vocab: number of tokens that it gives odds to, the likeliest of the target's.
+        inner: size of the gated inner layer.
+        layers: number of layers.
+        depth: number of drafts one below the other that the head learns to make.
+        rank: of the matrices that make a draft of a block depend on the token above.
+        decay: how much each depth counts in the loss, as a share of the one before.
+        variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
+    """
+
+    taps: tuple[int, ...]
+    draft_vocab: int
+    inner: int
+    layers: int = 1
+    depth: int = 4
+    rank: int = 64
+    decay: float = 0.8
+    variation: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Raise `BadSetting` if a value is wrong."""
+        for name in ("draft_vocab", "inner", "layers", "depth", "rank"):
+            value = getattr(self, name)
+            require(is_integer(value) and value >= 1, name, value, "an integer of at least 1")
+        are_taps = isinstance(self.taps, tuple) and self.taps and all(is_integer(tap) for tap in self.taps)
+        require(bool(are_taps), "taps", self.taps, "a tuple of integers")
+        require(0 < self.decay <= 1, "decay", self.decay, "in (0, 1]")
+        require(0 <= self.variation <= 1, "variation", self.variation, "in [0, 1]")
+
+
+def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[str, Any]) -> HeadPlan:
+    """Return a plan for a target.
+
+    Args:
+        usual: what differs from the usual plan for a kind of head.
+        asked: what is asked for instead; None stands for what is usual.
+
+    Raises `BadSetting` if there is no such option, if one is wrong, or if the target does not have the taps.
+    """
+    known = {field.name for field in fields(HeadPlan)}
+    if strange := [name for name in asked if name not in known]:
+        raise BadSetting(f"{strange[0]} is no option of a head; these are: {', '.join(sorted(known))}")
+    vocab = int(target.get_output_embeddings().weight.shape[0])
+    width = int(target.config.get_text_config().hidden_size)
+    everywhere = HeadPlan(usual_taps(len(layers_of(target))), min(vocab, FULL_VOCAB), 2 * width)
+    chosen = {name: value for name, value in asked.items() if value is not None}
+    if "taps" in chosen:
+        chosen["taps"] = tuple(chosen["taps"])
+    plan = replace(everywhere, **{**usual, **chosen})
+    if why := lacks_taps(target, tuple(tap for tap in plan.taps if tap != FINAL)):
+        raise BadSetting(f"taps is {plan.taps}; {why}")
+    return replace(plan, draft_vocab=min(plan.draft_vocab, vocab))
+
+
+def usual_taps(layers: int) -> tuple[int, ...]:
+    """Return the hidden states that heads read by default: after the first layers, in the middle, and before the last ones.
+
+    Of a target with few layers, those that differ.
+    """
+    return tuple(sorted({min(2, layers), layers // 2, max(layers - 3, 0)}))

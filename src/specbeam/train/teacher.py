@@ -1,0 +1,59 @@
+"""What a target thinks of trees of tokens: its hidden states there, on which heads draft."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from specbeam.engines.eligibility import layers_of
+from specbeam.heads.trees import ScoredTrees
+from specbeam.records import FINAL
+from specbeam.train.batches import TreeBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def scored(model: "PreTrainedModel", batch: TreeBatch, taps: tuple[int, ...]) -> ScoredTrees:
+    """Return a batch of trees with the target's hidden states at these taps (see `Needs.columns`), float32."""
+    states = hidden_states(model, batch, taps)
+    return ScoredTrees(batch.tokens, batch.parents, batch.positions, batch.mask[:, 0] == 0, states)
+
+
+@torch.no_grad()
+def hidden_states(
+    model: "PreTrainedModel", batch: TreeBatch, taps: tuple[int, ...]
+) -> dict[int, Float[Tensor, "rows length size"]]:
+    """Return the hidden states of a model on a batch of trees, by tap."""
+    layers = layers_of(model)
+    found: dict[int, Tensor] = {}
+    handles = []
+    for tap in taps:
+        if tap != FINAL and tap < len(layers):
+
+            def keep_input(module: object, given: tuple[Tensor, ...], named: dict[str, Tensor], tap: int = tap) -> None:
+                found[tap] = given[0] if given else named["hidden_states"]
+
+            handles.append(layers[tap].register_forward_pre_hook(keep_input, with_kwargs=True))
+        elif tap == len(layers):
+
+            def keep_output(
+                module: object, given: object, output: "Tensor | tuple[Tensor, ...]", tap: int = tap
+            ) -> None:
+                found[tap] = output if isinstance(output, Tensor) else output[0]
+
+            handles.append(layers[-1].register_forward_hook(keep_output))
+    try:
+        last = model.base_model(
+            input_ids=batch.tokens,
+            position_ids=batch.positions,
+            attention_mask=batch.mask.to(model.dtype),
+            use_cache=False,
+        ).last_hidden_state
+    finally:
+        for handle in handles:
+            handle.remove()
+    if FINAL in taps:
+        found[FINAL] = last
+    return {tap: found[tap].float() for tap in taps}

@@ -1,0 +1,73 @@
+"""Heads of ours in the hands of speculators 0.9.0. The package is not needed otherwise: see docs/heads.md for how it is installed."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specbeam as sb
+from specbeam.heads.trees import chain_of
+from specbeam.train import DrawPlan, Schedule, train_head
+
+speculators = pytest.importorskip("speculators", reason="speculators is not installed (docs/heads.md)")
+
+PROMPTS = [[1 + number % 7, 2 + number % 5, 3 + number % 11] for number in range(60)]
+ROWS = 9
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """On disk, as speculators reads the target of a head."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, max_position_embeddings=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder).eval()
+
+
+def trained(kind, target, out, plan):
+    """A head that was trained for a moment, as it is read again."""
+    draws = DrawPlan(beams=2, max_new_tokens=6)
+    schedule = Schedule(epochs=2, batch_tokens=200)
+    train_head(kind, sb.load(target), PROMPTS, out, plan=plan, draws=draws, schedule=schedule)
+    return sb.load(target, draft=out, probe=False).draft.head
+
+
+def theirs(folder):
+    """The same head, loaded by speculators, with attention that runs on a CPU."""
+    model = speculators.SpeculatorModel.from_pretrained(str(folder))
+    config = model.config
+    config.transformer_layer_config._attn_implementation = "eager"
+    eager = type(model)(config)
+    eager.load_state_dict(model.state_dict())
+    return eager.eval()
+
+
+@pytest.mark.parametrize("plan", [{}, {"draft_vocab": 20, "layers": 2}])
+def test_an_eagle3_head_of_ours_is_read(plan, target, tmp_path, monkeypatch):
+    """Logits of rows on true features, and of the second and third draft behind each of them."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    head = trained("eagle3", target, tmp_path / "head", plan)
+    model = theirs(tmp_path / "head")
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(ROWS, 48, generator=generator)
+    ids = torch.randint(0, 32, (ROWS,), generator=generator)
+    seen = []
+    handle = model.lm_head.register_forward_hook(lambda module, given, output: seen.append(output[0]))
+    with torch.no_grad():
+        model(
+            hidden_states=states[None], input_ids=ids[None], document_ids=torch.zeros(1, ROWS, dtype=torch.long),
+            position_ids=torch.arange(1, ROWS + 1)[None], ttt_steps=3,
+        )  # fmt: skip
+        handle.remove()
+        rows = torch.cat([states, torch.zeros(1, 48)]).chunk(3, -1)
+        trees = chain_of(torch.cat([torch.tensor([0]), ids]), dict(zip(head.taps, rows, strict=True)))
+        ours = head.drafts(trees, 3, torch.ones_like(trees.tokens, dtype=torch.bool))
+    for step in range(3):
+        found = ours[step].logits
+        torch.testing.assert_close(seen[step][: len(found)], found, atol=1e-6, rtol=1e-6)
+    if head.tokens is not None:
+        np.testing.assert_array_equal(model.d2t + torch.arange(20), head.tokens)

@@ -1,0 +1,216 @@
+"""Heads trained from prompts alone: they learn, go on after a kill, are written as others read them, and wrong input is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import specbeam as sb
+from specbeam.errors import BadSetting
+from specbeam.heads.read import read_head
+from specbeam.train import DrawPlan, Schedule, drawing, fitting, train_head
+from specbeam.train.batches import batches_of
+from specbeam.train.heads import KINDS
+from specbeam.train.losses import overlap
+from specbeam.train.plan import planned, usual_taps
+from specbeam.train.teacher import hidden_states, scored
+from specbeam.train.trees import Trees
+from tests.support.heads import chain_logits
+from tests.support.tiny_models import tiny
+
+DRAWS = DrawPlan(beams=2, max_new_tokens=5, seed=2)
+SCHEDULE = Schedule(epochs=3, rate=0.02, embedding_rate=0.01, batch_tokens=200, seed=3)
+PROMPTS: list = [[1 + number % 7, 2 + number % 5, 3 + number % 11] for number in range(60)]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A tiny target whose laws are sharp enough that a draft can be right or wrong."""
+    model = tiny("llama", seed=1)
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 2
+    return sb.load(model)
+
+
+@pytest.fixture(scope="module")
+def drawn(pair, tmp_path_factory):
+    """Trees that all trainings share: the first of them draws."""
+    return tmp_path_factory.mktemp("trees")
+
+
+@pytest.fixture
+def small_files(monkeypatch):
+    monkeypatch.setattr(drawing, "FILE_TREES", 16)
+
+
+def trained(pair, out, drawn, kind="eagle3", **changes):
+    options = {"draws": DRAWS, "schedule": SCHEDULE, "trees": drawn, **changes}
+    return train_head(kind, pair, PROMPTS, out, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plan", [{}, {"draft_vocab": 40, "layers": 2, "depth": 2}])
+def test_a_head_learns_and_is_used(kind, plan, pair, small_files, drawn, tmp_path):
+    """What is read of its folder drafts as what was trained, and beams are those without a draft."""
+    done = trained(pair, tmp_path, drawn, kind, plan=plan)
+    first, last = done.curve[0], done.curve[-1]
+    assert last.epoch == 3
+    assert last.acceptance > first.acceptance + 0.05
+    assert len(last.deeper) >= 1
+    assert all(after > before + 0.02 for before, after in zip(first.deeper, last.deeper, strict=True))
+    loaded = sb.load(pair.target_model, draft=tmp_path, probe=False)
+    options = {"seed": 1, "max_new_tokens": 8, "eos_token_id": []}
+    ours = sb.generate(loaded, PROMPTS[:3], sb.dsbd(2, 3, 2), **options)
+    plain = sb.generate(loaded, PROMPTS[:3], sb.beam_sampling(2), **options)
+    assert [one.tokens for one in ours] == [one.tokens for one in plain]
+    assert ours[0].report.draft_passes > 0
+    tokens = loaded.draft.head.tokens
+    assert (tokens is None) == ("draft_vocab" not in plan)
+    held_out = Trees.read(drawn / "held_out.npz")
+    (batch,) = batches_of(held_out, 100_000, np.random.default_rng(0))
+    head = read_head(tmp_path, pair.target_model)
+    with torch.no_grad():
+        (rows, *_) = head.drafts(scored(pair.target_model, batch, head.taps), 1, batch.learnt)
+        laws = (batch.learnt.flatten().cumsum(0) - 1)[rows.nodes]
+        ids = batch.ids[laws]
+        known = torch.ones_like(ids, dtype=torch.bool)
+        if tokens is not None:
+            known = torch.isin(ids, tokens)
+            ids = torch.searchsorted(tokens, ids).clamp_max(len(tokens) - 1)
+        overlaps, _ = overlap(rows.logits, ids, batch.logp[laws], known)
+        weights = batch.weights[laws]
+    assert float((overlaps * weights).sum() / weights.sum()) == pytest.approx(last.acceptance, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_that_was_killed_goes_on_where_it_was(kind, pair, small_files, tmp_path, monkeypatch):
+    """Killed while drawing, and again while learning: the weights are those of a training that was not disturbed."""
+    trained(pair, tmp_path / "whole", None, kind)
+    monkeypatch.setattr(fitting, "STATE_S", 0.0)
+
+    class Killed(BaseException):
+        pass
+
+    def kill_at(what, when):
+        def report(name, done, total):
+            if (name, done) == (what, when):
+                raise Killed
+
+        return report
+
+    for what, when in (("drawing", 32), ("training", 6)):
+        with pytest.raises(Killed):
+            trained(pair, tmp_path / "parts", None, kind, report=kill_at(what, when))
+    done = trained(pair, tmp_path / "parts", None, kind)
+    assert [point.epoch for point in done.curve] == [0, 1, 2, 3]
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    before = (tmp_path / "parts" / "config.json").read_text()
+    assert json.loads(before) == json.loads((tmp_path / "whole" / "config.json").read_text())
+
+
+def test_trainings_share_what_the_target_draws(pair, small_files, drawn, tmp_path):
+    trained(pair, tmp_path / "one", drawn)
+    before = {path: path.stat().st_mtime_ns for path in drawn.iterdir() if path.suffix == ".npz"}
+    assert len(before) == 5
+    seen = []
+    trained(pair, tmp_path / "two", drawn, plan={"depth": 2}, report=lambda *what: seen.append(what))
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    with pytest.raises(BadSetting, match=r"holds work with draws.beams 2 \(now 3\)"):
+        trained(pair, tmp_path / "three", drawn, draws=DrawPlan(beams=3))
+
+
+def test_hidden_states_are_those_of_the_target_by_layer(pair, small_files, drawn, tmp_path):
+    """Of trees: each node sees its ancestors alone."""
+    trained(pair, tmp_path, drawn)
+    trees = Trees.read(drawn / "held_out.npz")
+    (batch,) = batches_of(trees, 100_000, np.random.default_rng(0))
+    layers = pair.target_model.config.num_hidden_layers
+    found = hidden_states(pair.target_model, batch, (0, 1, layers, -1))
+    row = 0
+    size = int((batch.parents[row] >= 0).sum()) + 1
+    for node in (size - 1, size // 2):
+        path = [node]
+        while batch.parents[row, path[0]] >= 0:
+            path.insert(0, int(batch.parents[row, path[0]]))
+        with torch.no_grad():
+            plain = pair.target_model(input_ids=batch.tokens[row, path][None], output_hidden_states=True)
+        torch.testing.assert_close(found[0][row, node], plain.hidden_states[0][0, -1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[1][row, node], plain.hidden_states[1][0, -1], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[-1][row, node], plain.hidden_states[-1][0, -1], atol=1e-5, rtol=1e-5)
+        normed = pair.target_model.model.norm(found[layers][row, node])
+        torch.testing.assert_close(normed, found[-1][row, node], atol=1e-5, rtol=1e-5)
+
+
+def test_a_head_learns_in_trees_what_it_would_draft_in_chains(pair, small_files, drawn, tmp_path):
+    """Each node of a tree as a draft one, two and three deep, against rows one after the other."""
+    trained(pair, tmp_path, drawn)
+    head = read_head(tmp_path, pair.target_model)
+    trees = Trees.read(drawn / "held_out.npz")
+    (batch,) = batches_of(trees, 100_000, np.random.default_rng(0))
+    shown = scored(pair.target_model, batch, head.taps)
+    with torch.no_grad():
+        features = head.features(shown.states_at(head.taps))
+        drafts = head.drafts(shown, 3, batch.learnt)
+    compared = 0
+    length = batch.tokens.shape[1]
+    for depth, (nodes, logits, _) in enumerate(drafts, 1):
+        for node, found in list(zip(nodes.tolist(), logits, strict=True))[::7]:
+            row, column = divmod(node, length)
+            path = [column]
+            while batch.parents[row, path[0]] >= 0:
+                path.insert(0, int(batch.parents[row, path[0]]))
+            above = path[: len(path) - depth]
+            given = [*features[row, above], *[None] * (depth - 1)]
+            expected = chain_logits(head, batch.tokens[row, path].tolist(), given)
+            torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+            compared += 1
+    assert compared > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "eagle9"}, "kind is 'eagle9'; it must be one of eagle3"),
+        ({"plan": {"layers": 0}}, "layers is 0"),
+        ({"plan": {"width": 3}}, "width is no option of a head; these are: decay, depth,"),
+        ({"plan": {"taps": (0, 99)}}, r"taps is \(0, 99\); LlamaForCausalLM has 2 layers"),
+        ({"plan": {"taps": ()}}, r"taps is \(\); it must be a tuple"),
+        ({"plan": {"decay": 0.0}}, r"decay is 0.0; it must be in \(0, 1\]"),
+        ({"plan": {"variation": 2}}, "variation is 2"),
+    ],
+)
+def test_wrong_options_are_refused(pair, tmp_path, drawn, changes, said):
+    with pytest.raises(BadSetting, match=said):
+        trained(pair, tmp_path / "out", drawn, **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_plans(pair):
+    plan = planned(pair.target_model, {"depth": 5}, {"layers": None, "draft_vocab": 10**9})
+    assert (plan.depth, plan.layers, plan.draft_vocab) == (5, 1, pair.target.vocab)
+    assert [usual_taps(layers) for layers in (2, 3, 8, 10, 32)] == [
+        (0, 1, 2),
+        (0, 1, 2),
+        (2, 4, 5),
+        (2, 5, 7),
+        (2, 16, 29),
+    ]
+
+
+def test_the_command_trains_a_head_and_prints_the_curve(tmp_path):
+    from typer.testing import CliRunner
+
+    from specbeam.cli.main import app
+
+    sentences = tmp_path / "sentences.txt"
+    sentences.write_text("Ein Hund läuft.\nWo ist mein Hut?\nSie liest ein Buch.\nEr schläft.\n", encoding="utf-8")
+    out = tmp_path / "head"
+    args = ["train", "eagle3", "--data", str(sentences), "-o", str(out), "--epochs", "1", "--max-new-tokens", "4"]
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    assert "acceptance, held out" in done.output
+    assert "4 deep" in done.output
+    assert json.loads((out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 5, 7]
