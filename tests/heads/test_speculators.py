@@ -71,3 +71,33 @@ def test_an_eagle3_head_of_ours_is_read(plan, target, tmp_path, monkeypatch):
         torch.testing.assert_close(seen[step][: len(found)], found, atol=1e-6, rtol=1e-6)
     if head.tokens is not None:
         np.testing.assert_array_equal(model.d2t + torch.arange(20), head.tokens)
+
+
+@pytest.mark.parametrize("plan", [{}, {"draft_vocab": 20, "layers": 1, "depth": 3}])
+def test_a_dspark_head_of_ours_is_read(plan, target, tmp_path, monkeypatch):
+    """Logits and confidences of all rows of the blocks below roots that speculators chooses."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    head = trained("dspark", target, tmp_path / "head", plan)
+    model = theirs(tmp_path / "head")
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(1, ROWS, 48, generator=generator)
+    ids = torch.randint(1, 32, (1, ROWS), generator=generator)
+    mask = torch.ones(1, ROWS)
+    mask[:, 0] = 0
+    with torch.no_grad():
+        hidden, base, _, _, places = model._backbone_forward(
+            states, ids, mask, torch.zeros(1, ROWS, 16), torch.zeros(1, ROWS, dtype=torch.long), max_anchors=3
+        )
+        shape = (3, model.block_size, -1)
+        above = ids[0, places].view(*shape[:2])
+        bias = model.markov_head.block_bias(prev_token_ids=above, hidden_states=hidden.view(shape))
+        logits = base.view(shape) + bias
+        read = torch.cat([hidden.view(shape), model.markov_head.prev_embeddings(above)], -1)
+        confidence = model.confidence_head(read)
+        trees = chain_of(ids[0], dict(zip(head.taps, states[0].chunk(3, -1), strict=True)))
+        ours = head.drafts(trees, head.shape.depth, torch.ones_like(trees.tokens, dtype=torch.bool))
+    for block, root in enumerate(places.view(3, -1)[:, 0].tolist()):
+        for deep, rows in enumerate(ours):
+            at = rows.nodes.tolist().index(root + deep)
+            torch.testing.assert_close(logits[block, deep], rows.logits[at], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(confidence[block, deep], rows.confidence[at], atol=1e-6, rtol=1e-5)

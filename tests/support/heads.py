@@ -1,14 +1,17 @@
 """Small heads with random weights, and a second, slow way to compute their rows: path by path, one row after the other."""
 
+import numpy as np
 import torch
 from torch.nn import functional
 
+from specbeam.heads.block import BlockHead, BlockShape
 from specbeam.heads.layers import LayerSizes, Rotary
 from specbeam.heads.lm import TrunkLM
 from specbeam.heads.trunk import PairTrunk, TrunkShape
 from specbeam.records import FINAL
 
 VOCAB = 64
+MOST = 150  # rows that are compared
 KINDS = {
     "eagle": {"pairs": "projection", "taps": (FINAL,), "norms_output": False, "joins_bias": True},
     "eagle3": {"pairs": "attention", "taps": (0, 1, 2)},
@@ -70,3 +73,110 @@ def chain_logits(trunk, tokens, features):
 
         state = trunk(torch.tensor([tokens[place]]), given[None], torch.tensor([place + 7]), attend)
     return trunk.logits(state)[0]
+
+
+class Comparing:
+    """A head as a draft model whose rows are compared with those of chains, which `expected` computes."""
+
+    def of(self, target):
+        """The same, for a target that computes the features of chains."""
+        self.target = target
+        self.compared = 0
+        self.largest = 0.0
+        return self
+
+    def extend(self, sessions, forests, needs=None):
+        before = [getattr(session.state.get(self), "answered", 0) for session in sessions]
+        found = super().extend(sessions, forests, needs)
+        for session, forest, start, answer in zip(sessions, forests, before, found, strict=True):
+            fresh = [node for node in range(start, forest.size) if node not in forest.known.nodes]
+            if self.is_ready(session) and self.compared < MOST:
+                for node, row in zip(fresh, answer.logits, strict=True):
+                    self.compare(session, forest, node, row)
+        return found
+
+    def compare(self, session, forest, node, row):
+        """Compare a row with that of a chain: which nodes are scored follows from what the forest says is known."""
+        root = int(forest.root_of(np.array([node]))[0])
+        above = session.texts.tokens[root, : session.length - 1].tolist()
+        text = [*session.prompt, *above] if session.length else session.prompt[:-1]
+        nodes = [node]
+        while forest.parents[nodes[0]] >= 0:
+            nodes.insert(0, int(forest.parents[nodes[0]]))
+        tokens = [*text, *forest.tokens[nodes].tolist()]
+        if len(tokens) == 1:
+            return
+        is_scored = [True] * len(text) + [one in forest.known.nodes for one in nodes]
+        features = self.features_of(tokens)
+        expected = self.expected(tokens, features, is_scored)
+        self.largest = max(self.largest, float((expected - row).abs().max()))
+        self.compared += 1
+
+    @torch.inference_mode()
+    def features_of(self, tokens):
+        """The features of all tokens of a text, by a plain forward of the target."""
+        states = {}
+        layers = self.target.model.layers
+
+        def keep(name):
+            def hook(module, given, named=None):
+                states[name] = (given[0] if given else named["hidden_states"])[0]
+
+            return hook
+
+        handles = [layer.register_forward_pre_hook(keep(place), with_kwargs=True) for place, layer in enumerate(layers)]
+        handles.append(self.target.model.norm.register_forward_pre_hook(keep(len(layers))))
+        handles.append(self.target.lm_head.register_forward_pre_hook(keep(-1)))
+        self.target(input_ids=torch.tensor([tokens]))
+        for handle in handles:
+            handle.remove()
+        return self.head.features(torch.cat([states[tap] for tap in self.head.taps], -1))
+
+
+BLOCKS = {
+    "anchored": {
+        "first_row": 0,
+        "correction": "vanilla",
+        "rank": 5,
+        "has_confidence": True,
+        "confidence_reads_token": True,
+    },
+    "mask rows": {"first_row": 1, "taps": (FINAL, 1)},
+    "gated": {"first_row": 0, "correction": "gated", "rank": 5},
+}
+
+
+def block_of(model, kind, layers=2, rows=3, draft_vocab=None, seed=0):
+    """A block head of this kind for a tiny model, with random weights."""
+    torch.manual_seed(seed)
+    width = model.config.hidden_size
+    sizes = LayerSizes(width, width, 4, 2, 8, 64, 1e-6, norms_heads=True)
+    settings = {"taps": (0, 1, 2), **BLOCKS[kind]}
+    shape = BlockShape(
+        sizes=sizes, layers=layers, target_width=width, rows=rows, draft_vocab=draft_vocab or VOCAB, **settings
+    )
+    logits = torch.nn.Linear(width, draft_vocab or VOCAB, bias=False)
+    rotary = Rotary(sizes, model.config.rope_parameters)
+    block = BlockHead(shape, rotary, model.get_input_embeddings(), logits, 1)
+    for name, weight in block.named_parameters():
+        if "embed_tokens" not in name and weight.ndim == 1:
+            weight.data.uniform_(0.5, 1.5)
+    return block.eval()
+
+
+@torch.inference_mode()
+def block_logits(block, tokens, features, root):
+    """The logits behind a text, by the block below token number `root`, the features of the tokens before it alone."""
+    shape = block.shape
+    past = block.context(features[:root], torch.arange(root) + 7)
+
+    def attend(layer, queries, keys, values):
+        every_key = torch.cat([past[layer][0], keys])
+        every_value = torch.cat([past[layer][1], values])
+        group = queries.shape[1] // keys.shape[1]
+        scores = torch.einsum("qhs,nhs->qhn", queries, every_key.repeat_interleave(group, 1)) / queries.shape[-1] ** 0.5
+        return torch.einsum("qhn,nhs->qhs", functional.softmax(scores, -1), every_value.repeat_interleave(group, 1))
+
+    rows = block.blocks(torch.tensor(tokens[root]), torch.tensor(root + 7), attend)
+    row = min(shape.first_row + len(tokens) - 1 - root, shape.rows - 1)
+    return block.logits(rows[row][None], torch.tensor(tokens[-1:]))[0]

@@ -690,6 +690,7 @@ def _add_head(kind: str, what: str) -> None:
 
 
 _add_head("eagle3", "Train an EAGLE-3 head for any target from prompts alone, on what the target's beams draw.")
+_add_head("dspark", "Train a DSpark head, which drafts a block in one pass, for any target from prompts alone.")
 
 
 def main() -> None:

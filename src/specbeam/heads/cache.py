@@ -186,3 +186,71 @@ class PairCache(NodeCache):
         """Keep the head's states of the `count` nodes that were stored last."""
         stored = self.trie.stored
         self.states[stored - count : stored] = states
+
+
+@dataclass(frozen=True, eq=False)
+class ContextRows:
+    """Nodes of a session that the target has scored, and whose keys and values a pass of the head computes."""
+
+    cache: "ContextCache"
+    feed: Feed
+    features: Float[Tensor, "rows width"]
+
+
+class ContextCache(NodeCache):
+    """What a block head keeps of one session: keys and values of the features of scored nodes, and the blocks of a turn.
+
+    Args:
+        prompt: the tokens of the prompt.
+        first: features of the prompt's tokens but the last one, float[tokens - 1, width].
+    """
+
+    def __init__(self, prompt: list[int], first: Float[Tensor, "before width"], sizes: LayerSizes, layers: int) -> None:
+        nodes = np.arange(len(prompt) + 1)
+        super().__init__(prompt, first, (nodes > 0) & (nodes <= len(first)))
+        self.kept = KeptRows(first, sizes, layers)
+        self.blocks: dict[int, Tensor] = {}  # float[rows, width] by the local node of the root, of this turn
+
+    def take(self, at: Int64[Tensor, " left"]) -> None:
+        """See `NodeCache.take`."""
+        super().take(at)
+        self.blocks = {}
+
+    def next_context(self) -> ContextRows | None:
+        """Give slots to the next pending nodes that the target has scored, and return them; None if none is left."""
+        trie = self.trie
+        is_scored = self.is_scored[trie.stored : trie.stored + CHUNK]
+        count = len(is_scored) if is_scored.all() else int(is_scored.argmin())
+        if count == 0:
+            return None
+        start = trie.stored
+        feed = trie.feed(count)
+        self.kept.reserve(trie.capacity)
+        return ContextRows(self, feed, self.features[start : start + count])
+
+    def root_above(self, node: int) -> tuple[int, int]:
+        """Return the first local node on the path to `node` that the target has not scored, and how far above it is."""
+        parents = self.trie.parents
+        stored = self.trie.stored
+        far = 0
+        while parents[node] >= stored:
+            node = int(parents[node])
+            far += 1
+        return node, far
+
+    def attend_blocks(
+        self, roots: Int64[np.ndarray, " blocks"], layer: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Return what the rows of blocks, float[blocks, rows, heads, size], make of the nodes above and of each other."""
+        blocks, count = queries.shape[:2]
+        extent = self.trie.extent
+        above = self.trie.seen[self.trie.parents[roots], :extent]
+        seen = np.zeros((blocks, count, extent + blocks * count), dtype=bool)
+        seen[:, :, :extent] = above[:, None]
+        for block in range(blocks):
+            start = extent + block * count
+            seen[block, :, start : start + count] = True
+        every_key = torch.cat([self.kept.keys[layer][:extent], keys.flatten(0, 1)])
+        every_value = torch.cat([self.kept.values[layer][:extent], values.flatten(0, 1)])
+        shown = torch.from_numpy(seen.reshape(blocks * count, -1)).to(queries.device)
+        return attended(queries.flatten(0, 1), every_key, every_value, shown).unflatten(0, (blocks, count))

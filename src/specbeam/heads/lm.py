@@ -15,7 +15,8 @@ from torch import Tensor
 
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
-from specbeam.heads.cache import NodeCache, PairCache, PairRows
+from specbeam.heads.block import BlockHead
+from specbeam.heads.cache import ContextCache, ContextRows, NodeCache, PairCache, PairRows
 from specbeam.heads.head import Head
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import checked_needs
@@ -81,12 +82,8 @@ class HeadLM:
         """
         raise NotImplementedError
 
-    def rows(self, caches: list[Any], wanted: list[Int64[np.ndarray, " _"]]) -> list[Float[Tensor, "_ width"]]:
-        """Return what the head makes of the wanted local nodes of each session, from which `logits` makes logits."""
-        raise NotImplementedError
-
-    def logits(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows draft_vocab"]:
-        """Return the logits of the head's own tokens."""
+    def logits(self, caches: list[Any], wanted: list[Int64[np.ndarray, " _"]]) -> list[Float[Tensor, "_ draft_vocab"]]:
+        """Return the logits of the head's own tokens at the wanted local nodes of each session."""
         raise NotImplementedError
 
     def is_ready(self, session: CacheOwner) -> bool:
@@ -104,8 +101,8 @@ class HeadLM:
         ready = [place for place, session in enumerate(sessions) if self in session.state]
         caches = [sessions[place].state[self] for place in ready]
         wanted = [cache.enter(forests[place]) for place, cache in zip(ready, caches, strict=True)]
-        for place, rows in zip(ready, self.rows(caches, wanted), strict=True):
-            answers[place] = Scored(self._of_all_tokens(self.logits(rows).float()))
+        for place, known in zip(ready, self.logits(caches, wanted), strict=True):
+            answers[place] = Scored(self._of_all_tokens(known.float()))
         return answers
 
     def _of_all_tokens(self, known: Float[Tensor, "rows draft_vocab"]) -> Float[Tensor, "rows vocab"]:
@@ -164,17 +161,16 @@ class TrunkLM(HeadLM):
         shape = self.head.shape
         return PairCache(prompt, features, shape.sizes, shape.layers)
 
-    def rows(self, caches: list[PairCache], wanted: list[Int64[np.ndarray, " _"]]) -> list[Float[Tensor, "_ width"]]:
-        """See `HeadLM.rows`: the head's states, computed for all nodes that have something to read."""
+    def logits(
+        self, caches: list[PairCache], wanted: list[Int64[np.ndarray, " _"]]
+    ) -> list[Float[Tensor, "_ draft_vocab"]]:
+        """See `HeadLM.logits`: states are computed for all nodes that have something to read."""
         while pending := [found for cache in caches if (found := cache.next_rows())]:
             self._run(pending)
-        return [
-            cache.states[torch.from_numpy(nodes).to(self.device)] for cache, nodes in zip(caches, wanted, strict=True)
-        ]
-
-    def logits(self, rows: Float[Tensor, "rows width"]) -> Float[Tensor, "rows draft_vocab"]:
-        """See `HeadLM.logits`."""
-        return self.head.logits(rows)
+        logits = []
+        for cache, nodes in zip(caches, wanted, strict=True):
+            logits.append(self.head.logits(cache.states[torch.from_numpy(nodes).to(self.device)]))
+        return logits
 
     def _run(self, rows: list[PairRows]) -> None:
         """Compute the head's states of some rows of each session, in one pass."""
@@ -198,3 +194,72 @@ class TrunkLM(HeadLM):
         states = self.head(tokens, given, positions, attend)
         for one, here in zip(rows, slices, strict=True):
             one.cache.learn(len(one.feed), states[here])
+
+
+class BlockLM(HeadLM):
+    """A block head as a draft model.
+
+    One pass makes the blocks of all roots of a turn; the laws of further nodes cost a row of the last matrix each. Drafts
+    deeper than a block get the law of its last row.
+    """
+
+    head: BlockHead
+
+    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> ContextCache:
+        """See `HeadLM.new_cache`."""
+        shape = self.head.shape
+        return ContextCache(prompt, features, shape.sizes, shape.layers)
+
+    def logits(
+        self, caches: list[ContextCache], wanted: list[Int64[np.ndarray, " _"]]
+    ) -> list[Float[Tensor, "_ draft_vocab"]]:
+        """See `HeadLM.logits`."""
+        while pending := [found for cache in caches if (found := cache.next_context())]:
+            self._store(pending)
+        places = []
+        for cache, nodes in zip(caches, wanted, strict=True):
+            places.append([cache.root_above(node) for node in nodes.tolist()])
+        self._make_blocks(caches, [{root for root, _ in each} for each in places])
+        return [self._at(cache, nodes, each) for cache, nodes, each in zip(caches, wanted, places, strict=True)]
+
+    def _at(
+        self, cache: ContextCache, nodes: Int64[np.ndarray, " nodes"], places: list[tuple[int, int]]
+    ) -> Float[Tensor, "nodes draft_vocab"]:
+        """Return the logits at local nodes, given the root of each and how far above it is."""
+        shape = self.head.shape
+        if not places:
+            return torch.zeros(0, shape.draft_vocab, device=self.device)
+        rows = [cache.blocks[root][min(shape.first_row + far, shape.rows - 1)] for root, far in places]
+        tokens = torch.from_numpy(cache.trie.tokens[nodes]).to(self.device)
+        return self.head.logits(torch.stack(rows), tokens)
+
+    def _store(self, rows: list[ContextRows]) -> None:
+        """Store the keys and values of scored nodes of each session, in one pass."""
+        positions = torch.from_numpy(np.concatenate([one.feed.positions for one in rows])).to(self.device)
+        by_layer = self.head.context(torch.cat([one.features for one in rows]), positions)
+        sizes = [len(one.feed) for one in rows]
+        for layer, (keys, values) in enumerate(by_layer):
+            for one, own_keys, own_values in zip(rows, keys.split(sizes), values.split(sizes), strict=True):
+                one.cache.kept.store(layer, one.feed.slots, own_keys, own_values)
+
+    def _make_blocks(self, caches: list[ContextCache], roots: list[set[int]]) -> None:
+        """Make the blocks of these local nodes of each session that are not there yet, in one pass."""
+        missing = [
+            (cache, np.array(fresh, dtype=np.int64))
+            for cache, asked in zip(caches, roots, strict=True)
+            if (fresh := sorted(asked - cache.blocks.keys()))
+        ]
+        if not missing:
+            return
+        self.passes += 1
+        tokens = torch.from_numpy(np.concatenate([cache.trie.tokens[nodes] for cache, nodes in missing]))
+        positions = torch.from_numpy(np.concatenate([cache.trie.positions[nodes] for cache, nodes in missing]))
+        sizes = [len(nodes) for _, nodes in missing]
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            parts = zip(missing, queries.split(sizes), keys.split(sizes), values.split(sizes), strict=True)
+            return torch.cat([cache.attend_blocks(nodes, layer, q, k, v) for (cache, nodes), q, k, v in parts])
+
+        blocks = self.head.blocks(tokens.to(self.device), positions.to(self.device), attend)
+        for (cache, nodes), made in zip(missing, blocks.split(sizes), strict=True):
+            cache.blocks.update(zip(nodes.tolist(), made, strict=True))

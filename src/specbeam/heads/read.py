@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from specbeam.errors import BadHead
+from specbeam.heads.block import BlockHead
+from specbeam.heads.blocks import is_block, read_block
 from specbeam.heads.eagle import is_eagle, is_eagle3, read_eagle, read_eagle3
 from specbeam.heads.files import HeadFiles, folder_of, names_in, read_config, read_files
 from specbeam.heads.head import Head
-from specbeam.heads.lm import TrunkLM
-from specbeam.heads.trunk import PairTrunk
+from specbeam.heads.lm import BlockLM, HeadLM, TrunkLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,7 +33,7 @@ def is_head(source: object) -> bool:
     if any(field in config for field in HEAD_FIELDS):
         return True
     names = names_in(folder)
-    return is_eagle3(config, names) or is_eagle(names)
+    return is_block(config) or is_eagle3(config, names) or is_eagle(names)
 
 
 def _is_head_of_hub(name: str) -> bool:
@@ -61,15 +62,19 @@ def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel", taps:
     Raises `MissingFile` or `BadHead`.
     """
     files: HeadFiles = read_files(source)
+    if is_block(files.config):
+        return read_block(files, target, taps)
     if is_eagle3(files.config, files.tensors):
         return read_eagle3(files, target, taps)
     if is_eagle(files.tensors):
         return read_eagle(files, target)
     kind = files.config.get("speculators_model_type") or files.config.get("model_type")
-    raise BadHead(f"{files.where} is a head of kind {kind!r}, which cannot be read; EAGLE-1, 2, 3 and HASS heads can")
+    raise BadHead(
+        f"{files.where} is a head of kind {kind!r}, which cannot be read; "
+        "EAGLE-1, 2, 3, HASS, DFlash and DSpark heads can"
+    )
 
 
-def head_model(head: Head, vocab: int) -> TrunkLM:
+def head_model(head: Head, vocab: int) -> HeadLM:
     """Return the draft model that a head is, for a target with this number of tokens."""
-    assert isinstance(head, PairTrunk)
-    return TrunkLM(head, vocab)
+    return BlockLM(head, vocab) if isinstance(head, BlockHead) else TrunkLM(head, vocab)

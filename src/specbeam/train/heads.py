@@ -16,6 +16,7 @@ from specbeam.pair import Pair, load
 from specbeam.train.batches import TreeBatch
 from specbeam.train.course import Trained, take_course
 from specbeam.train.drawing import DrawPlan, Prompt
+from specbeam.train.dspark import new_dspark, save_dspark
 from specbeam.train.eagle3 import new_eagle3, save_eagle3
 from specbeam.train.fitting import Schedule, check_optimizers
 from specbeam.train.folders import keep_options, open_folder
@@ -46,6 +47,7 @@ class Kind:
 
 KINDS = {
     "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}),
+    "dspark": Kind(new_dspark, save_dspark, {"layers": 2, "depth": 5}),
 }
 
 

@@ -1,0 +1,201 @@
+"""Block heads: their logits are those of another implementation, their rows in trees are those of chains, beams stay the same."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import specbeam as sb
+from specbeam.errors import BadHead
+from specbeam.heads.lm import BlockLM
+from specbeam.heads.read import is_head, read_head
+from specbeam.heads.trees import chain_of
+from specbeam.lm.huggingface import HuggingFaceLM
+from tests.support.heads import BLOCKS, VOCAB, Comparing, block_logits, block_of
+from tests.support.tiny_models import tiny
+
+GOLDEN = Path(__file__).parent / "golden"
+FILES = ["dflash", "dspark", "dspark_gated"]  # as speculators 0.9.0 writes and computes them
+CLOSE = 1e-5
+PROMPTS = [[5, 6, 7, 8, 9, 3], [9], [3, 4]]
+OPTIONS = {"max_new_tokens": 10, "eos_token_id": [11], "seed": 3}
+
+
+def golden_of(name):
+    return load_file(GOLDEN / f"{name}.oracle.safetensors")
+
+
+@pytest.fixture(scope="module")
+def target():
+    """With the embedding and the head of the target whose logits are kept: block heads read them."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 8}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=128)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(golden_of("dflash")["embedding"])
+        model.lm_head.weight.copy_(golden_of("dflash")["head"])
+    return model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny("llama", seed=1, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_logits_are_those_of_another_implementation(name, target):
+    """Of all rows of blocks below several roots: a row stands for the token below a node of the text."""
+    head = read_head(GOLDEN / name, target)
+    golden = golden_of(name)
+    trees = chain_of(golden["ids"], dict(zip(head.taps, golden["states"].chunk(3, -1), strict=True)))
+    with torch.inference_mode():
+        drafts = head.drafts(trees, 4, torch.ones_like(trees.tokens, dtype=torch.bool))
+    assert len(drafts) == head.shape.depth == (3 if name == "dflash" else 4)
+    compared = 0
+    for number, root in enumerate(golden["anchors"].tolist()):
+        for deep, rows in enumerate(drafts):
+            at = rows.nodes.tolist().index(root + deep)
+            row = head.shape.first_row + deep
+            torch.testing.assert_close(rows.logits[at], golden["logits"][number, row], atol=CLOSE, rtol=CLOSE)
+            if "confidence" in golden:
+                torch.testing.assert_close(
+                    rows.confidence[at], golden["confidence"][number, row], atol=CLOSE, rtol=CLOSE
+                )
+            compared += 1
+    assert compared == 5 * head.shape.depth
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_block_head_drafts_where_a_draft_model_does(name, target):
+    """The same beams as without a draft, one prompt and several; and chains, trees and searches take it."""
+    assert is_head(GOLDEN / name)
+    pair = sb.load(target, draft=str(GOLDEN / name), probe=False)
+    assert isinstance(pair.draft, BlockLM)
+    prompts = [[3, 4, 5, 6], [7], [8, 9]]
+    options = {"max_new_tokens": 12, "eos_token_id": [], "seed": 5}
+    plain = sb.generate(pair, prompts, sb.beam_sampling(3), **options)
+    for method in (sb.dsbd(3, 5, 3), sb.dsbd(3), sb.dsbd(3, 5, 6)):
+        for batch_size in (1, 3):
+            found = sb.generate(pair, prompts, method, batch_size=batch_size, **options)
+            assert [one.tokens for one in found] == [one.tokens for one in plain]
+    for method in (sb.speculative_sampling(3), sb.specinfer((2, 2)), sb.opt_tree(6, 3)):
+        drafted = sb.generate(pair, prompts, method, **options)
+        assert sum(one.report.draft_passes for one in drafted) > 0
+    searched = sb.generate(pair, prompts, sb.speculative_beam_search(3, 5, depth=2), max_new_tokens=12)
+    expected = sb.generate(pair, prompts, sb.beam_search(3), max_new_tokens=12)
+    assert [one.tokens for one in searched] == [one.tokens for one in expected]
+
+
+class Checked(Comparing, BlockLM):
+    """A block head whose rows are compared with those of chains."""
+
+    def expected(self, tokens, features, is_scored):
+        return block_logits(self.head, tokens, features, is_scored.index(False))
+
+
+METHODS = {
+    "beams": sb.dsbd(3, 5, 3),
+    "deeper than a block": sb.dsbd(2, 3, 5),
+    "beams by rejection": sb.dsbd(3, 5, 3, coupling="rejection"),
+    "chain": sb.speculative_sampling(3),
+    "tree": sb.specinfer((2, 2)),
+    "search": sb.speculative_beam_search(3, 5, depth=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((kind, "beams") for kind in BLOCKS), *(("anchored", name) for name in METHODS)]
+)
+def test_rows_of_the_tree_are_those_of_chains(kind, name, model):
+    """Over several turns, with beams that end, and prompts of one token."""
+    head = Checked(block_of(model, kind), VOCAB).of(model)
+    pair = replace(sb.load(model), target=HuggingFaceLM(model, chunk=3, engine="plain"), draft=head)
+    sb.generate(pair, PROMPTS, METHODS[name], batch_size=3, **OPTIONS)
+    assert head.compared > 20
+    assert head.largest < 2e-5
+
+
+def changed(folder, name, config=None, tensors=None, without=()):
+    """A copy of a head with some fields and tensors changed, or left out."""
+    fields = json.loads((GOLDEN / name / "config.json").read_text()) | (config or {})
+    every = load_file(GOLDEN / name / "model.safetensors") | (tensors or {})
+    folder.mkdir(exist_ok=True)
+    kept = {key: one for key, one in fields.items() if key not in without}
+    (folder / "config.json").write_text(json.dumps(kept))
+    save_file({key: one for key, one in every.items() if key not in without}, folder / "model.safetensors")
+    return folder
+
+
+def test_the_names_and_fields_of_other_writers_are_read_too(target, tmp_path):
+    """z-lab's and SpecForge's: fields at the top, `dflash_config`, numbers of what leaves a layer; and DeepSpec's."""
+    core = json.loads((GOLDEN / "dflash" / "config.json").read_text())["transformer_layer_config"]
+    tensors = load_file(GOLDEN / "dflash" / "model.safetensors")
+    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    fields = {key: one for key, one in core.items() if key not in ("layer_types", "architectures")}
+    expected = read_head(GOLDEN / "dflash", target)
+    own = {
+        "z-lab": {
+            **fields, "architectures": ["DFlashDraftModel"], "block_size": 4,
+            "dflash_config": {"target_layer_ids": [1, 3, 7], "mask_token_id": 0},
+        },
+        "deepspec": {
+            **fields, "architectures": ["Qwen3DSparkModel"], "block_size": 4, "target_layer_ids": [1, 3, 7], "mask_token_id": 0,
+        },
+    }  # fmt: skip
+    for name, config in own.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        names = renamed if name == "z-lab" else {}
+        save_file({names.get(key, key): one for key, one in tensors.items()}, folder / "model.safetensors")
+        assert is_head(folder)
+        head = read_head(folder, target)
+        assert head.taps == expected.taps == (2, 4, 8)
+        assert head.shape.first_row == (1 if name == "z-lab" else 0)
+        assert head.fc.weight.equal(expected.fc.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("dflash", {"without": ["block_size"]}, "no block_size"),
+        ("dflash", {"without": ["mask_token_id"]}, "no mask_token_id"),
+        ("dflash", {"config": {"mask_token_id": 99}}, "mask_token_id is 99; the target has 32 tokens"),
+        ("dflash", {"without": ["aux_hidden_state_layer_ids"]}, "does not say which layers"),
+        ("dflash", {"config": {"aux_hidden_state_layer_ids": [2, 4]}}, "reads 3 hidden states, and 2 are named"),
+        ("dflash", {"config": {"aux_hidden_state_layer_ids": [2, 4, 9]}}, "8 layers, so taps are numbers from 0 to 8"),
+        ("dflash", {"without": ["hidden_norm.weight"]}, "no tensor hidden_norm.weight"),
+        ("dflash", {"tensors": {"prefix_gru.weight_ih_l0": torch.ones(2)}}, "Domino heads cannot be read"),
+        ("dspark", {"tensors": {"markov_head.joint_proj.weight": torch.ones(2)}}, "recurrent correction cannot be read"),
+        ("dspark", {"config": {"sample_from_anchor": "yes"}}, "sample_from_anchor is 'yes'"),
+        ("dspark_gated", {"without": ["d2t", "t2d"]}, "no map d2t"),
+        ("dspark_gated", {"without": ["lm_head.weight"]}, "has no lm_head.weight, and 20 tokens"),
+    ],
+)  # fmt: skip
+def test_a_broken_or_foreign_block_head_is_refused_by_name(name, change, message, target, tmp_path):
+    folder = changed(tmp_path / "head", name, **change)
+    with pytest.raises(BadHead, match=message):
+        read_head(folder, target)
+
+
+def test_layers_with_a_window_are_refused(target, tmp_path):
+    core = json.loads((GOLDEN / "dflash" / "config.json").read_text())["transformer_layer_config"]
+    windowed = {**core, "layer_types": ["full_attention", "sliding_attention"]}
+    with pytest.raises(BadHead, match="layers with a window"):
+        read_head(changed(tmp_path / "head", "dflash", config={"transformer_layer_config": windowed}), target)
+
+
+def test_readings_that_are_tried(model):
+    names = [name for name, _ in block_of(model, "anchored").other_readings(2)]
+    assert names == [
+        "the first mask row for the first draft"
+    ]  # the taps are all there are, and the base is the usual one
+    moved = block_of(model, "mask rows").changed(rope={"rope_type": "default", "rope_theta": 5e5}, taps=(1,))
+    assert [name for name, _ in moved.other_readings(2)] == [
+        "hidden states one layer earlier", "hidden states one layer later", "positions of base 10000",
+        "the row of the root for the first draft",
+    ]  # fmt: skip
