@@ -172,9 +172,9 @@ def test_files_that_cannot_be_read_are_named(target, tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(MissingFile, match=r"neither model\.safetensors nor"):
         read_head(folder, target)
-    (folder / "config.json").write_text('{"model_type": "medusa"}')
+    (folder / "config.json").write_text('{"model_type": "accelerator", "eagle_config": {}}')
     save_file({"0.0.linear.weight": torch.ones(2)}, folder / "model.safetensors")
-    with pytest.raises(BadHead, match="kind 'medusa', which cannot be read"):
+    with pytest.raises(BadHead, match="kind 'accelerator', which cannot be read"):
         read_head(folder, target)
     wide = changed(tmp_path / "wide", EAGLE, {"hidden_size": 24})
     with pytest.raises(BadHead, match="has rows of 24, and the target's are of 16"):

@@ -95,6 +95,7 @@ class Comparing:
                     self.compare(session, forest, node, row)
         return found
 
+    @torch.inference_mode()
     def compare(self, session, forest, node, row):
         """Compare a row with that of a chain: which nodes are scored follows from what the forest says is known."""
         root = int(forest.root_of(np.array([node]))[0])

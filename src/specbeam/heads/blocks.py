@@ -95,7 +95,7 @@ def read_block(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...
     if not 0 <= mask < embedding.weight.shape[0]:
         raise BadHead(f"{files.where}: mask_token_id is {mask}; the target has {embedding.weight.shape[0]} tokens")
     block = BlockHead(shape, Rotary(sizes, rope_of(core), positions_of(core)), embedding, head, mask, tokens)
-    fill(block, files)
+    fill(block, files, target)
     files.check_all_taken()
     return block
 

@@ -101,6 +101,12 @@ class NodeCache:
         """Keep the rows of these local nodes."""
         self.features = self.features[at]
 
+    def store_scored(self, most: int = CHUNK) -> Feed:
+        """Give slots to the next pending nodes, at most `most`, up to the first that the target has not scored."""
+        start = self.trie.stored
+        is_scored = self.is_scored[start : start + most]
+        return self.trie.feed(len(is_scored) if is_scored.all() else int(is_scored.argmin()))
+
 
 def with_more_rows(rows: Float[Tensor, "rows width"], more: int) -> Float[Tensor, "all width"]:
     """Return rows with `more` rows of zeros after them."""
@@ -218,15 +224,12 @@ class ContextCache(NodeCache):
 
     def next_context(self) -> ContextRows | None:
         """Give slots to the next pending nodes that the target has scored, and return them; None if none is left."""
-        trie = self.trie
-        is_scored = self.is_scored[trie.stored : trie.stored + CHUNK]
-        count = len(is_scored) if is_scored.all() else int(is_scored.argmin())
-        if count == 0:
+        start = self.trie.stored
+        feed = self.store_scored(CHUNK)
+        if len(feed) == 0:
             return None
-        start = trie.stored
-        feed = trie.feed(count)
-        self.kept.reserve(trie.capacity)
-        return ContextRows(self, feed, self.features[start : start + count])
+        self.kept.reserve(self.trie.capacity)
+        return ContextRows(self, feed, self.features[start : start + len(feed)])
 
     def root_above(self, node: int) -> tuple[int, int]:
         """Return the first local node on the path to `node` that the target has not scored, and how far above it is."""
@@ -254,3 +257,39 @@ class ContextCache(NodeCache):
         every_value = torch.cat([self.kept.values[layer][:extent], values.flatten(0, 1)])
         shown = torch.from_numpy(seen.reshape(blocks * count, -1)).to(queries.device)
         return attended(queries.flatten(0, 1), every_key, every_value, shown).unflatten(0, (blocks, count))
+
+
+class StateCache(NodeCache):
+    """What a head on one feature keeps of one session: features of scored nodes, and the states below them of a turn.
+
+    Args:
+        prompt: the tokens of the prompt, of which the last one alone is of interest.
+        first: no features: the target has not scored the last token yet, and those before it are not read.
+    """
+
+    def __init__(self, prompt: list[int], first: Float[Tensor, "none width"]) -> None:
+        super().__init__(prompt[-1:], first[:0], np.zeros(2, dtype=bool))
+        # Of this turn, by local node: the state there, and how far below a scored node it is.
+        self.states: dict[int, Tensor] = {}
+        self.far: dict[int, int] = {}
+
+    def take(self, at: Int64[Tensor, " left"]) -> None:
+        """See `NodeCache.take`."""
+        super().take(at)
+        self.states = {}
+        self.far = {}
+
+    def missing(self, nodes: Int64[np.ndarray, " nodes"]) -> list[tuple[int, int]]:
+        """Return the local nodes on the paths to `nodes` that have no state yet, and how far below a scored node each is."""
+        parents = self.trie.parents
+        found: dict[int, int] = {}
+        for node in nodes.tolist():
+            path = [node]
+            while path[-1] not in self.far and not self.is_scored[parents[path[-1]]]:
+                path.append(int(parents[path[-1]]))
+            far = self.far.get(path[-1], 1)
+            for one in reversed(path):
+                if one not in self.far:
+                    found[one] = far
+                far += 1
+        return list(found.items())

@@ -70,7 +70,7 @@ def read_eagle(files: HeadFiles, target: "PreTrainedModel") -> PairTrunk:
     shape = TrunkShape(sizes, layers, (FINAL,), width, "projection", vocab, joins_bias=has_bias, norms_output=False)
     rotary = Rotary(sizes, _rope_of_eagle(config), positions_of(config))
     trunk = PairTrunk(shape, rotary, embedding_of(files, target, width), head_of(target))
-    fill(trunk, files)
+    fill(trunk, files, target)
     files.check_all_taken()
     return trunk
 
@@ -112,7 +112,7 @@ def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ..
     head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
     tokens = read_tokens(files, shape.draft_vocab, head_of(target).weight.shape[0])
     trunk = PairTrunk(shape, rotary, embedding, head, tokens)
-    fill(trunk, files)
+    fill(trunk, files, target)
     files.check_all_taken()
     return trunk
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specbeam.errors import BadHead, MissingFile
 
-TENSOR_FILES = ("*.safetensors", "pytorch_model*.bin")
+TENSOR_FILES = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 _TOLD = 6  # names that an error lists
 
 
@@ -137,7 +137,7 @@ def names_in(folder: Path) -> set[str]:
             with safe_open(path, framework="pt") as file:
                 names |= set(file.keys())
         if not names:
-            for path in sorted(folder.glob("pytorch_model*.bin")):
+            for path in _pickled(folder):
                 names |= set(torch.load(path, map_location="meta", weights_only=True, mmap=True))
     except (OSError, RuntimeError, ValueError, SafetensorError):
         return set()
@@ -148,7 +148,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    paths = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    paths = sorted(folder.glob("*.safetensors")) or _pickled(folder)
     if not paths:
         raise MissingFile(f"{folder} holds neither model.safetensors nor pytorch_model.bin")
     tensors: dict[str, Tensor] = {}
@@ -161,3 +161,8 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         except (OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
             raise BadHead(f"{path} cannot be read: {error}") from error
     return tensors
+
+
+def _pickled(folder: Path) -> list[Path]:
+    """Return the files of a folder in torch's own format that may hold the tensors of a head."""
+    return sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("*_lm_head.pt")])

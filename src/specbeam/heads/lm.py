@@ -16,7 +16,8 @@ from torch import Tensor
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
 from specbeam.heads.block import BlockHead
-from specbeam.heads.cache import ContextCache, ContextRows, NodeCache, PairCache, PairRows
+from specbeam.heads.cache import ContextCache, ContextRows, NodeCache, PairCache, PairRows, StateCache
+from specbeam.heads.feature import FeatureHead
 from specbeam.heads.head import Head
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import checked_needs
@@ -263,3 +264,53 @@ class BlockLM(HeadLM):
         blocks = self.head.blocks(tokens.to(self.device), positions.to(self.device), attend)
         for (cache, nodes), made in zip(missing, blocks.split(sizes), strict=True):
             cache.blocks.update(zip(nodes.tolist(), made, strict=True))
+
+
+class FeatureLM(HeadLM):
+    """A head on one feature as a draft model. Drafts deeper than its heads get the law of the last one."""
+
+    head: FeatureHead
+    reads_prompt = False
+
+    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> StateCache:
+        """See `HeadLM.new_cache`."""
+        return StateCache(prompt, features)
+
+    def logits(
+        self, caches: list[StateCache], wanted: list[Int64[np.ndarray, " _"]]
+    ) -> list[Float[Tensor, "_ draft_vocab"]]:
+        """See `HeadLM.logits`: states are carried down level by level, those of all sessions at once."""
+        for cache in caches:
+            cache.store_scored()
+        paths = [cache.missing(nodes) for cache, nodes in zip(caches, wanted, strict=True)]
+        deepest = max((far for path in paths for _, far in path), default=0)
+        for far in range(1, deepest + 1):
+            self._step(
+                far,
+                [(cache, node) for cache, path in zip(caches, paths, strict=True) for node, at in path if at == far],
+            )
+        found = [torch.zeros(len(nodes), self.head.sizes.draft_vocab, device=self.device) for nodes in wanted]
+        places: dict[int, list[tuple[int, int]]] = {}
+        for number, (cache, nodes) in enumerate(zip(caches, wanted, strict=True)):
+            for row, node in enumerate(nodes.tolist()):
+                places.setdefault(min(cache.far[node], self.head.sizes.depth), []).append((number, row))
+        for far, asked in places.items():
+            states = torch.stack([caches[number].states[int(wanted[number][row])] for number, row in asked])
+            for (number, row), made in zip(asked, self.head.logits(far, states), strict=True):
+                found[number][row] = made
+        return found
+
+    def _step(self, far: int, nodes: list[tuple[StateCache, int]]) -> None:
+        """Carry states to local nodes that are `far` below a scored one."""
+        if not nodes:
+            return
+        self.passes += 1
+        tokens = torch.tensor([int(cache.trie.tokens[node]) for cache, node in nodes], device=self.device)
+        parents = [(cache, int(cache.trie.parents[node])) for cache, node in nodes]
+        if far == 1:
+            above = self.head.start(torch.stack([cache.features[parent] for cache, parent in parents]))
+        else:
+            above = torch.stack([cache.states[parent] for cache, parent in parents])
+        for (cache, node), state in zip(nodes, self.head.step(far, above, tokens), strict=True):
+            cache.states[node] = state
+            cache.far[node] = far

@@ -1,22 +1,26 @@
 """Draft heads as draft models: which kind of head files hold, and the reader for it."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from specbeam.errors import BadHead
+from specbeam.errors import BadHead, NotSupported
 from specbeam.heads.block import BlockHead
 from specbeam.heads.blocks import is_block, read_block
 from specbeam.heads.eagle import is_eagle, is_eagle3, read_eagle, read_eagle3
+from specbeam.heads.feature import FeatureHead
 from specbeam.heads.files import HeadFiles, folder_of, names_in, read_config, read_files
 from specbeam.heads.head import Head
-from specbeam.heads.lm import BlockLM, HeadLM, TrunkLM
+from specbeam.heads.lm import BlockLM, FeatureLM, HeadLM, TrunkLM
+from specbeam.heads.on_feature import kind_on_feature, read_on_feature
+from specbeam.heads.trunk import PairTrunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HEAD_FIELDS = ("speculators_model_type", "eagle_config", "medusa_num_heads", "hydra_num_heads", "dflash_config")
+HEAD_FIELDS = ("speculators_model_type", "eagle_config", "dflash_config")
 
 
 def is_head(source: object) -> bool:
@@ -30,10 +34,15 @@ def is_head(source: object) -> bool:
     if not (folder / "config.json").is_file():
         return False
     config = read_config(folder)
-    if any(field in config for field in HEAD_FIELDS):
+    if _says_so(config):
         return True
     names = names_in(folder)
-    return is_block(config) or is_eagle3(config, names) or is_eagle(names)
+    return is_eagle3(config, names) or is_eagle(names)
+
+
+def _says_so(config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration is that of a head, whatever tensors there are."""
+    return any(field in config for field in HEAD_FIELDS) or is_block(config) or kind_on_feature(config) is not None
 
 
 def _is_head_of_hub(name: str) -> bool:
@@ -47,7 +56,7 @@ def _is_head_of_hub(name: str) -> bool:
         config = read_config(Path(hf_hub_download(name, "config.json")).parent)
     except (OSError, ValueError):
         return False
-    if any(field in config for field in HEAD_FIELDS):
+    if _says_so(config):
         return True
     return config.get("num_hidden_layers") == 1 and is_head(folder_of(name))
 
@@ -64,6 +73,8 @@ def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel", taps:
     files: HeadFiles = read_files(source)
     if is_block(files.config):
         return read_block(files, target, taps)
+    if kind_on_feature(files.config):
+        return read_on_feature(files, target)
     if is_eagle3(files.config, files.tensors):
         return read_eagle3(files, target, taps)
     if is_eagle(files.tensors):
@@ -71,10 +82,14 @@ def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel", taps:
     kind = files.config.get("speculators_model_type") or files.config.get("model_type")
     raise BadHead(
         f"{files.where} is a head of kind {kind!r}, which cannot be read; "
-        "EAGLE-1, 2, 3, HASS, DFlash and DSpark heads can"
+        "EAGLE-1, 2, 3, HASS, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter heads can"
     )
 
 
 def head_model(head: Head, vocab: int) -> HeadLM:
     """Return the draft model that a head is, for a target with this number of tokens."""
-    return BlockLM(head, vocab) if isinstance(head, BlockHead) else TrunkLM(head, vocab)
+    kinds: dict[type[Head], type[HeadLM]] = {PairTrunk: TrunkLM, BlockHead: BlockLM, FeatureHead: FeatureLM}
+    for kind, model in kinds.items():
+        if isinstance(head, kind):
+            return model(head, vocab)
+    raise NotSupported(f"{type(head).__name__} is no kind of head that drafts")

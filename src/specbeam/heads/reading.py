@@ -9,14 +9,12 @@ from torch import nn
 from specbeam.engines.eligibility import lacks_taps
 from specbeam.errors import BadHead
 from specbeam.heads.files import HeadFiles
+from specbeam.heads.head import Head
 from specbeam.heads.layers import BASE, LayerSizes
 from specbeam.records import FINAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from specbeam.heads.block import BlockHead
-    from specbeam.heads.trunk import PairTrunk
 
 
 def layer_sizes(files: HeadFiles, core: Mapping[str, Any]) -> LayerSizes:
@@ -118,14 +116,17 @@ def own_head(files: HeadFiles, count: int, width: int, embedding: Any, target: "
     return found
 
 
-def fill(head: "PairTrunk | BlockHead", files: HeadFiles) -> None:
+def fill(head: Head, files: HeadFiles, target: "PreTrainedModel", others: tuple[str, ...] = ()) -> None:
     """Take the tensors of the files for a head's own weights, in the type and place of the target's embedding.
 
-    The embedding and the matrix that makes logits may be the target's: they stay as and where they are.
+    Args:
+        others: beginnings of further names of weights that are the target's. Its embedding (`embed_tokens`) and the matrix
+            that makes logits (`lm_head`) may be: they stay as and where they are.
     """
-    like = head.embed_tokens.weight
-    head.rotary.to(like.device)
+    like = target.get_input_embeddings().weight
+    if hasattr(head, "rotary"):
+        head.rotary.to(like.device)
     for name, weight in head.named_parameters():
-        if not name.startswith(("embed_tokens.", "lm_head.")):
+        if not name.startswith(("embed_tokens.", "lm_head.", *others)):
             weight.data = files.take(name, *weight.shape).to(like)
             weight.requires_grad_(False)

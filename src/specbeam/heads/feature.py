@@ -1,0 +1,94 @@
+"""Heads on one feature: what all of them share that read the last hidden state of a scored node, and the tokens below it."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+
+from specbeam.heads.head import DraftRows, Head, wanted_below
+from specbeam.heads.trees import ScoredTrees
+from specbeam.records import FINAL
+
+
+class FeatureSizes(NamedTuple):
+    """The sizes of a head on one feature."""
+
+    width: int  # of the target's hidden states
+    vocab: int  # tokens of the target
+    draft_vocab: int  # tokens that the head gives logits for
+    depth: int  # number of drafts, one below the other, that it has laws for; deeper ones get the last law
+
+
+class FeatureHead(Head):
+    """A head that drafts from the feature of the nearest scored node above, and from the tokens on the way down from there.
+
+    A state is carried from node to node. It begins as what `start` makes of the feature.
+
+    Args:
+        tokens: see `Head.tokens`.
+    """
+
+    def __init__(self, sizes: FeatureSizes, tokens: Int64[Tensor, " draft_vocab"] | None = None) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.tokens = tokens
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `Head.taps`: what the target's head reads."""
+        return (FINAL,)
+
+    @property
+    def device(self) -> torch.device:
+        """See `Head.device`."""
+        return next(self.parameters()).device
+
+    @property
+    def states_size(self) -> int:
+        """See `Head.states_size`."""
+        return self.sizes.width
+
+    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
+        """See `Head.features`: the states themselves."""
+        return states.to(next(self.parameters()).dtype)
+
+    def start(self, features: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows state"]:
+        """Return the states at scored nodes."""
+        return features
+
+    def step(
+        self, far: int, states: Float[Tensor, "*rows above"], tokens: Int64[Tensor, "*rows"]
+    ) -> Float[Tensor, "*rows state"]:
+        """Return the states at nodes `far` below a scored one, from those of their parents and their own tokens."""
+        raise NotImplementedError
+
+    def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
+        """Return the logits of the token below nodes `far` below a scored one, 1 to `depth`, from their states."""
+        raise NotImplementedError
+
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+        """See `Head.drafts`."""
+        columns = torch.arange(trees.tokens.shape[1], device=trees.tokens.device).expand_as(trees.tokens)
+        parents = trees.above(columns)
+        states = self.start(self.features(trees.states_at(self.taps)))
+        found = []
+        for far in range(1, min(depth, self.sizes.depth) + 1):
+            states = self.step(far, trees.at(states, parents), trees.tokens)
+            nodes = wanted_below(trees, wanted, far)
+            found.append(DraftRows(nodes, self.logits(far, states.flatten(0, 1)[nodes])))
+        return found
+
+
+class Residual(nn.Module):
+    """A layer whose output is added to its input: x + silu(W x + b); with `shrinks`, the input passes a matrix as well."""
+
+    def __init__(self, reads: int, width: int, shrinks: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(reads, width)
+        self.res_connection = nn.Linear(reads, width) if shrinks else nn.Identity()
+
+    def forward(self, x: Float[Tensor, "rows reads"]) -> Float[Tensor, "rows width"]:
+        """Return the rows after the layer."""
+        after: Tensor = self.res_connection(x) + nn.functional.silu(self.linear(x))
+        return after

@@ -1,0 +1,145 @@
+"""Readers of heads on one feature: Medusa, Hydra, MLP speculators, ReDrafter."""
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from specbeam.errors import BadHead
+from specbeam.heads.feature import FeatureHead, FeatureSizes
+from specbeam.heads.files import HeadFiles
+from specbeam.heads.medusa import Medusa
+from specbeam.heads.reading import embedding_of, fill, head_of, width_of
+from specbeam.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+UNLIMITED = 1_000  # drafts that one network makes for all depths
+
+# (the names of a file, what they are called here); the first that fits is taken
+MEDUSA_NAMES = [
+    (r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(.*)", r"blocks.\1.\2.linear.\3"),
+    (r"(?:medusa_heads?\.)?(\d+)\.\d+\.weight", r"matrices.\1.weight"),
+    (r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", r"blocks.\1.\2.linear.\3"),
+    (r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight", r"matrices.\1.weight"),
+]
+HYDRA_NAMES = [
+    (r"hydra_mlp\.(\d+)\.(\d+)\.(.*)", r"blocks.\1.\2.\3"),
+    (r"hydra_lm_head\.(\d+)\.(weight|bias)", r"matrices.\1.\2"),
+    (r"input_embed_fn\.weight", "embed_tokens.weight"),
+]
+SPECULATOR_NAMES = [(r"(?:speculator\.)?(emb|proj|head|ln)\.(\d+)\.(weight|bias)", r"\1.\2.\3")]
+REDRAFTER_NAMES = [(r"lm_head\.(.*)", r"network.\1")]
+
+
+def kind_on_feature(config: Mapping[str, Any]) -> str | None:
+    """Return which kind of head on one feature files with this configuration hold; None: no such kind."""
+    model_type = config.get("model_type")
+    if "medusa_num_heads" in config or model_type == "medusa":
+        return "medusa"
+    if "hydra_num_heads" in config:
+        return "hydra"
+    return {"mlp_speculator": "mlp_speculator", "recurrent_drafting_drafter": "redrafter"}.get(str(model_type))
+
+
+def read_on_feature(files: HeadFiles, target: "PreTrainedModel") -> FeatureHead:
+    """Return a head on one feature. Raises `BadHead` if it cannot be read."""
+    kind = kind_on_feature(files.config)
+    readers = {"medusa": _medusa, "hydra": _hydra, "mlp_speculator": _mlp_speculator, "redrafter": _redrafter}
+    assert kind is not None
+    head = readers[kind](files, target)
+    files.check_all_taken()
+    return head
+
+
+def _sizes(target: "PreTrainedModel", depth: int) -> FeatureSizes:
+    vocab = int(head_of(target).weight.shape[0])
+    return FeatureSizes(width_of(target), vocab, vocab, depth)
+
+
+def _rename(files: HeadFiles, names: list[tuple[str, str]]) -> None:
+    """Give the tensors the names that they have here; those that none of the patterns fits keep theirs."""
+    renamed = {}
+    for name, tensor in files.tensors.items():
+        fits = [(pattern, ours) for pattern, ours in names if re.fullmatch(pattern, name)]
+        renamed[re.sub(fits[0][0], fits[0][1], name) if fits else name] = tensor
+    files.tensors = renamed
+
+
+def _count(files: HeadFiles, pattern: str) -> int:
+    """Return one more than the largest number that `pattern` finds in the names of tensors; 0 if it finds none."""
+    return max((int(found[1]) + 1 for name in files.tensors if (found := re.match(pattern, name))), default=0)
+
+
+def _medusa(files: HeadFiles, target: "PreTrainedModel") -> Medusa:
+    """Read Medusa heads. Configurations that were uploaded state fewer heads than their files hold: the tensors count."""
+    _rename(files, MEDUSA_NAMES)
+    depth = _count(files, r"blocks\.(\d+)\.")
+    layers = _count(files, r"blocks\.0\.(\d+)\.")
+    if depth == 0:
+        raise BadHead(f"{files.where} holds no Medusa heads: there is no tensor 0.0.linear.weight")
+    shares_matrix = not files.has("matrices.0.weight")
+    head = Medusa(_sizes(target, depth), layers, head_of(target) if shares_matrix else None)
+    fill(head, files, target, ("matrices.",) if shares_matrix else ())
+    return head
+
+
+def _hydra(files: HeadFiles, target: "PreTrainedModel") -> Hydra:
+    kind = files.config.get("hydra_head_arch", "mlp")
+    if kind != "mlp" or files.config.get("grounded_heads") is False:
+        raise BadHead(
+            f"{files.where}: hydra_head_arch is {kind!r}, grounded_heads {files.config.get('grounded_heads')!r} in "
+            "config.json; Hydra heads of the kind 'mlp' that are grounded can be read"
+        )
+    _rename(files, HYDRA_NAMES)
+    depth = _count(files, r"blocks\.(\d+)\.")
+    layers = _count(files, r"blocks\.0\.(\d+)\.")
+    if depth == 0:
+        raise BadHead(f"{files.where} holds no Hydra heads: there is no tensor hydra_mlp.0.0.linear.weight")
+    sizes = _sizes(target, depth)
+    head = Hydra(sizes, layers, embedding_of(files, target, sizes.width))
+    fill(head, files, target)
+    return head
+
+
+def _mlp_speculator(files: HeadFiles, target: "PreTrainedModel") -> MLPSpeculator:
+    _rename(files, SPECULATOR_NAMES)
+    depth = int(files.number("n_predict"))
+    sizes = _sizes(target, depth)
+    if files.number("emb_dim") != sizes.width:
+        raise BadHead(f"{files.where} reads rows of {files.config['emb_dim']}, and the target's are of {sizes.width}")
+    inner = int(files.number("inner_dim", 0)) or sizes.width
+    head = MLPSpeculator(sizes, inner, files.flag("scale_input", default=False))
+    if files.flag("tie_weights", default=False):  # files may hold the weights that are shared once, or for each head
+        for name, _ in head.named_parameters():
+            part, _, rest = name.split(".", 2)
+            first = f"{part}.{1 if part == 'proj' and not name.startswith('proj.0') else 0}.{rest}"
+            if name not in files.tensors and first in files.tensors:
+                files.tensors[name] = files.tensors[first].clone()
+    fill(head, files, target)
+    return head
+
+
+def _redrafter(files: HeadFiles, target: "PreTrainedModel") -> ReDrafter:
+    _rename(files, REDRAFTER_NAMES)
+    sizes = _sizes(target, UNLIMITED)
+    if files.number("hidden_size") != sizes.width:
+        raise BadHead(
+            f"{files.where} reads rows of {files.config['hidden_size']}, and the target's are of {sizes.width}"
+        )
+    head = ReDrafter(
+        sizes,
+        layers=int(files.number("num_draft_layers")),
+        exit_size=int(files.number("exit_dim", 2 * sizes.width)),
+        is_recurrent=files.flag("rnn", default=False),
+        embedding=_target_embedding(target),
+    )
+    fill(head, files, target)
+    return head
+
+
+def _target_embedding(target: "PreTrainedModel") -> nn.Embedding:
+    found: Any = target.get_input_embeddings()
+    return found

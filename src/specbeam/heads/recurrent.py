@@ -1,0 +1,183 @@
+"""Heads that carry a state from draft to draft, beginning with one feature: Hydra, MLP speculators, ReDrafter."""
+
+import math
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional
+
+from specbeam.heads.feature import FeatureHead, FeatureSizes, Residual
+
+EPS = 1e-6  # of the norms of MLP speculators
+
+
+class Hydra(FeatureHead):
+    """Medusa heads that also read the embeddings of the drafts above (arXiv 2402.05109); equation (24) of the notes.
+
+    The state is the feature, and behind it the embeddings of the tokens so far, with zeros for those to come.
+
+    Args:
+        layers: number of residual layers of each head, the first of which joins feature and embeddings.
+        embedding: the target's.
+    """
+
+    def __init__(
+        self,
+        sizes: FeatureSizes,
+        layers: int,
+        embedding: nn.Embedding,
+        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+    ) -> None:
+        super().__init__(sizes, tokens)
+        width = sizes.width
+        self.embed_tokens = embedding
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                Residual((head + 2) * width, width, shrinks=True), *(Residual(width, width) for _ in range(layers - 1))
+            )
+            for head in range(sizes.depth)
+        )
+        self.matrices = nn.ModuleList(nn.Linear(width, sizes.draft_vocab) for _ in range(sizes.depth))
+
+    def start(self, features: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows state"]:
+        """See `FeatureHead.start`."""
+        return functional.pad(features, (0, self.sizes.depth * self.sizes.width))
+
+    def step(
+        self, far: int, states: Float[Tensor, "*rows above"], tokens: Int64[Tensor, "*rows"]
+    ) -> Float[Tensor, "*rows state"]:
+        """See `FeatureHead.step`. Tokens deeper than the last head are not read."""
+        if far > self.sizes.depth:
+            return states
+        width = self.sizes.width
+        embedded = self.embed_tokens(tokens).to(states.dtype)
+        return torch.cat([states[..., : far * width], embedded, states[..., (far + 1) * width :]], -1)
+
+    def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
+        """See `FeatureHead.logits`."""
+        read = states[..., : (far + 1) * self.sizes.width]
+        made: Tensor = self.matrices[far - 1](self.blocks[far - 1](read))
+        return made
+
+
+class Shift(nn.Module):
+    """The norm of MLP speculators: root mean square, a weight, and a bias."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+        """Return the normed rows."""
+        return self.weight * scaled(x) + self.bias
+
+
+def scaled(x: Float[Tensor, "*rows size"]) -> Float[Tensor, "*rows size"]:
+    """Return rows of root mean square 1."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+
+
+class MLPSpeculator(FeatureHead):
+    """A state that each draft projects, shifts by its token's embedding, and norms; equation (25) of the notes.
+
+    Source: foundation-model-stack/fms-extras.
+
+    Args:
+        inner: size of the state behind the first draft.
+        scales_input: whether the feature is normed first.
+    """
+
+    def __init__(
+        self,
+        sizes: FeatureSizes,
+        inner: int,
+        scales_input: bool = False,
+        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+    ) -> None:
+        super().__init__(sizes, tokens)
+        depth = sizes.depth
+        self.scales_input = scales_input
+        self.emb = nn.ModuleList(nn.Embedding(sizes.vocab, inner) for _ in range(depth))
+        reads = [sizes.width, *([inner] * (depth - 1))]
+        self.proj = nn.ModuleList(nn.Linear(size, inner, bias=False) for size in reads)
+        self.head = nn.ModuleList(nn.Linear(inner, sizes.draft_vocab, bias=False) for _ in range(depth))
+        self.ln = nn.ModuleList(Shift(inner) for _ in range(depth))
+        # With these, the feature makes half of the last state's size.
+        state_weight = 0.5 ** (0.5 / depth)
+        self.token_weight = math.sqrt((1 - state_weight**2) * (inner / 2)) / state_weight
+
+    def start(self, features: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows state"]:
+        """See `FeatureHead.start`."""
+        return scaled(features) / 2**0.5 if self.scales_input else features
+
+    def step(
+        self, far: int, states: Float[Tensor, "*rows above"], tokens: Int64[Tensor, "*rows"]
+    ) -> Float[Tensor, "*rows state"]:
+        """See `FeatureHead.step`. Drafts deeper than the last head leave the state as it is."""
+        if far > self.sizes.depth:
+            return states
+        at = far - 1
+        moved = self.proj[at](states) + self.token_weight * self.emb[at](tokens)
+        after: Tensor = functional.gelu(self.ln[at](moved))
+        return after
+
+    def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
+        """See `FeatureHead.logits`."""
+        made: Tensor = self.head[far - 1](states)
+        return made
+
+
+class ReDrafter(FeatureHead):
+    """One network for all depths, on the feature and a recurrent state (arXiv 2403.09919); equation (26) of the notes.
+
+    The release searches with it by beams of its own; here each node has the law that the network gives.
+    The state is the feature, and behind it the recurrent state.
+
+    Args:
+        layers: number of residual layers.
+        exit_size: of these layers.
+        is_recurrent: whether the state is a recurrent network's; else it is the sum of embeddings.
+        embedding: the target's.
+    """
+
+    def __init__(
+        self,
+        sizes: FeatureSizes,
+        layers: int,
+        exit_size: int,
+        is_recurrent: bool,
+        embedding: nn.Embedding,
+        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+    ) -> None:
+        super().__init__(sizes, tokens)
+        width = sizes.width
+        self.embed_tokens = embedding
+        self.input_proj = nn.Linear(2 * width, exit_size) if exit_size != 2 * width else nn.Identity()
+        blocks = [Residual(exit_size, exit_size) for _ in range(layers)]
+        self.network = nn.Sequential(*blocks, nn.Linear(exit_size, sizes.draft_vocab, bias=False))
+        if is_recurrent:
+            self.rnn_u = nn.Linear(width, width)
+            self.rnn_w = nn.Linear(width, width, bias=False)
+
+    def start(self, features: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows state"]:
+        """See `FeatureHead.start`."""
+        return functional.pad(features, (0, self.sizes.width))
+
+    def step(
+        self, far: int, states: Float[Tensor, "*rows above"], tokens: Int64[Tensor, "*rows"]
+    ) -> Float[Tensor, "*rows state"]:
+        """See `FeatureHead.step`."""
+        feature, carried = states.chunk(2, -1)
+        embedded = self.embed_tokens(tokens).to(states.dtype)
+        if hasattr(self, "rnn_u"):
+            carried = functional.silu(self.rnn_w(embedded) + self.rnn_u(carried))
+        else:
+            carried = embedded + carried
+        return torch.cat([feature, carried], -1)
+
+    def logits(self, far: int, states: Float[Tensor, "rows state"]) -> Float[Tensor, "rows draft_vocab"]:
+        """See `FeatureHead.logits`."""
+        made: Tensor = self.network(self.input_proj(states))
+        return made
