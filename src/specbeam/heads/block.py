@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specbeam.heads.head import DraftRows, Head, wanted_below
+from specbeam.heads.head import DraftRows, Head, described_rope, described_taps, wanted_below
 from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, Rotary
 from specbeam.heads.trees import ScoredTrees
 from specbeam.records import FINAL
@@ -141,6 +141,20 @@ class BlockHead(Head):
     def device(self) -> torch.device:
         """See `Head.device`."""
         return self.fc.weight.device
+
+    @property
+    def described(self) -> dict[str, str]:
+        """See `Head.described`."""
+        shape = self.shape
+        return {
+            "kind": f"{'DFlash' if shape.correction == 'no' else 'DSpark'}: drafts {shape.depth} tokens in one pass",
+            "layers": str(shape.layers),
+            "reads": described_taps(shape.taps),
+            "first draft from": "the row of the root" if shape.first_row == 0 else "the first mask row",
+            "correction by the token above": shape.correction,
+            "mask token": str(self.mask),
+            "positions": described_rope(self.rotary.rope),
+        }
 
     @property
     def states_size(self) -> int:

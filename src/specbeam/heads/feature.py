@@ -6,9 +6,11 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.head import DraftRows, Head, wanted_below
+from specbeam.heads.head import DraftRows, Head, described_taps, wanted_below
 from specbeam.heads.trees import ScoredTrees
 from specbeam.records import FINAL
+
+UNLIMITED = 1_000  # depth of heads that make all drafts by one network
 
 
 class FeatureSizes(NamedTuple):
@@ -43,6 +45,15 @@ class FeatureHead(Head):
     def device(self) -> torch.device:
         """See `Head.device`."""
         return next(self.parameters()).device
+
+    @property
+    def described(self) -> dict[str, str]:
+        """See `Head.described`."""
+        return {
+            "kind": f"{type(self).__name__}: reads one feature",
+            "drafts": str(self.sizes.depth) if self.sizes.depth < UNLIMITED else "of any depth, by one network",
+            "reads": described_taps(self.taps),
+        }
 
     @property
     def states_size(self) -> int:

@@ -1,13 +1,14 @@
 """What all heads are: modules that draft from hidden states of a target."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from specbeam.heads.trees import ScoredTrees
+from specbeam.records import FINAL
 
 
 class DraftRows(NamedTuple):
@@ -43,6 +44,11 @@ class Head(nn.Module):
         raise NotImplementedError
 
     @property
+    def described(self) -> dict[str, str]:
+        """What the head is, as people read it: the name of each thing, and what it is."""
+        raise NotImplementedError
+
+    @property
     def states_size(self) -> int:
         """The size of the target's hidden states at all taps together."""
         raise NotImplementedError
@@ -65,6 +71,19 @@ class Head(nn.Module):
             layers: number of layers of the target.
         """
         return iter(())
+
+
+def described_taps(taps: tuple[int, ...]) -> str:
+    """Return which hidden states a head reads, as people read it."""
+    layers = [str(tap) for tap in taps if tap != FINAL]
+    entering = [f"what enters layers {', '.join(layers)}"] if layers else []
+    return ", ".join([*entering, *(["what the target's head reads"] if FINAL in taps else [])])
+
+
+def described_rope(rope: Mapping[str, Any]) -> str:
+    """Return the positions of a head, as people read it."""
+    scaling = "" if rope["rope_type"] == "default" else f", scaled ({rope['rope_type']})"
+    return f"rotated, base {rope['rope_theta']:g}{scaling}"
 
 
 def wanted_below(trees: ScoredTrees, wanted: Bool[Tensor, "rows length"], depth: int) -> Int64[Tensor, " nodes"]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from specbeam.errors import BadHead
-from specbeam.heads.feature import FeatureHead, FeatureSizes
+from specbeam.heads.feature import UNLIMITED, FeatureHead, FeatureSizes
 from specbeam.heads.files import HeadFiles
 from specbeam.heads.medusa import Medusa
 from specbeam.heads.reading import embedding_of, fill, head_of, width_of
@@ -15,8 +15,6 @@ from specbeam.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-UNLIMITED = 1_000  # drafts that one network makes for all depths
 
 # (the names of a file, what they are called here); the first that fits is taken
 MEDUSA_NAMES = [

@@ -108,12 +108,14 @@ class Probed:
         documented: the fit of the reading that its files state.
         fit: that of the best reading.
         changes: in what the best reading differs from the stated one.
+        tried: what was tried against the stated reading, one thing at a time, and how it fits.
     """
 
     head: Head
     documented: Overlap
     fit: Overlap
     changes: tuple[str, ...]
+    tried: tuple[tuple[str, Overlap], ...] = ()
 
 
 def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
@@ -131,9 +133,11 @@ def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
     documented = best = fit_of(head, text)
     found = head
     changes: tuple[str, ...] = ()
+    tried: tuple[tuple[str, Overlap], ...] = ()
     while True:
         others = [(name, one, fit_of(one, text)) for name, one in found.other_readings(layers)]
         others = [(name, one, fit) for name, one, fit in others if name not in changes]
+        tried = tried or tuple((name, fit) for name, _, fit in others)
         if not others:
             break
         name, other, fit = max(others, key=lambda one: one[2].score)
@@ -151,4 +155,4 @@ def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
             f"the head hardly fits the target: {best.score:.2f} of its law lies on the target's; is it for another one?",
             stacklevel=2,
         )
-    return Probed(found, documented, best, changes)
+    return Probed(found, documented, best, changes, tried)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.head import DraftRows, Head, wanted_below
+from specbeam.heads.head import DraftRows, Head, described_rope, described_taps, wanted_below
 from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary
 from specbeam.heads.trees import ScoredTrees
 from specbeam.heads.unroll import unrolled
@@ -112,6 +112,21 @@ class PairTrunk(Head):
     def device(self) -> torch.device:
         """See `Head.device`."""
         return self.fc.weight.device
+
+    @property
+    def described(self) -> dict[str, str]:
+        """See `Head.described`."""
+        shape = self.shape
+        kinds = {"attention": "EAGLE-3", "projection": "EAGLE-1, EAGLE-2 or HASS", "normed projection": "MTP"}
+        norms = {"no": "not normed", "all": "normed together", "each": "each normed by itself"}
+        return {
+            "kind": f"{kinds[shape.pairs]}: reads pairs of a feature and the next token",
+            "layers": str(shape.layers),
+            "reads": f"{described_taps(shape.taps)}, {norms[shape.norms_features]}",
+            "attention is added to": "the normed feature" if shape.norms_residual else "the feature",
+            "feeds back": "normed states" if shape.feeds_normed else "states before the norm",
+            "positions": described_rope(self.rotary.rope),
+        }
 
     @property
     def states_size(self) -> int:

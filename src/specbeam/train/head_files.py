@@ -85,7 +85,7 @@ def write_head(head: Head, config: dict[str, Any], folder: Path, leaves_out: tup
     Args:
         leaves_out: beginnings of names of weights that are the target's, and not written.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {
@@ -99,9 +99,12 @@ def write_head(head: Head, config: dict[str, Any], folder: Path, leaves_out: tup
         is_drafted[tokens] = True
         tensors["d2t"] = tokens - torch.arange(len(tokens))
         tensors["t2d"] = is_drafted
-    part = folder / "model.part"
-    save_file(tensors, part, metadata={"format": "pt"})
-    part.replace(folder / "model.safetensors")
-    part = folder / "config.part"
-    part.write_text(json.dumps(config, indent=2) + "\n")
-    part.replace(folder / "config.json")
+    write_whole(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
+    write_whole(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is either whole or not there."""
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    part.replace(path)

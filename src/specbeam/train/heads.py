@@ -22,6 +22,7 @@ from specbeam.train.fitting import Schedule, check_optimizers
 from specbeam.train.folders import keep_options, open_folder
 from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options
 from specbeam.train.losses import draft_loss, overlap
+from specbeam.train.medusa import new_medusa, save_medusa
 from specbeam.train.plan import HeadPlan, planned
 from specbeam.train.teacher import scored
 from specbeam.train.trees import Trees
@@ -48,6 +49,7 @@ class Kind:
 KINDS = {
     "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}),
     "dspark": Kind(new_dspark, save_dspark, {"layers": 2, "depth": 5}),
+    "medusa": Kind(new_medusa, save_medusa, {"layers": 1, "depth": 4}),
 }
 
 
@@ -109,9 +111,9 @@ def train_head(
     }
     open_folder(training, said, "state.pt")
     lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
-    keep_options(training, said)
     torch.manual_seed(schedule.seed)
     head = KINDS[kind].new(pair.target_model, options, known_tokens(lessons, options, pair.target.vocab))
+    keep_options(training, said)
     head.to(pair.target.device)
     student = HeadStudent(head, pair.target_model, options, KINDS[kind].save)
     return take_course(student, lessons, schedule, folder, pair.target.device, report)

@@ -1,0 +1,97 @@
+"""The command `specbeam heads inspect`: what a draft head is, how it was read, and how well it fits its target."""
+
+import json as json_format
+import warnings
+from typing import Any
+
+from specbeam.cli.common import quiet_load
+from specbeam.errors import BadSetting
+from specbeam.heads.files import folder_of, read_config
+from specbeam.heads.head import Head
+from specbeam.heads.probe import Overlap, Probed, probed
+from specbeam.heads.read import is_head, read_head
+from specbeam.pair import first_tokens
+
+
+def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
+    """Read a head, try it on its target, print what was found, and return the exit code."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if not is_head(path):
+        raise BadSetting(f"{path} is no draft head that specbeam knows; docs/heads.md lists them")
+    pair = quiet_load(model or _stated_target(path), None)
+    head = read_head(path, pair.target_model)
+    found: Probed | None = None
+    if probe:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the table says it
+            found = probed(head, pair.target, first_tokens(pair.tokenizer, pair.target.vocab))
+    weights = sum(weight.numel() for weight in head.parameters())
+    about = {
+        **head.described,
+        "tokens": _tokens(head, pair.target.vocab),
+        "weights": f"{weights / 1e6:.2f} M, those of the target that it shares included",
+    }
+    if json:
+        print(json_format.dumps(about | _as_json(found)))
+        return 0
+    console = Console(highlight=False)
+    table = Table(title=path, show_header=False)
+    for name, value in about.items():
+        table.add_row(name, value)
+    console.print(table)
+    if found is not None:
+        console.print(_fits(found))
+        console.print(
+            "overlap: the share of a draft's law that lies on the target's, on words that the target writes; so"
+        )
+        console.print(
+            "many drafts are accepted. First: one deep, from the target's hidden states; second: one below that"
+        )
+    return 0
+
+
+def _stated_target(path: str) -> str:
+    """Return the target that the files of a head name. Raises `BadSetting` if they name none."""
+    config = read_config(folder_of(path))
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    named = verifier.get("name_or_path") or config.get("base_model_name_or_path")
+    if not named:
+        raise BadSetting(f"--model is missing: the files of {path} do not name the target of the head")
+    return str(named)
+
+
+def _tokens(head: Head, vocab: int) -> str:
+    return f"all {vocab}" if head.tokens is None else f"{len(head.tokens)} of {vocab}"
+
+
+def _as_json(found: Probed | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+
+    def fit(one: Overlap) -> list[float]:
+        return [round(one.first, 4), round(one.second, 4)]
+
+    return {
+        "as stated": fit(found.documented),
+        "tried": {name: fit(one) for name, one in found.tried},
+        "taken": list(found.changes),
+        "fit": fit(found.fit),
+    }
+
+
+def _fits(found: Probed) -> Any:
+    """Return the table of readings that were tried."""
+    from rich.table import Table
+
+    table = Table(title="readings, tried on words of the target")
+    table.add_column("reading")
+    table.add_column("overlap, first", justify="right")
+    table.add_column("second", justify="right")
+    for name, fit in (("as its files say", found.documented), *found.tried):
+        mark = " (taken)" if name in found.changes or (name == "as its files say" and not found.changes) else ""
+        table.add_row(name + mark, f"{fit.first:.3f}", f"{fit.second:.3f}")
+    if len(found.changes) > 1:
+        table.add_row("taken, all together", f"{found.fit.first:.3f}", f"{found.fit.second:.3f}")
+    return table
