@@ -44,10 +44,8 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
     if found is not None:
         console.print(_fits(found))
         console.print(
-            "overlap: the share of a draft's law that lies on the target's, on words that the target writes; so"
-        )
-        console.print(
-            "many drafts are accepted. First: one deep, from the target's hidden states; second: one below that"
+            "overlap: the share of a draft's law that lies on the target's, on words that the target writes: so many drafts "
+            "are accepted. First: one deep, from the target's hidden states; second: one below that"
         )
     return 0
 
