@@ -34,7 +34,7 @@ def taught(target, head, steps=150):
     for step in range(steps):
         trees, laws = texts[step % len(texts)]
         loss = torch.zeros(())
-        for nodes, logits, _ in head.drafts(trees, 2, torch.ones_like(trees.tokens, dtype=torch.bool)):
+        for nodes, logits, *_ in head.drafts(trees, 2, torch.ones_like(trees.tokens, dtype=torch.bool)):
             loss = loss - (laws[nodes] * logits.log_softmax(-1)).sum(-1).mean()
         optimiser.zero_grad()
         loss.backward()

@@ -237,6 +237,6 @@ def test_whole_texts_are_unrolled_as_drafts_are_made(name, target):
     trees = chain_of(tokens, parts)
     with torch.inference_mode():
         drafts = head.drafts(trees, steps, torch.ones_like(trees.tokens, dtype=torch.bool))
-    for step, (nodes, logits, _) in enumerate(drafts):
+    for step, (nodes, logits, *_) in enumerate(drafts):
         assert nodes.tolist() == list(range(step + 1, len(tokens)))
         torch.testing.assert_close(logits, golden[f"logits{step}"][: len(nodes)], atol=CLOSE, rtol=CLOSE)

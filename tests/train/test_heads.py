@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import specbeam as sb
-from specbeam.errors import BadSetting
+from specbeam.errors import BadHead, BadSetting
 from specbeam.heads.read import read_head
 from specbeam.train import DrawPlan, Schedule, drawing, fitting, train_head
 from specbeam.train.batches import batches_of
@@ -161,7 +161,7 @@ def test_a_head_learns_in_trees_what_it_would_draft_in_chains(pair, small_files,
         drafts = head.drafts(shown, 3, batch.learnt)
     compared = 0
     length = batch.tokens.shape[1]
-    for depth, (nodes, logits, _) in enumerate(drafts, 1):
+    for depth, (nodes, logits, *_) in enumerate(drafts, 1):
         for node, found in list(zip(nodes.tolist(), logits, strict=True))[::7]:
             row, column = divmod(node, length)
             path = [column]
@@ -219,3 +219,34 @@ def test_the_command_trains_a_head_and_prints_the_curve(tmp_path):
     assert "acceptance, held out" in done.output
     assert "4 deep" in done.output
     assert json.loads((out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"specbeam_head": "other"}, "specbeam_head is 'other' in config.json; it must be one of fspad"),
+        ({"sizes": None}, "config.json has no sizes"),
+        ({"shape": {"pairs": "projection", "colour": 1}}, "shape has fields that are not known: colour"),
+        ({"positions": None}, "config.json has no positions"),
+    ],
+)
+def test_a_broken_head_of_our_own_format_is_refused_by_name(pair, small_files, drawn, tmp_path, changes, said):
+    trained(pair, tmp_path, drawn, "fspad")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(BadHead, match=said):
+        read_head(tmp_path, pair.target_model)
+
+
+def test_a_part_of_the_gradient_of_logits_reaches_the_states(pair):
+    """The numbers are the same, whatever the part."""
+    head = KINDS["fspad"].new(pair.target_model, planned(pair.target_model, {}, {}), None)
+    rows = torch.randn(3, head.shape.sizes.width)
+    slopes = []
+    for share in (0.5, 1.0):
+        given = rows.clone().requires_grad_(True)
+        made = head.changed(logit_gradient=share).logits(given)
+        made.square().sum().backward()
+        slopes.append((made.detach(), given.grad))
+    torch.testing.assert_close(slopes[0][0], slopes[1][0])
+    torch.testing.assert_close(slopes[0][1], 0.5 * slopes[1][1])

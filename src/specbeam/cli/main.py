@@ -690,6 +690,7 @@ def _add_head(kind: str, what: str) -> None:
 
 
 _add_head("eagle3", "Train an EAGLE-3 head for any target from prompts alone, on what the target's beams draw.")
+_add_head("fspad", "Train an FSPAD head: EAGLE with feature sampling and partial alignment, from prompts alone.")
 _add_head("medusa", "Train Medusa heads, one for each depth of a draft, for any target from prompts alone.")
 _add_head("dspark", "Train a DSpark head, which drafts a block in one pass, for any target from prompts alone.")
 

@@ -22,6 +22,9 @@ class DraftRows(NamedTuple):
     confidence: Float[Tensor, " drafts"] | None = (
         None  # logits of the odds that a draft below is accepted, if the head has any
     )
+    estimates: Float[Tensor, "drafts size"] | None = (
+        None  # what the head takes for the target's last hidden states there
+    )
 
 
 class Head(nn.Module):

@@ -15,12 +15,13 @@ from specbeam.heads.files import HeadFiles, folder_of, names_in, read_config, re
 from specbeam.heads.head import Head
 from specbeam.heads.lm import BlockLM, FeatureLM, HeadLM, TrunkLM
 from specbeam.heads.on_feature import kind_on_feature, read_on_feature
+from specbeam.heads.own import FIELD, read_own
 from specbeam.heads.trunk import PairTrunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HEAD_FIELDS = ("speculators_model_type", "eagle_config", "dflash_config")
+HEAD_FIELDS = (FIELD, "speculators_model_type", "eagle_config", "dflash_config")
 
 
 def is_head(source: object) -> bool:
@@ -71,6 +72,8 @@ def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel", taps:
     Raises `MissingFile` or `BadHead`.
     """
     files: HeadFiles = read_files(source)
+    if FIELD in files.config:
+        return read_own(files, target)
     if is_block(files.config):
         return read_block(files, target, taps)
     if kind_on_feature(files.config):

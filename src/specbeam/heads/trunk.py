@@ -39,6 +39,10 @@ class TrunkShape:
         norms_residual: see `PairLayer`.
         feeds_normed: whether the head's own state is normed before it is read as a feature.
         norms_output: whether the head's rows are normed before the matrix that makes logits.
+        sampling: inner size of the gate by which the next token changes the feature before they are joined (FSPAD); 0: none.
+        alignment: inner size of what stands between the states that are fed back and those that make logits (FSPAD); 0:
+            nothing does.
+        logit_gradient: the share of the logits' gradient that reaches the states, in training.
         draft_vocab: number of tokens that the head gives logits for.
     """
 
@@ -54,6 +58,41 @@ class TrunkShape:
     norms_residual: bool = False
     feeds_normed: bool = False
     norms_output: bool = True
+    sampling: int = 0
+    alignment: int = 0
+    logit_gradient: float = 1.0
+
+
+class FeatureSampling(nn.Module):
+    """What the token that was drawn makes of the feature: a feature alone does not say which token followed (FSPAD)."""
+
+    def __init__(self, embed: int, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(embed, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(
+        self, embedded: Float[Tensor, "*rows embed"], features: Float[Tensor, "*rows width"]
+    ) -> Float[Tensor, "*rows width"]:
+        """Return the features, changed by the tokens."""
+        gated = nn.functional.silu(self.gate_proj(embedded)) * self.up_proj(features)
+        changed: Tensor = features + self.down_proj(gated)
+        return changed
+
+
+class Alignment(nn.Module):
+    """What stands between the states that estimate the target's, and those that make logits (FSPAD)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+        """Return the states that make logits."""
+        after: Tensor = x + self.down_proj(nn.functional.silu(self.up_proj(x)))
+        return after
 
 
 class PairTrunk(Head):
@@ -102,6 +141,10 @@ class PairTrunk(Head):
             first = PairLayer(pair_sizes, shape.norms_residual)
         self.layers = nn.ModuleList([first, *(DecoderLayer(sizes) for _ in range(shape.layers - 1))])
         self.norm = Norm(width, sizes.eps) if shape.norms_output else nn.Identity()
+        if shape.sampling:
+            self.feature_sampling = FeatureSampling(embed, width, shape.sampling)
+        if shape.alignment:
+            self.alignment = Alignment(width, shape.alignment)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -120,7 +163,7 @@ class PairTrunk(Head):
         kinds = {"attention": "EAGLE-3", "projection": "EAGLE-1, EAGLE-2 or HASS", "normed projection": "MTP"}
         norms = {"no": "not normed", "all": "normed together", "each": "each normed by itself"}
         return {
-            "kind": f"{kinds[shape.pairs]}: reads pairs of a feature and the next token",
+            "kind": f"{'FSPAD' if shape.sampling else kinds[shape.pairs]}: reads pairs of a feature and the next token",
             "layers": str(shape.layers),
             "reads": f"{described_taps(shape.taps)}, {norms[shape.norms_features]}",
             "attention is added to": "the normed feature" if shape.norms_residual else "the feature",
@@ -138,7 +181,9 @@ class PairTrunk(Head):
         found = []
         for deep, states in enumerate(unrolled(self, trees, depth), 1):
             nodes = wanted_below(trees, wanted, deep)
-            found.append(DraftRows(nodes, self.logits(states.flatten(0, 1)[nodes])))
+            own = states.flatten(0, 1)[nodes]
+            estimates = own if self.shape.pairs == "projection" else None
+            found.append(DraftRows(nodes, self.logits(own), estimates=estimates))
         return found
 
     def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
@@ -185,6 +230,8 @@ class PairTrunk(Head):
         self, embedded: Float[Tensor, "*rows embed"], features: Float[Tensor, "*rows width"]
     ) -> Float[Tensor, "*rows width"]:
         """Return the rows that the first layer reads, where a matrix joins embedding and feature."""
+        if self.shape.sampling:
+            features = self.feature_sampling(embedded, features)
         if self.shape.pairs == "normed projection":
             embedded = self.enorm(embedded)
             features = self.hnorm(features)
@@ -199,6 +246,11 @@ class PairTrunk(Head):
 
     def logits(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows draft_vocab"]:
         """Return the logits of the next token, from the states of rows."""
+        share = self.shape.logit_gradient
+        if share < 1:  # the same numbers, with less of their gradient
+            x = share * x + (1 - share) * x.detach()
+        if self.shape.alignment:
+            x = self.alignment(x)
         made: Tensor = self.lm_head(self.norm(x))
         return made
 

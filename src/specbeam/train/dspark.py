@@ -78,4 +78,4 @@ def save_dspark(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: P
         "confidence_head_with_markov": shape.confidence_reads_token,
     }
     leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
-    write_head(head, config, folder, leaves_out)
+    write_head(head, config, folder, target, leaves_out)

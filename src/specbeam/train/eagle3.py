@@ -96,4 +96,4 @@ def save_eagle3(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: P
         "embed_requires_grad": False,
         "target_hidden_size": None,
     }
-    write_head(head, config, folder)
+    write_head(head, config, folder, target)

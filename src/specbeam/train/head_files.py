@@ -77,7 +77,9 @@ def layer_config(target: "PreTrainedModel", sizes: LayerSizes, layers: int, rota
     }
 
 
-def write_head(head: Head, config: dict[str, Any], folder: Path, leaves_out: tuple[str, ...] = ()) -> None:
+def write_head(
+    head: Head, config: dict[str, Any], folder: Path, target: "PreTrainedModel", leaves_out: tuple[str, ...] = ()
+) -> None:
     """Write the configuration and the weights of a head, float32, with the maps of its vocabulary if it has its own.
 
     Files are whole or not there.
@@ -95,7 +97,7 @@ def write_head(head: Head, config: dict[str, Any], folder: Path, leaves_out: tup
     }
     if head.tokens is not None:
         tokens = head.tokens.cpu()
-        is_drafted = torch.zeros(config["transformer_layer_config"]["vocab_size"], dtype=torch.bool)
+        is_drafted = torch.zeros(target.get_output_embeddings().weight.shape[0], dtype=torch.bool)
         is_drafted[tokens] = True
         tensors["d2t"] = tokens - torch.arange(len(tokens))
         tensors["t2d"] = is_drafted

@@ -12,7 +12,9 @@ from torch.nn import functional
 
 from specbeam.errors import BadSetting
 from specbeam.heads.head import DraftRows, Head
+from specbeam.heads.trees import ScoredTrees
 from specbeam.pair import Pair, load
+from specbeam.records import FINAL
 from specbeam.train.batches import TreeBatch
 from specbeam.train.course import Trained, take_course
 from specbeam.train.drawing import DrawPlan, Prompt
@@ -20,6 +22,7 @@ from specbeam.train.dspark import new_dspark, save_dspark
 from specbeam.train.eagle3 import new_eagle3, save_eagle3
 from specbeam.train.fitting import Schedule, check_optimizers
 from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.fspad import new_fspad, save_fspad
 from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options
 from specbeam.train.losses import draft_loss, overlap
 from specbeam.train.medusa import new_medusa, save_medusa
@@ -49,6 +52,7 @@ class Kind:
 KINDS = {
     "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}),
     "dspark": Kind(new_dspark, save_dspark, {"layers": 2, "depth": 5}),
+    "fspad": Kind(new_fspad, save_fspad, {"layers": 1, "depth": 4}),
     "medusa": Kind(new_medusa, save_medusa, {"layers": 1, "depth": 4}),
 }
 
@@ -159,28 +163,34 @@ class HeadStudent:
         """See `Student.loss`: the sum over depths, each counted `decay` times as much as the one before."""
         total = torch.zeros((), device=batch.tokens.device)
         weight = 0.0
-        for depth, (rows, laws) in enumerate(self._drafts(batch)):
+        trees, drafts = self._drafts(batch)
+        for depth, (rows, laws) in enumerate(drafts):
             if len(laws) == 0:
                 continue
             share = self.plan.decay**depth
-            accepted, surprise = self._overlap(rows.logits, batch, laws)
-            lost = draft_loss(accepted, surprise, batch.weights[laws], self.plan.variation)
-            if rows.confidence is not None:
-                lost = (
-                    lost
-                    + functional.binary_cross_entropy_with_logits(
-                        rows.confidence.float(), accepted.detach().clamp(0, 1), batch.weights[laws]
-                    )
-                    / batch.weights[laws].mean()
-                )
-            total = total + share * lost
+            total = total + share * self._loss_of(rows, batch, laws, trees)
             weight += share
         return total / weight if weight else total
+
+    def _loss_of(self, rows: DraftRows, batch: TreeBatch, laws: Int64[Tensor, " drafts"], trees: ScoredTrees) -> Tensor:
+        """Return the loss of the drafts of a depth."""
+        weights = batch.weights[laws]
+        accepted, surprise = self._overlap(rows.logits, batch, laws)
+        lost = draft_loss(accepted, surprise, weights, self.plan.variation)
+        if rows.confidence is not None:
+            odds = accepted.detach().clamp(0, 1)
+            each = functional.binary_cross_entropy_with_logits(rows.confidence.float(), odds, reduction="none")
+            lost = lost + (each * weights).sum() / weights.sum()
+        if rows.estimates is not None:
+            true = trees.states[FINAL].flatten(0, 1)[rows.nodes]
+            each = functional.smooth_l1_loss(rows.estimates.float(), true, reduction="none").mean(-1)
+            lost = lost + self.plan.regression * (each * weights).sum() / weights.sum()
+        return lost
 
     def accepted(self, batch: TreeBatch) -> list[tuple[Float[Tensor, " laws"], Float[Tensor, " laws"]]]:
         """See `Student.accepted`."""
         found = []
-        for rows, laws in self._drafts(batch):
+        for rows, laws in self._drafts(batch)[1]:
             overlaps, _ = self._overlap(rows.logits, batch, laws)
             found.append((overlaps, batch.weights[laws]))
         return found
@@ -189,12 +199,16 @@ class HeadStudent:
         """See `Student.save`."""
         self.write(self.module, self.target, self.plan, folder)
 
-    def _drafts(self, batch: TreeBatch) -> list[tuple[DraftRows, Int64[Tensor, " drafts"]]]:
-        """Return what the head drafts at the nodes that have a law, by depth, and which of the batch's laws these are."""
+    def _drafts(self, batch: TreeBatch) -> tuple[ScoredTrees, list[tuple[DraftRows, Int64[Tensor, " drafts"]]]]:
+        """Return a batch as the target sees it, and what the head drafts at its nodes that have a law.
+
+        That is by depth, and with each depth the numbers of these laws.
+        """
         learnt: Bool[Tensor, "rows length"] = batch.learnt
         number = learnt.flatten().cumsum(0) - 1
         trees = scored(self.target, batch, self.module.taps)
-        return [(rows, number[rows.nodes]) for rows in self.module.drafts(trees, self.plan.depth, learnt)]
+        drafts = self.module.drafts(trees, self.plan.depth, learnt)
+        return trees, [(rows, number[rows.nodes]) for rows in drafts]
 
     def _overlap(self, logits: Tensor, batch: TreeBatch, laws: Int64[Tensor, " drafts"]) -> tuple[Tensor, Tensor]:
         ids = batch.ids[laws]

@@ -29,6 +29,7 @@ class HeadPlan:
         rank: of the matrices that make a draft of a block depend on the token above.
         decay: how much each depth counts in the loss, as a share of the one before.
         variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
+        regression: how much the error of a head that estimates the target's hidden states counts beside that of its laws.
     """
 
     taps: tuple[int, ...]
@@ -39,6 +40,7 @@ class HeadPlan:
     rank: int = 64
     decay: float = 0.8
     variation: float = 0.5
+    regression: float = 10.0
 
     def __post_init__(self) -> None:
         """Raise `BadSetting` if a value is wrong."""
@@ -48,6 +50,7 @@ class HeadPlan:
         are_taps = isinstance(self.taps, tuple) and self.taps and all(is_integer(tap) for tap in self.taps)
         require(bool(are_taps), "taps", self.taps, "a tuple of integers")
         require(0 < self.decay <= 1, "decay", self.decay, "in (0, 1]")
+        require(self.regression >= 0, "regression", self.regression, "at least 0")
         require(0 <= self.variation <= 1, "variation", self.variation, "in [0, 1]")
 
 
