@@ -20,17 +20,18 @@ KINDS = {
     },
     "eagle3, one norm": {"pairs": "attention", "taps": (1, 2), "norms_features": "all"},
     "mtp": {"pairs": "normed projection", "taps": (FINAL,), "feeds_normed": True},
+    "fspad": {"pairs": "projection", "taps": (FINAL,), "norms_output": False, "sampling": 16, "alignment": 8},
 }  # fmt: skip
 
 
-def trunk_of(model, kind, layers=1, draft_vocab=None, seed=0):
+def trunk_of(model, kind, layers=1, draft_vocab=None, seed=0, **more):
     """A trunk of this kind for a tiny model, with random weights."""
     torch.manual_seed(seed)
     width = model.config.hidden_size
     settings = KINDS[kind]
     reads_width = LayerSizes(width, width, 4, 2, 8, 64, 1e-6, norms_heads=kind == "eagle3, one norm")
     shape = TrunkShape(
-        sizes=reads_width, layers=layers, target_width=width, draft_vocab=draft_vocab or VOCAB, **settings
+        sizes=reads_width, layers=layers, target_width=width, draft_vocab=draft_vocab or VOCAB, **settings, **more
     )
     head = torch.nn.Linear(width, draft_vocab or VOCAB, bias=False)
     rotary = Rotary(reads_width, model.config.rope_parameters)

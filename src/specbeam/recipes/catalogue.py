@@ -5,6 +5,7 @@ from collections.abc import Callable
 from specbeam.errors import BadSetting
 from specbeam.recipes.auto import auto
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
+from specbeam.recipes.heads import eagle, fspad, medusa
 from specbeam.recipes.joint_beams import mjsd, mmtad, mtad
 from specbeam.recipes.joint_tokens import mtjd
 from specbeam.recipes.lookup import prompt_lookup, suffix_match, token_recycling
@@ -32,11 +33,13 @@ RECIPES: tuple[Callable[..., Method], ...] = (
     opt_tree, dyspec, gsd, propd, prompt_lookup, suffix_match, token_recycling, auto,
     mtjd, mtad, mjsd, mmtad,
 )  # fmt: skip
+# These draft with a head of one kind, and refuse pairs without.
+HEAD_RECIPES: tuple[Callable[..., Method], ...] = (eagle, fspad, medusa)
 
 
 def methods() -> list[Recipe]:
     """Return all recipes, each with its output law, paper and default settings."""
-    return [recipe_of(make) for make in RECIPES]
+    return [recipe_of(make) for make in (*RECIPES, *HEAD_RECIPES)]
 
 
 def resolve(method: "str | Method") -> Method:
@@ -46,7 +49,7 @@ def resolve(method: "str | Method") -> Method:
     """
     if isinstance(method, Method):
         return method
-    recipes = {make.__name__: make for make in RECIPES}
+    recipes = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES)}
     if method not in recipes:
         raise BadSetting(f"there is no method {method!r}; choose one of {', '.join(recipes)}")
     return recipes[method]()

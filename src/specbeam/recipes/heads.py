@@ -1,0 +1,128 @@
+"""Recipes by the names of the papers on draft heads: what such a head drafts for one sequence, as a tree by its own odds."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from specbeam.draft.best_first import BestFirst
+from specbeam.errors import NotSupported
+from specbeam.heads.head import Head
+from specbeam.heads.lm import HeadLM
+from specbeam.heads.medusa import Medusa
+from specbeam.heads.trunk import PairTrunk
+from specbeam.lm.base import LM
+from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, tree_method
+from specbeam.recipes.method import Method, require_at_least_one
+from specbeam.session import Controller, Parts, Rule
+
+
+def eagle(
+    nodes: int = 59,
+    depth: int = 8,
+    top: int = 10,
+    rule: "RuleName | Rule" = "match",
+    controller: "ControllerName | Controller" = "fixed",
+) -> Method:
+    """Draft, with an EAGLE head, the tree of the best nodes by the head's own odds: EAGLE-2's trees, for all EAGLE heads.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2401.15077 (EAGLE), arXiv 2406.16858 (EAGLE-2), arXiv 2503.01840 (EAGLE-3), arXiv 2408.15766 (HASS)
+
+    Steps of the papers: the head heads/trunk.py; the tree draft/best_first.py; verify/walk.py.
+
+    Args:
+        nodes: number of nodes of the tree.
+        depth: maximum number of layers.
+        top: number of likeliest tokens considered under each expanded node, and of nodes expanded in a layer.
+        rule: "match", "path", "traversal" or a part. All three accept equally often, because these drafts are not drawn.
+        controller: as in `opt_tree`.
+    """
+    return _of_heads("eagle", "an EAGLE head", _is_eagle, nodes, depth, top, rule, controller)
+
+
+def fspad(
+    nodes: int = 59,
+    depth: int = 8,
+    top: int = 10,
+    rule: "RuleName | Rule" = "match",
+    controller: "ControllerName | Controller" = "fixed",
+) -> Method:
+    """Draft, with an FSPAD head, the tree of the best nodes by the head's own odds.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2408.15562 (FSPAD)
+
+    Steps of the paper: feature sampling and partial alignment heads/trunk.py; the tree draft/best_first.py; verify/walk.py.
+
+    Args:
+        nodes: number of nodes of the tree.
+        depth: maximum number of layers.
+        top: number of likeliest tokens considered under each expanded node, and of nodes expanded in a layer.
+        rule: as in `eagle`.
+        controller: as in `opt_tree`.
+    """
+    return _of_heads("fspad", "an FSPAD head", _is_fspad, nodes, depth, top, rule, controller)
+
+
+def medusa(
+    nodes: int = 63,
+    depth: int = 4,
+    top: int = 10,
+    rule: "RuleName | Rule" = "match",
+    controller: "ControllerName | Controller" = "fixed",
+) -> Method:
+    """Draft, with Medusa heads, the tree of the best nodes by the product of the heads' odds.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2401.10774 (Medusa)
+
+    Steps of the paper: the heads heads/medusa.py; the tree draft/best_first.py; verify/walk.py. The paper's typical
+    acceptance changes the law and is left out; its fixed tree is replaced by the best one for the context.
+
+    Args:
+        nodes: number of nodes of the tree.
+        depth: maximum number of layers. Layers deeper than there are heads draft by the last head.
+        top: number of likeliest tokens considered under each expanded node, and of nodes expanded in a layer.
+        rule: as in `eagle`.
+        controller: as in `opt_tree`.
+    """
+    return _of_heads("medusa", "Medusa heads", _is_medusa, nodes, depth, top, rule, controller)
+
+
+def _is_eagle(head: Head) -> bool:
+    return isinstance(head, PairTrunk) and head.shape.pairs != "normed projection" and not head.shape.sampling
+
+
+def _is_fspad(head: Head) -> bool:
+    return isinstance(head, PairTrunk) and bool(head.shape.sampling)
+
+
+def _is_medusa(head: Head) -> bool:
+    return isinstance(head, Medusa)
+
+
+def _of_heads(
+    name: str,
+    what: str,
+    is_kind: Callable[[Head], bool],
+    nodes: int,
+    depth: int,
+    top: int,
+    rule: "RuleName | Rule",
+    controller: "ControllerName | Controller",
+) -> Method:
+    """Return a method for one sequence that drafts with heads of one kind, and refuses pairs without such a head."""
+    require_at_least_one(nodes=nodes, depth=depth, top=top)
+    drafts = DraftKind(name, depth, nodes, has_node_budget=True)
+    method = tree_method(drafts, BestFirst(top, widest=top, within_layer=True), rule, controller)
+
+    def build(target: LM | None, draft: LM | None) -> Parts:
+        head = draft.head if isinstance(draft, HeadLM) else None
+        if head is None or not is_kind(head):
+            found = type(draft).__name__ if head is None else head.described["kind"].split(":")[0]
+            raise NotSupported(
+                f"{name} drafts with {what}, and the draft of this pair is of kind {found}: load the target with "
+                "draft=<folder of such a head>, or train one (`specbeam train`)"
+            )
+        return method.build(target, draft)
+
+    return replace(method, build=build)

@@ -1,0 +1,67 @@
+"""Recipes by the names of papers on heads: they take heads of their kind, refuse others, and give the text of sampling."""
+
+from dataclasses import replace
+
+import pytest
+
+import specbeam as sb
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.heads.feature import FeatureSizes
+from specbeam.heads.lm import FeatureLM, TrunkLM
+from specbeam.heads.medusa import Medusa
+from specbeam.recipes.catalogue import HEAD_RECIPES, resolve
+from tests.support.heads import VOCAB, trunk_of
+from tests.support.tiny_models import tiny
+
+PROMPTS = [[5, 6, 7, 8, 9, 3], [9], [3, 4]]
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """A pair with a head of each kind, by the name of its recipe."""
+    model = tiny("llama", seed=1, vocab_size=VOCAB)
+    pair = sb.load(model)
+    sizes = FeatureSizes(model.config.hidden_size, VOCAB, VOCAB, 3)
+    drafts = {
+        "eagle": TrunkLM(trunk_of(model, "eagle3"), VOCAB),
+        "fspad": TrunkLM(trunk_of(model, "eagle", sampling=16, alignment=16), VOCAB),
+        "medusa": FeatureLM(Medusa(sizes, 1), VOCAB),
+    }
+    return {name: replace(pair, draft=draft) for name, draft in drafts.items()}
+
+
+@pytest.mark.parametrize("make", HEAD_RECIPES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_that_of_sampling(make, temperature, pairs):
+    pair = pairs[make.__name__]
+    options = {"seed": 4, "max_new_tokens": 12, "temperature": temperature, "eos_token_id": []}
+    plain = sb.generate(pair, PROMPTS, sb.sampling(), **options)
+    for batch_size in (1, 3):
+        found = sb.generate(pair, PROMPTS, make(nodes=8, depth=3, top=3), batch_size=batch_size, **options)
+        assert [one.tokens for one in found] == [one.tokens for one in plain]
+        assert all(one.report.draft_passes > 0 for one in found)
+
+
+@pytest.mark.parametrize("make", HEAD_RECIPES)
+def test_other_heads_and_other_drafts_are_refused(make, pairs):
+    kinds = {"eagle": "EAGLE-3", "fspad": "FSPAD", "medusa": "Medusa"}
+    for name, pair in pairs.items():
+        if name != make.__name__:
+            with pytest.raises(
+                NotSupported, match=f"{make.__name__} drafts with .* of this pair is of kind {kinds[name]}:? ?"
+            ):
+                make().parts(pair.target, pair.draft)
+    with pytest.raises(NotSupported, match="of kind HuggingFaceLM"):
+        make().parts(pairs["eagle"].target, pairs["eagle"].target)
+    with pytest.raises(NotSupported, match="drafts with a model: load the target with draft="):
+        make().parts(pairs["eagle"].target, None)
+
+
+@pytest.mark.parametrize("make", HEAD_RECIPES)
+def test_names_settings_and_laws(make):
+    assert resolve(make.__name__).name == make.__name__
+    assert make.__name__ in {one.name for one in sb.methods()}
+    assert make().lossless
+    assert make(rule="path").law == "exact: plain sampling"
+    with pytest.raises(BadSetting, match="nodes is 0"):
+        make(nodes=0)
