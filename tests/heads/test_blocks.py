@@ -119,6 +119,15 @@ def test_rows_of_the_tree_are_those_of_chains(kind, name, model):
     assert head.largest < 2e-5
 
 
+def test_long_prompts_are_taken_in_pieces(model, monkeypatch):
+    monkeypatch.setattr("specbeam.heads.cache.CHUNK", 2)
+    head = Checked(block_of(model, "anchored"), VOCAB).of(model)
+    pair = replace(sb.load(model), target=HuggingFaceLM(model, engine="plain"), draft=head)
+    sb.generate(pair, PROMPTS, METHODS["beams"], batch_size=3, **OPTIONS)
+    assert head.compared > 20
+    assert head.largest < 2e-5
+
+
 def changed(folder, name, config=None, tensors=None, without=()):
     """A copy of a head with some fields and tensors changed, or left out."""
     fields = json.loads((GOLDEN / name / "config.json").read_text()) | (config or {})

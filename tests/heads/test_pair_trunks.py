@@ -50,3 +50,11 @@ def test_rows_of_the_tree_are_those_of_chains(kind, name, model):
     sb.generate(pair, PROMPTS, METHODS[name], batch_size=3, **OPTIONS)
     assert head.compared > 20
     assert head.largest < 2e-5
+
+
+def test_long_prompts_are_taken_in_pieces(model, monkeypatch):
+    monkeypatch.setattr("specbeam.heads.cache.CHUNK", 2)
+    head = Checked(trunk_of(model, "eagle3", layers=2), VOCAB).of(model)
+    sb.generate(pair_of(model, head, "plain"), PROMPTS, METHODS["beams"], batch_size=3, **OPTIONS)
+    assert head.compared > 20
+    assert head.largest < 2e-5
