@@ -18,6 +18,7 @@ from specbeam.errors import (
     UnsupportedModel,
     VocabularyMismatch,
 )
+from specbeam.heads.lm import HeadLM
 from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
 from specbeam.lm.base import LM
@@ -83,7 +84,7 @@ def load(
     Args:
         target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included).
         draft: the same kinds of values; None for methods that need no draft model. It must have the target's vocabulary.
-            Or a draft head for the target, of the kind EAGLE-1, EAGLE-2, HASS or EAGLE-3 (docs/heads.md).
+            Or a draft head for the target (docs/heads.md lists the kinds).
         tokenizer: a path, a hub id or an object; None: the target's tokenizer.
         dtype: "auto" is float32 on a CPU and the checkpoint's own type elsewhere. Ignored for model objects.
         device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
@@ -130,10 +131,7 @@ def load(
     elif head is not None:
         if quantize_draft is not None:
             raise BadSetting("quantize_draft is for draft models, and the draft is a head; leave it out")
-        found = read_head(head, target_model)
-        if probe:
-            found = probed(found, target_lm, first_tokens(loaded_tokenizer, target_lm.vocab)).head
-        draft_lm = head_model(found, target_lm.vocab)
+        draft_lm = _head_of(target_lm, head, loaded_tokenizer, probe)
     else:
         draft_lm = None
         if draft_model is not None:
@@ -144,6 +142,29 @@ def load(
             "already; leave it out"
         )
     return Pair(target_model, draft_model, loaded_tokenizer, target_lm, draft_lm)
+
+
+def _head_of(target: HuggingFaceLM, source: Any, tokenizer: "PreTrainedTokenizerBase | None", probe: bool) -> HeadLM:
+    """Return the draft model of a head, which is read and tried once for each target."""
+    key = (source if isinstance(source, torch.nn.Module) else str(source), probe)
+    files = _files_of(source)
+    known: tuple[Any, HeadLM] | None = target.heads.get(key)
+    if known is not None and known[0] == files:
+        return known[1]
+    found = read_head(source, target.model)
+    if probe:
+        found = probed(found, target, first_tokens(tokenizer, target.vocab)).head
+    read = head_model(found, target.vocab)
+    target.heads[key] = (files, read)
+    return read
+
+
+def _files_of(source: Any) -> tuple[tuple[str, int, int], ...]:
+    """Return name, size and time of each file of a folder; nothing of a hub id or a module."""
+    if isinstance(source, torch.nn.Module) or not Path(source).expanduser().is_dir():
+        return ()
+    files = sorted(path for path in Path(source).expanduser().iterdir() if path.is_file())
+    return tuple((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files)
 
 
 def first_tokens(tokenizer: "PreTrainedTokenizerBase | None", vocab: int) -> list[int]:

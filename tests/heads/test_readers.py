@@ -240,3 +240,28 @@ def test_whole_texts_are_unrolled_as_drafts_are_made(name, target):
     for step, (nodes, logits, *_) in enumerate(drafts):
         assert nodes.tolist() == list(range(step + 1, len(tokens)))
         torch.testing.assert_close(logits, golden[f"logits{step}"][: len(nodes)], atol=CLOSE, rtol=CLOSE)
+
+
+def test_custom_generate_takes_a_head_and_reads_it_once(target):
+    """In the place of a draft model: the beams of decoding without a draft."""
+    ids = torch.tensor([[3, 4, 5, 6]])
+    options = {"num_beams": 3, "do_sample": True, "max_new_tokens": 8, "seed": 2, "num_return_sequences": 3}
+    options |= {"eos_token_id": [], "pad_token_id": 0, "top_k": 0}
+    plain = target.generate(ids, custom_generate=sb.hf.beam_sampling, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a head of random weights fits nothing
+        for _ in range(2):
+            found = target.generate(ids, custom_generate=sb.hf.dsbd, draft_model=str(GOLDEN / "plain"), **options)
+            assert found.tolist() == plain.tolist()
+    pair = sb.load(target, draft=str(GOLDEN / "plain"))
+    assert sum("plain" in str(source) for source, _ in pair.target.heads) == 1
+    assert sb.load(target, draft=str(GOLDEN / "plain")).draft is pair.draft
+
+
+def test_a_head_that_was_written_anew_is_read_anew(target, tmp_path):
+    folder = changed(tmp_path / "head", "plain")
+    first = sb.load(target, draft=folder, probe=False).draft
+    changed(folder, "plain", tensors={"norm.weight": torch.full((16,), 2.0)})
+    second = sb.load(target, draft=folder, probe=False).draft
+    assert second is not first
+    assert second.head.norm.weight[0] == 2

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def dsbd(
     model: "PreTrainedModel",
     input_ids: torch.Tensor,
-    draft_model: "PreTrainedModel | None" = None,
+    draft_model: "PreTrainedModel | str | Path | None" = None,
     draft_beams: int | None = None,
     depth: int | Literal["auto"] | None = None,
     width: Literal["dynamic", "fixed", "auto"] = "fixed",
@@ -57,7 +57,7 @@ def dsbd(
 
     Args:
         model, input_ids, given: passed by `generate`.
-        draft_model: the draft model; required.
+        draft_model: the draft model, or the folder or hub id of one or of a draft head; required.
         draft_beams, depth, width, threshold, min_beams, coupling: as in `sb.dsbd`.
         seed: the same seed gives the same text. None: drawn from torch's generator.
         stream_to: a streamer of transformers, for one prompt with one return sequence.
@@ -91,7 +91,7 @@ def beam_sampling(
 def beam_search(
     model: "PreTrainedModel",
     input_ids: torch.Tensor,
-    draft_model: "PreTrainedModel | None" = None,
+    draft_model: "PreTrainedModel | str | Path | None" = None,
     draft_beams: int | None = None,
     depth: int | None = None,
     drafter: "DrafterName | Drafter" = "model",
@@ -107,7 +107,8 @@ def beam_search(
 
     Args:
         model, input_ids, given: passed by `generate`.
-        draft_model: the draft model; None for no drafts, or for a drafter that needs no model.
+        draft_model: the draft model, or the folder or hub id of one or of a draft head; None for no drafts, or for a drafter
+            that needs no model.
         draft_beams, depth, drafter: as in `sb.speculative_beam_search`.
         seed, stream_to: as in `dsbd`.
     """

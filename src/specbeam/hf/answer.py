@@ -1,5 +1,6 @@
 """Decoding for a custom_generate function, with a result in the form of `generate`."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,17 @@ if TYPE_CHECKING:
 
 
 def answer(
-    call: Call, draft_model: "PreTrainedModel | None", method: Method, seed: int | None, stream_to: Any = None
+    call: Call,
+    draft_model: "PreTrainedModel | str | Path | None",
+    method: Method,
+    seed: int | None,
+    stream_to: Any = None,
 ) -> Any:
     """Decode with `method`, and return the tensor or output of `generate`, with its order of rows.
 
     Args:
         call: the arguments that `generate` passed.
-        draft_model: the draft model; None for methods that need none.
+        draft_model: the draft model, or the folder or hub id of one or of a head; None for methods that need none.
         method: the method.
         seed: None: drawn from torch's generator.
         stream_to: a streamer of transformers; None for none.

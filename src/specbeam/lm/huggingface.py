@@ -111,6 +111,7 @@ class HuggingFaceLM:
         self.caches: list[list[Any]] = []  # those of the sessions in each row of the store
         self.engine, self.runner = _choose_engine(model, engine, self.caches)
         self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
+        self.heads: dict[Any, Any] = {}  # draft heads that were read for this model, see `load`
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions: int | None = _max_positions(model.config.get_text_config())
         self.device = model.get_input_embeddings().weight.device
