@@ -173,6 +173,11 @@ def test_the_names_and_fields_of_other_writers_are_read_too(target, tmp_path):
     [
         ("dflash", {"without": ["block_size"]}, "no block_size"),
         ("dflash", {"without": ["mask_token_id"]}, "no mask_token_id"),
+        ("dflash", {"config": {"block_size": 1}}, "block_size is 1 in config.json; it must be an integer of at least 2"),
+        ("dflash", {"config": {"mask_token_id": 1.7}}, "mask_token_id is 1.7 in config.json; it must be an integer"),
+        ("dflash", {"config": {"use_swa": True}}, "use_swa is set in config.json"),
+        ("dflash", {"config": {"transformer_layer_config": "x"}}, "cannot be read: AttributeError"),
+        ("dflash", {"config": {"aux_hidden_state_layer_ids": "abc"}}, "they must be a list of integers"),
         ("dflash", {"config": {"mask_token_id": 99}}, "mask_token_id is 99; the target has 32 tokens"),
         ("dflash", {"without": ["aux_hidden_state_layer_ids"]}, "does not say which layers"),
         ("dflash", {"config": {"aux_hidden_state_layer_ids": [2, 4]}}, "reads 3 hidden states, and 2 are named"),
@@ -196,6 +201,14 @@ def test_layers_with_a_window_are_refused(target, tmp_path):
     windowed = {**core, "layer_types": ["full_attention", "sliding_attention"]}
     with pytest.raises(BadHead, match="layers with a window"):
         read_head(changed(tmp_path / "head", "dflash", config={"transformer_layer_config": windowed}), target)
+
+
+def test_readings_of_a_head_that_reads_two_kinds_of_states(model):
+    """What the target's head reads has no layer before or after it."""
+    moved = {name: one.taps for name, one in block_of(model, "mask rows").other_readings(2)}
+    assert moved["hidden states one layer later"] == (-1, 2)
+    alone = block_of(model, "mask rows").changed(taps=(-1,))
+    assert "hidden states one layer later" not in dict(alone.other_readings(2))
 
 
 def test_readings_that_are_tried(model):

@@ -1,6 +1,7 @@
 """Readers of heads, against what other implementations compute from the same files (tests/heads/golden)."""
 
 import json
+import pickle
 import shutil
 import warnings
 from pathlib import Path
@@ -170,6 +171,14 @@ def test_files_that_cannot_be_read_are_named(target, tmp_path):
     with pytest.raises(BadHead, match=r"model.safetensors cannot be read"):
         read_head(folder, target)
     (folder / "model.safetensors").unlink()
+    for content in (b"no pickle", pickle.dumps([1])):
+        (folder / "pytorch_model.bin").write_bytes(content)
+        with pytest.raises(BadHead, match=r"pytorch_model.bin cannot be read"):
+            read_head(folder, target)
+    torch.save([torch.ones(1)], folder / "pytorch_model.bin")
+    with pytest.raises(BadHead, match=r"pytorch_model.bin cannot be read: it does not hold tensors by name"):
+        read_head(folder, target)
+    (folder / "pytorch_model.bin").unlink()
     with pytest.raises(MissingFile, match=r"neither model\.safetensors nor"):
         read_head(folder, target)
     (folder / "config.json").write_text('{"model_type": "accelerator", "eagle_config": {}}')

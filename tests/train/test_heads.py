@@ -55,14 +55,17 @@ def trained(pair, out, drawn, kind="eagle3", **changes):
 def test_a_head_learns_and_is_used(kind, plan, pair, small_files, drawn, tmp_path):
     """What is read of its folder drafts as what was trained, and beams are those without a draft."""
     if kind == "medusa" and "draft_vocab" in plan:
-        with pytest.raises(BadSetting, match="draft_vocab is 40; Medusa heads know all tokens"):
+        with pytest.raises(BadSetting, match="draft_vocab is 40, and medusa heads have no use for it"):
             trained(pair, tmp_path, drawn, kind, plan=plan)
         plan = {"layers": 2, "depth": 2}
     done = trained(pair, tmp_path, drawn, kind, plan=plan)
     first, last = done.curve[0], done.curve[-1]
     assert last.epoch == 3
-    before, after = (np.mean([point.acceptance, *point.deeper]) for point in (first, last))
-    assert after > before + (0.0 if kind == "medusa" else 0.05)  # Medusa's begin with the law of the token before
+    if kind == "medusa":  # its heads begin with the law of the token before, and a random target has little to learn
+        assert last.loss < done.curve[1].loss
+    else:
+        before, after = (np.mean([point.acceptance, *point.deeper]) for point in (first, last))
+        assert after > before + 0.05
     assert len(last.deeper) == KINDS[kind].usual["depth"] - 1 if not plan else 1
     loaded = sb.load(pair.target_model, draft=tmp_path, probe=False)
     options = {"seed": 1, "max_new_tokens": 8, "eos_token_id": []}
@@ -183,6 +186,8 @@ def test_a_head_learns_in_trees_what_it_would_draft_in_chains(pair, small_files,
         ({"plan": {"width": 3}}, "width is no option of a head; these are: decay, depth,"),
         ({"plan": {"taps": (0, 99)}}, r"taps is \(0, 99\); LlamaForCausalLM has 2 layers"),
         ({"plan": {"taps": ()}}, r"taps is \(\); it must be a tuple"),
+        ({"plan": {"taps": (-1, 1)}}, r"taps is \(-1, 1\); it must be a tuple of integers of at least 0"),
+        ({"kind": "fspad", "plan": {"taps": (0,)}}, r"taps is \(0,\), and fspad heads have no use for it"),
         ({"plan": {"decay": 0.0}}, r"decay is 0.0; it must be in \(0, 1\]"),
         ({"plan": {"variation": 2}}, "variation is 2"),
     ],

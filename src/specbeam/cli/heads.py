@@ -53,8 +53,10 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
 def _stated_target(path: str) -> str:
     """Return the target that the files of a head name. Raises `BadSetting` if they name none."""
     config = read_config(folder_of(path))
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-    named = verifier.get("name_or_path") or config.get("base_model_name_or_path")
+    named = config.get("base_model_name_or_path")
+    frame = config.get("speculators_config")
+    if isinstance(frame, dict) and isinstance(frame.get("verifier"), dict):
+        named = frame["verifier"].get("name_or_path") or named
     if not named:
         raise BadSetting(f"--model is missing: the files of {path} do not name the target of the head")
     return str(named)
@@ -69,7 +71,7 @@ def _as_json(found: Probed | None) -> dict[str, Any]:
         return {}
 
     def fit(one: Overlap) -> list[float]:
-        return [round(one.first, 4), round(one.second, 4)]
+        return [round(value, 4) for value in (one.first, one.second) if value is not None]
 
     return {
         "as stated": fit(found.documented),
@@ -89,7 +91,11 @@ def _fits(found: Probed) -> Any:
     table.add_column("second", justify="right")
     for name, fit in (("as its files say", found.documented), *found.tried):
         mark = " (taken)" if name in found.changes or (name == "as its files say" and not found.changes) else ""
-        table.add_row(name + mark, f"{fit.first:.3f}", f"{fit.second:.3f}")
+        table.add_row(name + mark, *_numbers(fit))
     if len(found.changes) > 1:
-        table.add_row("taken, all together", f"{found.fit.first:.3f}", f"{found.fit.second:.3f}")
+        table.add_row("taken, all together", *_numbers(found.fit))
     return table
+
+
+def _numbers(fit: Overlap) -> list[str]:
+    return [f"{value:.3f}" for value in (fit.first, fit.second) if value is not None]

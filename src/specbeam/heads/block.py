@@ -15,10 +15,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specbeam.heads.head import DraftRows, Head, described_rope, described_taps, wanted_below
+from specbeam.heads.head import DraftRows, Head, described_rope, described_taps, moved_taps, wanted_below
 from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, Rotary
 from specbeam.heads.trees import ScoredTrees
-from specbeam.records import FINAL
 
 
 @dataclass(frozen=True)
@@ -232,12 +231,11 @@ class BlockHead(Head):
         shape = self.shape
         rope = self.rotary.rope
         for offset, name in ((-1, "hidden states one layer earlier"), (1, "hidden states one layer later")):
-            moved = tuple(tap + offset for tap in shape.taps if tap != FINAL)
-            if min(moved) >= 0 and max(moved) <= layers:
+            if moved := moved_taps(shape.taps, offset, layers):
                 yield name, self.changed(taps=moved)
         if rope["rope_theta"] != BASE:
             yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})
-        if shape.rows > 1:
+        if shape.rows - (1 - shape.first_row) >= 1:
             name = "first mask row" if shape.first_row == 0 else "row of the root"
             yield f"the {name} for the first draft", self.changed(first_row=1 - shape.first_row)
 

@@ -36,6 +36,14 @@ REFUSED = {
     "refiner_head.": "XPress heads",
     "markov_head.joint_proj.": "DSpark heads with a recurrent correction",
 }
+REFUSED_FIELDS = (  # of layers and laws that are not computed here
+    "use_swa",
+    "use_gemma_norm",
+    "attention_value_scale",
+    "attention_sink_bias",
+    "output_multiplier",
+    "final_logit_softcapping",
+)
 
 
 def is_block(config: Mapping[str, Any]) -> bool:
@@ -62,6 +70,9 @@ def read_block(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...
     config = files.config
     core: Mapping[str, Any] = config.get("transformer_layer_config") or config
     nested: Mapping[str, Any] = config.get("dflash_config") or {}
+    for field in REFUSED_FIELDS:
+        if config.get(field) or nested.get(field):
+            raise BadHead(f"{files.where}: {field} is set in config.json; block heads with it cannot be read")
     if "sliding_attention" in (core.get("layer_types") or []):
         raise BadHead(f"{files.where} has layers with a window (layer_types); block heads with windows cannot be read")
     chosen, how = (taps, "as asked for") if taps is not None else read_block_taps(files)
@@ -77,12 +88,12 @@ def read_block(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...
     has_confidence = files.has("confidence_head.proj.weight")
     shape = BlockShape(
         sizes=sizes,
-        layers=int(files.number("num_hidden_layers", among=core)),
+        layers=files.whole("num_hidden_layers", among=core),
         taps=chosen,
         target_width=width_of(target),
-        rows=int(files.number("block_size")),
+        rows=files.whole("block_size", least=1 if _is_anchored(files) else 2),
         first_row=0 if _is_anchored(files) else 1,
-        draft_vocab=int(files.number("draft_vocab_size", vocab)),
+        draft_vocab=files.whole("draft_vocab_size", vocab),
         correction=correction,
         rank=rank,
         has_confidence=has_confidence,
@@ -91,7 +102,7 @@ def read_block(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...
     embedding = embedding_of(files, target, sizes.width)
     head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
     tokens = read_tokens(files, shape.draft_vocab, vocab)
-    mask = int(files.number("mask_token_id", among={**config, **nested}))
+    mask = files.whole("mask_token_id", among={**config, **nested}, least=0)
     if not 0 <= mask < embedding.weight.shape[0]:
         raise BadHead(f"{files.where}: mask_token_id is {mask}; the target has {embedding.weight.shape[0]} tokens")
     block = BlockHead(shape, Rotary(sizes, rope_of(core), positions_of(core)), embedding, head, mask, tokens)
@@ -105,13 +116,21 @@ def read_block_taps(files: HeadFiles) -> tuple[tuple[int, ...], str]:
     config = files.config
     inputs = config.get("aux_hidden_state_layer_ids")
     if inputs:
-        return tuple(map(int, inputs)), "what enters these layers"
+        return _whole_numbers(files, inputs), "what enters these layers"
     outputs = config.get("target_layer_ids") or (config.get("dflash_config") or {}).get("target_layer_ids")
     if outputs:
-        return tuple(int(one) + 1 for one in outputs), "what leaves the layers before these"
+        return tuple(one + 1 for one in _whole_numbers(files, outputs, -1)), "what leaves the layers before these"
     raise BadHead(
         f"{files.where}: config.json does not say which layers' hidden states the head reads (target_layer_ids)"
     )
+
+
+def _whole_numbers(files: HeadFiles, found: Any, least: int = 0) -> tuple[int, ...]:
+    """Return a list of the configuration as integers. Raises `BadHead` if it is none."""
+    is_list = isinstance(found, list) and all(type(one) is int and one >= least for one in found)
+    if not is_list:
+        raise BadHead(f"{files.where}: the layers are {found!r} in config.json; they must be a list of integers")
+    return tuple(found)
 
 
 def _is_anchored(files: HeadFiles) -> bool:

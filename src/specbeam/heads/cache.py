@@ -285,7 +285,7 @@ class StateCache(NodeCache):
         found: dict[int, int] = {}
         for node in nodes.tolist():
             path = [node]
-            while path[-1] not in self.far and not self.is_scored[parents[path[-1]]]:
+            while path[-1] not in self.far and parents[path[-1]] >= 0 and not self.is_scored[parents[path[-1]]]:
                 path.append(int(parents[path[-1]]))
             far = self.far.get(path[-1], 1)
             for one in reversed(path):

@@ -54,18 +54,18 @@ def read_eagle(files: HeadFiles, target: "PreTrainedModel") -> PairTrunk:
     if files.number("hidden_size") != width:
         raise BadHead(f"{files.where} has rows of {config['hidden_size']}, and the target's are of {width}")
     has_bias = files.flag("bias", default=files.has("fc.bias"))
-    heads = int(files.number("num_attention_heads"))
+    heads = files.whole("num_attention_heads")
     sizes = LayerSizes(
         width=width,
         reads=width,
         heads=heads,
-        kv_heads=int(files.number("num_key_value_heads", heads)),
+        kv_heads=files.whole("num_key_value_heads", heads),
         head_size=width // heads,
-        inner=int(files.number("intermediate_size")),
+        inner=files.whole("intermediate_size"),
         eps=float(files.number("rms_norm_eps", 1e-6)),
         has_bias=files.flag("qkv_bias", default=False),
     )
-    layers = int(files.number("num_hidden_layers", 1))
+    layers = files.whole("num_hidden_layers", 1)
     vocab = head_of(target).weight.shape[0]
     shape = TrunkShape(sizes, layers, (FINAL,), width, "projection", vocab, joins_bias=has_bias, norms_output=False)
     rotary = Rotary(sizes, _rope_of_eagle(config), positions_of(config))
@@ -96,11 +96,11 @@ def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ..
     is_speculators = "speculators_model_type" in config
     shape = TrunkShape(
         sizes=sizes,
-        layers=int(files.number("num_hidden_layers", 1, core)),
+        layers=files.whole("num_hidden_layers", 1, core),
         taps=chosen,
         target_width=width,
         pairs="attention",
-        draft_vocab=int(files.number("draft_vocab_size", files.number("vocab_size", among=core))),
+        draft_vocab=files.whole("draft_vocab_size", files.number("vocab_size", among=core)),
         joins_bias="fc.bias" in files.tensors,
         norms_features=_norms_of_features(files),
         norms_residual=files.flag("norm_before_residual", default=False),

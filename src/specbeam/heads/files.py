@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -66,6 +67,17 @@ class HeadFiles:
         if isinstance(found, bool) or not isinstance(found, (int, float)):
             raise BadHead(f"{self.where}: {name} is {found!r} in config.json; it must be a number")
         return found
+
+    def whole(
+        self, name: str, default: int | None = None, among: Mapping[str, Any] | None = None, least: int = 1
+    ) -> int:
+        """Return an integer of the configuration; see `number`. Raises `BadHead` if it is none, or below `least`."""
+        found = self.number(name, default, among)
+        if found != int(found) or found < least:
+            raise BadHead(
+                f"{self.where}: {name} is {found!r} in config.json; it must be an integer of at least {least}"
+            )
+        return int(found)
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a flag of the configuration. Raises `BadHead` if it is neither true, false nor missing."""
@@ -139,7 +151,7 @@ def names_in(folder: Path) -> set[str]:
         if not names:
             for path in _pickled(folder):
                 names |= set(torch.load(path, map_location="meta", weights_only=True, mmap=True))
-    except (OSError, RuntimeError, ValueError, SafetensorError):
+    except (OSError, RuntimeError, ValueError, EOFError, TypeError, SafetensorError, UnpicklingError):
         return set()
     return names
 
@@ -157,10 +169,17 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
             if path.suffix == ".safetensors":
                 tensors |= load_file(path)
             else:
-                tensors |= torch.load(path, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, SafetensorError) as error:
+                tensors |= _only_tensors(torch.load(path, map_location="cpu", weights_only=True))
+        except (OSError, RuntimeError, ValueError, EOFError, SafetensorError, UnpicklingError) as error:
             raise BadHead(f"{path} cannot be read: {error}") from error
     return tensors
+
+
+def _only_tensors(found: Any) -> dict[str, Tensor]:
+    """Return what a file in torch's own format holds. Raises `ValueError` if that is not tensors by name."""
+    if not isinstance(found, dict) or not all(isinstance(one, Tensor) for one in found.values()):
+        raise ValueError("it does not hold tensors by name")
+    return found
 
 
 def _pickled(folder: Path) -> list[Path]:

@@ -76,6 +76,18 @@ class Head(nn.Module):
         return iter(())
 
 
+def moved_taps(taps: tuple[int, ...], offset: int, layers: int) -> tuple[int, ...]:
+    """Return the hidden states `offset` layers from these; () if there are none. What the target's head reads stays.
+
+    Args:
+        layers: number of layers of the target.
+    """
+    between = [tap + offset for tap in taps if tap != FINAL]
+    if not between or min(between) < 0 or max(between) > layers:
+        return ()
+    return tuple(tap if tap == FINAL else tap + offset for tap in taps)
+
+
 def described_taps(taps: tuple[int, ...]) -> str:
     """Return which hidden states a head reads, as people read it."""
     layers = [str(tap) for tap in taps if tap != FINAL]

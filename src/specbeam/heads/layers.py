@@ -99,7 +99,7 @@ def rotated(
     x: Float[Tensor, "*rows heads size"], angles: tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows size"]]
 ) -> Float[Tensor, "*rows heads size"]:
     """Return queries or keys, rotated by the cosines and sines of their positions."""
-    cos, sin = (one[..., None, :] for one in angles)
+    cos, sin = (one[..., None, :].to(x.dtype) for one in angles)
     first, second = x.chunk(2, -1)
     turned = torch.cat([-second, first], -1)
     return x * cos + turned * sin

@@ -104,11 +104,11 @@ def _hydra(files: HeadFiles, target: "PreTrainedModel") -> Hydra:
 
 def _mlp_speculator(files: HeadFiles, target: "PreTrainedModel") -> MLPSpeculator:
     _rename(files, SPECULATOR_NAMES)
-    depth = int(files.number("n_predict"))
+    depth = files.whole("n_predict")
     sizes = _sizes(target, depth)
     if files.number("emb_dim") != sizes.width:
         raise BadHead(f"{files.where} reads rows of {files.config['emb_dim']}, and the target's are of {sizes.width}")
-    inner = int(files.number("inner_dim", 0)) or sizes.width
+    inner = files.whole("inner_dim", 0, least=0) or sizes.width
     head = MLPSpeculator(sizes, inner, files.flag("scale_input", default=False))
     if files.flag("tie_weights", default=False):  # files may hold the weights that are shared once, or for each head
         for name, _ in head.named_parameters():
@@ -129,8 +129,8 @@ def _redrafter(files: HeadFiles, target: "PreTrainedModel") -> ReDrafter:
         )
     head = ReDrafter(
         sizes,
-        layers=int(files.number("num_draft_layers")),
-        exit_size=int(files.number("exit_dim", 2 * sizes.width)),
+        layers=files.whole("num_draft_layers"),
+        exit_size=files.whole("exit_dim", 2 * sizes.width),
         is_recurrent=files.flag("rnn", default=False),
         embedding=_target_embedding(target),
     )

@@ -46,9 +46,7 @@ def read_own(files: HeadFiles, target: "PreTrainedModel") -> PairTrunk:
     embedding = embedding_of(files, target, width_of(target))
     head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
     tokens = read_tokens(files, shape.draft_vocab, head_of(target).weight.shape[0])
-    trunk = PairTrunk(
-        shape, Rotary(sizes, _fields(files, "rope"), int(files.number("positions"))), embedding, head, tokens
-    )
+    trunk = PairTrunk(shape, Rotary(sizes, _fields(files, "rope"), files.whole("positions")), embedding, head, tokens)
     if shape.pairs == "attention":
         check_taps(files, target, shape.taps, "as stated")
     fill(trunk, files, target)

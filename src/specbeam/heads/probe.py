@@ -32,12 +32,12 @@ class Overlap:
     """
 
     first: float
-    second: float
+    second: float | None = None  # None: the head makes no second draft
 
     @property
     def score(self) -> float:
         """The mean of both."""
-        return (self.first + self.second) / 2
+        return self.first if self.second is None else (self.first + self.second) / 2
 
 
 class ProbedText(NamedTuple):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from specbeam.errors import BadHead, NotSupported
+from specbeam.errors import BadHead, NotSupported, SpecbeamError
 from specbeam.heads.block import BlockHead
 from specbeam.heads.blocks import is_block, read_block
 from specbeam.heads.eagle import is_eagle, is_eagle3, read_eagle, read_eagle3
@@ -72,6 +72,18 @@ def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel", taps:
     Raises `MissingFile` or `BadHead`.
     """
     files: HeadFiles = read_files(source)
+    try:
+        return _read(files, target, taps)
+    except SpecbeamError:
+        raise
+    except Exception as error:  # what a configuration of the wrong types can lead to is not to be listed
+        raise BadHead(
+            f"{files.where} cannot be read: {type(error).__name__}: {error}; is its config.json broken?"
+        ) from error
+
+
+def _read(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None) -> Head:
+    """Return the head in files, by the reader for its kind."""
     if FIELD in files.config:
         return read_own(files, target)
     if is_block(files.config):

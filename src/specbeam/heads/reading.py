@@ -23,15 +23,15 @@ def layer_sizes(files: HeadFiles, core: Mapping[str, Any]) -> LayerSizes:
     Args:
         core: the part of the configuration that describes them.
     """
-    width = int(files.number("hidden_size", among=core))
-    heads = int(files.number("num_attention_heads", among=core))
+    width = files.whole("hidden_size", among=core)
+    heads = files.whole("num_attention_heads", among=core)
     return LayerSizes(
         width=width,
         reads=width,
         heads=heads,
-        kv_heads=int(files.number("num_key_value_heads", heads, core)),
-        head_size=int(files.number("head_dim", width // heads, core)),
-        inner=int(files.number("intermediate_size", among=core)),
+        kv_heads=files.whole("num_key_value_heads", heads, core),
+        head_size=files.whole("head_dim", width // heads, core),
+        inner=files.whole("intermediate_size", among=core),
         eps=float(files.number("rms_norm_eps", 1e-6, core)),
         has_bias="layers.0.self_attn.q_proj.bias" in files.tensors,
         norms_heads="layers.0.self_attn.q_norm.weight" in files.tensors,
@@ -91,8 +91,8 @@ def embedding_of(files: HeadFiles, target: "PreTrainedModel", width: int) -> Any
                 f"{files.where} has no embedding, and rows of {width}; the target's embedding has {found.weight.shape[1]}"
             )
         return found
-    own = files.take("embed_tokens.weight")
     theirs = target.get_input_embeddings().weight
+    own = files.take("embed_tokens.weight", theirs.shape[0], width)
     if own.shape == theirs.shape and torch.equal(own.to(theirs), theirs):
         return target.get_input_embeddings()
     return nn.Embedding.from_pretrained(own.to(theirs))

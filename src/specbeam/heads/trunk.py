@@ -13,11 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.head import DraftRows, Head, described_rope, described_taps, wanted_below
+from specbeam.heads.head import DraftRows, Head, described_rope, described_taps, moved_taps, wanted_below
 from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary
 from specbeam.heads.trees import ScoredTrees
 from specbeam.heads.unroll import unrolled
-from specbeam.records import FINAL
 
 
 @dataclass(frozen=True)
@@ -258,10 +257,8 @@ class PairTrunk(Head):
         """See `Head.other_readings`: the numbers of hidden states, positions, residuals and what is fed back."""
         shape = self.shape
         rope = self.rotary.rope
-        taps = tuple(tap for tap in shape.taps if tap != FINAL)
         for offset, name in ((-1, "hidden states one layer earlier"), (1, "hidden states one layer later")):
-            moved = tuple(tap + offset for tap in taps)
-            if moved and min(moved) >= 0 and max(moved) <= layers:
+            if moved := moved_taps(shape.taps, offset, layers):
                 yield name, self.changed(taps=moved)
         if rope["rope_theta"] != BASE:
             yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})

@@ -47,12 +47,18 @@ def new_dspark(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
 def mask_of(target: "PreTrainedModel") -> int:
     """Return the token whose embedding stands for a token that is not known: one that texts do not hold.
 
-    That is the padding token, if its embedding is not zero (rows of zeros would all be alike), or else the last token whose
-    embedding is not.
+    That is the padding token, if it has an embedding that is not zero (rows of zeros would all be alike) and does not also
+    end or begin texts, or else the last token whose embedding is not zero.
     """
     rows = target.get_input_embeddings().weight.detach().float()
-    padding = target.config.get_text_config().pad_token_id
-    if padding is not None and rows[padding].abs().sum() > 0:
+    config = target.config.get_text_config()
+    padding = config.pad_token_id
+    others = {
+        config.bos_token_id,
+        *(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]),
+    }
+    is_token = padding is not None and 0 <= padding < len(rows) and padding not in others
+    if is_token and rows[padding].abs().sum() > 0:
         return int(padding)
     return int(rows.abs().sum(-1).nonzero()[-1, 0])
 

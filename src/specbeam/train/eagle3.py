@@ -1,5 +1,6 @@
 """EAGLE-3 heads that are to be trained, and their files, in speculators' format."""
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +58,10 @@ def new_eagle3(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
 
 
 def own_embedding(target: "PreTrainedModel") -> nn.Embedding:
-    """Return a copy of the target's embedding, float32, that is not learnt."""
-    rows = target.get_input_embeddings().weight.detach().float().clone()
-    return nn.Embedding.from_pretrained(rows, freeze=True)
+    """Return a copy of the target's embedding, float32, that is not learnt; with its scale, if it has one (Gemma)."""
+    embedding: Any = copy.deepcopy(target.get_input_embeddings())
+    frozen: nn.Embedding = embedding.float().requires_grad_(False)
+    return frozen
 
 
 def own_head(target: "PreTrainedModel", tokens: Int64[Tensor, " draft_vocab"] | None) -> nn.Linear:

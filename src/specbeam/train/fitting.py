@@ -1,6 +1,7 @@
 """The loop of training: batches of files of trees, two optimizers, a state on disk that a killed run goes on from."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from specbeam.options.checks import is_integer, require
 from specbeam.train.batches import TreeBatch, batches_of
 from specbeam.train.trees import Trees, read_or_refuse
 
+HEADS = {"lm_head", "embed_out", "matrices", "markov_w2"}  # names of modules that make logits, or of lists of such
 STATE_S = 60.0  # seconds between two states on disk
 
 
@@ -142,19 +144,21 @@ class Training:
         for number, batch in enumerate(batches):
             part = (self.done + (number + 0.5) / len(batches)) / self.steps
             self._set_rates(self.schedule.rate_factor(part))
-            self.losses.append(self._learn(batch.to(self.device)))
+            self.losses += self._learn(batch.to(self.device))
         self.file += 1
 
-    def _learn(self, batch: TreeBatch) -> float:
-        """Take one step, and return the loss before it."""
+    def _learn(self, batch: TreeBatch) -> list[float]:
+        """Take one step, and return the loss before it; nothing if there is nothing to learn in the batch."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             value = self.loss(batch)
+        if not value.requires_grad:  # nothing of the batch can be drafted
+            return []
         value.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return value.item()
+        return [value.item()]
 
     def _set_rates(self, factor: float) -> None:
         for optimizer in self.optimizers:
@@ -164,7 +168,7 @@ class Training:
     def _finish_epoch(self) -> None:
         self.epoch += 1
         self.file = 0
-        self._add_point(sum(self.losses) / len(self.losses))
+        self._add_point(sum(self.losses) / len(self.losses) if self.losses else math.nan)
         self.losses = []
 
     def _add_point(self, loss: float) -> None:
@@ -225,7 +229,7 @@ def new_optimizers(model: nn.Module, schedule: Schedule) -> list[torch.optim.Opt
 
 
 def _embeddings(model: nn.Module) -> list[Tensor]:
-    """Return the weights of the embedding and of the head."""
+    """Return the weights of embeddings, and of matrices that make logits."""
     modules = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    heads = [module for name, module in model.named_modules() if name.split(".")[-1] in ("lm_head", "embed_out")]
+    heads = [module for name, module in model.named_modules() if HEADS & set(name.split(".")[-2:])]
     return [weight for module in (*modules, *heads) for weight in module.parameters()]

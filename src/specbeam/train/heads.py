@@ -42,18 +42,27 @@ class Kind:
         new: makes one with first weights, from the target, the plan, and the tokens that it is to know.
         save: writes one to a folder.
         usual: options of `HeadPlan` that are usual for the kind.
+        ignores: options that it has no use for.
     """
 
     new: "Callable[[PreTrainedModel, HeadPlan, Int64[Tensor, ' tokens'] | None], Head]"
     save: "Callable[[Head, PreTrainedModel, HeadPlan, Path], None]"
     usual: Mapping[str, Any]
+    ignores: tuple[str, ...] = ()
 
+
+EVERY = 2**40  # tokens: more than any target has
 
 KINDS = {
-    "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}),
-    "dspark": Kind(new_dspark, save_dspark, {"layers": 2, "depth": 5}),
-    "fspad": Kind(new_fspad, save_fspad, {"layers": 1, "depth": 4}),
-    "medusa": Kind(new_medusa, save_medusa, {"layers": 1, "depth": 4}),
+    "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}, ("rank", "regression")),
+    "dspark": Kind(new_dspark, save_dspark, {"layers": 2, "depth": 5}, ("regression",)),
+    "fspad": Kind(new_fspad, save_fspad, {"layers": 1, "depth": 4}, ("taps", "rank")),
+    "medusa": Kind(
+        new_medusa,
+        save_medusa,
+        {"layers": 1, "depth": 4, "draft_vocab": EVERY},
+        ("taps", "rank", "inner", "regression", "draft_vocab"),
+    ),
 }
 
 
@@ -104,7 +113,10 @@ def train_head(
     draws = draws or DrawPlan()
     schedule = schedule or Schedule()
     pair = target if isinstance(target, Pair) else load(target)
-    options = planned(pair.target_model, KINDS[kind].usual, plan or {})
+    asked = {name: value for name, value in (plan or {}).items() if value is not None}
+    if ignored := [name for name in KINDS[kind].ignores if name in asked]:
+        raise BadSetting(f"{ignored[0]} is {asked[ignored[0]]!r}, and {kind} heads have no use for it; leave it out")
+    options = planned(pair.target_model, KINDS[kind].usual, asked)
     folder = Path(out)
     training = folder / "training"
     said = {

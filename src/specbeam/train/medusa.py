@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from specbeam.errors import BadSetting
 from specbeam.heads.feature import FeatureSizes
 from specbeam.heads.head import Head
 from specbeam.heads.medusa import Medusa
@@ -22,10 +21,8 @@ if TYPE_CHECKING:
 def new_medusa(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> Medusa:
     """Return new Medusa heads, one for each depth, which at first give the target's law of the token before.
 
-    Raises `BadSetting` if they are to know some tokens alone: their format has no place for that.
+    They know all tokens: their format has no place for a vocabulary of their own.
     """
-    if tokens is not None:
-        raise BadSetting(f"draft_vocab is {plan.draft_vocab}; Medusa heads know all tokens of the target: leave it out")
     width = int(target.config.get_text_config().hidden_size)
     head = Medusa(FeatureSizes(width, plan.draft_vocab, plan.draft_vocab, plan.depth), plan.layers)
     head.matrices = nn.ModuleList(own_head(target, None) for _ in range(plan.depth))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.errors import BadSetting
 from specbeam.options.checks import is_integer, require
-from specbeam.records import FINAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,8 +46,8 @@ class HeadPlan:
         for name in ("draft_vocab", "inner", "layers", "depth", "rank"):
             value = getattr(self, name)
             require(is_integer(value) and value >= 1, name, value, "an integer of at least 1")
-        are_taps = isinstance(self.taps, tuple) and self.taps and all(is_integer(tap) for tap in self.taps)
-        require(bool(are_taps), "taps", self.taps, "a tuple of integers")
+        are_taps = isinstance(self.taps, tuple) and self.taps and all(is_integer(tap) and tap >= 0 for tap in self.taps)
+        require(bool(are_taps), "taps", self.taps, "a tuple of integers of at least 0")
         require(0 < self.decay <= 1, "decay", self.decay, "in (0, 1]")
         require(self.regression >= 0, "regression", self.regression, "at least 0")
         require(0 <= self.variation <= 1, "variation", self.variation, "in [0, 1]")
@@ -73,7 +72,7 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
     if "taps" in chosen:
         chosen["taps"] = tuple(chosen["taps"])
     plan = replace(everywhere, **{**usual, **chosen})
-    if why := lacks_taps(target, tuple(tap for tap in plan.taps if tap != FINAL)):
+    if why := lacks_taps(target, plan.taps):
         raise BadSetting(f"taps is {plan.taps}; {why}")
     return replace(plan, draft_vocab=min(plan.draft_vocab, vocab))
 

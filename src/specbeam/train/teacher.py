@@ -1,12 +1,13 @@
 """What a target thinks of trees of tokens: its hidden states there, on which heads draft."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from specbeam.engines.eligibility import layers_of
+from specbeam.engines.kv.masks import Masks
 from specbeam.heads.trees import ScoredTrees
 from specbeam.records import FINAL
 from specbeam.train.batches import TreeBatch
@@ -27,20 +28,20 @@ def hidden_states(
 ) -> dict[int, Float[Tensor, "rows length size"]]:
     """Return the hidden states of a model on a batch of trees, by tap."""
     layers = layers_of(model)
+    config = model.config.get_text_config()
+    masks = Masks(config, config._attn_implementation or "eager", model.dtype)
     found: dict[int, Tensor] = {}
     handles = []
     for tap in taps:
         if tap != FINAL and tap < len(layers):
 
-            def keep_input(module: object, given: tuple[Tensor, ...], named: dict[str, Tensor], tap: int = tap) -> None:
+            def keep_input(module: object, given: tuple[Any, ...], named: dict[str, Any], tap: int = tap) -> None:
                 found[tap] = given[0] if given else named["hidden_states"]
 
             handles.append(layers[tap].register_forward_pre_hook(keep_input, with_kwargs=True))
         elif tap == len(layers):
 
-            def keep_output(
-                module: object, given: object, output: "Tensor | tuple[Tensor, ...]", tap: int = tap
-            ) -> None:
+            def keep_output(module: object, given: object, output: "Tensor | tuple[Any, ...]", tap: int = tap) -> None:
                 found[tap] = output if isinstance(output, Tensor) else output[0]
 
             handles.append(layers[-1].register_forward_hook(keep_output))
@@ -48,7 +49,7 @@ def hidden_states(
         last = model.base_model(
             input_ids=batch.tokens,
             position_ids=batch.positions,
-            attention_mask=batch.mask.to(model.dtype),
+            attention_mask=masks.of_trees(batch.mask[:, 0] == 0, batch.positions),
             use_cache=False,
         ).last_hidden_state
     finally:

@@ -96,6 +96,27 @@ class Masks:
             return {kind: self._native(_within(window, seen, back), device, additive) for kind, window in kinds}
         return self._native(_within(self.window, seen, back), device, additive)
 
+    def of_trees(
+        self, seen: Bool[torch.Tensor, "rows length length"], positions: Int64[torch.Tensor, "rows length"]
+    ) -> Mask:
+        """Return the mask of whole trees without a cache, [rows, 1, length, length], or a dict of masks by layer type.
+
+        Args:
+            seen: the ancestors of each node, and the node itself.
+            positions: of each node.
+        """
+        back = positions[:, :, None] - positions[:, None, :]
+
+        def added(window: int | None) -> torch.Tensor:
+            within = seen if window is None else seen & (back < window)
+            lowest = torch.finfo(self.dtype).min
+            mask = torch.zeros(within.shape, dtype=self.dtype, device=seen.device).masked_fill(~within, lowest)
+            return mask[:, None]
+
+        if self.by_layer:
+            return {kind: added(window) for kind, window in self.windows.items()}
+        return added(self.window)
+
     def flat(
         self, feeds: list[Feed], tries: Sequence[SlotPositions], extent: int
     ) -> dict[str, Bool[np.ndarray, "rows extent"]]:
