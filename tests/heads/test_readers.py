@@ -263,7 +263,7 @@ def test_custom_generate_takes_a_head_and_reads_it_once(target):
             found = target.generate(ids, custom_generate=sb.hf.dsbd, draft_model=str(GOLDEN / "plain"), **options)
             assert found.tolist() == plain.tolist()
     pair = sb.load(target, draft=str(GOLDEN / "plain"))
-    assert sum("plain" in str(source) for source, _ in pair.target.heads) == 1
+    assert (str(GOLDEN / "plain"), True) in pair.target.heads
     assert sb.load(target, draft=str(GOLDEN / "plain")).draft is pair.draft
 
 

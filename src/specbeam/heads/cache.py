@@ -268,7 +268,8 @@ class StateCache(NodeCache):
     """
 
     def __init__(self, prompt: list[int], first: Float[Tensor, "none width"]) -> None:
-        super().__init__(prompt[-1:], first[:0], np.zeros(2, dtype=bool))
+        # The top of the trie stands for what is before the last token; nothing is drafted there but to time a pass.
+        super().__init__(prompt[-1:], first.new_zeros(1, first.shape[1]), np.array([True, False]))
         # Of this turn, by local node: the state there, and how far below a scored node it is.
         self.states: dict[int, Tensor] = {}
         self.far: dict[int, int] = {}
@@ -285,7 +286,7 @@ class StateCache(NodeCache):
         found: dict[int, int] = {}
         for node in nodes.tolist():
             path = [node]
-            while path[-1] not in self.far and parents[path[-1]] >= 0 and not self.is_scored[parents[path[-1]]]:
+            while path[-1] not in self.far and not self.is_scored[parents[path[-1]]]:
                 path.append(int(parents[path[-1]]))
             far = self.far.get(path[-1], 1)
             for one in reversed(path):

@@ -13,7 +13,7 @@ from specbeam.control.worth import DepthByCost
 from specbeam.core.cycles import READABLE
 from specbeam.draft.tree import TreeDrafter
 from specbeam.errors import BadSetting
-from specbeam.heads.lm import TrunkLM
+from specbeam.heads.lm import HeadLM
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.measure import kept_figures
@@ -185,4 +185,4 @@ def _have_compiled_form(drafter: Drafter, rule: Rule) -> bool:
 
 def _curve(lm: LM | None, role: str) -> CostCurve:
     """Return the cost curve of a model; `role`, "target" or "draft", names the constant for models without one."""
-    return curve_of(lm) if isinstance(lm, (HuggingFaceLM, TrunkLM)) else CostCurve((1,), (UNMEASURED_S[role],))
+    return curve_of(lm) if isinstance(lm, (HuggingFaceLM, HeadLM)) else CostCurve((1,), (UNMEASURED_S[role],))

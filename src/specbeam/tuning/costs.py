@@ -17,7 +17,7 @@ from specbeam.control.cost import CostCurve, HostCost
 from specbeam.core.limits import Limits
 from specbeam.decode import decode
 from specbeam.engines.cpu.tiles import available as uses_tiles
-from specbeam.heads.lm import TrunkLM
+from specbeam.heads.lm import HeadLM
 from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
 from specbeam.lm.base import LM
@@ -39,7 +39,7 @@ TURNS = 12  # number of turns that are timed with each kind of draft
 PartsOf = Callable[[LM, int], Parts]  # makes the parts of a session from a draft model and a depth
 
 
-def curve_of(lm: HuggingFaceLM | TrunkLM, context: int = CONTEXT) -> CostCurve:
+def curve_of(lm: HuggingFaceLM | HeadLM, context: int = CONTEXT) -> CostCurve:
     """Return the cost curve of a model, from disk, or measured quickly and then kept. That of a head is not kept on disk.
 
     The curve stays the same as long as the model is loaded; otherwise equal seeds could give unequal widths.
@@ -49,7 +49,7 @@ def curve_of(lm: HuggingFaceLM | TrunkLM, context: int = CONTEXT) -> CostCurve:
     """
     if lm.max_positions is not None:
         context = max(min(context, lm.max_positions // 2), 1)
-    if context not in lm.curves and isinstance(lm, TrunkLM):
+    if context not in lm.curves and isinstance(lm, HeadLM):
         lm.curves[context] = measure_head(lm, context)
     elif context not in lm.curves and isinstance(lm, HuggingFaceLM):
         known = known_curve(lm, context)
@@ -58,7 +58,7 @@ def curve_of(lm: HuggingFaceLM | TrunkLM, context: int = CONTEXT) -> CostCurve:
     return found
 
 
-def measure_head(lm: TrunkLM, context: int = CONTEXT, repeats: int = 5) -> CostCurve:
+def measure_head(lm: HeadLM, context: int = CONTEXT, repeats: int = 5) -> CostCurve:
     """Measure the seconds of a pass of a head by its number of rows, as `measure` does it for models.
 
     Args:
