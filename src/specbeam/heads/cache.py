@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.kv.trie import Feed, KVTrie
-from specbeam.heads.layers import LayerSizes, attended
+from specbeam.heads.layers import attended
 from specbeam.records import Turn
 
 CHUNK = 512  # rows of a prompt that are run at once
@@ -20,6 +20,7 @@ class PairRows:
     """Rows of a session that a pass of the head computes."""
 
     cache: "PairCache"
+    nodes: Int64[np.ndarray, " rows"]  # local
     feed: Feed
     features: Float[Tensor, "rows width"]  # of the nodes above
     states: Float[Tensor, "rows width"]  # the head's own, of the nodes above
@@ -50,6 +51,11 @@ class NodeCache:
         self.is_scored = is_scored
         self.answered = 0  # number of forest nodes whose rows were asked for in this turn
 
+    @property
+    def peak(self) -> int:
+        """The largest number of rows that were stored at the same time."""
+        return self.trie.peak
+
     def enter(self, forest: Forest) -> Int64[np.ndarray, " wanted"]:
         """Add the new nodes of a forest; return the local nodes that are asked for: those that are new and not known."""
         self.trie.enter(forest)
@@ -65,11 +71,11 @@ class NodeCache:
             self.features = with_more_rows(self.features, more)
             self.is_scored = np.concatenate([self.is_scored, np.zeros(more, dtype=bool)])
 
-    def settle(self, turn: Turn, features: Float[Tensor, "nodes width"]) -> None:
+    def settle(self, turn: Turn, features: Float[Tensor, "nodes width"] | None) -> None:
         """Keep what the surviving beams need.
 
         Args:
-            features: of the forest nodes that the target has scored in this turn, ascending.
+            features: of the forest nodes that the target has scored in this turn, ascending; None: rows read something else.
         """
         forest = turn.forest
         kept = int((forest.parents[forest.known.nodes] >= 0).sum())
@@ -77,12 +83,16 @@ class NodeCache:
         self.rewind(start)
         self.trie.enter(forest)
         self.make_rows()
-        fresh = self.trie.local[turn.scored_nodes]
-        self.features[torch.from_numpy(fresh).to(self.features.device)] = features
-        self.is_scored[fresh] = True
+        if features is not None:
+            self.give(self.trie.local[turn.scored_nodes], features)
         former, _ = self.trie.settle(turn)
         self.keep(former)
         self.answered = 0
+
+    def give(self, nodes: Int64[np.ndarray, " nodes"], features: Float[Tensor, "nodes width"]) -> None:
+        """Take the features of local nodes."""
+        self.features[torch.from_numpy(nodes).to(self.features.device)] = features
+        self.is_scored[nodes] = True
 
     def rewind(self, nodes: int) -> None:
         """Take back the rows of all nodes of this turn's forest but the first `nodes`."""
@@ -114,26 +124,38 @@ def with_more_rows(rows: Float[Tensor, "rows width"], more: int) -> Float[Tensor
 
 
 class KeptRows:
-    """The keys and values of the stored nodes of a session, by layer and slot."""
+    """The keys and values of the stored nodes of a session, by layer and slot.
 
-    def __init__(self, like: Tensor, sizes: LayerSizes, layers: int) -> None:
-        empty = like.new_zeros(0, sizes.kv_heads, sizes.head_size)
-        self.keys = [empty] * layers
-        self.values = [empty] * layers
+    Their sizes and types are those of the first rows that are stored in a layer.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.slots = 0
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
 
     def reserve(self, slots: int) -> None:
         """Make room for this number of slots."""
-        for kept in (self.keys, self.values):
-            for layer, rows in enumerate(kept):
-                missing = slots - len(rows)
-                if missing > 0:
-                    kept[layer] = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+        self.slots = max(slots, self.slots)
 
     def store(self, layer: int, slots: Int64[np.ndarray, " rows"], keys: Tensor, values: Tensor) -> None:
         """Keep the keys and values of a layer in slots, float[rows, kv_heads, size] each."""
         at = torch.from_numpy(slots).to(keys.device)
-        self.keys[layer][at] = keys
-        self.values[layer][at] = values
+        for kept, fresh in ((self.keys, keys), (self.values, values)):
+            rows = kept[layer]
+            if rows is None:
+                rows = fresh.new_zeros(0, *fresh.shape[1:])
+            missing = self.slots - len(rows)
+            if missing > 0:
+                rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+            rows[at] = fresh
+            kept[layer] = rows
+
+    def first(self, layer: int, slots: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of the first `slots` slots of a layer, float[slots, kv_heads, size] each."""
+        keys, values = self.keys[layer], self.values[layer]
+        assert keys is not None and values is not None
+        return keys[:slots], values[:slots]
 
 
 class PairCache(NodeCache):
@@ -150,10 +172,10 @@ class PairCache(NodeCache):
         first: features of the prompt's tokens but the last one, float[tokens - 1, width].
     """
 
-    def __init__(self, prompt: list[int], first: Float[Tensor, "before width"], sizes: LayerSizes, layers: int) -> None:
+    def __init__(self, prompt: list[int], first: Float[Tensor, "before width"], layers: int) -> None:
         super().__init__(prompt[1:], first, np.arange(len(prompt)) < len(first))
         self.states = torch.zeros_like(self.features)  # the head's own, by local node
-        self.kept = KeptRows(first, sizes, layers)
+        self.kept = KeptRows(layers)
 
     def make_rows(self) -> None:
         """See `NodeCache.make_rows`."""
@@ -174,24 +196,27 @@ class PairCache(NodeCache):
         count = len(above) if is_ready.all() else int(is_ready.argmin())
         if count == 0:
             return None
-        above = above[:count]
-        read = torch.from_numpy(above).to(self.features.device)
-        is_scored = torch.from_numpy(self.is_scored[above]).to(self.features.device)
         feed = trie.feed(count)
         self.kept.reserve(trie.capacity)
-        return PairRows(self, feed, self.features[read], self.states[read], is_scored)
+        return self.rows(np.arange(start, start + count), feed)
+
+    def rows(self, nodes: Int64[np.ndarray, " rows"], feed: Feed) -> PairRows:
+        """Return the rows of local nodes that have been given slots, with what they read."""
+        above = self.trie.parents[nodes]
+        read = torch.from_numpy(above).to(self.features.device)
+        is_scored = torch.from_numpy(self.is_scored[above]).to(self.features.device)
+        return PairRows(self, nodes, feed, self.features[read], self.states[read], is_scored)
 
     def attend(self, feed: Feed, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store keys and values of fed rows; return what they and the rows above them make of the queries."""
         self.kept.store(layer, feed.slots, keys, values)
         extent = self.trie.extent
         seen = torch.from_numpy(np.ascontiguousarray(feed.seen[:, :extent])).to(queries.device)
-        return attended(queries, self.kept.keys[layer][:extent], self.kept.values[layer][:extent], seen)
+        return attended(queries, *self.kept.first(layer, extent), seen)
 
-    def learn(self, count: int, states: Float[Tensor, "rows width"]) -> None:
-        """Keep the head's states of the `count` nodes that were stored last."""
-        stored = self.trie.stored
-        self.states[stored - count : stored] = states
+    def learn(self, nodes: Int64[np.ndarray, " rows"], states: Float[Tensor, "rows width"]) -> None:
+        """Keep the head's states of local nodes."""
+        self.states[torch.from_numpy(nodes).to(self.states.device)] = states
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,10 +236,10 @@ class ContextCache(NodeCache):
         first: features of the prompt's tokens but the last one, float[tokens - 1, width].
     """
 
-    def __init__(self, prompt: list[int], first: Float[Tensor, "before width"], sizes: LayerSizes, layers: int) -> None:
+    def __init__(self, prompt: list[int], first: Float[Tensor, "before width"], layers: int) -> None:
         nodes = np.arange(len(prompt) + 1)
         super().__init__(prompt, first, (nodes > 0) & (nodes <= len(first)))
-        self.kept = KeptRows(first, sizes, layers)
+        self.kept = KeptRows(layers)
         self.blocks: dict[int, Tensor] = {}  # float[rows, width] by the local node of the root, of this turn
 
     def take(self, at: Int64[Tensor, " left"]) -> None:
@@ -253,8 +278,9 @@ class ContextCache(NodeCache):
         for block in range(blocks):
             start = extent + block * count
             seen[block, :, start : start + count] = True
-        every_key = torch.cat([self.kept.keys[layer][:extent], keys.flatten(0, 1)])
-        every_value = torch.cat([self.kept.values[layer][:extent], values.flatten(0, 1)])
+        kept_keys, kept_values = self.kept.first(layer, extent)
+        every_key = torch.cat([kept_keys, keys.flatten(0, 1)])
+        every_value = torch.cat([kept_values, values.flatten(0, 1)])
         shown = torch.from_numpy(seen.reshape(blocks * count, -1)).to(queries.device)
         return attended(queries.flatten(0, 1), every_key, every_value, shown).unflatten(0, (blocks, count))
 

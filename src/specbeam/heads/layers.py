@@ -209,9 +209,9 @@ class PairLayer(nn.Module):
 def attended(
     queries: Float[Tensor, "*batch rows heads size"],
     keys: Float[Tensor, "*batch slots kv_heads size"],
-    values: Float[Tensor, "*batch slots kv_heads size"],
+    values: Float[Tensor, "*batch slots kv_heads value_size"],
     seen: Bool[Tensor, "*batch rows slots"],
-) -> Float[Tensor, "*batch rows heads size"]:
+) -> Float[Tensor, "*batch rows heads value_size"]:
     """Return the values that rows look at, mixed.
 
     Args:
@@ -225,4 +225,4 @@ def attended(
         attn_mask=seen[..., None, :, :],
         enable_gqa=queries.shape[-2] != keys.shape[-2],
     )
-    return mixed.transpose(1, 2).reshape(queries.shape)
+    return mixed.transpose(1, 2).reshape(*queries.shape[:-1], values.shape[-1])

@@ -145,7 +145,7 @@ class HeadLM:
     def peak(self, session: CacheOwner) -> int:
         """Return the largest number of rows of the session that were stored at the same time."""
         cache: Any = session.state.get(self)
-        return 0 if cache is None else cache.trie.peak
+        return 0 if cache is None else cache.peak
 
     def close(self, session: CacheOwner) -> None:
         """Forget a session."""
@@ -159,42 +159,42 @@ class TrunkLM(HeadLM):
 
     def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> PairCache:
         """See `HeadLM.new_cache`."""
-        shape = self.head.shape
-        return PairCache(prompt, features, shape.sizes, shape.layers)
+        return PairCache(prompt, features, self.head.shape.layers)
 
     def logits(
         self, caches: list[PairCache], wanted: list[Int64[np.ndarray, " _"]]
     ) -> list[Float[Tensor, "_ draft_vocab"]]:
         """See `HeadLM.logits`: states are computed for all nodes that have something to read."""
         while pending := [found for cache in caches if (found := cache.next_rows())]:
-            self._run(pending)
+            run_rows(self.head, pending)
+            self.passes += 1
         logits = []
         for cache, nodes in zip(caches, wanted, strict=True):
             logits.append(self.head.logits(cache.states[torch.from_numpy(nodes).to(self.device)]))
         return logits
 
-    def _run(self, rows: list[PairRows]) -> None:
-        """Compute the head's states of some rows of each session, in one pass."""
-        self.passes += 1
-        feeds = [one.feed for one in rows]
-        slices = [slice(*ends) for ends in pairwise(accumulate((len(feed) for feed in feeds), initial=0))]
-        tokens = torch.from_numpy(np.concatenate([feed.tokens for feed in feeds])).to(self.device)
-        positions = torch.from_numpy(np.concatenate([feed.positions for feed in feeds])).to(self.device)
-        features = torch.cat([one.features for one in rows])
-        own = self.head.fed_back(torch.cat([one.states for one in rows]))
-        is_scored = torch.cat([one.is_scored for one in rows])
-        given = torch.where(is_scored[:, None], features, own)
 
-        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            parts = [
-                one.attend(layer, queries[here], keys[here], values[here])
-                for one, here in zip(rows, slices, strict=True)
-            ]
-            return torch.cat(parts)
+def run_rows(trunk: PairTrunk, rows: list[PairRows]) -> list[Float[Tensor, "rows width"]]:
+    """Compute a trunk's states of some rows of each session, in one pass; keep and return them."""
+    feeds = [one.feed for one in rows]
+    slices = [slice(*ends) for ends in pairwise(accumulate((len(feed) for feed in feeds), initial=0))]
+    tokens = torch.from_numpy(np.concatenate([feed.tokens for feed in feeds])).to(trunk.device)
+    positions = torch.from_numpy(np.concatenate([feed.positions for feed in feeds])).to(trunk.device)
+    features = torch.cat([one.features for one in rows])
+    own = trunk.fed_back(torch.cat([one.states for one in rows]))
+    is_scored = torch.cat([one.is_scored for one in rows])
+    given = torch.where(is_scored[:, None], features, own)
 
-        states = self.head(tokens, given, positions, attend)
-        for one, here in zip(rows, slices, strict=True):
-            one.cache.learn(len(one.feed), states[here])
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        parts = [
+            one.attend(layer, queries[here], keys[here], values[here]) for one, here in zip(rows, slices, strict=True)
+        ]
+        return torch.cat(parts)
+
+    states = trunk(tokens, given, positions, attend)
+    for one, here in zip(rows, slices, strict=True):
+        one.cache.learn(one.nodes, states[here])
+    return [states[here] for here in slices]
 
 
 class BlockLM(HeadLM):
@@ -208,8 +208,7 @@ class BlockLM(HeadLM):
 
     def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> ContextCache:
         """See `HeadLM.new_cache`."""
-        shape = self.head.shape
-        return ContextCache(prompt, features, shape.sizes, shape.layers)
+        return ContextCache(prompt, features, self.head.shape.layers)
 
     def logits(
         self, caches: list[ContextCache], wanted: list[Int64[np.ndarray, " _"]]
