@@ -19,6 +19,7 @@ from specbeam.errors import (
     VocabularyMismatch,
 )
 from specbeam.heads.lm import HeadLM
+from specbeam.heads.mtp import is_own_modules
 from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
 from specbeam.lm.base import LM
@@ -84,7 +85,8 @@ def load(
     Args:
         target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included).
         draft: the same kinds of values; None for methods that need no draft model. It must have the target's vocabulary.
-            Or a draft head for the target (docs/heads.md lists the kinds).
+            Or a draft head for the target (docs/heads.md lists the kinds); "mtp": the modules of multi-token prediction that
+            the target's own files hold (a folder of this name is "./mtp").
         tokenizer: a path, a hub id or an object; None: the target's tokenizer.
         dtype: "auto" is float32 on a CPU and the checkpoint's own type elsewhere. Ignored for model objects.
         device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
@@ -147,7 +149,7 @@ def load(
 def _head_of(target: HuggingFaceLM, source: Any, tokenizer: "PreTrainedTokenizerBase | None", probe: bool) -> HeadLM:
     """Return the draft model of a head, which is read and tried once for each target."""
     key = (source if isinstance(source, torch.nn.Module) else str(source), probe)
-    files = _files_of(source)
+    files = _files_of(target.model.name_or_path if is_own_modules(source) else source)
     known: tuple[Any, HeadLM] | None = target.heads.get(key)
     if known is not None and known[0] == files:
         return known[1]

@@ -8,6 +8,7 @@ from specbeam.cli.common import quiet_load
 from specbeam.errors import BadSetting
 from specbeam.heads.files import folder_of, read_config
 from specbeam.heads.head import Head
+from specbeam.heads.mtp import is_own_modules
 from specbeam.heads.probe import Overlap, Probed, probed
 from specbeam.heads.read import is_head, read_head
 from specbeam.pair import first_tokens
@@ -52,6 +53,8 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
 
 def _stated_target(path: str) -> str:
     """Return the target that the files of a head name. Raises `BadSetting` if they name none."""
+    if is_own_modules(path):
+        raise BadSetting(f"--model is missing: {path} stands for modules in the target's own files")
     config = read_config(folder_of(path))
     named = config.get("base_model_name_or_path")
     frame = config.get("speculators_config")

@@ -154,7 +154,8 @@ class KeptRows:
     def first(self, layer: int, slots: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of the first `slots` slots of a layer, float[slots, kv_heads, size] each."""
         keys, values = self.keys[layer], self.values[layer]
-        assert keys is not None and values is not None
+        assert keys is not None
+        assert values is not None
         return keys[:slots], values[:slots]
 
 
@@ -217,6 +218,148 @@ class PairCache(NodeCache):
     def learn(self, nodes: Int64[np.ndarray, " rows"], states: Float[Tensor, "rows width"]) -> None:
         """Keep the head's states of local nodes."""
         self.states[torch.from_numpy(nodes).to(self.states.device)] = states
+
+
+class ModuleCache(PairCache):
+    """The rows of one session in one of several modules in a row (see heads/modules.py).
+
+    The features of its nodes are the states of the module before. A node that has none above it, or too few nodes, has a
+    slot without a row, which nothing sees. It never has a row in this module, or gets it once the target has scored the
+    nodes above it, for drafts are entered anew when a turn is settled.
+
+    The caches of all modules are given the same nodes, and forget different ones: what one has not stored yet it still
+    keeps. So nodes have names, numbers that are the same in all of them.
+
+    Args:
+        prompt: the tokens of the prompt.
+        first: what the first module reads, see `PairCache`; no rows for the others.
+        number: of the module, from 0.
+        is_last: whether drafts deeper than there are modules get rows, too.
+    """
+
+    def __init__(
+        self, prompt: list[int], first: Float[Tensor, "before width"], layers: int, number: int, is_last: bool
+    ) -> None:
+        super().__init__(prompt, first, layers)
+        self.number = number
+        self.is_last = is_last
+        self.names = np.arange(len(prompt))  # of local nodes, ascending: the same in the caches of all modules
+        self.named = len(prompt)  # number of names given so far
+        self.has_row = np.zeros(0, dtype=bool)  # by slot
+
+    def make_rows(self) -> None:
+        """See `NodeCache.make_rows`."""
+        super().make_rows()
+        self.names = np.concatenate([self.names, self._new_names(len(self.is_scored) - len(self.names))])
+
+    def keep(self, former: Int64[np.ndarray, " left"]) -> None:
+        """See `NodeCache.keep`. Nodes without any row yet are survivors that were no drafts; all of them are left."""
+        known = former < len(self.names)
+        names = np.empty(len(former), dtype=np.int64)
+        names[known] = self.names[former[known]]
+        names[~known] = self._new_names(int((~known).sum()))
+        super().keep(former)
+        self.names = names
+
+    def _new_names(self, count: int) -> Int64[np.ndarray, " count"]:
+        first = self.named
+        self.named = first + count
+        return np.arange(first, self.named)
+
+    def local_of(self, names: Int64[np.ndarray, " nodes"]) -> Int64[np.ndarray, " nodes"]:
+        """Return the local nodes of these names; -1 for those that are not kept."""
+        at = np.searchsorted(self.names, names).clip(max=len(self.names) - 1)
+        return np.where(self.names[at] == names, at, -1)
+
+    def next_rows(self) -> PairRows | None:
+        """See `PairCache.next_rows`. All nodes get slots, and those with something to read get rows."""
+        trie = self.trie
+        while trie.pending:
+            start = trie.stored
+            above = trie.parents[start : start + CHUNK]
+            is_deep = trie.positions[start : start + CHUNK] >= self.number
+            reads_feature = self.is_scored[above] & is_deep
+            reads_own = is_deep & (above < start) if self.is_last else np.zeros(len(above), dtype=bool)
+            is_settled = reads_feature | reads_own | ~is_deep if self.is_last else np.ones(len(above), dtype=bool)
+            count = len(above) if is_settled.all() else int(is_settled.argmin())
+            gets_row = (reads_feature | reads_own)[:count]
+            feed = trie.feed(count)
+            self.kept.reserve(trie.capacity)
+            self.has_row = np.concatenate([self.has_row, np.zeros(trie.capacity - len(self.has_row), dtype=bool)])
+            self.has_row[feed.slots] = gets_row
+            if gets_row.any():
+                chosen = Feed(
+                    feed.tokens[gets_row], feed.positions[gets_row], feed.slots[gets_row], feed.seen[gets_row]
+                )
+                return self.rows(start + np.flatnonzero(gets_row), chosen)
+        return None
+
+    def attend(self, feed: Feed, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `PairCache.attend`: slots without rows are not seen."""
+        seen = feed.seen & self.has_row[: feed.seen.shape[1]]
+        shown = Feed(feed.tokens, feed.positions, feed.slots, seen)
+        return super().attend(shown, layer, queries, keys, values)
+
+
+class ModulesCache:
+    """The rows of one session in all of several modules in a row.
+
+    Args:
+        prompt: the tokens of the prompt.
+        first: features of the prompt's tokens but the last one, float[tokens - 1, width].
+        layers: number of layers of each module.
+    """
+
+    def __init__(self, prompt: list[int], first: Float[Tensor, "before width"], layers: list[int]) -> None:
+        self.caches = [
+            ModuleCache(prompt, first[: 0 if number else None], depth, number, number == len(layers) - 1)
+            for number, depth in enumerate(layers)
+        ]
+
+    @property
+    def peak(self) -> int:
+        """The largest numbers of rows that were stored at the same time in each module, all together."""
+        return sum(cache.peak for cache in self.caches)
+
+    def enter(self, forest: Forest) -> Int64[np.ndarray, "modules wanted"]:
+        """Add the new nodes of a forest; return the local nodes that are asked for, in the cache of each module."""
+        return np.stack([cache.enter(forest) for cache in self.caches])
+
+    def settle(self, turn: Turn, features: Float[Tensor, "nodes width"]) -> None:
+        """Keep what the surviving beams need; see `NodeCache.settle`."""
+        first, *others = self.caches
+        first.settle(turn, features)
+        for cache in others:
+            cache.settle(turn, None)
+
+    def rewind(self, nodes: int) -> None:
+        """Take back the rows of all nodes of this turn's forest but the first `nodes`."""
+        for cache in self.caches:
+            cache.rewind(nodes)
+
+    def drafts_above(self, nodes: Int64[np.ndarray, " nodes"]) -> Int64[np.ndarray, " nodes"]:
+        """Return how many nodes the target has not scored there are from each of the first module's nodes upwards, less one.
+
+        The module of this number makes the law below it.
+        """
+        first = self.caches[0]
+        parents = first.trie.parents
+        found = np.zeros(len(nodes), dtype=np.int64)
+        for place, node in enumerate(nodes.tolist()):
+            above = int(parents[node])
+            while above >= 0 and not first.is_scored[above]:
+                found[place] += 1
+                above = int(parents[above])
+        return found
+
+    def hand_on(self, number: int, nodes: Int64[np.ndarray, " rows"], features: Float[Tensor, "rows width"]) -> None:
+        """Give what the module `number` has made of local nodes to the next module, if there is one."""
+        if number + 1 == len(self.caches):
+            return
+        cache = self.caches[number + 1]
+        at = cache.local_of(self.caches[number].names[nodes])
+        kept = at >= 0
+        cache.give(at[kept], features[torch.from_numpy(kept).to(features.device)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """The files of a draft head: its configuration and its tensors, from a folder, a hub id, or a module."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -111,8 +111,12 @@ def read_files(source: "str | Path | nn.Module") -> HeadFiles:
     return HeadFiles(str(source), read_config(folder), _read_tensors(folder))
 
 
-def folder_of(source: "str | Path") -> Path:
-    """Return the folder of a head on disk; one of the hub is fetched. Raises `MissingFile` if there is none."""
+def folder_of(source: "str | Path", patterns: Sequence[str] = ("*.json", *TENSOR_FILES)) -> Path:
+    """Return the folder of a head on disk; one of the hub is fetched. Raises `MissingFile` if there is none.
+
+    Args:
+        patterns: of the names of files that are fetched.
+    """
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -120,7 +124,7 @@ def folder_of(source: "str | Path") -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", *TENSOR_FILES]))
+        return Path(snapshot_download(str(source), allow_patterns=list(patterns)))
     except (OSError, ValueError, HFValidationError) as error:
         raise MissingFile(f"{source} is no folder, and no repository that can be fetched: {error}") from error
 

@@ -81,7 +81,7 @@ class Rotary(nn.Module):
             max_position_embeddings=positions,
             rope_parameters=rope,
         )
-        self.angles = LlamaRotaryEmbedding(config)
+        self.angles: nn.Module = LlamaRotaryEmbedding(config)
         self.sizes = sizes
         self.rope = rope
         self.positions = positions
@@ -90,7 +90,8 @@ class Rotary(nn.Module):
         self, positions: Int64[Tensor, "*rows"]
     ) -> tuple[Float[Tensor, "*rows size"], Float[Tensor, "*rows size"]]:
         """Return the cosines and sines of positions."""
-        cos, sin = self.angles(self.angles.inv_freq.new_zeros(1), positions.reshape(1, -1))
+        like = next(self.angles.buffers())
+        cos, sin = self.angles(like.new_zeros(1), positions.reshape(1, -1))
         shape = (*positions.shape, cos.shape[-1])
         return cos.reshape(shape), sin.reshape(shape)
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
 from specbeam.heads.block import BlockHead
-from specbeam.heads.cache import ContextCache, ContextRows, NodeCache, PairCache, PairRows, StateCache
+from specbeam.heads.cache import ContextCache, ContextRows, ModulesCache, NodeCache, PairCache, PairRows, StateCache
 from specbeam.heads.feature import FeatureHead
 from specbeam.heads.head import Head
+from specbeam.heads.modules import ModulesInARow
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import checked_needs
 from specbeam.records import FINAL, Needs, Scored, Turn
@@ -75,7 +76,7 @@ class HeadLM:
         self.passes = 0
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
 
-    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> NodeCache:
+    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> NodeCache | ModulesCache:
         """Return what is kept of a new session.
 
         Args:
@@ -118,7 +119,7 @@ class HeadLM:
     @torch.inference_mode()
     def settle(self, session: CacheOwner, turn: Turn) -> None:
         """Take the target's hidden states of a turn, and keep what the surviving beams need."""
-        cache: NodeCache | None = session.state.get(self)
+        cache: NodeCache | ModulesCache | None = session.state.get(self)
         if cache is None:
             cache = self.new_cache(session.prompt, self._features(turn.scored.prompt, turn.scored.hidden.shape[1]))
             session.state[self] = cache
@@ -195,6 +196,47 @@ def run_rows(trunk: PairTrunk, rows: list[PairRows]) -> list[Float[Tensor, "rows
     for one, here in zip(rows, slices, strict=True):
         one.cache.learn(one.nodes, states[here])
     return [states[here] for here in slices]
+
+
+class ModulesLM(HeadLM):
+    """Modules in a row as a draft model. A module is run once there are drafts for it: of a level of drafts, one is."""
+
+    head: ModulesInARow
+
+    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> ModulesCache:
+        """See `HeadLM.new_cache`."""
+        return ModulesCache(prompt, features, [module.shape.layers for module in self.head.modules_in_a_row])
+
+    def logits(
+        self, caches: list[ModulesCache], wanted: list[Int64[np.ndarray, " _"]]
+    ) -> list[Float[Tensor, "_ draft_vocab"]]:
+        """See `HeadLM.logits`: `wanted` has the local nodes in the cache of each module, int64[modules, nodes]."""
+        modules = self.head.modules_in_a_row
+        last = len(modules) - 1
+        drafts = [cache.drafts_above(nodes[0]).clip(max=last) for cache, nodes in zip(caches, wanted, strict=True)]
+        deepest = max((int(above.max()) for above in drafts if len(above)), default=-1)
+        for number in range(deepest + 1):
+            self._run(number, caches)
+        found = []
+        for cache, nodes, above in zip(caches, wanted, drafts, strict=True):
+            rows = torch.zeros(nodes.shape[1], modules[0].shape.draft_vocab, device=self.device)
+            for number in sorted({*above.tolist()}):
+                here = np.flatnonzero(above == number)
+                at = torch.from_numpy(nodes[number, here]).to(self.device)
+                made = modules[number].logits(cache.caches[number].states[at])
+                rows[torch.from_numpy(here).to(self.device)] = made.to(rows.dtype)
+            found.append(rows)
+        return found
+
+    def _run(self, number: int, caches: list[ModulesCache]) -> None:
+        """Run a module over all nodes of each session that have something to read in it, and hand its states on."""
+        module = self.head.modules_in_a_row[number]
+        every = [(cache, cache.caches[number]) for cache in caches]
+        while pending := [(cache, rows) for cache, own in every if (rows := own.next_rows())]:
+            self.passes += 1
+            made = run_rows(module, [rows for _, rows in pending])
+            for (cache, rows), states in zip(pending, made, strict=True):
+                cache.hand_on(number, rows.nodes, module.fed_back(states))
 
 
 class BlockLM(HeadLM):

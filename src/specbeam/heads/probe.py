@@ -127,7 +127,8 @@ def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
         start: the tokens that the text begins with.
     """
     layers = target.model.config.get_text_config().num_hidden_layers
-    taps = {tap for tap in head.taps if tap != FINAL}
+    every = [head, *(one for _, one in head.other_readings(layers))]
+    taps = {tap for one in every for tap in one.taps if tap != FINAL}
     near = {tap + offset for tap in taps for offset in (-2, -1, 0, 1, 2) if 0 <= tap + offset <= layers}
     text = probed_text(target, written_text(target, start), tuple(near))
     documented = best = fit_of(head, text)

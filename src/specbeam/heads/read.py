@@ -13,7 +13,9 @@ from specbeam.heads.eagle import is_eagle, is_eagle3, read_eagle, read_eagle3
 from specbeam.heads.feature import FeatureHead
 from specbeam.heads.files import HeadFiles, folder_of, names_in, read_config, read_files
 from specbeam.heads.head import Head
-from specbeam.heads.lm import BlockLM, FeatureLM, HeadLM, TrunkLM
+from specbeam.heads.lm import BlockLM, FeatureLM, HeadLM, ModulesLM, TrunkLM
+from specbeam.heads.modules import ModulesInARow
+from specbeam.heads.mtp import is_own_modules, read_own_modules, read_speculators_module
 from specbeam.heads.on_feature import kind_on_feature, read_on_feature
 from specbeam.heads.own import FIELD, read_own
 from specbeam.heads.trunk import PairTrunk
@@ -25,7 +27,9 @@ HEAD_FIELDS = (FIELD, "speculators_model_type", "eagle_config", "dflash_config")
 
 
 def is_head(source: object) -> bool:
-    """Return whether a folder, hub id or module is a draft head, and not a language model of its own."""
+    """Return whether a folder, hub id or module is a draft head, and not a language model of its own; "mtp" is one."""
+    if is_own_modules(source):
+        return True
     if isinstance(source, nn.Module):
         config = getattr(source, "config", None)
         return hasattr(config, "speculators_model_type") or not hasattr(source, "get_output_embeddings")
@@ -66,26 +70,31 @@ def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel", taps:
     """Return the head in a folder, on the hub, or in a module.
 
     Args:
+        source: a folder, a hub id, a module, or "mtp" for the modules of multi-token prediction in the target's own files.
         target: the model that it was trained for.
         taps: the hidden states that it reads, see `Needs.taps`; None: as its files say.
 
     Raises `MissingFile` or `BadHead`.
     """
-    files: HeadFiles = read_files(source)
+    where = str(source)
     try:
+        if is_own_modules(source):
+            return read_own_modules(target, taps)
+        files: HeadFiles = read_files(source)
+        where = files.where
         return _read(files, target, taps)
     except SpecbeamError:
         raise
     except Exception as error:  # what a configuration of the wrong types can lead to is not to be listed
-        raise BadHead(
-            f"{files.where} cannot be read: {type(error).__name__}: {error}; is its config.json broken?"
-        ) from error
+        raise BadHead(f"{where} cannot be read: {type(error).__name__}: {error}; is its config.json broken?") from error
 
 
 def _read(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None) -> Head:
     """Return the head in files, by the reader for its kind."""
     if FIELD in files.config:
         return read_own(files, target)
+    if files.config.get("speculators_model_type") == "mtp":
+        return read_speculators_module(files, target, taps)
     if is_block(files.config):
         return read_block(files, target, taps)
     if kind_on_feature(files.config):
@@ -97,13 +106,18 @@ def _read(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | N
     kind = files.config.get("speculators_model_type") or files.config.get("model_type")
     raise BadHead(
         f"{files.where} is a head of kind {kind!r}, which cannot be read; "
-        "EAGLE-1, 2, 3, HASS, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter heads can"
+        "EAGLE-1, 2, 3, HASS, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter heads can"
     )
 
 
 def head_model(head: Head, vocab: int) -> HeadLM:
     """Return the draft model that a head is, for a target with this number of tokens."""
-    kinds: dict[type[Head], type[HeadLM]] = {PairTrunk: TrunkLM, BlockHead: BlockLM, FeatureHead: FeatureLM}
+    kinds: dict[type[Head], type[HeadLM]] = {
+        PairTrunk: TrunkLM,
+        ModulesInARow: ModulesLM,
+        BlockHead: BlockLM,
+        FeatureHead: FeatureLM,
+    }
     for kind, model in kinds.items():
         if isinstance(head, kind):
             return model(head, vocab)

@@ -7,16 +7,18 @@ target's, where it has scored the node above; below drafts it is the head's own 
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from specbeam.heads.borrowed import BorrowedRotary
 from specbeam.heads.head import DraftRows, Head, described_rope, described_taps, moved_taps, wanted_below
 from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary
 from specbeam.heads.trees import ScoredTrees
 from specbeam.heads.unroll import unrolled
+from specbeam.records import FINAL
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,15 @@ class Alignment(nn.Module):
         return after
 
 
+class BorrowedParts(NamedTuple):
+    """The parts of a trunk that are of a target's kind (see heads/borrowed.py), their weights included."""
+
+    layer: nn.Module  # called as `DecoderLayer` is
+    enorm: nn.Module  # of embeddings
+    hnorm: nn.Module  # of features
+    norm: nn.Module  # of the head's own rows
+
+
 class PairTrunk(Head):
     """A head of this kind, as a module whose tensors have the names of speculators' EAGLE-3 files.
 
@@ -105,6 +116,7 @@ class PairTrunk(Head):
         embedding: float[vocab, width], of the target, or the head's own.
         head: float[draft_vocab, width], the matrix that makes logits, of the target, or the head's own.
         tokens: see `Head.tokens`.
+        borrowed: parts that stand in the place of those here; with "normed projection" only, and one layer.
     """
 
     def __init__(
@@ -114,6 +126,7 @@ class PairTrunk(Head):
         embedding: nn.Embedding,
         head: nn.Linear,
         tokens: Int64[Tensor, " draft_vocab"] | None = None,
+        borrowed: BorrowedParts | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -125,10 +138,26 @@ class PairTrunk(Head):
         self.lm_head = head
         self.rotary = rotary
         states = self.states_size
+        self.fc = nn.Linear(states if shape.pairs == "attention" else embed + width, width, shape.joins_bias)
+        if borrowed is None:
+            self._make_parts(embed)
+        else:
+            self.enorm, self.hnorm = borrowed.enorm, borrowed.hnorm
+            self.layers = nn.ModuleList([borrowed.layer])
+            self.norm = borrowed.norm
+
+    def _make_parts(self, embed: int) -> None:
+        """Make the norms and layers, with any weights.
+
+        Args:
+            embed: size of an embedding.
+        """
+        shape = self.shape
+        sizes = shape.sizes
+        width = sizes.width
         reads_pairs = shape.pairs == "attention"
-        self.fc = nn.Linear(states if reads_pairs else embed + width, width, shape.joins_bias)
         if shape.norms_features == "all":
-            self.input_norm = Norm(states, sizes.eps)
+            self.input_norm = Norm(self.states_size, sizes.eps)
         if shape.norms_features == "each":
             self.fc_norm = nn.ModuleList(Norm(shape.target_width, sizes.eps) for _ in shape.taps)
         if shape.pairs == "normed projection":
@@ -178,7 +207,7 @@ class PairTrunk(Head):
     def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
         """See `Head.drafts`."""
         found = []
-        for deep, states in enumerate(unrolled(self, trees, depth), 1):
+        for deep, states in enumerate(unrolled([self], trees, depth), 1):
             nodes = wanted_below(trees, wanted, deep)
             own = states.flatten(0, 1)[nodes]
             estimates = own if self.shape.pairs == "projection" else None
@@ -260,9 +289,12 @@ class PairTrunk(Head):
         for offset, name in ((-1, "hidden states one layer earlier"), (1, "hidden states one layer later")):
             if moved := moved_taps(shape.taps, offset, layers):
                 yield name, self.changed(taps=moved)
-        if rope["rope_theta"] != BASE:
+        if shape.pairs == "normed projection":
+            yield from self._other_inputs(layers)
+        is_own = not isinstance(self.rotary, BorrowedRotary)  # a target's own positions are not in doubt
+        if is_own and rope["rope_theta"] != BASE:
             yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})
-        if rope["rope_type"] != "default":
+        if is_own and rope["rope_type"] != "default":
             plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
             yield "positions without scaling", self.changed(plain)
         if shape.pairs == "attention":
@@ -271,6 +303,16 @@ class PairTrunk(Head):
         if shape.norms_output:
             name = "states before the norm" if shape.feeds_normed else "normed states"
             yield f"{name} fed back", self.changed(feeds_normed=not shape.feeds_normed)
+
+    def _other_inputs(self, layers: int) -> Iterator[tuple[str, "PairTrunk"]]:
+        """Yield other readings of what a module of multi-token prediction projects."""
+        shape = self.shape
+        if shape.taps == (FINAL,):
+            yield "hidden states before the target's last norm", self.changed(taps=(layers,))
+        else:
+            yield "hidden states after the target's last norm", self.changed(taps=(FINAL,))
+        order = "embedding before feature" if shape.swaps else "feature before embedding"
+        yield order, self.changed(swaps=not shape.swaps)
 
     def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> "PairTrunk":
         """Return a head that shares all weights with this one, and is read in another way.

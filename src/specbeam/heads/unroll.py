@@ -1,11 +1,15 @@
-"""A pair trunk on whole trees at once, several drafts deep: for training, and for finding out how a head was trained.
+"""Pair trunks on whole trees at once, several drafts deep: for training, and for finding out how a head was trained.
 
 The row of a node as a draft one deep reads the target's feature of the node above. As a draft s + 1 deep it reads the head's
 own state of the node above, as a draft s deep. It sees the rows one deep of what is above its s nearest ancestors, and of
 these the rows as drafts 2, 3, ... deep: what drafting would see from there (EAGLE-3's training-time test, arXiv 2503.01840,
 here on trees).
+
+Of modules in a row each makes the drafts of one depth. Its rows see its own rows alone, and drafts deeper than there are
+modules are made by the last one, as by a trunk that stands alone.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,10 +24,15 @@ if TYPE_CHECKING:
 
 
 class UnrolledRows:
-    """The keys and values of all depths so far, by layer, and who looks at whom."""
+    """The keys and values of a trunk at all depths so far, by layer, and who looks at whom.
 
-    def __init__(self, trees: ScoredTrees, layers: int) -> None:
+    Args:
+        least: number of nodes above that a node needs to have a row.
+    """
+
+    def __init__(self, trees: ScoredTrees, layers: int, least: int = 1) -> None:
         self.trees = trees
+        self.least = least
         columns = torch.arange(trees.tokens.shape[1], device=trees.tokens.device)
         self.ancestors = [columns.expand_as(trees.tokens)]  # of each node, by how far above it they are
         self.keys: list[list[Tensor]] = [[] for _ in range(layers)]
@@ -41,7 +50,7 @@ class UnrolledRows:
         length = trees.tokens.shape[1]
         *nearer, top = self.ancestors
         past = trees.sees.gather(1, top[..., None].expand(-1, -1, length))
-        past = past & (trees.depths > 0)[:, None]  # the first token of a text has no row
+        past = past & (trees.depths >= self.least)[:, None]
         alike = torch.eye(length, dtype=torch.bool, device=past.device)
         if not nearer:
             return past | alike  # rows that nothing reads see themselves
@@ -54,18 +63,25 @@ class UnrolledRows:
         return attended(queries, torch.cat(self.keys[layer], 1), torch.cat(self.values[layer], 1), self.seen)
 
 
-def unrolled(trunk: "PairTrunk", trees: ScoredTrees, depth: int) -> list[Float[Tensor, "rows length width"]]:
-    """Return the head's states of the nodes as drafts 1 to `depth` deep.
+def unrolled(trunks: "Sequence[PairTrunk]", trees: ScoredTrees, depth: int) -> list[Float[Tensor, "rows length width"]]:
+    """Return the states of the nodes as drafts 1 to `depth` deep.
 
     States of nodes with fewer nodes above them mean nothing.
+
+    Args:
+        trunks: those that make the drafts of each depth; deeper ones are made by the last.
     """
+    trunk = trunks[0]
     rows = UnrolledRows(trees, trunk.shape.layers)
     parents = trees.above(rows.ancestors[0])
     given = trees.at(trunk.features(trees.states_at(trunk.taps)), parents)
-    found: list[Tensor] = []
-    for deep in range(depth):
-        if deep:
+    found = [trunk(trees.tokens, given, trees.depths, rows.attend)]
+    for deep in range(1, depth):
+        given = trees.at(trunk.fed_back(found[-1]), parents)
+        if deep < len(trunks):
+            trunk = trunks[deep]
+            rows = UnrolledRows(trees, trunk.shape.layers, least=deep + 1)
+        else:
             rows.deepen()
-            given = trees.at(trunk.fed_back(found[-1]), parents)
         found.append(trunk(trees.tokens, given, trees.depths, rows.attend))
     return found

@@ -1,0 +1,89 @@
+"""Modules of multi-token prediction in a row: each makes the drafts of one depth from the states of the one before it.
+
+Row v of module k belongs to a node with at least k + 1 nodes above it. It reads v's token, and the state of module k - 1 at
+the node above v; the first module reads the feature of the target there. So it is a function of the feature k + 1 nodes
+above and of the tokens since, and the module gives the law of the token below v where the target has scored that node and
+none after it. Below more drafts than there are modules the last module reads its own states, as a trunk that stands alone
+does.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from specbeam.heads.head import DraftRows, Head, wanted_below
+from specbeam.heads.trees import ScoredTrees
+from specbeam.heads.trunk import PairTrunk
+from specbeam.heads.unroll import unrolled
+
+
+class ModulesInARow(Head):
+    """Several modules that draft one after the other (DeepSeek-V3, arXiv 2412.19437).
+
+    Args:
+        modules: pair trunks that read alike. One may stand in all places (FastMTP, arXiv 2509.18362): then each depth has
+            rows of its own all the same.
+    """
+
+    def __init__(self, modules: list[PairTrunk]) -> None:
+        super().__init__()
+        self.row = nn.ModuleList(modules)
+
+    @property
+    def modules_in_a_row(self) -> list[PairTrunk]:
+        """The modules, that of the first draft first."""
+        return [one for one in self.row if isinstance(one, PairTrunk)]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether one module stands in all places."""
+        return len(set(self.modules_in_a_row)) == 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `Head.taps`."""
+        return self.modules_in_a_row[0].taps
+
+    @property
+    def device(self) -> torch.device:
+        """See `Head.device`."""
+        return self.modules_in_a_row[0].device
+
+    @property
+    def described(self) -> dict[str, str]:
+        """See `Head.described`."""
+        count = len(self.row)
+        what = f"one in {count} places" if self.is_one else str(count)
+        return self.modules_in_a_row[0].described | {"modules": f"{what}, for drafts 1 to {count} deep"}
+
+    @property
+    def states_size(self) -> int:
+        """See `Head.states_size`."""
+        return self.modules_in_a_row[0].states_size
+
+    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
+        """See `Head.features`."""
+        return self.modules_in_a_row[0].features(states)
+
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+        """See `Head.drafts`."""
+        modules = self.modules_in_a_row
+        found = []
+        for deep, states in enumerate(unrolled(modules, trees, depth), 1):
+            nodes = wanted_below(trees, wanted, deep)
+            module = modules[min(deep, len(modules)) - 1]
+            found.append(DraftRows(nodes, module.logits(states.flatten(0, 1)[nodes])))
+        return found
+
+    def other_readings(self, layers: int) -> Iterator[tuple[str, Head]]:
+        """See `Head.other_readings`: those of the modules, all alike; and one module as engines run it."""
+        modules = self.modules_in_a_row
+        if self.is_one:
+            yield "rows that all drafts share", modules[0]
+            for name, one in modules[0].other_readings(layers):
+                yield name, ModulesInARow([one] * len(modules))
+            return
+        for every in zip(*(module.other_readings(layers) for module in modules), strict=True):
+            yield every[0][0], ModulesInARow([one for _, one in every])

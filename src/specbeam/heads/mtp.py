@@ -1,0 +1,339 @@
+"""Readers of modules of multi-token prediction: those that a target's own checkpoint holds, and speculators' "mtp" folders.
+
+transformers drops the modules when it loads a target, so they are read from the target's files. Writers differ in names and
+in the order of what is projected; the layer inside is always of the target's kind (DeepSeek-V3, arXiv 2412.19437;
+Qwen3-Next; MiMo, arXiv 2505.07608; FastMTP, arXiv 2509.18362).
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specbeam.errors import BadHead, MissingFile
+from specbeam.heads.borrowed import Borrowed
+from specbeam.heads.files import HeadFiles, folder_of, read_config
+from specbeam.heads.head import Head
+from specbeam.heads.modules import ModulesInARow
+from specbeam.heads.reading import embedding_of, fill, head_of, own_head, width_of
+from specbeam.heads.trunk import BorrowedParts, PairTrunk, TrunkShape
+from specbeam.records import FINAL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+OWN = "mtp"  # the draft that stands for the modules of the target's own checkpoint
+STATED = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # fields that say how many there are
+INDEX = "model.safetensors.index.json"
+_INSTEAD = f'leave draft="{OWN}" out, or give the folder of a draft: "./{OWN}" if it is called so'
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# The names of a writer, and what they are called here.
+DEEPSEEK = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "fc.weight",
+    "shared_head.norm.weight": "norm.weight",
+    "shared_head.head.weight": "lm_head.weight",
+    "embed_tokens.weight": "embed_tokens.weight",
+}
+MIMO = {
+    "token_layernorm.weight": "enorm.weight",
+    "hidden_layernorm.weight": "hnorm.weight",
+    "input_proj.weight": "fc.weight",
+    "final_layernorm.weight": "norm.weight",
+}
+QWEN = {
+    "pre_fc_norm_embedding.weight": "enorm.weight",
+    "pre_fc_norm_hidden.weight": "hnorm.weight",
+    "fc.weight": "fc.weight",
+    "norm.weight": "norm.weight",
+    "embed_tokens.weight": "embed_tokens.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a writer stores modules.
+
+    Attributes:
+        pattern: of the names of tensors: the number of the module, if it is in the name, and the rest.
+        names: of the parts that are not in the layer, and what they are called here.
+        swaps: whether the feature comes before the embedding in the projection.
+    """
+
+    pattern: str
+    names: Mapping[str, str] = field(repr=False)
+    swaps: bool = False
+
+
+FORMS = {
+    "model.layers.{number of layers}.*": Form(r"(?:\w+\.)*layers\.(\d+)\.(.+)", DEEPSEEK),
+    "mtp.*": Form(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)", QWEN),
+    "model.mtp_layers.*": Form(r"model\.mtp_layers\.(\d+)\.(.+)", MIMO, swaps=True),
+}
+SPECULATORS = Form(r"mtp_layers\.(\d+)\.(.+)", MIMO)
+
+
+@dataclass
+class Parts:
+    """The names of the tensors of one module in its files, by what they are called here."""
+
+    around: dict[str, str] = field(default_factory=dict)
+    layer: dict[str, str] = field(default_factory=dict)
+
+
+def is_own_modules(source: object) -> bool:
+    """Return whether a draft stands for the target's own modules; a folder of the same name is "./mtp"."""
+    return isinstance(source, str) and source == OWN
+
+
+def read_own_modules(target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> Head:
+    """Return the modules of multi-token prediction that a target's own files hold.
+
+    Args:
+        taps: the hidden states that the first one reads, see `Needs.taps`; None: what the target's head reads.
+
+    Raises:
+        MissingFile: the target has no files.
+        BadHead: they hold no modules, or such that cannot be read.
+    """
+    files, form, modules = _own_files(target)
+    borrowed = Borrowed(target, files.where)
+    read = [_module(files, number, parts, form, borrowed, target, taps) for number, parts in enumerate(modules)]
+    return read[0] if len(read) == 1 else ModulesInARow(read)
+
+
+def read_speculators_module(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> Head:
+    """Return the module of a folder in speculators' "mtp" format. Raises `BadHead` if it cannot be read.
+
+    It was trained to make each draft from rows of its own, so it stands in as many places as its file names drafts.
+    """
+    from transformers import AutoConfig
+
+    core = files.config.get("transformer_layer_config")
+    if not isinstance(core, Mapping):
+        raise BadHead(f"{files.where}: config.json has no transformer_layer_config")
+    theirs = target.config.get_text_config().model_type
+    if core.get("model_type") != theirs:
+        raise BadHead(
+            f"{files.where} is a module of kind {core.get('model_type')!r}, and the target is of kind {theirs!r}: "
+            "is it for another target?"
+        )
+    if core.get("hidden_size") != width_of(target):
+        raise BadHead(
+            f"{files.where} has rows of {core.get('hidden_size')}, and the target's are of {width_of(target)}"
+        )
+    if (count := files.whole("num_nextn_predict_layers", 1)) != 1:
+        raise BadHead(f"{files.where}: num_nextn_predict_layers is {count} in config.json; 1 can be read")
+    modules = modules_of(files.tensors, SPECULATORS)
+    if len(modules) != 1:
+        raise BadHead(f"{files.where} has {len(modules)} modules mtp_layers.*, and one was expected")
+    config = AutoConfig.for_model(**core)
+    module = _module(files, 0, modules[0], SPECULATORS, Borrowed(target, files.where, config), target, taps)
+    files.check_all_taken()
+    drafts = _stated_drafts(files)
+    return module if drafts == 1 else ModulesInARow([module] * drafts)
+
+
+def _stated_drafts(files: HeadFiles) -> int:
+    """Return how many drafts a speculators folder says that its module was trained for; 1 if it does not say."""
+    stated = files.config.get("speculators_config")
+    proposals = stated.get("proposal_methods") if isinstance(stated, Mapping) else None
+    first = proposals[0] if isinstance(proposals, list) and proposals else None
+    return files.whole("speculative_tokens", 1, first) if isinstance(first, Mapping) else 1
+
+
+def modules_of(names: Iterable[str], form: Form, first: int = 0) -> list[Parts]:
+    """Return the parts of each module whose tensors are among names of this form.
+
+    Args:
+        first: the number of the first module.
+    """
+    found: dict[int, Parts] = {}
+    shared: dict[str, str] = {}
+    for name in names:
+        match = re.fullmatch(form.pattern, name)
+        if match is None or (match[1] is not None and int(match[1]) < first):
+            continue
+        number, part = match[1], match[2]
+        if number is None:
+            shared[form.names.get(part, part)] = name
+            continue
+        parts = found.setdefault(int(number) - first, Parts())
+        if part in form.names:
+            parts.around[form.names[part]] = name
+        else:
+            parts.layer[part] = name
+    for parts in found.values():
+        parts.around.update(shared)
+    return [found.get(number, Parts()) for number in range(1 + max(found, default=-1))]
+
+
+def _module(
+    files: HeadFiles,
+    number: int,
+    parts: Parts,
+    form: Form,
+    borrowed: Borrowed,
+    target: "PreTrainedModel",
+    taps: tuple[int, ...] | None,
+) -> PairTrunk:
+    """Return a module from its tensors."""
+    for name in (*parts.around.values(), *parts.layer.values()):
+        if files.tensors[name].dtype not in _TYPES:
+            raise BadHead(
+                f"{files.where}: {name} is stored as {str(files.tensors[name].dtype).removeprefix('torch.')}; modules of "
+                "rounded weights cannot be read: convert them to bfloat16"
+            )
+    width = width_of(target)
+    like = target.get_input_embeddings().weight
+    names = {ours: theirs for theirs, ours in form.names.items()}
+    own = HeadFiles(files.where, {}, {})
+    for ours in ("enorm.weight", "hnorm.weight", "norm.weight", "fc.weight"):
+        if ours not in parts.around:
+            raise BadHead(f"{files.where}: module {number} has no tensor {names[ours]}")
+        sizes = (width, 2 * width) if ours == "fc.weight" else (width,)
+        own.tensors[ours] = _tensor(files, parts.around[ours], *sizes)
+    for ours in ("embed_tokens.weight", "lm_head.weight"):
+        if ours in parts.around:
+            own.tensors[ours] = _tensor(files, parts.around[ours])
+    if strange := sorted(set(parts.around) - {*own.tensors}):
+        raise BadHead(f"{files.where} holds tensors that are not known: {parts.around[strange[0]]}")
+    layer = borrowed.layer({part: _tensor(files, name) for part, name in parts.layer.items()}, like)
+    norms = [borrowed.norm(own.take(name), like) for name in ("enorm.weight", "hnorm.weight", "norm.weight")]
+    shape = TrunkShape(
+        sizes=borrowed.sizes,
+        layers=1,
+        taps=(FINAL,) if taps is None else taps,
+        target_width=width,
+        pairs="normed projection",
+        draft_vocab=int(head_of(target).weight.shape[0]),
+        swaps=form.swaps,
+        feeds_normed=True,
+    )
+    embedding = embedding_of(own, target, width)
+    matrix = _matrix_of(own, shape, embedding, target)
+    trunk = PairTrunk(shape, borrowed.rotary, embedding, matrix, None, BorrowedParts(layer, *norms))
+    fill(trunk, own, target, ("enorm.", "hnorm.", "norm.", "layers."))
+    return trunk
+
+
+def _tensor(files: HeadFiles, name: str, *shape: int) -> Tensor:
+    """Return a tensor of the files, which other modules may share. Raises `BadHead` if it has another shape."""
+    found = files.tensors[name]
+    if shape and tuple(found.shape) != shape:
+        raise BadHead(f"{files.where}: {name} is {[*found.shape]}, and {[*shape]} was expected")
+    files.taken.add(name)
+    return found
+
+
+def _matrix_of(own: HeadFiles, shape: TrunkShape, embedding: Any, target: "PreTrainedModel") -> Any:
+    """Return the module that makes logits: the target's, unless the files have another one."""
+    theirs = head_of(target).weight
+    if own.has("lm_head.weight"):
+        stored = own.tensors["lm_head.weight"]
+        if stored.shape == theirs.shape and torch.equal(stored.to(theirs), theirs):
+            own.take("lm_head.weight")
+    return own_head(own, shape.draft_vocab, shape.sizes.width, embedding, target)
+
+
+def _own_files(target: "PreTrainedModel") -> tuple[HeadFiles, Form, list[Parts]]:
+    """Return the tensors of the modules that a target's files hold, and how they are stored."""
+    folder, stored = _stored_names(target)
+    config = read_config(folder)
+    where = str(getattr(target, "name_or_path", folder))
+    layers = int(target.config.get_text_config().num_hidden_layers)
+    stated = _stated_modules(config)
+    for form in FORMS.values():
+        first = layers if form.names is DEEPSEEK else 0
+        modules = modules_of(stored, form, first)
+        if not modules:
+            continue
+        if stated is not None and stated[1] > len(modules):
+            raise BadHead(
+                f"{where}: {stated[0]} is {stated[1]} in config.json, and its files hold {len(modules)} modules"
+            )
+        wanted = {name for parts in modules for name in (*parts.around.values(), *parts.layer.values())}
+        tensors = _read(target, folder, {name: stored[name] for name in wanted})
+        return HeadFiles(where, config, tensors), form, modules
+    known = ", ".join(FORMS).replace("{number of layers}", str(layers))
+    strange = sorted(name for name in stored if "mtp" in name)
+    raise BadHead(
+        f"{where} holds no modules of multi-token prediction: none of its tensors is {known}"
+        + (f", though config.json says {stated[0]} {stated[1]}: were they lost in a conversion?" if stated else "")
+        + (f"; {strange[0]} is of no form that is known" if strange else "")
+        + f"; {_INSTEAD}"
+    )
+
+
+def _stated_modules(config: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Return which field says how many modules there are, and how many; None if none does, or says none."""
+    inner = config.get("text_config")
+    for among in (config, inner if isinstance(inner, Mapping) else {}):
+        for name in STATED:
+            if isinstance(among.get(name), int) and among[name] > 0:
+                return name, among[name]
+    return None
+
+
+def _stored_names(target: "PreTrainedModel") -> tuple[Path, dict[str, str]]:
+    """Return the folder of a target's files, and the file of each tensor in it."""
+    name = str(getattr(target, "name_or_path", "") or "")
+    if not name:
+        raise MissingFile(
+            f'draft="{OWN}" reads the modules of multi-token prediction from the files of the target, and this model object '
+            f"names none: load the target by its folder or hub id; or {_INSTEAD}"
+        )
+    folder = _folder(name, "*.json")
+    if not (folder / INDEX).is_file():
+        folder = _folder(name, "*.json", "*.safetensors")
+        return folder, {tensor: path.name for path in sorted(folder.glob("*.safetensors")) for tensor in _names(path)}
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadHead(f"{folder / INDEX} cannot be read: {error!r}") from error
+    return folder, dict(index)
+
+
+def _folder(name: str, *patterns: str) -> Path:
+    """Return the folder of a target, with the files of these patterns fetched if it is on the hub."""
+    try:
+        return folder_of(name, patterns)
+    except MissingFile as error:
+        raise MissingFile(
+            f'draft="{OWN}" reads the modules of multi-token prediction from the files of the target: {error}; {_INSTEAD}'
+        ) from error
+
+
+def _names(path: Path) -> list[str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (OSError, ValueError, SafetensorError) as error:
+        raise BadHead(f"{path} cannot be read: {error}") from error
+
+
+def _read(target: "PreTrainedModel", folder: Path, stored: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return the tensors of these names, each from its file."""
+    from safetensors import SafetensorError, safe_open
+
+    folder = _folder(str(target.name_or_path), "*.json", *sorted({*stored.values()}))
+    tensors = {}
+    for shard in sorted({*stored.values()}):
+        if not (folder / shard).is_file():
+            raise MissingFile(f"{folder} holds no {shard}, which {INDEX} names")
+        try:
+            with safe_open(folder / shard, framework="pt") as file:
+                for name in sorted(name for name, where in stored.items() if where == shard):
+                    tensors[name] = file.get_tensor(name)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise BadHead(f"{folder / shard} cannot be read: {error}") from error
+    return tensors
