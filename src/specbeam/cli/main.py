@@ -18,7 +18,12 @@ Model = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", "-d", help="Draft model: a path or a hub id; by default the bundled pair's, else none."),
+    typer.Option(
+        "--draft",
+        "-d",
+        help="Draft model or head: a path or a hub id; 'mtp': the modules of multi-token prediction in the target's files. "
+        "By default the bundled pair's draft, else none.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Grow = Annotated[
@@ -706,7 +711,9 @@ def _heads() -> None:
 
 @heads.command("inspect")
 def inspect_head(
-    path: Annotated[str, typer.Argument(help="Draft head: a folder or a hub id.")],
+    path: Annotated[
+        str, typer.Argument(help="Draft head: a folder or a hub id; 'mtp': the modules in the target's own files.")
+    ],
     model: Annotated[
         str | None,
         typer.Option(

@@ -321,6 +321,11 @@ class ModulesCache:
         """The largest numbers of rows that were stored at the same time in each module, all together."""
         return sum(cache.peak for cache in self.caches)
 
+    @property
+    def answered(self) -> int:
+        """The number of forest nodes whose rows were asked for in this turn."""
+        return self.caches[0].answered
+
     def enter(self, forest: Forest) -> Int64[np.ndarray, "modules wanted"]:
         """Add the new nodes of a forest; return the local nodes that are asked for, in the cache of each module."""
         return np.stack([cache.enter(forest) for cache in self.caches])

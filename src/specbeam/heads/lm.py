@@ -208,7 +208,7 @@ class ModulesLM(HeadLM):
         return ModulesCache(prompt, features, [module.shape.layers for module in self.head.modules_in_a_row])
 
     def logits(
-        self, caches: list[ModulesCache], wanted: list[Int64[np.ndarray, " _"]]
+        self, caches: list[ModulesCache], wanted: list[Int64[np.ndarray, "modules _"]]
     ) -> list[Float[Tensor, "_ draft_vocab"]]:
         """See `HeadLM.logits`: `wanted` has the local nodes in the cache of each module, int64[modules, nodes]."""
         modules = self.head.modules_in_a_row

@@ -73,7 +73,7 @@ class Form:
 
 
 FORMS = {
-    "model.layers.{number of layers}.*": Form(r"(?:\w+\.)*layers\.(\d+)\.(.+)", DEEPSEEK),
+    "model.layers.{number of layers}.*": Form(r"(?:model\.|language_model\.)*layers\.(\d+)\.(.+)", DEEPSEEK),
     "mtp.*": Form(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)", QWEN),
     "model.mtp_layers.*": Form(r"model\.mtp_layers\.(\d+)\.(.+)", MIMO, swaps=True),
 }
@@ -136,6 +136,7 @@ def read_speculators_module(files: HeadFiles, target: "PreTrainedModel", taps: t
         raise BadHead(f"{files.where} has {len(modules)} modules mtp_layers.*, and one was expected")
     config = AutoConfig.for_model(**core)
     module = _module(files, 0, modules[0], SPECULATORS, Borrowed(target, files.where, config), target, taps)
+    files.tensors = {name: tensor for name, tensor in files.tensors.items() if name not in files.taken}
     files.check_all_taken()
     drafts = _stated_drafts(files)
     return module if drafts == 1 else ModulesInARow([module] * drafts)

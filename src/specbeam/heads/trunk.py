@@ -190,11 +190,17 @@ class PairTrunk(Head):
         shape = self.shape
         kinds = {"attention": "EAGLE-3", "projection": "EAGLE-1, EAGLE-2 or HASS", "normed projection": "MTP"}
         norms = {"no": "not normed", "all": "normed together", "each": "each normed by itself"}
+        reads = {
+            "reads": f"{described_taps(shape.taps)}, {norms[shape.norms_features]}",
+            "attention is added to": "the normed feature" if shape.norms_residual else "the feature",
+        }
+        if shape.pairs == "normed projection":
+            order = "feature, then embedding" if shape.swaps else "embedding, then feature"
+            reads = {"reads": described_taps(shape.taps), "projects": f"{order}, both normed"}
         return {
             "kind": f"{'FSPAD' if shape.sampling else kinds[shape.pairs]}: reads pairs of a feature and the next token",
             "layers": str(shape.layers),
-            "reads": f"{described_taps(shape.taps)}, {norms[shape.norms_features]}",
-            "attention is added to": "the normed feature" if shape.norms_residual else "the feature",
+            **reads,
             "feeds back": "normed states" if shape.feeds_normed else "states before the norm",
             "positions": described_rope(self.rotary.rope),
         }

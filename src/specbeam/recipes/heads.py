@@ -8,6 +8,7 @@ from specbeam.errors import NotSupported
 from specbeam.heads.head import Head
 from specbeam.heads.lm import HeadLM
 from specbeam.heads.medusa import Medusa
+from specbeam.heads.modules import ModulesInARow
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import LM
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, tree_method
@@ -88,6 +89,34 @@ def medusa(
     return _of_heads("medusa", "Medusa heads", _is_medusa, nodes, depth, top, rule, controller)
 
 
+def mtp(
+    nodes: int = 3,
+    depth: int = 3,
+    top: int = 1,
+    rule: "RuleName | Rule" = "match",
+    controller: "ControllerName | Controller" = "fixed",
+) -> Method:
+    """Draft with modules of multi-token prediction, which many checkpoints hold: a chain, or the best tree by their odds.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2404.19737 (multi-token prediction), arXiv 2412.19437 (DeepSeek-V3)
+
+    Steps of the papers: a module heads/trunk.py, modules in a row heads/modules.py (those of DeepSeek-V3, one after the
+    other; the first paper's heads stand side by side and are not read); the drafts draft/best_first.py; verify/walk.py.
+    Load the target with draft="mtp".
+
+    Args:
+        nodes: number of nodes of the tree.
+        depth: maximum number of layers. Module k drafts layer k, and the last module the layers below.
+        top: number of likeliest tokens considered under each expanded node, and of nodes expanded in a layer. 1: a chain, as
+            in the papers.
+        rule: as in `eagle`.
+        controller: as in `opt_tree`.
+    """
+    how = 'load the target with draft="mtp", if its files hold modules of multi-token prediction'
+    return _of_heads("mtp", "modules of multi-token prediction", _is_mtp, nodes, depth, top, rule, controller, how)
+
+
 def _is_eagle(head: Head) -> bool:
     return isinstance(head, PairTrunk) and head.shape.pairs != "normed projection" and not head.shape.sampling
 
@@ -100,6 +129,11 @@ def _is_medusa(head: Head) -> bool:
     return isinstance(head, Medusa)
 
 
+def _is_mtp(head: Head) -> bool:
+    is_module = isinstance(head, PairTrunk) and head.shape.pairs == "normed projection"
+    return is_module or isinstance(head, ModulesInARow)
+
+
 def _of_heads(
     name: str,
     what: str,
@@ -109,8 +143,13 @@ def _of_heads(
     top: int,
     rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
+    how: str = "load the target with draft=<folder of such a head>, or train one (`specbeam train`)",
 ) -> Method:
-    """Return a method for one sequence that drafts with heads of one kind, and refuses pairs without such a head."""
+    """Return a method for one sequence that drafts with heads of one kind, and refuses pairs without such a head.
+
+    Args:
+        how: what to do about a pair without one, for the error.
+    """
     require_at_least_one(nodes=nodes, depth=depth, top=top)
     drafts = DraftKind(name, depth, nodes, has_node_budget=True)
     method = tree_method(drafts, BestFirst(top, widest=top, within_layer=True), rule, controller)
@@ -119,10 +158,7 @@ def _of_heads(
         head = draft.head if isinstance(draft, HeadLM) else None
         if head is None or not is_kind(head):
             found = type(draft).__name__ if head is None else head.described["kind"].split(":")[0]
-            raise NotSupported(
-                f"{name} drafts with {what}, and the draft of this pair is of kind {found}: load the target with "
-                "draft=<folder of such a head>, or train one (`specbeam train`)"
-            )
+            raise NotSupported(f"{name} drafts with {what}, and the draft of this pair is of kind {found}: {how}")
         return method.build(target, draft)
 
     return replace(method, build=build)
