@@ -1,6 +1,7 @@
 """The command that shows what a draft head is."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import specbeam as sb
 from specbeam.cli import heads
 from specbeam.cli.main import app
 from specbeam.errors import BadSetting
+from specbeam.pair import BUNDLED
+from tests.support.mtp import tiny_target, with_modules
 
 GOLDEN = Path(__file__).parent.parent / "heads" / "golden"
 
@@ -65,3 +68,40 @@ def test_what_is_no_head_is_refused(target, tmp_path):
         shown(str(tmp_path))
     with pytest.raises(BadSetting, match="do not name the target"):
         shown(str(GOLDEN / "redrafter"))
+
+
+@pytest.fixture
+def with_own_modules(tmp_path):
+    """The folder of a target whose files hold two modules of multi-token prediction, with the bundled pair's tokenizer."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / "target" / name, tmp_path)
+    vocab = json.loads((BUNDLED / "target" / "config.json").read_text())["vocab_size"]
+    with_modules(tmp_path, tiny_target("qwen3", vocab_size=vocab), count=2)
+    return str(tmp_path)
+
+
+def test_the_targets_own_modules_are_shown(with_own_modules):
+    found = json.loads(shown("mtp", "-m", with_own_modules, "--json"))
+    assert found["kind"].startswith("MTP")
+    assert found["modules"] == "2, for drafts 1 to 2 deep"
+    assert "hidden states before the target's last norm" in found["tried"]
+    with pytest.raises(BadSetting, match="--model is missing: mtp stands for modules in the target's own files"):
+        shown("mtp")
+
+
+def test_the_command_line_drafts_with_the_targets_own_modules(with_own_modules):
+    arguments = [
+        "generate",
+        "Der Hund",
+        "-m",
+        with_own_modules,
+        "--draft",
+        "mtp",
+        "--method",
+        "mtp",
+        "--max-new-tokens",
+        "6",
+        "--json",
+    ]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output

@@ -7,8 +7,9 @@ import pytest
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.heads.feature import FeatureSizes
-from specbeam.heads.lm import FeatureLM, TrunkLM
+from specbeam.heads.lm import FeatureLM, ModulesLM, TrunkLM
 from specbeam.heads.medusa import Medusa
+from specbeam.heads.modules import ModulesInARow
 from specbeam.recipes.catalogue import HEAD_RECIPES, resolve
 from tests.support.heads import VOCAB, trunk_of
 from tests.support.tiny_models import tiny
@@ -26,6 +27,7 @@ def pairs():
         "eagle": TrunkLM(trunk_of(model, "eagle3"), VOCAB),
         "fspad": TrunkLM(trunk_of(model, "eagle", sampling=16, alignment=16), VOCAB),
         "medusa": FeatureLM(Medusa(sizes, 1), VOCAB),
+        "mtp": ModulesLM(ModulesInARow([trunk_of(model, "mtp"), trunk_of(model, "mtp", seed=1)]), VOCAB),
     }
     return {name: replace(pair, draft=draft) for name, draft in drafts.items()}
 
@@ -44,7 +46,7 @@ def test_the_text_is_that_of_sampling(make, temperature, pairs):
 
 @pytest.mark.parametrize("make", HEAD_RECIPES)
 def test_other_heads_and_other_drafts_are_refused(make, pairs):
-    kinds = {"eagle": "EAGLE-3", "fspad": "FSPAD", "medusa": "Medusa"}
+    kinds = {"eagle": "EAGLE-3", "fspad": "FSPAD", "medusa": "Medusa", "mtp": "MTP"}
     for name, pair in pairs.items():
         if name != make.__name__:
             with pytest.raises(
@@ -65,3 +67,13 @@ def test_names_settings_and_laws(make):
     assert make(rule="path").law == "exact: plain sampling"
     with pytest.raises(BadSetting, match="nodes is 0"):
         make(nodes=0)
+
+
+def test_one_module_is_taken_as_several_are(pairs):
+    """And what to do about a pair without any is said."""
+    head = TrunkLM(trunk_of(pairs["mtp"].target_model, "mtp"), VOCAB)
+    pair = replace(pairs["mtp"], draft=head)
+    (found,) = sb.generate(pair, PROMPTS[:1], sb.mtp(), max_new_tokens=12, eos_token_id=[])
+    assert found.report.draft_passes > 0
+    with pytest.raises(NotSupported, match='load the target with draft="mtp", if its files hold modules'):
+        sb.mtp().parts(pairs["eagle"].target, pairs["eagle"].draft)
