@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import specbeam as sb
 from specbeam.errors import BadHead
+from specbeam.heads.layers import View
 from specbeam.heads.lm import BlockLM
 from specbeam.heads.read import is_head, read_head
 from specbeam.heads.trees import chain_of
@@ -19,7 +20,14 @@ from tests.support.heads import BLOCKS, VOCAB, Comparing, block_logits, block_of
 from tests.support.tiny_models import tiny
 
 GOLDEN = Path(__file__).parent / "golden"
-FILES = ["dflash", "dspark", "dspark_gated"]  # as speculators 0.9.0 writes and computes them
+DRAFTS = {  # by file, how many tokens a block drafts
+    # as speculators 0.9.0 writes and computes them
+    "dflash": 3, "dflash_window": 3, "dflash_window_both": 3, "dspark": 4, "dspark_gated": 4, "dspark_rnn": 4,
+    "dspark_rnn_slots": 3, "dflash2": 3, "dflash2_window": 4, "xpress": 3, "xpress_anchored": 4,
+    # as specforge 0.2.0 does
+    "dflash_window_row": 3, "dspark_rnn_forge": 4, "domino": 4, "domino_slots": 3,
+}  # fmt: skip
+DRAFTING = ["dflash", "dflash_window", "dspark", "dspark_gated", "dspark_rnn", "domino", "dflash2", "xpress"]
 CLOSE = 1e-5
 PROMPTS = [[5, 6, 7, 8, 9, 3], [9], [3, 4]]
 OPTIONS = {"max_new_tokens": 10, "eos_token_id": [11], "seed": 3}
@@ -46,30 +54,73 @@ def model():
     return tiny("llama", seed=1, vocab_size=VOCAB)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_logits_are_those_of_another_implementation(name, target):
     """Of all rows of blocks below several roots: a row stands for the token below a node of the text."""
     head = read_head(GOLDEN / name, target)
+    assert head.shape.depth == DRAFTS[name]
     golden = golden_of(name)
+    found, confidence = drafted(head, golden)
+    assert len(found) == len(golden["anchors"]) * head.shape.depth
+    for (number, deep), logits in found.items():
+        row = head.shape.first_row + deep
+        torch.testing.assert_close(logits, golden["logits"][number, row], atol=CLOSE, rtol=CLOSE)
+        if "confidence" in golden:
+            torch.testing.assert_close(
+                confidence[number, deep], golden["confidence"][number, row], atol=CLOSE, rtol=CLOSE
+            )
+
+
+def drafted(head, golden):
+    """The logits, and the confidence, of drafts below the kept roots, by the number of the root and how deep they are."""
     trees = chain_of(golden["ids"], dict(zip(head.taps, golden["states"].chunk(3, -1), strict=True)))
     with torch.inference_mode():
-        drafts = head.drafts(trees, 4, torch.ones_like(trees.tokens, dtype=torch.bool))
-    assert len(drafts) == head.shape.depth == (3 if name == "dflash" else 4)
-    compared = 0
+        drafts = head.drafts(trees, 9, torch.ones_like(trees.tokens, dtype=torch.bool))
+    logits = {}
+    confidence = {}
     for number, root in enumerate(golden["anchors"].tolist()):
         for deep, rows in enumerate(drafts):
             at = rows.nodes.tolist().index(root + deep)
-            row = head.shape.first_row + deep
-            torch.testing.assert_close(rows.logits[at], golden["logits"][number, row], atol=CLOSE, rtol=CLOSE)
-            if "confidence" in golden:
-                torch.testing.assert_close(
-                    rows.confidence[at], golden["confidence"][number, row], atol=CLOSE, rtol=CLOSE
-                )
-            compared += 1
-    assert compared == 5 * head.shape.depth
+            logits[number, deep] = rows.logits[at]
+            confidence[number, deep] = None if rows.confidence is None else rows.confidence[at]
+    return logits, confidence
 
 
-@pytest.mark.parametrize("name", FILES)
+MISTAKES = {  # ways to compute a head that must not give the kept numbers
+    "dflash_window": lambda head: head.changed(views=()),
+    "dflash_window_both": lambda head: head.changed(
+        views=(View(), View(2))
+    ),  # which ends at the root, and not before it
+    "dflash_window_row": lambda head: head.changed(views=(View(4, is_causal=True), View())),
+    "dspark_rnn": lambda head: forgetting(head),
+    "dspark_rnn_slots": lambda head: forgetting(head),
+    "domino": lambda head: forgetting(head),
+    "xpress": lambda head: forgetting(head),
+    "xpress_anchored": lambda head: forgetting(head),
+}
+
+
+def forgetting(head):
+    """The same head, but that nothing is handed down from draft to draft."""
+    changed = head.changed()
+    corrected = changed.corrected
+    changed.corrected = lambda far, rows, tokens, states: corrected(far, rows, tokens, torch.zeros_like(states))
+    return changed
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_head_that_is_computed_in_another_way_has_other_logits(name, target):
+    golden = golden_of(name)
+    head = read_head(GOLDEN / name, target)
+    found, _ = drafted(MISTAKES[name](head), golden)
+    errors = [
+        float((logits - golden["logits"][number, head.shape.first_row + deep]).abs().max())
+        for (number, deep), logits in found.items()
+    ]
+    assert max(errors) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("name", DRAFTING)
 def test_a_block_head_drafts_where_a_draft_model_does(name, target):
     """The same beams as without a draft, one prompt and several; and chains, trees and searches take it."""
     assert is_head(GOLDEN / name)
@@ -176,15 +227,25 @@ def test_the_names_and_fields_of_other_writers_are_read_too(target, tmp_path):
         ("dflash", {"config": {"block_size": 1}}, "block_size is 1 in config.json; it must be an integer of at least 2"),
         ("dflash", {"config": {"mask_token_id": 1.7}}, "mask_token_id is 1.7 in config.json; it must be an integer"),
         ("dflash", {"config": {"use_swa": True}}, "use_swa is set in config.json"),
-        ("dflash", {"config": {"transformer_layer_config": "x"}}, "cannot be read: AttributeError"),
-        ("dflash", {"config": {"aux_hidden_state_layer_ids": "abc"}}, "they must be a list of integers"),
+        ("dflash", {"config": {"transformer_layer_config": "x"}}, "transformer_layer_config is 'x' in config.json; it must be"),
+        ("dflash", {"config": {"aux_hidden_state_layer_ids": "abc"}}, "aux_hidden_state_layer_ids is 'abc' .* a list of int"),
         ("dflash", {"config": {"mask_token_id": 99}}, "mask_token_id is 99; the target has 32 tokens"),
         ("dflash", {"without": ["aux_hidden_state_layer_ids"]}, "does not say which layers"),
         ("dflash", {"config": {"aux_hidden_state_layer_ids": [2, 4]}}, "reads 3 hidden states, and 2 are named"),
         ("dflash", {"config": {"aux_hidden_state_layer_ids": [2, 4, 9]}}, "8 layers, so taps are numbers from 0 to 8"),
         ("dflash", {"without": ["hidden_norm.weight"]}, "no tensor hidden_norm.weight"),
-        ("dflash", {"tensors": {"prefix_gru.weight_ih_l0": torch.ones(2)}}, "Domino heads cannot be read"),
-        ("dspark", {"tensors": {"markov_head.joint_proj.weight": torch.ones(2)}}, "recurrent correction cannot be read"),
+        ("dflash", {"tensors": {"prefix_gru.weight_ih_l0": torch.ones(2)}}, "not known: domino.prefix_gru.weight_ih_l0"),
+        ("dspark", {"tensors": {"markov_head.joint_proj.weight": torch.ones(2)}}, "markov_head_type is 'vanilla' .* 'rnn'"),
+        ("dflash", {"config": {"attention_sink_bias": True}}, "attention_sink_bias is set in config.json"),
+        ("dflash", {"config": {"input_embedding_scale": 4.0}}, "input_embedding_scale is 4.0 in config.json; it must be 1"),
+        ("dflash_window_row", {"config": {"sliding_window": 3}}, "sliding_window is 3 in config.json; .* block_size, 4"),
+        ("dflash_window_row", {"config": {"layer_types": ["sliding_attention"]}}, "layer_types is .* each of 2 layers"),
+        ("dflash_window_row", {"without": ["sliding_window"]}, "config.json has no sliding_window"),
+        ("dflash_window_row", {"config": {"hidden_act": "gelu"}}, "hidden_act is 'gelu' in config.json; it must be 'silu'"),
+        ("domino", {"without": ["embed_proj.2.weight"]}, "no tensor domino.embed_proj.2.weight"),
+        ("dflash2", {"config": {"conv_group_size": 3}}, "conv_group_size is 3 in config.json; .* a divisor"),
+        ("dflash2", {"config": {"selector_top_k": 33}}, "selector_top_k 33"),
+        ("xpress", {"config": {"block_size": 5}}, "block_size is 5 in config.json; it must be 4"),
         ("dspark", {"config": {"sample_from_anchor": "yes"}}, "sample_from_anchor is 'yes'"),
         ("dspark_gated", {"without": ["d2t", "t2d"]}, "no map d2t"),
         ("dspark_gated", {"without": ["lm_head.weight"]}, "has no lm_head.weight, and 20 tokens"),
@@ -196,11 +257,36 @@ def test_a_broken_or_foreign_block_head_is_refused_by_name(name, change, message
         read_head(folder, target)
 
 
-def test_layers_with_a_window_are_refused(target, tmp_path):
-    core = json.loads((GOLDEN / "dflash" / "config.json").read_text())["transformer_layer_config"]
-    windowed = {**core, "layer_types": ["full_attention", "sliding_attention"]}
-    with pytest.raises(BadHead, match="layers with a window"):
-        read_head(changed(tmp_path / "head", "dflash", config={"transformer_layer_config": windowed}), target)
+def test_logits_are_scaled_and_capped_before_they_are_corrected(target, tmp_path):
+    """As DeepSpec and z-lab state it: multiplied, kept within bounds by a hyperbolic tangent, then corrected."""
+    golden = golden_of("dspark")
+    plain = read_head(GOLDEN / "dspark", target)
+    fields = {"final_logit_softcapping": 0.5, "output_multiplier": 3.0}
+    capped = read_head(changed(tmp_path / "head", "dspark", config=fields), target)
+    trees = chain_of(golden["ids"], dict(zip(plain.taps, golden["states"].chunk(3, -1), strict=True)))
+    everywhere = torch.ones_like(trees.tokens, dtype=torch.bool)
+    with torch.inference_mode():
+        (before,) = plain.drafts(trees, 1, everywhere)
+        (after,) = capped.drafts(trees, 1, everywhere)
+        added = plain.markov_head.markov_w2(plain.markov_head.markov_w1(golden["ids"][before.nodes]))
+    expected = 0.5 * torch.tanh(3.0 * (before.logits - added) / 0.5) + added
+    torch.testing.assert_close(after.logits, expected, atol=CLOSE, rtol=CLOSE)
+
+
+def test_layers_that_are_stated_to_be_causal(target, tmp_path):
+    """z-lab's field: all layers, those without a window too, and rows of a block look at those before them."""
+    for stated, views in ((True, (View(4, True, True), View(0, False, True))), (False, (View(4, True), View()))):
+        head = read_head(changed(tmp_path / "head", "dflash_window_row", config={"is_causal": stated}), target)
+        assert head.shape.views == views
+
+
+def test_windows_are_stated_in_two_ways(target, tmp_path):
+    """By layer, or as transformers does for a Qwen: from a layer on."""
+    by_layer = read_head(GOLDEN / "dflash_window_row", target)
+    fields = {"use_sliding_window": True, "max_window_layers": 1}
+    from_layer = changed(tmp_path / "head", "dflash_window_row", config=fields, without=["layer_types"])
+    assert by_layer.shape.views == (View(4, True, True), View())
+    assert read_head(from_layer, target).shape.views == (View(), View(4, True, True))
 
 
 def test_readings_of_a_head_that_reads_two_kinds_of_states(model):
@@ -216,6 +302,9 @@ def test_readings_that_are_tried(model):
     assert names == [
         "the first mask row for the first draft"
     ]  # the taps are all there are, and the base is the usual one
+    windowed = [name for name, _ in block_of(model, "windows from the root").other_readings(2)]
+    assert windowed[0] == "rows that look at all rows of their block where there are windows"
+    assert not [name for name, _ in block_of(model, "refiner").other_readings(2) if "first draft" in name]
     moved = block_of(model, "mask rows").changed(rope={"rope_type": "default", "rope_theta": 5e5}, taps=(1,))
     assert [name for name, _ in moved.other_readings(2)] == [
         "hidden states one layer earlier", "hidden states one layer later", "positions of base 10000",

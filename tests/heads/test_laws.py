@@ -17,6 +17,10 @@ from tests.support.programs import random_table, run, session_of, texts
 ROWS = {
     "by path and distance": lambda far, path, vocab: random_table(50 + far, vocab)(path),
     "product form": lambda far, path, vocab: random_table(60, vocab)((far % vocab,)),
+    # As where a recurrent state begins at the first draft (DSpark, Domino): by the drafts below the last scored node.
+    "by the drafts so far": lambda far, path, vocab: random_table(80, vocab)(path[-far:]),
+    # As where the likeliest tokens alone have odds (DFlash2); here one, by path.
+    "few tokens": lambda far, path, vocab: np.eye(vocab)[(far + sum(path)) % vocab],
     "a vocabulary of its own": lambda far, path, vocab: random_table(70 + far, vocab)(path) * (np.arange(vocab) != 1),
 }
 
@@ -78,8 +82,10 @@ def test_one_sequence_has_the_law_of_sampling(rows, name, rule):
     assert head.seen == {1, 2}
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "replacement"),
+    [*((rows, False) for rows in ROWS), *((rows, True) for rows in ROWS if rows != "by the drafts so far")],
+)
 def test_beams_by_rejection_have_the_law_of_beam_sampling(rows, replacement):
     """In product form as well: each beam draws for itself from the law that both have."""
     target = random_table(3, 2)

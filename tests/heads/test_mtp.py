@@ -593,9 +593,15 @@ def test_shards_that_are_missing_or_broken_are_named(tmp_path):
     ("change", "message"),
     [
         ({"transformer_layer_config": None}, "config.json has no transformer_layer_config"),
-        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2 in config.json; 1 can be read"),
-        ({"inner": {"model_type": "llama"}}, "module of kind 'llama', and the target is of kind 'qwen3'"),
-        ({"inner": {"hidden_size": 24}}, "has rows of 24, and the target's are of 16"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2 in config.json; it must be 1"),
+        (
+            {"inner": {"model_type": "llama"}},
+            "transformer_layer_config.model_type is 'llama' in config.json; it must be that of the target, 'qwen3'",
+        ),
+        (
+            {"inner": {"hidden_size": 24}},
+            "transformer_layer_config.hidden_size is 24 in config.json; it must be the width of the target, 16",
+        ),
         ({"tensors": {"extra": torch.ones(2)}}, "tensors that are not known: extra"),
         ({"tensors": {"mtp_layers.1.final_layernorm.weight": torch.ones(16)}}, "has 2 modules mtp_layers"),
     ],

@@ -16,13 +16,15 @@ import specbeam as sb
 from specbeam.errors import BadHead, BadSetting, MissingFile
 from specbeam.generation import turns_of
 from specbeam.heads.eagle import read_taps
-from specbeam.heads.lm import TrunkLM
+from specbeam.heads.fields import Fields
+from specbeam.heads.lm import MaskLM, TrunkLM
 from specbeam.heads.read import is_head, read_head
 from specbeam.heads.trees import chain_of
 from tests.support.heads import chain_logits
 
 GOLDEN = Path(__file__).parent / "golden"
-SPECULATORS = ["plain", "norms", "one_norm", "two_layers"]  # EAGLE-3 as speculators 0.9.0 writes and computes it
+SPECULATORS = ["plain", "norms", "one_norm", "two_layers", "eagle3_window"]  # EAGLE-3 as speculators 0.9.0 computes it
+PEAGLE = ["peagle", "peagle_window"]  # as speculators 0.9.0 writes and computes it
 EAGLE = "eagle"  # EAGLE-1 as eagle-llm 1.2.1 computes it
 CLOSE = 1e-5
 
@@ -105,15 +107,18 @@ def test_the_older_names_of_a_layer_are_read_too(target, tmp_path):
 
 def test_hidden_states_are_numbered_in_two_ways(target):
     """Of a target of 8 layers: the default of all writers enters layers 2, 4 and 5, and leaves layers 1, 3 and 4."""
+
+    def taps_of(config, count=3):
+        return read_taps(Fields("files", config), target, count)[0]
+
     inputs = {"eagle_aux_hidden_state_layer_ids": [1, 4, 8], "speculators_model_type": "eagle3"}
-    assert read_taps(inputs, target, 3)[0] == (1, 4, 8)
-    assert read_taps({"target_layer_ids": [0, 2, 3, 5, 7]}, target, 5)[0] == (1, 3, 4, 6, 8)
+    assert taps_of(inputs) == (1, 4, 8)
+    assert taps_of({"target_layer_ids": [0, 2, 3, 5, 7]}, 5) == (1, 3, 4, 6, 8)
     for nested, taps in (([2, 4, 5], (2, 4, 5)), ([1, 3, 4], (2, 4, 5)), ([0, 3, 6], (1, 4, 7))):
-        found, _ = read_taps({"eagle_config": {"eagle_aux_hidden_state_layer_ids": nested}}, target, 3)
-        assert found == taps
-    assert read_taps({}, target, 3)[0] == (2, 4, 5)
+        assert taps_of({"eagle_config": {"eagle_aux_hidden_state_layer_ids": nested}}) == taps
+    assert taps_of({}) == (2, 4, 5)
     with pytest.raises(BadHead, match="does not say which layers they enter"):
-        read_taps({}, target, 5)
+        taps_of({}, 5)
 
 
 def write(folder, config, tensors):
@@ -145,7 +150,9 @@ MAP = load_file(GOLDEN / "two_layers" / "model.safetensors")["d2t"]
         ({"tensors": {"fc.weight": torch.ones(16, 32)}}, "reads 2 hidden states, and 3 are named"),
         ({"config": {"norm_before_residual": "yes"}}, "norm_before_residual is 'yes' in config.json"),
         ({"config": {"draft_vocab_size": "many"}}, "draft_vocab_size is 'many'"),
-        ({"config": {"draft_vocab_size": 21}}, r"lm_head.weight is \[20, 16\], and \[21, 16\]"),
+        ({"config": {"draft_vocab_size": 21}}, "lm_head.weight has 20 rows, and 21 by draft_vocab_size"),
+        ({"config": {"fc_norm": True}}, "fc_norm is True in config.json; it must be false, by the tensors there are"),
+        ({"config": {"target_hidden_size": 24}}, "target_hidden_size is 24 in config.json; it must be the width"),
         ({"without": ["d2t", "t2d"]}, "20 of 32 tokens, and no map d2t"),
         ({"tensors": {"d2t": MAP.flip(0)}}, "do not ascend|names tokens from"),
         ({"tensors": {"d2t": MAP + 40}}, "names tokens from"),
@@ -186,7 +193,7 @@ def test_files_that_cannot_be_read_are_named(target, tmp_path):
     with pytest.raises(BadHead, match="kind 'accelerator', which cannot be read"):
         read_head(folder, target)
     wide = changed(tmp_path / "wide", EAGLE, {"hidden_size": 24})
-    with pytest.raises(BadHead, match="has rows of 24, and the target's are of 16"):
+    with pytest.raises(BadHead, match=r"hidden_size is 24 in config\.json; it must be that of the target, 16"):
         read_head(wide, target)
 
 
@@ -249,6 +256,96 @@ def test_whole_texts_are_unrolled_as_drafts_are_made(name, target):
     for step, (nodes, logits, *_) in enumerate(drafts):
         assert nodes.tolist() == list(range(step + 1, len(tokens)))
         torch.testing.assert_close(logits, golden[f"logits{step}"][: len(nodes)], atol=CLOSE, rtol=CLOSE)
+
+
+@pytest.mark.parametrize("name", PEAGLE)
+def test_mask_rows_are_those_of_another_implementation(name, target):
+    """Row k below a token: the law behind the token k after it, whatever those between are. Drafts of all roots at once."""
+    head = read_head(GOLDEN / name, target)
+    golden = load_file(GOLDEN / f"{name}.oracle.safetensors")
+    found = masked_drafts(head, golden)
+    assert len(found) == len(golden["logits"]) == 27
+    for logits, expected in zip(found, golden["logits"], strict=True):
+        torch.testing.assert_close(logits, expected, atol=CLOSE, rtol=CLOSE)
+
+
+def masked_drafts(head, golden):
+    """The logits of the kept rows, each given by its anchor and how far after it it is."""
+    states = torch.cat([golden["states"], torch.zeros(1, golden["states"].shape[1])])
+    tokens = torch.cat([torch.tensor([0]), golden["ids"]])
+    trees = chain_of(tokens, dict(zip(head.taps, states.chunk(len(head.taps), -1), strict=True)))
+    with torch.inference_mode():
+        drafts = head.drafts(trees, head.rows, torch.ones_like(trees.tokens, dtype=torch.bool))
+    found = []
+    for anchor, far in zip(golden["anchors"].tolist(), golden["depths"].tolist(), strict=True):
+        at = drafts[far].nodes.tolist().index(anchor + 1 + far)
+        found.append(drafts[far].logits[at])
+    return found
+
+
+@pytest.mark.parametrize("change", ["window from the root", "no window", "another mask"])
+def test_mask_rows_that_are_computed_in_another_way_have_other_logits(change, target):
+    head = read_head(GOLDEN / "peagle_window", target)
+    if change == "another mask":
+        head = head.changed()
+        head.mask += 1
+    else:
+        views = () if change == "no window" else (head.shape.views[0]._replace(from_row=False), head.shape.views[1])
+        head = head.changed(views=views)
+    golden = load_file(GOLDEN / "peagle_window.oracle.safetensors")
+    errors = [(one - two).abs().max() for one, two in zip(masked_drafts(head, golden), golden["logits"], strict=True)]
+    assert max(errors) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("name", PEAGLE)
+def test_a_head_with_mask_rows_drafts_where_a_draft_model_does(name, target):
+    """The same beams as without a draft, one prompt and several; and chains, trees and searches take it."""
+    assert is_head(GOLDEN / name)
+    pair = sb.load(target, draft=str(GOLDEN / name), probe=False)
+    assert isinstance(pair.draft, MaskLM)
+    prompts = [[3, 4, 5, 6], [7], [8, 9]]
+    options = {"max_new_tokens": 12, "eos_token_id": [], "seed": 5}
+    plain = sb.generate(pair, prompts, sb.beam_sampling(3), **options)
+    for method in (sb.dsbd(3, 5, 3), sb.dsbd(3), sb.dsbd(3, 5, 6)):
+        for batch_size in (1, 3):
+            found = sb.generate(pair, prompts, method, batch_size=batch_size, **options)
+            assert [one.tokens for one in found] == [one.tokens for one in plain]
+    for method in (sb.speculative_sampling(3), sb.specinfer((2, 2)), sb.eagle(8, 3)):
+        drafted = sb.generate(pair, prompts, method, **options)
+        assert sum(one.report.draft_passes for one in drafted) > 0
+    searched = sb.generate(pair, prompts, sb.speculative_beam_search(3, 5, depth=2), max_new_tokens=12)
+    expected = sb.generate(pair, prompts, sb.beam_search(3), max_new_tokens=12)
+    assert [one.tokens for one in searched] == [one.tokens for one in expected]
+
+
+def test_the_mask_token_has_three_names(target, tmp_path):
+    """speculators', and those that vLLM looks for in other files; there the learnt state may have fewer dimensions."""
+    config = json.loads((GOLDEN / "peagle" / "config.json").read_text())
+    tensors = load_file(GOLDEN / "peagle" / "model.safetensors")
+    core = config["transformer_layer_config"]
+    for name, shape in (("pard_token", (1, 48)), ("ptd_token_id", (48,)), ("mask_token_id", (1, 1, 48))):
+        own = {**core, name: 3, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32}
+        own["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+        write(tmp_path, own, tensors | {"mask_hidden": tensors["mask_hidden"].reshape(shape)})
+        head = read_head(tmp_path, target)
+        assert (head.mask, head.rows, head.taps) == (3, 8, (2, 4, 5))
+        assert head.mask_hidden.equal(read_head(GOLDEN / "peagle", target).mask_hidden)
+    write(tmp_path, core | {"architectures": ["LlamaForCausalLMEagle3"]}, tensors)
+    with pytest.raises(BadHead, match=r"config\.json has no mask_token_id"):
+        read_head(tmp_path, target)
+    lost = changed(tmp_path / "lost", "peagle", without=["mask_hidden"])
+    with pytest.raises(BadHead, match="has no tensor mask_hidden"):
+        read_head(lost, target)
+
+
+def test_readings_of_mask_rows_that_are_tried(target):
+    """Those of EAGLE-3, but for what is fed back: nothing is."""
+    head = read_head(GOLDEN / "peagle", target)
+    assert [name for name, _ in head.other_readings(8)] == [
+        "hidden states one layer earlier", "hidden states one layer later", "attention added to the normed feature",
+    ]  # fmt: skip
+    assert "feeds back" not in head.described
+    assert head.described["kind"].startswith("P-EAGLE: drafts 4 tokens in one pass")
 
 
 def test_custom_generate_takes_a_head_and_reads_it_once(target):

@@ -5,8 +5,9 @@ import torch
 from torch.nn import functional
 
 from specbeam.heads.block import BlockHead, BlockShape
-from specbeam.heads.layers import LayerSizes, Rotary
+from specbeam.heads.layers import LayerSizes, Rotary, View, view_of
 from specbeam.heads.lm import TrunkLM
+from specbeam.heads.masked import MaskTrunk
 from specbeam.heads.trunk import PairTrunk, TrunkShape
 from specbeam.records import FINAL
 
@@ -19,6 +20,7 @@ KINDS = {
         "pairs": "attention", "taps": (0, 2), "norms_features": "each", "norms_residual": True, "feeds_normed": True,
     },
     "eagle3, one norm": {"pairs": "attention", "taps": (1, 2), "norms_features": "all"},
+    "eagle3, windows": {"pairs": "attention", "taps": (0, 1, 2), "views": (View(3), View())},
     "mtp": {"pairs": "normed projection", "taps": (FINAL,), "feeds_normed": True},
     "fspad": {"pairs": "projection", "taps": (FINAL,), "norms_output": False, "sampling": 16, "alignment": 8},
 }  # fmt: skip
@@ -36,15 +38,58 @@ def trunk_of(model, kind, layers=1, draft_vocab=None, seed=0, **more):
     head = torch.nn.Linear(width, draft_vocab or VOCAB, bias=False)
     rotary = Rotary(reads_width, model.config.rope_parameters)
     trunk = PairTrunk(shape, rotary, model.get_input_embeddings(), head)
-    for name, weight in trunk.named_parameters():
-        if "embed_tokens" not in name and weight.ndim == 1:
+    return randomised(trunk)
+
+
+def randomised(head):
+    """The same head with norms that are not ones, and nothing that is zero."""
+    for name, weight in head.named_parameters():
+        if "embed_tokens" in name:
+            continue
+        if weight.ndim == 1:
             weight.data.uniform_(0.5, 1.5)
-    return trunk.eval()
+        elif not weight.any():
+            weight.data.normal_(0, 0.5)
+    return head.eval()
 
 
 def head_of(model, kind="eagle3", **settings):
     """The same as a draft model."""
     return TrunkLM(trunk_of(model, kind, **settings), VOCAB)
+
+
+class OneByOne:
+    """Computes the rows of a pair trunk one after the other."""
+
+    def __init__(self, trunk):
+        self.trunk = trunk
+        self.keys = [[] for _ in range(trunk.shape.layers)]
+        self.values = [[] for _ in range(trunk.shape.layers)]
+
+    def next_state(self, token, given, start):
+        """The state of the next row.
+
+        Args:
+            given: the feature that it reads.
+            start: place of the first row of the draft that it is in.
+        """
+        place = len(self.keys[0]) + 1
+
+        def attend(layer, queries, key, value):
+            keys, values = self.keys[layer], self.values[layer]
+            keys.append(key[0])
+            values.append(value[0])
+            view = view_of(self.trunk.shape.views, layer)
+            origin = place if view.from_row else start
+            reach = origin - view.within if view.within else 0
+            seen = [row for row in range(place) if row + 1 > reach or row + 1 >= start]  # those of the draft anyway
+            group = queries.shape[1] // key.shape[1]
+            every_key = torch.stack([keys[row] for row in seen]).repeat_interleave(group, 1)
+            every_value = torch.stack([values[row] for row in seen]).repeat_interleave(group, 1)
+            scores = torch.einsum("hs,nhs->hn", queries[0], every_key) / queries.shape[-1] ** 0.5
+            return torch.einsum("hn,nhs->hs", functional.softmax(scores, -1), every_value)[None]
+
+        return self.trunk(torch.tensor([token]), given[None], torch.tensor([place + 7]), attend)
 
 
 @torch.inference_mode()
@@ -55,24 +100,48 @@ def chain_logits(trunk, tokens, features):
         tokens: the whole text, the first token included.
         features: of each token but the last, None for those that the target has not scored.
     """
-    layers = range(trunk.shape.layers)
-    keys, values = [[] for _ in layers], [[] for _ in layers]
+    rows = OneByOne(trunk)
     state = None
+    start = 1
     for place in range(1, len(tokens)):
         given = features[place - 1]
         if given is None:
             given = trunk.fed_back(state)[0]
+        else:
+            start = place
+        state = rows.next_state(tokens[place], given, start)
+    return trunk.logits(state)[0]
 
-        def attend(layer, queries, key, value):
-            keys[layer].append(key[0])
-            values[layer].append(value[0])
-            group = queries.shape[1] // key.shape[1]
-            every_key = torch.stack(keys[layer]).repeat_interleave(group, 1)
-            every_value = torch.stack(values[layer]).repeat_interleave(group, 1)
-            scores = torch.einsum("hs,nhs->hn", queries[0], every_key) / queries.shape[-1] ** 0.5
-            return torch.einsum("hn,nhs->hs", functional.softmax(scores, -1), every_value)[None]
 
-        state = trunk(torch.tensor([tokens[place]]), given[None], torch.tensor([place + 7]), attend)
+MASKED = {
+    "plain": {},
+    "windows": {"views": (View(3, from_row=True), View()), "norms_residual": True, "norms_features": "each"},
+}
+
+
+def masked_of(model, kind="plain", rows=3, draft_vocab=None, seed=0):
+    """A pair trunk with mask rows for a tiny model, with two layers and random weights."""
+    torch.manual_seed(seed)
+    width = model.config.hidden_size
+    vocab = draft_vocab or VOCAB
+    sizes = LayerSizes(width, width, 4, 2, 8, 64, 1e-6)
+    shape = TrunkShape(
+        sizes=sizes, layers=2, taps=(0, 1, 2), target_width=width, pairs="attention", draft_vocab=vocab, **MASKED[kind]
+    )
+    logits = torch.nn.Linear(width, vocab, bias=False)
+    rotary = Rotary(sizes, model.config.rope_parameters)
+    return randomised(MaskTrunk(shape, rotary, model.get_input_embeddings(), logits, 5, rows))
+
+
+@torch.inference_mode()
+def masked_logits(trunk, tokens, features, root):
+    """The logits behind a text, by the mask rows below token number `root`, the features of the tokens before it alone."""
+    rows = OneByOne(trunk)
+    for place in range(1, root + 1):
+        state = rows.next_state(tokens[place], features[place - 1], place)
+    masked = trunk.features(trunk.mask_hidden)[0, 0]
+    for _ in range(min(len(tokens) - 1 - root, trunk.rows - 1)):
+        state = rows.next_state(trunk.mask, masked, root)
     return trunk.logits(state)[0]
 
 
@@ -145,6 +214,15 @@ BLOCKS = {
     },
     "mask rows": {"first_row": 1, "taps": (FINAL, 1)},
     "gated": {"first_row": 0, "correction": "gated", "rank": 5},
+    "recurrent": {"first_row": 0, "correction": "rnn", "rank": 5},
+    "recurrent mask rows": {"first_row": 1, "correction": "rnn", "rank": 5},
+    "prefix": {"first_row": 0, "correction": "prefix", "rank": 6, "inner": 5, "pure_drafts": 1, "logit_cap": 2.0},
+    "prefix mask rows": {"first_row": 1, "correction": "prefix", "rank": 6, "inner": 5},
+    "selector": {"first_row": 1, "correction": "selector", "rank": 5, "inner": 9, "local_rows": 2, "local_group": 8},
+    "refiner": {"first_row": 1, "correction": "refiner", "rank": 5, "inner": 7},
+    "anchored refiner": {"first_row": 0, "correction": "refiner", "rank": 5, "inner": 7},
+    "windows from the root": {"first_row": 1, "views": (View(3, is_causal=True), View())},
+    "windows from each row": {"first_row": 0, "views": (View(), View(4, from_row=True))},
 }
 
 
@@ -159,11 +237,7 @@ def block_of(model, kind, layers=2, rows=3, draft_vocab=None, seed=0):
     )
     logits = torch.nn.Linear(width, draft_vocab or VOCAB, bias=False)
     rotary = Rotary(sizes, model.config.rope_parameters)
-    block = BlockHead(shape, rotary, model.get_input_embeddings(), logits, 1)
-    for name, weight in block.named_parameters():
-        if "embed_tokens" not in name and weight.ndim == 1:
-            weight.data.uniform_(0.5, 1.5)
-    return block.eval()
+    return randomised(BlockHead(shape, rotary, model.get_input_embeddings(), logits, 1))
 
 
 @torch.inference_mode()
@@ -177,8 +251,22 @@ def block_logits(block, tokens, features, root):
         every_value = torch.cat([past[layer][1], values])
         group = queries.shape[1] // keys.shape[1]
         scores = torch.einsum("qhs,nhs->qhn", queries, every_key.repeat_interleave(group, 1)) / queries.shape[-1] ** 0.5
+        hidden = torch.tensor(
+            [[is_hidden(layer, row, key) for key in range(len(every_key))] for row in range(len(keys))]
+        )
+        scores = scores.masked_fill(hidden[:, None], -torch.inf)
         return torch.einsum("qhn,nhs->qhs", functional.softmax(scores, -1), every_value.repeat_interleave(group, 1))
 
+    def is_hidden(layer, row, key):
+        view = view_of(shape.views, layer)
+        if key < root:
+            origin = root + row if view.from_row else root
+            return bool(view.within) and origin - key >= view.within
+        return view.is_causal and key > root + row
+
     rows = block.blocks(torch.tensor(tokens[root]), torch.tensor(root + 7), attend)
-    row = min(shape.first_row + len(tokens) - 1 - root, shape.rows - 1)
-    return block.logits(rows[row][None], torch.tensor(tokens[-1:]))[0]
+    states = block.first_states(rows[:1], torch.tensor(tokens[root : root + 1]), torch.tensor(tokens[root - 1 : root]))
+    for far, token in enumerate(tokens[root:]):
+        row = min(shape.first_row + far, shape.rows - 1)
+        logits, states = block.corrected(far, rows[row][None], torch.tensor([token]), states)
+    return logits[0]

@@ -1,8 +1,9 @@
-"""Block heads: one pass drafts a whole block below a decided token, from features of the target (DFlash, DSpark).
+"""Block heads: one pass drafts a whole block below a decided token, from features of the target.
 
 The first row of a block reads the embedding of its root, the first token that the target has not scored; the others read
-that of a mask token. All rows look at the features of the tokens above the root, and at each other. In DSpark the law of
-a draft depends on the token above it, by a low-rank matrix.
+that of a mask token. All rows look at the features of the tokens above the root, and at each other. In DFlash heads this
+makes the laws of the drafts; in DSpark, Domino, DFlash2 and XPress heads these depend on the tokens above, too
+(heads/correction.py).
 """
 
 import copy
@@ -15,8 +16,26 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specbeam.heads.head import DraftRows, Head, described_rope, described_taps, moved_taps, wanted_below
-from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, Rotary
+from specbeam.heads.correction import (
+    BlockNodes,
+    Corrected,
+    Correction,
+    Markov,
+    PrefixGRU,
+    RecurrentMarkov,
+    Refiner,
+    Selector,
+)
+from specbeam.heads.head import (
+    DraftRows,
+    Head,
+    described_rope,
+    described_taps,
+    described_views,
+    moved_taps,
+    wanted_below,
+)
+from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, LocalLayer, Norm, Rotary, View, view_of
 from specbeam.heads.trees import ScoredTrees
 
 
@@ -33,11 +52,17 @@ class BlockShape:
         first_row: the row that gives the law of the first draft: 0, that of the root itself ("anchored"), or 1, the first
             mask row.
         draft_vocab: number of tokens that the head gives logits for.
-        correction: how the law of a draft depends on the token above it: "no", "vanilla" (by this token), or "gated" (by
-            this token and the row).
-        rank: of the matrices of the correction.
+        correction: how the law of a draft depends on the tokens above it: "no", or one of `CORRECTIONS`.
+        rank: of the matrices of the correction; of a "prefix" the size of its network.
         has_confidence: whether the head says how likely a draft is to be accepted.
         confidence_reads_token: whether it reads the token above for that.
+        inner: size of the state of a "prefix", of the inner layer of a "refiner"; number of tokens of a "selector".
+        pure_drafts: number of drafts, one below the other, that a "prefix" does not correct.
+        local_rows: number of rows of a block that are mixed around attention and inner layers (DFlash2); 0: none are.
+        local_group: number of columns that are mixed alike.
+        logit_scale: what logits are multiplied by before they are corrected.
+        logit_cap: what they are kept between after that, plus and minus, by a hyperbolic tangent; 0: nothing.
+        views: how far back the rows of each layer look; (): at everything above, and at all rows of their block.
     """
 
     sizes: LayerSizes
@@ -51,6 +76,13 @@ class BlockShape:
     rank: int = 0
     has_confidence: bool = False
     confidence_reads_token: bool = False
+    inner: int = 0
+    pure_drafts: int = 0
+    local_rows: int = 0
+    local_group: int = 0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+    views: tuple[View, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -58,25 +90,34 @@ class BlockShape:
         return self.rows - self.first_row
 
 
-class Correction(nn.Module):
-    """What the law of a draft owes to the token above it: a matrix of low rank (DSpark)."""
+# The corrections by name: the kind of head that has them, and what files call their tensors.
+CORRECTIONS = {
+    "vanilla": ("DSpark", "markov_head"),
+    "gated": ("DSpark", "markov_head"),
+    "rnn": ("DSpark", "markov_head"),
+    "prefix": ("Domino", "domino"),
+    "selector": ("DFlash2", "candidate_selector"),
+    "refiner": ("XPress", "refiner_head"),
+}
 
-    def __init__(self, vocab: int, draft_vocab: int, shape: BlockShape) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab, shape.rank)
-        self.markov_w2 = nn.Linear(shape.rank, draft_vocab, bias=False)
-        if shape.correction == "gated":
-            self.gate_proj = nn.Linear(shape.sizes.width + shape.rank, shape.rank)
 
-    def forward(
-        self, rows: Float[Tensor, "drafts width"], tokens: Int64[Tensor, " drafts"]
-    ) -> Float[Tensor, "drafts draft_vocab"]:
-        """Return what is added to the logits of drafts below these tokens."""
-        read = self.markov_w1(tokens)
-        if hasattr(self, "gate_proj"):
-            read = torch.sigmoid(self.gate_proj(torch.cat([rows, read], -1))) * read
-        added: Tensor = self.markov_w2(read)
-        return added
+def new_correction(shape: BlockShape, embedding: nn.Embedding) -> Correction:
+    """Return the correction of a head of this shape.
+
+    Args:
+        embedding: the target's.
+    """
+    vocab = embedding.weight.shape[0]
+    width = shape.sizes.width
+    if shape.correction in ("vanilla", "gated"):
+        return Markov(vocab, shape.draft_vocab, width, shape.rank, shape.correction == "gated")
+    if shape.correction == "rnn":
+        return RecurrentMarkov(vocab, shape.draft_vocab, width, shape.rank)
+    if shape.correction == "prefix":
+        return PrefixGRU(embedding, shape.draft_vocab, width, shape.rank, shape.inner, shape.pure_drafts)
+    if shape.correction == "selector":
+        return Selector(vocab, width, shape.rank, shape.inner)
+    return Refiner(vocab, shape.draft_vocab, width, shape.rank, shape.inner, shape.rows, shape.first_row)
 
 
 class Confidence(nn.Module):
@@ -95,7 +136,11 @@ class Confidence(nn.Module):
 class BlockHead(Head):
     """A head of this kind, as a module whose tensors have the names of speculators' files.
 
-    Equations (12) to (19) of the project's notes on heads; sources: DFlash (z-lab/dflash), DSpark (deepseek-ai/DeepSpec).
+    Equations (12) to (22) of the project's notes on heads; sources: DFlash and DFlash2 (z-lab/dflash), DSpark
+    (deepseek-ai/DeepSpec), Domino (SpecForge), XPress (vllm-project/speculators).
+
+    Attributes:
+        markov_head: the correction of a DSpark head.
 
     Args:
         rotary: the rotation by positions.
@@ -104,6 +149,8 @@ class BlockHead(Head):
         mask: the token whose embedding the rows after the first one read.
         tokens: see `Head.tokens`.
     """
+
+    markov_head: Any
 
     def __init__(
         self,
@@ -124,10 +171,15 @@ class BlockHead(Head):
         sizes = shape.sizes
         self.fc = nn.Linear(self.states_size, sizes.width, bias=False)
         self.hidden_norm = Norm(sizes.width, sizes.eps)
-        self.layers = nn.ModuleList(DecoderLayer(sizes) for _ in range(shape.layers))
+        if shape.local_rows:
+            local = [LocalLayer(sizes, shape.local_rows, shape.local_group) for _ in range(shape.layers)]
+            self.layers = nn.ModuleList(local)
+        else:
+            self.layers = nn.ModuleList(DecoderLayer(sizes) for _ in range(shape.layers))
         self.norm = Norm(sizes.width, sizes.eps)
+        self.plain = Correction()
         if shape.correction != "no":
-            self.markov_head = Correction(embedding.weight.shape[0], shape.draft_vocab, shape)
+            self.add_module(CORRECTIONS[shape.correction][1], new_correction(shape, embedding))
         if shape.has_confidence:
             self.confidence_head = Confidence(sizes.width + (shape.rank if shape.confidence_reads_token else 0))
 
@@ -142,17 +194,27 @@ class BlockHead(Head):
         return self.fc.weight.device
 
     @property
+    def correction(self) -> Correction:
+        """How laws depend on the tokens above."""
+        if self.shape.correction == "no":
+            return self.plain
+        found: Correction = getattr(self, CORRECTIONS[self.shape.correction][1])
+        return found
+
+    @property
     def described(self) -> dict[str, str]:
         """See `Head.described`."""
         shape = self.shape
+        kind = "DFlash" if shape.correction == "no" else CORRECTIONS[shape.correction][0]
         return {
-            "kind": f"{'DFlash' if shape.correction == 'no' else 'DSpark'}: drafts {shape.depth} tokens in one pass",
+            "kind": f"{kind}: drafts {shape.depth} tokens in one pass",
             "layers": str(shape.layers),
             "reads": described_taps(shape.taps),
             "first draft from": "the row of the root" if shape.first_row == 0 else "the first mask row",
-            "correction by the token above": shape.correction,
+            "correction by the tokens above": shape.correction,
             "mask token": str(self.mask),
             "positions": described_rope(self.rotary.rope),
+            **described_views(shape.views),
         }
 
     @property
@@ -175,8 +237,8 @@ class BlockHead(Head):
 
     def blocks(
         self, roots: Int64[Tensor, "*blocks"], positions: Int64[Tensor, "*blocks"], attend: Attend
-    ) -> Float[Tensor, "*blocks rows width"]:
-        """Return the rows of the blocks below roots, from which logits are made.
+    ) -> Float[Tensor, "*blocks rows size"]:
+        """Return the rows of the blocks below roots, from which logits are made; see also `Correction.reads_mean`.
 
         Args:
             roots: the tokens of the roots.
@@ -191,21 +253,56 @@ class BlockHead(Head):
         for number, layer in enumerate(self.layers):
             x = layer(x, angles, number, attend)
         rows: Tensor = self.norm(x)
+        if self.correction.reads_mean:
+            rows = torch.cat([rows, rows.mean(-2, keepdim=True).expand_as(rows)], -1)
         return rows
 
-    def logits(
-        self, rows: Float[Tensor, "drafts width"], tokens: Int64[Tensor, " drafts"]
-    ) -> Float[Tensor, "drafts draft_vocab"]:
-        """Return the logits of drafts below these tokens, from their rows of the block."""
-        base: Tensor = self.lm_head(rows)
-        return base if self.shape.correction == "no" else base + self.markov_head(rows, tokens)
+    def first_states(
+        self, rows: Float[Tensor, "roots size"], tokens: Int64[Tensor, " roots"], above: Int64[Tensor, " roots"]
+    ) -> Float[Tensor, "roots state"]:
+        """Return the states of the correction that roots get.
+
+        Args:
+            rows: the first rows of their blocks.
+            tokens: of the roots.
+            above: the tokens before them.
+        """
+        correction = self.correction
+        if self.shape.first_row == 0:
+            return rows.new_zeros(len(rows), correction.state_size)
+        return correction.start(rows, tokens, above)
+
+    def corrected(
+        self,
+        far: int,
+        rows: Float[Tensor, "nodes size"],
+        tokens: Int64[Tensor, " nodes"],
+        states: Float[Tensor, "nodes state"],
+    ) -> Corrected:
+        """Return the logits below nodes, and the states that their children get.
+
+        Args:
+            far: how far the nodes are below the roots of their blocks.
+            rows: those of the blocks at their depth.
+            tokens: of the nodes.
+            states: that they get from above.
+        """
+        shape = self.shape
+        base: Tensor = self.lm_head(rows[..., : shape.sizes.width])
+        if shape.logit_scale != 1:
+            base = base * shape.logit_scale
+        if shape.logit_cap:
+            base = torch.tanh(base / shape.logit_cap) * shape.logit_cap
+        found: Corrected = self.correction(BlockNodes(far, rows, tokens, states, base))
+        return found
 
     def confidence(
-        self, rows: Float[Tensor, "drafts width"], tokens: Int64[Tensor, " drafts"]
+        self, rows: Float[Tensor, "drafts size"], tokens: Int64[Tensor, " drafts"]
     ) -> Float[Tensor, " drafts"] | None:
         """Return the logits of the odds that the drafts below these tokens are accepted; None if the head does not say."""
         if not self.shape.has_confidence:
             return None
+        rows = rows[..., : self.shape.sizes.width]
         if self.shape.confidence_reads_token:
             rows = torch.cat([rows, self.markov_head.markov_w1(tokens)], -1)
         odds: Tensor = self.confidence_head(rows)
@@ -214,15 +311,25 @@ class BlockHead(Head):
     def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
         """See `Head.drafts`: each node is the root of a block, and a draft in the blocks of the nodes above it."""
         features = self.features(trees.states_at(self.taps))
-        attend = _BlocksOfTrees(trees, self.context(features, trees.depths))
+        attend = _BlocksOfTrees(trees, self.context(features, trees.depths), self.shape.views)
         rows = self.blocks(trees.tokens, trees.depths, attend.attend)
-        found = []
         root = torch.arange(trees.tokens.shape[1], device=trees.tokens.device).expand_as(trees.tokens)
+        parents = trees.above(root)
+        tokens = trees.tokens.flatten()
+        above = trees.tokens.gather(1, parents).flatten()
+        states = self.first_states(rows[:, :, 0].flatten(0, 1), tokens, above)
+        carries = self.correction.state_size > 0
+        found = []
         for deep in range(1, min(depth, self.shape.depth) + 1):
             nodes = wanted_below(trees, wanted, deep)
-            drafted = trees.at(rows[:, :, self.shape.first_row + deep - 1], root).flatten(0, 1)[nodes]
-            tokens = trees.tokens.flatten()[nodes]
-            found.append(DraftRows(nodes, self.logits(drafted, tokens), self.confidence(drafted, tokens)))
+            drafted = trees.at(rows[:, :, self.shape.first_row + deep - 1], root).flatten(0, 1)
+            if carries:  # all nodes, for the states that their children get
+                logits, after = self.corrected(deep - 1, drafted, tokens, states)
+                states = trees.at(after.unflatten(0, trees.tokens.shape), parents).flatten(0, 1)
+                logits = logits[nodes]
+            else:
+                logits, _ = self.corrected(deep - 1, drafted[nodes], tokens[nodes], states[nodes])
+            found.append(DraftRows(nodes, logits, self.confidence(drafted[nodes], tokens[nodes])))
             root = trees.above(root)
         return found
 
@@ -235,9 +342,19 @@ class BlockHead(Head):
                 yield name, self.changed(taps=moved)
         if rope["rope_theta"] != BASE:
             yield f"positions of base {BASE:g}", self.changed({**rope, "rope_theta": BASE})
-        if shape.rows - (1 - shape.first_row) >= 1:
+        if any(view.within for view in shape.views):
+            yield from self._other_views()
+        # A refiner is made for one of them.
+        if shape.rows - (1 - shape.first_row) >= 1 and shape.correction != "refiner":
             name = "first mask row" if shape.first_row == 0 else "row of the root"
             yield f"the {name} for the first draft", self.changed(first_row=1 - shape.first_row)
+
+    def _other_views(self) -> Iterator[tuple[str, "BlockHead"]]:
+        """Yield heads whose rows look at their block in another way, in layers with a window."""
+        for name, is_causal in (("all rows of their block", False), ("rows of their block before them", True)):
+            views = tuple(view._replace(is_causal=is_causal) if view.within else view for view in self.shape.views)
+            if views != self.shape.views:
+                yield f"rows that look at {name} where there are windows", self.changed(views=views)
 
     def changed(self, rope: dict[str, Any] | None = None, **shape: Any) -> "BlockHead":
         """Return a head that shares all weights with this one, and is read in another way; see `PairTrunk.changed`."""
@@ -252,8 +369,10 @@ class BlockHead(Head):
 class _BlocksOfTrees:
     """Lets the rows of the blocks below all nodes of trees look at the nodes above them, and at each other."""
 
-    def __init__(self, trees: ScoredTrees, context: list[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, trees: ScoredTrees, context: list[tuple[Tensor, Tensor]], views: tuple[View, ...]) -> None:
         self.context = context
+        self.views = views
+        self.depths = trees.depths
         alike = torch.eye(trees.tokens.shape[1], dtype=torch.bool, device=trees.tokens.device)
         self.above = trees.sees & ~alike
 
@@ -266,9 +385,22 @@ class _BlocksOfTrees:
         )
         scaled = queries / queries.shape[-1] ** 0.5
         to_above = torch.einsum("tnrhs,tmhs->tnrhm", scaled, above_keys)
-        to_above = to_above.masked_fill(~self.above[:, :, None, None], -torch.inf)
+        view = view_of(self.views, layer)
+        rows = queries.shape[2]
+        to_above = to_above.masked_fill(~self._seen(view, rows)[:, :, :, None], -torch.inf)
         to_block = torch.einsum("tnrhs,tnqhs->tnrhq", scaled, keys)
+        if view.is_causal:
+            before = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).tril()
+            to_block = to_block.masked_fill(~before[:, None], -torch.inf)
         odds = functional.softmax(torch.cat([to_above, to_block], -1), -1)
         count = to_above.shape[-1]
         mixed = torch.einsum("tnrhm,tmhs->tnrhs", odds[..., :count], above_values)
         return mixed + torch.einsum("tnrhq,tnqhs->tnrhs", odds[..., count:], values)
+
+    def _seen(self, view: View, count: int) -> Bool[Tensor, "trees nodes rows above"]:
+        """Return the nodes that each of `count` rows sees."""
+        seen = self.above[:, :, None].expand(-1, -1, count, -1)
+        if view.within:
+            origins = self.depths[..., None] + torch.arange(count, device=self.depths.device) * view.from_row
+            seen = seen & (self.depths[:, None, None] > origins[..., None] - view.within)
+        return seen

@@ -1,21 +1,30 @@
-"""Readers of block heads: DFlash and DSpark, as z-lab, SpecForge, DeepSpec and speculators store them."""
+"""Readers of block heads, as z-lab, SpecForge, DeepSpec and speculators store them: DFlash, DSpark, Domino, DFlash2, XPress.
+
+What a window is differs between writers. To speculators it is a number of positions before the root of a block, the same for
+all its rows; to SpecForge and z-lab it ends at each row.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from specbeam.errors import BadHead
 from specbeam.heads.block import BlockHead, BlockShape
+from specbeam.heads.fields import Fields, listed
 from specbeam.heads.files import HeadFiles
-from specbeam.heads.layers import Rotary
+from specbeam.heads.layers import View
 from specbeam.heads.reading import (
+    MOST_ROWS,
     check_taps,
     embedding_of,
     fill,
     head_of,
+    layer_count,
     layer_sizes,
+    mask_token,
     own_head,
-    positions_of,
     rope_of,
+    rotary_of,
+    views_of,
     width_of,
 )
 from specbeam.heads.vocabulary import read_tokens
@@ -23,40 +32,44 @@ from specbeam.heads.vocabulary import read_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Beginnings of names of tensors, and what they are called here.
 OTHER_NAMES = {
     "encoder.fc.": "fc.",
     "context_proj.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
     "context_norm.": "hidden_norm.",
     "final_norm.": "norm.",
+    "logit_head.markov_head.": "markov_head.",
+    "logit_head.confidence_head.": "confidence_head.",
+    "logit_head.prefix_gru.": "domino.prefix_gru.",
+    "logit_head.embed_proj.": "domino.embed_proj.",
+    "prefix_gru.": "domino.prefix_gru.",
+    "embed_proj.": "domino.embed_proj.",
+    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
-REFUSED = {
-    "prefix_gru.": "Domino heads",
-    "candidate_selector.": "DFlash2 heads",
-    "refiner_head.": "XPress heads",
-    "markov_head.joint_proj.": "DSpark heads with a recurrent correction",
-}
-REFUSED_FIELDS = (  # of layers and laws that are not computed here
+REFUSED_FIELDS = (  # of layers and laws that are not computed here: no writer says in full what they are
     "use_swa",
     "use_gemma_norm",
     "attention_value_scale",
     "attention_sink_bias",
-    "output_multiplier",
-    "final_logit_softcapping",
 )
+SPECULATORS = ("dflash", "dspark", "dflash2", "xpress")
+PROJECTORS = ("", "dflash", "dspark", "domino")  # kinds of heads, where files name them so
+ARCHITECTURES = ("DFlash", "DSpark", "Domino", "XPress")
 
 
 def is_block(config: Mapping[str, Any]) -> bool:
     """Return whether files with this configuration hold a block head."""
     return (
-        config.get("speculators_model_type") in ("dflash", "dspark", "dflash2", "xpress")
+        config.get("speculators_model_type") in SPECULATORS
         or "dflash_config" in config
-        or any("DFlash" in name or "DSpark" in name for name in config.get("architectures") or [])
+        or any(part in name for name in listed(config.get("architectures")) for part in ARCHITECTURES)
     )
 
 
 def read_block(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> BlockHead:
-    """Return a DFlash or DSpark head.
+    """Return a block head.
 
     Args:
         taps: the hidden states that it reads, see `Needs.taps`; None: as its files say.
@@ -64,84 +77,179 @@ def read_block(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...
     Raises `BadHead` if it cannot be read.
     """
     files.tensors = {_usual_name(name): one for name, one in files.tensors.items()}
-    for part, what in REFUSED.items():
-        if known := [name for name in files.tensors if name.startswith(part)]:
-            raise BadHead(f"{files.where} holds {known[0]}; {what} cannot be read")
-    config = files.config
-    core: Mapping[str, Any] = config.get("transformer_layer_config") or config
-    nested: Mapping[str, Any] = config.get("dflash_config") or {}
-    for field in REFUSED_FIELDS:
-        if config.get(field) or nested.get(field):
-            raise BadHead(f"{files.where}: {field} is set in config.json; block heads with it cannot be read")
-    if "sliding_attention" in (core.get("layer_types") or []):
-        raise BadHead(f"{files.where} has layers with a window (layer_types); block heads with windows cannot be read")
+    fields = files.fields
+    core = fields.inner("transformer_layer_config") if fields.has("transformer_layer_config") else fields
+    nested = fields.inner("dflash_config")
+    _check_fields(fields, nested)
     chosen, how = (taps, "as asked for") if taps is not None else read_block_taps(files)
     check_taps(files, target, chosen, how)
     sizes = layer_sizes(files, core)
+    files.check_size("fc.weight", 0, sizes.width, f"{core.inside}hidden_size")
+    layers = layer_count(files, core)
     vocab = head_of(target).weight.shape[0]
-    reads_token = files.has("markov_head.markov_w1.weight")
-    correction = "no"
-    rank = 0
-    if reads_token:
-        correction = "gated" if files.has("markov_head.gate_proj.weight") else "vanilla"
-        rank = files.tensors["markov_head.markov_w1.weight"].shape[1]
+    first_row = 0 if _is_anchored(fields) else 1
+    rows = _holder(fields, nested, "block_size").whole("block_size", least=2 if first_row else 1, most=MOST_ROWS)
     has_confidence = files.has("confidence_head.proj.weight")
     shape = BlockShape(
         sizes=sizes,
-        layers=files.whole("num_hidden_layers", among=core),
+        layers=layers,
         taps=chosen,
         target_width=width_of(target),
-        rows=files.whole("block_size", least=1 if _is_anchored(files) else 2),
-        first_row=0 if _is_anchored(files) else 1,
-        draft_vocab=files.whole("draft_vocab_size", vocab),
-        correction=correction,
-        rank=rank,
+        rows=rows,
+        first_row=first_row,
+        draft_vocab=fields.whole("draft_vocab_size", vocab),
         has_confidence=has_confidence,
-        confidence_reads_token=has_confidence and files.tensors["confidence_head.proj.weight"].shape[1] > sizes.width,
+        confidence_reads_token=has_confidence and files.size("confidence_head.proj.weight", 1) > sizes.width,
+        logit_scale=_holder(fields, nested, "output_multiplier").number("output_multiplier", 1.0, may_be_least=False),
+        logit_cap=_holder(fields, nested, "final_logit_softcapping").number("final_logit_softcapping", 0.0),
+        views=_views(fields, core, layers, rows),
+        **_correction(files, nested, rows),
+        **_local(files, nested, sizes.width, rows),
     )
     embedding = embedding_of(files, target, sizes.width)
+    if shape.correction == "selector" and (shape.draft_vocab != vocab or shape.inner > vocab):
+        raise BadHead(
+            f"{files.where}: draft_vocab_size is {shape.draft_vocab} and selector_top_k {shape.inner}; DFlash2 heads "
+            f"know all {vocab} tokens of the target, and choose among as many at most"
+        )
     head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
     tokens = read_tokens(files, shape.draft_vocab, vocab)
-    mask = files.whole("mask_token_id", among={**config, **nested}, least=0)
-    if not 0 <= mask < embedding.weight.shape[0]:
-        raise BadHead(f"{files.where}: mask_token_id is {mask}; the target has {embedding.weight.shape[0]} tokens")
-    block = BlockHead(shape, Rotary(sizes, rope_of(core), positions_of(core)), embedding, head, mask, tokens)
+    mask = mask_token(_holder(fields, nested, "mask_token_id"), ("mask_token_id",), embedding.weight.shape[0])
+    block = BlockHead(shape, rotary_of(core, sizes, rope_of(core)), embedding, head, mask, tokens)
     fill(block, files, target)
     files.check_all_taken()
     return block
 
 
+def _check_fields(fields: Fields, nested: Fields) -> None:
+    """Raise `BadHead` if there are fields of layers and laws that are not computed here."""
+    for name in REFUSED_FIELDS:
+        for one in (fields, nested):
+            if one.values.get(name):
+                raise BadHead(
+                    f"{one.where}: {one.inside}{name} is set in config.json; block heads with it cannot be read"
+                )
+    scale = _holder(fields, nested, "input_embedding_scale")
+    if scale.number("input_embedding_scale", 1.0) != 1:
+        raise scale.bad("input_embedding_scale", "1: writers differ in what else scales embeddings")
+
+
+def _holder(fields: Fields, nested: Fields, name: str) -> Fields:
+    """Return where a field is that writers put at the top or in `dflash_config`; the latter is meant if it is in both."""
+    return nested if nested.has(name) else fields
+
+
+def _correction(files: HeadFiles, nested: Fields, rows: int) -> dict[str, Any]:
+    """Return those fields of a shape that say how laws depend on the tokens above. The tensors tell which kind it is.
+
+    Args:
+        rows: number of rows of a block.
+    """
+    fields = files.fields
+    if files.has("markov_head.markov_w1.weight"):
+        kind = "vanilla"
+        if files.has("markov_head.gate_proj.weight"):
+            kind = "gated"
+        if files.has("markov_head.joint_proj.weight"):
+            kind = "rnn"
+        holder = _holder(fields, nested, "markov_head_type")
+        if holder.text("markov_head_type", kind) != kind:
+            raise holder.bad("markov_head_type", f"{kind!r}, by the tensors there are")
+        return {"correction": kind, "rank": files.size("markov_head.markov_w1.weight", 1)}
+    if files.has("domino.prefix_gru.weight_hh_l0"):
+        return {
+            "correction": "prefix",
+            "rank": files.size("domino.embed_proj.0.weight", 0),
+            "inner": files.size("domino.prefix_gru.weight_hh_l0", 1),
+            "pure_drafts": nested.whole("pure_draft_prefix_len", 0, least=0),
+        }
+    if files.has("candidate_selector.hidden_projection.weight"):
+        return {
+            "correction": "selector",
+            "rank": files.size("candidate_selector.hidden_projection.weight", 0),
+            "inner": _holder(fields, nested, "selector_top_k").whole("selector_top_k"),
+        }
+    if files.has("refiner_head.in_proj.weight"):
+        mixed = files.tensors.get("refiner_head.mix_l")
+        if mixed is not None and mixed.ndim == 3 and mixed.shape[1] != rows:
+            raise fields.bad("block_size", f"{mixed.shape[1]}, that of the tensor refiner_head.mix_l")
+        return {
+            "correction": "refiner",
+            "rank": files.size("refiner_head.in_proj.weight", 0),
+            "inner": files.size("refiner_head.mlp_gate.weight", 0),
+        }
+    return {}
+
+
+def _local(files: HeadFiles, nested: Fields, width: int, rows: int) -> dict[str, Any]:
+    """Return those fields of a shape that say how neighbouring rows of a block are mixed (DFlash2).
+
+    Args:
+        width: of the rows.
+        rows: number of rows of a block.
+    """
+    name = "layers.0.attention_conv.kernel_projection.weight"
+    if not files.has(name):
+        return {}
+    fields = files.fields
+    counted = _holder(fields, nested, "conv_kernel_size")
+    grouped = _holder(fields, nested, "conv_group_size")
+    count = counted.whole("conv_kernel_size", most=rows)
+    group = grouped.whole("conv_group_size", most=width)
+    if width % group:
+        raise grouped.bad("conv_group_size", f"a divisor of the width of the rows, {width}")
+    files.check_size(name, 0, 2 * count * (width // group), "conv_kernel_size and conv_group_size")
+    return {"local_rows": count, "local_group": group}
+
+
+def _views(fields: Fields, core: Fields, layers: int, rows: int) -> tuple[View, ...]:
+    """Return how far back the rows of each layer look; see `BlockShape.views`.
+
+    Args:
+        layers: number of layers.
+        rows: number of rows of a block.
+    """
+    if fields.has("speculators_model_type"):
+        is_dflash2 = fields.text("speculators_model_type") == "dflash2"
+        looks_ahead = fields.flag("sliding_window_non_causal", default=is_dflash2)
+        # A window ends just before the root.
+        return views_of(core, layers, lambda size: View(size + 1, is_causal=not looks_ahead))
+    views = views_of(core, layers, lambda size: View(size, from_row=True, is_causal=True))
+    if fields.has("is_causal"):
+        is_causal = fields.flag("is_causal", default=False)
+        views = tuple(view._replace(is_causal=is_causal) for view in views or (View(),) * layers)
+    if any(0 < view.within < rows for view in views):
+        raise core.bad("sliding_window", f"at least block_size, {rows}: writers differ in what a smaller one is")
+    return views
+
+
 def read_block_taps(files: HeadFiles) -> tuple[tuple[int, ...], str]:
     """Return the hidden states that a block head reads, and how they were found: speculators counts what enters layers."""
-    config = files.config
-    inputs = config.get("aux_hidden_state_layer_ids")
-    if inputs:
-        return _whole_numbers(files, inputs), "what enters these layers"
-    outputs = config.get("target_layer_ids") or (config.get("dflash_config") or {}).get("target_layer_ids")
-    if outputs:
-        return tuple(one + 1 for one in _whole_numbers(files, outputs, -1)), "what leaves the layers before these"
+    fields = files.fields
+    nested = fields.inner("dflash_config")
+    name = "aux_hidden_state_layer_ids"
+    if inputs := fields.wholes(name):
+        return inputs, f"{name}: what enters these layers"
+    name = "target_layer_ids"
+    if outputs := fields.wholes(name, least=-1) or nested.wholes(name, least=-1):
+        return tuple(one + 1 for one in outputs), f"{name}: what leaves the layers before these"
     raise BadHead(
         f"{files.where}: config.json does not say which layers' hidden states the head reads (target_layer_ids)"
     )
 
 
-def _whole_numbers(files: HeadFiles, found: Any, least: int = 0) -> tuple[int, ...]:
-    """Return a list of the configuration as integers. Raises `BadHead` if it is none."""
-    is_list = isinstance(found, list) and all(type(one) is int and one >= least for one in found)
-    if not is_list:
-        raise BadHead(f"{files.where}: the layers are {found!r} in config.json; they must be a list of integers")
-    return tuple(found)
-
-
-def _is_anchored(files: HeadFiles) -> bool:
+def _is_anchored(fields: Fields) -> bool:
     """Return whether the row of the root drafts first: in DSpark heads and all of DeepSpec's, unless they say otherwise."""
-    config = files.config
-    nested = config.get("dflash_config")
-    is_dspark = config.get("speculators_model_type") == "dspark"
-    if "speculators_model_type" not in config:
-        named = any("DSpark" in name for name in config.get("architectures") or [])
-        is_dspark = named or (nested or {}).get("projector_type") == "dspark"
-    return files.flag("sample_from_anchor", default=is_dspark)
+    nested = fields.inner("dflash_config")
+    if fields.has("speculators_model_type"):
+        is_dspark = fields.text("speculators_model_type") == "dspark"
+        return fields.flag("sample_from_anchor", default=is_dspark)
+    projector = nested.text("projector_type")
+    if projector not in PROJECTORS:
+        raise nested.bad("projector_type", f"one of {', '.join(filter(None, PROJECTORS))}, or null")
+    named = any("DSpark" in name for name in fields.texts("architectures"))
+    shifts = nested.flag("shift_label", default=False) and projector == "domino"
+    return fields.flag("sample_from_anchor", default=named or shifts or projector == "dspark")
 
 
 def _usual_name(name: str) -> str:

@@ -1,6 +1,6 @@
 """What a head keeps of one session: a trie of pairs, their keys and values, and the features of the nodes above them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.kv.trie import Feed, KVTrie
-from specbeam.heads.layers import attended
+from specbeam.heads.layers import View, attended, view_of
 from specbeam.records import Turn
 
 CHUNK = 512  # rows of a prompt that are run at once
@@ -25,10 +25,12 @@ class PairRows:
     features: Float[Tensor, "rows width"]  # of the nodes above
     states: Float[Tensor, "rows width"]  # the head's own, of the nodes above
     is_scored: Bool[Tensor, " rows"]  # whether the target has scored the node above, so that the row reads its feature
+    # The position of the first row of the draft that each is in: its own, below a scored node.
+    starts: Int64[np.ndarray, " rows"]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store keys and values of the rows; return what they and the rows above them make of the queries."""
-        return self.cache.attend(self.feed, layer, queries, keys, values)
+        return self.cache.attend(self, layer, queries, keys, values)
 
 
 class NodeCache:
@@ -171,12 +173,16 @@ class PairCache(NodeCache):
     Args:
         prompt: the tokens of the prompt.
         first: features of the prompt's tokens but the last one, float[tokens - 1, width].
+        views: see `TrunkShape.views`.
     """
 
-    def __init__(self, prompt: list[int], first: Float[Tensor, "before width"], layers: int) -> None:
+    def __init__(
+        self, prompt: list[int], first: Float[Tensor, "before width"], layers: int, views: tuple[View, ...] = ()
+    ) -> None:
         super().__init__(prompt[1:], first, np.arange(len(prompt)) < len(first))
         self.states = torch.zeros_like(self.features)  # the head's own, by local node
         self.kept = KeptRows(layers)
+        self.views = views
 
     def make_rows(self) -> None:
         """See `NodeCache.make_rows`."""
@@ -197,23 +203,38 @@ class PairCache(NodeCache):
         count = len(above) if is_ready.all() else int(is_ready.argmin())
         if count == 0:
             return None
+        nodes = np.arange(start, start + count)
         feed = trie.feed(count)
         self.kept.reserve(trie.capacity)
-        return self.rows(np.arange(start, start + count), feed)
+        return self.rows(nodes, feed)
 
     def rows(self, nodes: Int64[np.ndarray, " rows"], feed: Feed) -> PairRows:
         """Return the rows of local nodes that have been given slots, with what they read."""
         above = self.trie.parents[nodes]
         read = torch.from_numpy(above).to(self.features.device)
         is_scored = torch.from_numpy(self.is_scored[above]).to(self.features.device)
-        return PairRows(self, nodes, feed, self.features[read], self.states[read], is_scored)
+        return PairRows(self, nodes, feed, self.features[read], self.states[read], is_scored, self._starts(nodes))
 
-    def attend(self, feed: Feed, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _starts(self, nodes: Int64[np.ndarray, " rows"]) -> Int64[np.ndarray, " rows"]:
+        """Return, for local nodes, the position of the nearest on the path to each whose parent was scored."""
+        parents = self.trie.parents
+        at = nodes.copy()
+        while len(below := np.flatnonzero(~self.is_scored[parents[at]] & (parents[at] > 0))):
+            at[below] = parents[at[below]]
+        return self.trie.positions[at]
+
+    def attend(self, rows: PairRows, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store keys and values of fed rows; return what they and the rows above them make of the queries."""
+        feed = rows.feed
         self.kept.store(layer, feed.slots, keys, values)
         extent = self.trie.extent
-        seen = torch.from_numpy(np.ascontiguousarray(feed.seen[:, :extent])).to(queries.device)
-        return attended(queries, *self.kept.first(layer, extent), seen)
+        seen = feed.seen[:, :extent]
+        view = view_of(self.views, layer)
+        if view.within:
+            origins = feed.positions if view.from_row else rows.starts
+            seen = seen & (self.trie.slot_position[:extent] > origins[:, None] - view.within)
+        shown = torch.from_numpy(np.ascontiguousarray(seen)).to(queries.device)
+        return attended(queries, *self.kept.first(layer, extent), shown)
 
     def learn(self, nodes: Int64[np.ndarray, " rows"], states: Float[Tensor, "rows width"]) -> None:
         """Keep the head's states of local nodes."""
@@ -294,11 +315,12 @@ class ModuleCache(PairCache):
                 return self.rows(start + np.flatnonzero(gets_row), chosen)
         return None
 
-    def attend(self, feed: Feed, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, rows: PairRows, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `PairCache.attend`: slots without rows are not seen."""
+        feed = rows.feed
         seen = feed.seen & self.has_row[: feed.seen.shape[1]]
         shown = Feed(feed.tokens, feed.positions, feed.slots, seen)
-        return super().attend(shown, layer, queries, keys, values)
+        return super().attend(replace(rows, feed=shown), layer, queries, keys, values)
 
 
 class ModulesCache:
@@ -367,42 +389,35 @@ class ModulesCache:
         cache.give(at[kept], features[torch.from_numpy(kept).to(features.device)])
 
 
-@dataclass(frozen=True, eq=False)
-class ContextRows:
-    """Nodes of a session that the target has scored, and whose keys and values a pass of the head computes."""
+class RootCache(NodeCache):
+    """A cache of a head that drafts a whole block of rows below each root: the nearest node above that was not scored.
 
-    cache: "ContextCache"
-    feed: Feed
-    features: Float[Tensor, "rows width"]
-
-
-class ContextCache(NodeCache):
-    """What a block head keeps of one session: keys and values of the features of scored nodes, and the blocks of a turn.
+    Stored nodes are those that the target has scored. A block is there for one turn.
 
     Args:
-        prompt: the tokens of the prompt.
-        first: features of the prompt's tokens but the last one, float[tokens - 1, width].
+        prompt: the tokens of the trie at first.
+        first: features of the first local nodes.
+        is_scored: which local nodes have such a feature, see `NodeCache`.
+        views: how far back the rows of each layer look.
     """
 
-    def __init__(self, prompt: list[int], first: Float[Tensor, "before width"], layers: int) -> None:
-        nodes = np.arange(len(prompt) + 1)
-        super().__init__(prompt, first, (nodes > 0) & (nodes <= len(first)))
+    def __init__(
+        self,
+        prompt: list[int],
+        first: Float[Tensor, "before width"],
+        is_scored: Bool[np.ndarray, " all"],
+        layers: int,
+        views: tuple[View, ...] = (),
+    ) -> None:
+        super().__init__(prompt, first, is_scored)
         self.kept = KeptRows(layers)
+        self.views = views
         self.blocks: dict[int, Tensor] = {}  # float[rows, width] by the local node of the root, of this turn
 
     def take(self, at: Int64[Tensor, " left"]) -> None:
         """See `NodeCache.take`."""
         super().take(at)
         self.blocks = {}
-
-    def next_context(self) -> ContextRows | None:
-        """Give slots to the next pending nodes that the target has scored, and return them; None if none is left."""
-        start = self.trie.stored
-        feed = self.store_scored(CHUNK)
-        if len(feed) == 0:
-            return None
-        self.kept.reserve(self.trie.capacity)
-        return ContextRows(self, feed, self.features[start : start + len(feed)])
 
     def root_above(self, node: int) -> tuple[int, int]:
         """Return the first local node on the path to `node` that the target has not scored, and how far above it is."""
@@ -414,23 +429,174 @@ class ContextCache(NodeCache):
             far += 1
         return node, far
 
+    def seen_by_blocks(
+        self, roots: Int64[np.ndarray, " blocks"], count: int, view: View
+    ) -> Bool[np.ndarray, "all seen"]:
+        """Return what the rows of blocks look at: the slots of nodes above their root, and all rows of all blocks.
+
+        Args:
+            count: number of rows of a block.
+        """
+        blocks = len(roots)
+        extent = self.trie.extent
+        above = self.trie.seen[self.trie.parents[roots], :extent]
+        seen = np.zeros((blocks, count, extent + blocks * count), dtype=bool)
+        seen[:, :, :extent] = above[:, None]
+        if view.within:
+            origins = self.trie.positions[roots][:, None] + np.arange(count) * view.from_row
+            seen[:, :, :extent] &= self.trie.slot_position[:extent] > origins[:, :, None] - view.within
+        within = np.tri(count, dtype=bool) if view.is_causal else np.ones((count, count), dtype=bool)
+        for block in range(blocks):
+            start = extent + block * count
+            seen[block, :, start : start + count] = within
+        return seen.reshape(blocks * count, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class ContextRows:
+    """Nodes of a session that the target has scored, and whose keys and values a pass of the head computes."""
+
+    cache: "ContextCache"
+    feed: Feed
+    features: Float[Tensor, "rows width"]
+
+
+class ContextCache(RootCache):
+    """What a block head keeps of one session: keys and values of the features of scored nodes, and the blocks of a turn.
+
+    Args:
+        prompt: the tokens of the prompt.
+        first: features of the prompt's tokens but the last one, float[tokens - 1, width].
+        views: see `BlockShape.views`.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        first: Float[Tensor, "before width"],
+        layers: int,
+        views: tuple[View, ...] = (),
+    ) -> None:
+        nodes = np.arange(len(prompt) + 1)
+        super().__init__(prompt, first, (nodes > 0) & (nodes <= len(first)), layers, views)
+        # What the children of local nodes get of the head's correction, of this turn.
+        self.carried: dict[int, Tensor] = {}
+
+    def take(self, at: Int64[Tensor, " left"]) -> None:
+        """See `NodeCache.take`."""
+        super().take(at)
+        self.carried = {}
+
+    def to_correct(self, nodes: Int64[np.ndarray, " nodes"], carries: bool) -> dict[int, tuple[int, int]]:
+        """Return which nodes a correction goes over to reach `nodes`: by local node its root, and how far above that is.
+
+        Args:
+            carries: whether a node needs what its parent hands down.
+        """
+        parents = self.trie.parents
+        found = {}
+        for node in nodes.tolist():
+            root, far = self.root_above(node)
+            while node not in found:
+                found[node] = root, far
+                node = int(parents[node])
+                far -= 1
+                if far < 0 or not carries or node in self.carried:
+                    break
+        return found
+
+    def next_context(self) -> ContextRows | None:
+        """Give slots to the next pending nodes that the target has scored, and return them; None if none is left."""
+        start = self.trie.stored
+        feed = self.store_scored(CHUNK)
+        if len(feed) == 0:
+            return None
+        self.kept.reserve(self.trie.capacity)
+        return ContextRows(self, feed, self.features[start : start + len(feed)])
+
     def attend_blocks(
         self, roots: Int64[np.ndarray, " blocks"], layer: int, queries: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Return what the rows of blocks, float[blocks, rows, heads, size], make of the nodes above and of each other."""
         blocks, count = queries.shape[:2]
         extent = self.trie.extent
-        above = self.trie.seen[self.trie.parents[roots], :extent]
-        seen = np.zeros((blocks, count, extent + blocks * count), dtype=bool)
-        seen[:, :, :extent] = above[:, None]
-        for block in range(blocks):
-            start = extent + block * count
-            seen[block, :, start : start + count] = True
         kept_keys, kept_values = self.kept.first(layer, extent)
         every_key = torch.cat([kept_keys, keys.flatten(0, 1)])
         every_value = torch.cat([kept_values, values.flatten(0, 1)])
-        shown = torch.from_numpy(seen.reshape(blocks * count, -1)).to(queries.device)
+        seen = self.seen_by_blocks(roots, count, view_of(self.views, layer))
+        shown = torch.from_numpy(seen).to(queries.device)
         return attended(queries.flatten(0, 1), every_key, every_value, shown).unflatten(0, (blocks, count))
+
+
+@dataclass(frozen=True, eq=False)
+class MaskRows:
+    """Rows of a session that a pass of the head computes: pairs of scored nodes, and below roots a pair and masks each."""
+
+    cache: "MaskCache"
+    feed: Feed  # of the scored nodes
+    read: Float[Tensor, "rows width"]  # the features of the nodes above these
+    roots: Int64[np.ndarray, " blocks"]  # local nodes
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Store keys and values of scored nodes; return what all rows and those above them make of the queries."""
+        return self.cache.attend(self, layer, queries, keys, values)
+
+
+class MaskCache(RootCache):
+    """The rows of one session in a pair trunk with mask rows.
+
+    Stored are the rows of pairs, as in a `PairCache`, of nodes that the target has scored. The block of a root is the row of
+    its own pair, and mask rows after it, each of which looks at those before.
+
+    Args:
+        prompt: the tokens of the prompt.
+        first: features of the prompt's tokens but the last one, float[tokens - 1, width].
+        views: see `TrunkShape.views`.
+    """
+
+    def __init__(
+        self,
+        prompt: list[int],
+        first: Float[Tensor, "before width"],
+        layers: int,
+        views: tuple[View, ...] = (),
+    ) -> None:
+        super().__init__(prompt[1:], first, np.arange(len(prompt)) < len(first), layers, views)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are scored nodes without a row."""
+        trie = self.trie
+        return trie.pending > 0 and bool(self.is_scored[trie.stored])
+
+    def next_rows(self) -> tuple[Feed, Float[Tensor, "rows width"]]:
+        """Give slots to the next pending nodes that the target has scored; return them, and the features that they read."""
+        start = self.trie.stored
+        feed = self.store_scored(CHUNK)
+        self.kept.reserve(self.trie.capacity)
+        above = self.trie.parents[start : start + len(feed)]
+        return feed, self.features[torch.from_numpy(above).to(self.features.device)]
+
+    def attend(self, rows: MaskRows, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `MaskRows.attend`: rows of scored nodes come first, then those of the blocks."""
+        feed = rows.feed
+        stored = len(feed)
+        self.kept.store(layer, feed.slots, keys[:stored], values[:stored])
+        extent = self.trie.extent
+        view = view_of(self.views, layer)
+        of_feed = feed.seen[:, :extent]
+        if view.within:
+            of_feed = of_feed & (self.trie.slot_position[:extent] > feed.positions[:, None] - view.within)
+        drafted = len(queries) - stored
+        seen = np.zeros((stored + drafted, extent + drafted), dtype=bool)
+        seen[:stored, :extent] = of_feed
+        if drafted:
+            count = drafted // len(rows.roots)
+            seen[stored:] = self.seen_by_blocks(rows.roots, count, view._replace(is_causal=True))
+        kept_keys, kept_values = self.kept.first(layer, extent)
+        every_key = torch.cat([kept_keys, keys[stored:]])
+        every_value = torch.cat([kept_values, values[stored:]])
+        return attended(queries, every_key, every_value, torch.from_numpy(seen).to(queries.device))
 
 
 class StateCache(NodeCache):

@@ -1,25 +1,34 @@
-"""Readers of EAGLE heads: EAGLE-1, EAGLE-2 and HASS, and EAGLE-3 as its five writers store it.
+"""Readers of EAGLE heads: EAGLE-1, EAGLE-2 and HASS, EAGLE-3 as its five writers store it, and P-EAGLE.
 
 The writers differ in names, in defaults, and in how they number the hidden states that a head reads. A wrong reading changes
 no law, it only makes worse drafts.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from specbeam.engines.eligibility import layers_of
 from specbeam.errors import BadHead
+from specbeam.heads.fields import Fields, listed
 from specbeam.heads.files import HeadFiles
-from specbeam.heads.layers import LayerSizes, Rotary
+from specbeam.heads.layers import BASE, Rotary, View
+from specbeam.heads.masked import MaskTrunk
 from specbeam.heads.reading import (
+    MOST_ROWS,
     check_taps,
     embedding_of,
     fill,
     head_of,
+    layer_count,
     layer_sizes,
+    mask_token,
     own_head,
-    positions_of,
     rope_of,
+    rotary_of,
+    views_of,
     width_of,
 )
 from specbeam.heads.trunk import PairTrunk, TrunkShape
@@ -30,16 +39,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REFUSED = ("kv_a_proj_with_mqa", "parallel_draft_heads")  # parts of names of heads that cannot be read
+MASK_ROWS = 8  # of a P-EAGLE block, the row of the pair included, where its files do not say: as speculators trains it
 
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Return whether files with this configuration and these tensors hold an EAGLE-3 head."""
     return (
         config.get("speculators_model_type") == "eagle3"
-        or any("Eagle3" in name for name in config.get("architectures") or [])
+        or any("Eagle3" in name for name in listed(config.get("architectures")))
         or any(name.startswith("midlayer.") for name in names)
         or "layers.0.hidden_norm.weight" in names
     )
+
+
+def is_peagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return whether files with this configuration and these tensors hold a P-EAGLE head."""
+    return config.get("speculators_model_type") == "peagle" or "mask_hidden" in names
 
 
 def is_eagle(names: Collection[str]) -> bool:
@@ -49,26 +64,30 @@ def is_eagle(names: Collection[str]) -> bool:
 
 def read_eagle(files: HeadFiles, target: "PreTrainedModel") -> PairTrunk:
     """Return an EAGLE-1, EAGLE-2 or HASS head; they are of one format. Raises `BadHead` if it cannot be read."""
-    config = files.config
+    fields = files.fields
     width = width_of(target)
-    if files.number("hidden_size") != width:
-        raise BadHead(f"{files.where} has rows of {config['hidden_size']}, and the target's are of {width}")
-    has_bias = files.flag("bias", default=files.has("fc.bias"))
-    heads = files.whole("num_attention_heads")
-    sizes = LayerSizes(
-        width=width,
-        reads=width,
-        heads=heads,
-        kv_heads=files.whole("num_key_value_heads", heads),
-        head_size=width // heads,
-        inner=files.whole("intermediate_size"),
-        eps=float(files.number("rms_norm_eps", 1e-6)),
-        has_bias=files.flag("qkv_bias", default=False),
+    if fields.whole("hidden_size") != width:
+        raise fields.bad("hidden_size", f"that of the target, {width}")
+    heads = fields.whole("num_attention_heads")
+    if width % heads:
+        raise fields.bad("num_attention_heads", f"a divisor of hidden_size, {width}")
+    # Heads of this kind are as wide as their share of the row, whatever else is stated.
+    core = Fields(files.where, {**files.config, "head_dim": width // heads})
+    sizes = layer_sizes(files, core)
+    has_bias = fields.flag("bias", default=files.has("fc.bias"))
+    if fields.flag("qkv_bias", default=sizes.has_bias) != sizes.has_bias:
+        raise fields.bad("qkv_bias", f"{str(sizes.has_bias).lower()}, by the tensors there are")
+    shape = TrunkShape(
+        sizes=sizes,
+        layers=layer_count(files, fields, 1),
+        taps=(FINAL,),
+        target_width=width,
+        pairs="projection",
+        draft_vocab=head_of(target).weight.shape[0],
+        joins_bias=has_bias,
+        norms_output=False,
     )
-    layers = files.whole("num_hidden_layers", 1)
-    vocab = head_of(target).weight.shape[0]
-    shape = TrunkShape(sizes, layers, (FINAL,), width, "projection", vocab, joins_bias=has_bias, norms_output=False)
-    rotary = Rotary(sizes, _rope_of_eagle(config), positions_of(config))
+    rotary = rotary_of(fields, sizes, _rope_of_eagle(fields))
     trunk = PairTrunk(shape, rotary, embedding_of(files, target, width), head_of(target))
     fill(trunk, files, target)
     files.check_all_taken()
@@ -83,41 +102,92 @@ def read_eagle3(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ..
 
     Raises `BadHead` if it cannot be read.
     """
-    files.tensors = {name.replace("midlayer.", "layers.0."): one for name, one in files.tensors.items()}
-    if known := [name for name in files.tensors if any(part in name for part in REFUSED)]:
-        raise BadHead(f"{files.where} holds {known[0]}; heads with latent attention or parallel heads cannot be read")
-    config = files.config
-    core: Mapping[str, Any] = config.get("transformer_layer_config") or config
-    width = width_of(target)
-    states = files.tensors["fc.weight"].shape[1] if files.has("fc.weight") else 0
-    chosen, how = (taps, "as asked for") if taps is not None else read_taps(config, target, states // width)
-    check_taps(files, target, chosen, how)
-    sizes = layer_sizes(files, core)
-    is_speculators = "speculators_model_type" in config
-    shape = TrunkShape(
-        sizes=sizes,
-        layers=files.whole("num_hidden_layers", 1, core),
-        taps=chosen,
-        target_width=width,
-        pairs="attention",
-        draft_vocab=files.whole("draft_vocab_size", files.number("vocab_size", among=core)),
-        joins_bias="fc.bias" in files.tensors,
-        norms_features=_norms_of_features(files),
-        norms_residual=files.flag("norm_before_residual", default=False),
-        # SpecForge's field of the same name says something else: its heads feed back states before the norm.
-        feeds_normed=is_speculators and files.flag("norm_output", default=False),
-    )
-    rotary = Rotary(sizes, rope_of(core), positions_of(core))
-    embedding = embedding_of(files, target, sizes.width)
-    head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
-    tokens = read_tokens(files, shape.draft_vocab, head_of(target).weight.shape[0])
-    trunk = PairTrunk(shape, rotary, embedding, head, tokens)
+    parts = _parts_of(files, target, taps, View)
+    trunk = PairTrunk(parts.shape, parts.rotary, parts.embedding, parts.head, parts.tokens)
     fill(trunk, files, target)
     files.check_all_taken()
     return trunk
 
 
-def read_taps(config: Mapping[str, Any], target: "PreTrainedModel", count: int) -> tuple[tuple[int, ...], str]:
+def read_peagle(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None = None) -> MaskTrunk:
+    """Return a P-EAGLE head; see `read_eagle3`.
+
+    Writers name the mask token in three ways, and store the learnt state of mask rows in one to three dimensions.
+    """
+    parts = _parts_of(files, target, taps, lambda size: View(size, from_row=True))
+    vocab = parts.embedding.weight.shape[0]
+    mask = mask_token(files.fields, ("mask_token_id", "pard_token", "ptd_token_id"), vocab)
+    proposal = files.fields.inner("speculators_config").first_of("proposal_methods")
+    rows = proposal.whole("speculative_tokens", MASK_ROWS, most=MOST_ROWS)
+    trunk = MaskTrunk(parts.shape, parts.rotary, parts.embedding, parts.head, mask, rows, parts.tokens)
+    states = trunk.states_size
+    if files.has("mask_hidden") and files.tensors["mask_hidden"].numel() == states:
+        files.tensors["mask_hidden"] = files.tensors["mask_hidden"].reshape(1, 1, states)
+    fill(trunk, files, target)
+    files.check_all_taken()
+    return trunk
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a trunk that reads pairs by attention is made from."""
+
+    shape: TrunkShape
+    rotary: Rotary
+    embedding: Any
+    head: Any
+    tokens: Tensor | None
+
+
+def _parts_of(
+    files: HeadFiles,
+    target: "PreTrainedModel",
+    taps: tuple[int, ...] | None,
+    window: Callable[[int], View],
+) -> _Parts:
+    """Return the parts of an EAGLE-3 head, and take those tensors that are not weights of the trunk.
+
+    Args:
+        window: what a window of a number of positions is.
+    """
+    files.tensors = {name.replace("midlayer.", "layers.0."): one for name, one in files.tensors.items()}
+    if known := [name for name in files.tensors if any(part in name for part in REFUSED)]:
+        raise BadHead(f"{files.where} holds {known[0]}; heads with latent attention or parallel heads cannot be read")
+    fields = files.fields
+    core = fields.inner("transformer_layer_config") if fields.has("transformer_layer_config") else fields
+    width = width_of(target)
+    states = files.size("fc.weight", 1) if files.has("fc.weight") else 0
+    chosen, how = (taps, "as asked for") if taps is not None else read_taps(fields, target, states // width)
+    check_taps(files, target, chosen, how)
+    if fields.whole("target_hidden_size", width) != width:
+        raise fields.bad("target_hidden_size", f"the width of the target, {width}")
+    sizes = layer_sizes(files, core)
+    files.check_size("fc.weight", 0, sizes.width, f"{core.inside}hidden_size")
+    layers = layer_count(files, core, 1)
+    is_speculators = fields.has("speculators_model_type")
+    vocab = core.whole("vocab_size", head_of(target).weight.shape[0])
+    shape = TrunkShape(
+        sizes=sizes,
+        layers=layers,
+        taps=chosen,
+        target_width=width,
+        pairs="attention",
+        draft_vocab=fields.whole("draft_vocab_size", vocab),
+        joins_bias="fc.bias" in files.tensors,
+        norms_features=_norms_of_features(files),
+        norms_residual=fields.flag("norm_before_residual", default=False),
+        # SpecForge's field of the same name says something else: its heads feed back states before the norm.
+        feeds_normed=fields.flag("norm_output", default=False) and is_speculators,
+        views=views_of(core, layers, window),
+    )
+    rotary = rotary_of(core, sizes, rope_of(core))
+    embedding = embedding_of(files, target, sizes.width)
+    head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
+    tokens = read_tokens(files, shape.draft_vocab, head_of(target).weight.shape[0])
+    return _Parts(shape, rotary, embedding, head, tokens)
+
+
+def read_taps(fields: Fields, target: "PreTrainedModel", count: int) -> tuple[tuple[int, ...], str]:
     """Return the hidden states that a head reads, and how they were found.
 
     Some writers number what enters a layer, and others what leaves it. Where a field is used by both, the default of all
@@ -128,30 +198,40 @@ def read_taps(config: Mapping[str, Any], target: "PreTrainedModel", count: int) 
     """
     total = len(layers_of(target))
     default = (2, total // 2, total - 3)
-    named = config.get("eagle_aux_hidden_state_layer_ids")
-    if named and "speculators_model_type" in config:
-        return tuple(map(int, named)), "what enters these layers"
-    after = config.get("target_layer_ids")
-    nested = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if not after and nested and tuple(nested) == default:
-        return default, "what enters these layers, as the default of all writers"
-    after = after or nested or named
-    if after:
-        return tuple(int(one) + 1 for one in after), "what leaves the layers before these"
+    name = "eagle_aux_hidden_state_layer_ids"
+    named = fields.wholes(name)
+    if named and fields.has("speculators_model_type"):
+        return named, f"{name}: what enters these layers"
+    after = fields.wholes("target_layer_ids", least=-1)
+    nested = fields.inner("eagle_config").wholes(name, least=-1)
+    if not after and nested == default:
+        return default, f"eagle_config.{name}: what enters these layers, as the default of all writers"
+    if found := after or nested or named:
+        stated = "target_layer_ids" if after else f"eagle_config.{name}" if nested else name
+        return tuple(one + 1 for one in found), f"{stated}: what leaves the layers before these"
     if count in (0, 3):
         return default, "the default of all writers"
-    raise BadHead(f"the head reads {count} hidden states, and its config.json does not say which layers they enter")
+    raise BadHead(
+        f"{fields.where} reads {count} hidden states, and its config.json does not say which layers they enter ({name})"
+    )
 
 
 def _norms_of_features(files: HeadFiles) -> str:
-    """Return how hidden states are normed before they become a feature; the tensors tell."""
+    """Return how hidden states are normed before they become a feature; the tensors tell, and fields must not differ."""
+    fields = files.fields
+    found = "no"
+    if "fc_norm.0.weight" in files.tensors:
+        found = "each"
     if "input_norm.weight" in files.tensors:
-        return "all"
-    return "each" if "fc_norm.0.weight" in files.tensors else "no"
+        found = "all"
+    for name, kind in (("norm_before_fc", "all"), ("fc_norm", "each")):
+        if fields.flag(name, default=found == kind) != (found == kind):
+            raise fields.bad(name, f"{str(found == kind).lower()}, by the tensors there are")
+    return found
 
 
-def _rope_of_eagle(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_of_eagle(fields: Fields) -> dict[str, Any]:
     """Return the parameters of the positions of an EAGLE-1 head: its writer takes 10000 whenever they are scaled."""
-    if config.get("rope_scaling"):
-        return rope_of({"rope_scaling": config["rope_scaling"]})
-    return rope_of(config)
+    if fields.has("rope_scaling"):
+        return {**rope_of(Fields(fields.where, {"rope_scaling": fields.values["rope_scaling"]})), "rope_theta": BASE}
+    return rope_of(fields)

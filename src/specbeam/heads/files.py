@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from specbeam.errors import BadHead, MissingFile
+from specbeam.heads.fields import Fields
 
 TENSOR_FILES = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
 _TOLD = 6  # names that an error lists
@@ -52,41 +53,32 @@ class HeadFiles:
                 f"{self.where} holds tensors that are not known: {_some(self.tensors)}; heads of this kind cannot be read"
             )
 
-    def number(self, name: str, default: float | None = None, among: Mapping[str, Any] | None = None) -> Any:
-        """Return a number of the configuration. Raises `BadHead` if it is missing, or no number.
+    @property
+    def fields(self) -> Fields:
+        """What its config.json holds, read with checks."""
+        return Fields(self.where, self.config)
+
+    def size(self, name: str, axis: int) -> int:
+        """Return how many rows (axis 0) or columns (axis 1) a matrix has. Raises `BadHead` if there is no such matrix."""
+        if name not in self.tensors:
+            raise BadHead(f"{self.where} has no tensor {name}; it has {_some(self.tensors)}")
+        found = self.tensors[name]
+        if found.ndim != 2:
+            raise BadHead(f"{self.where}: {name} is {[*found.shape]}; it must be a matrix")
+        return found.shape[axis]
+
+    def check_size(self, name: str, axis: int, stated: int, by: str) -> None:
+        """Raise `BadHead` unless a matrix has as many rows (axis 0) or columns (axis 1) as is stated.
+
+        Sizes are checked before a head of these sizes is made, which may not fit in memory.
 
         Args:
-            default: taken if it is missing or null; None: it must be there.
-            among: where to look; None: at the top of the configuration.
+            by: the fields that state it.
         """
-        found = (self.config if among is None else among).get(name)
-        if found is None:
-            found = default
-        if found is None:
-            raise BadHead(f"{self.where}: config.json has no {name}")
-        if isinstance(found, bool) or not isinstance(found, (int, float)):
-            raise BadHead(f"{self.where}: {name} is {found!r} in config.json; it must be a number")
-        return found
-
-    def whole(
-        self, name: str, default: int | None = None, among: Mapping[str, Any] | None = None, least: int = 1
-    ) -> int:
-        """Return an integer of the configuration; see `number`. Raises `BadHead` if it is none, or below `least`."""
-        found = self.number(name, default, among)
-        if found != int(found) or found < least:
-            raise BadHead(
-                f"{self.where}: {name} is {found!r} in config.json; it must be an integer of at least {least}"
-            )
-        return int(found)
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Return a flag of the configuration. Raises `BadHead` if it is neither true, false nor missing."""
-        found = self.config.get(name)
-        if found is None:
-            return default
-        if not isinstance(found, bool):
-            raise BadHead(f"{self.where}: {name} is {found!r} in config.json; it must be true or false")
-        return found
+        found = self.size(name, axis)
+        if found != stated:
+            what = "rows" if axis == 0 else "columns"
+            raise BadHead(f"{self.where}: {name} has {found} {what}, and {stated} by {by} in config.json")
 
 
 def _some(names: Mapping[str, Any]) -> str:

@@ -1,12 +1,13 @@
 """What all heads are: modules that draft from hidden states of a target."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from specbeam.heads.layers import View
 from specbeam.heads.trees import ScoredTrees
 from specbeam.records import FINAL
 
@@ -99,6 +100,19 @@ def described_rope(rope: Mapping[str, Any]) -> str:
     """Return the positions of a head, as people read it."""
     scaling = "" if rope["rope_type"] == "default" else f", scaled ({rope['rope_type']})"
     return f"rotated, base {rope['rope_theta']:g}{scaling}"
+
+
+def described_views(views: Sequence[View]) -> dict[str, str]:
+    """Return how far back the rows of layers look, as people read it; nothing if all of them look everywhere."""
+    if not any(view.within or view.is_causal for view in views):
+        return {}
+    layers = []
+    for number, view in enumerate(views):
+        origin = "each row" if view.from_row else "the first row of a draft"
+        window = f"a window of {view.within} from {origin}" if view.within else "everything above"
+        causal = ", rows of a block those before them" if view.is_causal else ""
+        layers.append(f"layer {number} {window}{causal}")
+    return {"looks at": "; ".join(layers)}
 
 
 def wanted_below(trees: ScoredTrees, wanted: Bool[Tensor, "rows length"], depth: int) -> Int64[Tensor, " nodes"]:

@@ -6,7 +6,7 @@ drafting in a tree and training on whole texts run the same layers.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -17,6 +17,21 @@ from torch.nn import functional
 # float[... rows, kv_heads, size], and returns float[... rows, heads, size].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 BASE = 10000.0  # of the positions, where a file does not say: never that of the target
+
+
+class View(NamedTuple):
+    """How far back the rows of a layer look."""
+
+    within: int = (
+        0  # positions: a row looks at those above that are fewer than this before where it counts from; 0: all
+    )
+    from_row: bool = False  # whether it counts from its own position, and not from that of the first row of its draft
+    is_causal: bool = False  # whether a row of a block looks at the rows of the block before it only
+
+
+def view_of(views: tuple[View, ...], layer: int) -> View:
+    """Return how far back the rows of a layer look: everywhere, if nothing is stated."""
+    return views[layer] if views else View()
 
 
 @dataclass(frozen=True)
@@ -177,6 +192,66 @@ class DecoderLayer(nn.Module):
         x = x + self.self_attn(self.input_layernorm(x), angles, layer, attend)
         after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return after
+
+
+class LocalMixing(nn.Module):
+    """Two sums of neighbouring rows of a block, by weights that depend on the row: before a part of a layer, and after.
+
+    Args:
+        width: of the rows.
+        count: number of rows in a sum: a row itself, and those just before it in its block.
+        group: number of columns that share what depends on the row.
+    """
+
+    def __init__(self, width: int, count: int, group: int) -> None:
+        super().__init__()
+        self.count = count
+        self.group = group
+        self.base_kernel = nn.Parameter(torch.zeros(2, count, width))
+        self.kernel_projection = nn.Linear(width, 2 * count * (width // group), bias=False)
+
+    def weights(self, x: Float[Tensor, "*blocks rows width"]) -> Float[Tensor, "*blocks rows 2 count width"]:
+        """Return the weights of both sums, from the rows that the first of them adds up."""
+        changes = self.kernel_projection(x).unflatten(-1, (2, self.count, -1))
+        made: Tensor = self.base_kernel + changes.repeat_interleave(self.group, -1)
+        return made
+
+    def mixed(
+        self, x: Float[Tensor, "*blocks rows width"], weights: Float[Tensor, "*blocks rows count width"]
+    ) -> Float[Tensor, "*blocks rows width"]:
+        """Return the sums."""
+        total = torch.zeros_like(x)
+        for back in range(self.count):
+            earlier = functional.pad(x, (0, 0, back, 0))[..., : x.shape[-2], :]
+            total = total + weights[..., back, :] * earlier
+        return total
+
+
+class LocalLayer(DecoderLayer):
+    """A layer of a Llama, around whose parts neighbouring rows of a block are mixed (DFlash2).
+
+    Args:
+        count: see `LocalMixing`.
+        group: see `LocalMixing`.
+    """
+
+    def __init__(self, sizes: LayerSizes, count: int, group: int) -> None:
+        super().__init__(sizes)
+        self.attention_conv = LocalMixing(sizes.width, count, group)
+        self.mlp_conv = LocalMixing(sizes.width, count, group)
+
+    def forward(
+        self, x: Float[Tensor, "*blocks rows width"], angles: Any, layer: int, attend: Attend
+    ) -> Float[Tensor, "*blocks rows width"]:
+        """Return the rows after the layer."""
+        normed = self.input_layernorm(x)
+        before, after = self.attention_conv.weights(normed).unbind(-3)
+        added = self.self_attn(self.attention_conv.mixed(normed, before), angles, layer, attend)
+        x = x + self.attention_conv.mixed(added, after)
+        normed = self.post_attention_layernorm(x)
+        before, after = self.mlp_conv.weights(normed).unbind(-3)
+        added = self.mlp(self.mlp_conv.mixed(normed, before))
+        return x + self.mlp_conv.mixed(added, after)
 
 
 class PairLayer(nn.Module):

@@ -16,9 +16,20 @@ from torch import Tensor
 from specbeam.core.forest import Forest
 from specbeam.errors import NotSupported
 from specbeam.heads.block import BlockHead
-from specbeam.heads.cache import ContextCache, ContextRows, ModulesCache, NodeCache, PairCache, PairRows, StateCache
+from specbeam.heads.cache import (
+    ContextCache,
+    ContextRows,
+    MaskCache,
+    MaskRows,
+    ModulesCache,
+    NodeCache,
+    PairCache,
+    PairRows,
+    StateCache,
+)
 from specbeam.heads.feature import FeatureHead
 from specbeam.heads.head import Head
+from specbeam.heads.masked import MaskTrunk
 from specbeam.heads.modules import ModulesInARow
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import checked_needs
@@ -160,7 +171,8 @@ class TrunkLM(HeadLM):
 
     def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> PairCache:
         """See `HeadLM.new_cache`."""
-        return PairCache(prompt, features, self.head.shape.layers)
+        shape = self.head.shape
+        return PairCache(prompt, features, shape.layers, shape.views)
 
     def logits(
         self, caches: list[PairCache], wanted: list[Int64[np.ndarray, " _"]]
@@ -239,18 +251,92 @@ class ModulesLM(HeadLM):
                 cache.hand_on(number, rows.nodes, module.fed_back(states))
 
 
+class MaskLM(HeadLM):
+    """A pair trunk with mask rows as a draft model.
+
+    One pass makes the rows of the nodes that were scored since, and the blocks of all roots. Drafts deeper than a block get
+    the law of its last row.
+    """
+
+    head: MaskTrunk
+
+    def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> MaskCache:
+        """See `HeadLM.new_cache`."""
+        shape = self.head.shape
+        return MaskCache(prompt, features, shape.layers, shape.views)
+
+    def logits(
+        self, caches: list[MaskCache], wanted: list[Int64[np.ndarray, " _"]]
+    ) -> list[Float[Tensor, "_ draft_vocab"]]:
+        """See `HeadLM.logits`: nodes at the same depth below a root have the same law."""
+        no_roots = np.zeros(0, dtype=np.int64)
+        fed = [cache.next_rows() for cache in caches]
+        while any(cache.is_behind for cache in caches):
+            self._run([MaskRows(cache, *rows, no_roots) for cache, rows in zip(caches, fed, strict=True)])
+            fed = [cache.next_rows() for cache in caches]
+        places = []
+        rows = []
+        for cache, nodes, (feed, read) in zip(caches, wanted, fed, strict=True):
+            found = [cache.root_above(node) for node in nodes.tolist()]
+            missing = sorted({root for root, _ in found} - cache.blocks.keys())
+            places.append(found)
+            rows.append(MaskRows(cache, feed, read, np.array(missing, dtype=np.int64)))
+        self._run(rows)
+        return [self._at(cache, each) for cache, each in zip(caches, places, strict=True)]
+
+    def _at(self, cache: MaskCache, places: list[tuple[int, int]]) -> Float[Tensor, "nodes draft_vocab"]:
+        """Return the logits at nodes, given the root of each and how far above it is."""
+        if not places:
+            return torch.zeros(0, self.head.shape.draft_vocab, device=self.device)
+        states = [cache.blocks[root][min(far, self.head.rows - 1)] for root, far in places]
+        return self.head.logits(torch.stack(states))
+
+    def _run(self, rows: list[MaskRows]) -> None:
+        """Compute the head's states of some rows of each session, in one pass, and keep those of blocks."""
+        rows = [one for one in rows if len(one.feed) + len(one.roots)]
+        if not rows:
+            return
+        self.passes += 1
+        tokens = []
+        given = []
+        positions = []
+        sizes = []
+        for one in rows:
+            trie = one.cache.trie
+            above = torch.from_numpy(trie.parents[one.roots]).to(self.device)
+            of_roots = self.head.read_by(
+                torch.from_numpy(trie.tokens[one.roots]).to(self.device),
+                one.cache.features[above],
+                torch.from_numpy(trie.positions[one.roots]).to(self.device),
+            )
+            tokens += [torch.from_numpy(one.feed.tokens).to(self.device), of_roots[0].flatten()]
+            given += [one.read, of_roots[1].flatten(0, 1)]
+            positions += [torch.from_numpy(one.feed.positions).to(self.device), of_roots[2].flatten()]
+            sizes.append(len(one.feed) + of_roots[0].numel())
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            parts = zip(rows, queries.split(sizes), keys.split(sizes), values.split(sizes), strict=True)
+            return torch.cat([one.attend(layer, q, k, v) for one, q, k, v in parts])
+
+        states = self.head(torch.cat(tokens), torch.cat(given), torch.cat(positions), attend)
+        for one, made in zip(rows, states.split(sizes), strict=True):
+            blocks = made[len(one.feed) :].unflatten(0, (len(one.roots), self.head.rows))
+            one.cache.blocks.update(zip(one.roots.tolist(), blocks, strict=True))
+
+
 class BlockLM(HeadLM):
     """A block head as a draft model.
 
-    One pass makes the blocks of all roots of a turn; the laws of further nodes cost a row of the last matrix each. Drafts
-    deeper than a block get the law of its last row.
+    One pass makes the blocks of all roots of a turn; the laws of further nodes cost a row of the last matrix each, and the
+    step of a correction. Drafts deeper than a block have the last row of it.
     """
 
     head: BlockHead
 
     def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> ContextCache:
         """See `HeadLM.new_cache`."""
-        return ContextCache(prompt, features, self.head.shape.layers)
+        shape = self.head.shape
+        return ContextCache(prompt, features, shape.layers, shape.views)
 
     def logits(
         self, caches: list[ContextCache], wanted: list[Int64[np.ndarray, " _"]]
@@ -258,22 +344,50 @@ class BlockLM(HeadLM):
         """See `HeadLM.logits`."""
         while pending := [found for cache in caches if (found := cache.next_context())]:
             self._store(pending)
-        places = []
-        for cache, nodes in zip(caches, wanted, strict=True):
-            places.append([cache.root_above(node) for node in nodes.tolist()])
-        self._make_blocks(caches, [{root for root, _ in each} for each in places])
-        return [self._at(cache, nodes, each) for cache, nodes, each in zip(caches, wanted, places, strict=True)]
+        carries = self.head.correction.state_size > 0
+        places = [cache.to_correct(nodes, carries) for cache, nodes in zip(caches, wanted, strict=True)]
+        self._make_blocks(caches, [{root for root, _ in each.values()} for each in places])
+        made: list[dict[int, Tensor]] = [{} for _ in caches]
+        for far in sorted({far for each in places for _, far in each.values()}):
+            for number, node, logits in self._corrected(far, caches, places):
+                made[number][node] = logits
+        nothing = torch.zeros(0, self.head.shape.draft_vocab, device=self.device)
+        return [
+            torch.stack([known[node] for node in nodes.tolist()]) if len(nodes) else nothing
+            for known, nodes in zip(made, wanted, strict=True)
+        ]
 
-    def _at(
-        self, cache: ContextCache, nodes: Int64[np.ndarray, " nodes"], places: list[tuple[int, int]]
-    ) -> Float[Tensor, "nodes draft_vocab"]:
-        """Return the logits at local nodes, given the root of each and how far above it is."""
+    def _corrected(
+        self, far: int, caches: list[ContextCache], places: list[dict[int, tuple[int, int]]]
+    ) -> "list[tuple[int, int, Tensor]]":
+        """Return the logits at the nodes that are `far` below their roots: number of the session, local node, logits.
+
+        What these nodes hand down is kept.
+        """
         shape = self.head.shape
-        if not places:
-            return torch.zeros(0, shape.draft_vocab, device=self.device)
-        rows = [cache.blocks[root][min(shape.first_row + far, shape.rows - 1)] for root, far in places]
-        tokens = torch.from_numpy(cache.trie.tokens[nodes]).to(self.device)
-        return self.head.logits(torch.stack(rows), tokens)
+        at = [
+            (number, node, root)
+            for number, each in enumerate(places)
+            for node, (root, distance) in each.items()
+            if distance == far
+        ]
+        row = min(shape.first_row + far, shape.rows - 1)
+        rows = torch.stack([caches[number].blocks[root][row] for number, _, root in at])
+        tokens = torch.tensor([int(caches[number].trie.tokens[node]) for number, node, _ in at], device=self.device)
+        parents = [int(caches[number].trie.parents[node]) for number, node, _ in at]
+        if far == 0 or self.head.correction.state_size == 0:
+            before = [int(caches[one[0]].trie.tokens[parent]) for one, parent in zip(at, parents, strict=True)]
+            first = torch.stack([caches[number].blocks[root][0] for number, _, root in at])
+            above = torch.tensor(before, device=self.device).clamp_min(
+                0
+            )  # the first token of a text has none before it
+            states = self.head.first_states(first, tokens, above)
+        else:
+            states = torch.stack([caches[one[0]].carried[parent] for one, parent in zip(at, parents, strict=True)])
+        logits, after = self.head.corrected(far, rows, tokens, states)
+        for (number, node, _), handed in zip(at, after, strict=True):
+            caches[number].carried[node] = handed
+        return [(number, node, known) for (number, node, _), known in zip(at, logits, strict=True)]
 
     def _store(self, rows: list[ContextRows]) -> None:
         """Store the keys and values of scored nodes of each session, in one pass."""

@@ -20,7 +20,7 @@ from specbeam.heads.borrowed import Borrowed
 from specbeam.heads.files import HeadFiles, folder_of, read_config
 from specbeam.heads.head import Head
 from specbeam.heads.modules import ModulesInARow
-from specbeam.heads.reading import embedding_of, fill, head_of, own_head, width_of
+from specbeam.heads.reading import MOST_ROWS, embedding_of, fill, head_of, own_head, width_of
 from specbeam.heads.trunk import BorrowedParts, PairTrunk, TrunkShape
 from specbeam.records import FINAL
 
@@ -116,25 +116,20 @@ def read_speculators_module(files: HeadFiles, target: "PreTrainedModel", taps: t
     """
     from transformers import AutoConfig
 
-    core = files.config.get("transformer_layer_config")
-    if not isinstance(core, Mapping):
-        raise BadHead(f"{files.where}: config.json has no transformer_layer_config")
+    if not files.fields.has("transformer_layer_config"):
+        raise files.fields.missing("transformer_layer_config")
+    core = files.fields.inner("transformer_layer_config")
     theirs = target.config.get_text_config().model_type
-    if core.get("model_type") != theirs:
-        raise BadHead(
-            f"{files.where} is a module of kind {core.get('model_type')!r}, and the target is of kind {theirs!r}: "
-            "is it for another target?"
-        )
-    if core.get("hidden_size") != width_of(target):
-        raise BadHead(
-            f"{files.where} has rows of {core.get('hidden_size')}, and the target's are of {width_of(target)}"
-        )
-    if (count := files.whole("num_nextn_predict_layers", 1)) != 1:
-        raise BadHead(f"{files.where}: num_nextn_predict_layers is {count} in config.json; 1 can be read")
+    if core.text("model_type") != theirs:
+        raise core.bad("model_type", f"that of the target, {theirs!r}: is it for another target?")
+    if core.whole("hidden_size") != width_of(target):
+        raise core.bad("hidden_size", f"the width of the target, {width_of(target)}")
+    if files.fields.whole("num_nextn_predict_layers", 1) != 1:
+        raise files.fields.bad("num_nextn_predict_layers", "1: folders with more modules cannot be read")
     modules = modules_of(files.tensors, SPECULATORS)
     if len(modules) != 1:
         raise BadHead(f"{files.where} has {len(modules)} modules mtp_layers.*, and one was expected")
-    config = AutoConfig.for_model(**core)
+    config = AutoConfig.for_model(**core.values)
     module = _module(files, 0, modules[0], SPECULATORS, Borrowed(target, files.where, config), target, taps)
     files.tensors = {name: tensor for name, tensor in files.tensors.items() if name not in files.taken}
     files.check_all_taken()
@@ -144,10 +139,8 @@ def read_speculators_module(files: HeadFiles, target: "PreTrainedModel", taps: t
 
 def _stated_drafts(files: HeadFiles) -> int:
     """Return how many drafts a speculators folder says that its module was trained for; 1 if it does not say."""
-    stated = files.config.get("speculators_config")
-    proposals = stated.get("proposal_methods") if isinstance(stated, Mapping) else None
-    first = proposals[0] if isinstance(proposals, list) and proposals else None
-    return files.whole("speculative_tokens", 1, first) if isinstance(first, Mapping) else 1
+    proposal = files.fields.inner("speculators_config").first_of("proposal_methods")
+    return proposal.whole("speculative_tokens", 1, most=MOST_ROWS)
 
 
 def modules_of(names: Iterable[str], form: Form, first: int = 0) -> list[Parts]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from specbeam.errors import BadHead
 from specbeam.heads.feature import UNLIMITED, FeatureHead, FeatureSizes
+from specbeam.heads.fields import Fields
 from specbeam.heads.files import HeadFiles
 from specbeam.heads.medusa import Medusa
 from specbeam.heads.reading import embedding_of, fill, head_of, width_of
@@ -16,6 +17,7 @@ from specbeam.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MOST_HEADS = 1024
 # (the names of a file, what they are called here); the first that fits is taken
 MEDUSA_NAMES = [
     (r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.linear\.(.*)", r"blocks.\1.\2.linear.\3"),
@@ -73,6 +75,7 @@ def _count(files: HeadFiles, pattern: str) -> int:
 
 def _medusa(files: HeadFiles, target: "PreTrainedModel") -> Medusa:
     """Read Medusa heads. Configurations that were uploaded state fewer heads than their files hold: the tensors count."""
+    _check_count(files.fields, "medusa_num_heads")
     _rename(files, MEDUSA_NAMES)
     depth = _count(files, r"blocks\.(\d+)\.")
     layers = _count(files, r"blocks\.0\.(\d+)\.")
@@ -84,13 +87,21 @@ def _medusa(files: HeadFiles, target: "PreTrainedModel") -> Medusa:
     return head
 
 
+def _check_count(fields: Fields, name: str) -> None:
+    """Raise `BadHead` if a number of heads is none; it is not read, because the tensors count."""
+    fields.whole(name, 1, most=MOST_HEADS)
+
+
 def _hydra(files: HeadFiles, target: "PreTrainedModel") -> Hydra:
-    kind = files.config.get("hydra_head_arch", "mlp")
-    if kind != "mlp" or files.config.get("grounded_heads") is False:
+    fields = files.fields
+    kind = fields.text("hydra_head_arch", "mlp")
+    is_grounded = fields.flag("grounded_heads", default=True)
+    if kind != "mlp" or not is_grounded:
         raise BadHead(
-            f"{files.where}: hydra_head_arch is {kind!r}, grounded_heads {files.config.get('grounded_heads')!r} in "
-            "config.json; Hydra heads of the kind 'mlp' that are grounded can be read"
+            f"{files.where}: hydra_head_arch is {kind!r}, grounded_heads {is_grounded} in config.json; Hydra heads of the "
+            "kind 'mlp' that are grounded can be read"
         )
+    _check_count(fields, "hydra_num_heads")
     _rename(files, HYDRA_NAMES)
     depth = _count(files, r"blocks\.(\d+)\.")
     layers = _count(files, r"blocks\.0\.(\d+)\.")
@@ -104,13 +115,18 @@ def _hydra(files: HeadFiles, target: "PreTrainedModel") -> Hydra:
 
 def _mlp_speculator(files: HeadFiles, target: "PreTrainedModel") -> MLPSpeculator:
     _rename(files, SPECULATOR_NAMES)
-    depth = files.whole("n_predict")
+    fields = files.fields
+    depth = fields.whole("n_predict", most=MOST_HEADS)
     sizes = _sizes(target, depth)
-    if files.number("emb_dim") != sizes.width:
-        raise BadHead(f"{files.where} reads rows of {files.config['emb_dim']}, and the target's are of {sizes.width}")
-    inner = files.whole("inner_dim", 0, least=0) or sizes.width
-    head = MLPSpeculator(sizes, inner, files.flag("scale_input", default=False))
-    if files.flag("tie_weights", default=False):  # files may hold the weights that are shared once, or for each head
+    if fields.whole("emb_dim") != sizes.width:
+        raise fields.bad("emb_dim", f"the width of the target, {sizes.width}")
+    inner = fields.whole("inner_dim", 0, least=0) or sizes.width
+    files.check_size("proj.0.weight", 0, inner, "inner_dim")
+    is_tied = fields.flag("tie_weights", default=False)
+    if not is_tied:
+        _check_depth(files, depth)
+    head = MLPSpeculator(sizes, inner, fields.flag("scale_input", default=False))
+    if is_tied:  # files may hold the weights that are shared once, or for each head
         for name, _ in head.named_parameters():
             part, _, rest = name.split(".", 2)
             first = f"{part}.{1 if part == 'proj' and not name.startswith('proj.0') else 0}.{rest}"
@@ -120,18 +136,31 @@ def _mlp_speculator(files: HeadFiles, target: "PreTrainedModel") -> MLPSpeculato
     return head
 
 
+def _check_depth(files: HeadFiles, depth: int) -> None:
+    """Raise `BadHead` unless there are tensors of as many heads as are stated."""
+    found = _count(files, r"emb\.(\d+)\.")
+    if found != depth:
+        raise files.fields.bad("n_predict", f"{found}, the number of heads that there are tensors of")
+
+
 def _redrafter(files: HeadFiles, target: "PreTrainedModel") -> ReDrafter:
     _rename(files, REDRAFTER_NAMES)
     sizes = _sizes(target, UNLIMITED)
-    if files.number("hidden_size") != sizes.width:
-        raise BadHead(
-            f"{files.where} reads rows of {files.config['hidden_size']}, and the target's are of {sizes.width}"
+    fields = files.fields
+    if fields.whole("hidden_size") != sizes.width:
+        raise fields.bad("hidden_size", f"the width of the target, {sizes.width}")
+    layers = fields.whole("num_draft_layers", least=0, most=MOST_HEADS)
+    exit_size = fields.whole("exit_dim", 2 * sizes.width)
+    if not files.has(f"network.{layers}.weight"):
+        raise fields.bad(
+            "num_draft_layers", f"the number of the tensor lm_head.*.weight; there is no lm_head.{layers}.weight"
         )
+    files.check_size(f"network.{layers}.weight", 1, exit_size, "exit_dim")
     head = ReDrafter(
         sizes,
-        layers=files.whole("num_draft_layers"),
-        exit_size=files.whole("exit_dim", 2 * sizes.width),
-        is_recurrent=files.flag("rnn", default=False),
+        layers=layers,
+        exit_size=exit_size,
+        is_recurrent=fields.flag("rnn", default=False),
         embedding=_target_embedding(target),
     )
     fill(head, files, target)

@@ -9,11 +9,12 @@ from torch import nn
 from specbeam.errors import BadHead, NotSupported, SpecbeamError
 from specbeam.heads.block import BlockHead
 from specbeam.heads.blocks import is_block, read_block
-from specbeam.heads.eagle import is_eagle, is_eagle3, read_eagle, read_eagle3
+from specbeam.heads.eagle import is_eagle, is_eagle3, is_peagle, read_eagle, read_eagle3, read_peagle
 from specbeam.heads.feature import FeatureHead
 from specbeam.heads.files import HeadFiles, folder_of, names_in, read_config, read_files
 from specbeam.heads.head import Head
-from specbeam.heads.lm import BlockLM, FeatureLM, HeadLM, ModulesLM, TrunkLM
+from specbeam.heads.lm import BlockLM, FeatureLM, HeadLM, MaskLM, ModulesLM, TrunkLM
+from specbeam.heads.masked import MaskTrunk
 from specbeam.heads.modules import ModulesInARow
 from specbeam.heads.mtp import is_own_modules, read_own_modules, read_speculators_module
 from specbeam.heads.on_feature import kind_on_feature, read_on_feature
@@ -42,7 +43,7 @@ def is_head(source: object) -> bool:
     if _says_so(config):
         return True
     names = names_in(folder)
-    return is_eagle3(config, names) or is_eagle(names)
+    return is_peagle(config, names) or is_eagle3(config, names) or is_eagle(names)
 
 
 def _says_so(config: Mapping[str, Any]) -> bool:
@@ -85,12 +86,15 @@ def read_head(source: "str | Path | nn.Module", target: "PreTrainedModel", taps:
         return _read(files, target, taps)
     except SpecbeamError:
         raise
-    except Exception as error:  # what a configuration of the wrong types can lead to is not to be listed
-        raise BadHead(f"{where} cannot be read: {type(error).__name__}: {error}; is its config.json broken?") from error
+    except Exception as error:  # fields are checked as they are read; tensors may be broken in ways not to be listed
+        raise BadHead(f"{where} cannot be read: {type(error).__name__}: {error}; are its tensors broken?") from error
 
 
 def _read(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | None) -> Head:
     """Return the head in files, by the reader for its kind."""
+    files.fields.texts("architectures")  # by these heads are recognised
+    files.fields.text("speculators_model_type")
+    files.fields.text("model_type")
     if FIELD in files.config:
         return read_own(files, target)
     if files.config.get("speculators_model_type") == "mtp":
@@ -99,6 +103,8 @@ def _read(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | N
         return read_block(files, target, taps)
     if kind_on_feature(files.config):
         return read_on_feature(files, target)
+    if is_peagle(files.config, files.tensors):
+        return read_peagle(files, target, taps)
     if is_eagle3(files.config, files.tensors):
         return read_eagle3(files, target, taps)
     if is_eagle(files.tensors):
@@ -106,13 +112,14 @@ def _read(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | N
     kind = files.config.get("speculators_model_type") or files.config.get("model_type")
     raise BadHead(
         f"{files.where} is a head of kind {kind!r}, which cannot be read; "
-        "EAGLE-1, 2, 3, HASS, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter heads can"
+        "EAGLE-1, 2, 3, HASS, P-EAGLE, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter heads can"
     )
 
 
 def head_model(head: Head, vocab: int) -> HeadLM:
     """Return the draft model that a head is, for a target with this number of tokens."""
     kinds: dict[type[Head], type[HeadLM]] = {
+        MaskTrunk: MaskLM,  # before the pair trunk that it is, too
         PairTrunk: TrunkLM,
         ModulesInARow: ModulesLM,
         BlockHead: BlockLM,

@@ -14,8 +14,16 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from specbeam.heads.borrowed import BorrowedRotary
-from specbeam.heads.head import DraftRows, Head, described_rope, described_taps, moved_taps, wanted_below
-from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary
+from specbeam.heads.head import (
+    DraftRows,
+    Head,
+    described_rope,
+    described_taps,
+    described_views,
+    moved_taps,
+    wanted_below,
+)
+from specbeam.heads.layers import BASE, Attend, DecoderLayer, LayerSizes, Norm, PairLayer, Rotary, View
 from specbeam.heads.trees import ScoredTrees
 from specbeam.heads.unroll import unrolled
 from specbeam.records import FINAL
@@ -45,6 +53,7 @@ class TrunkShape:
             nothing does.
         logit_gradient: the share of the logits' gradient that reaches the states, in training.
         draft_vocab: number of tokens that the head gives logits for.
+        views: how far back the rows of each layer look; (): everywhere. Drafts see all rows of their own draft.
     """
 
     sizes: LayerSizes
@@ -62,6 +71,7 @@ class TrunkShape:
     sampling: int = 0
     alignment: int = 0
     logit_gradient: float = 1.0
+    views: tuple[View, ...] = ()
 
 
 class FeatureSampling(nn.Module):
@@ -203,6 +213,7 @@ class PairTrunk(Head):
             **reads,
             "feeds back": "normed states" if shape.feeds_normed else "states before the norm",
             "positions": described_rope(self.rotary.rope),
+            **described_views(shape.views),
         }
 
     @property

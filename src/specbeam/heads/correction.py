@@ -1,0 +1,228 @@
+"""How the law of a draft in a block depends on the tokens above it: DSpark, Domino, DFlash2 and XPress.
+
+A pass makes a row for each depth of a block. A correction turns the logits of a row into those of the tokens below one node,
+by the node's own token and by a state that is carried down from the root of the block, node by node.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class BlockNodes(NamedTuple):
+    """Nodes of blocks, all of them equally far below their roots."""
+
+    far: int  # how far
+    rows: Float[Tensor, "nodes size"]  # those of the blocks at their depth
+    tokens: Int64[Tensor, " nodes"]  # their own
+    states: Float[Tensor, "nodes state"]  # that they get from above
+    base: Float[Tensor, "nodes draft_vocab"]  # the logits of the rows
+
+
+class Corrected(NamedTuple):
+    """What a correction makes of nodes."""
+
+    logits: Float[Tensor, "nodes draft_vocab"]  # of the tokens below
+    states: Float[Tensor, "nodes state"]  # that their children get
+
+
+class Correction(nn.Module):
+    """A correction. This one adds nothing and carries no state (DFlash).
+
+    Attributes:
+        state_size: of the state that is carried down.
+        reads_mean: whether rows come with the mean of all rows of their block beside them.
+    """
+
+    state_size = 0
+    reads_mean = False
+
+    def start(
+        self, rows: Float[Tensor, "roots size"], tokens: Int64[Tensor, " roots"], above: Int64[Tensor, " roots"]
+    ) -> Float[Tensor, "roots state"]:
+        """Return the states that roots get, where mask rows draft: the rows of the roots draft nothing then.
+
+        Args:
+            rows: those of the roots.
+            tokens: of the roots.
+            above: the tokens before them.
+        """
+        return rows.new_zeros(len(rows), self.state_size)
+
+    def forward(self, nodes: BlockNodes) -> Corrected:
+        """Return the logits below nodes, and the states that their children get."""
+        return Corrected(nodes.base, nodes.states)
+
+
+class Markov(Correction):
+    """A matrix of low rank, by the node's own token, and with `is_gated` by the row too (DSpark)."""
+
+    def __init__(self, vocab: int, draft_vocab: int, width: int, rank: int, is_gated: bool = False) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
+        if is_gated:
+            self.gate_proj = nn.Linear(width + rank, rank)
+
+    def forward(self, nodes: BlockNodes) -> Corrected:
+        """See `Correction.forward`."""
+        read = self.markov_w1(nodes.tokens)
+        if hasattr(self, "gate_proj"):
+            read = torch.sigmoid(self.gate_proj(torch.cat([nodes.rows, read], -1))) * read
+        return Corrected(nodes.base + self.markov_w2(read), nodes.states)
+
+
+class RecurrentMarkov(Correction):
+    """A matrix of low rank, by what a recurrent network makes of the tokens and rows from the root on (DSpark, "rnn").
+
+    Where mask rows draft, the network has read the root and its row before the first draft.
+    """
+
+    def __init__(self, vocab: int, draft_vocab: int, width: int, rank: int) -> None:
+        super().__init__()
+        self.state_size = rank
+        self.markov_w1 = nn.Embedding(vocab, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab, bias=False)
+        self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
+
+    def start(
+        self, rows: Float[Tensor, "roots size"], tokens: Int64[Tensor, " roots"], above: Int64[Tensor, " roots"]
+    ) -> Float[Tensor, "roots state"]:
+        """See `Correction.start`."""
+        after, _ = self._read(super().start(rows, tokens, above), tokens, rows)
+        return after
+
+    def forward(self, nodes: BlockNodes) -> Corrected:
+        """See `Correction.forward`."""
+        after, output = self._read(nodes.states, nodes.tokens, nodes.rows)
+        return Corrected(nodes.base + self.markov_w2(torch.tanh(output)), after)
+
+    def _read(
+        self, states: Float[Tensor, "nodes state"], tokens: Int64[Tensor, " nodes"], rows: Float[Tensor, "nodes size"]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states after tokens and rows are read, and what the network puts out."""
+        joined = self.joint_proj(torch.cat([states, self.markov_w1(tokens), rows], -1))
+        gate, candidate, output = joined.chunk(3, -1)
+        kept = torch.sigmoid(gate)
+        return kept * states + (1 - kept) * torch.tanh(candidate), output
+
+
+class PrefixGRU(Correction):
+    """A small network on the row and on what a gated recurrent unit makes of the tokens from the root on (Domino).
+
+    Args:
+        embedding: the target's, which the unit reads.
+        inner: size of the network.
+        state: size of the unit.
+        pure: number of drafts, one below the other, that are made without a correction.
+    """
+
+    def __init__(
+        self, embedding: nn.Embedding, draft_vocab: int, width: int, inner: int, state: int, pure: int
+    ) -> None:
+        super().__init__()
+        self.state_size = state
+        self.pure = pure
+        self.embeddings = [embedding]  # in a list, as it is no weight of this module
+        self.prefix_gru = nn.GRU(embedding.weight.shape[1], state, batch_first=True, bias=False)
+        self.embed_proj = nn.Sequential(
+            nn.Linear(width + state, inner, bias=False), nn.SiLU(), nn.Linear(inner, draft_vocab, bias=False)
+        )
+
+    def forward(self, nodes: BlockNodes) -> Corrected:
+        """See `Correction.forward`."""
+        embedding = self.embeddings[0]
+        read = embedding(nodes.tokens).to(nodes.rows.dtype)
+        if len(read) == 0:  # which the unit does not take
+            return Corrected(nodes.base, nodes.states)
+        made, _ = self.prefix_gru(read[:, None], nodes.states[None].contiguous())
+        after = made[:, 0]
+        if nodes.far < self.pure:
+            return Corrected(nodes.base, after)
+        return Corrected(nodes.base + self.embed_proj(torch.cat([nodes.rows, after], -1)), after)
+
+
+class Selector(Correction):
+    """A choice among the likeliest tokens of a row, by a product of the node's token, the row and each of them (DFlash2).
+
+    All other tokens have no odds.
+
+    Args:
+        top: number of these tokens.
+    """
+
+    def __init__(self, vocab: int, width: int, rank: int, top: int) -> None:
+        super().__init__()
+        self.top = top
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab, rank))
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+
+    def forward(self, nodes: BlockNodes) -> Corrected:
+        """See `Correction.forward`."""
+        likeliest = nodes.base.topk(self.top, -1)
+        context = self.predecessor_codebook[nodes.tokens] * self.hidden_projection(nodes.rows)
+        products = (context[:, None] * self.successor_codebook[likeliest.indices]).sum(-1)
+        nothing = torch.full_like(nodes.base, -torch.inf)
+        return Corrected(nothing.scatter(-1, likeliest.indices, likeliest.values + products), nodes.states)
+
+
+class Refiner(Correction):
+    """A small network over the rows and tokens of a block from its start on (XPress).
+
+    Engines run it several times over drafts that are guessed all at once. Here each node gets the law given the tokens above
+    it, in one go. The state is what each row above has put in, one beside the other.
+
+    Args:
+        rows: number of rows of a block.
+        inner: size of the network between its two matrices.
+        first_row: see `BlockShape.first_row`.
+    """
+
+    reads_mean = True
+
+    def __init__(
+        self, vocab: int, draft_vocab: int, width: int, rank: int, inner: int, rows: int, first_row: int
+    ) -> None:
+        super().__init__()
+        self.state_size = rows * rank
+        self.first_row = first_row
+        self.token_embed = nn.Embedding(vocab, rank)
+        self.down_h = nn.Linear(width, rank, bias=False)
+        self.down_g = nn.Linear(width, rank, bias=False)
+        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
+        self.mix_l = nn.Parameter(torch.zeros(rank, rows, rows))
+        self.mlp_gate = nn.Linear(rank, inner, bias=False)
+        self.mlp_up = nn.Linear(rank, inner, bias=False)
+        self.mlp_down = nn.Linear(inner, rank, bias=False)
+        self.readout = nn.Linear(rank, draft_vocab, bias=False)
+
+    def start(
+        self, rows: Float[Tensor, "roots size"], tokens: Int64[Tensor, " roots"], above: Int64[Tensor, " roots"]
+    ) -> Float[Tensor, "roots state"]:
+        """See `Correction.start`: the row of a root reads the token before it."""
+        put_in = self._put_in(rows, above)
+        return functional.pad(put_in, (0, self.state_size - put_in.shape[-1]))
+
+    def forward(self, nodes: BlockNodes) -> Corrected:
+        """See `Correction.forward`. Drafts deeper than the block put in what its last row does."""
+        rank, rows = self.mix_l.shape[:2]
+        place = min(self.first_row + nodes.far, rows - 1)
+        before = nodes.states.unflatten(-1, (rows, rank))
+        put_in = self._put_in(nodes.rows, nodes.tokens)
+        every = torch.cat([before[:, :place], put_in[:, None], before[:, place + 1 :]], 1)
+        mixed = put_in + torch.einsum("rk,nkr->nr", self.mix_l[:, place, : place + 1], every[:, : place + 1])
+        refined = mixed + self.mlp_down(functional.silu(self.mlp_gate(mixed)) * self.mlp_up(mixed))
+        return Corrected(nodes.base + self.readout(refined), every.flatten(1))
+
+    def _put_in(
+        self, rows: Float[Tensor, "nodes size"], tokens: Int64[Tensor, " nodes"]
+    ) -> Float[Tensor, "nodes rank"]:
+        """Return what rows, with the means of their blocks beside them, put in with the tokens above their drafts."""
+        own, mean = rows.chunk(2, -1)
+        read = torch.cat([self.down_h(own), self.down_g(mean), self.token_embed(tokens)], -1)
+        made: Tensor = self.in_proj(read)
+        return made
