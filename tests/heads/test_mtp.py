@@ -270,6 +270,17 @@ def test_rows_of_one_module_in_three_places_are_those_of_chains(speculators_targ
     assert pair.draft.largest < 5e-5
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_of_drafts_that_outlived_a_turn_would_be_found(count, targets, monkeypatch):
+    """The mistake that engines have made: what was computed below drafts is taken for what the target's states give."""
+    target = targets["qwen3", count]
+    pair = checked(target, read_head("mtp", target))
+    monkeypatch.setattr("specbeam.heads.cache.PairCache.rewind", lambda self, nodes: None)
+    options = OPTIONS | {"max_new_tokens": 16, "temperature": 3.0}
+    sb.generate(pair, PROMPTS[:1], sb.dsbd(3, 9, 4, coupling="rejection"), **options)
+    assert pair.draft.largest > 0.01
+
+
 def test_long_prompts_are_taken_in_pieces(targets, monkeypatch):
     monkeypatch.setattr("specbeam.heads.cache.CHUNK", 2)
     target = targets["qwen3", 3]
@@ -499,6 +510,10 @@ def test_targets_without_modules_are_told_what_to_do(tmp_path):
     message = r"holds no modules of multi-token prediction: none of its tensors is model\.layers\.2\.\*, mtp\.\*, .*; leave draft"
     with pytest.raises(BadHead, match=message):
         sb.load(loaded(tmp_path), draft="mtp")
+    (tmp_path / "model.safetensors").unlink()
+    model.name_or_path = str(tmp_path)
+    with pytest.raises(MissingFile, match="holds no safetensors file"):
+        read_head("mtp", model)
     model.name_or_path = str(tmp_path / "gone")
     with pytest.raises(MissingFile, match=r"from the files of the target: .*gone is no folder"):
         read_head("mtp", model)

@@ -155,7 +155,8 @@ class KeptRows:
 
     def first(self, layer: int, slots: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of the first `slots` slots of a layer, float[slots, kv_heads, size] each."""
-        keys, values = self.keys[layer], self.values[layer]
+        keys = self.keys[layer]
+        values = self.values[layer]
         assert keys is not None
         assert values is not None
         return keys[:slots], values[:slots]

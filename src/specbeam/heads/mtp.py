@@ -58,7 +58,7 @@ QWEN = {
 
 
 @dataclass(frozen=True)
-class Form:
+class Writer:
     """How a writer stores modules.
 
     Attributes:
@@ -72,16 +72,16 @@ class Form:
     swaps: bool = False
 
 
-FORMS = {
-    "model.layers.{number of layers}.*": Form(r"(?:model\.|language_model\.)*layers\.(\d+)\.(.+)", DEEPSEEK),
-    "mtp.*": Form(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)", QWEN),
-    "model.mtp_layers.*": Form(r"model\.mtp_layers\.(\d+)\.(.+)", MIMO, swaps=True),
+WRITERS = {
+    "model.layers.{number of layers}.*": Writer(r"(?:model\.|language_model\.)*layers\.(\d+)\.(.+)", DEEPSEEK),
+    "mtp.*": Writer(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)", QWEN),
+    "model.mtp_layers.*": Writer(r"model\.mtp_layers\.(\d+)\.(.+)", MIMO, swaps=True),
 }
-SPECULATORS = Form(r"mtp_layers\.(\d+)\.(.+)", MIMO)
+SPECULATORS = Writer(r"mtp_layers\.(\d+)\.(.+)", MIMO)
 
 
 @dataclass
-class Parts:
+class ModuleTensors:
     """The names of the tensors of one module in its files, by what they are called here."""
 
     around: dict[str, str] = field(default_factory=dict)
@@ -103,9 +103,9 @@ def read_own_modules(target: "PreTrainedModel", taps: tuple[int, ...] | None = N
         MissingFile: the target has no files.
         BadHead: they hold no modules, or such that cannot be read.
     """
-    files, form, modules = _own_files(target)
+    files, writer, modules = _own_files(target)
     borrowed = Borrowed(target, files.where)
-    read = [_module(files, number, parts, form, borrowed, target, taps) for number, parts in enumerate(modules)]
+    read = [_module(files, number, stored, writer, borrowed, target, taps) for number, stored in enumerate(modules)]
     return read[0] if len(read) == 1 else ModulesInARow(read)
 
 
@@ -143,63 +143,46 @@ def _stated_drafts(files: HeadFiles) -> int:
     return proposal.whole("speculative_tokens", 1, most=MOST_ROWS)
 
 
-def modules_of(names: Iterable[str], form: Form, first: int = 0) -> list[Parts]:
-    """Return the parts of each module whose tensors are among names of this form.
+def modules_of(names: Iterable[str], writer: Writer, first: int = 0) -> list[ModuleTensors]:
+    """Return the tensors of each module whose names a writer gives; of a module that is left out, none.
 
     Args:
         first: the number of the first module.
     """
-    found: dict[int, Parts] = {}
+    found: dict[int, ModuleTensors] = {}
     shared: dict[str, str] = {}
     for name in names:
-        match = re.fullmatch(form.pattern, name)
+        match = re.fullmatch(writer.pattern, name)
         if match is None or (match[1] is not None and int(match[1]) < first):
             continue
-        number, part = match[1], match[2]
+        number, part = match.groups()
         if number is None:
-            shared[form.names.get(part, part)] = name
+            shared[writer.names.get(part, part)] = name
             continue
-        parts = found.setdefault(int(number) - first, Parts())
-        if part in form.names:
-            parts.around[form.names[part]] = name
+        stored = found.setdefault(int(number) - first, ModuleTensors())
+        if part in writer.names:
+            stored.around[writer.names[part]] = name
         else:
-            parts.layer[part] = name
-    for parts in found.values():
-        parts.around.update(shared)
-    return [found.get(number, Parts()) for number in range(1 + max(found, default=-1))]
+            stored.layer[part] = name
+    for stored in found.values():
+        stored.around.update(shared)
+    return [found.get(number, ModuleTensors()) for number in range(1 + max(found, default=-1))]
 
 
 def _module(
     files: HeadFiles,
     number: int,
-    parts: Parts,
-    form: Form,
+    stored: ModuleTensors,
+    writer: Writer,
     borrowed: Borrowed,
     target: "PreTrainedModel",
     taps: tuple[int, ...] | None,
 ) -> PairTrunk:
     """Return a module from its tensors."""
-    for name in (*parts.around.values(), *parts.layer.values()):
-        if files.tensors[name].dtype not in _TYPES:
-            raise BadHead(
-                f"{files.where}: {name} is stored as {str(files.tensors[name].dtype).removeprefix('torch.')}; modules of "
-                "rounded weights cannot be read: convert them to bfloat16"
-            )
     width = width_of(target)
     like = target.get_input_embeddings().weight
-    names = {ours: theirs for theirs, ours in form.names.items()}
-    own = HeadFiles(files.where, {}, {})
-    for ours in ("enorm.weight", "hnorm.weight", "norm.weight", "fc.weight"):
-        if ours not in parts.around:
-            raise BadHead(f"{files.where}: module {number} has no tensor {names[ours]}")
-        sizes = (width, 2 * width) if ours == "fc.weight" else (width,)
-        own.tensors[ours] = _tensor(files, parts.around[ours], *sizes)
-    for ours in ("embed_tokens.weight", "lm_head.weight"):
-        if ours in parts.around:
-            own.tensors[ours] = _tensor(files, parts.around[ours])
-    if strange := sorted(set(parts.around) - {*own.tensors}):
-        raise BadHead(f"{files.where} holds tensors that are not known: {parts.around[strange[0]]}")
-    layer = borrowed.layer({part: _tensor(files, name) for part, name in parts.layer.items()}, like)
+    own = _around(files, number, stored, writer, width)
+    layer = borrowed.layer({part: _tensor(files, name) for part, name in stored.layer.items()}, like)
     norms = [borrowed.norm(own.take(name), like) for name in ("enorm.weight", "hnorm.weight", "norm.weight")]
     shape = TrunkShape(
         sizes=borrowed.sizes,
@@ -208,7 +191,7 @@ def _module(
         target_width=width,
         pairs="normed projection",
         draft_vocab=int(head_of(target).weight.shape[0]),
-        swaps=form.swaps,
+        swaps=writer.swaps,
         feeds_normed=True,
     )
     embedding = embedding_of(own, target, width)
@@ -218,9 +201,31 @@ def _module(
     return trunk
 
 
+def _around(files: HeadFiles, number: int, stored: ModuleTensors, writer: Writer, width: int) -> HeadFiles:
+    """Return what a module has around its layer, by the names here. Raises `BadHead` if something is missing or strange."""
+    theirs = {ours: name for name, ours in writer.names.items()}
+    own = HeadFiles(files.where, {}, {})
+    for ours in ("enorm.weight", "hnorm.weight", "norm.weight", "fc.weight"):
+        if ours not in stored.around:
+            raise BadHead(f"{files.where}: module {number} has no tensor {theirs[ours]}")
+        shape = (width, 2 * width) if ours == "fc.weight" else (width,)
+        own.tensors[ours] = _tensor(files, stored.around[ours], *shape)
+    for ours in ("embed_tokens.weight", "lm_head.weight"):
+        if ours in stored.around:
+            own.tensors[ours] = _tensor(files, stored.around[ours])
+    if strange := sorted(set(stored.around) - set(own.tensors)):
+        raise BadHead(f"{files.where} holds tensors that are not known: {stored.around[strange[0]]}")
+    return own
+
+
 def _tensor(files: HeadFiles, name: str, *shape: int) -> Tensor:
     """Return a tensor of the files, which other modules may share. Raises `BadHead` if it has another shape."""
     found = files.tensors[name]
+    if found.dtype not in _TYPES:
+        raise BadHead(
+            f"{files.where}: {name} is stored as {str(found.dtype).removeprefix('torch.')}; modules of rounded weights "
+            "cannot be read: convert them to bfloat16"
+        )
     if shape and tuple(found.shape) != shape:
         raise BadHead(f"{files.where}: {name} is {[*found.shape]}, and {[*shape]} was expected")
     files.taken.add(name)
@@ -237,26 +242,26 @@ def _matrix_of(own: HeadFiles, shape: TrunkShape, embedding: Any, target: "PreTr
     return own_head(own, shape.draft_vocab, shape.sizes.width, embedding, target)
 
 
-def _own_files(target: "PreTrainedModel") -> tuple[HeadFiles, Form, list[Parts]]:
+def _own_files(target: "PreTrainedModel") -> tuple[HeadFiles, Writer, list[ModuleTensors]]:
     """Return the tensors of the modules that a target's files hold, and how they are stored."""
     folder, stored = _stored_names(target)
     config = read_config(folder)
     where = str(getattr(target, "name_or_path", folder))
     layers = int(target.config.get_text_config().num_hidden_layers)
     stated = _stated_modules(config)
-    for form in FORMS.values():
-        first = layers if form.names is DEEPSEEK else 0
-        modules = modules_of(stored, form, first)
+    for writer in WRITERS.values():
+        first = layers if writer.names is DEEPSEEK else 0
+        modules = modules_of(stored, writer, first)
         if not modules:
             continue
         if stated is not None and stated[1] > len(modules):
             raise BadHead(
                 f"{where}: {stated[0]} is {stated[1]} in config.json, and its files hold {len(modules)} modules"
             )
-        wanted = {name for parts in modules for name in (*parts.around.values(), *parts.layer.values())}
+        wanted = {name for one in modules for name in (*one.around.values(), *one.layer.values())}
         tensors = _read(target, folder, {name: stored[name] for name in wanted})
-        return HeadFiles(where, config, tensors), form, modules
-    known = ", ".join(FORMS).replace("{number of layers}", str(layers))
+        return HeadFiles(where, config, tensors), writer, modules
+    known = ", ".join(WRITERS).replace("{number of layers}", str(layers))
     strange = sorted(name for name in stored if "mtp" in name)
     raise BadHead(
         f"{where} holds no modules of multi-token prediction: none of its tensors is {known}"
@@ -287,6 +292,8 @@ def _stored_names(target: "PreTrainedModel") -> tuple[Path, dict[str, str]]:
     folder = _folder(name, "*.json")
     if not (folder / INDEX).is_file():
         folder = _folder(name, "*.json", "*.safetensors")
+        if not any(folder.glob("*.safetensors")):
+            raise MissingFile(f'{folder} holds no safetensors file, which draft="{OWN}" reads; {_INSTEAD}')
         return folder, {tensor: path.name for path in sorted(folder.glob("*.safetensors")) for tensor in _names(path)}
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]

@@ -149,15 +149,17 @@ class PairTrunk(Head):
         self.rotary = rotary
         states = self.states_size
         self.fc = nn.Linear(states if shape.pairs == "attention" else embed + width, width, shape.joins_bias)
+        if shape.pairs == "normed projection":
+            self.enorm: nn.Module = borrowed.enorm if borrowed else Norm(embed, sizes.eps)
+            self.hnorm: nn.Module = borrowed.hnorm if borrowed else Norm(width, sizes.eps)
         if borrowed is None:
-            self._make_parts(embed)
+            self._make_layers(embed)
         else:
-            self.enorm, self.hnorm = borrowed.enorm, borrowed.hnorm
             self.layers = nn.ModuleList([borrowed.layer])
             self.norm = borrowed.norm
 
-    def _make_parts(self, embed: int) -> None:
-        """Make the norms and layers, with any weights.
+    def _make_layers(self, embed: int) -> None:
+        """Make the layers, and the norms of features and of the head's rows.
 
         Args:
             embed: size of an embedding.
@@ -170,9 +172,6 @@ class PairTrunk(Head):
             self.input_norm = Norm(self.states_size, sizes.eps)
         if shape.norms_features == "each":
             self.fc_norm = nn.ModuleList(Norm(shape.target_width, sizes.eps) for _ in shape.taps)
-        if shape.pairs == "normed projection":
-            self.enorm = Norm(embed, sizes.eps)
-            self.hnorm = Norm(width, sizes.eps)
         first: nn.Module = DecoderLayer(sizes, has_first_norm=shape.pairs != "projection")
         if reads_pairs:
             pair_sizes = LayerSizes(**{**vars(sizes), "reads": embed + width})
