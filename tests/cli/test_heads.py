@@ -53,7 +53,8 @@ def test_it_shows_what_was_read_and_what_was_tried(target):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("eagle", "EAGLE-1"), ("dflash", "DFlash: drafts 3 tokens"), ("dspark", "DSpark: drafts 4"), ("medusa", "Medusa"), ("redrafter", "ReDrafter")],
+    [("eagle", "EAGLE-1"), ("dflash", "DFlash: drafts 3 tokens"), ("dspark", "DSpark: drafts 4"), ("medusa", "Medusa"), ("redrafter", "ReDrafter"),
+     ("peagle_window", "P-EAGLE: drafts 4 tokens"), ("domino", "Domino: drafts 4"), ("dflash2", "DFlash2: drafts 3"), ("xpress", "XPress")],
 )  # fmt: skip
 def test_every_kind_is_described(name, kind, target):
     found = json.loads(shown(str(GOLDEN / name), "-m", "other", "--json"))

@@ -12,14 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import specbeam as sb
 from specbeam.errors import BadHead
 from specbeam.heads.feature import FeatureSizes
-from specbeam.heads.lm import BlockLM, FeatureLM, TrunkLM
+from specbeam.heads.lm import BlockLM, FeatureLM, MaskLM, TrunkLM
 from specbeam.heads.medusa import Medusa
 from specbeam.heads.read import is_head, read_head
 from specbeam.heads.recurrent import Hydra, MLPSpeculator, ReDrafter
 from specbeam.heads.trees import chain_of
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.tuning.costs import curve_of
-from tests.support.heads import VOCAB, Comparing, block_of, trunk_of
+from tests.support.heads import VOCAB, Comparing, block_of, masked_of, trunk_of
 from tests.support.tiny_models import tiny
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -190,7 +190,11 @@ def test_a_broken_or_foreign_head_is_refused_by_name(name, config, without, mess
 
 def test_what_a_pass_costs_is_measured_for_every_kind(model):
     """The controller of depth looks at it."""
-    for head in (TrunkLM(trunk_of(model, "eagle3"), VOCAB), BlockLM(block_of(model, "anchored"), VOCAB)):
+    for head in (
+        TrunkLM(trunk_of(model, "eagle3"), VOCAB),
+        MaskLM(masked_of(model), VOCAB),
+        BlockLM(block_of(model, "anchored"), VOCAB),
+    ):
         assert 0 < curve_of(head).seconds[0] < 1
     head = FeatureLM(head_of(model, "mlp speculator"), VOCAB)
     assert 0 < curve_of(head).seconds[0] < 1

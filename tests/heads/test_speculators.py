@@ -74,6 +74,47 @@ def test_an_eagle3_head_of_ours_is_read(plan, target, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("plan", [{}, {"draft_vocab": 20, "layers": 1, "depth": 3}])
+def test_a_peagle_head_of_ours_is_read(plan, target, tmp_path, monkeypatch):
+    """Logits of the rows of pairs, and of mask rows below the tokens that speculators chooses."""
+    from speculators.losses import resolve_loss_config
+    from speculators.models.peagle import core
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    head = trained("peagle", target, tmp_path / "head", plan)
+    model = theirs(tmp_path / "head")
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(ROWS, 48, generator=generator)
+    ids = torch.randint(0, 32, (ROWS,), generator=generator)
+    logits = []
+    places = []
+    handle = model.lm_head.register_forward_hook(lambda module, given, output: logits.append(output[0]))
+    chosen = core.generate_cod_sample_indices
+
+    def kept(**options):
+        places.append(chosen(**options))
+        return places[-1]
+
+    monkeypatch.setattr(core, "generate_cod_sample_indices", kept)
+    with torch.no_grad():
+        model(
+            hidden_states=states[None], input_ids=ids[None], document_ids=torch.zeros(1, ROWS, dtype=torch.long),
+            verifier_last_hidden_states=torch.zeros(1, ROWS, 16), loss_config=resolve_loss_config("kl_div", "eager"),
+            num_depths=head.rows, down_sample_ratio=1.0, down_sample_ratio_min=1.0,
+        )  # fmt: skip
+        handle.remove()
+        rows = torch.cat([states, torch.zeros(1, 48)]).chunk(3, -1)
+        trees = chain_of(torch.cat([torch.tensor([0]), ids]), dict(zip(head.taps, rows, strict=True)))
+        ours = head.drafts(trees, head.rows, torch.ones_like(trees.tokens, dtype=torch.bool))
+    compared = 0
+    for anchor, far, row in zip(places[0][0].tolist(), places[0][1].tolist(), logits[0], strict=True):
+        if anchor >= 0:
+            at = ours[far].nodes.tolist().index(anchor + 1 + far)
+            torch.testing.assert_close(row, ours[far].logits[at], atol=1e-6, rtol=1e-5)
+            compared += 1
+    assert compared > 2 * ROWS
+
+
+@pytest.mark.parametrize("plan", [{}, {"draft_vocab": 20, "layers": 1, "depth": 3}])
 def test_a_dspark_head_of_ours_is_read(plan, target, tmp_path, monkeypatch):
     """Logits and confidences of all rows of the blocks below roots that speculators chooses."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -695,6 +695,7 @@ def _add_head(kind: str, what: str) -> None:
 
 
 _add_head("eagle3", "Train an EAGLE-3 head for any target from prompts alone, on what the target's beams draw.")
+_add_head("peagle", "Train a P-EAGLE head, EAGLE-3 with mask rows that draft a block in one pass, from prompts alone.")
 _add_head("fspad", "Train an FSPAD head: EAGLE with feature sampling and partial alignment, from prompts alone.")
 _add_head("medusa", "Train Medusa heads, one for each depth of a draft, for any target from prompts alone.")
 _add_head("dspark", "Train a DSpark head, which drafts a block in one pass, for any target from prompts alone.")

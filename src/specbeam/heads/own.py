@@ -51,6 +51,9 @@ def read_own(files: HeadFiles, target: "PreTrainedModel") -> PairTrunk:
     kind = top.text(FIELD)
     if kind not in KINDS:
         raise top.bad(FIELD, f"one of {', '.join(KINDS)}")
+    for name in ("sizes", "shape", "rope", "positions"):
+        if not top.has(name):
+            raise top.missing(name)
     sizes = _made(LayerSizes, top.inner("sizes"), {})
     given = top.inner("shape")
     shape = _made(TrunkShape, given, {"sizes": sizes, "views": ()})

@@ -85,9 +85,21 @@ def first_weights(head: Head) -> None:
 def save_eagle3(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
     """Write an EAGLE-3 head in speculators' format, float32; all flags are stated, as readers differ in their defaults."""
     assert isinstance(head, PairTrunk)
+    write_head(head, eagle3_config(head, target, plan, "eagle3", "Eagle3DraftModel"), folder, target)
+
+
+def eagle3_config(
+    head: PairTrunk, target: "PreTrainedModel", plan: HeadPlan, kind: str, architecture: str
+) -> dict[str, Any]:
+    """Return the configuration of an EAGLE-3 head, or one of a kind that has the same fields.
+
+    Args:
+        kind: what speculators calls the kind.
+        architecture: the class that it loads such heads with.
+    """
     shape = head.shape
-    config: dict[str, Any] = {
-        **frame_of("eagle3", "Eagle3DraftModel", target, plan),
+    return {
+        **frame_of(kind, architecture, target, plan),
         "transformer_layer_config": layer_config(target, shape.sizes, shape.layers, head.rotary),
         "draft_vocab_size": shape.draft_vocab,
         "norm_before_residual": shape.norms_residual,
@@ -98,4 +110,3 @@ def save_eagle3(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: P
         "embed_requires_grad": False,
         "target_hidden_size": None,
     }
-    write_head(head, config, folder, target)

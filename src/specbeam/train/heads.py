@@ -26,6 +26,7 @@ from specbeam.train.fspad import new_fspad, save_fspad
 from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options
 from specbeam.train.losses import draft_loss, overlap
 from specbeam.train.medusa import new_medusa, save_medusa
+from specbeam.train.peagle import new_peagle, save_peagle
 from specbeam.train.plan import HeadPlan, planned
 from specbeam.train.teacher import scored
 from specbeam.train.trees import Trees
@@ -55,6 +56,7 @@ EVERY = 2**40  # tokens: more than any target has
 
 KINDS = {
     "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}, ("rank", "regression")),
+    "peagle": Kind(new_peagle, save_peagle, {"layers": 2, "depth": 5}, ("rank", "regression")),
     "dspark": Kind(new_dspark, save_dspark, {"layers": 2, "depth": 5}, ("regression",)),
     "fspad": Kind(new_fspad, save_fspad, {"layers": 1, "depth": 4}, ("taps", "rank")),
     "medusa": Kind(

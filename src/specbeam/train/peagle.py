@@ -1,0 +1,53 @@
+"""P-EAGLE heads that are to be trained, and their files, in speculators' format."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from specbeam.heads.head import Head
+from specbeam.heads.layers import Rotary
+from specbeam.heads.masked import MaskTrunk
+from specbeam.heads.trunk import TrunkShape
+from specbeam.train.dspark import mask_of
+from specbeam.train.eagle3 import eagle3_config, first_weights, layer_sizes, own_embedding, own_head
+from specbeam.train.head_files import target_rope, write_head
+from specbeam.train.plan import HeadPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def new_peagle(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> MaskTrunk:
+    """Return a new P-EAGLE head as wide as the target, whose blocks have `plan.depth` rows.
+
+    Its embedding is the target's and stays so; the matrix that makes logits begins as the target's rows of its tokens. What
+    mask rows read in place of a feature begins at random, and passes the same norms.
+    """
+    sizes = layer_sizes(target, plan)
+    shape = TrunkShape(
+        sizes=sizes,
+        layers=plan.layers,
+        taps=plan.taps,
+        target_width=sizes.width,
+        pairs="attention",
+        draft_vocab=plan.draft_vocab,
+        norms_features="each",
+    )
+    rotary = Rotary(sizes, *target_rope(target))
+    mask = mask_of(target)
+    trunk = MaskTrunk(shape, rotary, own_embedding(target), own_head(target, tokens), mask, plan.depth, tokens)
+    first_weights(trunk)
+    nn.init.normal_(trunk.mask_hidden)
+    return trunk
+
+
+def save_peagle(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
+    """Write a P-EAGLE head in speculators' format, float32; all flags are stated, as readers differ in their defaults."""
+    assert isinstance(head, MaskTrunk)
+    config: dict[str, Any] = {
+        **eagle3_config(head, target, plan, "peagle", "PEagleDraftModel"),
+        "mask_token_id": head.mask,
+    }
+    write_head(head, config, folder, target)
