@@ -5,6 +5,8 @@ import torch
 from torch.nn import functional
 
 from specbeam.heads.block import BlockHead, BlockShape
+from specbeam.heads.chimera import Chimera, ChimeraShape
+from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.layers import LayerSizes, Rotary, View, view_of
 from specbeam.heads.lm import TrunkLM
 from specbeam.heads.masked import MaskTrunk
@@ -145,6 +147,55 @@ def masked_logits(trunk, tokens, features, root):
     return trunk.logits(state)[0]
 
 
+def chimera_of(model, read_out="shared", depth=3, draft_vocab=None, seed=0):
+    """A Chimera head for a tiny model, with random weights."""
+    torch.manual_seed(seed)
+    width = model.config.hidden_size
+    sizes = LayerSizes(width, width, 4, 2, 8, 64, 1e-6)
+    shape = ChimeraShape(sizes, depth, draft_vocab or VOCAB, read_out)
+    logits = torch.nn.Linear(width, draft_vocab or VOCAB, bias=False)
+    rotary = Rotary(sizes, model.config.rope_parameters)
+    head = Chimera(shape, rotary, model.get_input_embeddings(), None if read_out == "own" else logits)
+    for name, weight in head.named_parameters():
+        if "embed_tokens" not in name and weight.ndim == 1:
+            weight.data.uniform_(0.5, 1.5)
+    return head.eval()
+
+
+@torch.inference_mode()
+def chimera_logits(head, tokens, features):
+    """The logits behind a text, by the paper's own layout: features and codes as two halves of one sequence.
+
+    Args:
+        tokens: the whole text, the first token included.
+        features: of each token but the last, None for those that the target has not scored.
+    """
+    layer = head.layer
+    attention = layer.self_attn
+    scored = [place for place, one in enumerate(features) if one is not None]
+    known = [features[place] for place in scored]
+    codes = []
+    for place in range(1, len(tokens)):
+        three = torch.tensor([tokens[max(place - back, 0)] for back in (2, 1, 0)])
+        joined = head.embed_tokens(three).flatten()
+        linear = head.trigrams.block.linear
+        codes.append(head.trigrams.proj.weight @ (joined + functional.silu(linear.weight @ joined + linear.bias)))
+    while len(known) < len(tokens):  # each round appends a state of the head as the feature that is missing
+        count = len(known)
+        normed = layer.input_layernorm(torch.stack([*known, *codes[:count]]))
+        places = torch.cat([torch.arange(count), torch.arange(1, count + 1)]) + 7
+        keys, values = attention.keys_and_values(normed, head.rotary(places))
+        last = head.rotary(torch.tensor([count + 7]))
+        query = attention.queries(normed[-1:], last)[0]
+        group = query.shape[0] // keys.shape[1]
+        scores = torch.einsum("hs,nhs->hn", query, keys.repeat_interleave(group, 1)) / query.shape[-1] ** 0.5
+        mixed = torch.einsum("hn,nhs->hs", functional.softmax(scores, -1), values.repeat_interleave(group, 1))
+        x = codes[count - 1] + attention.o_proj(mixed.flatten())
+        known.append(x + layer.mlp(layer.post_attention_layernorm(x)))
+    far = len(tokens) - 1 - scored[-1]
+    return head.logits(far, features[scored[-1]][None], known[-1][None])[0]
+
+
 class Comparing:
     """A head as a draft model whose rows are compared with those of chains, which `expected` computes."""
 
@@ -240,10 +291,24 @@ def block_of(model, kind, layers=2, rows=3, draft_vocab=None, seed=0):
     return randomised(BlockHead(shape, rotary, model.get_input_embeddings(), logits, 1))
 
 
+def denoiser_of(model, layers=2, rows=4, draft_vocab=None, seed=0):
+    """A SpecDiff head for a tiny model, with random weights."""
+    torch.manual_seed(seed)
+    width = model.config.hidden_size
+    sizes = LayerSizes(width, width, 4, 2, 8, 64, 1e-6, norms_heads=True)
+    vocab = draft_vocab or VOCAB
+    shape = BlockShape(sizes, layers, taps=(0, 1, 2), target_width=width, rows=rows, first_row=1, draft_vocab=vocab)
+    logits = torch.nn.Linear(width, vocab, bias=False)
+    head = Denoiser(shape, Rotary(sizes, model.config.rope_parameters), model.get_input_embeddings(), logits)
+    for name, weight in head.named_parameters():
+        if "embed_tokens" not in name and weight.ndim == 1:
+            weight.data.uniform_(0.5, 1.5)
+    return head.eval()
+
+
 @torch.inference_mode()
-def block_logits(block, tokens, features, root):
-    """The logits behind a text, by the block below token number `root`, the features of the tokens before it alone."""
-    shape = block.shape
+def block_rows(block, tokens, features, root, *known):
+    """The rows of the block below token number `root` of a text, by the features of the tokens before it alone."""
     past = block.context(features[:root], torch.arange(root) + 7)
 
     def attend(layer, queries, keys, values):
@@ -258,13 +323,20 @@ def block_logits(block, tokens, features, root):
         return torch.einsum("qhn,nhs->qhs", functional.softmax(scores, -1), every_value.repeat_interleave(group, 1))
 
     def is_hidden(layer, row, key):
-        view = view_of(shape.views, layer)
+        view = view_of(block.shape.views, layer)
         if key < root:
             origin = root + row if view.from_row else root
             return bool(view.within) and origin - key >= view.within
         return view.is_causal and key > root + row
 
-    rows = block.blocks(torch.tensor(tokens[root]), torch.tensor(root + 7), attend)
+    return block.blocks(torch.tensor(tokens[root]), torch.tensor(root + 7), attend, *known)
+
+
+@torch.inference_mode()
+def block_logits(block, tokens, features, root):
+    """The logits behind a text, by the block below token number `root`."""
+    shape = block.shape
+    rows = block_rows(block, tokens, features, root)
     states = block.first_states(rows[:1], torch.tensor(tokens[root : root + 1]), torch.tensor(tokens[root - 1 : root]))
     for far, token in enumerate(tokens[root:]):
         row = min(shape.first_row + far, shape.rows - 1)

@@ -245,11 +245,15 @@ class BlockHead(Head):
             positions: of the roots.
             attend: lets the rows of a block look at the nodes above their root, and at each other.
         """
-        count = self.shape.rows
-        filled = torch.full((*roots.shape, count), self.mask, device=roots.device)
+        filled = torch.full((*roots.shape, self.shape.rows), self.mask, device=roots.device)
         filled[..., 0] = roots
-        x = self.embed_tokens(filled).to(self.fc.weight.dtype)
-        angles = self.rotary(positions[..., None] + torch.arange(count, device=roots.device))
+        return self.rows_after_layers(self.embed_tokens(filled).to(self.fc.weight.dtype), positions, attend)
+
+    def rows_after_layers(
+        self, x: Float[Tensor, "*blocks rows width"], positions: Int64[Tensor, "*blocks"], attend: Attend
+    ) -> Float[Tensor, "*blocks rows width"]:
+        """Return the rows of blocks that the layers make of their first rows; see `blocks`."""
+        angles = self.rotary(positions[..., None] + torch.arange(x.shape[-2], device=x.device))
         for number, layer in enumerate(self.layers):
             x = layer(x, angles, number, attend)
         rows: Tensor = self.norm(x)
@@ -310,9 +314,27 @@ class BlockHead(Head):
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
         """See `Head.drafts`: each node is the root of a block, and a draft in the blocks of the nodes above it."""
+        return self.drafts_in(self.blocks(trees.tokens, trees.depths, self.attend_in(trees)), trees, depth, wanted)
+
+    def attend_in(self, trees: ScoredTrees) -> Attend:
+        """Return what lets the rows of the blocks below all nodes of trees look at the nodes above, and at each other."""
         features = self.features(trees.states_at(self.taps))
-        attend = _BlocksOfTrees(trees, self.context(features, trees.depths), self.shape.views)
-        rows = self.blocks(trees.tokens, trees.depths, attend.attend)
+        return _BlocksOfTrees(trees, self.context(features, trees.depths), self.shape.views).attend
+
+    def drafts_in(
+        self,
+        rows: Float[Tensor, "trees length rows size"],
+        trees: ScoredTrees,
+        depth: int,
+        wanted: Bool[Tensor, "trees length"],
+        roots: Bool[Tensor, "trees length"] | None = None,
+    ) -> list[DraftRows]:
+        """Return what the blocks below all nodes of trees draft; see `drafts`.
+
+        Args:
+            rows: of these blocks.
+            roots: the nodes whose blocks draft; None: all.
+        """
         root = torch.arange(trees.tokens.shape[1], device=trees.tokens.device).expand_as(trees.tokens)
         parents = trees.above(root)
         tokens = trees.tokens.flatten()
@@ -321,7 +343,7 @@ class BlockHead(Head):
         carries = self.correction.state_size > 0
         found = []
         for deep in range(1, min(depth, self.shape.depth) + 1):
-            nodes = wanted_below(trees, wanted, deep)
+            nodes = wanted_below(trees, wanted if roots is None else wanted & roots.gather(1, root), deep)
             drafted = trees.at(rows[:, :, self.shape.first_row + deep - 1], root).flatten(0, 1)
             if carries:  # all nodes, for the states that their children get
                 logits, after = self.corrected(deep - 1, drafted, tokens, states)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
+from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
 from specbeam.core.forest import Forest, unknown_nodes
@@ -22,6 +23,7 @@ class PairRows:
     cache: "PairCache"
     nodes: Int64[np.ndarray, " rows"]  # local
     feed: Feed
+    tokens: Int64[np.ndarray, " rows"] | Int64[np.ndarray, "rows history"]  # the last ones of the path to each
     features: Float[Tensor, "rows width"]  # of the nodes above
     states: Float[Tensor, "rows width"]  # the head's own, of the nodes above
     is_scored: Bool[Tensor, " rows"]  # whether the target has scored the node above, so that the row reads its feature
@@ -141,7 +143,7 @@ class KeptRows:
         self.slots = max(slots, self.slots)
 
     def store(self, layer: int, slots: Int64[np.ndarray, " rows"], keys: Tensor, values: Tensor) -> None:
-        """Keep the keys and values of a layer in slots, float[rows, kv_heads, size] each."""
+        """Keep the keys and values of a layer in slots, float[rows, kv_heads, keys * size] each."""
         at = torch.from_numpy(slots).to(keys.device)
         for kept, fresh in ((self.keys, keys), (self.values, values)):
             rows = kept[layer]
@@ -175,20 +177,48 @@ class PairCache(NodeCache):
         prompt: the tokens of the prompt.
         first: features of the prompt's tokens but the last one, float[tokens - 1, width].
         views: see `TrunkShape.views`.
+        history: number of last tokens that a row reads.
     """
 
     def __init__(
-        self, prompt: list[int], first: Float[Tensor, "before width"], layers: int, views: tuple[View, ...] = ()
+        self,
+        prompt: list[int],
+        first: Float[Tensor, "before width"],
+        layers: int,
+        views: tuple[View, ...] = (),
+        history: int = 1,
     ) -> None:
         super().__init__(prompt[1:], first, np.arange(len(prompt)) < len(first))
         self.states = torch.zeros_like(self.features)  # the head's own, by local node
         self.kept = KeptRows(layers)
         self.views = views
+        self.history = history
+        # By local node; the trie forgets what is above stored nodes. Texts repeat their first token before it.
+        self.last_tokens = sliding_window_view(np.array([*prompt[:1] * (history - 1), *prompt]), history).copy()
 
     def make_rows(self) -> None:
         """See `NodeCache.make_rows`."""
         super().make_rows()
         self.states = with_more_rows(self.states, len(self.features) - len(self.states))
+        self._note_tokens(len(self.last_tokens))
+
+    def _note_tokens(self, first: int) -> None:
+        """Note the last tokens of the paths to local nodes, from `first` on; those above them are known."""
+        if self.history > 1 and self.trie.size > first:
+            trie = self.trie
+            more = np.empty((trie.size - first, self.history), dtype=np.int64)
+            self.last_tokens = np.concatenate([self.last_tokens[:first], more])
+            for node in range(first, trie.size):
+                self.last_tokens[node, :-1] = self.last_tokens[trie.parents[node], 1:]
+                self.last_tokens[node, -1] = trie.tokens[node]
+
+    def keep(self, former: Int64[np.ndarray, " left"]) -> None:
+        """See `NodeCache.keep`. New nodes, which come last, are noted."""
+        if self.history > 1:
+            known = former[former < len(self.last_tokens)]
+            self.last_tokens = self.last_tokens[known]
+            self._note_tokens(len(known))
+        super().keep(former)
 
     def take(self, at: Int64[Tensor, " left"]) -> None:
         """See `NodeCache.take`."""
@@ -209,12 +239,27 @@ class PairCache(NodeCache):
         self.kept.reserve(trie.capacity)
         return self.rows(nodes, feed)
 
+    def scored_above(self, nodes: Int64[np.ndarray, " nodes"]) -> list[tuple[int, int]]:
+        """Return for each local node the nearest one above it that the target has scored, and how far above that is."""
+        parents = self.trie.parents
+        found = []
+        for node in nodes.tolist():
+            above = int(parents[node])
+            far = 1
+            while above > 0 and not self.is_scored[above]:
+                above = int(parents[above])
+                far += 1
+            found.append((above, far))
+        return found
+
     def rows(self, nodes: Int64[np.ndarray, " rows"], feed: Feed) -> PairRows:
         """Return the rows of local nodes that have been given slots, with what they read."""
         above = self.trie.parents[nodes]
         read = torch.from_numpy(above).to(self.features.device)
         is_scored = torch.from_numpy(self.is_scored[above]).to(self.features.device)
-        return PairRows(self, nodes, feed, self.features[read], self.states[read], is_scored, self._starts(nodes))
+        tokens = feed.tokens if self.history == 1 else self.last_tokens[nodes]
+        starts = self._starts(nodes)
+        return PairRows(self, nodes, feed, tokens, self.features[read], self.states[read], is_scored, starts)
 
     def _starts(self, nodes: Int64[np.ndarray, " rows"]) -> Int64[np.ndarray, " rows"]:
         """Return, for local nodes, the position of the nearest on the path to each whose parent was scored."""

@@ -99,7 +99,7 @@ class Residual(nn.Module):
         self.linear = nn.Linear(reads, width)
         self.res_connection = nn.Linear(reads, width) if shrinks else nn.Identity()
 
-    def forward(self, x: Float[Tensor, "rows reads"]) -> Float[Tensor, "rows width"]:
+    def forward(self, x: Float[Tensor, "*rows reads"]) -> Float[Tensor, "*rows width"]:
         """Return the rows after the layer."""
         after: Tensor = self.res_connection(x) + nn.functional.silu(self.linear(x))
         return after

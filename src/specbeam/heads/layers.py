@@ -284,15 +284,21 @@ class PairLayer(nn.Module):
 
 def attended(
     queries: Float[Tensor, "*batch rows heads size"],
-    keys: Float[Tensor, "*batch slots kv_heads size"],
-    values: Float[Tensor, "*batch slots kv_heads value_size"],
+    keys: Float[Tensor, "*batch slots kv_heads sizes"],
+    values: Float[Tensor, "*batch slots kv_heads value_sizes"],
     seen: Bool[Tensor, "*batch rows slots"],
 ) -> Float[Tensor, "*batch rows heads value_size"]:
     """Return the values that rows look at, mixed.
 
     Args:
+        keys, values: of a slot, or several of a slot side by side, each as long as a query.
         seen: which slots each row looks at, at least one.
     """
+    each = keys.shape[-1] // queries.shape[-1]
+    if each > 1:
+        keys = _apart(keys, each)
+        values = _apart(values, each)
+        seen = seen.repeat_interleave(each, -1)
     q, k, v = (one if one.ndim == 4 else one[None] for one in (queries, keys, values))
     mixed = functional.scaled_dot_product_attention(
         q.transpose(1, 2),
@@ -302,3 +308,10 @@ def attended(
         enable_gqa=queries.shape[-2] != keys.shape[-2],
     )
     return mixed.transpose(1, 2).reshape(*queries.shape[:-1], values.shape[-1])
+
+
+def _apart(
+    rows: Float[Tensor, "*batch slots kv_heads sizes"], each: int
+) -> Float[Tensor, "*batch all_slots kv_heads size"]:
+    """Return keys or values that were side by side in a slot as those of `each` slots, one after the other."""
+    return rows.unflatten(-1, (each, -1)).movedim(-2, -3).flatten(-4, -3)

@@ -27,6 +27,8 @@ from specbeam.heads.cache import (
     PairRows,
     StateCache,
 )
+from specbeam.heads.chimera import Chimera
+from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.feature import FeatureHead
 from specbeam.heads.head import Head
 from specbeam.heads.masked import MaskTrunk
@@ -167,12 +169,12 @@ class HeadLM:
 class TrunkLM(HeadLM):
     """A pair trunk as a draft model."""
 
-    head: PairTrunk
+    head: PairTrunk | Chimera
 
     def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> PairCache:
         """See `HeadLM.new_cache`."""
-        shape = self.head.shape
-        return PairCache(prompt, features, shape.layers, shape.views)
+        head = self.head
+        return PairCache(prompt, features, head.shape.layers, head.views, head.history)
 
     def logits(
         self, caches: list[PairCache], wanted: list[Int64[np.ndarray, " _"]]
@@ -181,17 +183,19 @@ class TrunkLM(HeadLM):
         while pending := [found for cache in caches if (found := cache.next_rows())]:
             run_rows(self.head, pending)
             self.passes += 1
-        logits = []
-        for cache, nodes in zip(caches, wanted, strict=True):
-            logits.append(self.head.logits(cache.states[torch.from_numpy(nodes).to(self.device)]))
-        return logits
+        return [self.read_out(cache, nodes) for cache, nodes in zip(caches, wanted, strict=True)]
+
+    def read_out(self, cache: PairCache, nodes: Int64[np.ndarray, " nodes"]) -> Float[Tensor, "nodes draft_vocab"]:
+        """Return the logits at local nodes of a session, whose states are known."""
+        assert isinstance(self.head, PairTrunk)
+        return self.head.logits(cache.states[torch.from_numpy(nodes).to(self.device)])
 
 
-def run_rows(trunk: PairTrunk, rows: list[PairRows]) -> list[Float[Tensor, "rows width"]]:
+def run_rows(trunk: PairTrunk | Chimera, rows: list[PairRows]) -> list[Float[Tensor, "rows width"]]:
     """Compute a trunk's states of some rows of each session, in one pass; keep and return them."""
     feeds = [one.feed for one in rows]
     slices = [slice(*ends) for ends in pairwise(accumulate((len(feed) for feed in feeds), initial=0))]
-    tokens = torch.from_numpy(np.concatenate([feed.tokens for feed in feeds])).to(trunk.device)
+    tokens = torch.from_numpy(np.concatenate([one.tokens for one in rows])).to(trunk.device)
     positions = torch.from_numpy(np.concatenate([feed.positions for feed in feeds])).to(trunk.device)
     features = torch.cat([one.features for one in rows])
     own = trunk.fed_back(torch.cat([one.states for one in rows]))
@@ -324,6 +328,23 @@ class MaskLM(HeadLM):
             one.cache.blocks.update(zip(one.roots.tolist(), blocks, strict=True))
 
 
+class ChimeraLM(TrunkLM):
+    """A Chimera head as a draft model. Drafts deeper than its read-outs are read out by the last one."""
+
+    head: Chimera
+
+    def read_out(self, cache: PairCache, nodes: Int64[np.ndarray, " nodes"]) -> Float[Tensor, "nodes draft_vocab"]:
+        """See `TrunkLM.read_out`: by the feature of the nearest scored node above each, and by how far above it is."""
+        scored = cache.scored_above(nodes)
+        made = torch.zeros(len(nodes), self.head.shape.draft_vocab, device=self.device)
+        for far in sorted({far for _, far in scored}):
+            rows = [row for row, (_, each) in enumerate(scored) if each == far]
+            above = torch.tensor([scored[row][0] for row in rows], device=self.device)
+            here = torch.from_numpy(nodes[rows]).to(self.device)
+            made[rows] = self.head.logits(far, cache.features[above], cache.states[here]).float()
+        return made
+
+
 class BlockLM(HeadLM):
     """A block head as a draft model.
 
@@ -342,11 +363,10 @@ class BlockLM(HeadLM):
         self, caches: list[ContextCache], wanted: list[Int64[np.ndarray, " _"]]
     ) -> list[Float[Tensor, "_ draft_vocab"]]:
         """See `HeadLM.logits`."""
-        while pending := [found for cache in caches if (found := cache.next_context())]:
-            self._store(pending)
+        self.store_context(caches)
         carries = self.head.correction.state_size > 0
         places = [cache.to_correct(nodes, carries) for cache, nodes in zip(caches, wanted, strict=True)]
-        self._make_blocks(caches, [{root for root, _ in each.values()} for each in places])
+        self._make_missing_blocks(caches, [{root for root, _ in each.values()} for each in places])
         made: list[dict[int, Tensor]] = [{} for _ in caches]
         for far in sorted({far for each in places for _, far in each.values()}):
             for number, node, logits in self._corrected(far, caches, places):
@@ -389,6 +409,11 @@ class BlockLM(HeadLM):
             caches[number].carried[node] = handed
         return [(number, node, known) for (number, node, _), known in zip(at, logits, strict=True)]
 
+    def store_context(self, caches: list[ContextCache]) -> None:
+        """Store the keys and values of all scored nodes that are not stored yet."""
+        while pending := [found for cache in caches if (found := cache.next_context())]:
+            self._store(pending)
+
     def _store(self, rows: list[ContextRows]) -> None:
         """Store the keys and values of scored nodes of each session, in one pass."""
         positions = torch.from_numpy(np.concatenate([one.feed.positions for one in rows])).to(self.device)
@@ -398,27 +423,77 @@ class BlockLM(HeadLM):
             for one, own_keys, own_values in zip(rows, keys.split(sizes), values.split(sizes), strict=True):
                 one.cache.kept.store(layer, one.feed.slots, own_keys, own_values)
 
-    def _make_blocks(self, caches: list[ContextCache], roots: list[set[int]]) -> None:
+    def _make_missing_blocks(self, caches: list[ContextCache], roots: list[set[int]]) -> None:
         """Make the blocks of these local nodes of each session that are not there yet, in one pass."""
         missing = [
             (cache, np.array(fresh, dtype=np.int64))
             for cache, asked in zip(caches, roots, strict=True)
             if (fresh := sorted(asked - cache.blocks.keys()))
         ]
-        if not missing:
-            return
+        if missing:
+            for (cache, nodes), made in zip(missing, self.blocks_below(missing), strict=True):
+                cache.blocks.update(zip(nodes.tolist(), made, strict=True))
+
+    def blocks_below(
+        self, roots: list[tuple[ContextCache, Int64[np.ndarray, " _"]]], *known: Tensor
+    ) -> tuple[Float[Tensor, "_ rows width"], ...]:
+        """Return the blocks below local nodes of each session, made in one pass.
+
+        Args:
+            known: what `head.blocks` takes beside roots, positions and attention.
+        """
         self.passes += 1
-        tokens = torch.from_numpy(np.concatenate([cache.trie.tokens[nodes] for cache, nodes in missing]))
-        positions = torch.from_numpy(np.concatenate([cache.trie.positions[nodes] for cache, nodes in missing]))
-        sizes = [len(nodes) for _, nodes in missing]
+        tokens = torch.from_numpy(np.concatenate([cache.trie.tokens[nodes] for cache, nodes in roots]))
+        positions = torch.from_numpy(np.concatenate([cache.trie.positions[nodes] for cache, nodes in roots]))
+        sizes = [len(nodes) for _, nodes in roots]
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            parts = zip(missing, queries.split(sizes), keys.split(sizes), values.split(sizes), strict=True)
+            parts = zip(roots, queries.split(sizes), keys.split(sizes), values.split(sizes), strict=True)
             return torch.cat([cache.attend_blocks(nodes, layer, q, k, v) for (cache, nodes), q, k, v in parts])
 
-        blocks = self.head.blocks(tokens.to(self.device), positions.to(self.device), attend)
-        for (cache, nodes), made in zip(missing, blocks.split(sizes), strict=True):
-            cache.blocks.update(zip(nodes.tolist(), made, strict=True))
+        made = self.head.blocks(tokens.to(self.device), positions.to(self.device), attend, *known)
+        return made.split(sizes)
+
+
+class DenoiserLM(BlockLM):
+    """A denoiser as a draft model: its blocks with all drafts unknown, or, for drafts in several steps, with some known."""
+
+    head: Denoiser
+
+    @property
+    def block_depth(self) -> int:
+        """The number of drafts, one below the other, of a block."""
+        return self.head.shape.depth
+
+    @torch.inference_mode()
+    def denoised(
+        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], known: Sequence[Int64[np.ndarray, "_ _"]]
+    ) -> list[Float[Tensor, "_ _ vocab"]]:
+        """Return logits of the drafts below the roots of forests, each given the drafts of its root that are known.
+
+        Args:
+            sessions: ready ones, see `is_ready`.
+            known: int64[roots, drafts] of each session, -1 where a draft is not known; at most `block_depth` drafts.
+        """
+        caches: list[ContextCache] = [session.state[self] for session in sessions]
+        for cache, forest in zip(caches, forests, strict=True):
+            cache.enter(forest)
+        self.store_context(caches)
+        roots = [
+            (cache, cache.trie.local[: forest.roots].copy()) for cache, forest in zip(caches, forests, strict=True)
+        ]
+        tokens = np.full((sum(len(rows) for rows in known), self.block_depth), -1, dtype=np.int64)
+        row = 0
+        for rows in known:
+            tokens[row : row + len(rows), : rows.shape[1]] = rows
+            row += len(rows)
+        first = self.head.shape.first_row
+        found = []
+        for rows, made in zip(known, self.blocks_below(roots, torch.from_numpy(tokens).to(self.device)), strict=True):
+            wanted = made[:, first : first + rows.shape[1]]
+            logits = self._of_all_tokens(self.head.lm_head(wanted.flatten(0, 1)).float())
+            found.append(logits.unflatten(0, wanted.shape[:2]))
+        return found
 
 
 class FeatureLM(HeadLM):

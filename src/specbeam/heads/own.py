@@ -1,15 +1,20 @@
 """The format of heads that have no other: the fields of their shape, as they are called here, beside their weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbeam.errors import BadHead
+from specbeam.heads.block import BlockShape
+from specbeam.heads.chimera import OWN, READ_OUTS, Chimera, ChimeraShape
+from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.fields import Fields
 from specbeam.heads.files import HeadFiles
-from specbeam.heads.layers import LayerSizes
+from specbeam.heads.head import Head
+from specbeam.heads.layers import LayerSizes, Rotary
 from specbeam.heads.reading import (
     FIELD_NAMES,
+    MOST_ROWS,
     check_layers,
     check_taps,
     embedding_of,
@@ -28,12 +33,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FIELD = "specbeam_head"  # names the kind
-KINDS = ("fspad",)
 PAIRS = ("attention", "projection", "normed projection")
-_Made = TypeVar("_Made", LayerSizes, TrunkShape)
+_Made = TypeVar("_Made", LayerSizes, TrunkShape, ChimeraShape, BlockShape)
 
 
-def own_config(kind: str, head: PairTrunk) -> dict[str, Any]:
+def own_config(kind: str, head: PairTrunk | Chimera | Denoiser) -> dict[str, Any]:
     """Return the configuration of a head of this kind."""
     shape = {name: value for name, value in asdict(head.shape).items() if name not in ("sizes", "views")}
     return {
@@ -45,20 +49,30 @@ def own_config(kind: str, head: PairTrunk) -> dict[str, Any]:
     }
 
 
-def read_own(files: HeadFiles, target: "PreTrainedModel") -> PairTrunk:
+def read_own(files: HeadFiles, target: "PreTrainedModel") -> Head:
     """Return a head in this format. Raises `BadHead` if it cannot be read."""
     top = files.fields
     kind = top.text(FIELD)
-    if kind not in KINDS:
-        raise top.bad(FIELD, f"one of {', '.join(KINDS)}")
+    if kind not in READERS:
+        raise top.bad(FIELD, f"one of {', '.join(READERS)}")
     for name in ("sizes", "shape", "rope", "positions"):
         if not top.has(name):
             raise top.missing(name)
     sizes = _made(LayerSizes, top.inner("sizes"), {})
+    if sizes.reads != sizes.width:
+        raise top.inner("sizes").bad("reads", f"the width, {sizes.width}")
+    head = READERS[kind](files, target, sizes)
+    fill(head, files, target)
+    files.check_all_taken()
+    return head
+
+
+def _trunk(files: HeadFiles, target: "PreTrainedModel", sizes: LayerSizes) -> PairTrunk:
+    """Return a pair trunk without its weights (FSPAD)."""
+    top = files.fields
     given = top.inner("shape")
     shape = _made(TrunkShape, given, {"sizes": sizes, "views": ()})
-    if shape.target_width != width_of(target):
-        raise given.bad("target_width", f"the width of the target, {width_of(target)}")
+    _check_width(given, "target_width", shape.target_width, target)
     if shape.pairs not in PAIRS:
         raise given.bad("pairs", f"one of {', '.join(PAIRS)}")
     if shape.norms_features not in ("no", "all", "each"):
@@ -66,17 +80,93 @@ def read_own(files: HeadFiles, target: "PreTrainedModel") -> PairTrunk:
     count = files.size("fc.weight", 1) // shape.target_width if shape.pairs == "attention" else 1
     if len(shape.taps) != count:
         raise given.bad("taps", f"a list of {count} numbers: so many hidden states are read")
-    _check_sizes(files, top, shape)
-    embedding = embedding_of(files, target, width_of(target))
-    head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
-    tokens = read_tokens(files, shape.draft_vocab, head_of(target).weight.shape[0])
-    rotary = rotary_of(top, sizes, rope_of(top, "rope"), "rope", "positions")
-    trunk = PairTrunk(shape, rotary, embedding, head, tokens)
+    _check_layers(files, sizes, shape.layers)
+    for name, part, inner in (
+        ("sampling", "feature_sampling", shape.sampling),
+        ("alignment", "alignment", shape.alignment),
+    ):
+        if inner:
+            files.check_size(f"{part}.up_proj.weight", 0, inner, f"shape.{name}")
     if shape.pairs == "attention":
         check_taps(files, target, shape.taps, "as stated")
-    fill(trunk, files, target)
-    files.check_all_taken()
-    return trunk
+    embedding = embedding_of(files, target, width_of(target))
+    head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
+    return PairTrunk(shape, _rotary(files, sizes), embedding, head, _tokens(files, shape.draft_vocab, target))
+
+
+def _chimera(files: HeadFiles, target: "PreTrainedModel", sizes: LayerSizes) -> Chimera:
+    """Return a Chimera head without its weights."""
+    given = files.fields.inner("shape")
+    shape = _made(ChimeraShape, given, {"sizes": sizes})
+    if shape.read_out not in READ_OUTS:
+        raise given.bad("read_out", f"one of {', '.join(READ_OUTS)}")
+    if shape.depth > MOST_ROWS:
+        raise given.bad("depth", f"at most {MOST_ROWS}")
+    _check_width(files.fields.inner("sizes"), "width", sizes.width, target)
+    for part, rows in (
+        ("self_attn.q_proj", sizes.heads * sizes.head_size),
+        ("self_attn.k_proj", sizes.kv_heads * sizes.head_size),
+        ("mlp.gate_proj", sizes.inner),
+    ):
+        files.check_size(f"layer.{part}.weight", 0, rows, "sizes")
+    read_outs = "matrices" if shape.read_out == OWN else "maps"
+    if not files.has(f"{read_outs}.{shape.depth - 1}.weight"):
+        raise given.bad("depth", f"the number of tensors {read_outs}.*.weight")
+    embedding = embedding_of(files, target, sizes.width)
+    head = None if shape.read_out == OWN else own_head(files, shape.draft_vocab, sizes.width, embedding, target)
+    return Chimera(shape, _rotary(files, sizes), embedding, head, _tokens(files, shape.draft_vocab, target))
+
+
+def _denoiser(files: HeadFiles, target: "PreTrainedModel", sizes: LayerSizes) -> Denoiser:
+    """Return a SpecDiff head without its weights."""
+    given = files.fields.inner("shape")
+    shape = _made(BlockShape, given, {"sizes": sizes, "views": ()})
+    plain = BlockShape(sizes, shape.layers, shape.taps, shape.target_width, shape.rows, 1, shape.draft_vocab)
+    for one in fields(BlockShape):
+        expected = getattr(plain, one.name)
+        if getattr(shape, one.name) != expected:
+            raise given.bad(one.name, f"{expected!r} in SpecDiff heads")
+    if not 2 <= shape.rows <= MOST_ROWS:
+        raise given.bad("rows", f"from 2 to {MOST_ROWS}")
+    _check_width(given, "target_width", shape.target_width, target)
+    _check_layers(files, sizes, shape.layers)
+    check_taps(files, target, shape.taps, "as stated")
+    embedding = embedding_of(files, target, sizes.width)
+    head = own_head(files, shape.draft_vocab, sizes.width, embedding, target)
+    return Denoiser(shape, _rotary(files, sizes), embedding, head, _tokens(files, shape.draft_vocab, target))
+
+
+READERS: dict[str, "Callable[[HeadFiles, PreTrainedModel, LayerSizes], Head]"] = {
+    "fspad": _trunk,
+    "chimera": _chimera,
+    "specdiff": _denoiser,
+}
+
+
+def _rotary(files: HeadFiles, sizes: LayerSizes) -> Rotary:
+    """Return the rotation by positions that files state."""
+    return rotary_of(files.fields, sizes, rope_of(files.fields, "rope"), "rope", "positions")
+
+
+def _tokens(files: HeadFiles, draft_vocab: int, target: "PreTrainedModel") -> Any:
+    """Return the target's token for each of the head's, see `read_tokens`."""
+    return read_tokens(files, draft_vocab, head_of(target).weight.shape[0])
+
+
+def _check_width(given: Fields, name: str, width: int, target: "PreTrainedModel") -> None:
+    """Raise `BadHead` unless the head is for targets of this width, which a field states."""
+    if width != width_of(target):
+        raise given.bad(name, f"the width of the target, {width_of(target)}")
+
+
+def _check_layers(files: HeadFiles, sizes: LayerSizes, layers: int) -> None:
+    """Raise `BadHead` unless there are tensors of so many layers, of the sizes that are stated."""
+    check_layers(files, files.fields.inner("sizes"), sizes, {name: name for name in FIELD_NAMES})
+    stored = {name.split(".")[1] for name in files.tensors if name.startswith("layers.")}
+    if len(stored) != layers:
+        raise files.fields.inner("shape").bad(
+            "layers", f"{len(stored)}, the number of layers that there are tensors of"
+        )
 
 
 def _made(kind: "type[_Made]", given: Fields, known: Mapping[str, Any]) -> "_Made":
@@ -104,21 +194,3 @@ def _made(kind: "type[_Made]", given: Fields, known: Mapping[str, Any]) -> "_Mad
         else:
             found[name] = given.wholes(name, least=FINAL)
     return kind(**found)
-
-
-def _check_sizes(files: HeadFiles, top: Fields, shape: TrunkShape) -> None:
-    """Raise `BadHead` unless the tensors have the sizes that are stated."""
-    sizes = shape.sizes
-    given = top.inner("sizes")
-    if sizes.reads != sizes.width:
-        raise given.bad("reads", f"the width, {sizes.width}")
-    check_layers(files, given, sizes, {name: name for name in FIELD_NAMES})
-    layers = {name.split(".")[1] for name in files.tensors if name.startswith("layers.")}
-    if len(layers) != shape.layers:
-        raise top.inner("shape").bad("layers", f"{len(layers)}, the number of layers that there are tensors of")
-    for name, part, inner in (
-        ("sampling", "feature_sampling", shape.sampling),
-        ("alignment", "alignment", shape.alignment),
-    ):
-        if inner:
-            files.check_size(f"{part}.up_proj.weight", 0, inner, f"shape.{name}")

@@ -9,11 +9,22 @@ from torch import nn
 from specbeam.errors import BadHead, NotSupported, SpecbeamError
 from specbeam.heads.block import BlockHead
 from specbeam.heads.blocks import is_block, read_block
+from specbeam.heads.chimera import Chimera
+from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.eagle import is_eagle, is_eagle3, is_peagle, read_eagle, read_eagle3, read_peagle
 from specbeam.heads.feature import FeatureHead
 from specbeam.heads.files import HeadFiles, folder_of, names_in, read_config, read_files
 from specbeam.heads.head import Head
-from specbeam.heads.lm import BlockLM, FeatureLM, HeadLM, MaskLM, ModulesLM, TrunkLM
+from specbeam.heads.lm import (
+    BlockLM,
+    ChimeraLM,
+    DenoiserLM,
+    FeatureLM,
+    HeadLM,
+    MaskLM,
+    ModulesLM,
+    TrunkLM,
+)
 from specbeam.heads.masked import MaskTrunk
 from specbeam.heads.modules import ModulesInARow
 from specbeam.heads.mtp import is_own_modules, read_own_modules, read_speculators_module
@@ -122,6 +133,8 @@ def head_model(head: Head, vocab: int) -> HeadLM:
         MaskTrunk: MaskLM,  # before the pair trunk that it is, too
         PairTrunk: TrunkLM,
         ModulesInARow: ModulesLM,
+        Chimera: ChimeraLM,
+        Denoiser: DenoiserLM,  # before block heads, one of which it is
         BlockHead: BlockLM,
         FeatureHead: FeatureLM,
     }

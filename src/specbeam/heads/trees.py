@@ -34,6 +34,15 @@ class ScoredTrees(NamedTuple):
         """Return the columns of the parents of nodes, given by column; 0 for nodes without any."""
         return self.parents.gather(1, nodes).clamp_min(0)
 
+    def last_tokens(self, count: int) -> Int64[Tensor, "rows length count"]:
+        """Return the last `count` tokens of the path to each node; shorter paths repeat their first token before it."""
+        nodes = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+        columns: list[Tensor] = []
+        for _ in range(count):
+            columns.insert(0, self.tokens.gather(1, nodes))
+            nodes = self.above(nodes)
+        return torch.stack(columns, -1)
+
     def at(self, values: Float[Tensor, "rows length size"], nodes: Int64[Tensor, "rows length"]) -> Tensor:
         """Return the values of nodes, float[rows, length, size]."""
         return values.gather(1, nodes[..., None].expand(-1, -1, values.shape[-1]))

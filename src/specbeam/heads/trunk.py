@@ -129,6 +129,8 @@ class PairTrunk(Head):
         borrowed: parts that stand in the place of those here; with "normed projection" only, and one layer.
     """
 
+    history = 1  # number of last tokens that a row reads
+
     def __init__(
         self,
         shape: TrunkShape,
@@ -187,6 +189,11 @@ class PairTrunk(Head):
     def taps(self) -> tuple[int, ...]:
         """See `Head.taps`."""
         return self.shape.taps
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """How far back the rows of each layer look, see `TrunkShape.views`."""
+        return self.shape.views
 
     @property
     def device(self) -> torch.device:

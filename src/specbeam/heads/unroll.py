@@ -20,6 +20,7 @@ from specbeam.heads.layers import View, attended, view_of
 from specbeam.heads.trees import ScoredTrees
 
 if TYPE_CHECKING:
+    from specbeam.heads.chimera import Chimera
     from specbeam.heads.trunk import PairTrunk
 
 
@@ -74,7 +75,9 @@ class UnrolledRows:
         return attended(queries, torch.cat(self.keys[layer], 1), torch.cat(self.values[layer], 1), self.seen[layer])
 
 
-def unrolled(trunks: "Sequence[PairTrunk]", trees: ScoredTrees, depth: int) -> list[Float[Tensor, "rows length width"]]:
+def unrolled(
+    trunks: "Sequence[PairTrunk] | Sequence[Chimera]", trees: ScoredTrees, depth: int
+) -> list[Float[Tensor, "rows length width"]]:
     """Return the states of the nodes as drafts 1 to `depth` deep.
 
     States of nodes with fewer nodes above them mean nothing.
@@ -83,16 +86,17 @@ def unrolled(trunks: "Sequence[PairTrunk]", trees: ScoredTrees, depth: int) -> l
         trunks: those that make the drafts of each depth; deeper ones are made by the last.
     """
     trunk = trunks[0]
-    rows = UnrolledRows(trees, trunk.shape.layers, trunk.shape.views)
+    rows = UnrolledRows(trees, trunk.shape.layers, trunk.views)
     parents = trees.above(rows.ancestors[0])
     given = trees.at(trunk.features(trees.states_at(trunk.taps)), parents)
-    found = [trunk(trees.tokens, given, trees.depths, rows.attend)]
+    tokens = trees.tokens if trunk.history == 1 else trees.last_tokens(trunk.history)
+    found = [trunk(tokens, given, trees.depths, rows.attend)]
     for deep in range(1, depth):
         given = trees.at(trunk.fed_back(found[-1]), parents)
         if deep < len(trunks):
             trunk = trunks[deep]
-            rows = UnrolledRows(trees, trunk.shape.layers, trunk.shape.views, least=deep + 1)
+            rows = UnrolledRows(trees, trunk.shape.layers, trunk.views, least=deep + 1)
         else:
             rows.deepen()
-        found.append(trunk(trees.tokens, given, trees.depths, rows.attend))
+        found.append(trunk(tokens, given, trees.depths, rows.attend))
     return found

@@ -1,0 +1,202 @@
+"""DRAFT: blocks of tokens that a denoiser unmasks in several steps (SpecDiff, arXiv 2408.05636).
+
+All drafts of a block begin as masks. Each step computes the law of each mask, given the tokens that are there, and makes
+some of the masks tokens. So a token may be drawn before the tokens to its left, and these depend on it. Given them, its law
+is not the one that it was drawn from, and a rule that tries drafts against their laws would need just that law: such drafts
+can only be matched. Where masks become tokens from left to right, or all of them in one step, each token was drawn from its
+law given those to its left, and can be tried.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+
+from specbeam.core.forest import CHOSEN, INDEPENDENT, LOST, Forest, Siblings, siblings
+from specbeam.draft.lookup import permitted
+from specbeam.laws.rows import RowLaw, best_token
+from specbeam.laws.warp import on_host, row_laws
+from specbeam.lm.base import LM, fill_prompts
+from specbeam.records import Shape, Turn
+from specbeam.session import Session
+
+MASK = -1
+
+Order = Literal["confidence", "random", "left to right"]
+ORDERS: tuple[Order, ...] = ("confidence", "random", "left to right")
+
+
+@runtime_checkable
+class Denoising(Protocol):
+    """What a drafter asks of a denoiser, beside what it is as a language model."""
+
+    @property
+    def block_depth(self) -> int:
+        """The number of drafts of a block."""
+        ...
+
+    def denoised(
+        self, sessions: Sequence[Session], forests: Sequence[Forest], known: Sequence[Int64[np.ndarray, "_ _"]]
+    ) -> list[Float[torch.Tensor, "_ _ vocab"]]:
+        """Return logits of the drafts below the roots of forests, each given the drafts of its root that are known."""
+        ...
+
+
+@dataclass(eq=False)
+class MaskedBlocks:
+    """The blocks below the roots of a session while they are unmasked."""
+
+    session: Session
+    tokens: Int64[np.ndarray, "roots drafts"]  # MASK where there is none yet
+    laws: dict[tuple[int, int], RowLaw] = field(default_factory=dict)  # that tokens were drawn from, by root and place
+
+    @property
+    def forest(self) -> Forest:
+        """The roots."""
+        return Forest.rooted(self.session.beams.tokens)
+
+    @property
+    def is_going(self) -> bool:
+        """Whether there are masks, and nothing has failed."""
+        return bool((self.tokens == MASK).any()) and self.session.failure is None
+
+
+@dataclass(frozen=True)
+class Unmasking:
+    """A drafter of one chain below each beam, unmasked in several steps, by one pass of the model each.
+
+    With steps left, each step makes an equal part of the masks tokens, rounded up.
+
+    Args:
+        lm: the denoiser.
+        steps: number of steps.
+        order: which masks come first: those whose likeliest token is likeliest ("confidence"), any ("random"), or the first
+            ones ("left to right").
+        drawn: whether tokens are drawn from their laws; else each is the likeliest.
+    """
+
+    lm: Any  # an `LM` that is `Denoising`
+    steps: int
+    order: Order = "confidence"
+    drawn: bool = True
+
+    @property
+    def models(self) -> tuple[LM, ...]:
+        """The models that it runs."""
+        return (self.lm,)
+
+    @property
+    def no_law_reason(self) -> str:
+        """The reason why the law of the drafts is not known; "" if it is."""
+        return no_law_reason(self.steps, self.order, self.drawn)
+
+    def draft(self, sessions: list[Session], shapes: list[Shape]) -> list[Forest]:
+        """Return a chain below each live beam of each session, of at most as many tokens as a block has."""
+        blocks = [self._masked(session, shape) for session, shape in zip(sessions, shapes, strict=True)]
+        for step in range(self.steps):
+            going = [block for block in blocks if block.is_going]
+            if not going:
+                break
+            for block in going:
+                block.session.count.draft_passes += 1
+            answers = self.lm.denoised(
+                [block.session for block in going],
+                [block.forest for block in going],
+                [block.tokens for block in going],
+            )
+            for block, rows in zip(going, answers, strict=True):
+                with block.session.failing_alone("draft model: "):
+                    self._unmask(block, rows, self.steps - step)
+        return [self._chains(block) for block in blocks]
+
+    def _masked(self, session: Session, shape: Shape) -> MaskedBlocks:
+        """Return the blocks of a session with all drafts masked."""
+        drafts = min(shape.depth, self.lm.block_depth)
+        return MaskedBlocks(session, np.full((session.beams.size, drafts), MASK, dtype=np.int64))
+
+    def _unmask(self, block: MaskedBlocks, rows: Float[torch.Tensor, "roots drafts vocab"], left: int) -> None:
+        """Make some masks of each block tokens, with `left` steps left."""
+        for root in range(len(block.tokens)):
+            masks = np.flatnonzero(block.tokens[root] == MASK)
+            if len(masks) == 0:
+                continue
+            logits = on_host(rows[root])[masks]
+            laws = row_laws(logits, block.session.warp)
+            count = math.ceil(len(masks) / left)
+            for which in self._first(block.session, laws, count):
+                law = laws[which]
+                if law is not None:
+                    block.tokens[root, masks[which]] = self._token(block.session, law, logits[which])
+                    block.laws[root, int(masks[which])] = law
+
+    def _first(self, session: Session, laws: list[RowLaw | None], count: int) -> list[int]:
+        """Return which masks become tokens now, given their laws."""
+        if self.order == "left to right" or count == len(laws):
+            return list(range(count))
+        if self.order == "confidence":
+            most = np.array([-np.inf if law is None else law.logp.max() for law in laws])
+            return np.argsort(-most, kind="stable")[:count].tolist()
+        left = np.ones(len(laws))
+        chosen = []
+        for _ in range(count):
+            chosen.append(int(session.dice.pick(left)))
+            left[chosen[-1]] = 0.0
+        return chosen
+
+    def _token(self, session: Session, law: RowLaw, row: Float[np.ndarray, " vocab"]) -> int:
+        """Return the token that a mask becomes; at temperature 0 the likeliest."""
+        if self.drawn and not session.warp.greedy:
+            return law.token(session.dice.pick(law.p))
+        return int(best_token(row))
+
+    def _chains(self, block: MaskedBlocks) -> Forest:
+        """Return the forest of unmasked chains. A draft after which nothing can follow has no node, and ends its chain."""
+        session = block.session
+        forest = block.forest
+        for root, tokens in enumerate(block.tokens.tolist()):
+            parent = root
+            for place, token in enumerate(tokens):
+                if token == MASK or session.failure is not None:
+                    break
+                goes_on = token not in session.limits.eos and bool(
+                    permitted(session, forest, np.array([parent]), np.array([token])).all()
+                )
+                node = forest.size if goes_on else -1
+                group = self._group(session, parent, token, node, block.laws[root, place])
+                forest = forest.grown([token] if goes_on else [], [parent] if goes_on else [], groups=[group])
+                if not goes_on:
+                    break
+                parent = node
+        return forest
+
+    def _group(self, session: Session, parent: int, token: int, node: int, law: RowLaw) -> Siblings:
+        """Return a draft as a group of siblings, with what is known of its law."""
+        if session.warp.greedy or not self.drawn:
+            return siblings(CHOSEN, [parent], [token], [node])
+        if self.no_law_reason:
+            return siblings(LOST, [parent], [token], [node])
+        stated = law.tokens if len(law.tokens) else np.arange(law.size)
+        return siblings(INDEPENDENT, [parent], [token], [node], law=(stated, law.p), vocab=law.vocab)
+
+    def fill(self, sessions: list[Session], most: int) -> list[bool]:
+        """Store the next chunk of up to `most` long prompts; return whether each session may take a turn."""
+        return fill_prompts(self.lm, sessions, None, most)
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        """Keep in the denoiser's cache what the surviving beams need, and free the rest."""
+        self.lm.settle(session, turn)
+
+    def close(self, session: Session) -> None:
+        """Free what the denoiser stores for the session."""
+        self.lm.close(session)
+
+
+def no_law_reason(steps: int, order: Order, drawn: bool) -> str:
+    """Return why the law of drafts that are unmasked so is not known; "" if it is. Completes the sentence "RECIPE ..."."""
+    if not drawn or steps == 1 or order == "left to right":
+        return ""
+    return "draws tokens before those to their left, so their law given these is not known"

@@ -1,0 +1,220 @@
+"""Chimera: rows that read the last three tokens and the features of all tokens above them (arXiv 2402.15758).
+
+Row v belongs to a node, as in a pair trunk, and stands twice in the context of the rows below it: by the feature of the node
+above v, and by what the last three tokens on the path to v are encoded to. Where the target has not scored the node above,
+the head's own state there stands for its feature. One layer looks at both, and makes a state that estimates the target's
+feature of v. Logits are read out of this state and the last feature of the target, by a matrix for each depth of a draft.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+
+from specbeam.heads.feature import Residual
+from specbeam.heads.head import DraftRows, Head, described_rope, described_taps, wanted_below
+from specbeam.heads.layers import Attend, Attention, Gated, LayerSizes, Norm, Rotary, View
+from specbeam.heads.trees import ScoredTrees
+from specbeam.heads.unroll import unrolled
+from specbeam.records import FINAL
+
+SHARED, OWN = READ_OUTS = ("shared", "own")
+
+
+@dataclass(frozen=True)
+class ChimeraShape:
+    """The shape of a Chimera head.
+
+    Attributes:
+        sizes: of its layer; the width is that of the target's hidden states.
+        depth: number of drafts, one below the other, that it has matrices for; deeper ones are read out by the last.
+        draft_vocab: number of tokens that the head gives logits for.
+        read_out: "own": a matrix of all tokens for each depth, as in the paper's code. "shared": a map to the width of the
+            target for each depth, and one matrix of all tokens behind it, which is the target's.
+    """
+
+    sizes: LayerSizes
+    depth: int
+    draft_vocab: int
+    read_out: str = SHARED
+
+    @property
+    def layers(self) -> int:
+        """The number of layers, one."""
+        return 1
+
+
+class Trigrams(nn.Module):
+    """The encoder of three tokens: a residual layer on their embeddings side by side, and a matrix to the head's width."""
+
+    def __init__(self, embed: int, width: int) -> None:
+        super().__init__()
+        self.block = Residual(3 * embed, 3 * embed)
+        self.proj = nn.Linear(3 * embed, width, bias=False)
+
+    def forward(self, embedded: Float[Tensor, "*rows three embed"]) -> Float[Tensor, "*rows width"]:
+        """Return the code of the tokens of each row."""
+        made: Tensor = self.proj(self.block(embedded.flatten(-2)))
+        return made
+
+
+class ContextLayer(nn.Module):
+    """A decoder layer whose rows stand twice in the context: by a feature, and by the code of their tokens.
+
+    The code alone looks at the context, and the layer's output is added to it.
+    """
+
+    def __init__(self, sizes: LayerSizes) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(sizes.width, sizes.eps)
+        self.self_attn = Attention(sizes)
+        self.post_attention_layernorm = Norm(sizes.width, sizes.eps)
+        self.mlp = Gated(sizes.width, sizes.inner)
+
+    def forward(
+        self,
+        codes: Float[Tensor, "*rows width"],
+        features: Float[Tensor, "*rows width"],
+        angles: Any,
+        angles_above: Any,
+        attend: Attend,
+    ) -> Float[Tensor, "*rows width"]:
+        """Return the rows after the layer.
+
+        Args:
+            angles, angles_above: of the positions of the rows, and of the nodes above them, where the features stand.
+        """
+        normed = self.input_layernorm(codes)
+        keys, values = self.self_attn.keys_and_values(normed, angles)
+        feature_keys, feature_values = self.self_attn.keys_and_values(self.input_layernorm(features), angles_above)
+        both_keys = torch.cat([feature_keys, keys], -1)
+        both_values = torch.cat([feature_values, values], -1)
+        mixed = attend(0, self.self_attn.queries(normed, angles), both_keys, both_values)
+        x = codes + self.self_attn.o_proj(mixed.flatten(-2))
+        after: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return after
+
+
+class Chimera(Head):
+    """A head of this kind.
+
+    Args:
+        rotary: the rotation by positions.
+        embedding: float[vocab, width], the target's.
+        head: float[draft_vocab, width], the matrix behind the maps of "shared" read-outs; None for "own" ones.
+        tokens: see `Head.tokens`.
+    """
+
+    history = 3  # number of last tokens that a row reads
+    views: tuple[View, ...] = ()  # see `TrunkShape.views`: rows look at all that is above them
+
+    def __init__(
+        self,
+        shape: ChimeraShape,
+        rotary: Rotary,
+        embedding: nn.Embedding,
+        head: nn.Linear | None,
+        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tokens = tokens
+        self.embed_tokens = embedding
+        self.rotary = rotary
+        width = shape.sizes.width
+        self.trigrams = Trigrams(embedding.weight.shape[1], width)
+        self.layer = ContextLayer(shape.sizes)
+        if head is None:
+            self.matrices = nn.ModuleList(
+                nn.Linear(2 * width, shape.draft_vocab, bias=False) for _ in range(shape.depth)
+            )
+        else:
+            self.lm_head = head
+            self.maps = nn.ModuleList(nn.Linear(2 * width, width, bias=False) for _ in range(shape.depth))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `Head.taps`: what the target's head reads."""
+        return (FINAL,)
+
+    @property
+    def device(self) -> torch.device:
+        """See `Head.device`."""
+        return self.trigrams.proj.weight.device
+
+    @property
+    def described(self) -> dict[str, str]:
+        """See `Head.described`."""
+        shape = self.shape
+        how = "a matrix of tokens for each" if shape.read_out == OWN else "a map for each, and one matrix of tokens"
+        return {
+            "kind": "Chimera: reads the last three tokens, and the features of all tokens above",
+            "layers": "1",
+            "reads": described_taps(self.taps),
+            "read-outs": f"{shape.depth}, one for each depth; {how}",
+            "positions": described_rope(self.rotary.rope),
+        }
+
+    @property
+    def states_size(self) -> int:
+        """See `Head.states_size`."""
+        return self.shape.sizes.width
+
+    def features(self, states: Float[Tensor, "*rows states"]) -> Float[Tensor, "*rows width"]:
+        """See `Head.features`: the states themselves."""
+        return states.to(self.trigrams.proj.weight.dtype)
+
+    def forward(
+        self,
+        tokens: Int64[Tensor, "*rows three"],
+        features: Float[Tensor, "*rows width"],
+        positions: Int64[Tensor, "*rows"],
+        attend: Attend,
+    ) -> Float[Tensor, "*rows width"]:
+        """Return the head's states of rows: estimates of the target's features there.
+
+        Args:
+            tokens: the last three on the path to each row, its own last.
+            features: of the node above each row.
+            positions: any numbers that grow by one from node to node; only differences count.
+            attend: lets rows look at the rows above them, and at themselves.
+        """
+        codes = self.trigrams(self.embed_tokens(tokens).to(features.dtype))
+        made: Tensor = self.layer(codes, features, self.rotary(positions), self.rotary(positions - 1), attend)
+        return made
+
+    def fed_back(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
+        """Return what rows below read as their feature, from the states of rows that the target has not scored."""
+        return x
+
+    def logits(
+        self, far: int, features: Float[Tensor, "rows width"], x: Float[Tensor, "rows width"]
+    ) -> Float[Tensor, "rows draft_vocab"]:
+        """Return the logits of the next token, from the states of rows.
+
+        Args:
+            far: how far below the last scored node the rows are, at least 1.
+            features: of that scored node above each row.
+        """
+        number = min(far, self.shape.depth) - 1
+        both = torch.cat([features, x], -1)
+        if self.shape.read_out == OWN:
+            own: Tensor = self.matrices[number](both)
+            return own
+        shared: Tensor = self.lm_head(self.maps[number](both))
+        return shared
+
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+        """See `Head.drafts`."""
+        features = self.features(trees.states_at(self.taps))
+        above = torch.arange(trees.tokens.shape[1], device=trees.tokens.device).expand_as(trees.tokens)
+        found = []
+        for deep, states in enumerate(unrolled([self], trees, depth), 1):
+            above = trees.above(above)
+            nodes = wanted_below(trees, wanted, deep)
+            scored = trees.at(features, above).flatten(0, 1)[nodes]
+            own = states.flatten(0, 1)[nodes]
+            found.append(DraftRows(nodes, self.logits(deep, scored, own), estimates=own))
+        return found

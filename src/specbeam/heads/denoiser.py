@@ -1,0 +1,74 @@
+"""Denoisers: block heads that draft by masked diffusion, in one step or in several (SpecDiff, arXiv 2408.05636).
+
+The drafts of a block are tokens or masks, and the head gives a law for each mask, given the tokens. With all of them masked,
+these laws are those of a draft in one step. Then each is fixed before any token is drawn: a product law, as that of DFlash.
+In several steps some masks become tokens, and the laws of the others are computed anew.
+
+The paper drafts by a diffusion model of its own, which reads tokens alone. Here the context is the target's features, as in
+block heads, so that the head can be small.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from specbeam.heads.block import BlockHead, BlockShape
+from specbeam.heads.layers import Attend, Rotary
+
+NO_TOKEN = -1  # as the mask of `BlockHead`: the mask is no token of the target, but a row of the head's own
+
+
+class Denoiser(BlockHead):
+    """A head of this kind: a block head whose mask has an embedding of its own, so that it is never drafted.
+
+    Args:
+        rotary: the rotation by positions.
+        embedding: float[vocab, width], the target's.
+        head: float[draft_vocab, width], the matrix that makes logits, of the target, or the head's own.
+        tokens: see `Head.tokens`.
+    """
+
+    def __init__(
+        self,
+        shape: BlockShape,
+        rotary: Rotary,
+        embedding: nn.Embedding,
+        head: nn.Linear,
+        tokens: Int64[Tensor, " draft_vocab"] | None = None,
+    ) -> None:
+        super().__init__(shape, rotary, embedding, head, NO_TOKEN, tokens)
+        self.mask_embedding = nn.Parameter(torch.zeros(embedding.weight.shape[1]))
+
+    @property
+    def described(self) -> dict[str, str]:
+        """See `Head.described`."""
+        told = super().described
+        return {
+            "kind": f"SpecDiff: unmasks {self.shape.depth} tokens, in one step or several",
+            **{name: told[name] for name in ("layers", "reads", "positions")},
+        }
+
+    def blocks(
+        self,
+        roots: Int64[Tensor, "*blocks"],
+        positions: Int64[Tensor, "*blocks"],
+        attend: Attend,
+        known: Int64[Tensor, "*blocks drafts"] | None = None,
+    ) -> Float[Tensor, "*blocks rows width"]:
+        """Return the rows of the blocks below roots; see `BlockHead.blocks`.
+
+        Args:
+            known: the drafts of each block, -1 for masks; None: all are masks.
+        """
+        if known is None:
+            known = torch.full((*roots.shape, self.shape.depth), NO_TOKEN, device=roots.device)
+        is_mask = (known < 0)[..., None]
+        drafts = torch.where(is_mask, self.mask_embedding, self.embed_tokens(known.clamp_min(0)))
+        x = torch.cat([self.embed_tokens(roots)[..., None, :], drafts], -2)
+        return self.rows_after_layers(x.to(self.fc.weight.dtype), positions, attend)
+
+    def other_readings(self, layers: int) -> Iterator[tuple[str, BlockHead]]:
+        """See `Head.other_readings`: its files leave nothing open."""
+        return iter(())
