@@ -14,6 +14,8 @@ from specbeam.cli import heads
 from specbeam.cli.main import app
 from specbeam.errors import BadSetting
 from specbeam.pair import BUNDLED
+from specbeam.train.heads import KINDS
+from specbeam.train.plan import planned
 from tests.support.mtp import tiny_target, with_modules
 
 GOLDEN = Path(__file__).parent.parent / "heads" / "golden"
@@ -62,6 +64,29 @@ def test_every_kind_is_described(name, kind, target):
     assert kind in found["kind"]
     assert 0 <= found["as stated"][0] <= 1
     assert "as stated" not in json.loads(shown(str(GOLDEN / name), "-m", "other", "--json", "--no-probe"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (
+            "chimera",
+            {"kind": "Chimera: reads the last three tokens", "read-outs": "4, one for each depth; a map for each"},
+        ),
+        ("specdiff", {"kind": "SpecDiff: unmasks 5 tokens, in one step or several", "layers": "2"}),
+    ],
+)
+def test_heads_in_our_own_format_are_described(kind, told, target, tmp_path):
+    """Their files do not name their target, and leave nothing open that could be read in another way."""
+    model = heads.quiet_load("other", None).target_model
+    plan = planned(model, KINDS[kind].usual, {})
+    KINDS[kind].save(KINDS[kind].new(model, plan, None), model, plan, tmp_path)
+    found = json.loads(shown(str(tmp_path), "-m", "other", "--json"))
+    for name, part in told.items():
+        assert part in found[name]
+    assert found["tried"] == {}
+    with pytest.raises(BadSetting, match="--model is missing"):
+        shown(str(tmp_path))
 
 
 def test_what_is_no_head_is_refused(target, tmp_path):

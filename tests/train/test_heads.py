@@ -54,6 +54,10 @@ def trained(pair, out, drawn, kind="eagle3", **changes):
 @pytest.mark.parametrize("plan", [{}, {"draft_vocab": 40, "layers": 2, "depth": 2}])
 def test_a_head_learns_and_is_used(kind, plan, pair, small_files, drawn, tmp_path):
     """What is read of its folder drafts as what was trained, and beams are those without a draft."""
+    if kind == "chimera" and plan:
+        with pytest.raises(BadSetting, match="layers is 2, and chimera heads have no use for it"):
+            trained(pair, tmp_path, drawn, kind, plan=plan)
+        plan = {"draft_vocab": 40, "depth": 2, "read_out": "own"}
     if kind == "medusa" and "draft_vocab" in plan:
         with pytest.raises(BadSetting, match="draft_vocab is 40, and medusa heads have no use for it"):
             trained(pair, tmp_path, drawn, kind, plan=plan)
@@ -229,7 +233,7 @@ def test_the_command_trains_a_head_and_prints_the_curve(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"specbeam_head": "other"}, "specbeam_head is 'other' in config.json; it must be one of fspad"),
+        ({"specbeam_head": "other"}, "specbeam_head is 'other' in config.json; it must be one of fspad, chimera"),
         ({"sizes": None}, "config.json has no sizes"),
         ({"shape": {"pairs": "projection", "colour": 1}}, "shape has fields that are not known: colour"),
         ({"positions": None}, "config.json has no positions"),
@@ -241,6 +245,44 @@ def test_a_broken_head_of_our_own_format_is_refused_by_name(pair, small_files, d
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(BadHead, match=said):
         read_head(tmp_path, pair.target_model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("chimera", {"read_out": "none"}, "read_out is 'none'; it must be one of shared, own"),
+        ("chimera", {"read_out": "own"}, "has no tensor matrices.0.weight"),
+        ("chimera", {"depth": None}, "shape has no depth in config.json"),
+        ("chimera", {"colour": 1}, "shape has fields that are not known: colour"),
+        ("chimera", {"depth": 9}, "has no tensor maps.4.weight"),
+        ("specdiff", {"first_row": 0}, "first_row is 0, correction 'no' and has_confidence False; in SpecDiff heads"),
+        ("specdiff", {"taps": [0, 9, 1]}, "LlamaForCausalLM has 2 layers, so taps are numbers from 0 to 2"),
+        ("specdiff", {"taps": [0, 1]}, "reads 3 hidden states, and 2 are named"),
+        ("specdiff", {"target_width": 16}, "is for a target of width 16, and this one's is 32"),
+        ("specdiff", {"layers": 3}, "has no tensor layers.2.input_layernorm.weight"),
+        ("specdiff", {"draft_vocab": 7}, r"no lm_head.weight, and 7 tokens"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused_by_name(pair, kind, changes, said, tmp_path):
+    """Each error names the folder, and the field or the tensor."""
+    plan = planned(pair.target_model, KINDS[kind].usual, {})
+    KINDS[kind].save(KINDS[kind].new(pair.target_model, plan, None), pair.target_model, plan, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    shape = {name: value for name, value in {**config["shape"], **changes}.items() if value is not None}
+    path.write_text(json.dumps({**config, "shape": shape}))
+    with pytest.raises(BadHead, match=said) as refusal:
+        read_head(tmp_path, pair.target_model)
+    assert str(tmp_path) in str(refusal.value)
+
+
+def test_a_head_of_another_target_is_refused(pair, tmp_path):
+    for kind in ("chimera", "specdiff"):
+        plan = planned(pair.target_model, KINDS[kind].usual, {})
+        KINDS[kind].save(KINDS[kind].new(pair.target_model, plan, None), pair.target_model, plan, tmp_path / kind)
+        other = tiny("llama", hidden_size=64, intermediate_size=64)
+        with pytest.raises(BadHead, match="is for a target of width 32, and this one's is 64"):
+            read_head(tmp_path / kind, other)
 
 
 def test_a_part_of_the_gradient_of_logits_reaches_the_states(pair):

@@ -660,6 +660,20 @@ def _add_head(kind: str, what: str) -> None:
                 "leaves the last. May be given several times; by default three of them."
             ),
         ] = [],
+        read_out: Annotated[
+            str | None,
+            typer.Option(
+                help="Of Chimera heads: 'shared', a map for each depth and one matrix of tokens, or 'own', a matrix of "
+                "tokens for each depth; by default 'shared'."
+            ),
+        ] = None,
+        shown: Annotated[
+            float | None,
+            typer.Option(
+                help="Of SpecDiff heads: share of blocks that are learnt with some of their drafts shown, for drafts in "
+                "several steps; by default a half."
+            ),
+        ] = None,
         beams: DrawnBeams = 4,
         temperature: DrawnTemperature = 1.0,
         top_k: TopK = None,
@@ -687,6 +701,8 @@ def _add_head(kind: str, what: str) -> None:
             "inner": inner,
             "draft_vocab": draft_vocab,
             "taps": tuple(tap) or None,
+            "read_out": read_out,
+            "shown": shown,
             "variation": variation,
         }
         raise typer.Exit(run_head(options, kind, plan))
@@ -698,6 +714,8 @@ _add_head("eagle3", "Train an EAGLE-3 head for any target from prompts alone, on
 _add_head("peagle", "Train a P-EAGLE head, EAGLE-3 with mask rows that draft a block in one pass, from prompts alone.")
 _add_head("fspad", "Train an FSPAD head: EAGLE with feature sampling and partial alignment, from prompts alone.")
 _add_head("medusa", "Train Medusa heads, one for each depth of a draft, for any target from prompts alone.")
+_add_head("chimera", "Train a Chimera head, which reads the last three tokens beside all features, from prompts alone.")
+_add_head("specdiff", "Train a SpecDiff head, which unmasks a block in one step or several, from prompts alone.")
 _add_head("dspark", "Train a DSpark head, which drafts a block in one pass, for any target from prompts alone.")
 
 

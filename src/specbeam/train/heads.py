@@ -16,6 +16,7 @@ from specbeam.heads.trees import ScoredTrees
 from specbeam.pair import Pair, load
 from specbeam.records import FINAL
 from specbeam.train.batches import TreeBatch
+from specbeam.train.chimera import new_chimera, save_chimera
 from specbeam.train.course import Trained, take_course
 from specbeam.train.drawing import DrawPlan, Prompt
 from specbeam.train.dspark import new_dspark, save_dspark
@@ -24,15 +25,21 @@ from specbeam.train.fitting import Schedule, check_optimizers
 from specbeam.train.folders import keep_options, open_folder
 from specbeam.train.fspad import new_fspad, save_fspad
 from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options
-from specbeam.train.losses import draft_loss, overlap
+from specbeam.train.losses import Lesson, draft_loss, overlap
 from specbeam.train.medusa import new_medusa, save_medusa
 from specbeam.train.peagle import new_peagle, save_peagle
 from specbeam.train.plan import HeadPlan, planned
+from specbeam.train.specdiff import masked_lesson, new_specdiff, save_specdiff
 from specbeam.train.teacher import scored
 from specbeam.train.trees import Trees
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+def plain_lesson(head: Head, trees: ScoredTrees, learnt: Bool[Tensor, "rows length"], plan: HeadPlan) -> Lesson:
+    """Return what a head drafts at the learnt nodes of trees: all that most kinds of heads learn."""
+    return Lesson(head.drafts(trees, plan.depth, learnt))
 
 
 @dataclass(frozen=True)
@@ -44,26 +51,36 @@ class Kind:
         save: writes one to a folder.
         usual: options of `HeadPlan` that are usual for the kind.
         ignores: options that it has no use for.
+        lesson: what it makes of a batch that it learns from.
     """
 
     new: "Callable[[PreTrainedModel, HeadPlan, Int64[Tensor, ' tokens'] | None], Head]"
     save: "Callable[[Head, PreTrainedModel, HeadPlan, Path], None]"
     usual: Mapping[str, Any]
     ignores: tuple[str, ...] = ()
+    lesson: "Callable[[Head, ScoredTrees, Bool[Tensor, 'rows length'], HeadPlan], Lesson]" = plain_lesson
 
 
 EVERY = 2**40  # tokens: more than any target has
 
 KINDS = {
-    "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}, ("rank", "regression")),
-    "peagle": Kind(new_peagle, save_peagle, {"layers": 2, "depth": 5}, ("rank", "regression")),
-    "dspark": Kind(new_dspark, save_dspark, {"layers": 2, "depth": 5}, ("regression",)),
-    "fspad": Kind(new_fspad, save_fspad, {"layers": 1, "depth": 4}, ("taps", "rank")),
+    "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}, ("rank", "regression", "read_out", "shown")),
+    "peagle": Kind(new_peagle, save_peagle, {"layers": 2, "depth": 5}, ("rank", "regression", "read_out", "shown")),
+    "dspark": Kind(new_dspark, save_dspark, {"layers": 2, "depth": 5}, ("regression", "read_out", "shown")),
+    "fspad": Kind(new_fspad, save_fspad, {"layers": 1, "depth": 4}, ("taps", "rank", "read_out", "shown")),
     "medusa": Kind(
         new_medusa,
         save_medusa,
         {"layers": 1, "depth": 4, "draft_vocab": EVERY},
-        ("taps", "rank", "inner", "regression", "draft_vocab"),
+        ("taps", "rank", "inner", "regression", "draft_vocab", "read_out", "shown"),
+    ),
+    "chimera": Kind(new_chimera, save_chimera, {"layers": 1, "depth": 4}, ("taps", "layers", "rank", "shown")),
+    "specdiff": Kind(
+        new_specdiff,
+        save_specdiff,
+        {"layers": 2, "depth": 5},
+        ("rank", "regression", "read_out"),
+        masked_lesson,
     ),
 }
 
@@ -133,7 +150,7 @@ def train_head(
     head = KINDS[kind].new(pair.target_model, options, known_tokens(lessons, options, pair.target.vocab))
     keep_options(training, said)
     head.to(pair.target.device)
-    student = HeadStudent(head, pair.target_model, options, KINDS[kind].save)
+    student = HeadStudent(head, pair.target_model, options, KINDS[kind].save, KINDS[kind].lesson)
     return take_course(student, lessons, schedule, folder, pair.target.device, report)
 
 
@@ -160,11 +177,13 @@ class HeadStudent:
         target: "PreTrainedModel",
         plan: HeadPlan,
         save: "Callable[[Head, PreTrainedModel, HeadPlan, Path], None]",
+        lesson: "Callable[[Head, ScoredTrees, Bool[Tensor, 'rows length'], HeadPlan], Lesson]" = plain_lesson,
     ) -> None:
         self.module: Head = head
         self.target = target
         self.plan = plan
         self.write = save
+        self.lesson = lesson
         self.own_number: Tensor | None = (
             None  # of each of the target's tokens among the head's, -1 if it does not know it
         )
@@ -174,17 +193,24 @@ class HeadStudent:
             self.own_number = numbers.to(head.device)
 
     def loss(self, batch: TreeBatch) -> Tensor:
-        """See `Student.loss`: the sum over depths, each counted `decay` times as much as the one before."""
+        """See `Student.loss`: the sum over depths, each counted `decay` times as much as the one before.
+
+        A kind of head may have a loss of its own beside it.
+        """
         total = torch.zeros((), device=batch.tokens.device)
         weight = 0.0
-        trees, drafts = self._drafts(batch)
-        for depth, (rows, laws) in enumerate(drafts):
+        trees = scored(self.target, batch, self.module.taps)
+        lesson = self.lesson(self.module, trees, batch.learnt, self.plan)
+        number = numbers_of(batch.learnt)
+        for depth, rows in enumerate(lesson.drafts):
+            laws = number[rows.nodes]
             if len(laws) == 0:
                 continue
             share = self.plan.decay**depth
             total = total + share * self._loss_of(rows, batch, laws, trees)
             weight += share
-        return total / weight if weight else total
+        total = total / weight if weight else total
+        return total if lesson.other is None else (1 - lesson.share) * total + lesson.share * lesson.other
 
     def _loss_of(self, rows: DraftRows, batch: TreeBatch, laws: Int64[Tensor, " drafts"], trees: ScoredTrees) -> Tensor:
         """Return the loss of the drafts of a depth."""
@@ -203,8 +229,11 @@ class HeadStudent:
 
     def accepted(self, batch: TreeBatch) -> list[tuple[Float[Tensor, " laws"], Float[Tensor, " laws"]]]:
         """See `Student.accepted`."""
+        trees = scored(self.target, batch, self.module.taps)
+        number = numbers_of(batch.learnt)
         found = []
-        for rows, laws in self._drafts(batch)[1]:
+        for rows in self.module.drafts(trees, self.plan.depth, batch.learnt):
+            laws = number[rows.nodes]
             overlaps, _ = self._overlap(rows.logits, batch, laws)
             found.append((overlaps, batch.weights[laws]))
         return found
@@ -213,20 +242,15 @@ class HeadStudent:
         """See `Student.save`."""
         self.write(self.module, self.target, self.plan, folder)
 
-    def _drafts(self, batch: TreeBatch) -> tuple[ScoredTrees, list[tuple[DraftRows, Int64[Tensor, " drafts"]]]]:
-        """Return a batch as the target sees it, and what the head drafts at its nodes that have a law.
-
-        That is by depth, and with each depth the numbers of these laws.
-        """
-        learnt: Bool[Tensor, "rows length"] = batch.learnt
-        number = learnt.flatten().cumsum(0) - 1
-        trees = scored(self.target, batch, self.module.taps)
-        drafts = self.module.drafts(trees, self.plan.depth, learnt)
-        return trees, [(rows, number[rows.nodes]) for rows in drafts]
-
     def _overlap(self, logits: Tensor, batch: TreeBatch, laws: Int64[Tensor, " drafts"]) -> tuple[Tensor, Tensor]:
         ids = batch.ids[laws]
         if self.own_number is None:
             return overlap(logits, ids, batch.logp[laws])
         own = self.own_number[ids]
         return overlap(logits, own.clamp_min(0), batch.logp[laws], own >= 0)
+
+
+def numbers_of(learnt: Bool[Tensor, "rows length"]) -> Int64[Tensor, " nodes"]:
+    """Return the number of the law of each node, row * length + column, in reading order; only nodes with a law have one."""
+    numbers: Tensor = learnt.flatten().cumsum(0) - 1
+    return numbers

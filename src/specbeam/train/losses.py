@@ -1,8 +1,20 @@
 """What training lowers: the odds that a draft token is refused, and the cross-entropy to the target's law."""
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
+
+from specbeam.heads.head import DraftRows
+
+
+class Lesson(NamedTuple):
+    """What a head makes of a batch of trees that it learns from."""
+
+    drafts: list[DraftRows]  # by depth, see `Head.drafts`
+    other: Float[Tensor, ""] | None = None  # a loss of the head's own; None: it has none
+    share: float = 0.0  # of `other` in the whole loss; that of the drafts has the rest
 
 
 def overlap(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.errors import BadSetting
+from specbeam.heads.chimera import READ_OUTS, SHARED
 from specbeam.options.checks import is_integer, require
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ class HeadPlan:
         decay: how much each depth counts in the loss, as a share of the one before.
         variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
         regression: how much the error of a head that estimates the target's hidden states counts beside that of its laws.
+        read_out: of Chimera heads: "own", a matrix of all tokens for each depth, or "shared", a map for each depth and one
+            matrix of tokens; see `ChimeraShape`.
+        shown: of SpecDiff heads: the share of blocks that are learnt with some of their drafts shown, for drafts in several
+            steps, in [0, 1); the others are learnt with none.
     """
 
     taps: tuple[int, ...]
@@ -40,6 +45,8 @@ class HeadPlan:
     decay: float = 0.8
     variation: float = 0.5
     regression: float = 10.0
+    read_out: str = SHARED
+    shown: float = 0.5
 
     def __post_init__(self) -> None:
         """Raise `BadSetting` if a value is wrong."""
@@ -51,6 +58,8 @@ class HeadPlan:
         require(0 < self.decay <= 1, "decay", self.decay, "in (0, 1]")
         require(self.regression >= 0, "regression", self.regression, "at least 0")
         require(0 <= self.variation <= 1, "variation", self.variation, "in [0, 1]")
+        require(self.read_out in READ_OUTS, "read_out", self.read_out, f"one of {', '.join(READ_OUTS)}")
+        require(0 <= self.shown < 1, "shown", self.shown, "in [0, 1)")
 
 
 def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[str, Any]) -> HeadPlan:

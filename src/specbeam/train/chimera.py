@@ -1,0 +1,55 @@
+"""Chimera heads that are to be trained, and their files, in our own format (arXiv 2402.15758).
+
+As in the paper's code, the features that the head makes are to be like the target's: by how much, the plan says.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor, nn
+
+from specbeam.heads.chimera import OWN, Chimera, ChimeraShape
+from specbeam.heads.head import Head
+from specbeam.heads.layers import Rotary
+from specbeam.heads.own import own_config
+from specbeam.train.eagle3 import first_weights, layer_sizes, own_embedding, own_head
+from specbeam.train.head_files import target_rope, write_head
+from specbeam.train.plan import HeadPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def new_chimera(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " draft_vocab"] | None) -> Chimera:
+    """Return a new Chimera head as wide as the target, whose read-outs begin as the target's matrix, twice.
+
+    Its embedding is the target's, and so is the matrix behind "shared" read-outs, unless the head has a vocabulary of its
+    own.
+    """
+    sizes = layer_sizes(target, plan)
+    shape = ChimeraShape(sizes, plan.depth, plan.draft_vocab, plan.read_out)
+    logits = own_head(target, tokens)
+    logits.weight.requires_grad_(tokens is not None)
+    is_own = plan.read_out == OWN
+    rotary = Rotary(sizes, *target_rope(target))
+    head = Chimera(shape, rotary, own_embedding(target), None if is_own else logits, tokens)
+    first_weights(head)
+    nn.init.zeros_(head.trigrams.block.linear.weight)
+    nn.init.zeros_(head.trigrams.block.linear.bias)
+    if is_own:
+        for matrix in head.matrices:
+            matrix.weight.data = torch.cat([logits.weight.data, logits.weight.data], 1)
+    else:
+        same = torch.eye(sizes.width)
+        for matrix in head.maps:
+            matrix.weight.data = torch.cat([same, same], 1)
+    return head
+
+
+def save_chimera(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
+    """Write a Chimera head in our own format, float32; what is the target's own is left out."""
+    assert isinstance(head, Chimera)
+    leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
+    write_head(head, own_config("chimera", head), folder, target, leaves_out)
