@@ -39,7 +39,7 @@ _HOMES = {
         ("prompt_lookup", "suffix_match", "token_recycling"),
         "recipes.lookup",
     ),
-    **dict.fromkeys(("eagle", "fspad", "medusa", "mtp"), "recipes.heads"),
+    **dict.fromkeys(("eagle", "fspad", "medusa", "mtp", "chimera", "specdiff"), "recipes.heads"),
     "auto": "recipes.auto",
     "mtjd": "recipes.joint_tokens",
     **dict.fromkeys(("mtad", "mjsd", "mmtad"), "recipes.joint_beams"),
@@ -64,10 +64,12 @@ if TYPE_CHECKING:
     from specbeam.recipes.beams import greedy as greedy
     from specbeam.recipes.beams import sampling as sampling
     from specbeam.recipes.catalogue import methods as methods
+    from specbeam.recipes.heads import chimera as chimera
     from specbeam.recipes.heads import eagle as eagle
     from specbeam.recipes.heads import fspad as fspad
     from specbeam.recipes.heads import medusa as medusa
     from specbeam.recipes.heads import mtp as mtp
+    from specbeam.recipes.heads import specdiff as specdiff
     from specbeam.recipes.joint_beams import mjsd as mjsd
     from specbeam.recipes.joint_beams import mmtad as mmtad
     from specbeam.recipes.joint_beams import mtad as mtad

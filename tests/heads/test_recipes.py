@@ -7,14 +7,16 @@ import pytest
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.heads.feature import FeatureSizes
-from specbeam.heads.lm import FeatureLM, ModulesLM, TrunkLM
+from specbeam.heads.lm import ChimeraLM, DenoiserLM, FeatureLM, ModulesLM, TrunkLM
 from specbeam.heads.medusa import Medusa
 from specbeam.heads.modules import ModulesInARow
 from specbeam.recipes.catalogue import HEAD_RECIPES, resolve
-from tests.support.heads import VOCAB, trunk_of
+from tests.support.heads import VOCAB, chimera_of, denoiser_of, trunk_of
 from tests.support.tiny_models import tiny
 
 PROMPTS = [[5, 6, 7, 8, 9, 3], [9], [3, 4]]
+SETTINGS = {"specdiff": {"steps": 2, "depth": 3}}  # of the others: those of a tree
+TREE = {"nodes": 8, "depth": 3, "top": 3}
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +30,8 @@ def pairs():
         "fspad": TrunkLM(trunk_of(model, "eagle", sampling=16, alignment=16), VOCAB),
         "medusa": FeatureLM(Medusa(sizes, 1), VOCAB),
         "mtp": ModulesLM(ModulesInARow([trunk_of(model, "mtp"), trunk_of(model, "mtp", seed=1)]), VOCAB),
+        "chimera": ChimeraLM(chimera_of(model), VOCAB),
+        "specdiff": DenoiserLM(denoiser_of(model), VOCAB),
     }
     return {name: replace(pair, draft=draft) for name, draft in drafts.items()}
 
@@ -39,14 +43,21 @@ def test_the_text_is_that_of_sampling(make, temperature, pairs):
     options = {"seed": 4, "max_new_tokens": 12, "temperature": temperature, "eos_token_id": []}
     plain = sb.generate(pair, PROMPTS, sb.sampling(), **options)
     for batch_size in (1, 3):
-        found = sb.generate(pair, PROMPTS, make(nodes=8, depth=3, top=3), batch_size=batch_size, **options)
+        found = sb.generate(pair, PROMPTS, make(**SETTINGS.get(make.__name__, TREE)), batch_size=batch_size, **options)
         assert [one.tokens for one in found] == [one.tokens for one in plain]
         assert all(one.report.draft_passes > 0 for one in found)
 
 
 @pytest.mark.parametrize("make", HEAD_RECIPES)
 def test_other_heads_and_other_drafts_are_refused(make, pairs):
-    kinds = {"eagle": "EAGLE-3", "fspad": "FSPAD", "medusa": "Medusa", "mtp": "MTP"}
+    kinds = {
+        "eagle": "EAGLE-3",
+        "fspad": "FSPAD",
+        "medusa": "Medusa",
+        "mtp": "MTP",
+        "chimera": "Chimera",
+        "specdiff": "SpecDiff",
+    }
     for name, pair in pairs.items():
         if name != make.__name__:
             with pytest.raises(
@@ -65,8 +76,8 @@ def test_names_settings_and_laws(make):
     assert make.__name__ in {one.name for one in sb.methods()}
     assert make().lossless
     assert make(rule="path").law == "exact: plain sampling"
-    with pytest.raises(BadSetting, match="nodes is 0"):
-        make(nodes=0)
+    with pytest.raises(BadSetting, match="depth is 0"):
+        make(depth=0)
 
 
 def test_one_module_is_taken_as_several_are(pairs):

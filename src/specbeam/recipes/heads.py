@@ -2,18 +2,34 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 from specbeam.draft.best_first import BestFirst
-from specbeam.errors import NotSupported
+from specbeam.draft.children import Independent
+from specbeam.draft.tree import Branching
+from specbeam.draft.unmask import ORDERS, Order, Unmasking, no_law_reason
+from specbeam.errors import NotSupported, one_of
+from specbeam.heads.chimera import Chimera
+from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.head import Head
 from specbeam.heads.lm import HeadLM
 from specbeam.heads.medusa import Medusa
 from specbeam.heads.modules import ModulesInARow
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import LM
-from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, tree_method
+from specbeam.recipes.compose import (
+    ControllerName,
+    DraftKind,
+    RuleName,
+    controller_maker,
+    rule_of,
+    tree_method,
+)
 from specbeam.recipes.method import Method, require_at_least_one
-from specbeam.session import Controller, Parts, Rule
+from specbeam.session import Controller, Parts, Rule, law_of
+
+# What to do about a pair without such a head.
+LOAD_OR_TRAIN = "load the target with draft=<folder of such a head>, or train one (`specbeam train`)"
 
 
 def eagle(
@@ -117,6 +133,94 @@ def mtp(
     return _of_heads("mtp", "modules of multi-token prediction", _is_mtp, nodes, depth, top, rule, controller, how)
 
 
+def chimera(
+    nodes: int = 25,
+    depth: int = 4,
+    top: int = 10,
+    rule: "RuleName | Rule" = "match",
+    controller: "ControllerName | Controller" = "fixed",
+) -> Method:
+    """Draft, with a Chimera head, the tree of the best nodes by the head's own odds.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2402.15758 (Chimera)
+
+    Steps of the paper: trigram encoder, full-context layer and read-outs heads/chimera.py; the tree draft/best_first.py;
+    verify/walk.py. The sampling of the paper's code is not exact and is left out.
+
+    Args:
+        nodes: number of nodes of the tree.
+        depth: maximum number of layers. Layers deeper than there are read-outs draft by the last one.
+        top: number of likeliest tokens considered under each expanded node, and of nodes expanded in a layer.
+        rule: as in `eagle`.
+        controller: as in `opt_tree`.
+    """
+    return _of_heads("chimera", "a Chimera head", _is_chimera, nodes, depth, top, rule, controller)
+
+
+def specdiff(
+    steps: int = 1,
+    depth: int = 5,
+    order: Order = "confidence",
+    tokens: Literal["drawn", "best"] = "drawn",
+    rule: "RuleName | Rule | None" = None,
+    controller: "ControllerName | Controller" = "fixed",
+) -> Method:
+    """Draft a chain of tokens with a SpecDiff head, which unmasks them in one step or in several.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2408.05636 (SpecDiff)
+
+    Steps of the paper: the denoiser heads/denoiser.py; steps of diffusion draft/unmask.py; accept and correct
+    verify/walk.py, verify/trials.py.
+
+    Args:
+        steps: number of steps, each of which is a pass of the head; at most one for each token is of use.
+        depth: number of draft tokens per pass of the target; in several steps at most as many as the head's blocks have.
+        order: which tokens are unmasked first in several steps: "confidence", those of which the head is surest, "random",
+            or "left to right".
+        tokens: "drawn" from their laws, or the "best" ones.
+        rule: "path", "traversal", "match" or a part, as in `speculative_sampling`. Tokens that are drawn in several steps
+            and not from left to right can only be matched. None: "path", or "match" for these and for the best ones.
+        controller: the controller that chooses the length of a draft, as in `speculative_sampling`; drafts of several steps,
+            and of the best tokens, take one that plans the length in advance.
+    """
+    require_at_least_one(steps=steps, depth=depth)
+    one_of("order", order, ORDERS)
+    one_of("tokens", tokens, ("drawn", "best"))
+    is_drawn = tokens == "drawn"
+    reason = no_law_reason(steps, order, is_drawn)
+    judge = rule if rule is not None else "match" if reason or not is_drawn else "path"
+    if steps == 1 and is_drawn:
+        drafts = DraftKind("specdiff", depth, layers=(1,))
+        method = tree_method(drafts, Branching((1,), Independent()), judge, controller)
+    else:
+        drafts = DraftKind(
+            "specdiff", depth, no_law_reason=reason, no_stop_reason="unmasks all tokens of a draft together"
+        )
+        method = _unmasking(drafts, steps, order, is_drawn, judge, controller)
+    return _for_heads(method, "a SpecDiff head", _is_specdiff)
+
+
+def _unmasking(
+    drafts: DraftKind,
+    steps: int,
+    order: Order,
+    is_drawn: bool,
+    rule: "RuleName | Rule",
+    controller: "ControllerName | Controller",
+) -> Method:
+    """Return a method for one sequence whose drafts are chains that a denoiser unmasks."""
+    judge = rule_of(rule, drafts)
+    law = law_of(judge)
+    make_controller = controller_maker(controller, drafts, rule=judge)
+
+    def build(target: LM | None, draft: LM | None) -> Parts:
+        return Parts(Unmasking(draft, steps, order, is_drawn), judge, make_controller(target, draft), law)
+
+    return Method(drafts.recipe, law, 1, build, needs_draft=True)
+
+
 def _is_eagle(head: Head) -> bool:
     return isinstance(head, PairTrunk) and head.shape.pairs != "normed projection" and not head.shape.sampling
 
@@ -134,6 +238,14 @@ def _is_mtp(head: Head) -> bool:
     return is_module or isinstance(head, ModulesInARow)
 
 
+def _is_chimera(head: Head) -> bool:
+    return isinstance(head, Chimera)
+
+
+def _is_specdiff(head: Head) -> bool:
+    return isinstance(head, Denoiser)
+
+
 def _of_heads(
     name: str,
     what: str,
@@ -143,22 +255,30 @@ def _of_heads(
     top: int,
     rule: "RuleName | Rule",
     controller: "ControllerName | Controller",
-    how: str = "load the target with draft=<folder of such a head>, or train one (`specbeam train`)",
+    how: str = LOAD_OR_TRAIN,
 ) -> Method:
-    """Return a method for one sequence that drafts with heads of one kind, and refuses pairs without such a head.
-
-    Args:
-        how: what to do about a pair without one, for the error.
-    """
+    """Return a method for one sequence that drafts with heads of one kind, a tree by their odds; see `_for_heads`."""
     require_at_least_one(nodes=nodes, depth=depth, top=top)
     drafts = DraftKind(name, depth, nodes, has_node_budget=True)
     method = tree_method(drafts, BestFirst(top, widest=top, within_layer=True), rule, controller)
+    return _for_heads(method, what, is_kind, how)
+
+
+def _for_heads(method: Method, what: str, is_kind: Callable[[Head], bool], how: str = LOAD_OR_TRAIN) -> Method:
+    """Return a method that drafts with heads of one kind alone, and refuses pairs without such a head.
+
+    Args:
+        what: such a head, for the message.
+        how: what to do about a pair without one, for the message.
+    """
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         head = draft.head if isinstance(draft, HeadLM) else None
         if head is None or not is_kind(head):
             found = type(draft).__name__ if head is None else head.described["kind"].split(":")[0]
-            raise NotSupported(f"{name} drafts with {what}, and the draft of this pair is of kind {found}: {how}")
+            raise NotSupported(
+                f"{method.name} drafts with {what}, and the draft of this pair is of kind {found}: {how}"
+            )
         return method.build(target, draft)
 
     return replace(method, build=build)
