@@ -58,7 +58,7 @@ QWEN = {
 
 
 @dataclass(frozen=True)
-class Writer:
+class Naming:
     """How a writer stores modules.
 
     Attributes:
@@ -72,12 +72,12 @@ class Writer:
     swaps: bool = False
 
 
-WRITERS = {
-    "model.layers.{number of layers}.*": Writer(r"(?:model\.|language_model\.)*layers\.(\d+)\.(.+)", DEEPSEEK),
-    "mtp.*": Writer(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)", QWEN),
-    "model.mtp_layers.*": Writer(r"model\.mtp_layers\.(\d+)\.(.+)", MIMO, swaps=True),
+NAMINGS = {
+    "model.layers.{number of layers}.*": Naming(r"(?:model\.|language_model\.)*layers\.(\d+)\.(.+)", DEEPSEEK),
+    "mtp.*": Naming(r"(?:model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)", QWEN),
+    "model.mtp_layers.*": Naming(r"model\.mtp_layers\.(\d+)\.(.+)", MIMO, swaps=True),
 }
-SPECULATORS = Writer(r"mtp_layers\.(\d+)\.(.+)", MIMO)
+SPECULATORS = Naming(r"mtp_layers\.(\d+)\.(.+)", MIMO)
 
 
 @dataclass
@@ -103,9 +103,9 @@ def read_own_modules(target: "PreTrainedModel", taps: tuple[int, ...] | None = N
         MissingFile: the target has no files.
         BadHead: they hold no modules, or such that cannot be read.
     """
-    files, writer, modules = _own_files(target)
+    files, naming, modules = _own_files(target)
     borrowed = Borrowed(target, files.where)
-    read = [_module(files, number, stored, writer, borrowed, target, taps) for number, stored in enumerate(modules)]
+    read = [_module(files, number, stored, naming, borrowed, target, taps) for number, stored in enumerate(modules)]
     return read[0] if len(read) == 1 else ModulesInARow(read)
 
 
@@ -143,7 +143,7 @@ def _stated_drafts(files: HeadFiles) -> int:
     return proposal.whole("speculative_tokens", 1, most=MOST_ROWS)
 
 
-def modules_of(names: Iterable[str], writer: Writer, first: int = 0) -> list[ModuleTensors]:
+def modules_of(names: Iterable[str], naming: Naming, first: int = 0) -> list[ModuleTensors]:
     """Return the tensors of each module whose names a writer gives; of a module that is left out, none.
 
     Args:
@@ -152,16 +152,16 @@ def modules_of(names: Iterable[str], writer: Writer, first: int = 0) -> list[Mod
     found: dict[int, ModuleTensors] = {}
     shared: dict[str, str] = {}
     for name in names:
-        match = re.fullmatch(writer.pattern, name)
+        match = re.fullmatch(naming.pattern, name)
         if match is None or (match[1] is not None and int(match[1]) < first):
             continue
         number, part = match.groups()
         if number is None:
-            shared[writer.names.get(part, part)] = name
+            shared[naming.names.get(part, part)] = name
             continue
         stored = found.setdefault(int(number) - first, ModuleTensors())
-        if part in writer.names:
-            stored.around[writer.names[part]] = name
+        if part in naming.names:
+            stored.around[naming.names[part]] = name
         else:
             stored.layer[part] = name
     for stored in found.values():
@@ -173,7 +173,7 @@ def _module(
     files: HeadFiles,
     number: int,
     stored: ModuleTensors,
-    writer: Writer,
+    naming: Naming,
     borrowed: Borrowed,
     target: "PreTrainedModel",
     taps: tuple[int, ...] | None,
@@ -181,7 +181,7 @@ def _module(
     """Return a module from its tensors."""
     width = width_of(target)
     like = target.get_input_embeddings().weight
-    own = _around(files, number, stored, writer, width)
+    own = _around(files, number, stored, naming, width)
     layer = borrowed.layer({part: _tensor(files, name) for part, name in stored.layer.items()}, like)
     norms = [borrowed.norm(own.take(name), like) for name in ("enorm.weight", "hnorm.weight", "norm.weight")]
     shape = TrunkShape(
@@ -191,7 +191,7 @@ def _module(
         target_width=width,
         pairs="normed projection",
         draft_vocab=int(head_of(target).weight.shape[0]),
-        swaps=writer.swaps,
+        swaps=naming.swaps,
         feeds_normed=True,
     )
     embedding = embedding_of(own, target, width)
@@ -201,9 +201,9 @@ def _module(
     return trunk
 
 
-def _around(files: HeadFiles, number: int, stored: ModuleTensors, writer: Writer, width: int) -> HeadFiles:
+def _around(files: HeadFiles, number: int, stored: ModuleTensors, naming: Naming, width: int) -> HeadFiles:
     """Return what a module has around its layer, by the names here. Raises `BadHead` if something is missing or strange."""
-    theirs = {ours: name for name, ours in writer.names.items()}
+    theirs = {ours: name for name, ours in naming.names.items()}
     own = HeadFiles(files.where, {}, {})
     for ours in ("enorm.weight", "hnorm.weight", "norm.weight", "fc.weight"):
         if ours not in stored.around:
@@ -242,16 +242,16 @@ def _matrix_of(own: HeadFiles, shape: TrunkShape, embedding: Any, target: "PreTr
     return own_head(own, shape.draft_vocab, shape.sizes.width, embedding, target)
 
 
-def _own_files(target: "PreTrainedModel") -> tuple[HeadFiles, Writer, list[ModuleTensors]]:
+def _own_files(target: "PreTrainedModel") -> tuple[HeadFiles, Naming, list[ModuleTensors]]:
     """Return the tensors of the modules that a target's files hold, and how they are stored."""
     folder, stored = _stored_names(target)
     config = read_config(folder)
     where = str(getattr(target, "name_or_path", folder))
     layers = int(target.config.get_text_config().num_hidden_layers)
     stated = _stated_modules(config)
-    for writer in WRITERS.values():
-        first = layers if writer.names is DEEPSEEK else 0
-        modules = modules_of(stored, writer, first)
+    for naming in NAMINGS.values():
+        first = layers if naming.names is DEEPSEEK else 0
+        modules = modules_of(stored, naming, first)
         if not modules:
             continue
         if stated is not None and stated[1] > len(modules):
@@ -260,8 +260,8 @@ def _own_files(target: "PreTrainedModel") -> tuple[HeadFiles, Writer, list[Modul
             )
         wanted = {name for one in modules for name in (*one.around.values(), *one.layer.values())}
         tensors = _read(target, folder, {name: stored[name] for name in wanted})
-        return HeadFiles(where, config, tensors), writer, modules
-    known = ", ".join(WRITERS).replace("{number of layers}", str(layers))
+        return HeadFiles(where, config, tensors), naming, modules
+    known = ", ".join(NAMINGS).replace("{number of layers}", str(layers))
     strange = sorted(name for name in stored if "mtp" in name)
     raise BadHead(
         f"{where} holds no modules of multi-token prediction: none of its tensors is {known}"
