@@ -20,7 +20,9 @@ from specbeam.heads.trees import ScoredTrees
 from specbeam.heads.unroll import unrolled
 from specbeam.records import FINAL
 
-SHARED, OWN = READ_OUTS = ("shared", "own")
+SHARED = "shared"
+OWN = "own"
+READ_OUTS = (SHARED, OWN)
 
 
 @dataclass(frozen=True)
