@@ -65,10 +65,11 @@ from specbeam.draft.batch import models_of
 from specbeam.draft.beams import Cut, NoDraft, SearchedLayers, SharedLayers, cut, draft_layers, start_draft, uncut
 from specbeam.draft.tree import ROOM, TreeSpec, grow_tree, most_nodes, start_tree
 from specbeam.engines.answers import LOGITS
-from specbeam.engines.cpu.cache_steps import has_room, rewind_cache, settle_cache
+from specbeam.engines.cpu.cache_steps import settle_cache
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED
-from specbeam.engines.pass_steps import run_pass
+from specbeam.engines.pass_steps import SettledTurn, any_has_room, rewind_any_cache, run_pass, settle_draft
 from specbeam.errors import BrokenProcessor
+from specbeam.heads.lm import HeadLM
 from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
 from specbeam.laws.edits import NO_EDITS, Edits, ban, edited_rows, edits_any
 from specbeam.laws.evidence import Evidence, no_evidence
@@ -96,6 +97,9 @@ DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, LAYERS, ROWS, SAVED, JUDGED,
 LOOK = 3  # a condition beside SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
 _NO_TOKENS = np.zeros(0, dtype=np.bool_)
 _ONE_AT_A_TIME = threading.Lock()  # for what runs call in Python
+
+
+RunLM = HuggingFaceLM | HeadLM
 
 
 class NoDraftSpec(NamedTuple):
@@ -372,7 +376,6 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
     kept = np.empty(0, dtype=np.int64)
     if spec.keeps_nodes:
         kept = kept_nodes(forest.parents, survivors.nodes)
-    settle_cache(target, tree, survivors.nodes, survivors.tokens, above, kept)
     if spec.drafting:
         learn_from(spec.drafts, drafted, layers)
         whole = (drafted.whole.tokens, drafted.whole.parents)
@@ -380,7 +383,14 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
         nodes = np.empty(len(above), dtype=np.int64)
         for beam in range(len(above)):
             nodes[beam] = find_child(whole[0], whole[1], whole_above[beam], survivors.tokens[beam])
-        settle_cache(draft, whole, nodes, survivors.tokens, whole_above, drafted.names[kept])
+        known = forest.known.nodes
+        begun = (forest.parents < 0).sum() + (forest.parents[known] >= 0).sum()
+        fresh = unknown_nodes(0, len(forest.tokens), known)
+        settled = SettledTurn(
+            whole[0], whole[1], begun, fresh, drafted.names, nodes, survivors.tokens, whole_above, drafted.names[kept]
+        )
+        settle_draft(draft, target, settled)
+    settle_cache(target, tree, survivors.nodes, survivors.tokens, above, kept)
     if spec.keeps_nodes:
         start = next_start(forest.tokens, forest.parents, turn.rows, survivors.nodes, survivors.tokens, kept)
     else:
@@ -445,7 +455,7 @@ def run_turns(
         draws = fresh + spec.most_beams * layers
         if not _has_room(room, draws, layers, 2 * draws + fresh, dice):
             break
-        if not has_room(target, fresh, spec.most_beams) or not has_room(draft, fresh, spec.most_beams):
+        if not any_has_room(target, fresh, spec.most_beams) or not any_has_room(draft, fresh, spec.most_beams):
             break
         used = dice.used[0]
         held = room.finished.held[0]
@@ -456,9 +466,9 @@ def run_turns(
         if turn.condition != SOUND:
             dice.used[0] = used
             room.evidence.numbers[:] = known
-            rewind_cache(target, len(start.tokens))
+            rewind_any_cache(target, len(start.tokens))
             if spec.drafting:
-                rewind_cache(draft, len(start.tokens))
+                rewind_any_cache(draft, len(start.tokens))
             return live, start, LOOK if turn.condition == LOOK else BROKEN
         began = cycles()
         live, start = settle_run_turn(target, draft, spec, turn, room)
@@ -494,7 +504,7 @@ def spec_of(part: object, verb: str, session: Session) -> Any:
     return None
 
 
-def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, list[HuggingFaceLM], bool] | None:
+def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, list[RunLM], bool] | None:
     """Return how the turns of a session go, its models, and whether Python makes rows; None if a part decides in Python."""
     warp = session.warp
     if not isinstance(target, HuggingFaceLM) or not target.supports_runs or _Refused in session.state:
@@ -505,7 +515,7 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
     if session.state.get(_Looking) == session.count.target_passes:
         return None
     parts = session.parts
-    if parts.needs != LOGITS:
+    if parts.own_needs != LOGITS:
         return None
     rule = spec_of(parts.rule, "verify", session)
     plan = numbers_of(parts.controller, session)
@@ -516,7 +526,7 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
     widths = parts.rule.widths(session)  # type: ignore[attr-defined]
     if not is_for_steps(widths):
         return None
-    models = [target]
+    models: list[RunLM] = [target]
     if isinstance(parts.drafter, NoDraft):
         if plan.depth != 0:
             return None
@@ -525,7 +535,11 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
         drafts = spec_of(parts.drafter, "draft", session)
         drafting = models_of(parts.drafter) or (None,)
         lm = drafting[0]
-        if drafts is None or not isinstance(lm, HuggingFaceLM) or not lm.supports_runs or lm.vocab != target.vocab:
+        if drafts is None or not isinstance(lm, HuggingFaceLM | HeadLM):
+            return None
+        if not lm.supports_runs or lm.vocab != target.vocab:
+            return None
+        if isinstance(lm, HeadLM) and not lm.is_ready(session):
             return None
         models.append(lm)
     stop = session.limits.stop
@@ -628,7 +642,7 @@ class Run:
 
     session: Session
     spec: RunSpec
-    models: list[HuggingFaceLM]
+    models: list[RunLM]
     room: RunRoom
     fresh: int  # most nodes that a turn drafts
     dice: Uniforms
@@ -666,7 +680,11 @@ class Run:
         """
         more = min(self.session.remaining, SPAN) + (MOST_KEPT if self.spec.keeps_nodes else 0)
         fresh = self.fresh + self.spec.most_beams
-        found = [stack.enter_context(lm.cache_for_steps(self.session, fresh, more)) for lm in self.models]
+        needs = [self.session.parts.needs, *(LOGITS for _ in self.models[1:])]
+        found = [
+            stack.enter_context(lm.cache_for_steps(self.session, fresh, more, need))
+            for lm, need in zip(self.models, needs, strict=True)
+        ]
         caches = [cache.arrays for cache in found if cache is not None]
         if len(caches) < len(self.models) or any(lm.shares(self.session) for lm in self.models):
             return None
@@ -803,7 +821,7 @@ def _room_for(spec: RunSpec, session: Session) -> RunRoom:
     )
 
 
-def _keep(session: Session, models: list[HuggingFaceLM], room: RunRoom, live: Beams, start: Start) -> None:
+def _keep(session: Session, models: list[RunLM], room: RunRoom, live: Beams, start: Start) -> None:
     """Move the session and its models to the end of a run, and add up its counters."""
     numbers = room.numbers
     count = session.count

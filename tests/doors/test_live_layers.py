@@ -100,9 +100,9 @@ def test_each_layer_runs_once_on_each_row(monkeypatch):
     ran = []
     forward = lm.runner.decoder.forward
 
-    def counted(rows, store, vectors, layers, behind=None):
+    def counted(rows, store, vectors, layers, *others):
         ran.append((len(rows.tokens), layers.indices(LAYERS)))
-        return forward(rows, store, vectors, layers, behind)
+        return forward(rows, store, vectors, layers, *others)
 
     monkeypatch.setattr(lm.runner.decoder, "forward", counted)
     (session,) = sessions_of(lm, method(1, 2, 3, 1), [[3, 4, 5]])

@@ -159,11 +159,16 @@ METHODS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*((kind, "beams") for kind in BLOCKS), *(("anchored", name) for name in METHODS)]
+    ("kind", "name", "engine"),
+    [
+        *((kind, "beams", "torch") for kind in BLOCKS),
+        *((kind, "beams", "compiled") for kind in BLOCKS if kind != "gated"),
+        *(("anchored", name, engine) for name in METHODS if name != "beams" for engine in ("torch", "compiled")),
+    ],
 )
-def test_rows_of_the_tree_are_those_of_chains(kind, name, model):
+def test_rows_of_the_tree_are_those_of_chains(kind, name, engine, model):
     """Over several turns, with beams that end, and prompts of one token."""
-    head = Checked(block_of(model, kind), VOCAB).of(model)
+    head = Checked(block_of(model, kind), VOCAB, engine).of(model)
     pair = replace(sb.load(model), target=HuggingFaceLM(model, chunk=3, engine="plain"), draft=head)
     sb.generate(pair, PROMPTS, METHODS[name], batch_size=3, **OPTIONS)
     assert head.compared > 20
@@ -172,7 +177,7 @@ def test_rows_of_the_tree_are_those_of_chains(kind, name, model):
 
 def test_long_prompts_are_taken_in_pieces(model, monkeypatch):
     monkeypatch.setattr("specbeam.heads.cache.CHUNK", 2)
-    head = Checked(block_of(model, "anchored"), VOCAB).of(model)
+    head = Checked(block_of(model, "anchored"), VOCAB, "torch").of(model)
     pair = replace(sb.load(model), target=HuggingFaceLM(model, engine="plain"), draft=head)
     sb.generate(pair, PROMPTS, METHODS["beams"], batch_size=3, **OPTIONS)
     assert head.compared > 20

@@ -43,11 +43,21 @@ METHODS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [*((kind, "beams") for kind in KINDS), *(("eagle3, all norms", name) for name in METHODS)]
+    ("kind", "name", "engine"),
+    [
+        *((kind, "beams", "torch") for kind in KINDS),
+        *((kind, "beams", "compiled") for kind in KINDS if kind != "fspad"),
+        *(
+            ("eagle3, all norms", name, engine)
+            for name in METHODS
+            if name != "beams"
+            for engine in ("torch", "compiled")
+        ),
+    ],
 )
-def test_rows_of_the_tree_are_those_of_chains(kind, name, model):
+def test_rows_of_the_tree_are_those_of_chains(kind, name, engine, model):
     """Also in later turns, so no row of a draft survives; with beams that end, and prompts of one token."""
-    head = Checked(trunk_of(model, kind, layers=2), VOCAB).of(model)
+    head = Checked(trunk_of(model, kind, layers=2), VOCAB, engine).of(model)
     pair = pair_of(model, head, "plain")
     sb.generate(pair, PROMPTS, METHODS[name], batch_size=3, **OPTIONS)
     assert head.compared > 20
@@ -56,7 +66,7 @@ def test_rows_of_the_tree_are_those_of_chains(kind, name, model):
 
 def test_long_prompts_are_taken_in_pieces(model, monkeypatch):
     monkeypatch.setattr("specbeam.heads.cache.CHUNK", 2)
-    head = Checked(trunk_of(model, "eagle3", layers=2), VOCAB).of(model)
+    head = Checked(trunk_of(model, "eagle3", layers=2), VOCAB, "torch").of(model)
     sb.generate(pair_of(model, head, "plain"), PROMPTS, METHODS["beams"], batch_size=3, **OPTIONS)
     assert head.compared > 20
     assert head.largest < 2e-5

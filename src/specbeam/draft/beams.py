@@ -54,8 +54,7 @@ from specbeam.laws.joint import (
 )
 from specbeam.laws.ranking import Truncation, sorted_places
 from specbeam.laws.warp import Rows, law_of_beams, on_host, processed_rows
-from specbeam.lm.base import LM, fill_prompts
-from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.base import LM, fill_prompts, runs_in_steps
 from specbeam.records import Scored, Shape, Turn
 from specbeam.session import Session
 
@@ -687,9 +686,9 @@ class BeamDrafter:
         session = draft.session
         depth = draft.shape.depth
         nodes = depth * draft.shape.width
-        if not isinstance(self.lm, HuggingFaceLM) or not session.warp.takes_raw_rows or not draft.wants_layer:
+        if not runs_in_steps(self.lm) or not session.warp.takes_raw_rows or not draft.wants_layer:
             return
-        with self.lm.cache_for_steps(session, nodes) as model:
+        with self.lm.cache_for_steps(session, nodes) as model:  # type: ignore[attr-defined]
             if model is None:
                 return
             draft.make_room(self.lm.vocab, np.float32)

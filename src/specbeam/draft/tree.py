@@ -40,8 +40,7 @@ from specbeam.laws.ranking import Truncation, largest
 from specbeam.laws.reduce import exponentials
 from specbeam.laws.rows import RowLaw, condition_of_row, row_law
 from specbeam.laws.warp import Rows, on_host, processed_rows, row_laws
-from specbeam.lm.base import LM, fill_prompts
-from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.base import LM, fill_prompts, runs_in_steps
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -562,10 +561,10 @@ class TreeDrafter:
         depth = tree.shape.depth
         spec = self.spec(session)
         needs_python = _may_stop(type(session.parts.controller)) or not session.warp.takes_raw_rows
-        if spec is None or needs_python or not isinstance(self.lm, HuggingFaceLM) or not self._wants_layer(tree):
+        if spec is None or needs_python or not runs_in_steps(self.lm) or not self._wants_layer(tree):
             return
         draws = most_nodes(spec, tree.forest.size, depth)
-        with self.lm.cache_for_steps(session, draws) as model:
+        with self.lm.cache_for_steps(session, draws) as model:  # type: ignore[attr-defined]
             if model is None:
                 return
             spent = np.zeros(2, dtype=np.int64)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FAMILIES = ("llama", "mistral", "qwen2")
-_ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
+FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
 
 
 def head_size(config: Any) -> int:
@@ -43,7 +43,7 @@ def is_llama_like(model: "PreTrainedModel") -> bool:
         and config.hidden_act == "silu"
         and not getattr(config, "mlp_bias", False)
         and model.model.layers[0].self_attn.o_proj.bias is None
-        and rope.get("rope_type", "default") in _ROPES
+        and rope.get("rope_type", "default") in FIXED_ROPES
     )
 
 

@@ -1,29 +1,107 @@
-"""Steps that run a pass of one session by itself, with the engine for CPUs or the one for GPUs."""
+"""Steps on the cache of one session, whether it is in a model that a CPU or a GPU runs, or in a draft head."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from specbeam.core.cycles import cycles
 from specbeam.core.steps import Array, compiled_as, step
-from specbeam.engines.cpu.cache_steps import CacheArrays, extend_cache
+from specbeam.engines.cpu.cache_steps import CacheArrays, extend_cache, has_room, rewind_cache, settle_cache
+from specbeam.engines.cpu.head_steps import (
+    HeadArrays,
+    extend_head_cache,
+    head_has_room,
+    rewind_head_cache,
+    settle_head_cache,
+    states_of,
+)
 from specbeam.engines.gpu.cache import GpuCacheArrays, extend_gpu_cache
 
-AnyCacheArrays = CacheArrays | GpuCacheArrays
+AnyCacheArrays = CacheArrays | GpuCacheArrays | HeadArrays
+
+# What does a verb for each kind of cache; where none is named, that of `CacheArrays`.
+_EXTEND_BY = {GpuCacheArrays: extend_gpu_cache, HeadArrays: extend_head_cache}
+_HAS_ROOM_BY: dict[type, Any] = {HeadArrays: head_has_room}
+_REWIND_BY: dict[type, Any] = {HeadArrays: rewind_head_cache}
 
 
 def extend_any_cache(cache: AnyCacheArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
-    """Call `extend_cache` or `extend_gpu_cache`, by the type of the cache."""
-    extend: Any = extend_gpu_cache if isinstance(cache, GpuCacheArrays) else extend_cache
+    """Call `extend_cache`, or what does it for this type of cache."""
+    extend: Any = _EXTEND_BY.get(type(cache), extend_cache)
     return extend(cache, tokens, parents, wanted)
 
 
 @compiled_as(extend_any_cache)
 def _compiled_extend_any_cache(cache: Any, tokens: Any, parents: Any, wanted: Any) -> Any:
-    extend = extend_gpu_cache if cache.instance_class is GpuCacheArrays else extend_cache
+    extend = _EXTEND_BY.get(cache.instance_class, extend_cache)
 
     def call(cache: Any, tokens: Any, parents: Any, wanted: Any) -> Any:
         return extend(cache, tokens, parents, wanted)
 
     return call
+
+
+def any_has_room(cache: AnyCacheArrays, fresh: int, beams: int) -> bool:
+    """Call `has_room`, or what does it for this type of cache."""
+    found: bool = _HAS_ROOM_BY.get(type(cache), has_room)(cache, fresh, beams)
+    return found
+
+
+@compiled_as(any_has_room)
+def _compiled_any_has_room(cache: Any, fresh: Any, beams: Any) -> Any:
+    return _HAS_ROOM_BY.get(cache.instance_class, has_room)
+
+
+def rewind_any_cache(cache: AnyCacheArrays, nodes: int) -> None:
+    """Call `rewind_cache`, or what does it for this type of cache."""
+    _REWIND_BY.get(type(cache), rewind_cache)(cache, nodes)
+
+
+@compiled_as(rewind_any_cache)
+def _compiled_rewind_any_cache(cache: Any, nodes: Any) -> Any:
+    return _REWIND_BY.get(cache.instance_class, rewind_cache)
+
+
+class SettledTurn(NamedTuple):
+    """What the cache of a draft model has to know of a turn, whose forest may have held more nodes for it.
+
+    Node k of the forest that the target scored is node names[k] of the draft model's.
+    """
+
+    tokens: Array  # int64[nodes] of the draft model's forest
+    parents: Array
+    start: int  # number of nodes that it began with
+    scored: Array  # int64[n]: the nodes of the target's forest that it computed rows of
+    names: Array
+    survivors: Array  # int64[beams]: node of the draft model's forest; -1 if it was no draft
+    survivor_tokens: Array
+    survivor_parents: Array
+    kept: Array  # int64[n], see `Verdict.kept`
+
+
+def settle_draft(draft: AnyCacheArrays, target: Any, turn: SettledTurn) -> None:
+    """Settle the cache of a draft model, before that of the target, of which a head reads the hidden states."""
+    settle: Any = _settle_head if isinstance(draft, HeadArrays) else _settle_model
+    settle(draft, target, turn)
+
+
+@compiled_as(settle_draft)
+def _compiled_settle_draft(draft: Any, target: Any, turn: Any) -> Any:
+    return _settle_head if draft.instance_class is HeadArrays else _settle_model
+
+
+@step
+def _settle_model(draft: Any, target: Any, turn: SettledTurn) -> None:
+    tree = (turn.tokens, turn.parents)
+    settle_cache(draft, tree, turn.survivors, turn.survivor_tokens, turn.survivor_parents, turn.kept)
+
+
+@step
+def _settle_head(draft: HeadArrays, target: Any, turn: SettledTurn) -> None:
+    tree = (turn.tokens, turn.parents)
+    states = states_of(target, turn.scored, draft.model.features.reads_final)
+    settle_head_cache(
+        draft, tree, turn.start, turn.names[turn.scored], states, turn.survivors, turn.survivor_tokens,
+        turn.survivor_parents, turn.kept,
+    )  # fmt: skip
 
 
 PASSES, CYCLES = range(2)  # indices of `spent`
@@ -34,7 +112,7 @@ def run_pass(cache: Any, tokens: Array, parents: Array, wanted: Array, spent: Ar
     """Run one pass of a single session, and return the logits of the `wanted` nodes, float32[wanted, vocab].
 
     Args:
-        cache: the session's cache in the model, `CacheArrays` or `GpuCacheArrays`.
+        cache: the session's cache in the model or head, one of `AnyCacheArrays`.
         tokens, parents: int64[nodes] of the forest.
         wanted: int64[wanted], forest nodes, ascending.
         spent: int64[2]; 1 is added to the passes, and the pass's duration to the cycles.

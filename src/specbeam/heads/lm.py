@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from specbeam.core.forest import Forest
+from specbeam.engines.answers import LOGITS
+from specbeam.engines.cpu.decoder import TILED_FROM
 from specbeam.errors import NotSupported
 from specbeam.heads.block import BlockHead
 from specbeam.heads.cache import (
@@ -28,6 +31,7 @@ from specbeam.heads.cache import (
     StateCache,
 )
 from specbeam.heads.chimera import Chimera
+from specbeam.heads.compiled import CompiledCache, CompiledHead, lacks_compiled_form
 from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.feature import FeatureHead
 from specbeam.heads.head import Head
@@ -35,6 +39,7 @@ from specbeam.heads.masked import MaskTrunk
 from specbeam.heads.modules import ModulesInARow
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import checked_needs
+from specbeam.lm.huggingface import CacheForSteps
 from specbeam.records import FINAL, Needs, Scored, Turn
 from specbeam.session import CacheOwner
 
@@ -55,7 +60,7 @@ class TimedPrompt:
         (scored,) = self.lm.extend([self.session], [forest])
         scored.logits[:1, :1].cpu()  # waits for a device
         seconds = time.perf_counter() - began
-        self.session.state[self.lm].rewind(1)
+        self.lm.rewind(self.session, 1)
         return seconds
 
 
@@ -68,10 +73,14 @@ class HeadLM:
     Args:
         head: the head.
         vocab: number of tokens of the target.
+        engine: what runs the head. "torch" calls its modules, "compiled" has compiled layers (heads/compiled.py), "auto"
+            takes these if it can.
 
     Attributes:
         needs_of_target: what the target has to hand out for the head.
         passes: number of passes of the head so far.
+
+    Raises `NotSupported` if the engine cannot run the head.
     """
 
     keeps_nodes = True
@@ -80,17 +89,67 @@ class HeadLM:
         True  # whether the head reads the target's hidden states of the whole prompt, or of its last token alone
     )
 
-    def __init__(self, head: Head, vocab: int) -> None:
+    def __init__(self, head: Head, vocab: int, engine: str = "auto") -> None:
         self.head = head.eval()
         self.vocab = vocab
+        why = "torch was asked for" if engine == "torch" else lacks_compiled_form(head, vocab)
+        if engine == "compiled" and why:
+            raise NotSupported(f"compiled layers cannot run this head: {why}; engine='torch' can")
+        self.engine = "torch" if why else "compiled"
         taps = tuple(tap for tap in head.taps if tap != FINAL)
         self.needs_of_target = Needs(hidden=FINAL in head.taps, prompt=self.reads_prompt, taps=taps)
         self.device = head.device
         self.passes = 0
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
 
+    @cached_property
+    def compiled(self) -> CompiledHead:
+        """The head as compiled layers run it. Its weights are copied when it is first used."""
+        return CompiledHead(self.head, self.vocab)
+
+    @property
+    def weights(self) -> int:
+        """The number of the head's parameters, those that it shares with the target included."""
+        return sum(weight.numel() for weight in self.head.parameters())
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the head is small enough for the caches of a processor."""
+        return self.weights < TILED_FROM
+
+    @property
+    def supports_runs(self) -> bool:
+        """Whether compiled runs can take whole turns with this head; a class that scores in a way of its own cannot."""
+        return self.engine == "compiled" and type(self).extend is HeadLM.extend
+
+    @contextmanager
+    def cache_for_steps(
+        self, session: CacheOwner, fresh: int, more: int = 0, needs: Needs = LOGITS
+    ) -> Iterator[CacheForSteps | None]:
+        """Yield a session's cache as arrays for compiled steps that run the head themselves; None if they cannot.
+
+        Args:
+            fresh, more: see `HuggingFaceLM.cache_for_steps`.
+            needs: what is needed of each row; a head has logits alone.
+        """
+        if not self.supports_runs or needs != LOGITS or not self.is_ready(session):
+            yield None
+            return
+        cache = session.state[self]
+        with self.compiled.arrays_for_steps(cache, fresh, more) as arrays:
+            yield CacheForSteps(self, cache, arrays)
+
+    def shares(self, session: CacheOwner) -> bool:
+        """Return whether other sessions store tokens in the same row of the store: never."""
+        return False
+
+    def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
+        """Update the counters and the session's cache after a run; see `HuggingFaceLM.finish_run`."""
+        self.passes += passes
+        session.state[self].finish_run(roots)
+
     def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> NodeCache | ModulesCache:
-        """Return what is kept of a new session.
+        """Return what is kept of a new session by a head that torch runs.
 
         Args:
             features: of the prompt's tokens but the last one; none if the head does not read the prompt.
@@ -115,6 +174,12 @@ class HeadLM:
         answers = [Scored(torch.zeros(forest.size, self.vocab)) for forest in forests]
         ready = [place for place, session in enumerate(sessions) if self in session.state]
         caches = [sessions[place].state[self] for place in ready]
+        if self.engine == "compiled" and ready:
+            rows, passes = self.compiled.extend(caches, [forests[place] for place in ready])
+            self.passes += passes
+            for place, found in zip(ready, rows, strict=True):
+                answers[place] = Scored(torch.from_numpy(found))
+            return answers
         wanted = [cache.enter(forests[place]) for place, cache in zip(ready, caches, strict=True)]
         for place, known in zip(ready, self.logits(caches, wanted), strict=True):
             answers[place] = Scored(self._of_all_tokens(known.float()))
@@ -132,11 +197,30 @@ class HeadLM:
     @torch.inference_mode()
     def settle(self, session: CacheOwner, turn: Turn) -> None:
         """Take the target's hidden states of a turn, and keep what the surviving beams need."""
+        if self.engine == "compiled":
+            self._settle_compiled(session, turn)
+            return
         cache: NodeCache | ModulesCache | None = session.state.get(self)
         if cache is None:
             cache = self.new_cache(session.prompt, self._features(turn.scored.prompt, turn.scored.hidden.shape[1]))
             session.state[self] = cache
         cache.settle(turn, self._features(turn.scored.hidden, turn.scored.hidden.shape[1]))
+
+    def _settle_compiled(self, session: CacheOwner, turn: Turn) -> None:
+        """Do `settle` for a head that compiled layers run."""
+        size = self.head.states_size
+        cache: CompiledCache | None = session.state.get(self)
+        if cache is None:
+            cache = self.compiled.new_cache(session.prompt, turn.scored.prompt.reshape(-1, size).numpy())
+            session.state[self] = cache
+        self.compiled.settle(cache, turn, turn.scored.hidden.reshape(-1, size).numpy())
+
+    def rewind(self, session: CacheOwner, nodes: int) -> None:
+        """Take back the rows of all nodes of this turn's forest but the first `nodes`."""
+        if self.engine == "compiled":
+            self.compiled.rewind(session.state[self], nodes)
+        else:
+            session.state[self].rewind(nodes)
 
     def _features(self, states: Float[Tensor, "rows states"], size: int) -> Float[Tensor, "rows width"]:
         """Return the features of rows of the target, from its hidden states; there may be no rows at all.
@@ -152,9 +236,13 @@ class HeadLM:
         prompt = [(7 * place + 3) % self.vocab for place in range(length)]
         states = torch.zeros(length - 1 if self.reads_prompt else 0, self.head.states_size, device=self.device)
         session: Any = SimpleNamespace(prompt=prompt, state={})
-        session.state[self] = self.new_cache(prompt, self.head.features(states))
+        if self.engine == "compiled":
+            session.state[self] = self.compiled.new_cache(prompt, states.numpy())
+        else:
+            session.state[self] = self.new_cache(prompt, self.head.features(states))
         self.extend([session], [Forest.rooted(prompt[-1:])])
         yield TimedPrompt(self, session)
+        self.close(session)
 
     def peak(self, session: CacheOwner) -> int:
         """Return the largest number of rows of the session that were stored at the same time."""
@@ -163,7 +251,9 @@ class HeadLM:
 
     def close(self, session: CacheOwner) -> None:
         """Forget a session."""
-        session.state.pop(self, None)
+        cache = session.state.pop(self, None)
+        if isinstance(cache, CompiledCache):
+            self.compiled.close(cache)
 
 
 class TrunkLM(HeadLM):

@@ -94,6 +94,11 @@ def check_takes(lm: Any, session: Session) -> None:
         raise BadPrompt("the last token of a prompt is given by embedding; put a token that the model knows after it")
 
 
+def runs_in_steps(lm: Any) -> bool:
+    """Return whether compiled steps may be able to run a model or draft head: it has a method `cache_for_steps`."""
+    return hasattr(lm, "cache_for_steps")
+
+
 def fill_prompts(lm: Any, sessions: Sequence[Session], needs: Sequence[Needs] | None, most: int) -> list[bool]:
     """Store the next chunk of each of up to `most` long prompts, in one pass, if the model has a method `fill`.
 

@@ -16,13 +16,11 @@ from jaxtyping import Int64
 
 from specbeam.core.forest import Forest
 from specbeam.engines.answers import LOGITS
-from specbeam.engines.cpu.cache import CpuCache
-from specbeam.engines.cpu.cache_steps import CacheArrays
 from specbeam.engines.cpu.decoder import TILED_FROM, compiled_decoder
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import is_llama_like
 from specbeam.engines.kv.trie import BLOCK
-from specbeam.engines.pass_steps import CYCLES, PASSES, now
+from specbeam.engines.pass_steps import CYCLES, PASSES, AnyCacheArrays, now
 from specbeam.engines.torch.lean import LARGEST, lean
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.errors import NotSupported, UnsupportedModel
@@ -34,7 +32,6 @@ from specbeam.session import CacheOwner
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specbeam.engines.gpu.cache import GpuCache, GpuCacheArrays
     from specbeam.engines.gpu.passes import GpuPasses
 
 CHUNK = 512  # prompt tokens of one session per pass
@@ -47,15 +44,15 @@ class CacheForSteps:
     """A session's cache in one model, as arrays for compiled steps that run the model themselves.
 
     Attributes:
-        lm: the model.
+        lm: the model, or draft head.
         cache: the cache.
         arrays: the same cache, as `engines.pass_steps.run_pass` takes it.
         had_pending: whether any node was not stored yet at the start.
     """
 
-    lm: "HuggingFaceLM"
-    cache: "CpuCache | GpuCache"
-    arrays: "CacheArrays | GpuCacheArrays"
+    lm: Any
+    cache: Any
+    arrays: AnyCacheArrays
 
     def __post_init__(self) -> None:
         # Without pending nodes the logits of the roots are known already, and the first pass runs no layer.
@@ -200,7 +197,9 @@ class HuggingFaceLM:
         return [not self._is_long(cache.leader or cache, self.chunk) for cache in caches]
 
     @contextmanager
-    def cache_for_steps(self, session: CacheOwner, fresh: int, more: int = 0) -> Iterator[CacheForSteps | None]:
+    def cache_for_steps(
+        self, session: CacheOwner, fresh: int, more: int = 0, needs: Needs = LOGITS
+    ) -> Iterator[CacheForSteps | None]:
         """Yield a session's cache as arrays for compiled steps that run the model themselves.
 
         Yields None if steps cannot run this model for this session, or if too many tokens are pending for one pass.
@@ -208,13 +207,14 @@ class HuggingFaceLM:
         Args:
             fresh: the most new nodes that a pass of the steps brings.
             more: room to make for further nodes that are stored later.
+            needs: what is needed of each row.
         """
-        cache = self._cache(session)
+        cache = self._cache(session, needs)
         if isinstance(self.runner, PaddedPasses):
             yield None
             return
         self._store_for_followers([cache])
-        if cache.has_vectors or cache.early_layers is not None or cache.needs.taps:  # see `CpuCache.is_for_steps`
+        if cache.has_vectors or cache.early_layers is not None:  # see `CpuCache.is_for_steps`
             yield None
             return
         most = min(self.chunk, self.runner.most_rows_in_steps)

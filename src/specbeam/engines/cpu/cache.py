@@ -46,8 +46,8 @@ class CpuCache(RowMember):
 
     @property
     def is_for_steps(self) -> bool:
-        """Whether a step can run its passes: it looks tokens up, runs all layers, and keeps their output alone."""
-        return self.vectors is None and self.early_layers is None and not self.needs.taps
+        """Whether a step can run its passes: it looks tokens up, and runs all layers at once."""
+        return self.vectors is None and self.early_layers is None
 
     @property
     def unfinished_nodes(self) -> int:
@@ -73,13 +73,12 @@ class CpuCache(RowMember):
         self.trie.root_at = self.trie.local[:roots].copy()
         self.answered = 0
 
-    def learn(self, rows: Float32[np.ndarray, "n hidden"], taps: list[Float32[np.ndarray, "n hidden"]]) -> None:
+    def learn(self, rows: Float32[np.ndarray, "n hidden"], tapped: Float32[np.ndarray, "n tapped"]) -> None:
         """Keep the outputs of the last layer for the nodes that were stored last, and the states at their taps."""
         self._make_rows()
         stored = self.trie.stored
         self.outputs[stored - len(rows) : stored] = rows
-        if taps:
-            self.taps[stored - len(rows) : stored] = np.concatenate(taps, axis=1)
+        self.taps[stored - len(rows) : stored] = tapped
 
     def learn_early(self, feed: Feed, rows: Float32[np.ndarray, "n hidden"], prompt: tuple[int, int]) -> None:
         """Keep the outputs of the first layers for the nodes that were stored last, and mark these as unfinished.

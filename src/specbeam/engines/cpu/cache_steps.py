@@ -29,6 +29,8 @@ class CacheArrays(NamedTuple):
 
     trie: Trie
     outputs: Array  # float32[nodes, hidden]: the output of the last layer by stored local node
+    tapped: Array  # float32[nodes, taps * hidden]: what enters the layers `taps`, by stored local node
+    taps: Array  # int64[taps], see `Needs.taps`
     model: Any  # `decoder.Model`
     windows: Array  # int64[kinds]: tokens that each kind of layer looks at, the row's own included; 0: all
     keys: Array  # of all layers, see `layers.attend`
@@ -73,12 +75,14 @@ def _store(cache: CacheArrays) -> None:
     for row in range(len(x)):
         x[row] = model.embedding[tokens[row]]
     rows = np.array([[cache.store_row, 0, len(x)]])
+    tapped = np.empty((stop - start, cache.tapped.shape[1]), dtype=np.float32)
     seen = _visible_slots(trie, start, stop, cache.windows)
     call_at(cache.all_layers_at, (
         x, model.weights, model.angles, model.eps, model.heads, positions, rows, slots, seen, model.kinds, cache.keys,
-        cache.values, cache.threads,
+        cache.values, cache.taps, tapped, cache.threads,
     ))  # fmt: skip
     cache.outputs[start:stop] = x
+    cache.tapped[start:stop] = tapped
 
 
 @compiled
@@ -144,8 +148,9 @@ def rewind_cache(cache: CacheArrays, nodes: int) -> None:
 
 @compiled
 def _keep(cache: CacheArrays, leaves: Array) -> None:
-    """Keep the paths to these local nodes, and the outputs of the stored nodes that remain."""
+    """Keep the paths to these local nodes, and the outputs and tapped states of the stored nodes that remain."""
     former = prune(cache.trie, leaves)
     for node in range(cache.trie.counts[STORED]):  # in place, as the number of a node never grows
         if former[node] != node:
             cache.outputs[node] = cache.outputs[former[node]]
+            cache.tapped[node] = cache.tapped[former[node]]

@@ -5,7 +5,7 @@ those of the model's own forward up to rounding; `load` compares both on a token
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,6 +43,8 @@ class Weights(NamedTuple):
     before_attention: Array  # float32[layers, hidden]: weights of the norm before attention
     before_inner: Array  # float32[layers, hidden]: weights of the norm before the gated inner layer
     bias: Array  # float32[layers, columns] of qkv; no columns if the model has no bias
+    # float32[layers, 2, size]: weights of the norms of each head's queries and keys; of no size if there are none
+    head_norms: Array
     qkv: Array  # float32, uint32, uint16, int32 or int8[layers, panels, words], see `in_panels`
     out: Array
     gate_up: Array
@@ -88,17 +90,19 @@ class CompiledDecoder:
     def __init__(self, model: "PreTrainedModel", int8: bool = False) -> None:
         config = model.config
         inner = model.model
-        self.threads = _start_threads()
+        self.threads = start_threads_beside_torch()
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.size = head_size(config)
         self.eps = float(config.rms_norm_eps)
         self.vocab = model.lm_head.weight.shape[0]
-        self.embedding = _numbers(inner.embed_tokens.weight)
-        self.angles = _angles(inner.rotary_emb, config.max_position_embeddings, self.size)
-        head = _numbers(model.lm_head.weight)
+        self.embedding = numbers_of(inner.embed_tokens.weight)
+        self.angles = angles_of(inner.rotary_emb, config.max_position_embeddings, self.size)
+        head = numbers_of(model.lm_head.weight)
         exact = fits_bfloat16(head) and all(
-            fits_bfloat16(_numbers(module.weight)) for module in inner.layers.modules() if isinstance(module, nn.Linear)
+            fits_bfloat16(numbers_of(module.weight))
+            for module in inner.layers.modules()
+            if isinstance(module, nn.Linear)
         )
         tiled = model.num_parameters() >= TILED_FROM and tiles.available()
         kind: Kind
@@ -108,8 +112,8 @@ class CompiledDecoder:
             kind = "tiles" if tiled else "bfloat16"
         else:
             kind = "float32"
-        self.weights = _weights(list(inner.layers), kind)
-        self.last_norm = _numbers(inner.norm.weight)
+        self.weights = weights_of(list(inner.layers), kind)
+        self.last_norm = numbers_of(inner.norm.weight)
         self.head = in_panels(head, kind)
         named = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         self.names = list(dict.fromkeys(named))
@@ -137,15 +141,18 @@ class CompiledDecoder:
         vectors: Mapping[int, Float32[np.ndarray, " hidden"]] = _NO_VECTORS,
         layers: slice = slice(None),
         states: Float32[np.ndarray, "n hidden"] | None = None,
-    ) -> Float32[np.ndarray, "n hidden"]:
-        """Run layers on all rows, store their keys and values, and return the output of the last of these layers.
+        taps: Sequence[int] = (),
+    ) -> tuple[Float32[np.ndarray, "n hidden"], Float32[np.ndarray, "n tapped"]]:
+        """Run layers on all rows, and store their keys and values.
 
-        `logits` takes the output of the model's last layer.
+        Returns the output of the last of these layers, and what enters the layers `taps`, side by side. `logits` takes the
+        output of the model's last layer.
 
         Args:
             vectors: embeddings by row, of the rows whose token is negative.
             layers: which layers to run; only their keys and values are stored.
             states: the output of the layer before these for all rows; None: the embeddings of the tokens.
+            taps: numbers of layers, counted from the first that is run; see `Needs.taps`.
 
         Raises `IndexError` for tokens and positions that the model does not have: the layers would read beyond its arrays.
         """
@@ -153,12 +160,14 @@ class CompiledDecoder:
             raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[1]}")
         x = self._embedded(rows.tokens, vectors) if states is None else states.copy()
         seen = np.array([rows.seen[name] for name in self.names])
-        with _on_threads(self.threads) as threads:
+        tapped = np.empty((len(x), len(taps) * x.shape[1]), dtype=np.float32)
+        with on_threads(self.threads) as threads:
             all_layers(
-                x, _layers_of(self.weights, layers), self.angles, self.eps, self.heads, rows.positions, rows.sessions,
-                rows.slots, seen, self.kinds[layers], store.keys_by_panel[layers], store.values_by_slot[layers], threads,
+                x, layers_of_weights(self.weights, layers), self.angles, self.eps, self.heads, rows.positions, rows.sessions,
+                rows.slots, seen, self.kinds[layers], store.keys_by_panel[layers], store.values_by_slot[layers],
+                np.array(taps, dtype=np.int64), tapped, threads,
             )  # fmt: skip
-        return x
+        return x, tapped
 
     def _embedded(
         self, tokens: Int64[np.ndarray, " n"], vectors: Mapping[int, Float32[np.ndarray, " hidden"]]
@@ -181,17 +190,18 @@ class CompiledDecoder:
         Args:
             windows: see `CacheArrays`.
         """
-        with _on_threads(self.threads) as threads:
+        with on_threads(self.threads) as threads:
+            taps = np.array(cache.needs.taps, dtype=np.int64)
             yield CacheArrays(
-                cache.trie.arrays, cache.outputs, self.model, windows, store.keys_by_panel, store.values_by_slot, cache.row,
-                threads, *self.addresses,
+                cache.trie.arrays, cache.outputs, cache.taps, taps, self.model, windows, store.keys_by_panel,
+                store.values_by_slot, cache.row, threads, *self.addresses,
             )  # fmt: skip
 
     def logits(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m vocab"]:
         """Return the logits of rows, given the output of the last layer for them."""
         logits = np.empty((len(x), len(self.head) * WIDTH), dtype=np.float32)
         if len(x):
-            with _on_threads(self.threads) as threads:
+            with on_threads(self.threads) as threads:
                 score_rows(x, self.last_norm, self.eps, self.head, logits, threads)
         return np.ascontiguousarray(logits[:, : self.vocab])
 
@@ -209,12 +219,12 @@ class CompiledDecoder:
         store = self.store()
         layers = address_of(
             all_layers, floats, self.weights, self.angles, self.eps, self.heads, numbers, numbers[None], numbers,
-            np.zeros((1, 1, 1), dtype=bool), self.kinds, store.keys_by_panel, store.values_by_slot, 1,
+            np.zeros((1, 1, 1), dtype=bool), self.kinds, store.keys_by_panel, store.values_by_slot, numbers, floats, 1,
         )  # fmt: skip
         return layers, address_of(score_rows, floats, self.last_norm, self.eps, self.head, floats, 1)
 
 
-def _layers_of(weights: Weights, layers: slice) -> Weights:
+def layers_of_weights(weights: Weights, layers: slice) -> Weights:
     """Return the weights of some layers, as views."""
     if layers == slice(None):
         return weights
@@ -225,7 +235,7 @@ def _layers_of(weights: Weights, layers: slice) -> Weights:
 _ONE_AT_A_TIME = threading.RLock()  # numba's threads serve one caller at a time, which may run two models
 
 
-def _start_threads() -> int:
+def start_threads_beside_torch() -> int:
     """Start numba's threads, and return the most that there are, without a change of torch's number of threads.
 
     numba and torch may share a pool of threads; to start it sets torch's number.
@@ -237,7 +247,7 @@ def _start_threads() -> int:
 
 
 @contextmanager
-def _on_threads(most: int) -> Iterator[int]:
+def on_threads(most: int) -> Iterator[int]:
     """Set numba's threads to those that compiled code may use, at most `most`, and yield their number.
 
     With more than one thread, other callers wait until this context is left.
@@ -251,24 +261,36 @@ def _on_threads(most: int) -> Iterator[int]:
         yield threads
 
 
-def _weights(layers: list[Any], kind: Kind) -> Weights:
-    """Return the weights of these layers of a transformers model, with matrices in panels of a kind."""
+def weights_of(layers: list[Any], kind: Kind) -> Weights:
+    """Return the weights of these layers, with matrices in panels of a kind.
+
+    Args:
+        layers: of a transformers model, or of a draft head, whose modules have the same names; at least one.
+    """
 
     def panels(linears: Callable[[Any], list[nn.Linear]]) -> np.ndarray:
         each = []
         for layer in layers:
-            matrix = np.concatenate([_numbers(linear.weight) for linear in linears(layer)])
+            matrix = np.concatenate([numbers_of(linear.weight) for linear in linears(layer)])
             each.append(in_panels(matrix, kind))
         return in_lines(np.stack(each))
 
     def qkv(layer: Any) -> list[nn.Linear]:
         return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
 
-    biases = [[_numbers(linear.bias) for linear in qkv(layer) if linear.bias is not None] for layer in layers]
+    def norm(module: Any) -> np.ndarray:
+        weight = getattr(module, "weight", None)
+        return np.zeros(0, dtype=np.float32) if weight is None else numbers_of(weight)
+
+    def head_norms(layer: Any) -> list[np.ndarray]:
+        return [norm(getattr(layer.self_attn, name, None)) for name in ("q_norm", "k_norm")]
+
+    biases = [[numbers_of(linear.bias) for linear in qkv(layer) if linear.bias is not None] for layer in layers]
     return Weights(
-        before_attention=np.stack([_numbers(layer.input_layernorm.weight) for layer in layers]),
-        before_inner=np.stack([_numbers(layer.post_attention_layernorm.weight) for layer in layers]),
+        before_attention=np.stack([norm(layer.input_layernorm) for layer in layers]),
+        before_inner=np.stack([norm(layer.post_attention_layernorm) for layer in layers]),
         bias=np.stack([np.concatenate([np.zeros(0, dtype=np.float32), *bias]) for bias in biases]),
+        head_norms=np.array([head_norms(layer) for layer in layers]),
         qkv=panels(qkv),
         out=panels(lambda layer: [layer.self_attn.o_proj]),
         gate_up=panels(lambda layer: [layer.mlp.gate_proj, layer.mlp.up_proj]),
@@ -277,12 +299,12 @@ def _weights(layers: list[Any], kind: Kind) -> Weights:
     )
 
 
-def _numbers(weight: Tensor) -> Float32[np.ndarray, "..."]:
+def numbers_of(weight: Tensor) -> Float32[np.ndarray, "..."]:
     """Return a weight as a contiguous array, without a copy if it is contiguous."""
     return weight.detach().contiguous().numpy()
 
 
-def _angles(rotary: Any, positions: int, size: int) -> Float32[np.ndarray, "2 positions half"]:
+def angles_of(rotary: Any, positions: int, size: int) -> Float32[np.ndarray, "2 positions half"]:
     """Return the cosine and the sine of each rotary pair's angle at each position."""
     cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None])
     return np.ascontiguousarray(torch.stack([cos[0, :, : size // 2], sin[0, :, : size // 2]]).numpy())

@@ -4,7 +4,7 @@ A row gets the same numbers, to the last bit, whatever other rows are in the pas
 source fixes, and no option lets the compiler change that order or what is rounded.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,10 +46,16 @@ def exponential(x: Array, powers: Array) -> None:
 def normalise(x: Array, weight: Array, eps: float, out: Array) -> None:
     """Write the RMSNorm of each row of x to `out`."""
     for row in range(len(x)):
-        square = sum_of_squares(x[row])
-        factor = np.float32(1 / np.sqrt(square / x.shape[1] + eps))
-        for place in range(x.shape[1]):
-            out[row, place] = x[row, place] * factor * weight[place]
+        normalise_row(x[row], weight, eps, out[row])
+
+
+@compiled
+def normalise_row(x: Array, weight: Array, eps: float, out: Array) -> None:
+    """Write the RMSNorm of x, float32[n], contiguous, to `out`, which may be x."""
+    square = sum_of_squares(x)
+    factor = np.float32(1 / np.sqrt(square / len(x) + eps))
+    for place in range(len(x)):
+        out[place] = x[place] * factor * weight[place]
 
 
 @compiled
@@ -223,10 +229,92 @@ def store_keys_and_values(qkv: Array, heads: int, rows: Array, slots: Array, key
                 values[cache, kv, slots[row], :size] = qkv[row, v : v + size]
 
 
+class LayerRoom(NamedTuple):
+    """Arrays that layers write into, with a row for each row of the pass."""
+
+    normed: Array  # float32[rows, hidden]: what attention or the gated inner layer reads
+    qkv: Array
+    mixed: Array  # float32[rows, heads * size]
+    out: Array
+    both: Array
+    wide: Array  # float32[rows, inner]
+
+
+@compiled
+def layer_room(count: int, hidden: int, weights: Any, heads: int, size: int) -> LayerRoom:
+    """Return room for passes of `count` rows through layers of these weights."""
+    return LayerRoom(
+        np.empty((count, hidden), dtype=np.float32),
+        np.empty((count, weights.qkv.shape[1] * WIDTH), dtype=np.float32),
+        np.empty((count, heads * size), dtype=np.float32),
+        np.empty((count, weights.out.shape[1] * WIDTH), dtype=np.float32),
+        np.empty((count, weights.gate_up.shape[1] * WIDTH), dtype=np.float32),
+        np.empty((count, weights.inner), dtype=np.float32),
+    )
+
+
+@compiled
+def write_qkv(
+    h: Array, weights: Any, layer: int, angles: Array, eps: float, heads: int, kv_heads: int, size: int, positions: Array,
+    qkv: Array, threads: int,
+) -> None:  # fmt: skip
+    """Write the rotated queries and keys, and the values, of rows to `qkv`.
+
+    Args:
+        h: what attention reads, normed.
+        weights: `decoder.Weights`.
+    """
+    multiply(h, weights.qkv[layer], qkv, threads)
+    for place in range(weights.bias.shape[1]):
+        for row in range(len(h)):
+            qkv[row, place] += weights.bias[layer, place]
+    if weights.head_norms.shape[2] > 0:
+        _norm_heads(qkv, heads, kv_heads, size, weights.head_norms[layer], eps)
+    rotate(qkv, 0, heads + kv_heads, size, angles, positions)
+
+
+@compiled
+def _norm_heads(qkv: Array, heads: int, kv_heads: int, size: int, norms: Array, eps: float) -> None:
+    """Replace the queries and the keys of each head by their RMSNorm; `norms` are the weights, float32[2, size]."""
+    for row in range(len(qkv)):
+        for head in range(heads + kv_heads):
+            one = qkv[row][head * size : (head + 1) * size]
+            normalise_row(one, norms[0 if head < heads else 1], eps, one)
+
+
+@compiled
+def run_layer(
+    x: Array, h: Array, weights: Any, layer: int, angles: Array, eps: float, heads: int, positions: Array, rows: Array,
+    slots: Array, seen: Array, reach: Array, keys: Array, values: Array, room: LayerRoom, threads: int,
+) -> None:  # fmt: skip
+    """Run one layer on x, float32[rows, hidden], in place, and store keys and values.
+
+    Args:
+        h: what attention reads, normed; it may be `room.normed`.
+        weights: `decoder.Weights`, of which those of number `layer` are used.
+        seen: bool[rows, slots], and `reach` are as in `attend`.
+        keys, values: of the layer, as in `attend`.
+        room: see `layer_room`.
+    """
+    kv_heads = keys.shape[1]
+    size = keys.shape[3]
+    scale = np.float32(1 / np.sqrt(size))
+    write_qkv(h, weights, layer, angles, eps, heads, kv_heads, size, positions, room.qkv, threads)
+    store_keys_and_values(room.qkv, heads, rows, slots, keys, values)
+    attend(room.qkv, keys, values, rows, seen, reach, heads // kv_heads, scale, room.mixed)
+    multiply(room.mixed, weights.out[layer], room.out, threads)
+    add(x, room.out)
+    normalise(x, weights.before_inner[layer], eps, room.normed)
+    multiply(room.normed, weights.gate_up[layer], room.both, threads)
+    gate(room.both, weights.inner, room.wide)
+    multiply(room.wide, weights.down[layer], room.out, threads)
+    add(x, room.out)
+
+
 @compiled
 def all_layers(
     x: Array, weights: Any, angles: Array, eps: float, heads: int, positions: Array, rows: Array, slots: Array, seen: Array,
-    kinds: Array, keys: Array, values: Array, threads: int,
+    kinds: Array, keys: Array, values: Array, taps: Array, tapped: Array, threads: int,
 ) -> None:  # fmt: skip
     """Run the layers one after the other on x, float32[rows, hidden], in place, and store keys and values.
 
@@ -238,39 +326,34 @@ def all_layers(
         seen: bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind.
         kinds: int64[layers]: the kind of each layer.
         keys, values: of all layers; see `attend`.
+        taps: int64[taps]: numbers of layers; the number of layers stands for what leaves the last.
+        tapped: float32[rows, taps * hidden]: what enters these layers is written there.
     """
     count, hidden = x.shape
-    kv_heads = keys.shape[2]
-    size = keys.shape[4]
-    h = np.empty((count, hidden), dtype=np.float32)
-    qkv = np.empty((count, weights.qkv.shape[1] * WIDTH), dtype=np.float32)
-    mixed = np.empty((count, heads * size), dtype=np.float32)
-    out = np.empty((count, weights.out.shape[1] * WIDTH), dtype=np.float32)
-    both = np.empty((count, weights.gate_up.shape[1] * WIDTH), dtype=np.float32)
-    wide = np.empty((count, weights.inner), dtype=np.float32)
-    scale = np.float32(1 / np.sqrt(size))
-    reach = _reach(seen)
+    room = layer_room(count, hidden, weights, heads, keys.shape[4])
+    reach = reach_of(seen)
     for layer in range(len(kinds)):
-        normalise(x, weights.before_attention[layer], eps, h)
-        multiply(h, weights.qkv[layer], qkv, threads)
-        for place in range(weights.bias.shape[1]):
-            for row in range(count):
-                qkv[row, place] += weights.bias[layer, place]
-        rotate(qkv, 0, heads + kv_heads, size, angles, positions)
-        store_keys_and_values(qkv, heads, rows, slots, keys[layer], values[layer])
+        _keep_taps(x, taps, layer, tapped)
+        normalise(x, weights.before_attention[layer], eps, room.normed)
         kind = kinds[layer]
-        attend(qkv, keys[layer], values[layer], rows, seen[kind], reach[kind], heads // kv_heads, scale, mixed)
-        multiply(mixed, weights.out[layer], out, threads)
-        _add(x, out)
-        normalise(x, weights.before_inner[layer], eps, h)
-        multiply(h, weights.gate_up[layer], both, threads)
-        gate(both, weights.inner, wide)
-        multiply(wide, weights.down[layer], out, threads)
-        _add(x, out)
+        run_layer(
+            x, room.normed, weights, layer, angles, eps, heads, positions, rows, slots, seen[kind], reach[kind], keys[layer],
+            values[layer], room, threads,
+        )  # fmt: skip
+    _keep_taps(x, taps, len(kinds), tapped)
 
 
 @compiled
-def _reach(seen: Array) -> Array:
+def _keep_taps(x: Array, taps: Array, layer: int, tapped: Array) -> None:
+    """Write x to the columns of `tapped` that belong to this layer, if it is among `taps`."""
+    hidden = x.shape[1]
+    for place in range(len(taps)):
+        if taps[place] == layer:
+            tapped[:, place * hidden : (place + 1) * hidden] = x
+
+
+@compiled
+def reach_of(seen: Array) -> Array:
     """Return one past the last slot that each row looks at, int64[kinds, rows]."""
     kinds, rows, slots = seen.shape
     reach = np.zeros((kinds, rows), dtype=np.int64)
@@ -289,16 +372,18 @@ def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, 
 
     Args:
         x: float32[rows, hidden], the output of the last layer.
-        weight: float32[hidden] of the final norm.
+        weight: float32[hidden] of the final norm; of no numbers if there is none.
         head: the head's matrix in panels.
     """
-    h = np.empty_like(x)
-    normalise(x, weight, eps, h)
+    h = x
+    if len(weight) > 0:
+        h = np.empty_like(x)
+        normalise(x, weight, eps, h)
     multiply(h, head, logits, threads)
 
 
 @compiled
-def _add(x: Array, more: Array) -> None:
+def add(x: Array, more: Array) -> None:
     """Add `more` to x in place; `more` may have more columns, which are ignored."""
     for row in range(len(x)):
         here = x[row]

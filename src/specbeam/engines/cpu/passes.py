@@ -103,10 +103,13 @@ class PackedPasses:
             ]
             feeds = [cache.trie.feed(count) for cache, count in whole.items()]
             last = len(self.decoder.kinds)
-            taps = {tap for cache in whole for tap in cache.needs.taps}
-            states = self._forward([*whole], feeds, 0, sorted({*taps, last}))
-            for place, (cache, (start, before_roots)) in enumerate(zip(whole, prompts, strict=True)):
-                cache.learn(states[last][place], [states[tap][place] for tap in cache.needs.taps])
+            taps = sorted({tap for cache in whole for tap in cache.needs.taps})
+            each = self._forward([*whole], feeds, slice(0, last), taps=taps)
+            hidden = self.decoder.embedding.shape[1]
+            for cache, (rows, tapped), (start, before_roots) in zip(whole, each, prompts, strict=True):
+                by_tap = tapped.reshape(len(rows), len(taps), hidden)
+                own = by_tap[:, [taps.index(tap) for tap in cache.needs.taps]]
+                cache.learn(rows, own.reshape(len(rows), -1))
                 self._keep_prompt(cache, start, before_roots)
         self.begin({cache: count for cache, count in zip(caches, counts, strict=True) if cache not in whole})
         self.finish([cache for cache in caches if cache not in whole])
@@ -116,8 +119,8 @@ class PackedPasses:
         for layers, caches in _by_layers(counts).items():
             prompts = [(cache.trie.stored, min(cache.trie.pending_before_roots, counts[cache])) for cache in caches]
             feeds = [cache.trie.feed(counts[cache]) for cache in caches]
-            each = self._forward(caches, feeds, 0, [layers])[layers]
-            for cache, feed, rows, prompt in zip(caches, feeds, each, prompts, strict=True):
+            each = self._forward(caches, feeds, slice(0, layers))
+            for cache, feed, (rows, _), prompt in zip(caches, feeds, each, prompts, strict=True):
                 cache.learn_early(feed, rows, prompt)
 
     def finish(self, caches: list[CpuCache]) -> None:
@@ -127,10 +130,10 @@ class PackedPasses:
             owners = [cache for cache in batch for _ in cache.unfinished]
             early = [cache.early[cache.trie.stored - cache.unfinished_nodes : cache.trie.stored] for cache in batch]
             last = len(self.decoder.kinds)
-            each = self._forward(owners, feeds, layers, [last], np.concatenate(early))[last]
+            each = self._forward(owners, feeds, slice(layers, last), np.concatenate(early))
             for cache in batch:
-                rows = [rows for rows, owner in zip(each, owners, strict=True) if owner is cache]
-                cache.learn(np.concatenate(rows), [])
+                rows = np.concatenate([rows for (rows, _), owner in zip(each, owners, strict=True) if owner is cache])
+                cache.learn(rows, np.zeros((len(rows), 0), dtype=np.float32))
                 for start, before_roots in cache.unfinished_prompt:
                     self._keep_prompt(cache, start, before_roots)
                 cache.unfinished = []
@@ -152,16 +155,18 @@ class PackedPasses:
         self,
         caches: list[CpuCache],
         feeds: list[Feed],
-        first: int,
-        stops: list[int],
+        layers: slice,
         states: Float32[np.ndarray, "n hidden"] | None = None,
-    ) -> dict[int, list[Float32[np.ndarray, "rows hidden"]]]:
-        """Run layers on the feeds of these caches; return the states that leave the layer before each stop, for each feed.
+        taps: Sequence[int] = (),
+    ) -> list[tuple[Float32[np.ndarray, "rows hidden"], Float32[np.ndarray, "rows tapped"]]]:
+        """Run layers on the feeds of these caches; return the states that leave the last of these, for each feed.
+
+        With them come what enters the layers `taps`, side by side, for each feed.
 
         Args:
-            first: the first layer that is run.
-            stops: numbers of layers, ascending, the last of them one past the last layer that is run.
-            states: the states that enter the first layer, for all feeds; None: the embeddings of the tokens.
+            layers: the layers that are run.
+            states: the states that enter the first of them, for all feeds; None: the embeddings of the tokens.
+            taps: see `CompiledDecoder.forward`.
         """
         tries = [cache.trie for cache in caches]
         extent = -(-max(trie.extent for trie in tries) // BLOCK) * BLOCK
@@ -178,13 +183,9 @@ class PackedPasses:
             if cache.vectors is not None
             for place in np.flatnonzero(feed.tokens < 0).tolist()
         }
-        found = {}
         with span("model"):
-            for stop in stops:
-                states = self.decoder.forward(rows, self.store, vectors, slice(first, stop), states)
-                found[stop] = [states[start:end] for start, end in pairwise(starts)]
-                first = stop
-        return found
+            found, tapped = self.decoder.forward(rows, self.store, vectors, layers, states, taps)
+        return [(found[start:end], tapped[start:end]) for start, end in pairwise(starts)]
 
     def _extend_by_step(self, cache: CpuCache, forest: Forest) -> Scored:
         """Do `extend` for a single session, by one compiled step."""

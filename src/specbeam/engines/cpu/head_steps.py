@@ -1,0 +1,568 @@
+"""Steps on a session's cache in a compiled draft head: its rows, settling a turn, and taking one back.
+
+A head keeps a trie of nodes with the features that it makes of the target's hidden states there. Its layers are those of
+engines/cpu/layers.py. There are two kinds: a pair trunk (heads/trunk.py) has a row for each node, which reads the feature of
+the node above; a block head (heads/block.py) makes the rows of a whole block below a node that the target has not scored.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specbeam.core.steps import compiled_as
+from specbeam.engines.cpu.cache_steps import CacheArrays
+from specbeam.engines.cpu.layers import (
+    all_layers,
+    layer_room,
+    normalise,
+    normalise_row,
+    reach_of,
+    run_layer,
+    store_keys_and_values,
+    write_qkv,
+)
+from specbeam.engines.cpu.panels import multiply
+from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.kv.steps import (
+    BLOCK,
+    EXTENT,
+    HELD,
+    KNOWN,
+    SIZE,
+    STORED,
+    Trie,
+    add_survivors,
+    enter,
+    feed_slots,
+    prune,
+)
+from specbeam.kernels.compiling import AVAILABLE, Array, compiled
+
+if AVAILABLE:
+    from specbeam.kernels.compiling import call_at
+
+CHUNK = 512  # rows of a prompt that are run at once
+ATTENTION, PROJECTION, NORMED_PROJECTION = range(
+    3
+)  # how a pair trunk joins features and embeddings, see `TrunkShape.pairs`
+NO_NORM, NORM_OF_ALL, NORM_OF_EACH = range(3)  # how the target's hidden states are normed before they make a feature
+
+
+class FeatureWeights(NamedTuple):
+    """What makes features of the target's hidden states, side by side: norms, and a matrix if there is one."""
+
+    reads_final: bool  # whether the first of the states is the last hidden state after the final norm
+    norms: int  # NO_NORM, NORM_OF_ALL or NORM_OF_EACH
+    norm: Array  # float32[states]
+    each: int  # size of each hidden state
+    matrix: Array  # in panels; none if the states are the feature
+    width: int  # of a feature
+    bias: Array  # float32[width], or of no numbers
+    norm_after: Array  # float32[width], or of no numbers
+
+
+class TrunkModel(NamedTuple):
+    """A pair trunk, as compiled layers read it."""
+
+    features: FeatureWeights
+    embedding: Array  # float32[vocab, embed]
+    pairs: int  # ATTENTION, PROJECTION or NORMED_PROJECTION
+    swaps: bool  # see `TrunkShape.swaps`
+    norms_residual: bool
+    feeds_normed: bool
+    embedding_norm: Array  # float32[embed], or of no numbers
+    feature_norm: Array  # float32[width], or of no numbers
+    join: Array  # the matrix of a projection, in panels
+    join_bias: Array  # float32[width], or of no numbers
+    first: Any  # `decoder.Weights` of the first layer
+    others: Any  # of the other layers
+    kinds: Array  # int64[other layers]: zeros
+    angles: Array
+    eps: float
+    heads: int
+    last_norm: Array  # float32[width], or of no numbers
+    head: Array  # in panels
+    tokens: Array  # int64[draft_vocab]: the target's token for each of the head's; of no numbers if they are the same
+    vocab: int
+
+
+class BlockModel(NamedTuple):
+    """A block head, as compiled layers read it."""
+
+    features: FeatureWeights
+    embedding: Array  # float32[vocab, width]
+    mask: int  # the token that rows after the first one read
+    rows: int  # of a block
+    first_row: int
+    weights: Any  # `decoder.Weights`
+    kinds: Array  # int64[layers]: zeros
+    angles: Array
+    eps: float
+    heads: int
+    last_norm: Array  # float32[width]
+    head: Array  # in panels
+    correction_rows: Array  # float32[vocab, rank]; no rank if the token above a draft does not count
+    correction: Array  # in panels
+    tokens: Array
+    vocab: int
+
+
+class Blocks(NamedTuple):
+    """The blocks of a turn: logits before the correction by the token above."""
+
+    at: Array  # int64[nodes]: the number of the block below each local node; -1: none
+    made: Array  # int64[1]: number of blocks
+    base: Array  # float32[blocks * rows, columns]
+
+
+class HeadArrays(NamedTuple):
+    """A session's cache in a compiled head, as steps take it, with room for all that they are going to store."""
+
+    trie: Trie
+    features: Array  # float32[nodes, width]: of the local nodes that the target has scored
+    is_scored: Array  # bool[nodes]
+    states: Array  # float32[nodes, width]: the rows of a trunk, by stored local node; of no width for a block head
+    blocks: Blocks  # of a block head
+    model: Any  # TrunkModel or BlockModel
+    keys: Array  # of all layers, see `layers.attend`
+    values: Array
+    store_row: int  # the session's row of the store
+    threads: int
+    layers_at: int  # address of `pair_layers` or `all_layers` for this model
+    context_at: int  # address of `context_layers`; 0 for a trunk
+    score_rows_at: int  # address of `layers.score_rows` for this model
+
+
+class PairFeed(NamedTuple):
+    """The rows of a session that a pass of a trunk computes."""
+
+    tokens: Array  # int64[rows]
+    given: Array  # float32[rows, width]: what they read of the nodes above
+    positions: Array  # int64[rows]
+    slots: Array  # int64[rows]
+    seen: Array  # bool[1, rows, slots]
+
+
+@compiled
+def make_features(weights: FeatureWeights, eps: float, states: Array, threads: int) -> Array:
+    """Return the features that a head makes of the target's hidden states, float32[rows, states] -> float32[rows, width]."""
+    rows = states
+    if weights.norms != NO_NORM:
+        rows = np.empty_like(states)
+        each = weights.each if weights.norms == NORM_OF_EACH else states.shape[1]
+        for row in range(len(states)):
+            for start in range(0, states.shape[1], each):
+                stop = start + each
+                normalise_row(states[row][start:stop], weights.norm[start:stop], eps, rows[row][start:stop])
+    if len(weights.matrix) == 0:
+        return rows
+    out = np.empty((len(rows), len(weights.matrix) * WIDTH), dtype=np.float32)
+    if len(rows) > 0:
+        multiply(rows, weights.matrix, out, threads)
+    for row in range(len(out)):
+        for place in range(len(weights.bias)):
+            out[row, place] += weights.bias[place]
+    features = out[:, : weights.width].copy()
+    if len(weights.norm_after) > 0:
+        normalise(features, weights.norm_after, eps, features)
+    return features
+
+
+@compiled
+def pair_layers(
+    x: Array, model: TrunkModel, tokens: Array, given: Array, positions: Array, rows: Array, slots: Array, seen: Array,
+    keys: Array, values: Array, threads: int,
+) -> None:  # fmt: skip
+    """Write the states of rows of a trunk to x, float32[rows, width], and store keys and values.
+
+    Args:
+        tokens: int64[rows], of each row.
+        given: float32[rows, width], what each row reads of the node above.
+        positions, rows, slots, seen, keys, values: see `layers.all_layers`; there is one kind of layers.
+    """
+    count, width = x.shape
+    embed = model.embedding.shape[1]
+    both = np.empty((count, embed + width), dtype=np.float32)
+    start = width if model.swaps else 0  # columns of the embedding
+    after = 0 if model.swaps else embed
+    for row in range(count):
+        embedded = both[row][start : start + embed]
+        feature = both[row][after : after + width]
+        embedded[:] = model.embedding[tokens[row]]
+        feature[:] = given[row]
+        if len(model.embedding_norm) > 0:
+            normalise_row(embedded, model.embedding_norm, model.eps, embedded)
+            normalise_row(feature, model.feature_norm, model.eps, feature)
+    room = layer_room(count, width, model.first, model.heads, keys.shape[4])
+    read = both
+    if model.pairs == ATTENTION:
+        x[:] = given
+        if model.norms_residual:
+            x[:] = both[:, after : after + width]
+    else:
+        joined = np.empty((count, len(model.join) * WIDTH), dtype=np.float32)
+        multiply(both, model.join, joined, threads)
+        for row in range(count):
+            for place in range(len(model.join_bias)):
+                joined[row, place] += model.join_bias[place]
+        x[:] = joined[:, :width]
+        read = room.normed
+        if model.pairs == PROJECTION:
+            read[:] = x
+        else:
+            normalise(x, model.first.before_attention[0], model.eps, read)
+    reach = reach_of(seen)
+    run_layer(
+        x, read, model.first, 0, model.angles, model.eps, model.heads, positions, rows, slots, seen[0], reach[0], keys[0],
+        values[0], room, threads,
+    )  # fmt: skip
+    if len(model.kinds) > 0:
+        all_layers(
+            x, model.others, model.angles, model.eps, model.heads, positions, rows, slots, seen, model.kinds, keys[1:],
+            values[1:], np.empty(0, dtype=np.int64), np.empty((count, 0), dtype=np.float32), threads,
+        )  # fmt: skip
+
+
+@compiled
+def context_layers(
+    features: Array,
+    model: BlockModel,
+    positions: Array,
+    rows: Array,
+    slots: Array,
+    keys: Array,
+    values: Array,
+    threads: int,
+) -> None:
+    """Store the keys and values of scored nodes in the layers of a block head, all of which read the same features."""
+    kv_heads = keys.shape[2]
+    size = keys.shape[4]
+    qkv = np.empty((len(features), model.weights.qkv.shape[1] * WIDTH), dtype=np.float32)
+    for layer in range(len(model.kinds)):
+        write_qkv(
+            features,
+            model.weights,
+            layer,
+            model.angles,
+            model.eps,
+            model.heads,
+            kv_heads,
+            size,
+            positions,
+            qkv,
+            threads,
+        )
+        store_keys_and_values(qkv, model.heads, rows, slots, keys[layer], values[layer])
+
+
+@compiled
+def extend_head_cache(cache: HeadArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
+    """Return the logits of the `wanted` nodes of a forest, float32[wanted, vocab]; see `cache_steps.extend_cache`."""
+    return head_rows(cache, entered(cache, tokens, parents, wanted))
+
+
+@compiled
+def entered(cache: HeadArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
+    """Add the new nodes of a forest; return the local nodes of the `wanted` ones."""
+    trie = cache.trie
+    size = trie.counts[SIZE]
+    enter(trie, tokens, parents)
+    cache.is_scored[size : trie.counts[SIZE]] = False
+    cache.blocks.at[size : trie.counts[SIZE]] = -1
+    nodes = np.empty(len(wanted), dtype=np.int64)
+    for place in range(len(wanted)):
+        nodes[place] = trie.local[wanted[place]]
+    return nodes
+
+
+def head_rows(cache: Any, nodes: Array) -> Array:
+    """Return the logits of local nodes, by the kind of the head."""
+    rows: Any = block_rows if isinstance(cache.model, BlockModel) else trunk_rows
+    return rows(cache, nodes)
+
+
+@compiled_as(head_rows)
+def _compiled_head_rows(cache: Any, nodes: Any) -> Any:
+    kind = cache.types[HeadArrays._fields.index("model")].instance_class
+    return block_rows if kind is BlockModel else trunk_rows
+
+
+@compiled
+def trunk_rows(cache: HeadArrays, nodes: Array) -> Array:
+    """Run all rows of a trunk that have something to read, and return the logits of local nodes."""
+    model = cache.model
+    count = pairs_ready(cache)
+    while count > 0:
+        feed = begin_pairs(cache, count)
+        x = np.empty((count, cache.states.shape[1]), dtype=np.float32)
+        rows = np.array([[cache.store_row, 0, count]])
+        call_at(cache.layers_at, (
+            x, model, feed.tokens, feed.given, feed.positions, rows, feed.slots, feed.seen, cache.keys, cache.values,
+            cache.threads,
+        ))  # fmt: skip
+        finish_pairs(cache, x)
+        count = pairs_ready(cache)
+    x = np.empty((len(nodes), cache.states.shape[1]), dtype=np.float32)
+    for row in range(len(nodes)):
+        x[row] = cache.states[nodes[row]]
+    return of_all_tokens(model, scored(cache, x))
+
+
+@compiled
+def pairs_ready(cache: HeadArrays) -> int:
+    """Return the number of next pending rows of a trunk that have something to read, at most `CHUNK`.
+
+    That is the target's feature of the node above, or the head's own state there.
+    """
+    trie = cache.trie
+    start = trie.counts[STORED]
+    most = min(trie.counts[SIZE] - start, CHUNK)
+    count = 0
+    while count < most:
+        above = trie.nodes[1, start + count]
+        if above >= start and not cache.is_scored[above]:
+            break
+        count += 1
+    return count
+
+
+@compiled
+def begin_pairs(cache: HeadArrays, count: int) -> PairFeed:
+    """Give slots to the next `count` pending rows of a trunk, and return what a pass reads of them."""
+    trie = cache.trie
+    model = cache.model
+    start = trie.counts[STORED]
+    stop = start + count
+    width = cache.states.shape[1]
+    slots = np.empty(count, dtype=np.int64)
+    feed_slots(trie, slots)
+    given = np.empty((count, width), dtype=np.float32)
+    for row in range(count):
+        above = trie.nodes[1, start + row]
+        if cache.is_scored[above]:
+            given[row] = cache.features[above]
+            continue
+        given[row] = cache.states[above]
+        if model.feeds_normed:
+            normalise_row(given[row], model.last_norm, model.eps, given[row])
+    extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
+    seen = np.empty((1, count, extent), dtype=np.bool_)
+    seen[0] = trie.seen[start:stop, :extent]
+    return PairFeed(trie.nodes[0][start:stop].copy(), given, trie.nodes[2][start:stop].copy(), slots, seen)
+
+
+@compiled
+def finish_pairs(cache: HeadArrays, x: Array) -> None:
+    """Keep the states of the rows of a trunk that were stored last."""
+    stored = cache.trie.counts[STORED]
+    cache.states[stored - len(x) : stored] = x
+
+
+@compiled
+def scored(cache: HeadArrays, x: Array) -> Array:
+    """Return the head's own logits of rows, float32[rows, columns], whose columns are padded."""
+    model = cache.model
+    logits = np.empty((len(x), len(model.head) * WIDTH), dtype=np.float32)
+    if len(x) > 0:
+        call_at(cache.score_rows_at, (x, model.last_norm, model.eps, model.head, logits, cache.threads))
+    return logits
+
+
+@compiled
+def of_all_tokens(model: Any, logits: Array) -> Array:
+    """Return logits of all tokens of the target; those that the head does not know have -inf."""
+    vocab = model.vocab
+    if len(model.tokens) == 0:
+        return logits[:, :vocab].copy() if logits.shape[1] > vocab else logits
+    rows = np.full((len(logits), vocab), -np.inf, dtype=np.float32)
+    for row in range(len(logits)):
+        for place in range(len(model.tokens)):
+            rows[row, model.tokens[place]] = logits[row, place]
+    return rows
+
+
+@compiled
+def block_rows(cache: HeadArrays, nodes: Array) -> Array:
+    """Return the logits of local nodes, after making the blocks that are missing."""
+    trie = cache.trie
+    model = cache.model
+    blocks = cache.blocks
+    _store_context(cache)
+    stored = trie.counts[STORED]
+    roots = np.empty(len(nodes), dtype=np.int64)
+    far = np.zeros(len(nodes), dtype=np.int64)
+    for place in range(len(nodes)):
+        node = nodes[place]
+        while trie.nodes[1, node] >= stored:
+            node = trie.nodes[1, node]
+            far[place] += 1
+        roots[place] = node
+    _make_blocks(cache, roots)
+    logits = np.empty((len(nodes), blocks.base.shape[1]), dtype=np.float32)
+    for place in range(len(nodes)):
+        row = min(model.first_row + far[place], model.rows - 1)
+        logits[place] = blocks.base[blocks.at[roots[place]] * model.rows + row]
+    rank = model.correction_rows.shape[1]
+    if rank > 0 and len(nodes) > 0:
+        read = np.empty((len(nodes), rank), dtype=np.float32)
+        for place in range(len(nodes)):
+            read[place] = model.correction_rows[trie.nodes[0, nodes[place]]]
+        added = np.empty((len(nodes), len(model.correction) * WIDTH), dtype=np.float32)
+        multiply(read, model.correction, added, cache.threads)
+        logits += added
+    return of_all_tokens(model, logits)
+
+
+@compiled
+def _store_context(cache: HeadArrays) -> None:
+    """Store the keys and values of pending nodes up to the first that the target has not scored."""
+    trie = cache.trie
+    while True:
+        start = trie.counts[STORED]
+        stop = start
+        while stop < min(trie.counts[SIZE], start + CHUNK) and cache.is_scored[stop]:
+            stop += 1
+        if stop == start:
+            return
+        slots = np.empty(stop - start, dtype=np.int64)
+        feed_slots(trie, slots)
+        rows = np.array([[cache.store_row, 0, stop - start]])
+        call_at(cache.context_at, (
+            cache.features[start:stop].copy(), cache.model, trie.nodes[2][start:stop].copy(), rows, slots, cache.keys,
+            cache.values, cache.threads,
+        ))  # fmt: skip
+
+
+@compiled
+def _make_blocks(cache: HeadArrays, roots: Array) -> None:
+    """Make the blocks below these local nodes that are not there yet, in one pass.
+
+    The keys and values of their rows are in slots after those of the trie, which nothing reads afterwards.
+    """
+    trie = cache.trie
+    model = cache.model
+    blocks = cache.blocks
+    first = blocks.made[0]
+    for root in roots:
+        if blocks.at[root] < 0:
+            blocks.at[root] = blocks.made[0]
+            blocks.made[0] += 1
+    count = (blocks.made[0] - first) * model.rows
+    if count == 0:
+        return
+    extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
+    seen = np.zeros((1, count, extent + -(-count // BLOCK) * BLOCK), dtype=np.bool_)
+    x = np.empty((count, model.embedding.shape[1]), dtype=np.float32)
+    positions = np.empty(count, dtype=np.int64)
+    for root in roots:
+        start = (blocks.at[root] - first) * model.rows
+        if start < 0:  # it was there before
+            continue
+        for place in range(model.rows):
+            row = start + place
+            x[row] = model.embedding[trie.nodes[0, root] if place == 0 else model.mask]
+            positions[row] = trie.nodes[2, root] + place
+            seen[0, row, :extent] = trie.seen[trie.nodes[1, root], :extent]
+            seen[0, row, extent + start : extent + start + model.rows] = True
+    slots = extent + np.arange(count)
+    rows = np.array([[cache.store_row, 0, count]])
+    tapped = np.empty((count, 0), dtype=np.float32)
+    call_at(cache.layers_at, (
+        x, model.weights, model.angles, model.eps, model.heads, positions, rows, slots, seen, model.kinds, cache.keys,
+        cache.values, np.empty(0, dtype=np.int64), tapped, cache.threads,
+    ))  # fmt: skip
+    blocks.base[first * model.rows : first * model.rows + count] = scored(cache, x)
+
+
+@compiled
+def head_has_room(cache: HeadArrays, fresh: int, beams: int) -> bool:
+    """Return whether the cache has room for a turn of `fresh` new forest nodes after which at most `beams` beams live."""
+    trie = cache.trie
+    counts = trie.counts
+    size = counts[SIZE] + fresh + beams
+    slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
+    rows = min(trie.nodes.shape[1], len(trie.seen), len(cache.features))
+    fits = size <= rows and counts[KNOWN] + fresh + beams <= len(trie.local) and slots <= len(trie.used)
+    return fits and (counts[KNOWN] + fresh) * block_size(cache.model) <= len(cache.blocks.base)
+
+
+def block_size(model: Any) -> int:
+    """Return the number of rows of a block; 0 for a trunk."""
+    return model.rows if isinstance(model, BlockModel) else 0
+
+
+@compiled_as(block_size)
+def _compiled_block_size(model: Any) -> Any:
+    if model.instance_class is BlockModel:
+        return lambda model: model.rows
+    return lambda model: 0
+
+
+@compiled
+def states_of(cache: CacheArrays, nodes: Array, reads_final: bool) -> Array:
+    """Return the hidden states of forest nodes that a pass of the target has stored, side by side: what a head reads.
+
+    Args:
+        reads_final: whether the first of them is the last hidden state after the final norm.
+    """
+    hidden = cache.outputs.shape[1] if reads_final else 0
+    states = np.empty((len(nodes), hidden + cache.tapped.shape[1]), dtype=np.float32)
+    for row in range(len(nodes)):
+        local = cache.trie.local[nodes[row]]
+        if reads_final:
+            normalise_row(cache.outputs[local], cache.model.last_norm, cache.model.eps, states[row][:hidden])
+        states[row, hidden:] = cache.tapped[local]
+    return states
+
+
+@compiled
+def settle_head_cache(
+    cache: HeadArrays, tree: tuple[Array, Array], start: int, scored_nodes: Array, states: Array, survivors: Array,
+    tokens: Array, parents: Array, kept: Array,
+) -> None:  # fmt: skip
+    """Do `LM.settle` for one session: keep the paths to the surviving beams and to kept nodes, free the rest.
+
+    Rows that were computed from the head's own states are for the drafts of one turn: they are taken back first. There must
+    be room.
+
+    Args:
+        tree: tokens and parents of the turn's forest.
+        start: number of nodes that this forest began with.
+        scored_nodes: int64[n], the forest nodes that the target has scored in this turn.
+        states: its hidden states there.
+        survivors, tokens, parents: int64[beams]: forest node (-1 if it was no draft), token, parent node.
+        kept: int64[n], see `Verdict.kept`.
+    """
+    trie = cache.trie
+    model = cache.model
+    rewind_head_cache(cache, start)
+    fresh = entered(cache, tree[0], tree[1], scored_nodes)
+    features = make_features(model.features, model.eps, states, cache.threads)
+    for row in range(len(fresh)):
+        cache.features[fresh[row]] = features[row]
+        cache.is_scored[fresh[row]] = True
+    size = trie.counts[SIZE]
+    leaves = add_survivors(trie, survivors, tokens, parents)
+    cache.is_scored[size : trie.counts[SIZE]] = False
+    _keep(cache, np.concatenate((leaves, trie.local[kept])))
+
+
+@compiled
+def rewind_head_cache(cache: HeadArrays, nodes: int) -> None:
+    """Take back all nodes of this turn's forest but the first `nodes`."""
+    if cache.trie.counts[KNOWN] > nodes:
+        _keep(cache, cache.trie.local[:nodes].copy())
+
+
+@compiled
+def _keep(cache: HeadArrays, leaves: Array) -> None:
+    """Keep the paths to these local nodes, and what there is of the nodes that remain; forget all blocks."""
+    former = prune(cache.trie, leaves)
+    for node in range(len(former)):  # in place, as the number of a node never grows
+        before = former[node]
+        if before != node:
+            cache.features[node] = cache.features[before]
+            cache.states[node] = cache.states[before]
+            cache.is_scored[node] = cache.is_scored[before]
+    cache.blocks.at[:] = -1
+    cache.blocks.made[0] = 0

@@ -1,0 +1,479 @@
+"""Draft heads run by the compiled layers of the engine for CPUs (engines/cpu/head_steps.py), where they can be.
+
+Heads whose weights are elsewhere or in another type, and those with modules that no Llama has, are run by torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int64
+from torch import nn
+
+from specbeam import kernels
+from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.engines.cpu import tiles
+from specbeam.engines.cpu.decoder import (
+    TILED_FROM,
+    Weights,
+    angles_of,
+    layers_of_weights,
+    numbers_of,
+    on_threads,
+    start_threads_beside_torch,
+    weights_of,
+)
+from specbeam.engines.cpu.head_steps import (
+    ATTENTION,
+    NO_NORM,
+    NORM_OF_ALL,
+    NORM_OF_EACH,
+    NORMED_PROJECTION,
+    PROJECTION,
+    BlockModel,
+    Blocks,
+    FeatureWeights,
+    HeadArrays,
+    PairFeed,
+    TrunkModel,
+    begin_pairs,
+    block_size,
+    context_layers,
+    entered,
+    extend_head_cache,
+    finish_pairs,
+    make_features,
+    of_all_tokens,
+    pair_layers,
+    pairs_ready,
+    rewind_head_cache,
+    settle_head_cache,
+)
+from specbeam.engines.cpu.layers import all_layers, score_rows
+from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_panels
+from specbeam.engines.cpu.sums import STEP, WIDTH
+from specbeam.engines.eligibility import FIXED_ROPES
+from specbeam.engines.kv.steps import BLOCK
+from specbeam.engines.kv.store import PanelStore
+from specbeam.engines.kv.trie import KVTrie, widened
+from specbeam.heads.block import BlockHead
+from specbeam.heads.head import Head
+from specbeam.heads.layers import LayerSizes, Rotary
+from specbeam.heads.trunk import PairTrunk
+from specbeam.kernels.compiling import address_of
+from specbeam.records import FINAL, Turn
+
+SHORT = 4 * BLOCK  # tokens of a short text with the drafts of a turn, for which there is room from the start
+_NONE = np.zeros(0, dtype=np.float32)
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
+_PAIRS = {"attention": ATTENTION, "projection": PROJECTION, "normed projection": NORMED_PROJECTION}
+_NORMS = {"no": NO_NORM, "all": NORM_OF_ALL, "each": NORM_OF_EACH}
+
+
+class CompiledCache:
+    """What a compiled head keeps of one session; see `HeadArrays`.
+
+    Attributes:
+        row: the session's row of the store.
+        answered: number of forest nodes whose rows were handed out in this turn.
+    """
+
+    def __init__(self, row: int, tokens: list[int], width: int, states: int, columns: int) -> None:
+        self.row = row
+        self.trie = KVTrie(tokens, SHORT)
+        self.features = np.zeros((0, width), dtype=np.float32)
+        self.is_scored = np.zeros(0, dtype=bool)
+        self.states = np.zeros((0, states), dtype=np.float32)
+        self.blocks = Blocks(_NO_TOKENS, np.zeros(1, dtype=np.int64), np.zeros((0, columns), dtype=np.float32))
+        self.answered = 0
+
+    def make_room(self, fresh: int, more: int, block: int) -> None:
+        """Make room for `fresh` new forest nodes, and for `more` further ones that are stored later.
+
+        Args:
+            block: number of rows of a block, 0 for a trunk.
+        """
+        trie = self.trie
+        trie.make_room(fresh + more)
+        trie.make_slots(trie.pending + fresh + more)
+        rows = trie.arrays.nodes.shape[1]
+        if rows > len(self.features):
+            self.features = widened(self.features, rows, self.features.shape[1])
+            self.states = widened(self.states, rows, self.states.shape[1])
+            self.is_scored = widened(self.is_scored, rows)
+            at = np.full(rows, -1)
+            at[: len(self.blocks.at)] = self.blocks.at
+            self.blocks = self.blocks._replace(at=at)
+        needed = (trie.known + fresh) * block
+        if needed > len(self.blocks.base):
+            base = np.empty((needed, self.blocks.base.shape[1]), dtype=np.float32)
+            base[: len(self.blocks.base)] = self.blocks.base
+            self.blocks = self.blocks._replace(base=base)
+
+    def finish_run(self, roots: int) -> None:
+        """Take over the `roots` roots from the arrays, after steps have settled the last turn of a run there."""
+        self.trie.root_at = self.trie.local[:roots].copy()
+        self.answered = 0
+
+
+class CompiledHead:
+    """A head whose rows compiled layers compute.
+
+    Args:
+        head: one that `lacks_compiled_form` has no reason against.
+        vocab: number of tokens of the target.
+    """
+
+    def __init__(self, head: Head, vocab: int) -> None:
+        self.threads = start_threads_beside_torch()
+        self.is_trunk = isinstance(head, PairTrunk)
+        rotary: Any = head.rotary
+        self.rotary = rotary
+        sizes: LayerSizes = rotary.sizes
+        self.width = sizes.width
+        self.states_size = head.states_size
+        model = _trunk_model(head, vocab) if isinstance(head, PairTrunk) else _block_model(head, vocab)  # type: ignore[arg-type]
+        self.model: TrunkModel | BlockModel = model
+        layers = len(model.kinds) + self.is_trunk
+        self.store = PanelStore(layers, sizes.kv_heads, sizes.head_size, WIDTH)
+        self.columns = len(model.head) * WIDTH
+        self.rows = 0  # of the store that were given out
+        self.free_rows: list[int] = []
+        self.addresses = self._addresses()
+
+    def new_cache(self, prompt: list[int], states: Float32[np.ndarray, "before states"]) -> CompiledCache:
+        """Return the cache of a new session.
+
+        Args:
+            states: the target's hidden states of the prompt's tokens but the last one.
+        """
+        if not self.free_rows:
+            self.free_rows.append(self.rows)
+            self.rows += 1
+        first = 0 if self.is_trunk else 1  # the local node of the first token
+        tokens = prompt[1:] if self.is_trunk else prompt
+        states_width = self.width if self.is_trunk else 0
+        cache = CompiledCache(self.free_rows.pop(), tokens, self.width, states_width, self.columns)
+        cache.make_room(0, 0, 0)
+        with on_threads(self.threads) as threads:
+            features = make_features(self.model.features, self.model.eps, states, threads)
+        cache.features[first : first + len(features)] = features
+        cache.is_scored[first : first + len(features)] = True
+        return cache
+
+    def close(self, cache: CompiledCache) -> None:
+        """Free what is kept of a session."""
+        self.free_rows.append(cache.row)
+
+    @contextmanager
+    def arrays_for_steps(self, cache: CompiledCache, fresh: int, more: int = 0) -> Iterator[HeadArrays]:
+        """Yield a session's cache as arrays for steps, with room for `fresh` new forest nodes and `more` further ones."""
+        block = block_size(self.model)
+        cache.make_room(fresh, more, block)
+        positions = int(cache.trie.positions.max()) + fresh + more + block + 2
+        if positions > self.model.angles.shape[1]:
+            angles = angles_of(self.rotary.angles, 2 * positions, self.rotary.sizes.head_size)
+            self.model = self.model._replace(angles=angles)
+        slots = cache.trie.capacity + -(-len(cache.blocks.base) // BLOCK) * BLOCK
+        self.store.reserve(self.rows, slots)
+        with on_threads(self.threads) as threads:
+            yield HeadArrays(
+                cache.trie.arrays, cache.features, cache.is_scored, cache.states, cache.blocks, self.model,
+                self.store.keys_by_panel, self.store.values_by_slot, cache.row, threads, *self.addresses,
+            )  # fmt: skip
+
+    def extend(
+        self, caches: Sequence[CompiledCache], forests: Sequence[Forest]
+    ) -> tuple[list[Float32[np.ndarray, "_ vocab"]], int]:
+        """Return the logits of the nodes of each forest that were not handed out yet and are not known.
+
+        With them comes the number of passes that this took.
+        """
+        wanted = [
+            unknown_nodes(cache.answered, forest.size, forest.known.nodes)
+            for cache, forest in zip(caches, forests, strict=True)
+        ]
+        for cache, forest in zip(caches, forests, strict=True):
+            cache.answered = forest.size
+        if len(caches) > 1 and self.is_trunk:
+            return self._extend_together(caches, forests, wanted)
+        rows = []
+        for cache, forest, nodes in zip(caches, forests, wanted, strict=True):
+            with self.arrays_for_steps(cache, forest.size - cache.trie.known) as arrays:
+                rows.append(extend_head_cache(arrays, forest.tokens, forest.parents, nodes))
+        return rows, len(caches)
+
+    def _extend_together(
+        self, caches: Sequence[CompiledCache], forests: Sequence[Forest], wanted: list[Int64[np.ndarray, " _"]]
+    ) -> tuple[list[Float32[np.ndarray, "_ vocab"]], int]:
+        """Do `extend` for several sessions of a trunk, whose rows share passes."""
+        for cache, forest in zip(
+            caches, forests, strict=True
+        ):  # first make room for all: it moves the arrays of the store
+            with self.arrays_for_steps(cache, forest.size - cache.trie.known):
+                pass
+        passes = 0
+        nodes = []
+        with on_threads(self.threads):
+            each: list[HeadArrays] = []
+            for cache, forest, asked in zip(caches, forests, wanted, strict=True):
+                with self.arrays_for_steps(cache, forest.size - cache.trie.known) as arrays:
+                    nodes.append(entered(arrays, forest.tokens, forest.parents, asked))
+                    each.append(arrays)
+            while busy := [arrays for arrays in each if pairs_ready(arrays)]:
+                self._run_together(busy)
+                passes += 1
+            x = np.concatenate([arrays.states[one] for arrays, one in zip(each, nodes, strict=True)])
+            logits = np.empty((len(x), self.columns), dtype=np.float32)
+            if len(x):
+                model = self.model
+                score_rows(x, model.last_norm, model.eps, model.head, logits, each[0].threads)
+        ends = np.cumsum([len(one) for one in nodes])[:-1]
+        return np.split(of_all_tokens(self.model, logits), ends), passes
+
+    def _run_together(self, busy: list[HeadArrays]) -> None:
+        """Compute the pending rows of several sessions in one pass."""
+        feeds: list[PairFeed] = [begin_pairs(arrays, pairs_ready(arrays)) for arrays in busy]
+        ends = np.cumsum([0, *(len(feed.tokens) for feed in feeds)])
+        seen = np.zeros((1, ends[-1], max(feed.seen.shape[2] for feed in feeds)), dtype=bool)
+        for feed, start, stop in zip(feeds, ends, ends[1:], strict=False):
+            seen[0, start:stop, : feed.seen.shape[2]] = feed.seen[0]
+        tokens, given, positions, slots = (
+            np.concatenate([getattr(feed, name) for feed in feeds])
+            for name in ("tokens", "given", "positions", "slots")
+        )
+        rows = np.array([
+            (arrays.store_row, start, stop) for arrays, start, stop in zip(busy, ends, ends[1:], strict=False)
+        ])  # fmt: skip
+        x = np.empty((ends[-1], self.width), dtype=np.float32)
+        first = busy[0]
+        pair_layers(x, self.model, tokens, given, positions, rows, slots, seen, first.keys, first.values, first.threads)
+        for arrays, start, stop in zip(busy, ends, ends[1:], strict=False):
+            finish_pairs(arrays, x[start:stop])
+
+    def settle(self, cache: CompiledCache, turn: Turn, states: Float32[np.ndarray, "nodes states"]) -> None:
+        """Keep what the surviving beams of a session need.
+
+        Args:
+            states: the target's hidden states of the forest nodes that it has scored in this turn, ascending.
+        """
+        forest = turn.forest
+        verdict = turn.verdict
+        beams = verdict.beams
+        start = forest.roots + int((forest.parents[forest.known.nodes] >= 0).sum())
+        with self.arrays_for_steps(cache, forest.size + beams.size) as arrays:
+            settle_head_cache(
+                arrays, (forest.tokens, forest.parents), start, turn.scored_nodes, states, beams.nodes, beams.tokens,
+                verdict.parents, verdict.kept,
+            )  # fmt: skip
+        cache.finish_run(beams.size)
+
+    def rewind(self, cache: CompiledCache, nodes: int) -> None:
+        """Take back the rows of all nodes of this turn's forest but the first `nodes`."""
+        with self.arrays_for_steps(cache, 0) as arrays:
+            rewind_head_cache(arrays, nodes)
+        cache.answered = min(cache.answered, nodes)
+
+    def _addresses(self) -> tuple[int, int, int]:
+        """Return the addresses in `HeadArrays`, in the forms for the types of this head's arrays."""
+        model = self.model
+        floats = np.zeros((1, 1), dtype=np.float32)
+        numbers = np.zeros(1, dtype=np.int64)
+        seen = np.zeros((1, 1, 1), dtype=bool)
+        keys = self.store.keys_by_panel
+        values = self.store.values_by_slot
+        score = address_of(score_rows, floats, model.last_norm, model.eps, model.head, floats, 1)
+        if isinstance(model, TrunkModel):
+            layers = address_of(
+                pair_layers, floats, model, numbers, floats, numbers, numbers[None], numbers, seen, keys, values, 1
+            )
+            return layers, 0, score
+        layers = address_of(
+            all_layers, floats, model.weights, model.angles, model.eps, model.heads, numbers, numbers[None], numbers, seen,
+            model.kinds, keys, values, numbers, floats, 1,
+        )  # fmt: skip
+        context = address_of(context_layers, floats, model, numbers, numbers[None], numbers, keys, values, 1)
+        return layers, context, score
+
+
+def lacks_compiled_form(head: Head, vocab: int) -> str:
+    """Return the reason why compiled layers cannot run a head; "" if they can.
+
+    Args:
+        vocab: number of tokens of the target.
+    """
+    if not kernels.AVAILABLE:
+        return "numba is missing"
+    if type(head) not in (PairTrunk, BlockHead):
+        return f"{type(head).__name__} has no layers"
+    weights = list(head.parameters())
+    if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in weights):
+        return "its weights are not in float32 on a CPU"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in head.modules()):
+        return "its modules have hooks"
+    known: Any = head
+    if type(known.embed_tokens) is not nn.Embedding or type(known.lm_head) is not nn.Linear:
+        return "its embedding or its last matrix is of another kind"
+    if known.lm_head.bias is not None:
+        return "its last matrix has a bias"
+    if type(known.rotary) is not Rotary:
+        return "its layers are of the target's own kind"
+    if any(view.within or view.is_causal for view in known.shape.views):
+        return "its rows do not look at all that is above them, or at all rows of their block"
+    if known.rotary.rope.get("rope_type", "default") not in FIXED_ROPES:
+        return "its positions depend on the length of the text"
+    if isinstance(head, PairTrunk) and (head.shape.sampling or head.shape.alignment):
+        return "it has the modules of FSPAD"
+    if isinstance(head, BlockHead) and head.shape.correction not in ("no", "vanilla"):
+        return f"its correction is of kind {head.shape.correction!r}"
+    if isinstance(head, BlockHead) and (head.shape.local_rows or head.shape.logit_scale != 1 or head.shape.logit_cap):
+        return "it mixes neighbouring rows, or changes the size of its logits"
+    mask = head.mask if isinstance(head, BlockHead) else 0
+    if known.embed_tokens.weight.shape[0] < max(vocab, mask + 1):
+        return "it has no embedding of some tokens"
+    sizes: LayerSizes = known.rotary.sizes
+    depths = (sizes.width, known.embed_tokens.weight.shape[1], sizes.inner, sizes.head_size, head.states_size)
+    if any(depth % STEP for depth in depths):
+        return f"its sizes are no multiples of {STEP}"
+    return ""
+
+
+def _kind_of(matrices: Sequence[torch.Tensor], tiled: bool) -> Kind:
+    """Return the kind of panels that hold these matrices exactly, and are read soonest."""
+    exact = all(fits_bfloat16(numbers_of(matrix)) for matrix in matrices)
+    if not exact:
+        return "float32"
+    return "tiles" if tiled else "bfloat16"
+
+
+def _weights_in(head: Any) -> tuple[list[Any], Kind, bool]:
+    """Return the layers of a head, the kind of panels for the matrices in and before them, and whether tiles are used."""
+    tiled = sum(weight.numel() for weight in head.parameters()) >= TILED_FROM and tiles.available()
+    linears = [module for module in head.layers.modules() if isinstance(module, nn.Linear)]
+    kind = _kind_of([head.fc.weight, *(linear.weight for linear in linears)], tiled)
+    return [*head.layers], kind, tiled
+
+
+def _norm_of(module: Any) -> np.ndarray:
+    """Return the weights of a norm; no numbers if the module is none."""
+    weight = getattr(module, "weight", None)
+    return _NONE if weight is None else numbers_of(weight)
+
+
+def _bias_of(linear: nn.Linear) -> np.ndarray:
+    return _NONE if linear.bias is None else numbers_of(linear.bias)
+
+
+def _tokens_of(head: Head) -> np.ndarray:
+    return _NO_TOKENS if head.tokens is None else head.tokens.cpu().numpy().astype(np.int64)
+
+
+def _no_panels(kind: Kind) -> np.ndarray:
+    """Return a matrix without columns, as panels of a kind."""
+    return in_panels(np.zeros((WIDTH, STEP), dtype=np.float32), kind)[:0]
+
+
+def _first_angles(head: Any) -> np.ndarray:
+    return angles_of(head.rotary.angles, SHORT, head.rotary.sizes.head_size)
+
+
+@torch.inference_mode()
+def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
+    """Return the arrays of a trunk."""
+    known: Any = head
+    shape = head.shape
+    layers, kind, tiled = _weights_in(head)
+    reads_pairs = shape.pairs == "attention"
+    fc = in_panels(numbers_of(known.fc.weight), kind)
+    norm = _NONE
+    if shape.norms_features == "all":
+        norm = _norm_of(known.input_norm)
+    if shape.norms_features == "each":
+        norm = np.concatenate([_norm_of(one) for one in known.fc_norm])
+    features = FeatureWeights(
+        reads_final=FINAL in shape.taps,
+        norms=_NORMS[shape.norms_features] if reads_pairs else NO_NORM,
+        norm=norm,
+        each=shape.target_width,
+        matrix=fc if reads_pairs else _no_panels(kind),
+        width=shape.sizes.width,
+        bias=_bias_of(known.fc) if reads_pairs else _NONE,
+        norm_after=_NONE,
+    )
+    embedding_norm = _NONE
+    feature_norm = _NONE
+    if reads_pairs:
+        embedding_norm = _norm_of(layers[0].input_layernorm)
+        feature_norm = _norm_of(layers[0].hidden_norm)
+    if shape.pairs == "normed projection":
+        embedding_norm = _norm_of(known.enorm)
+        feature_norm = _norm_of(known.hnorm)
+    first = weights_of(layers[:1], kind)
+    others: Weights = weights_of(layers[1:], kind) if len(layers) > 1 else layers_of_weights(first, slice(0, 0))
+    return TrunkModel(
+        features=features,
+        embedding=numbers_of(known.embed_tokens.weight),
+        pairs=_PAIRS[shape.pairs],
+        swaps=bool(shape.swaps) and not reads_pairs,
+        norms_residual=bool(shape.norms_residual),
+        feeds_normed=bool(shape.feeds_normed) and shape.norms_output,
+        embedding_norm=embedding_norm,
+        feature_norm=feature_norm,
+        join=_no_panels(kind) if reads_pairs else fc,
+        join_bias=_NONE if reads_pairs else _bias_of(known.fc),
+        first=first,
+        others=others,
+        kinds=np.zeros(len(layers) - 1, dtype=np.int64),
+        angles=_first_angles(head),
+        eps=float(shape.sizes.eps),
+        heads=shape.sizes.heads,
+        last_norm=_norm_of(known.norm),
+        head=in_panels(numbers_of(known.lm_head.weight), _kind_of([known.lm_head.weight], tiled)),
+        tokens=_tokens_of(head),
+        vocab=vocab,
+    )
+
+
+@torch.inference_mode()
+def _block_model(head: BlockHead, vocab: int) -> BlockModel:
+    """Return the arrays of a block head."""
+    known: Any = head
+    shape = head.shape
+    layers, kind, tiled = _weights_in(head)
+    features = FeatureWeights(
+        reads_final=FINAL in shape.taps,
+        norms=NO_NORM,
+        norm=_NONE,
+        each=shape.target_width,
+        matrix=in_panels(numbers_of(known.fc.weight), kind),
+        width=shape.sizes.width,
+        bias=_NONE,
+        norm_after=_norm_of(known.hidden_norm),
+    )
+    rows = np.zeros((1, 0), dtype=np.float32)
+    correction = _no_panels(kind)
+    if shape.correction != "no":
+        padding = (0, -shape.rank % STEP)  # zeros, as a matrix in panels takes a multiple of `STEP`
+        rows = numbers_of(nn.functional.pad(known.markov_head.markov_w1.weight, padding))
+        matrix = nn.functional.pad(known.markov_head.markov_w2.weight, padding)
+        correction = in_panels(numbers_of(matrix), _kind_of([matrix], tiled))
+    return BlockModel(
+        features=features,
+        embedding=numbers_of(known.embed_tokens.weight),
+        mask=head.mask,
+        rows=shape.rows,
+        first_row=shape.first_row,
+        weights=weights_of(layers, kind),
+        kinds=np.zeros(len(layers), dtype=np.int64),
+        angles=_first_angles(head),
+        eps=float(shape.sizes.eps),
+        heads=shape.sizes.heads,
+        last_norm=_norm_of(known.norm),
+        head=in_panels(numbers_of(known.lm_head.weight), _kind_of([known.lm_head.weight], tiled)),
+        correction_rows=rows,
+        correction=correction,
+        tokens=_tokens_of(head),
+        vocab=vocab,
+    )
