@@ -1,12 +1,20 @@
 """What the benchmarks measure is what they say."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 import specbeam as sb
 from specbeam.bench.acceptance import acceptance
 from specbeam.bench.efficiency import as_markdown, contenders, efficiency, plot
+from specbeam.bench.head_cost import head_cost
 from specbeam.generation import turns_of
+from specbeam.heads.lm import TrunkLM
+from specbeam.train.eagle3 import new_eagle3
+from specbeam.train.plan import planned
 from tests.support import words
 from tests.support.tiny_models import tiny
 
@@ -46,3 +54,32 @@ def test_the_table_and_the_plot(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     assert len({cell.recipe for cell in cells}) == len(cells) > 10
     assert np.isfinite([cell.nodes for cell in cells]).all()
+
+
+@pytest.fixture(scope="module")
+def with_head():
+    """The pair that speaks, with a head in place of its draft."""
+    pair = words.pair()
+    torch.manual_seed(0)
+    plan = planned(pair.target_model, {"layers": 1, "depth": 3}, {})
+    head = new_eagle3(pair.target_model, plan, None)
+    return replace(pair, draft_model=None, draft=TrunkLM(head, pair.target.vocab, "torch"))
+
+
+def test_a_head_is_measured_with_every_method_and_that_of_its_paper(with_head):
+    cells = efficiency(with_head, ["abc"], [5], max_new_tokens=4)
+    recipes = {cell.recipe for cell in cells}
+    assert "eagle" in recipes
+    assert "multi_draft" not in recipes  # of several models
+    assert recipes - {"eagle"} == {name for name, shapes in contenders(5).items() if shapes} - {"multi_draft"}
+    assert all(cell.efficiency >= 1 for cell in cells)
+
+
+def test_what_a_pass_of_a_head_costs_is_said(with_head):
+    said = head_cost(with_head)
+    assert re.fullmatch(
+        r"A pass over 1, 8, 32 rows takes [\d.]+, [\d.]+, [\d.]+ ms with the head \(torch\), "
+        r"[\d.]+, [\d.]+, [\d.]+ ms with the target \(\w+\)",
+        said,
+    )
+    assert head_cost(words.pair()) == ""

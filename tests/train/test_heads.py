@@ -95,9 +95,15 @@ def test_a_head_learns_and_is_used(kind, plan, pair, small_files, drawn, tmp_pat
     assert float((overlaps * weights).sum() / weights.sum()) == pytest.approx(last.acceptance, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_training_that_was_killed_goes_on_where_it_was(kind, pair, small_files, tmp_path, monkeypatch):
-    """Killed while drawing, and again while learning: the weights are those of a training that was not disturbed."""
+@pytest.mark.parametrize(
+    ("kind", "in_bfloat16"), [*((kind, False) for kind in KINDS), ("eagle3", True), ("dspark", True)]
+)
+def test_a_training_that_was_killed_goes_on_where_it_was(kind, in_bfloat16, pair, small_files, tmp_path, monkeypatch):
+    """Killed while drawing, and again while learning: the weights are those of a training that was not disturbed.
+
+    A training in bfloat16 goes on in it wherever it goes on.
+    """
+    monkeypatch.setattr(fitting, "multiplies_bfloat16", lambda device: in_bfloat16)
     trained(pair, tmp_path / "whole", None, kind)
     monkeypatch.setattr(fitting, "STATE_S", 0.0)
 
@@ -114,6 +120,8 @@ def test_a_training_that_was_killed_goes_on_where_it_was(kind, pair, small_files
     for what, when in (("drawing", 32), ("training", 6)):
         with pytest.raises(Killed):
             trained(pair, tmp_path / "parts", None, kind, report=kill_at(what, when))
+        if what == "training":
+            monkeypatch.setattr(fitting, "multiplies_bfloat16", lambda device: False)
     done = trained(pair, tmp_path / "parts", None, kind)
     assert [point.epoch for point in done.curve] == [0, 1, 2, 3]
     paths = [next((tmp_path / name).glob("*.safetensors")) for name in ("whole", "parts")]
@@ -121,6 +129,31 @@ def test_a_training_that_was_killed_goes_on_where_it_was(kind, pair, small_files
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     before = (tmp_path / "parts" / "config.json").read_text()
     assert json.loads(before) == json.loads((tmp_path / "whole" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_laws_and_losses_are_computed_in_float32_whatever_products_are(
+    kind, pair, small_files, drawn, tmp_path, monkeypatch
+):
+    """So is what the target thinks of the trees; the losses of both ways are close, and not the same."""
+    losses = {}
+    for in_bfloat16 in (False, True):
+        seen = []
+
+        def watched(logits, *others, seen=seen):
+            found = overlap(logits, *others)
+            seen.append((logits.dtype, found[0].dtype, found[1].dtype))
+            return found
+
+        monkeypatch.setattr("specbeam.train.heads.overlap", watched)
+        monkeypatch.setattr(fitting, "multiplies_bfloat16", lambda device, chosen=in_bfloat16: chosen)
+        schedule = Schedule(epochs=1, rate=0.02, embedding_rate=0.01, batch_tokens=200, seed=3)
+        done = trained(pair, tmp_path / str(in_bfloat16), drawn, kind, schedule=schedule)
+        losses[in_bfloat16] = done.curve[-1].loss
+        assert {logits for logits, *_ in seen} == ({torch.bfloat16, torch.float32} if in_bfloat16 else {torch.float32})
+        assert {dtype for _, *made in seen for dtype in made} == {torch.float32}
+    assert losses[True] == pytest.approx(losses[False], rel=0.02)
+    assert losses[True] != losses[False]
 
 
 def test_trainings_share_what_the_target_draws(pair, small_files, drawn, tmp_path):

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 
 from specbeam.generation import Prompt, turns_of
+from specbeam.heads.head import Head
+from specbeam.heads.lm import HeadLM
 from specbeam.pair import Pair
 from specbeam.recipes import catalogue as recipes
+from specbeam.recipes.heads import paper_of
 from specbeam.recipes.method import Method
 
 BUDGETS = (5, 10, 21, 30)
@@ -36,16 +39,19 @@ class TreeCell:
     draft_passes: float  # mean number per pass of the target
 
 
-def contenders(budget: int) -> dict[str, dict[str, Callable[[], Method]]]:
+def contenders(budget: int, head: Head | None = None) -> dict[str, dict[str, Callable[[], Method]]]:
     """Return the shapes of each recipe, as recipe -> shape -> function that makes the method.
 
     No shape has more nodes than the budget. A recipe may have no shape that fits.
+
+    Args:
+        head: the draft head of the pair, which brings the recipe of its paper; `multi_draft` needs models in its place.
     """
     chains = [length for length in (budget, 8, 5) if length <= budget]
     counts = BRANCHING[budget]
     beams = BEAMS[budget]
     depth = 2 if budget < 14 else 3
-    return {
+    found: dict[str, dict[str, Callable[[], Method]]] = {
         "speculative_sampling": {f"{n}": partial(recipes.speculative_sampling, n) for n in chains},
         "block_verification": {f"{n}": partial(recipes.block_verification, n) for n in chains},
         "specinfer": {f"{c}": partial(recipes.specinfer, c) for c in counts},
@@ -64,6 +70,15 @@ def contenders(budget: int) -> dict[str, dict[str, Callable[[], Method]]]:
         "suffix_match": {f"{budget}": partial(recipes.suffix_match, budget)},
         "token_recycling": {f"{budget} nodes": partial(recipes.token_recycling, 6, None, 8, budget)},
     }
+    if head is not None:
+        del found["multi_draft"]
+        name = paper_of(head)
+        if name:
+            make: Callable[..., Method] = {"eagle": recipes.eagle, "fspad": recipes.fspad, "medusa": recipes.medusa}[
+                name
+            ]
+            found[name] = {f"{budget} nodes": partial(make, budget, 8 if name != "medusa" else 4)}
+    return found
 
 
 def efficiency(
@@ -85,8 +100,9 @@ def efficiency(
     """
     cells = list[TreeCell]()
     measured = dict[tuple[str, str], TreeCell]()
+    head = pair.draft.head if isinstance(pair.draft, HeadLM) else None
     for budget in sorted(budgets):
-        for recipe, shapes in contenders(budget).items():
+        for recipe, shapes in contenders(budget, head).items():
             for shape, make in shapes.items():
                 if (recipe, shape) not in measured:
                     measured[recipe, shape] = _cell(pair, prompts, recipe, budget, shape, make(), seed, options)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from specbeam.bench.acceptance import acceptance
 from specbeam.bench.efficiency import TreeCell, as_markdown, efficiency, plot
+from specbeam.bench.head_cost import head_cost
 from specbeam.bench.pictures import check_picture
 from specbeam.cli.common import quiet_load
 from specbeam.cli.generate import gather
@@ -67,6 +68,8 @@ def block_efficiency(
             print(json_format.dumps(dataclasses.asdict(cell)))
     else:
         print(as_markdown(cells))
+        if cost := head_cost(pair):
+            print(f"\n{cost}.")
     if picture is not None:
         plot(cells, str(picture))
     return 0

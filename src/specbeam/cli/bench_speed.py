@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.bench.baselines import MAKERS
+from specbeam.bench.head_cost import head_cost
 from specbeam.bench.outcome import Contender, specbeam
 from specbeam.bench.pictures import check_picture
 from specbeam.bench.provenance import provenance
@@ -16,8 +17,10 @@ from specbeam.bench.speed_report import as_markdown, plot
 from specbeam.cli.common import method_from
 from specbeam.cli.widening import grown_pair
 from specbeam.errors import BadSetting
+from specbeam.heads.lm import HeadLM
 from specbeam.pair import BUNDLED, Pair
 from specbeam.prompts import PromptRow, read, spread
+from specbeam.recipes.heads import paper_of
 
 DEFAULT = [
     "transformers/sampling",
@@ -48,7 +51,7 @@ def run(
         torch.set_num_threads(threads)
     prompts = spread(demo_rows() if source is None else read(source, None, columns), rows)
     pair = grown_pair(model, draft, grow, grow_draft, quantize, grow_vocab)
-    running = [_contender(pair, text, options) for text in contenders or DEFAULT]
+    running = [_contender(pair, text, options) for text in contenders or [*DEFAULT, *_of_head(pair)]]
     console = Console(stderr=True, highlight=False)
     tables = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -68,6 +71,8 @@ def run(
             end="",
         )
         print("; ".join(f"{name}: {value}" for name, value in origin.items()))
+        if cost := head_cost(pair):
+            print(f"{cost}.")
     if picture is not None:
         plot([line for table in tables for line in table], picture)
     return 0
@@ -80,6 +85,12 @@ def _check(rows: int, batch_sizes: list[int], repeats: int, picture: Path | None
             raise BadSetting(f"{name} is {value}; it must be at least 1")
     if picture is not None:
         check_picture(picture)
+
+
+def _of_head(pair: Pair) -> list[str]:
+    """Return the method of the paper of the pair's draft head, if the draft is one and has any."""
+    name = paper_of(pair.draft.head) if isinstance(pair.draft, HeadLM) else ""
+    return [name] if name else []
 
 
 def _contender(pair: Pair, text: str, options: dict[str, Any]) -> Contender:

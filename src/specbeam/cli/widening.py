@@ -7,6 +7,7 @@ from specbeam.bench.widen_model import grown
 from specbeam.bench.widen_vocabulary import with_words
 from specbeam.cli.common import quiet_load
 from specbeam.errors import BadSetting
+from specbeam.heads.lm import HeadLM
 from specbeam.pair import Pair, load
 
 
@@ -26,7 +27,14 @@ def grown_pair(
     if grow is None and grow_draft is None and quantize is None and grow_vocab is None:
         return pair
     target = pair.target_model
-    draft_model = pair.draft_model
+    draft_model: Any = pair.draft_model
+    if isinstance(pair.draft, HeadLM):
+        if grow is not None or grow_draft is not None or grow_vocab is not None:
+            raise BadSetting(
+                "--grow, --grow-draft and --grow-vocab change models, and the draft is a head, which fits its own target "
+                "alone: leave them out, or take a draft model"
+            )
+        draft_model = draft
     if grow_vocab is not None:
         words = parameters(grow_vocab, "--grow-vocab")
         target = with_words(target, words)

@@ -414,7 +414,7 @@ class _BlocksOfTrees:
         if view.is_causal:
             before = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).tril()
             to_block = to_block.masked_fill(~before[:, None], -torch.inf)
-        odds = functional.softmax(torch.cat([to_above, to_block], -1), -1)
+        odds = functional.softmax(torch.cat([to_above, to_block], -1), -1, dtype=torch.float32).to(to_above.dtype)
         count = to_above.shape[-1]
         mixed = torch.einsum("tnrhm,tmhs->tnrhs", odds[..., :count], above_values)
         return mixed + torch.einsum("tnrhq,tnqhs->tnrhs", odds[..., count:], values)

@@ -167,7 +167,7 @@ def _host_cost(target: LM | None, draft: LM, width: int, drafter: DrafterOf, rul
         return HostCost()
     in_loops = (
         READABLE
-        and isinstance(draft, HuggingFaceLM)
+        and isinstance(draft, HuggingFaceLM | HeadLM)
         and target.supports_runs
         and draft.supports_runs
         and _have_compiled_form(drafter(draft), rule)

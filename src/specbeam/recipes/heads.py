@@ -246,6 +246,19 @@ def _is_specdiff(head: Head) -> bool:
     return isinstance(head, Denoiser)
 
 
+def paper_of(head: Head) -> str:
+    """Return the name of the recipe for heads of this kind; "" if there is none."""
+    kinds = {
+        "eagle": _is_eagle,
+        "fspad": _is_fspad,
+        "medusa": _is_medusa,
+        "mtp": _is_mtp,
+        "chimera": _is_chimera,
+        "specdiff": _is_specdiff,
+    }
+    return next((name for name, is_kind in kinds.items() if is_kind(head)), "")
+
+
 def _of_heads(
     name: str,
     what: str,

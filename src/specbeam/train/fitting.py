@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from specbeam.engines.cpu import tiles
 from specbeam.errors import NotSupported
 from specbeam.options.checks import is_integer, require
 from specbeam.train.batches import TreeBatch, batches_of
@@ -73,6 +74,9 @@ class Point:
 class Training:
     """Training of one model.
 
+    Products are in bfloat16 where this is faster (`multiplies_bfloat16`); weights, laws and losses stay
+    in float32. A training that goes on keeps to what it began with.
+
     Args:
         model: what is trained.
         loss: returns the loss of a batch.
@@ -101,6 +105,7 @@ class Training:
         self.folder = folder
         self.device = device
         self.optimizers = new_optimizers(model, schedule)
+        self.in_bfloat16 = multiplies_bfloat16(device)
         self.epoch = 0  # finished epochs
         self.file = 0  # finished files of this epoch
         self.losses: list[float] = []  # of this epoch
@@ -151,7 +156,7 @@ class Training:
 
     def _learn(self, batch: TreeBatch) -> list[float]:
         """Take one step, and return the loss before it; nothing if there is nothing to learn in the batch."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.in_bfloat16):
             value = self.loss(batch)
         if not value.requires_grad:  # nothing of the batch can be drafted
             return []
@@ -184,6 +189,7 @@ class Training:
         state = {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "in_bfloat16": self.in_bfloat16,
             "epoch": self.epoch,
             "file": self.file,
             "losses": self.losses,
@@ -206,11 +212,18 @@ class Training:
         self.model.load_state_dict(state["model"])
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
+        # states of before this was kept: in bfloat16 on GPUs alone
+        self.in_bfloat16 = state.get("in_bfloat16", self.device.type == "cuda")
         self.epoch = state["epoch"]
         self.file = state["file"]
         self.losses = state["losses"]
         self.seconds = state["seconds"]
         self.curve = [Point(**point) for point in state["curve"]]
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies matrices of bfloat16 sooner than those of float32: GPUs, and CPUs with tiles."""
+    return device.type == "cuda" or (device.type == "cpu" and tiles.available())
 
 
 def check_optimizers() -> None:

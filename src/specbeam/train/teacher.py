@@ -46,12 +46,15 @@ def hidden_states(
 
             handles.append(layers[-1].register_forward_hook(keep_output))
     try:
-        last = model.base_model(
-            input_ids=batch.tokens,
-            position_ids=batch.positions,
-            attention_mask=masks.of_trees(batch.mask[:, 0] == 0, batch.positions),
-            use_cache=False,
-        ).last_hidden_state
+        with torch.autocast(
+            batch.tokens.device.type, enabled=False
+        ):  # what heads read in drafting is not rounded either
+            last = model.base_model(
+                input_ids=batch.tokens,
+                position_ids=batch.positions,
+                attention_mask=masks.of_trees(batch.mask[:, 0] == 0, batch.positions),
+                use_cache=False,
+            ).last_hidden_state
     finally:
         for handle in handles:
             handle.remove()

@@ -1,0 +1,30 @@
+"""What a pass of a draft head costs, beside a pass of its target."""
+
+from specbeam.heads.lm import HeadLM
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.pair import Pair
+from specbeam.tuning.costs import curve_of
+
+ROWS = (1, 8, 32)
+
+
+def head_cost(pair: Pair) -> str:
+    """Return what passes of the pair's draft head and of its target cost by their rows, as people read it.
+
+    Returns "" if the draft is no head.
+    """
+    if not isinstance(pair.draft, HeadLM):
+        return ""
+    head = _times(pair.draft)
+    target = _times(pair.target)
+    rows = ", ".join(map(str, ROWS))
+    return (
+        f"A pass over {rows} rows takes {head} ms with the head ({pair.draft.engine}), "
+        f"{target} ms with the target ({pair.target.engine})"
+    )
+
+
+def _times(lm: HeadLM | HuggingFaceLM) -> str:
+    """Return the milliseconds of passes of a model or head."""
+    curve = curve_of(lm)
+    return ", ".join(f"{1e3 * curve.pass_s(rows):.2f}" for rows in ROWS)
