@@ -120,7 +120,7 @@ class _MasksOfTrees:
         to_block = torch.einsum("tnrhs,tnqhs->tnrhq", scaled, keys)
         before = torch.ones(count, count, dtype=torch.bool, device=queries.device).tril()
         to_block = to_block.masked_fill(~before[:, None], -torch.inf)
-        odds = functional.softmax(torch.cat([to_above, to_block], -1), -1)
+        odds = functional.softmax(torch.cat([to_above, to_block], -1), -1, dtype=torch.float32).to(to_above.dtype)
         pairs = to_above.shape[-1]
         mixed = torch.einsum("tnrhm,tmhs->tnrhs", odds[..., :pairs], values[:, :, 0])
         return mixed + torch.einsum("tnrhq,tnqhs->tnrhs", odds[..., pairs:], values)
