@@ -105,7 +105,7 @@ class Decoder:
             if drafting is None:
                 return nullcontext()
             models += drafting
-        are_compiled = all(getattr(model, "supports_runs", False) for model in models)
+        are_compiled = all(getattr(model, "is_compiled", False) for model in models)
         return torch_on_one_thread() if are_compiled else nullcontext()
 
     def close(self) -> None:

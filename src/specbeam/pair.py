@@ -18,7 +18,6 @@ from specbeam.errors import (
     UnsupportedModel,
     VocabularyMismatch,
 )
-from specbeam.heads.lm import HeadLM
 from specbeam.heads.mtp import is_own_modules
 from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
@@ -146,17 +145,17 @@ def load(
     return Pair(target_model, draft_model, loaded_tokenizer, target_lm, draft_lm)
 
 
-def _head_of(target: HuggingFaceLM, source: Any, tokenizer: "PreTrainedTokenizerBase | None", probe: bool) -> HeadLM:
+def _head_of(target: HuggingFaceLM, source: Any, tokenizer: "PreTrainedTokenizerBase | None", probe: bool) -> LM:
     """Return the draft model of a head, which is read and tried once for each target."""
     key = (source if isinstance(source, torch.nn.Module) else str(source), probe)
     files = _files_of(target.model.name_or_path if is_own_modules(source) else source)
-    known: tuple[Any, HeadLM] | None = target.heads.get(key)
+    known: tuple[Any, LM] | None = target.heads.get(key)
     if known is not None and known[0] == files:
         return known[1]
     found = read_head(source, target.model)
     if probe:
         found = probed(found, target, first_tokens(tokenizer, target.vocab)).head
-    read = head_model(found, target.vocab)
+    read = head_model(found, target)
     target.heads[key] = (files, read)
     return read
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -122,6 +122,9 @@ class Needs:
     # Layers, by number from 0 on: the hidden states that enter them, before any norm. The number of layers stands for what
     # leaves the last one.
     taps: tuple[int, ...] = ()
+    # The exit layer (`engines.cpu.exit.ExitLayer`) that drafts behind the first layers of the model, from the model's own
+    # cache; its keys and values are stored for all tokens, those of the prompt included.
+    exit_layer: Any = None
 
     @property
     def states(self) -> bool:
@@ -136,16 +139,21 @@ class Needs:
     def __or__(self, other: "Needs") -> "Needs":
         """Return the needs that serve both.
 
-        Raises `BadSetting` if both need taps, and not the same ones: each would read the columns of the other.
+        Raises `BadSetting` if both need taps, and not the same ones: each would read the columns of the other. Likewise if
+        both need exit layers.
         """
         if self.states and other.states and self.columns != other.columns:
             raise BadSetting(f"two parts need different hidden states: {self} and {other}")
+        exits = [needs.exit_layer for needs in (self, other) if needs.exit_layer is not None]
+        if any(one is not exits[0] for one in exits):
+            raise BadSetting("two draft models leave the target by different exit layers; give one of them")
         return Needs(
             self.logits or other.logits,
             max(self.ranked, other.ranked),
             self.hidden or other.hidden,
             self.prompt or other.prompt,
             self.taps or other.taps,
+            exits[0] if exits else None,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from specbeam.cli.common import quiet_load
 from specbeam.errors import BadSetting
+from specbeam.heads.exit import ExitHead, how_it_runs
 from specbeam.heads.files import folder_of, read_config
 from specbeam.heads.head import Head
 from specbeam.heads.mtp import is_own_modules
@@ -34,6 +35,8 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
         "tokens": _tokens(head, pair.target.vocab),
         "weights": f"{weights / 1e6:.2f} M, those of the target that it shares included",
     }
+    if isinstance(head, ExitHead):
+        about["drafts"] = how_it_runs(head, pair.target)
     if json:
         print(json_format.dumps(about | _as_json(found)))
         return 0

@@ -60,8 +60,13 @@ class TimedPrompt:
         (scored,) = self.lm.extend([self.session], [forest])
         scored.logits[:1, :1].cpu()  # waits for a device
         seconds = time.perf_counter() - began
-        self.lm.rewind(self.session, 1)
+        self.lm.take_back(self.session, root)
         return seconds
+
+
+def made_up_prompt(length: int, vocab: int) -> list[int]:
+    """Return a prompt of `length` tokens on which passes are timed."""
+    return [(7 * place + 3) % vocab for place in range(length)]
 
 
 class HeadLM:
@@ -116,6 +121,11 @@ class HeadLM:
     def is_small(self) -> bool:
         """Whether the head is small enough for the caches of a processor."""
         return self.weights < TILED_FROM
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code does all its heavy work, so that torch needs one thread."""
+        return self.engine == "compiled"
 
     @property
     def supports_runs(self) -> bool:
@@ -215,13 +225,6 @@ class HeadLM:
             session.state[self] = cache
         self.compiled.settle(cache, turn, turn.scored.hidden.reshape(-1, size).numpy())
 
-    def rewind(self, session: CacheOwner, nodes: int) -> None:
-        """Take back the rows of all nodes of this turn's forest but the first `nodes`."""
-        if self.engine == "compiled":
-            self.compiled.rewind(session.state[self], nodes)
-        else:
-            session.state[self].rewind(nodes)
-
     def _features(self, states: Float[Tensor, "rows states"], size: int) -> Float[Tensor, "rows width"]:
         """Return the features of rows of the target, from its hidden states; there may be no rows at all.
 
@@ -230,10 +233,17 @@ class HeadLM:
         """
         return self.head.features(states.to(self.device).reshape(-1, size))
 
+    def take_back(self, session: CacheOwner, forest: Forest) -> None:
+        """Take back what is kept of this turn beyond a forest."""
+        if self.engine == "compiled":
+            self.compiled.rewind(session.state[self], forest.size)
+        else:
+            session.state[self].rewind(forest.size)
+
     @contextmanager
     def stored(self, length: int) -> "Iterator[TimedPrompt]":
         """Yield a made-up prompt of `length` tokens, on which passes are timed."""
-        prompt = [(7 * place + 3) % self.vocab for place in range(length)]
+        prompt = made_up_prompt(length, self.vocab)
         states = torch.zeros(length - 1 if self.reads_prompt else 0, self.head.states_size, device=self.device)
         session: Any = SimpleNamespace(prompt=prompt, state={})
         if self.engine == "compiled":

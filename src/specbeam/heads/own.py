@@ -8,6 +8,7 @@ from specbeam.errors import BadHead
 from specbeam.heads.block import BlockShape
 from specbeam.heads.chimera import OWN, READ_OUTS, Chimera, ChimeraShape
 from specbeam.heads.denoiser import Denoiser
+from specbeam.heads.exit import ExitHead, exit_config, read_exit
 from specbeam.heads.fields import Fields
 from specbeam.heads.files import HeadFiles
 from specbeam.heads.head import Head
@@ -33,12 +34,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FIELD = "specbeam_head"  # names the kind
+EXIT = "eesd"  # the kind that is described by its place in the target
 PAIRS = ("attention", "projection", "normed projection")
 _Made = TypeVar("_Made", LayerSizes, TrunkShape, ChimeraShape, BlockShape)
 
 
-def own_config(kind: str, head: PairTrunk | Chimera | Denoiser) -> dict[str, Any]:
+def own_config(kind: str, head: PairTrunk | Chimera | Denoiser | ExitHead) -> dict[str, Any]:
     """Return the configuration of a head of this kind."""
+    if isinstance(head, ExitHead):
+        return {FIELD: kind, **exit_config(head)}
     shape = {name: value for name, value in asdict(head.shape).items() if name not in ("sizes", "views")}
     return {
         FIELD: kind,
@@ -53,8 +57,11 @@ def read_own(files: HeadFiles, target: "PreTrainedModel") -> Head:
     """Return a head in this format. Raises `BadHead` if it cannot be read."""
     top = files.fields
     kind = top.text(FIELD)
-    if kind not in READERS:
-        raise top.bad(FIELD, f"one of {', '.join(READERS)}")
+    kinds = (*READERS, EXIT)
+    if kind not in kinds:
+        raise top.bad(FIELD, f"one of {', '.join(kinds)}")
+    if kind == EXIT:
+        return read_exit(files, target)
     for name in ("sizes", "shape", "rope", "positions"):
         if not top.has(name):
             raise top.missing(name)

@@ -12,6 +12,7 @@ from specbeam.heads.blocks import is_block, read_block
 from specbeam.heads.chimera import Chimera
 from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.eagle import is_eagle, is_eagle3, is_peagle, read_eagle, read_eagle3, read_peagle
+from specbeam.heads.exit import ExitHead, exit_model
 from specbeam.heads.feature import FeatureHead
 from specbeam.heads.files import HeadFiles, folder_of, names_in, read_config, read_files
 from specbeam.heads.head import Head
@@ -31,6 +32,8 @@ from specbeam.heads.mtp import is_own_modules, read_own_modules, read_speculator
 from specbeam.heads.on_feature import kind_on_feature, read_on_feature
 from specbeam.heads.own import FIELD, read_own
 from specbeam.heads.trunk import PairTrunk
+from specbeam.lm.base import LM
+from specbeam.lm.huggingface import HuggingFaceLM
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,12 +126,14 @@ def _read(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | N
     kind = files.config.get("speculators_model_type") or files.config.get("model_type")
     raise BadHead(
         f"{files.where} is a head of kind {kind!r}, which cannot be read; "
-        "EAGLE-1, 2, 3, HASS, P-EAGLE, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter heads can"
+        "EAGLE-1, 2, 3, HASS, P-EAGLE, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator, ReDrafter and EESD heads can"
     )
 
 
-def head_model(head: Head, vocab: int) -> HeadLM:
-    """Return the draft model that a head is, for a target with this number of tokens."""
+def head_model(head: Head, target: HuggingFaceLM) -> LM:
+    """Return the draft model that a head is for a target."""
+    if isinstance(head, ExitHead):
+        return exit_model(head, target)
     kinds: dict[type[Head], type[HeadLM]] = {
         MaskTrunk: MaskLM,  # before the pair trunk that it is, too
         PairTrunk: TrunkLM,
@@ -140,5 +145,5 @@ def head_model(head: Head, vocab: int) -> HeadLM:
     }
     for kind, model in kinds.items():
         if isinstance(head, kind):
-            return model(head, vocab)
+            return model(head, target.vocab)
     raise NotSupported(f"{type(head).__name__} is no kind of head that drafts")

@@ -109,6 +109,7 @@ class HuggingFaceLM:
         self.engine, self.runner = _choose_engine(model, engine, self.caches)
         self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
         self.heads: dict[Any, Any] = {}  # draft heads that were read for this model, see `load`
+        self.head: Any = None  # the exit head whose layer is this model's last one; see `heads.exit`
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions: int | None = _max_positions(model.config.get_text_config())
         self.device = model.get_input_embeddings().weight.device
@@ -157,11 +158,18 @@ class HuggingFaceLM:
         self.passes += any(_needs_a_pass(cache, forest) for cache, forest in zip(caches, forests, strict=True))
         return self.runner.extend(caches, forests)
 
-    def extend_early(self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], layers: int) -> list[Scored]:
+    def extend_early(
+        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], layers: int, needs: Needs = LOGITS
+    ) -> list[Scored]:
         """Score new nodes by the first `layers` layers only, on the live cache; `extend` later runs the other layers.
 
-        Only the compiled forward can do this; see `LiveLayers`. Raises `NotSupported` if the session used another number of
-        layers before.
+        The forest of `extend` may lack nodes that these layers have seen; their slots are free then. Only the compiled
+        forward can do this; see `LiveLayers` and `ExitLM`.
+
+        Args:
+            needs: what sessions without parts need of each row; if it has an exit layer, this runs behind these layers.
+
+        Raises `NotSupported` if the session used another number of layers before.
         """
         assert isinstance(self.runner, PackedPasses)
         if any(session.parts.needs.taps for session in sessions if hasattr(session, "parts")):
@@ -169,13 +177,15 @@ class HuggingFaceLM:
                 "the target's own layers are drafting, and a part needs states between its layers (taps)"
             )
         caches = [
-            self._cache(session, session.parts.needs if hasattr(session, "parts") else LOGITS) for session in sessions
+            self._cache(session, session.parts.needs if hasattr(session, "parts") else needs) for session in sessions
         ]
         for cache in caches:
             if cache.early_layers not in (None, layers):
                 raise NotSupported(
                     f"a session runs {cache.early_layers} layers ahead of the others already, not {layers}"
                 )
+            if cache.needs.exit_layer is not needs.exit_layer:
+                raise NotSupported("a session has stored tokens without the exit layer that is to draft for it")
             cache.early_layers = layers
         self._store_for_followers(caches)
         self._prefill(caches)
@@ -238,6 +248,11 @@ class HuggingFaceLM:
         return int(self.model.num_parameters())
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code does all its heavy work, so that torch needs one thread."""
+        return self.supports_runs
+
+    @property
     def supports_runs(self) -> bool:
         """Whether compiled runs can take whole turns with this model."""
         return type(self) is HuggingFaceLM and isinstance(self.runner, PackedPasses)
@@ -298,6 +313,7 @@ class HuggingFaceLM:
         if self.shares(session):
             return
         source, goal = cache.trie.compact()
+        cache.follow_slots(source, goal)
         if len(source):
             self.runner.store.move_slots(
                 cache.row, *(torch.from_numpy(slots).to(self.device) for slots in (source, goal))
@@ -324,6 +340,8 @@ class HuggingFaceLM:
             leader, common = self._find_leader(session, needs)
             cache = self.runner.cache(len(self.caches) if leader is None else leader.row, session.prompt)
             cache.needs = needs
+            if needs.exit_layer is not None:
+                cache.early_layers = needs.exit_layer.after
             cache.context, cache.vectors = self._extras_of(session)
             if leader is None:
                 self.caches.append(cache.company)
@@ -352,6 +370,8 @@ class HuggingFaceLM:
             if len(company) >= MOST_TOGETHER:
                 continue
             if company[0].vectors is not vectors or not _are_same(company[0].context, context):
+                continue
+            if company[0].needs.exit_layer is not needs.exit_layer:
                 continue
             for cache in company:
                 common = min(

@@ -16,12 +16,14 @@ class LiveLayers:
     """A draft model that is the first layers of the target, with the target's final norm and head.
 
     These layers store their keys and values in the target's KV cache; the target's pass then runs only the other layers on
-    the same nodes. So every drafted node has to be in the forest that the target scores: drafts cannot be pruned. In
-    contrast, `early_layers` has a cache of its own, and works with every engine.
+    the same nodes. Of drafts that are not in the forest that the target scores, the slots are free again. In contrast,
+    `early_layers` has a cache of its own, and works with every engine.
 
     Raises `BadSetting` unless 1 <= layers < the model's number of layers, and `NotSupported` unless the model is run by the
     compiled forward.
     """
+
+    keeps_nodes = True
 
     def __init__(self, lm: HuggingFaceLM, layers: int) -> None:
         total = lm.model.config.num_hidden_layers
@@ -38,6 +40,11 @@ class LiveLayers:
         self.vocab = lm.vocab
         self.max_positions = lm.max_positions
         self.passes = 0
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code does all its heavy work, so that torch needs one thread."""
+        return self.lm.is_compiled
 
     def extend(
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None

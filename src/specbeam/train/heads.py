@@ -1,7 +1,7 @@
 """Draft heads trained for a target: one trainer, and for each kind what a new one is, and how it is written."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ from specbeam.train.course import Trained, take_course
 from specbeam.train.drawing import DrawPlan, Prompt
 from specbeam.train.dspark import new_dspark, save_dspark
 from specbeam.train.eagle3 import new_eagle3, save_eagle3
+from specbeam.train.eesd import new_eesd, save_eesd
+from specbeam.train.exit_choice import chosen_exit
 from specbeam.train.fitting import Schedule, check_optimizers
 from specbeam.train.folders import keep_options, open_folder
 from specbeam.train.fspad import new_fspad, save_fspad
@@ -64,23 +66,39 @@ class Kind:
 EVERY = 2**40  # tokens: more than any target has
 
 KINDS = {
-    "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}, ("rank", "regression", "read_out", "shown")),
-    "peagle": Kind(new_peagle, save_peagle, {"layers": 2, "depth": 5}, ("rank", "regression", "read_out", "shown")),
-    "dspark": Kind(new_dspark, save_dspark, {"layers": 2, "depth": 5}, ("regression", "read_out", "shown")),
-    "fspad": Kind(new_fspad, save_fspad, {"layers": 1, "depth": 4}, ("taps", "rank", "read_out", "shown")),
+    "eagle3": Kind(
+        new_eagle3, save_eagle3, {"layers": 1, "depth": 4}, ("rank", "regression", "read_out", "shown", "exit_layer")
+    ),
+    "peagle": Kind(
+        new_peagle, save_peagle, {"layers": 2, "depth": 5}, ("rank", "regression", "read_out", "shown", "exit_layer")
+    ),
+    "dspark": Kind(
+        new_dspark, save_dspark, {"layers": 2, "depth": 5}, ("regression", "read_out", "shown", "exit_layer")
+    ),
+    "fspad": Kind(
+        new_fspad, save_fspad, {"layers": 1, "depth": 4}, ("taps", "rank", "read_out", "shown", "exit_layer")
+    ),
     "medusa": Kind(
         new_medusa,
         save_medusa,
         {"layers": 1, "depth": 4, "draft_vocab": EVERY},
-        ("taps", "rank", "inner", "regression", "draft_vocab", "read_out", "shown"),
+        ("taps", "rank", "inner", "regression", "draft_vocab", "read_out", "shown", "exit_layer"),
     ),
-    "chimera": Kind(new_chimera, save_chimera, {"layers": 1, "depth": 4}, ("taps", "layers", "rank", "shown")),
+    "chimera": Kind(
+        new_chimera, save_chimera, {"layers": 1, "depth": 4}, ("taps", "layers", "rank", "shown", "exit_layer")
+    ),
     "specdiff": Kind(
         new_specdiff,
         save_specdiff,
         {"layers": 2, "depth": 5},
-        ("rank", "regression", "read_out"),
+        ("rank", "regression", "read_out", "exit_layer"),
         masked_lesson,
+    ),
+    "eesd": Kind(
+        new_eesd,
+        save_eesd,
+        {"layers": 1, "depth": 1, "draft_vocab": EVERY},
+        ("taps", "rank", "inner", "regression", "draft_vocab", "layers", "depth", "decay", "read_out", "shown"),
     ),
 }
 
@@ -146,6 +164,16 @@ def train_head(
     }
     open_folder(training, said, "state.pt")
     lessons = drawn_lessons(pair, prompts, draws, schedule.seed, Path(trees or training / "trees"), report)
+    if kind == "eesd" and options.exit_layer is None:
+        after = chosen_exit(
+            pair,
+            lessons,
+            lambda tried: HeadStudent(tried, pair.target_model, options, save_eesd),
+            schedule,
+            training,
+            report,
+        )
+        options = replace(options, exit_layer=after)
     torch.manual_seed(schedule.seed)
     head = KINDS[kind].new(pair.target_model, options, known_tokens(lessons, options, pair.target.vocab))
     keep_options(training, said)

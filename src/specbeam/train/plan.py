@@ -34,6 +34,7 @@ class HeadPlan:
             matrix of tokens; see `ChimeraShape`.
         shown: of SpecDiff heads: the share of blocks that are learnt with some of their drafts shown, for drafts in several
             steps, in [0, 1); the others are learnt with none.
+        exit_layer: number of the target's layers that run before an exit layer; None: the number that promises most.
     """
 
     taps: tuple[int, ...]
@@ -47,6 +48,7 @@ class HeadPlan:
     regression: float = 10.0
     read_out: str = SHARED
     shown: float = 0.5
+    exit_layer: int | None = None
 
     def __post_init__(self) -> None:
         """Raise `BadSetting` if a value is wrong."""
@@ -55,6 +57,8 @@ class HeadPlan:
             require(is_integer(value) and value >= 1, name, value, "an integer of at least 1")
         are_taps = isinstance(self.taps, tuple) and self.taps and all(is_integer(tap) and tap >= 0 for tap in self.taps)
         require(bool(are_taps), "taps", self.taps, "a tuple of integers of at least 0")
+        after = self.exit_layer
+        require(after is None or (is_integer(after) and after >= 1), "exit_layer", after, "an integer of at least 1")
         require(0 < self.decay <= 1, "decay", self.decay, "in (0, 1]")
         require(self.regression >= 0, "regression", self.regression, "at least 0")
         require(0 <= self.variation <= 1, "variation", self.variation, "in [0, 1]")
@@ -83,6 +87,11 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
     plan = replace(everywhere, **{**usual, **chosen})
     if why := lacks_taps(target, plan.taps):
         raise BadSetting(f"taps is {plan.taps}; {why}")
+    layers = len(layers_of(target))
+    if plan.exit_layer is not None and plan.exit_layer >= layers:
+        raise BadSetting(
+            f"exit_layer is {plan.exit_layer}; the target has {layers} layers, of which some have to be left"
+        )
     return replace(plan, draft_vocab=min(plan.draft_vocab, vocab))
 
 

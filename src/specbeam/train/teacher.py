@@ -26,7 +26,9 @@ def scored(model: "PreTrainedModel", batch: TreeBatch, taps: tuple[int, ...]) ->
 def hidden_states(
     model: "PreTrainedModel", batch: TreeBatch, taps: tuple[int, ...]
 ) -> dict[int, Float[Tensor, "rows length size"]]:
-    """Return the hidden states of a model on a batch of trees, by tap."""
+    """Return the hidden states of a model on a batch of trees, by tap; without taps the model does not run."""
+    if not taps:
+        return {}
     layers = layers_of(model)
     config = model.config.get_text_config()
     masks = Masks(config, config._attn_implementation or "eager", model.dtype)

@@ -37,6 +37,18 @@ class Trees(NamedTuple):
         """The number of nodes of each tree."""
         return np.diff(self.starts)
 
+    def first(self, trees: int) -> "Trees":
+        """Return the first trees alone; their laws stay where they are."""
+        starts = self.starts[: trees + 1]
+        nodes = slice(0, int(starts[-1]))
+        return self._replace(
+            starts=starts,
+            tokens=self.tokens[nodes],
+            parents=self.parents[nodes],
+            weights=self.weights[nodes],
+            law_of=self.law_of[nodes],
+        )
+
     def save(self, path: Path) -> None:
         """Write a file that is either whole or not there."""
         part = path.with_suffix(".part")

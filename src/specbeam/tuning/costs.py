@@ -82,6 +82,22 @@ def _ascending(samples: dict[int, list[float]]) -> CostCurve:
     return CostCurve(tuple(samples), tuple(ascending.tolist()))
 
 
+def rest_curve(whole: CostCurve, early: CostCurve, layers: int, after: int) -> CostCurve:
+    """Return the cost of a pass of the target over nodes that its first layers have seen, when an exit layer drafts.
+
+    Args:
+        whole: the cost of a pass of all `layers` layers and the head.
+        early: the cost of a pass of the first `after` layers, the exit layer and the head.
+    """
+    seconds = []
+    for nodes in whole.nodes:
+        all_s = whole.pass_s(nodes)
+        others = layers - after - 1
+        layer_s = (all_s - early.pass_s(nodes)) / others if others else all_s / layers
+        seconds.append(all_s - after * max(layer_s, 0.0))
+    return CostCurve(whole.nodes, tuple(seconds))
+
+
 def known_curve(lm: HuggingFaceLM, context: int = CONTEXT) -> CostCurve | None:
     """Return the curve that was measured before; None if there is none."""
     record = kept_figures.load("pass", _key(lm, context))

@@ -4,6 +4,7 @@ The rows of all sessions are in one pass without padding; each row attends to it
 those of the model's own forward up to rounding; `load` compares both on a token tree.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from specbeam import kernels
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import CacheArrays
+from specbeam.engines.cpu.exit import ExitLayer
 from specbeam.engines.cpu.layers import all_layers, normalise, score_rows
 from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_lines, in_panels
 from specbeam.engines.cpu.sums import STEP, WIDTH
@@ -112,6 +114,7 @@ class CompiledDecoder:
             kind = "tiles" if tiled else "bfloat16"
         else:
             kind = "float32"
+        self.kind = kind
         self.weights = weights_of(list(inner.layers), kind)
         self.last_norm = numbers_of(inner.norm.weight)
         self.head = in_panels(head, kind)
@@ -159,15 +162,60 @@ class CompiledDecoder:
         if rows.positions.max() >= self.angles.shape[1]:
             raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[1]}")
         x = self._embedded(rows.tokens, vectors) if states is None else states.copy()
+        tapped = self._run(x, rows, layers_of_weights(self.weights, layers), self.kinds[layers], store, layers, taps)
+        return x, tapped
+
+    def forward_exit(
+        self, rows: Rows, store: PanelStore, layer: ExitLayer, states: Float32[np.ndarray, "n hidden"]
+    ) -> Float32[np.ndarray, "n hidden"]:
+        """Run an exit layer on what left the first layers for all rows, store its keys and values, and return its output."""
+        x = states.copy()
+        self._run(x, rows, layer.weights, layer.kinds, store, slice(layer.place, layer.place + 1))
+        return x
+
+    def _run(
+        self,
+        x: Float32[np.ndarray, "n hidden"],
+        rows: Rows,
+        weights: Weights,
+        kinds: Int64[np.ndarray, " layers"],
+        store: PanelStore,
+        places: slice,
+        taps: Sequence[int] = (),
+    ) -> Float32[np.ndarray, "n tapped"]:
+        """Run layers of these weights and kinds on x, in place; their keys and values are in these layers of the store.
+
+        Returns what enters the layers `taps`, see `forward`.
+        """
         seen = np.array([rows.seen[name] for name in self.names])
         tapped = np.empty((len(x), len(taps) * x.shape[1]), dtype=np.float32)
         with on_threads(self.threads) as threads:
             all_layers(
-                x, layers_of_weights(self.weights, layers), self.angles, self.eps, self.heads, rows.positions, rows.sessions,
-                rows.slots, seen, self.kinds[layers], store.keys_by_panel[layers], store.values_by_slot[layers],
-                np.array(taps, dtype=np.int64), tapped, threads,
+                x, weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen, kinds,
+                store.keys_by_panel[places], store.values_by_slot[places], np.array(taps, dtype=np.int64), tapped, threads,
             )  # fmt: skip
-        return x, tapped
+        return tapped
+
+    def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
+        """Return a layer of the model's own shape as its exit layer.
+
+        Its matrices are kept as those of the model are: rounded to bfloat16 or to 8 bits, if these are.
+
+        Args:
+            layer: the layer, of the class of the model's layers.
+            norm: the norm behind it.
+            after: number of layers that run before it.
+            place: its layer in the store.
+        """
+        if self.kind in ("bfloat16", "tiles"):
+            layer, norm = (copy.deepcopy(module).bfloat16().float() for module in (layer, norm))
+        return ExitLayer(
+            after=after,
+            weights=weights_of([layer], self.kind),
+            norm=numbers_of(norm.weight),
+            kinds=self.kinds[-1:],
+            place=place,
+        )
 
     def _embedded(
         self, tokens: Int64[np.ndarray, " n"], vectors: Mapping[int, Float32[np.ndarray, " hidden"]]
@@ -197,12 +245,18 @@ class CompiledDecoder:
                 store.values_by_slot, cache.row, threads, *self.addresses,
             )  # fmt: skip
 
-    def logits(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m vocab"]:
-        """Return the logits of rows, given the output of the last layer for them."""
+    def logits(
+        self, x: Float32[np.ndarray, "m hidden"], norm: Float32[np.ndarray, " hidden"] | None = None
+    ) -> Float32[np.ndarray, "m vocab"]:
+        """Return the logits of rows, given the output of the last layer for them.
+
+        Args:
+            norm: the weight of the norm in front of the head; None: that of the model.
+        """
         logits = np.empty((len(x), len(self.head) * WIDTH), dtype=np.float32)
         if len(x):
             with on_threads(self.threads) as threads:
-                score_rows(x, self.last_norm, self.eps, self.head, logits, threads)
+                score_rows(x, self.last_norm if norm is None else norm, self.eps, self.head, logits, threads)
         return np.ascontiguousarray(logits[:, : self.vocab])
 
     def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:

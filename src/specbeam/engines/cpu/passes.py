@@ -4,20 +4,22 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import numpy as np
 import torch
 from jaxtyping import Float32
+from torch import nn
 
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import CacheArrays, extend_cache
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rows
+from specbeam.engines.cpu.exit import ExitLayer
 from specbeam.engines.eligibility import lacks_taps
 from specbeam.engines.kv.cache import Logits, Nodes, hand_out
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import BLOCK, Feed
-from specbeam.errors import BadForest
 from specbeam.measure.profiler import span
 from specbeam.records import FINAL, Needs, Scored
 
@@ -40,6 +42,7 @@ class PackedPasses:
         self.caches = caches
         self.store = decoder.store()
         self.masks = Masks(model.config, "sdpa", model.dtype)
+        self.exit_layers: dict[int, ref[ExitLayer]] = {}  # by their layer of the store
         self.windows = self.masks.window_sizes(decoder.names)
 
     def cache(self, row: int, prompt: list[int]) -> CpuCache:
@@ -61,8 +64,7 @@ class PackedPasses:
         if len(caches) == 1 and caches[0].is_for_steps:
             return [self._extend_by_step(caches[0], forests[0])]
         for cache, forest in zip(caches, forests, strict=True):
-            if cache.unfinished:
-                _check_is_whole(cache, forest)
+            cache.fit(forest)
             cache.trie.enter(forest)
         if busy := [cache for cache in caches if cache.trie.pending]:
             self.prefill(busy, [cache.trie.pending for cache in busy])
@@ -122,6 +124,19 @@ class PackedPasses:
             each = self._forward(caches, feeds, slice(0, layers))
             for cache, feed, (rows, _), prompt in zip(caches, feeds, each, prompts, strict=True):
                 cache.learn_early(feed, rows, prompt)
+            self.exit([cache for cache, (_, before_roots) in zip(caches, prompts, strict=True) if before_roots])
+
+    def exit(self, caches: list[CpuCache]) -> None:
+        """Run the exit layer on the nodes of these caches that only the layers before it have seen."""
+        for layer, batch in _by_exit_layer(caches).items():
+            parts = [(cache, behind) for cache in batch for behind in cache.behind]
+            feeds = [behind.feed for _, behind in parts]
+            states = np.concatenate([behind.states for _, behind in parts])
+            each = self._forward([cache for cache, _ in parts], feeds, layer, states)
+            for cache in batch:
+                cache.learn_exits(
+                    np.concatenate([rows for (rows, _), (owner, _) in zip(each, parts, strict=True) if owner is cache])
+                )
 
     def finish(self, caches: list[CpuCache]) -> None:
         """Run the other layers on the nodes that only the first layers have seen."""
@@ -142,20 +157,35 @@ class PackedPasses:
     def extend_early(self, caches: list[CpuCache], forests: Sequence[Forest]) -> list[Scored]:
         """Run only the first layers on new nodes; return the logits of nodes not handed out yet, from these layers' output.
 
-        `finish` later runs the other layers on the same slots.
+        Sessions with an exit layer have it run behind the first layers, and their logits are made of its output. All
+        sessions must have the same exit layer, or none. `finish` later runs the other layers on the same slots.
         """
         for cache, forest in zip(caches, forests, strict=True):
             cache.trie.enter(forest)
+            cache.early_forest = forest
         self.begin({cache: cache.trie.pending for cache in caches if cache.trie.pending})
-        rows = [cache.answer_early() for cache in caches]
-        logits = torch.from_numpy(self.decoder.logits(np.concatenate(rows)))
-        return [Scored(part) for part in logits.split([len(outputs) for outputs in rows])]
+        self.exit(caches)
+        rows = [cache.answer_early(forest) for cache, forest in zip(caches, forests, strict=True)]
+        layer = caches[0].needs.exit_layer
+        with span("model"):
+            logits = self.decoder.logits(np.concatenate(rows), None if layer is None else layer.norm)
+        return [Scored(part) for part in torch.from_numpy(logits).split([len(outputs) for outputs in rows])]
+
+    def exit_layer(self, layer: nn.Module, norm: nn.Module, after: int) -> ExitLayer:
+        """Return a layer behind the first `after` layers as an exit layer of the model, with room in the store.
+
+        The room is that of an exit layer that nobody uses any more, or new.
+        """
+        free = [place for place, known in self.exit_layers.items() if known() is None]
+        made = self.decoder.exit_layer(layer, norm, after, free[0] if free else self.store.add_layer())
+        self.exit_layers[made.place] = ref(made)
+        return made
 
     def _forward(
         self,
         caches: list[CpuCache],
         feeds: list[Feed],
-        layers: slice,
+        layers: "slice | ExitLayer",
         states: Float32[np.ndarray, "n hidden"] | None = None,
         taps: Sequence[int] = (),
     ) -> list[tuple[Float32[np.ndarray, "rows hidden"], Float32[np.ndarray, "rows tapped"]]]:
@@ -164,7 +194,7 @@ class PackedPasses:
         With them come what enters the layers `taps`, side by side, for each feed.
 
         Args:
-            layers: the layers that are run.
+            layers: the layers that are run, or an exit layer.
             states: the states that enter the first of them, for all feeds; None: the embeddings of the tokens.
             taps: see `CompiledDecoder.forward`.
         """
@@ -184,7 +214,12 @@ class PackedPasses:
             for place in np.flatnonzero(feed.tokens < 0).tolist()
         }
         with span("model"):
-            found, tapped = self.decoder.forward(rows, self.store, vectors, layers, states, taps)
+            if isinstance(layers, ExitLayer):
+                assert states is not None
+                found = self.decoder.forward_exit(rows, self.store, layers, states)
+                tapped = found[:, :0]
+            else:
+                found, tapped = self.decoder.forward(rows, self.store, vectors, layers, states, taps)
         return [(found[start:end], tapped[start:end]) for start, end in pairwise(starts)]
 
     def _extend_by_step(self, cache: CpuCache, forest: Forest) -> Scored:
@@ -205,14 +240,13 @@ class PackedPasses:
         return self.decoder.arrays_for_steps(cache, self.store, self.windows)
 
 
-def _check_is_whole(cache: CpuCache, forest: Forest) -> None:
-    """Raise `BadForest` if the forest does not begin with all nodes that the first layers have seen in this turn."""
-    known = cache.trie.known
-    if forest.size < known or (forest.tokens[:known] != cache.trie.tokens[cache.trie.local]).any():
-        raise BadForest(
-            f"the first layers have seen {known} nodes, and the forest of {forest.size} does not begin with them; drafts of "
-            "the target's own layers cannot be pruned: use early_layers(model, layers)"
-        )
+def _by_exit_layer(caches: list[CpuCache]) -> dict[ExitLayer, list[CpuCache]]:
+    """Return the caches with nodes that their exit layer has not seen, grouped by this layer."""
+    groups: dict[ExitLayer, list[CpuCache]] = {}
+    for cache in caches:
+        if cache.behind:
+            groups.setdefault(cache.needs.exit_layer, []).append(cache)
+    return groups
 
 
 def _by_layers(caches: Iterable[CpuCache]) -> dict[int, list[CpuCache]]:

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Int64
 
 from specbeam.engines.answers import LOGITS
 from specbeam.engines.kv.trie import KVTrie
@@ -39,6 +41,9 @@ class RowMember:
         self.early_layers: int | None = None
         self.needs = LOGITS
         self.prompt_rows: list[torch.Tensor] = []
+
+    def follow_slots(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> None:
+        """Follow tokens that are moved from slots to others between two turns: nothing here knows any slot."""
 
     @property
     def has_vectors(self) -> bool:

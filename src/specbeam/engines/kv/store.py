@@ -175,6 +175,7 @@ class PanelStore(KVStore):
         width: slots of a panel; the columns of values are padded with zeros to a multiple of it.
 
     Attributes:
+        more_layers: number of layers besides those of the model, see `add_layer`.
         keys_by_panel: float32[layers, caches, heads, panels, size, slots of a panel].
         values_by_slot: float32[layers, caches, heads, slots, padded size].
     """
@@ -185,11 +186,18 @@ class PanelStore(KVStore):
         self.size = size
         self.width = -(-size // width) * width
         self.columns = width
+        self.more_layers = 0
         self._allocate(self.caches, self.slots)
+
+    def add_layer(self) -> int:
+        """Make room for the keys and values of one more layer, and return its number."""
+        self.more_layers += 1
+        self.grow(self.caches, self.slots)
+        return len(self.layers) + self.more_layers - 1
 
     def _allocate(self, caches: int, slots: int) -> None:
         panels = -(-slots // self.columns)
-        where = (len(self.layers), caches, self.heads)
+        where = (len(self.layers) + self.more_layers, caches, self.heads)
         self.keys_by_panel = np.zeros((*where, panels, self.size, self.columns), dtype=np.float32)
         self.values_by_slot = np.zeros((*where, panels * self.columns, self.width), dtype=np.float32)
 
@@ -197,7 +205,7 @@ class PanelStore(KVStore):
         before = self.keys_by_panel, self.values_by_slot
         self._allocate(caches, slots)
         for old, new in zip(before, (self.keys_by_panel, self.values_by_slot), strict=True):
-            new[:, : old.shape[1], :, : old.shape[3]] = old
+            new[: len(old), : old.shape[1], :, : old.shape[3]] = old
 
     def move_cache(self, source: int, goal: int) -> None:
         for buffer in (self.keys_by_panel, self.values_by_slot):

@@ -285,6 +285,23 @@ class KVTrie:
         """
         return self._keep(self.local[:nodes].copy())
 
+    def select(
+        self, nodes: Int64[np.ndarray, " kept"], others: Int64[np.ndarray, " others"]
+    ) -> Int64[np.ndarray, " left"]:
+        """Take back all nodes of this turn's forest but these, and free their slots; the forest then holds these alone.
+
+        Args:
+            nodes: forest nodes that stay, ascending: the roots, and no node without its parent.
+            others: stored local nodes of no forest node that keep a number, too.
+
+        Returns the number that each remaining local node had before.
+        """
+        former = self._keep(
+            self.local[: len(self.root_at)].copy(), np.concatenate([self.local[nodes[len(self.root_at) :]], others])
+        )
+        self.arrays.counts[KNOWN] = len(nodes)
+        return former
+
     def _keep(
         self, leaves: Int64[np.ndarray, " beams"], others: Int64[np.ndarray, " kept"] = NO_NODES
     ) -> Int64[np.ndarray, " left"]:

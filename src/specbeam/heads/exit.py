@@ -1,0 +1,293 @@
+"""Exit heads: one trained layer behind the first layers of the target, whose head makes logits of it (EESD).
+
+The state that leaves the first layers is exact for drafts too, as they are layers of the target. So a row of the exit layer
+is never computed from guesses, and is kept where its node lives on.
+
+Source: EESD (arXiv 2406.03853).
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from specbeam.core.forest import Forest
+from specbeam.engines.cpu.passes import PackedPasses
+from specbeam.engines.eligibility import layers_of
+from specbeam.engines.kv.masks import Masks
+from specbeam.errors import BadHead, NotSupported
+from specbeam.heads.files import HeadFiles
+from specbeam.heads.head import DraftRows, Head, wanted_below
+from specbeam.heads.lm import HeadLM, TimedPrompt, made_up_prompt
+from specbeam.heads.reading import fill
+from specbeam.heads.trees import ScoredTrees
+from specbeam.lm.base import checked_needs
+from specbeam.lm.early_layers import last_norm, with_exit
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.records import Needs, Scored, Turn
+from specbeam.session import CacheOwner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ExitHead(Head):
+    """An exit layer with its norm, as copies of the target's last layer and norm at first.
+
+    Args:
+        target: the model whose first layers and head it stands between; they are no weights of its own.
+        after: number of layers that run before it.
+    """
+
+    def __init__(self, target: "PreTrainedModel", after: int) -> None:
+        super().__init__()
+        total = len(layers_of(target))
+        if not 1 <= after < total:
+            raise BadHead(
+                f"the exit layer stands behind {after} layers; {type(target).__name__} has {total}: it must be behind 1 to "
+                f"{total - 1} of them"
+            )
+        self.after = after
+        self.layer = copy.deepcopy(layers_of(target)[-1]).float()
+        self.norm = copy.deepcopy(last_norm(target)).float()
+        for module in self.layer.modules():
+            if hasattr(module, "layer_idx"):
+                vars(module)["layer_idx"] = after  # by which its keys and values are stored
+        for weight in self.parameters():
+            weight.requires_grad_(True)
+        self.shared = (target,)  # in a tuple, as the weights of a module inside would be the head's own
+
+    @property
+    def target(self) -> "PreTrainedModel":
+        """The model that it drafts for."""
+        return self.shared[0]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `Head.taps`: none, as it runs the first layers itself, or the target's engine does."""
+        return ()
+
+    @property
+    def device(self) -> torch.device:
+        """See `Head.device`."""
+        return next(self.parameters()).device
+
+    @property
+    def states_size(self) -> int:
+        """See `Head.states_size`."""
+        return 0
+
+    @property
+    def described(self) -> dict[str, str]:
+        """See `Head.described`."""
+        return {
+            "kind": f"EESD: an exit layer behind the target's first {self.after} of {len(layers_of(self.target))} layers",
+            "layers": "1, like those of the target, with a norm of its own",
+            "reads": f"what leaves layer {self.after - 1}, of the node itself, also of drafts",
+        }
+
+    def exited(self) -> "PreTrainedModel":
+        """Return the target's first layers, this layer and this norm as one model, with the target's head."""
+        return with_exit(self.target, self.after, self.layer, self.norm)
+
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+        """See `Head.drafts`: drafts of all depths have the same law, so there are those one deep alone."""
+        given, named = self._what_reaches_it(trees)
+        states = given[0] if given else named.pop("hidden_states")
+        left = self.layer(self._as_own(states), *map(self._as_own, given[1:]), **_each(self._as_own, named))
+        nodes = wanted_below(trees, wanted, 0)
+        states = (left[0] if isinstance(left, tuple) else left).flatten(0, 1)[nodes]
+        return [DraftRows(nodes, self._logits(states))]
+
+    def _as_own(self, value: Any) -> Any:
+        """Return a tensor of floats in the type of the layer, without a gradient; anything else as it is."""
+        if isinstance(value, tuple):
+            return tuple(self._as_own(one) for one in value)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.detach().to(next(self.layer.parameters()).dtype)
+        return value
+
+    def _logits(self, states: Float[Tensor, "nodes width"]) -> Float[Tensor, "nodes vocab"]:
+        """Return the logits of the tokens below nodes, given what leaves the exit layer there."""
+        head = self.target.get_output_embeddings()
+        bias = getattr(head, "bias", None)
+        normed = self.norm(states)
+        rows = nn.functional.linear(
+            normed, head.weight.detach().to(normed.dtype), None if bias is None else bias.detach().to(normed.dtype)
+        )
+        cap = getattr(self.target.config, "final_logit_softcapping", None)
+        return rows if cap is None else torch.tanh(rows / cap) * cap
+
+    @torch.no_grad()
+    def _what_reaches_it(self, trees: ScoredTrees) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with which a pass over whole trees calls this layer, in the way of the target's family."""
+        reached: list[Any] = []
+
+        def keep(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            reached.append((given, dict(named)))
+            raise _Reached
+
+        config = self.target.config.get_text_config()
+        masks = Masks(config, config._attn_implementation or "eager", self.target.dtype)
+        handle = self.layer.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            self.exited().base_model(
+                input_ids=trees.tokens,
+                position_ids=trees.depths,
+                attention_mask=masks.of_trees(trees.sees, trees.depths),
+                use_cache=False,
+            )
+        except _Reached:
+            pass
+        finally:
+            handle.remove()
+        ((given, named),) = reached
+        return given, named
+
+
+class _Reached(Exception):
+    """The exit layer is reached, and the pass is of no further use."""
+
+
+def _each(change: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """Return named values, each changed."""
+    return {name: change(value) for name, value in named.items()}
+
+
+def exit_config(head: ExitHead) -> dict[str, Any]:
+    """Return the fields of a configuration that describe an exit head and the target that it is for."""
+    config = head.target.config.get_text_config()
+    return {
+        "exit_layer": head.after,
+        "target": {
+            "model_type": config.model_type,
+            "hidden_size": int(config.hidden_size),
+            "num_hidden_layers": len(layers_of(head.target)),
+            "vocab_size": int(head.target.get_output_embeddings().weight.shape[0]),
+        },
+        "base_model_name_or_path": head.target.config.name_or_path or None,
+    }
+
+
+def read_exit(files: HeadFiles, target: "PreTrainedModel") -> ExitHead:
+    """Return an exit head. Raises `BadHead` if it cannot be read, or is for a target of another shape."""
+    after = files.fields.whole("exit_layer")
+    if not files.fields.has("target"):
+        raise files.fields.missing("target")
+    stated = files.fields.inner("target")
+    try:
+        head = ExitHead(target, after)
+    except NotSupported as error:
+        raise BadHead(f"{files.where} is an exit head, and {error}") from error
+    expected = exit_config(head)["target"]
+    if other := [name for name in expected if stated.values.get(name) != expected[name]]:
+        name = other[0]
+        raise stated.bad(
+            name,
+            f"that of the target, {expected[name]!r}: an exit layer stands between layers of the very model that it was "
+            "trained for",
+        )
+    fill(head, files, target)
+    files.check_all_taken()
+    return head
+
+
+class ExitLM(HeadLM):
+    """An exit head as a draft model, on the target's own KV cache: nothing is computed twice.
+
+    A pass runs the target's first layers and the exit layer on new nodes. The target's pass then runs the other layers on
+    the same nodes. The keys and values of the exit layer are in the slots of the target's, so they are shared by beams, and
+    kept or dropped, as these are.
+
+    Args:
+        head: the head.
+        target: the model that it is for, run by the compiled forward.
+    """
+
+    head: ExitHead
+    reads_prompt = False
+
+    def __init__(self, head: ExitHead, target: HuggingFaceLM) -> None:
+        super().__init__(head, target.vocab)
+        assert isinstance(target.runner, PackedPasses)
+        self.target = target
+        self.layer = target.runner.exit_layer(head.layer, head.norm, head.after)
+        self.max_positions = target.max_positions
+        self.needs_of_target = Needs(logits=True, exit_layer=self.layer)
+
+    @property
+    def is_compiled(self) -> bool:
+        """See `HeadLM.is_compiled`."""
+        return self.target.is_compiled
+
+    def is_ready(self, session: CacheOwner) -> bool:
+        """See `HeadLM.is_ready`: it drafts from the first turn on."""
+        return True
+
+    def extend(
+        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+    ) -> list[Scored]:
+        """See `LM.extend`."""
+        if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
+            raise NotSupported("ExitLM gives logits only, and a part needs more of its draft model")
+        self.passes += 1
+        return self.target.extend_early(sessions, forests, self.layer.after, self.needs_of_target)
+
+    def fill(
+        self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
+    ) -> list[bool]:
+        """Return True for each session: the target stores the prompts itself, with the rows of the exit layer."""
+        return [True] * len(sessions)
+
+    def settle(self, session: CacheOwner, turn: Turn) -> None:
+        """Do nothing: the decoding loop settles the target's cache."""
+
+    @contextmanager
+    def stored(self, length: int) -> Iterator[TimedPrompt]:
+        """See `HeadLM.stored`."""
+        prompt = made_up_prompt(length, self.vocab)
+        session: Any = SimpleNamespace(prompt=prompt, state={})
+        self.extend([session], [Forest.rooted(prompt[-1:])])
+        try:
+            yield TimedPrompt(self, session)
+        finally:
+            self.target.close(session)
+
+    def take_back(self, session: CacheOwner, forest: Forest) -> None:
+        """See `HeadLM.take_back`."""
+        session.state[self.target].fit(forest)
+
+    def peak(self, session: CacheOwner) -> int:
+        """See `HeadLM.peak`: the exit layer stores a row for each token that the target stores."""
+        return self.target.peak(session)
+
+    def close(self, session: CacheOwner) -> None:
+        """Do nothing: the decoding loop closes the target's cache."""
+
+
+def exit_model(head: ExitHead, target: HuggingFaceLM) -> "ExitLM | HuggingFaceLM":
+    """Return the draft model that an exit head is.
+
+    Where the compiled forward runs the target, it drafts on the target's cache. Elsewhere it is a model of its own that
+    shares the weights, and computes the first layers a second time; `how_it_runs` says so.
+    """
+    if isinstance(target.runner, PackedPasses):
+        return ExitLM(head, target)
+    model = HuggingFaceLM(head.exited(), share_from=target.share_from)
+    model.head = head
+    return model
+
+
+def how_it_runs(head: ExitHead, target: HuggingFaceLM) -> str:
+    """Return whether the head drafts on the target's cache, as people read it."""
+    if isinstance(target.runner, PackedPasses):
+        return "on the target's own cache: its first layers run once"
+    return (
+        f"as a model of its own: engine {target.engine!r} runs all layers of the target at once, so the first {head.after} "
+        "are computed twice, and their keys and values stored twice"
+    )

@@ -1,0 +1,151 @@
+"""Behind how many of the target's layers an exit layer should stand: a short trial of a few numbers, and the cost of passes.
+
+More layers make better drafts, and each draft dearer. What is best depends on the target and on the machine.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from specbeam.engines.eligibility import layers_of
+from specbeam.heads.exit import ExitHead, ExitLM, exit_model
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.pair import Pair
+from specbeam.train.batches import TreeBatch, batches_of
+from specbeam.train.course import Student, acceptances
+from specbeam.train.fitting import Schedule, new_optimizers
+from specbeam.train.head_files import write_whole
+from specbeam.train.lessons import Lessons, Report
+from specbeam.train.trees import Trees, read_or_refuse
+from specbeam.tuning.costs import curve_of, rest_curve
+
+TRIAL_BATCHES = 24  # that the layer of each number learns from
+HELD_OUT_TREES = 64  # on which it is then tried
+DEEPEST = 16  # longest chain of drafts that is weighed
+FILE = "exits.json"
+
+
+@dataclass(frozen=True)
+class ExitFigures:
+    """What a short trial says of an exit layer behind a number of the target's layers.
+
+    Attributes:
+        after: that number.
+        acceptance: mean odds that a draft token is accepted, on held-out trees.
+        draft_s: seconds of a draft step.
+        rest_s: seconds of the target's pass over one row, without what drafting has computed.
+        depth: the length of a chain of drafts that gives most tokens per second.
+        speed: tokens per second at that length, as a multiple of those without drafts.
+    """
+
+    after: int
+    acceptance: float
+    draft_s: float
+    rest_s: float
+    depth: int
+    speed: float
+
+
+def chosen_exit(
+    pair: Pair,
+    lessons: Lessons,
+    student_of: Callable[[ExitHead], Student],
+    schedule: Schedule,
+    folder: Path,
+    report: Report,
+) -> int:
+    """Return the number of layers behind which an exit layer is expected to give most tokens per second.
+
+    The figures are kept in the folder, so that a training that goes on takes the same number.
+
+    Args:
+        report: called with "choosing", how many numbers are tried, and of how many.
+    """
+    path = folder / FILE
+    if path.exists():
+        kept = read_or_refuse(path, lambda: [ExitFigures(**one) for one in json.loads(path.read_text())])
+        return _best(kept)
+    numbers = candidates(len(layers_of(pair.target_model)))
+    figures = []
+    for done, after in enumerate(numbers):
+        report("choosing", done, len(numbers))
+        figures.append(tried_exit(pair, ExitHead(pair.target_model, after), lessons, student_of, schedule))
+    report("choosing", len(numbers), len(numbers))
+    write_whole(path, (json.dumps([asdict(one) for one in figures], indent=2) + "\n").encode())
+    return _best(figures)
+
+
+def _best(figures: list[ExitFigures]) -> int:
+    return max(figures, key=lambda one: one.speed).after
+
+
+def candidates(layers: int) -> list[int]:
+    """Return the numbers of layers that are tried for a target of so many: up to half of them, closer where they are few.
+
+    >>> candidates(10), candidates(32), candidates(2)
+    ([1, 2, 3, 5], [1, 2, 4, 8, 16], [1])
+    """
+    wanted = {1, 2, layers // 8, layers // 4, layers // 2}
+    if layers < 16:
+        wanted.add(layers // 3)
+    return sorted(number for number in wanted if 1 <= number < layers)
+
+
+def tried_exit(
+    pair: Pair, head: ExitHead, lessons: Lessons, student_of: Callable[[ExitHead], Student], schedule: Schedule
+) -> ExitFigures:
+    """Teach an exit layer for a few batches, and return what is to be expected of it."""
+    head.to(pair.target.device)
+    student = student_of(head)
+    trees = Trees.read(lessons.files[0])
+    batches = list(batches_of(trees, schedule.batch_tokens, np.random.default_rng(schedule.seed)))[:TRIAL_BATCHES]
+    _teach(student, [batch.to(pair.target.device) for batch in batches], schedule)
+    held_out = lessons.held_out.first(HELD_OUT_TREES)
+    acceptance, *_ = acceptances(student, held_out, schedule.batch_tokens, pair.target.device)
+    draft = exit_model(head.requires_grad_(False), pair.target)
+    return expected_speed(pair.target, draft, head.after, acceptance)
+
+
+def _teach(student: Student, batches: list[TreeBatch], schedule: Schedule) -> None:
+    """Take one step with each batch, at rates that rise and fall as in a whole course."""
+    optimizers = new_optimizers(student.module, schedule)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [group["lr"] for group in groups]
+    for number, batch in enumerate(batches):
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate * schedule.rate_factor((number + 0.5) / len(batches))
+        loss = student.loss(batch)
+        if loss.requires_grad:
+            loss.backward()
+            nn.utils.clip_grad_norm_(student.module.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def expected_speed(target: HuggingFaceLM, draft: Any, after: int, acceptance: float) -> ExitFigures:
+    """Return the best chain of drafts of an exit layer by the measured cost of passes, at a constant acceptance rate.
+
+    It is the length K of most expected tokens, 1 + a + ... + a^K, per second of a turn of K draft steps and the target's
+    pass over K + 1 rows. What a turn spends outside of the models is left out.
+
+    Args:
+        draft: the exit layer as a draft model.
+        acceptance: a.
+    """
+    whole = curve_of(target)
+    steps = curve_of(draft)
+    layers = len(layers_of(target.model))
+    rest = rest_curve(whole, steps, layers, after) if isinstance(draft, ExitLM) else whole
+    speeds = []
+    for length in range(1, DEEPEST + 1):
+        tokens = float((acceptance ** np.arange(length + 1)).sum())
+        seconds = length * steps.pass_s(1) + rest.pass_s(length + 1)
+        speeds.append(tokens / seconds * whole.pass_s(1))
+    best = int(np.argmax(speeds))
+    return ExitFigures(after, acceptance, steps.pass_s(1), rest.pass_s(1), best + 1, speeds[best])
