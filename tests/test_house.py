@@ -46,7 +46,8 @@ INSIDE_LM = [
     {"base"},
     {"self_draft", "table"},
     {"huggingface"},
-    {"early_layers", "live_layers"},
+    {"early_layers"},
+    {"live_layers"},
 ]
 
 

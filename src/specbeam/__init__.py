@@ -39,7 +39,7 @@ _HOMES = {
         ("prompt_lookup", "suffix_match", "token_recycling"),
         "recipes.lookup",
     ),
-    **dict.fromkeys(("eagle", "fspad", "medusa", "mtp", "chimera", "specdiff"), "recipes.heads"),
+    **dict.fromkeys(("eagle", "fspad", "medusa", "mtp", "chimera", "specdiff", "eesd"), "recipes.heads"),
     "auto": "recipes.auto",
     "mtjd": "recipes.joint_tokens",
     **dict.fromkeys(("mtad", "mjsd", "mmtad"), "recipes.joint_beams"),
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from specbeam.recipes.catalogue import methods as methods
     from specbeam.recipes.heads import chimera as chimera
     from specbeam.recipes.heads import eagle as eagle
+    from specbeam.recipes.heads import eesd as eesd
     from specbeam.recipes.heads import fspad as fspad
     from specbeam.recipes.heads import medusa as medusa
     from specbeam.recipes.heads import mtp as mtp

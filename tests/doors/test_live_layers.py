@@ -155,13 +155,50 @@ def test_some_layers_have_to_be_left(layers):
         LiveLayers(target_of(), layers)
 
 
-def test_a_forest_that_lost_a_draft_is_refused():
+def test_drafts_that_the_target_is_not_given_leave_its_cache():
+    """Their slots are free for others, and the rows of those that are left are those of plain forwards."""
     lm, one = target_of(), seat([3, 4])
-    forest = Forest.rooted([4]).grown([5, 6], [0, 0])
-    LiveLayers(lm, 1).extend([one], [forest])
-    for pruned in (forest.selected(np.array([0, 1])), forest.selected(np.array([0, 2]))):
-        with pytest.raises(BadForest, match=r"have seen 3 nodes.*cannot be pruned"):
-            lm.extend([one], [pruned])
+    early = LiveLayers(lm, 1)
+    rng = np.random.default_rng(4)
+    for _ in range(5):
+        forest = random_forest(rng, [text[-1] for text in one.texts], 64, 7)
+        early.extend([one], [forest])
+        kept = [node for node in range(forest.size) if forest.parents[node] < 0 or node % 2]
+        kept = [node for node in kept if forest.parents[node] < 0 or forest.parents[node] in kept]
+        pruned = forest.selected(np.array(kept))
+        before = lm.held(one)
+        (found,) = lm.extend([one], [pruned])
+        assert lm.held(one) == before - (forest.size - pruned.size)
+        expected = plain_logits(lm.model, node_paths(one.texts, pruned))
+        torch.testing.assert_close(found.logits, expected, atol=3e-4, rtol=3e-4)
+        turn = random_turn(rng, pruned, 64)
+        lm.settle(one, turn)
+        one.texts = moved(one.texts, pruned, turn)
+
+
+def test_a_turn_may_end_without_a_pass_of_the_target():
+    """If all drafts are left out and the rows of the roots are known; the drafts are gone then, too."""
+    lm, one = target_of(), seat([3, 4])
+    early = LiveLayers(lm, 1)
+    forest = Forest.rooted([4]).grown([5], [0])
+    lm.extend([one], [forest])
+    rng = np.random.default_rng(0)
+    lm.settle(one, random_turn(rng, forest, 64))
+    one = seat([3, 4])
+    early.extend([one], [forest])
+    roots = Forest.rooted([4])
+    lm.extend([one], [roots])
+    turn = random_turn(rng, roots, 64)
+    lm.settle(one, turn)
+    assert lm.held(one) == 2
+
+
+def test_a_forest_in_another_order_is_refused():
+    lm, one = target_of(), seat([3, 4])
+    LiveLayers(lm, 1).extend([one], [Forest.rooted([4]).grown([5, 6], [0, 0])])
+    for other in (Forest.rooted([4]).grown([6, 5], [0, 0]), Forest.rooted([4]).grown([7, 5], [0, 0])):
+        with pytest.raises(BadForest, match=r"have seen 3 nodes.*do not come first in it, in the same order"):
+            lm.extend([one], [other])
 
 
 def test_two_drafts_of_different_depth_cannot_share_a_session():

@@ -6,6 +6,7 @@ import pytest
 
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
+from specbeam.heads.exit import ExitHead, ExitLM
 from specbeam.heads.feature import FeatureSizes
 from specbeam.heads.lm import ChimeraLM, DenoiserLM, FeatureLM, ModulesLM, TrunkLM
 from specbeam.heads.medusa import Medusa
@@ -15,7 +16,8 @@ from tests.support.heads import VOCAB, chimera_of, denoiser_of, trunk_of
 from tests.support.tiny_models import tiny
 
 PROMPTS = [[5, 6, 7, 8, 9, 3], [9], [3, 4]]
-SETTINGS = {"specdiff": {"steps": 2, "depth": 3}}  # of the others: those of a tree
+# Of the others: those of a tree.
+SETTINGS = {"specdiff": {"steps": 2, "depth": 3}, "eesd": {"depth": 3, "rule": "match"}}
 TREE = {"nodes": 8, "depth": 3, "top": 3}
 
 
@@ -32,6 +34,7 @@ def pairs():
         "mtp": ModulesLM(ModulesInARow([trunk_of(model, "mtp"), trunk_of(model, "mtp", seed=1)]), VOCAB),
         "chimera": ChimeraLM(chimera_of(model), VOCAB),
         "specdiff": DenoiserLM(denoiser_of(model), VOCAB),
+        "eesd": ExitLM(ExitHead(model, 1).requires_grad_(False), pair.target),
     }
     return {name: replace(pair, draft=draft) for name, draft in drafts.items()}
 
@@ -57,6 +60,7 @@ def test_other_heads_and_other_drafts_are_refused(make, pairs):
         "mtp": "MTP",
         "chimera": "Chimera",
         "specdiff": "SpecDiff",
+        "eesd": "EESD",
     }
     for name, pair in pairs.items():
         if name != make.__name__:
@@ -88,3 +92,12 @@ def test_one_module_is_taken_as_several_are(pairs):
     assert found.report.draft_passes > 0
     with pytest.raises(NotSupported, match='load the target with draft="mtp", if its files hold modules'):
         sb.mtp().parts(pairs["eagle"].target, pairs["eagle"].draft)
+
+
+def test_chains_and_trees_of_an_exit_layer_and_who_may_judge_them():
+    chain, tree = sb.eesd(4), sb.eesd(3, (3, 2))
+    assert chain.law == tree.law == sb.eesd(rule="match").law == "exact: plain sampling"
+    with pytest.raises(BadSetting, match=r"counts is \[0\]; it must name at least one layer"):
+        sb.eesd(counts=(0,))
+    with pytest.raises(BadSetting, match="sets the nodes of a whole tree"):
+        sb.eesd(controller="latency")

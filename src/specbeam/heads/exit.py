@@ -233,8 +233,7 @@ class ExitLM(HeadLM):
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
     ) -> list[Scored]:
         """See `LM.extend`."""
-        if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
-            raise NotSupported("ExitLM gives logits only, and a part needs more of its draft model")
+        checked_needs(self, len(sessions), needs)  # there are logits alone
         self.passes += 1
         return self.target.extend_early(sessions, forests, self.layer.after, self.needs_of_target)
 

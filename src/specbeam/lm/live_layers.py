@@ -6,7 +6,8 @@ from typing import Any
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.lm.base import checked_needs
+from specbeam.lm.base import LM, checked_needs
+from specbeam.lm.early_layers import early_layers
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.records import Needs, Scored, Turn
 from specbeam.session import CacheOwner
@@ -71,3 +72,12 @@ class LiveLayers:
 
     def close(self, session: CacheOwner) -> None:
         """Do nothing: the decoding loop closes the target's cache."""
+
+
+def first_layers(lm: HuggingFaceLM, layers: int) -> LM:
+    """Return the first `layers` layers of a model as a model: on its own cache where its engine can run them there.
+
+    Elsewhere, and where no layer would be left, they have a cache of their own, and are computed twice (`early_layers`).
+    """
+    is_live = isinstance(lm.runner, PackedPasses) and layers < lm.model.config.num_hidden_layers
+    return LiveLayers(lm, layers) if is_live else early_layers(lm.model, layers)

@@ -23,7 +23,7 @@ from specbeam.verify.walk import MatchRule, PathRule
 
 RuleName = Literal["path", "traversal", "match"]
 ControllerName = Literal[
-    "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost", "latency"
+    "fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost", "latency", "beta_ts", "calibration_ts"
 ]  # fmt: skip
 MakeController = Callable[[LM | None, LM | None], Controller]  # takes the target and the draft model
 
@@ -102,6 +102,8 @@ def controller_maker(
         "survival": Survival(most=depth, width=width),
         "cost": None,
         "latency": SizeByLatency(width, depth),
+        "beta_ts": Thompson(mode="step", most=depth, width=width),
+        "calibration_ts": Thompson(mode="step", calibrated=True, persistent=False, most=depth, width=width),
     }
     if choice not in controllers if isinstance(choice, str) else not is_part(choice, Controller):
         raise BadSetting(f"controller is {choice!r}; it must be one of {', '.join(controllers)}, or a part")

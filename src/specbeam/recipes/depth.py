@@ -12,13 +12,15 @@ from specbeam.control.width import ignores_drafts
 from specbeam.control.worth import DepthByCost
 from specbeam.core.cycles import READABLE
 from specbeam.draft.tree import TreeDrafter
+from specbeam.engines.eligibility import layers_of
 from specbeam.errors import BadSetting
+from specbeam.heads.exit import ExitLM
 from specbeam.heads.lm import HeadLM
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.measure import kept_figures
 from specbeam.session import Controller, Drafter, Parts, Rule
-from specbeam.tuning.costs import curve_of, host_cost
+from specbeam.tuning.costs import curve_of, host_cost, rest_curve
 from specbeam.tuning.idle_model import IdleLM
 from specbeam.verify.beams import BeamRule
 from specbeam.verify.search import SearchRule
@@ -62,7 +64,7 @@ def depth_control(
         return FixedShape(4, width)
     host = _host_cost(target, draft, width, drafter, rule)
     text_depends_on_depth = isinstance(rule, BeamRule) and (rule.tries or not ignores_drafts(rule.width))
-    curves = _curve(target, "target"), _curve(draft, "draft")
+    curves = _target_curve(target, draft), _curve(draft, "draft")
     may_be_cut = isinstance(rule, SearchRule) or (isinstance(rule, BeamRule) and not rule.collapse)
     if may_be_cut and not text_depends_on_depth:
         if may_widen:
@@ -92,7 +94,7 @@ def depth_by_cost(
     if drafter is None or rule is None or draft is None:
         return DepthByCost(_curve(target, "target"), FREE, 1, layers, most)
     host = _host_cost(target, draft, layers[0], drafter, rule)
-    curves = (_curve(target, "target"), _curve(draft, "draft"))
+    curves = (_target_curve(target, draft), _curve(draft, "draft"))
     text_depends_on_depth = not isinstance(rule, MatchRule)
     return DepthByCost(*curves, 1, layers, most, host, alone=text_depends_on_depth)
 
@@ -108,11 +110,11 @@ def cost_of_layer(target: LM | None, draft: LM | None, rows: int, depth: int) ->
         rows: number of draft nodes per layer.
         depth: number of layers over which the target's rows are averaged.
     """
-    if not isinstance(target, HuggingFaceLM) or not (draft is None or isinstance(draft, HuggingFaceLM)):
+    if not isinstance(target, HuggingFaceLM) or not (draft is None or isinstance(draft, (HuggingFaceLM, ExitLM))):
         return None
-    curve = curve_of(target)
-    undrafted_s = curve.pass_s(1)
-    rows_s = (curve.pass_s(1 + depth * rows) - undrafted_s) / depth
+    undrafted_s = curve_of(target).pass_s(1)
+    curve = _target_curve(target, draft)
+    rows_s = (curve.pass_s(1 + depth * rows) - curve.pass_s(1)) / depth
     draft_s = 0.0 if draft is None else curve_of(draft).pass_s(rows)
     share = (draft_s + rows_s) / undrafted_s
     return max(float(f"{share:.1g}"), 0.001)
@@ -181,6 +183,14 @@ def _have_compiled_form(drafter: Drafter, rule: Rule) -> bool:
     if isinstance(drafter, TreeDrafter):
         return hasattr(rule, "spec") and hasattr(drafter.growth, "spec")
     return hasattr(rule, "spec") and hasattr(drafter, "spec")
+
+
+def _target_curve(target: LM | None, draft: LM | None) -> CostCurve:
+    """Return the cost curve of the target's pass after a draft; an exit layer's drafts leave it the last layers alone."""
+    whole = _curve(target, "target")
+    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, ExitLM):
+        return whole
+    return rest_curve(whole, _curve(draft, "draft"), len(layers_of(target.model)), draft.layer.after)
 
 
 def _curve(lm: LM | None, role: str) -> CostCurve:

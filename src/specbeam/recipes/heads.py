@@ -1,18 +1,20 @@
 """Recipes by the names of the papers on draft heads: what such a head drafts for one sequence, as a tree by its own odds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import numpy as np
+
 from specbeam.draft.best_first import BestFirst
-from specbeam.draft.children import Independent
+from specbeam.draft.children import Distinct, Independent
 from specbeam.draft.tree import Branching
 from specbeam.draft.unmask import ORDERS, Order, Unmasking, no_law_reason
-from specbeam.errors import NotSupported, one_of
+from specbeam.errors import BadSetting, NotSupported, one_of
 from specbeam.heads.chimera import Chimera
 from specbeam.heads.denoiser import Denoiser
+from specbeam.heads.exit import ExitHead
 from specbeam.heads.head import Head
-from specbeam.heads.lm import HeadLM
 from specbeam.heads.medusa import Medusa
 from specbeam.heads.modules import ModulesInARow
 from specbeam.heads.trunk import PairTrunk
@@ -221,6 +223,42 @@ def _unmasking(
     return Method(drafts.recipe, law, 1, build, needs_draft=True)
 
 
+def eesd(
+    depth: int = 8,
+    counts: Sequence[int] = (1,),
+    rule: "RuleName | Rule" = "path",
+    controller: "ControllerName | Controller" = "calibration_ts",
+) -> Method:
+    """Draft with the target's first layers and one trained layer behind them, by the length that past turns suggest.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2406.03853 (EESD)
+
+    Steps of the paper: the exit layer heads/exit.py; the shared KV cache lm/huggingface.py (`extend_early`), engines/cpu/;
+    Beta-TS and Calibration-TS control/thompson.py; verify/walk.py.
+
+    Args:
+        depth: maximum number of layers of a draft; all of them with "fixed".
+        counts: number of children of each node, by layer; the last number holds for deeper layers. (1,) is a chain; several
+            children are drawn without replacement.
+        rule: "path", "traversal" or "match", as in `speculative_sampling`; or a part.
+        controller: the controller that chooses the length of a draft, by the names of the paper "beta_ts" (goes on with the
+            odds that past drafts were accepted) or "calibration_ts" (weighs these against the odds of the newest draft); or
+            another one as in `speculative_sampling`.
+    """
+    require_at_least_one(depth=depth)
+    if not counts or min(counts) < 1:
+        raise BadSetting(f"counts is {list(counts)}; it must name at least one layer, each with at least one child")
+    growth = Branching(tuple(counts), Independent() if max(counts) == 1 else Distinct())
+    layers = tuple(np.cumprod([growth.count(layer) for layer in range(depth)]).tolist())
+    drafts = DraftKind("eesd", depth, layers=layers)
+    return _for_heads(tree_method(drafts, growth, rule, controller), "an EESD head", _is_exit)
+
+
+def _is_exit(head: Head) -> bool:
+    return isinstance(head, ExitHead)
+
+
 def _is_eagle(head: Head) -> bool:
     return isinstance(head, PairTrunk) and head.shape.pairs != "normed projection" and not head.shape.sampling
 
@@ -255,6 +293,7 @@ def paper_of(head: Head) -> str:
         "mtp": _is_mtp,
         "chimera": _is_chimera,
         "specdiff": _is_specdiff,
+        "eesd": _is_exit,
     }
     return next((name for name, is_kind in kinds.items() if is_kind(head)), "")
 
@@ -286,7 +325,7 @@ def _for_heads(method: Method, what: str, is_kind: Callable[[Head], bool], how: 
     """
 
     def build(target: LM | None, draft: LM | None) -> Parts:
-        head = draft.head if isinstance(draft, HeadLM) else None
+        head: Head | None = getattr(draft, "head", None)
         if head is None or not is_kind(head):
             found = type(draft).__name__ if head is None else head.described["kind"].split(":")[0]
             raise NotSupported(

@@ -12,9 +12,11 @@ from specbeam.draft.children import AnyChildren, BestAndOne, Children, Distinct,
 from specbeam.draft.merged import Graph, ManyDrafters, Pruned
 from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
 from specbeam.errors import BadSetting, NotSupported, one_of
+from specbeam.heads.exit import ExitLM
 from specbeam.lm.base import LM
 from specbeam.lm.early_layers import early_layers
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.live_layers import first_layers
 from specbeam.recipes.compose import ControllerName, DraftKind, RuleName, controller_maker, rule_of, tree_method
 from specbeam.recipes.method import Method, require_at_least_one
 from specbeam.session import Controller, Parts, Rule, law_of
@@ -426,7 +428,9 @@ def propd(
         assert draft is not None
         if not isinstance(target, HuggingFaceLM):
             raise NotSupported("propd looks through the target's first layers; that needs a transformers model")
-        drafter = Pruned(TreeDrafter(draft, BestFirst()), early_layers(target.model, early), top)
+        is_live = not isinstance(draft, ExitLM)  # which runs first layers on the target's cache itself
+        looker = first_layers(target, early) if is_live else early_layers(target.model, early)
+        drafter = Pruned(TreeDrafter(draft, BestFirst()), looker, top)
         return Parts(drafter, judge, make_controller(target, draft), law)
 
     return Method("propd", law, 1, build, needs_draft=True)

@@ -92,9 +92,9 @@ def rest_curve(whole: CostCurve, early: CostCurve, layers: int, after: int) -> C
     seconds = []
     for nodes in whole.nodes:
         all_s = whole.pass_s(nodes)
-        others = layers - after - 1
-        layer_s = (all_s - early.pass_s(nodes)) / others if others else all_s / layers
-        seconds.append(all_s - after * max(layer_s, 0.0))
+        others = max(layers - after - 1, 1)
+        layer_s = min(max((all_s - early.pass_s(nodes)) / others, 0.0), all_s / layers)
+        seconds.append(all_s - after * layer_s)
     return CostCurve(whole.nodes, tuple(seconds))
 
 

@@ -1,0 +1,344 @@
+"""The laws of what an exit layer drafts: with the controllers of its paper, enumerated, and on whole texts of tiny models.
+
+Its law at a node is a function of the path alone, like that of a draft model, so the enumerations of tables hold for it. What
+is its own is the length of a draft, which may look at what was drawn: what may be looked at, and what may not.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import specbeam as sb
+from specbeam.control.thompson import Thompson
+from specbeam.decode import decode
+from specbeam.heads.exit import ExitHead, ExitLM, exit_model
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.table import TableLM
+from specbeam.options.settings import Settings
+from specbeam.recipes.catalogue import resolve
+from specbeam.recipes.compose import DraftKind, controller_maker
+from specbeam.request import Request
+from tests.support.exact import beam_sampling_law, distance, exact_law
+from tests.support.examples import PAIRS, completed
+from tests.support.programs import outcome_of, random_table, session_of
+from tests.support.tiny_models import tiny
+from tests.test_laws_on_models import END, LENGTH, PROMPT, p_value, plain_law, softened
+
+
+class Stated(TableLM):
+    """A table in the place of an exit layer, which the recipe takes for one."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.head = ExitHead(tiny("llama"), 1)
+
+
+NAMED = ("beta_ts", "calibration_ts")
+GROWTHS = {"chain": (2, (1,)), "tree": (2, (2, 1))}
+
+
+def whole_text_law(method, target, draft, length):
+    program = outcome_of(method, target, Stated(draft), length)
+    law = {}
+    for (ended, live), odds in exact_law(program).items():
+        (text,) = ended or live
+        law[text] = law.get(text, 0.0) + odds
+    return law
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("growth", GROWTHS)
+@pytest.mark.parametrize("rule", ["path", "traversal"])
+def test_a_whole_text_has_the_law_of_sampling(name, growth, rule):
+    target, draft = random_table(3, 2), random_table(8, 2)
+    method = sb.eesd(*GROWTHS[growth], rule, name)
+    assert distance(whole_text_law(method, target, draft, 3), completed(target, (), 3)) < 1e-12
+
+
+def test_the_names_of_the_paper_are_its_rules():
+    def part(name):
+        make = controller_maker(name, DraftKind("eesd", 6))
+        return make(None, None)
+
+    assert part("beta_ts") == Thompson(mode="step", most=6)
+    assert part("calibration_ts") == Thompson(mode="step", calibrated=True, persistent=False, most=6)
+    assert part("thompson") == Thompson(mode="best", most=6)
+    assert part("calibrated") == Thompson(calibrated=True, mode="round", most=6)
+    assert resolve("eesd").law == "exact: plain sampling"
+
+
+def belief_session(controller):
+    return session_of(sb.speculative_sampling(4, controller=controller), TableLM([0.5, 0.5]), steps=99)
+
+
+def told(accepted, drafted):
+    """A turn, as far as a controller looks at it."""
+    from types import SimpleNamespace
+
+    return SimpleNamespace(forest=SimpleNamespace(layers=drafted), verdict=SimpleNamespace(accepted=accepted))
+
+
+def test_the_posterior_is_the_prior_and_the_sums_of_what_was_seen():
+    """With and without what comes after the first refusal (EE-6)."""
+    rng = np.random.default_rng(0)
+    for censored in (True, False):
+        controller = replace(Thompson(mode="step"), censored=censored, prior=(2.0, 3.0))
+        session = belief_session(controller)
+        accepted = refused = 0
+        for _ in range(40):
+            drafted = int(rng.integers(1, 6))
+            passed = int(rng.integers(0, drafted + 1))
+            controller.settle(session, told(passed, drafted))
+            accepted += passed
+            refused += (passed < drafted) if censored else drafted - passed
+        belief = controller._belief(session)
+        assert (belief.accepted, belief.refused) == (2.0 + accepted, 3.0 + refused)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.8])
+def test_the_posterior_mean_finds_a_constant_rate(rate):
+    """Within four standard deviations, also where drafts end by the controller's own coin (EE-7)."""
+    controller = Thompson(mode="step", most=6)
+    session = belief_session(controller)
+    rng = np.random.default_rng(5)
+    for _ in range(600):
+        controller.plan(session)
+        drafted = 1
+        while drafted < 6 and controller.more(session, drafted, 0.5):
+            drafted += 1
+        passed = 0
+        while passed < drafted and rng.random() < rate:
+            passed += 1
+        controller.settle(session, told(passed, drafted))
+    belief = controller._belief(session)
+    seen = belief.accepted + belief.refused
+    assert belief.accepted / seen == pytest.approx(rate, abs=4 * (rate * (1 - rate) / seen) ** 0.5)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_decision_to_stop_knows_nothing_of_later_drafts(name):
+    """Whether a draft goes on after its second token is the same whatever comes third (EE-8)."""
+    make = controller_maker(name, DraftKind("eesd", 8))
+    decisions = []
+    for later in (0.1, 0.9):
+        controller = make(None, None)
+        session = belief_session(controller)
+        seen = []
+        for turn in range(30):
+            controller.plan(session)
+            seen += [controller.more(session, 1, 0.6), controller.more(session, 2, 0.4)]
+            session.state[controller].scores.append(later)
+            session.state[controller].scores.pop()
+            controller.settle(session, told(turn % 3, 2))
+        decisions.append(seen)
+    assert decisions[0] == decisions[1]
+    assert len(set(decisions[0])) == 2
+
+
+# What must fail.
+
+TARGET, DRAFT = PAIRS["EX3M"]
+
+
+def judged(dice, p, q, token):
+    """Accept a token that was drawn from q, or draw from what is left of p."""
+    if dice.flip(min(1.0, p[token] / q[token])):
+        return token, True
+    rest = np.maximum(p - q, 0)
+    return dice.pick(rest / rest.sum()), False
+
+
+def two_tokens(step):
+    """The law of texts of two tokens: `step` decodes some after a text, and says which."""
+
+    def program(dice):
+        text = ()
+        while len(text) < 2:
+            text += step(dice, text)
+        return text[:2]
+
+    return exact_law(program)
+
+
+def stop_after(dice, text):
+    """The draft ends after a token of low odds, which is judged like any other (T5)."""
+    drafts = []
+    while len(drafts) < 2:
+        q = np.array(DRAFT((*text, *drafts)))
+        drafts.append(dice.pick(q))
+        if q[drafts[-1]] < 0.45:
+            break
+    return verified(dice, text, drafts)
+
+
+def stop_before(dice, text):
+    """The draft ends before a token of low odds, which is thrown away (T4)."""
+    drafts = []
+    while len(drafts) < 2:
+        q = np.array(DRAFT((*text, *drafts)))
+        token = dice.pick(q)
+        if q[token] < 0.45:
+            break
+        drafts.append(token)
+    return verified(dice, text, drafts)
+
+
+def verified(dice, text, drafts):
+    out = ()
+    for token in drafts:
+        p, q = (np.array(law((*text, *out))) for law in (TARGET, DRAFT))
+        found, passed = judged(dice, p, q, token)
+        out += (found,)
+        if not passed:
+            return out
+    return (*out, dice.pick(np.array(TARGET((*text, *out)))))
+
+
+def one_draw_for_each_row(dice, text):
+    """Two candidates that share their first token are matched with a draw of their own each (T3)."""
+    first = int(np.argmax(DRAFT(text)))
+    rows = [(first, 0), (first, 1)]
+    best = ()
+    for row in rows:
+        drawn = ()
+        for token in row:
+            found = dice.pick(np.array(TARGET((*text, *drawn))))
+            if found != token:
+                break
+            drawn += (found,)
+        best = max(best, drawn, key=len)
+    return best or (dice.pick(np.array(TARGET(text))),)
+
+
+def other_law_at_the_end(dice, text):
+    """The token after drafts that all passed is drawn from the law before the warp, here at temperature 1 in place of 1/2
+    (T6)."""
+    p = sharper(TARGET(text))
+    q = np.array(DRAFT(text))
+    found, passed = judged(dice, p, q, dice.pick(q))
+    return (found, dice.pick(np.array(TARGET((*text, found))))) if passed else (found,)
+
+
+def sharper(law):
+    odds = np.array(law) ** 2
+    return odds / odds.sum()
+
+
+def likeliest_as_if_drawn(dice, text):
+    """The likeliest token of the exit layer, tried against its soft law (T1)."""
+    q = np.array(DRAFT(text))
+    return (judged(dice, np.array(TARGET(text)), q, int(np.argmax(q)))[0],)
+
+
+def refused_for_the_whole_law(dice, text):
+    """After a refusal the token is drawn from p, not from what is left of it (T2)."""
+    p, q = np.array(TARGET(text)), np.array(DRAFT(text))
+    token = dice.pick(q)
+    return (token if dice.flip(min(1.0, p[token] / q[token])) else dice.pick(p),)
+
+
+MISTAKES = {
+    "T1": likeliest_as_if_drawn,
+    "T2": refused_for_the_whole_law,
+    "T3": one_draw_for_each_row,
+    "T4": stop_before,
+}
+
+
+def test_a_draft_may_end_after_a_token_that_it_has_looked_at():
+    assert distance(two_tokens(stop_after), completed(TARGET, (), 2)) < 1e-12
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_of_drafts_by_early_exits_are_caught(name):
+    assert distance(two_tokens(MISTAKES[name]), completed(TARGET, (), 2)) > 0.02
+
+
+def test_a_last_token_by_another_law_is_caught():
+    expected = completed(lambda text: sharper(TARGET(text)), (), 2)
+    assert distance(two_tokens(other_law_at_the_end), expected) > 0.02
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_beams_by_rejection_have_the_law_of_beam_sampling(replacement):
+    target, draft = random_table(3, 2), random_table(8, 2)
+    method = sb.dsbd(2, 2, 2, coupling="rejection", replacement=replacement)
+    law = exact_law(outcome_of(method, target, Stated(draft), 3, replacement))
+    assert distance(law, beam_sampling_law(target, 2, 3, replacement)) < 1e-12
+
+
+# Whole texts of tiny models.
+
+RECIPES = {
+    "beta_ts": lambda: sb.eesd(3, controller="beta_ts"),
+    "calibration_ts": lambda: sb.eesd(3),
+    "a tree": lambda: sb.eesd(2, (2, 1), controller="beta_ts"),
+    "from the end": lambda: sb.eesd(2, (2, 2), "traversal", "calibration_ts"),
+    "matched": lambda: sb.eesd(3, rule="match", controller="survival"),
+    "best length": lambda: sb.eesd(3, controller="thompson"),
+    "best first": lambda: sb.opt_tree(4, 2, 3, rule="path"),
+    "rsd_s": lambda: sb.rsd_s(3, 2),
+    "one beam": lambda: sb.dsbd(1, 3, 2, "fixed"),
+    "one beam by rejection": lambda: sb.dsbd(1, 3, 2, "fixed", coupling="rejection"),
+    "sampling": lambda: sb.sampling(),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def pair(request):
+    """On the target's own cache, and computed twice."""
+    family = request.param
+    named = {"n_layer": 3} if family == "gpt2" else {"num_hidden_layers": 3}
+    model = softened(tiny(family, seed=3, vocab_size=6, eos_token_id=END, bos_token_id=0, pad_token_id=0, **named))
+    pair = sb.load(model)
+    torch.manual_seed(0)
+    head = ExitHead(model, 1)
+    for weight in head.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+    draft = exit_model(head.requires_grad_(False), pair.target)
+    assert isinstance(draft, ExitLM if family == "llama" else HuggingFaceLM)
+    return replace(pair, draft=draft)
+
+
+def texts_of(pair, settings, draws, seed):
+    requests = {
+        name: Request(pair, [PROMPT] * draws, make(), Settings(max_new_tokens=LENGTH, **settings), seed + place)
+        for place, (name, make) in enumerate(RECIPES.items())
+    }
+    line = [session for row in zip(*(one.sessions for one in requests.values()), strict=True) for session in row]
+    for _ in decode(pair.target, line, at_once=200):
+        pass
+    return {
+        name: Counter(tuple(next(one.hypotheses()).tokens) for one in request.sessions)
+        for name, request in requests.items()
+    }
+
+
+SETTINGS = {"plain": {}, "cold": {"temperature": 0.7, "top_p": 0.9, "top_k": 3}}
+
+
+@pytest.mark.parametrize("setting", ["cold"])
+def test_mixed_batches_have_the_law_of_plain_sampling(pair, setting):
+    check(pair, setting, draws=60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_mixed_batches_have_the_law_of_plain_sampling_closely(pair, setting):
+    check(pair, setting, draws=20_000)
+
+
+def check(pair, setting, draws):
+    law = plain_law(pair, SETTINGS[setting])
+    found = texts_of(pair, SETTINGS[setting], draws, seed=11)
+    values = {name: p_value(counts, law) for name, counts in found.items()}
+    assert min(values.values()) > 1e-3, values
+
+
+def test_audits_are_silent(pair):
+    for name in ("beta_ts", "a tree", "one beam by rejection"):
+        found = sb.generate(pair, [PROMPT] * 20, RECIPES[name](), seed=1, max_new_tokens=8, audit=True)
+        assert all(one.report.audit is not None for one in found)
