@@ -6,6 +6,7 @@ is its own is the length of a draft, which may look at what was drawn: what may 
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,9 +22,10 @@ from specbeam.options.settings import Settings
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.compose import DraftKind, controller_maker
 from specbeam.request import Request
-from tests.support.exact import beam_sampling_law, distance, exact_law
+from tests.control.test_controllers import told
+from tests.support.exact import distance, exact_law
 from tests.support.examples import PAIRS, completed
-from tests.support.programs import outcome_of, random_table, session_of
+from tests.support.programs import random_table, run, session_of, texts
 from tests.support.tiny_models import tiny
 from tests.test_laws_on_models import END, LENGTH, PROMPT, p_value, plain_law, softened
 
@@ -33,7 +35,12 @@ class Stated(TableLM):
 
     def __init__(self, rows):
         super().__init__(rows)
-        self.head = ExitHead(tiny("llama"), 1)
+        self.head = some_head()
+
+
+@cache
+def some_head():
+    return ExitHead(tiny("llama"), 1)
 
 
 NAMED = ("beta_ts", "calibration_ts")
@@ -41,7 +48,11 @@ GROWTHS = {"chain": (2, (1,)), "tree": (2, (2, 1))}
 
 
 def whole_text_law(method, target, draft, length):
-    program = outcome_of(method, target, Stated(draft), length)
+    def program(dice):
+        session = session_of(method, Stated(draft), dice, length)
+        run(session, TableLM(target))
+        return texts(session, False)
+
     law = {}
     for (ended, live), odds in exact_law(program).items():
         (text,) = ended or live
@@ -72,13 +83,6 @@ def test_the_names_of_the_paper_are_its_rules():
 
 def belief_session(controller):
     return session_of(sb.speculative_sampling(4, controller=controller), TableLM([0.5, 0.5]), steps=99)
-
-
-def told(accepted, drafted):
-    """A turn, as far as a controller looks at it."""
-    from types import SimpleNamespace
-
-    return SimpleNamespace(forest=SimpleNamespace(layers=drafted), verdict=SimpleNamespace(accepted=accepted))
 
 
 def test_the_posterior_is_the_prior_and_the_sums_of_what_was_seen():
@@ -260,14 +264,6 @@ def test_mistakes_of_drafts_by_early_exits_are_caught(name):
 def test_a_last_token_by_another_law_is_caught():
     expected = completed(lambda text: sharper(TARGET(text)), (), 2)
     assert distance(two_tokens(other_law_at_the_end), expected) > 0.02
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-def test_beams_by_rejection_have_the_law_of_beam_sampling(replacement):
-    target, draft = random_table(3, 2), random_table(8, 2)
-    method = sb.dsbd(2, 2, 2, coupling="rejection", replacement=replacement)
-    law = exact_law(outcome_of(method, target, Stated(draft), 3, replacement))
-    assert distance(law, beam_sampling_law(target, 2, 3, replacement)) < 1e-12
 
 
 # Whole texts of tiny models.
