@@ -13,7 +13,10 @@ import specbeam as sb
 from specbeam.cli import heads
 from specbeam.cli.main import app
 from specbeam.errors import BadSetting
+from specbeam.heads.exit import ExitHead
+from specbeam.heads.own import own_config
 from specbeam.pair import BUNDLED
+from specbeam.train.head_files import write_head
 from specbeam.train.heads import KINDS
 from specbeam.train.plan import planned
 from tests.support.mtp import tiny_target, with_modules
@@ -133,3 +136,14 @@ def test_the_command_line_drafts_with_the_targets_own_modules(with_own_modules):
         done = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
     assert done.exit_code == 0, done.output
     assert json.loads(done.output)["report"]["draft_passes"] > 0
+
+
+def test_an_exit_head_says_whether_layers_run_twice(target, tmp_path):
+    model = heads.quiet_load("", None).target_model
+    head = ExitHead(model, 3)
+    write_head(head, own_config("eesd", head), tmp_path, model)
+    about = json.loads(shown(str(tmp_path), "-m", "other", "--json"))
+    assert about["kind"] == "EESD: an exit layer behind the target's first 3 of 8 layers"
+    on_its_cache = heads.quiet_load("", None).target.engine == "compiled"
+    assert ("its first layers run once" if on_its_cache else "are computed twice") in about["drafts"]
+    assert len(about["as stated"]) == 1

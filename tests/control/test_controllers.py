@@ -79,7 +79,7 @@ def test_best_length_is_the_published_table():
         assert tuple(best_length(rate, cost, 40) for cost in (0.01, 0.02, 0.05, 0.1, 0.2)) == lengths
 
 
-CONTROLLERS = ["fixed", "confidence", "tracked", "thompson", "calibrated", "survival"]
+CONTROLLERS = ["fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "beta_ts", "calibration_ts"]
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)

@@ -34,7 +34,8 @@ from tests.support.programs import outcome_of, random_table, run, session_of
 
 RULES = ("path", "traversal", "match")
 CONTROLLERS = ("fixed", "confidence", "tracked", "thompson", "calibrated", "survival", "cost", "latency")
-BETWEEN = {"confidence", "tracked", "calibrated", "survival"}
+CONTROLLERS += ("beta_ts", "calibration_ts")
+BETWEEN = {"confidence", "tracked", "calibrated", "survival", "beta_ts", "calibration_ts"}
 LAWLESS = {"gsd", "prompt_lookup", "suffix_match", "token_recycling"}
 AT_ONCE = {"prompt_lookup", "suffix_match", "token_recycling", "multi_draft"}
 BUDGET = {"opt_tree", "dyspec", "propd"}
@@ -199,7 +200,9 @@ SMALL = {
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("rule", ["path", "traversal"])
-@pytest.mark.parametrize("controller", ["confidence", "tracked", "thompson", "calibrated", "survival", "cost"])
+@pytest.mark.parametrize(
+    "controller", ["confidence", "tracked", "thompson", "calibrated", "survival", "cost", "beta_ts", "calibration_ts"]
+)
 def test_no_controller_changes_the_law_of_a_whole_text(name, rule, controller):
     """Plans are made, drafts are stopped between layers, and what was learnt in a turn counts in the next ones."""
     target, draft = random_table(3, 2), random_table(8, 2)

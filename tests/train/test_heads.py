@@ -1,6 +1,7 @@
 """Heads trained from prompts alone: they learn, go on after a kill, are written as others read them, and wrong input is refused."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,15 +9,19 @@ import torch
 from safetensors.torch import load_file
 
 import specbeam as sb
+from specbeam.control.cost import CostCurve
 from specbeam.errors import BadHead, BadSetting
+from specbeam.heads.exit import ExitHead, ExitLM
 from specbeam.heads.read import read_head
 from specbeam.train import DrawPlan, Schedule, drawing, fitting, train_head
 from specbeam.train.batches import batches_of
+from specbeam.train.exit_choice import candidates, expected_speed
 from specbeam.train.heads import KINDS
 from specbeam.train.losses import overlap
 from specbeam.train.plan import planned, usual_taps
 from specbeam.train.teacher import hidden_states, scored
 from specbeam.train.trees import Trees
+from specbeam.tuning.costs import CONTEXT
 from tests.support.heads import chain_logits
 from tests.support.tiny_models import tiny
 
@@ -58,19 +63,22 @@ def test_a_head_learns_and_is_used(kind, plan, pair, small_files, drawn, tmp_pat
         with pytest.raises(BadSetting, match="layers is 2, and chimera heads have no use for it"):
             trained(pair, tmp_path, drawn, kind, plan=plan)
         plan = {"draft_vocab": 40, "depth": 2, "read_out": "own"}
-    if kind == "medusa" and "draft_vocab" in plan:
-        with pytest.raises(BadSetting, match="draft_vocab is 40, and medusa heads have no use for it"):
+    if kind in ("medusa", "eesd") and "draft_vocab" in plan:
+        with pytest.raises(BadSetting, match=f"draft_vocab is 40, and {kind} heads have no use for it"):
             trained(pair, tmp_path, drawn, kind, plan=plan)
-        plan = {"layers": 2, "depth": 2}
+        plan = {"layers": 2, "depth": 2} if kind == "medusa" else {"exit_layer": 1}
     done = trained(pair, tmp_path, drawn, kind, plan=plan)
     first, last = done.curve[0], done.curve[-1]
     assert last.epoch == 3
-    if kind == "medusa":  # its heads begin with the law of the token before, and a random target has little to learn
+    if kind == "eesd":  # a copy of the last layer, behind all others, is the target itself
+        assert first.acceptance > 0.99
+        assert last.acceptance > 0.8
+    elif kind == "medusa":  # its heads begin with the law of the token before, and a random target has little to learn
         assert last.loss < done.curve[1].loss
     else:
         before, after = (np.mean([point.acceptance, *point.deeper]) for point in (first, last))
         assert after > before + 0.05
-    assert len(last.deeper) == KINDS[kind].usual["depth"] - 1 if not plan else 1
+    assert len(last.deeper) == (plan or KINDS[kind].usual).get("depth", 1) - 1
     loaded = sb.load(pair.target_model, draft=tmp_path, probe=False)
     options = {"seed": 1, "max_new_tokens": 8, "eos_token_id": []}
     ours = sb.generate(loaded, PROMPTS[:3], sb.dsbd(2, 3, 2), **options)
@@ -247,7 +255,11 @@ def test_plans(pair):
     ]
 
 
-def test_the_command_trains_a_head_and_prints_the_curve(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "more", "field", "value"),
+    [("eagle3", [], "eagle_aux_hidden_state_layer_ids", [2, 5, 7]), ("eesd", ["--exit-layer", "3"], "exit_layer", 3)],
+)
+def test_the_command_trains_a_head_and_prints_the_curve(tmp_path, kind, more, field, value):
     from typer.testing import CliRunner
 
     from specbeam.cli.main import app
@@ -255,12 +267,12 @@ def test_the_command_trains_a_head_and_prints_the_curve(tmp_path):
     sentences = tmp_path / "sentences.txt"
     sentences.write_text("Ein Hund läuft.\nWo ist mein Hut?\nSie liest ein Buch.\nEr schläft.\n", encoding="utf-8")
     out = tmp_path / "head"
-    args = ["train", "eagle3", "--data", str(sentences), "-o", str(out), "--epochs", "1", "--max-new-tokens", "4"]
+    args = ["train", kind, "--data", str(sentences), "-o", str(out), "--epochs", "1", "--max-new-tokens", "4", *more]
     done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.output
     assert "acceptance, held out" in done.output
-    assert "4 deep" in done.output
-    assert json.loads((out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 5, 7]
+    assert ("4 deep" in done.output) == (kind == "eagle3")
+    assert json.loads((out / "config.json").read_text())[field] == value
 
 
 @pytest.mark.parametrize(
@@ -330,3 +342,58 @@ def test_a_part_of_the_gradient_of_logits_reaches_the_states(pair):
         slopes.append((made.detach(), given.grad))
     torch.testing.assert_close(slopes[0][0], slopes[1][0])
     torch.testing.assert_close(slopes[0][1], 0.5 * slopes[1][1])
+
+
+@pytest.fixture(scope="module")
+def deep_pair():
+    """A target of five layers, each of which changes a law, so that it matters after how many of them a head leaves."""
+    model = tiny("llama", seed=1, num_hidden_layers=5)
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 2
+    return sb.load(model)
+
+
+def test_an_exit_layer_learns_to_draft_and_stands_where_it_promises_most(deep_pair, small_files, tmp_path):
+    """A short trial of a few numbers says which; a training that goes on takes what was chosen before."""
+    seen = []
+    done = trained(deep_pair, tmp_path, None, "eesd", report=lambda *what: seen.append(what))
+    figures = json.loads((tmp_path / "training" / "exits.json").read_text())
+    assert [one["after"] for one in figures] == candidates(5) == [1, 2]
+    assert [what for what in seen if what[0] == "choosing"] == [("choosing", number, 2) for number in range(3)]
+    stated = json.loads((tmp_path / "config.json").read_text())
+    assert stated["exit_layer"] == max(figures, key=lambda one: one["speed"])["after"]
+    assert done.curve[-1].acceptance > done.curve[0].acceptance + 0.02
+    other = [{**one, "speed": 9.0 if one["after"] != stated["exit_layer"] else 1.0} for one in figures]
+    (tmp_path / "training" / "exits.json").write_text(json.dumps(other))
+    (tmp_path / "training" / "state.pt").unlink()
+    trained(deep_pair, tmp_path, None, "eesd")
+    assert json.loads((tmp_path / "config.json").read_text())["exit_layer"] != stated["exit_layer"]
+
+
+def test_the_number_of_layers_before_an_exit_can_be_given(deep_pair, small_files, tmp_path):
+    trained(deep_pair, tmp_path, None, "eesd", plan={"exit_layer": 3}, schedule=replace(SCHEDULE, epochs=1))
+    assert json.loads((tmp_path / "config.json").read_text())["exit_layer"] == 3
+    assert not (tmp_path / "training" / "exits.json").exists()
+    with pytest.raises(BadSetting, match="exit_layer is 5; the target has 5 layers, of which some have to be left"):
+        trained(deep_pair, tmp_path / "other", None, "eesd", plan={"exit_layer": 5})
+    with pytest.raises(BadSetting, match="exit_layer is 2, and eagle3 heads have no use for it"):
+        trained(deep_pair, tmp_path / "other", None, "eagle3", plan={"exit_layer": 2})
+
+
+def test_the_expected_speed_is_that_of_the_best_chain_by_the_cost_of_passes(deep_pair):
+    """Of a target that takes 10 ms a pass however many rows, and drafts of 2 ms behind its first layer: by hand."""
+    draft = ExitLM(ExitHead(deep_pair.target_model, 1), deep_pair.target)
+    target = deep_pair.target
+    before = dict(target.curves)
+    target.curves[CONTEXT] = CostCurve((1, 64), (0.010, 0.010))
+    draft.curves[CONTEXT] = CostCurve((1, 64), (0.004, 0.004))
+    found = expected_speed(target, draft, 1, 0.8)
+    layer_s = (0.010 - 0.004) / 3
+    speeds = {
+        depth: sum(0.8**place for place in range(depth + 1)) / (depth * 0.004 + 0.010 - layer_s) * 0.010
+        for depth in range(1, 17)
+    }
+    assert found.depth == max(speeds, key=speeds.get)
+    assert found.speed == pytest.approx(max(speeds.values()))
+    assert (found.draft_s, found.rest_s) == (0.004, pytest.approx(0.010 - layer_s))
+    target.curves = before

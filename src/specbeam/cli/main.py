@@ -719,6 +719,46 @@ _add_head("specdiff", "Train a SpecDiff head, which unmasks a block in one step 
 _add_head("dspark", "Train a DSpark head, which drafts a block in one pass, for any target from prompts alone.")
 
 
+@train.command("eesd")
+def train_exit(
+    out: Out,
+    model: Model = "bundled",
+    data: TrainingData = [],
+    columns: TrainingColumn = "1",
+    rows: TrainingRows = None,
+    trees: DrawnTrees = None,
+    exit_layer: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of the target's layers that run before the exit layer; by default the number that promises most "
+            "tokens per second, by a short trial and by what passes cost on this machine."
+        ),
+    ] = None,
+    beams: DrawnBeams = 4,
+    temperature: DrawnTemperature = 1.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    max_new_tokens: DrawnTokens = 80,
+    epochs: Epochs = 4,
+    rate: Rate = 0.01,
+    embedding_rate: EmbeddingRate = 0.002,
+    batch_tokens: BatchTokens = 4_000,
+    variation: Variation = 0.5,
+    seed: TrainingSeed = 0,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Train an exit layer (EESD), which drafts behind the target's first layers, on what the target's beams draw."""
+    from specbeam.cli.train import TrainingOptions, run_head
+    from specbeam.train.drawing import DrawPlan
+    from specbeam.train.fitting import Schedule
+
+    draws = DrawPlan(beams, temperature, top_k, top_p, max_new_tokens, seed)
+    schedule = Schedule(epochs, rate, embedding_rate, batch_tokens, seed=seed)
+    options = TrainingOptions(model, data, columns, rows, out, trees, draws, schedule, threads, json)
+    raise typer.Exit(run_head(options, "eesd", {"exit_layer": exit_layer, "variation": variation}))
+
+
 heads = typer.Typer(no_args_is_help=True, help="Look at draft heads.")
 app.add_typer(heads, name="heads")
 

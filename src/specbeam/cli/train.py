@@ -79,9 +79,11 @@ def _run(options: TrainingOptions, train: Callable[[Pair, list[str], Report], Tr
     console = Console(stderr=True, highlight=False)
     looks = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*looks, console=console, disable=not console.is_terminal) as progress:
-        bars = {name: progress.add_task(what, total=None) for name, what in _WORK.items()}
+        bars: dict[str, Any] = {}
 
         def report(name: str, done: int, total: int) -> None:
+            if name not in bars:
+                bars[name] = progress.add_task(_WORK[name], total=None)
             progress.update(bars[name], completed=done, total=total)
 
         trained = train(target, prompts, report)
@@ -89,11 +91,17 @@ def _run(options: TrainingOptions, train: Callable[[Pair, list[str], Report], Tr
         for point in trained.curve:
             print(json_format.dumps(asdict(point)))
         return 0
-    _print_curve(Console(highlight=False), trained)
+    printed = Console(highlight=False)
+    _print_exits(printed, trained.folder / "training" / "exits.json")
+    _print_curve(printed, trained)
     return 0
 
 
-_WORK = {"drawing": "prompts continued by the target", "training": "files of trees learnt from"}
+_WORK = {
+    "drawing": "prompts continued by the target",
+    "choosing": "exit layers tried",
+    "training": "files of trees learnt from",
+}
 
 
 def _columns(text: str) -> tuple[int, int]:
@@ -102,6 +110,21 @@ def _columns(text: str) -> tuple[int, int]:
     if len(parts) > 2 or not all(part.strip().isdigit() and int(part) >= 1 for part in parts):
         raise BadSetting(f"--columns is {text!r}; it is the number of the prompt's column, counted from 1, as 2")
     return int(parts[0]), int(parts[-1])
+
+
+def _print_exits(console: "Console", path: Path) -> None:
+    """Print what a short trial has said of exit layers behind several numbers of layers, if there was one."""
+    from rich.table import Table
+
+    if not path.exists():
+        return
+    table = Table(title="exit layers, after a short trial")
+    for name in ("behind layers", "acceptance", "draft step, ms", "best depth", "expected speed"):
+        table.add_column(name, justify="right")
+    for one in json_format.loads(path.read_text()):
+        figures = (f"{one['acceptance']:.3f}", f"{1000 * one['draft_s']:.2f}", str(one["depth"]), f"{one['speed']:.2f}")
+        table.add_row(str(one["after"]), *figures)
+    console.print(table)
 
 
 def _print_curve(console: "Console", trained: Trained) -> None:

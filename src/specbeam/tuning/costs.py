@@ -58,16 +58,20 @@ def curve_of(lm: HuggingFaceLM | HeadLM, context: int = CONTEXT) -> CostCurve:
     return found
 
 
-def measure_head(lm: HeadLM, context: int = CONTEXT, repeats: int = 5) -> CostCurve:
+def measure_head(lm: HeadLM, context: int = CONTEXT, repeats: int = 5, least_s: float = QUICK_S) -> CostCurve:
     """Measure the seconds of a pass of a head by its number of rows, as `measure` does it for models.
 
     Args:
         context: number of tokens before the rows.
-        repeats: number of passes of each size.
+        repeats: least number of passes of each size.
+        least_s: seconds until which further rounds begin.
     """
     samples: dict[int, list[float]] = {size: [] for size in QUICK}
+    began = time.perf_counter()
     with lm.stored(context) as prompt:
-        for number in range(repeats + 1):
+        for number in count():
+            if number > repeats and time.perf_counter() - began > least_s:
+                break
             for size in QUICK:
                 seconds = prompt.pass_s(size)
                 if number:  # the first round is warm-up
