@@ -100,7 +100,7 @@ def test_a_head_learns_and_is_used(kind, plan, pair, small_files, drawn, tmp_pat
             ids = torch.searchsorted(tokens, ids).clamp_max(len(tokens) - 1)
         overlaps, _ = overlap(rows.logits, ids, batch.logp[laws], known)
         weights = batch.weights[laws]
-    assert float((overlaps * weights).sum() / weights.sum()) == pytest.approx(last.acceptance, abs=1e-4)
+    assert float((overlaps * weights).sum() / weights.sum()) == pytest.approx(last.acceptance, abs=3e-3)  # bfloat16
 
 
 @pytest.mark.parametrize(

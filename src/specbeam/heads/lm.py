@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
 from specbeam.core.forest import Forest
@@ -218,12 +218,16 @@ class HeadLM:
 
     def _settle_compiled(self, session: CacheOwner, turn: Turn) -> None:
         """Do `settle` for a head that compiled layers run."""
-        size = self.head.states_size
         cache: CompiledCache | None = session.state.get(self)
         if cache is None:
-            cache = self.compiled.new_cache(session.prompt, turn.scored.prompt.reshape(-1, size).numpy())
+            cache = self.compiled.new_cache(session.prompt, self._rows_of(turn.scored.prompt))
             session.state[self] = cache
-        self.compiled.settle(cache, turn, turn.scored.hidden.reshape(-1, size).numpy())
+        self.compiled.settle(cache, turn, self._rows_of(turn.scored.hidden))
+
+    def _rows_of(self, states: Float[Tensor, "rows states"]) -> Float32[np.ndarray, "rows states"]:
+        """Return hidden states of the target on the host; there may be no rows at all."""
+        rows = states.to("cpu", torch.float32).reshape(-1, self.head.states_size)
+        return np.ascontiguousarray(rows.numpy())
 
     def _features(self, states: Float[Tensor, "rows states"], size: int) -> Float[Tensor, "rows width"]:
         """Return the features of rows of the target, from its hidden states; there may be no rows at all.

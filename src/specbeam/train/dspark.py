@@ -64,7 +64,7 @@ def mask_of(target: "PreTrainedModel") -> int:
 
 
 def save_dspark(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a DSpark head in speculators' format, float32; what is the target's own is left out."""
+    """Write a DSpark head in speculators' format; what is the target's own is left out."""
     assert isinstance(head, BlockHead)
     shape = head.shape
     layers = layer_config(target, shape.sizes, shape.layers, head.rotary)

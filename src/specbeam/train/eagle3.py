@@ -83,7 +83,7 @@ def first_weights(head: Head) -> None:
 
 
 def save_eagle3(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write an EAGLE-3 head in speculators' format, float32; all flags are stated, as readers differ in their defaults."""
+    """Write an EAGLE-3 head in speculators' format; all flags are stated, as readers differ in their defaults."""
     assert isinstance(head, PairTrunk)
     write_head(head, eagle3_config(head, target, plan, "eagle3", "Eagle3DraftModel"), folder, target)
 

@@ -52,7 +52,7 @@ def new_fspad(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, "
 
 
 def save_fspad(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write an FSPAD head in our own format, float32; what is the target's own is left out."""
+    """Write an FSPAD head in our own format; what is the target's own is left out."""
     assert isinstance(head, PairTrunk)
     leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
     write_head(head, own_config("fspad", head), folder, target, leaves_out)

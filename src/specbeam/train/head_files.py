@@ -80,7 +80,7 @@ def layer_config(target: "PreTrainedModel", sizes: LayerSizes, layers: int, rota
 def write_head(
     head: Head, config: dict[str, Any], folder: Path, target: "PreTrainedModel", leaves_out: tuple[str, ...] = ()
 ) -> None:
-    """Write the configuration and the weights of a head, float32, with the maps of its vocabulary if it has its own.
+    """Write the configuration and the weights of a head (`as_written`), with the maps of its vocabulary if it has its own.
 
     Files are whole or not there.
 
@@ -91,9 +91,7 @@ def write_head(
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, Tensor] = {
-        name: weight.detach().float().cpu().contiguous()
-        for name, weight in head.named_parameters()
-        if not name.startswith(leaves_out)
+        name: as_written(weight) for name, weight in head.named_parameters() if not name.startswith(leaves_out)
     }
     if head.tokens is not None:
         tokens = head.tokens.cpu()
@@ -103,6 +101,16 @@ def write_head(
         tensors["t2d"] = is_drafted
     write_whole(folder / "model.safetensors", save(tensors, metadata={"format": "pt"}))
     write_whole(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+
+def as_written(weight: Tensor) -> Tensor:
+    """Return a weight of a head as it is written: bfloat16, if it was learnt or if that loses nothing; else float32.
+
+    A head's pass takes about as long as reading its weights, and engines keep what bfloat16 holds exactly in half the room.
+    """
+    wide = weight.detach().float().cpu().contiguous()
+    short = wide.bfloat16()
+    return short if weight.requires_grad or torch.equal(short.float(), wide) else wide
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -11,7 +11,7 @@ from specbeam.heads.feature import FeatureSizes
 from specbeam.heads.head import Head
 from specbeam.heads.medusa import Medusa
 from specbeam.train.eagle3 import own_head
-from specbeam.train.head_files import write_whole
+from specbeam.train.head_files import as_written, write_whole
 from specbeam.train.plan import HeadPlan
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def new_medusa(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
 
 
 def save_medusa(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write Medusa heads as FasterDecoding/Medusa does, float32."""
+    """Write Medusa heads as FasterDecoding/Medusa does."""
     from safetensors.torch import save
 
     assert isinstance(head, Medusa)
@@ -41,7 +41,7 @@ def save_medusa(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: P
     for name, weight in head.named_parameters():
         kind, number, *rest = name.split(".")
         place = str(plan.layers) if kind == "matrices" else rest.pop(0)
-        tensors[".".join([number, place, *rest])] = weight.detach().float().cpu().contiguous()
+        tensors[".".join([number, place, *rest])] = as_written(weight)
     config = {
         "medusa_num_heads": plan.depth,
         "medusa_num_layers": plan.layers,
