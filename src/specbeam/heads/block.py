@@ -251,7 +251,7 @@ class BlockHead(Head):
 
     def rows_after_layers(
         self, x: Float[Tensor, "*blocks rows width"], positions: Int64[Tensor, "*blocks"], attend: Attend
-    ) -> Float[Tensor, "*blocks rows width"]:
+    ) -> Float[Tensor, "*blocks rows size"]:
         """Return the rows of blocks that the layers make of their first rows; see `blocks`."""
         angles = self.rotary(positions[..., None] + torch.arange(x.shape[-2], device=x.device))
         for number, layer in enumerate(self.layers):
