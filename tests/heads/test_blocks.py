@@ -27,7 +27,7 @@ DRAFTS = {  # by file, how many tokens a block drafts
     # as specforge 0.2.0 does
     "dflash_window_row": 3, "dspark_rnn_forge": 4, "domino": 4, "domino_slots": 3,
 }  # fmt: skip
-DRAFTING = ["dflash", "dflash_window", "dspark", "dspark_gated", "dspark_rnn", "domino", "dflash2", "xpress"]
+DRAFTING = ["dflash", "dspark", "dspark_gated", "dspark_rnn", "domino", "dflash2", "xpress"]
 CLOSE = 1e-5
 PROMPTS = [[5, 6, 7, 8, 9, 3], [9], [3, 4]]
 OPTIONS = {"max_new_tokens": 10, "eos_token_id": [11], "seed": 3}
@@ -148,6 +148,7 @@ class Checked(Comparing, BlockLM):
         return block_logits(self.head, tokens, features, is_scored.index(False))
 
 
+COMPILED = ("anchored", "mask rows")  # kinds that compiled layers can run
 METHODS = {
     "beams": sb.dsbd(3, 5, 3),
     "deeper than a block": sb.dsbd(2, 3, 5),
@@ -162,8 +163,9 @@ METHODS = {
     ("kind", "name", "engine"),
     [
         *((kind, "beams", "torch") for kind in BLOCKS),
-        *((kind, "beams", "compiled") for kind in BLOCKS if kind != "gated"),
+        *((kind, "beams", "compiled") for kind in COMPILED),
         *(("anchored", name, engine) for name in METHODS if name != "beams" for engine in ("torch", "compiled")),
+        *(("recurrent mask rows", name, "torch") for name in ("deeper than a block", "tree")),
     ],
 )
 def test_rows_of_the_tree_are_those_of_chains(kind, name, engine, model):
@@ -288,6 +290,11 @@ def test_layers_that_are_stated_to_be_causal(target, tmp_path):
 def test_windows_are_stated_in_two_ways(target, tmp_path):
     """By layer, or as transformers does for a Qwen: from a layer on."""
     by_layer = read_head(GOLDEN / "dflash_window_row", target)
+    config = json.loads((GOLDEN / "dflash_window_row" / "config.json").read_text())
+    deepspec = config.pop("dflash_config") | {"architectures": ["Qwen3DSparkModel"]}
+    folder = changed(tmp_path / "deepspec", "dflash_window_row", config=deepspec, without=["dflash_config"])
+    with pytest.raises(BadHead, match=r"layer_types is .* as all of DeepSpec's heads have it"):
+        read_head(folder, target)
     fields = {"use_sliding_window": True, "max_window_layers": 1}
     from_layer = changed(tmp_path / "head", "dflash_window_row", config=fields, without=["layer_types"])
     assert by_layer.shape.views == (View(4, True, True), View())

@@ -17,6 +17,7 @@ from specbeam.errors import BadHead, BadSetting, MissingFile
 from specbeam.generation import turns_of
 from specbeam.heads.eagle import read_taps
 from specbeam.heads.fields import Fields
+from specbeam.heads.layers import View
 from specbeam.heads.lm import MaskLM, TrunkLM
 from specbeam.heads.read import is_head, read_head
 from specbeam.heads.trees import chain_of
@@ -103,6 +104,16 @@ def test_the_older_names_of_a_layer_are_read_too(target, tmp_path):
     other = read_head(GOLDEN / "two_layers", target)
     assert head.fc.weight.equal(other.fc.weight)
     assert torch.equal(head.tokens, other.tokens)
+
+
+def test_windows_are_those_of_writers_that_train_them(target, tmp_path):
+    """speculators does; SafeAILab's and SpecForge's heads have none, whatever they take over from a target's files."""
+    tensors = load_file(GOLDEN / "eagle3_window" / "model.safetensors")
+    core = json.loads((GOLDEN / "eagle3_window" / "config.json").read_text())["transformer_layer_config"]
+    assert read_head(GOLDEN / "eagle3_window", target).shape.views == (View(), View(3))
+    many = {"layer_types": ["sliding_attention"] * 8, "architectures": ["LlamaForCausalLMEagle3"]}
+    write(tmp_path, core | many, tensors)
+    assert read_head(tmp_path, target).shape.views == ()
 
 
 def test_hidden_states_are_numbered_in_two_ways(target):

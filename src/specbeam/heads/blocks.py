@@ -215,6 +215,8 @@ def _views(fields: Fields, core: Fields, layers: int, rows: int) -> tuple[View, 
         # A window ends just before the root.
         return views_of(core, layers, lambda size: View(size + 1, is_causal=not looks_ahead))
     views = views_of(core, layers, lambda size: View(size, from_row=True, is_causal=True))
+    if views and not fields.has("dflash_config"):
+        raise core.bad("layer_types", "full attention, as all of DeepSpec's heads have it, without a dflash_config")
     if fields.has("is_causal"):
         is_causal = fields.flag("is_causal", default=False)
         views = tuple(view._replace(is_causal=is_causal) for view in views or (View(),) * layers)

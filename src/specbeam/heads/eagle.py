@@ -178,7 +178,8 @@ def _parts_of(
         norms_residual=fields.flag("norm_before_residual", default=False),
         # SpecForge's field of the same name says something else: its heads feed back states before the norm.
         feeds_normed=fields.flag("norm_output", default=False) and is_speculators,
-        views=views_of(core, layers, window),
+        # Others copy the fields of a target's windows, and train heads without any.
+        views=views_of(core, layers, window) if is_speculators else (),
     )
     rotary = rotary_of(core, sizes, rope_of(core))
     embedding = embedding_of(files, target, sizes.width)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -449,6 +449,26 @@ class ChimeraLM(TrunkLM):
         return made
 
 
+class BlockNode(NamedTuple):
+    """A local node of a session, in the block of its root."""
+
+    number: int  # of the session
+    cache: ContextCache
+    node: int
+    root: int
+    far: int  # how far below its root it is
+
+    @property
+    def token(self) -> int:
+        """The token of the node."""
+        return int(self.cache.trie.tokens[self.node])
+
+    @property
+    def parent(self) -> int:
+        """The local node above it."""
+        return int(self.cache.trie.parents[self.node])
+
+
 class BlockLM(HeadLM):
     """A block head as a draft model.
 
@@ -471,47 +491,45 @@ class BlockLM(HeadLM):
         carries = self.head.correction.state_size > 0
         places = [cache.to_correct(nodes, carries) for cache, nodes in zip(caches, wanted, strict=True)]
         self._make_missing_blocks(caches, [{root for root, _ in each.values()} for each in places])
+        asked = [
+            BlockNode(number, cache, node, root, far)
+            for number, (cache, each) in enumerate(zip(caches, places, strict=True))
+            for node, (root, far) in each.items()
+        ]
         made: list[dict[int, Tensor]] = [{} for _ in caches]
-        for far in sorted({far for each in places for _, far in each.values()}):
-            for number, node, logits in self._corrected(far, caches, places):
-                made[number][node] = logits
+        for far in sorted({one.far for one in asked}):
+            level = [one for one in asked if one.far == far]
+            for one, logits in zip(level, self._correct(level), strict=True):
+                made[one.number][one.node] = logits
         nothing = torch.zeros(0, self.head.shape.draft_vocab, device=self.device)
         return [
             torch.stack([known[node] for node in nodes.tolist()]) if len(nodes) else nothing
             for known, nodes in zip(made, wanted, strict=True)
         ]
 
-    def _corrected(
-        self, far: int, caches: list[ContextCache], places: list[dict[int, tuple[int, int]]]
-    ) -> "list[tuple[int, int, Tensor]]":
-        """Return the logits at the nodes that are `far` below their roots: number of the session, local node, logits.
-
-        What these nodes hand down is kept.
-        """
+    def _correct(self, nodes: "list[BlockNode]") -> Float[Tensor, "nodes draft_vocab"]:
+        """Return the logits at nodes that are equally far below their roots, and keep what these hand down."""
         shape = self.head.shape
-        at = [
-            (number, node, root)
-            for number, each in enumerate(places)
-            for node, (root, distance) in each.items()
-            if distance == far
-        ]
+        far = nodes[0].far
         row = min(shape.first_row + far, shape.rows - 1)
-        rows = torch.stack([caches[number].blocks[root][row] for number, _, root in at])
-        tokens = torch.tensor([int(caches[number].trie.tokens[node]) for number, node, _ in at], device=self.device)
-        parents = [int(caches[number].trie.parents[node]) for number, node, _ in at]
-        if far == 0 or self.head.correction.state_size == 0:
-            before = [int(caches[one[0]].trie.tokens[parent]) for one, parent in zip(at, parents, strict=True)]
-            first = torch.stack([caches[number].blocks[root][0] for number, _, root in at])
-            above = torch.tensor(before, device=self.device).clamp_min(
-                0
-            )  # the first token of a text has none before it
-            states = self.head.first_states(first, tokens, above)
-        else:
-            states = torch.stack([caches[one[0]].carried[parent] for one, parent in zip(at, parents, strict=True)])
-        logits, after = self.head.corrected(far, rows, tokens, states)
-        for (number, node, _), handed in zip(at, after, strict=True):
-            caches[number].carried[node] = handed
-        return [(number, node, known) for (number, node, _), known in zip(at, logits, strict=True)]
+        rows = torch.stack([one.cache.blocks[one.root][row] for one in nodes])
+        tokens = torch.tensor([one.token for one in nodes], device=self.device)
+        logits, after = self.head.corrected(far, rows, tokens, self._handed_down(nodes, tokens))
+        if self.head.correction.state_size:
+            for one, handed in zip(nodes, after, strict=True):
+                one.cache.carried[one.node] = handed
+        return logits
+
+    def _handed_down(self, nodes: "list[BlockNode]", tokens: Int64[Tensor, " nodes"]) -> Float[Tensor, "nodes state"]:
+        """Return what the correction hands down to nodes that are equally far below their roots."""
+        if self.head.correction.state_size == 0:
+            return torch.zeros(len(nodes), 0, device=self.device)
+        if nodes[0].far > 0:
+            return torch.stack([one.cache.carried[one.parent] for one in nodes])
+        first = torch.stack([one.cache.blocks[one.root][0] for one in nodes])
+        # The first token of a text has none before it.
+        above = [max(int(one.cache.trie.tokens[one.parent]), 0) for one in nodes]
+        return self.head.first_states(first, tokens, torch.tensor(above, device=self.device))
 
     def store_context(self, caches: list[ContextCache]) -> None:
         """Store the keys and values of all scored nodes that are not stored yet."""
