@@ -258,7 +258,7 @@ def checked(target, head, step=1):
     ("kind", "count", "name"),
     [
         *(("qwen3", 3, name) for name in METHODS),
-        ("qwen3", 1, "beams"), ("qwen3", 2, "beams"), ("qwen3", 2, "best trees"), ("glm", 2, "beams"), ("deepseek", 1, "beams"),
+        ("qwen3", 1, "beams"), ("qwen3", 2, "best trees"), ("glm", 2, "beams"), ("deepseek", 1, "beams"),
         ("deepseek", 2, "tree"),
     ],
 )  # fmt: skip
@@ -368,16 +368,20 @@ def test_drafts_and_texts_are_those_of_transformers(fitting, monkeypatch):
         assert 1 < 16 / len(ours) < count + 1  # some drafts were accepted, and some were not
 
 
-@pytest.mark.parametrize("kind", [("qwen3", 1), ("qwen3", 3)])
-@pytest.mark.parametrize("settings", [{}, {"width": "auto"}])
+@pytest.mark.parametrize(
+    ("kind", "settings"), [(("qwen3", 1), {}), (("qwen3", 3), {}), (("qwen3", 3), {"width": "auto"})]
+)
 def test_beams_are_those_without_a_draft(kind, settings, targets):
     """With the same seed, one prompt and several side by side, whatever the modules draft."""
     pair = sb.load(targets[kind], draft="mtp", probe=False)
     plain = sb.generate(pair, PROMPTS, sb.beam_sampling(3, **settings), **OPTIONS)
-    for batch_size in (1, 3):
-        for method in (sb.dsbd(3, 5, 4, **settings), sb.dsbd(3, **settings)):
-            found = sb.generate(pair, PROMPTS, method, batch_size=batch_size, **OPTIONS)
-            assert [one.tokens for one in found] == [one.tokens for one in plain]
+    for method, batch_size in (
+        (sb.dsbd(3, 5, 4, **settings), 1),
+        (sb.dsbd(3, 5, 4, **settings), 3),
+        (sb.dsbd(3, **settings), 3),
+    ):
+        found = sb.generate(pair, PROMPTS, method, batch_size=batch_size, **OPTIONS)
+        assert [one.tokens for one in found] == [one.tokens for one in plain]
 
 
 def test_what_is_timed_is_one_pass_of_one_module(targets):

@@ -343,14 +343,8 @@ class ModuleCache(PairCache):
         trie = self.trie
         while trie.pending:
             start = trie.stored
-            above = trie.parents[start : start + CHUNK]
-            is_deep = trie.positions[start : start + CHUNK] >= self.number
-            reads_feature = self.is_scored[above] & is_deep
-            reads_own = is_deep & (above < start) if self.is_last else np.zeros(len(above), dtype=bool)
-            is_settled = reads_feature | reads_own | ~is_deep if self.is_last else np.ones(len(above), dtype=bool)
-            count = len(above) if is_settled.all() else int(is_settled.argmin())
-            gets_row = (reads_feature | reads_own)[:count]
-            feed = trie.feed(count)
+            gets_row = self._with_something_to_read(start)
+            feed = trie.feed(len(gets_row))
             self.kept.reserve(trie.capacity)
             self.has_row = np.concatenate([self.has_row, np.zeros(trie.capacity - len(self.has_row), dtype=bool)])
             self.has_row[feed.slots] = gets_row
@@ -360,6 +354,18 @@ class ModuleCache(PairCache):
                 )
                 return self.rows(start + np.flatnonzero(gets_row), chosen)
         return None
+
+    def _with_something_to_read(self, start: int) -> Bool[np.ndarray, " nodes"]:
+        """Return which of the next pending nodes have something to read, up to the first that has to wait for its parent."""
+        above = self.trie.parents[start : start + CHUNK]
+        is_deep = self.trie.positions[start : start + CHUNK] >= self.number
+        reads_feature = is_deep & self.is_scored[above]
+        if not self.is_last:
+            return reads_feature
+        reads_own = is_deep & (above < start)
+        waits = is_deep & ~reads_feature & ~reads_own
+        count = int(waits.argmax()) if waits.any() else len(waits)
+        return (reads_feature | reads_own)[:count]
 
     def attend(self, rows: PairRows, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """See `PairCache.attend`: slots without rows are not seen."""
@@ -411,9 +417,9 @@ class ModulesCache:
             cache.rewind(nodes)
 
     def drafts_above(self, nodes: Int64[np.ndarray, " nodes"]) -> Int64[np.ndarray, " nodes"]:
-        """Return how many nodes the target has not scored there are from each of the first module's nodes upwards, less one.
+        """Return how many drafts, which the target has not scored, are above each of the first module's local nodes.
 
-        The module of this number makes the law below it.
+        The module of this number makes the law below the node.
         """
         first = self.caches[0]
         parents = first.trie.parents
