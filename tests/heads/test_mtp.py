@@ -384,6 +384,19 @@ def test_beams_are_those_without_a_draft(kind, settings, targets):
         assert [one.tokens for one in found] == [one.tokens for one in plain]
 
 
+@pytest.mark.parametrize("kind", [("glm", 2), ("deepseek", 1)])
+def test_modules_of_a_target_in_halves_draft_in_halves(kind, targets):
+    """All but what the target's own layers keep in float32."""
+    target = AutoModelForCausalLM.from_pretrained(targets[kind].name_or_path, dtype=torch.bfloat16).eval()
+    pair = sb.load(target, draft="mtp", probe=False)
+    assert {weight.dtype for weight in pair.draft.head.parameters()} == {torch.bfloat16}
+    buffers = [buffer for name, buffer in pair.draft.head.named_buffers() if name.endswith("e_score_correction_bias")]
+    assert {buffer.dtype for buffer in buffers} == {torch.float32}
+    assert len(buffers) == kind[1]
+    found = sb.generate(pair, PROMPTS, sb.dsbd(3, 5, 4), batch_size=3, **OPTIONS)
+    assert all(one.report.draft_passes > 0 for one in found)
+
+
 def test_what_is_timed_is_one_pass_of_one_module(targets):
     """On a made-up prompt: over some nodes below the root, which are taken back after it."""
     lm = sb.load(targets["qwen3", 3], draft="mtp", probe=False).draft

@@ -69,6 +69,7 @@ class BorrowedLayer(nn.Module):
         self, x: Float[Tensor, "*rows width"], angles: Any, layer: int, attend: Attend
     ) -> Float[Tensor, "*rows width"]:
         """Return the rows after the layer."""
+        angles = tuple(one.to(x.dtype) for one in angles)  # transformers' layers rotate in the type that they are given
         if x.ndim == 3:
             return self._batch(x, angles, layer, attend)
 
