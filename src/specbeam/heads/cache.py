@@ -27,8 +27,7 @@ class PairRows:
     features: Float[Tensor, "rows width"]  # of the nodes above
     states: Float[Tensor, "rows width"]  # the head's own, of the nodes above
     is_scored: Bool[Tensor, " rows"]  # whether the target has scored the node above, so that the row reads its feature
-    # The position of the first row of the draft that each is in: its own, below a scored node.
-    starts: Int64[np.ndarray, " rows"]
+    starts: Int64[np.ndarray, " rows"]  # positions that windows count from: of the first row of each row's draft
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store keys and values of the rows; return what they and the rows above them make of the queries."""
@@ -258,7 +257,7 @@ class PairCache(NodeCache):
         read = torch.from_numpy(above).to(self.features.device)
         is_scored = torch.from_numpy(self.is_scored[above]).to(self.features.device)
         tokens = feed.tokens if self.history == 1 else self.last_tokens[nodes]
-        starts = self._starts(nodes)
+        starts = self._starts(nodes) if self.views else self.trie.positions[nodes]
         return PairRows(self, nodes, feed, tokens, self.features[read], self.states[read], is_scored, starts)
 
     def _starts(self, nodes: Int64[np.ndarray, " rows"]) -> Int64[np.ndarray, " rows"]:

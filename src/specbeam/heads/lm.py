@@ -457,16 +457,8 @@ class BlockNode(NamedTuple):
     node: int
     root: int
     far: int  # how far below its root it is
-
-    @property
-    def token(self) -> int:
-        """The token of the node."""
-        return int(self.cache.trie.tokens[self.node])
-
-    @property
-    def parent(self) -> int:
-        """The local node above it."""
-        return int(self.cache.trie.parents[self.node])
+    token: int
+    parent: int  # the local node above it
 
 
 class BlockLM(HeadLM):
@@ -491,30 +483,35 @@ class BlockLM(HeadLM):
         carries = self.head.correction.state_size > 0
         places = [cache.to_correct(nodes, carries) for cache, nodes in zip(caches, wanted, strict=True)]
         self._make_missing_blocks(caches, [{root for root, _ in each.values()} for each in places])
-        asked = [
-            BlockNode(number, cache, node, root, far)
-            for number, (cache, each) in enumerate(zip(caches, places, strict=True))
-            for node, (root, far) in each.items()
-        ]
+        asked = []
+        for number, (cache, each) in enumerate(zip(caches, places, strict=True)):
+            tokens = cache.trie.tokens
+            parents = cache.trie.parents
+            for node, (root, far) in each.items():
+                asked.append(BlockNode(number, cache, node, root, far, int(tokens[node]), int(parents[node])))
+        if not carries:
+            logits = self._correct(asked) if asked else self._no_logits()
+            return list(logits.split([len(each) for each in places]))
         made: list[dict[int, Tensor]] = [{} for _ in caches]
         for far in sorted({one.far for one in asked}):
             level = [one for one in asked if one.far == far]
-            for one, logits in zip(level, self._correct(level), strict=True):
-                made[one.number][one.node] = logits
-        nothing = torch.zeros(0, self.head.shape.draft_vocab, device=self.device)
+            for one, row in zip(level, self._correct(level), strict=True):
+                made[one.number][one.node] = row
         return [
-            torch.stack([known[node] for node in nodes.tolist()]) if len(nodes) else nothing
+            torch.stack([known[node] for node in nodes.tolist()]) if len(nodes) else self._no_logits()
             for known, nodes in zip(made, wanted, strict=True)
         ]
 
+    def _no_logits(self) -> Float[Tensor, "0 draft_vocab"]:
+        return torch.zeros(0, self.head.shape.draft_vocab, device=self.device)
+
     def _correct(self, nodes: "list[BlockNode]") -> Float[Tensor, "nodes draft_vocab"]:
-        """Return the logits at nodes that are equally far below their roots, and keep what these hand down."""
+        """Return the logits at nodes, and keep what these hand down; then all are equally far below their roots."""
         shape = self.head.shape
-        far = nodes[0].far
-        row = min(shape.first_row + far, shape.rows - 1)
-        rows = torch.stack([one.cache.blocks[one.root][row] for one in nodes])
+        last = shape.rows - 1
+        rows = torch.stack([one.cache.blocks[one.root][min(shape.first_row + one.far, last)] for one in nodes])
         tokens = torch.tensor([one.token for one in nodes], device=self.device)
-        logits, after = self.head.corrected(far, rows, tokens, self._handed_down(nodes, tokens))
+        logits, after = self.head.corrected(nodes[0].far, rows, tokens, self._handed_down(nodes, tokens))
         if self.head.correction.state_size:
             for one, handed in zip(nodes, after, strict=True):
                 one.cache.carried[one.node] = handed
