@@ -171,10 +171,10 @@ def test_heads_may_share_the_matrix_of_the_target(target, tmp_path):
         ("hydra", {"hydra_head_arch": "prefix-mlp"}, [], "hydra_head_arch is 'prefix-mlp'"),
         ("hydra", {"grounded_heads": False}, [], "grounded_heads False"),
         ("mlp_speculator", {"n_predict": None}, [], "no n_predict"),
-        ("mlp_speculator", {"emb_dim": 24}, [], "reads rows of 24, and the target's are of 16"),
-        ("mlp_speculator", {"n_predict": 2}, [], "tensors that are not known: emb.2.weight"),
-        ("redrafter", {"hidden_size": 24}, [], "reads rows of 24"),
-        ("redrafter", {"exit_dim": 20}, [], "no tensor input_proj.weight"),
+        ("mlp_speculator", {"emb_dim": 24}, [], "emb_dim is 24 in config.json; it must be the width of the target, 16"),
+        ("mlp_speculator", {"n_predict": 2}, [], "n_predict is 2 in config.json; it must be 3, the number of heads"),
+        ("redrafter", {"hidden_size": 24}, [], "hidden_size is 24 in config.json; it must be the width of the target"),
+        ("redrafter", {"exit_dim": 20}, [], "network.2.weight has 32 columns, and 20 by exit_dim in config.json"),
     ],
 )
 def test_a_broken_or_foreign_head_is_refused_by_name(name, config, without, message, target, tmp_path):
