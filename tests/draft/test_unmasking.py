@@ -118,8 +118,9 @@ def test_drafts_that_a_constraint_bans_stay_on_trial(order, rule):
 def test_the_best_tokens_are_a_sure_guess_for_rules_that_try(order):
     target = random_table(5, 3)
     drafter = Unmasking(random_denoiser(6, 3, 3), 2, order, drawn=False)
-    law, _ = law_of_turn(drafter, PathRule(), target, 3)
-    assert distance(law, completed(target, (), 3)) < CLOSE
+    for rule in (PathRule(), TraversalRule()):
+        law, _ = law_of_turn(drafter, rule, target, 3)
+        assert distance(law, completed(target, (), 3)) < CLOSE
 
 
 @dataclass(frozen=True)
