@@ -1,6 +1,7 @@
 """Exit heads: one layer behind the target's first layers, on the target's own cache; each layer runs once on each token."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import specbeam as sb
 from specbeam.control.cost import CostCurve
+from specbeam.control.needs import OddsMemory
+from specbeam.control.pace import PaceMemory
+from specbeam.core.beams import Beams
 from specbeam.core.forest import Forest, next_start, rows_of_nodes, turn_rows
 from specbeam.decode import decode
 from specbeam.engines.cpu.layers import all_layers
@@ -20,7 +24,8 @@ from specbeam.heads.read import is_head, read_head
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
-from specbeam.records import Needs
+from specbeam.recipes.depth import _Learnt
+from specbeam.records import Needs, Verdict
 from specbeam.request import Request
 from specbeam.train.head_files import write_head
 from specbeam.tuning.costs import CONTEXT, curve_of, rest_curve
@@ -50,8 +55,9 @@ def head_of(model, after=2, noise=0.1):
 def exit_of(after=2, chunk=512, share_from=None, family="llama", engine="compiled", noise=0.1):
     target = HuggingFaceLM(model_of(family), chunk, engine, share_from)
     draft = exit_model(head_of(target.model, after, noise), target)
-    target.curves[CONTEXT] = CostCurve((1, 64), (0.1, 0.12))  # a large target, for controllers that weigh costs
-    draft.curves[CONTEXT] = CostCurve((1, 64), (0.03, 0.032))
+    target.curves[CONTEXT] = CostCurve((1, 64), (10.0, 12.0))  # for controllers that weigh costs: passes cost more than Python
+    draft.curves[CONTEXT] = CostCurve((1, 64), (1.0, 1.2))
+    target.learnt[draft] = _Learnt(OddsMemory(), PaceMemory())  # of no earlier test
     return draft
 
 
@@ -334,6 +340,30 @@ def test_compacting_moves_what_the_exit_layer_has_not_seen():
         target.compact(one)
         moves += before > one.state[target].trie.extent
     assert moves > 0
+
+
+def test_after_many_turns_without_drafts_few_nodes_wait_for_the_exit_layer():
+    """And the next draft is made from all of them."""
+    draft = exit_of(2)
+    target = draft.target
+    one = seat([3, 4, 5])
+    waiting = []
+    for number in range(80):
+        forest = Forest.rooted([one.texts[0][-1]])
+        target.extend([one], [forest], [draft.needs_of_target])
+        cache = one.state[target]
+        waiting.append(sum(map(len, cache.behind)))
+        token = np.array([number % 50])
+        none = np.zeros(1, dtype=np.int64)
+        beams = Beams(none - 1, token, np.zeros(1), none + 1, np.zeros(1, dtype=np.uint64))
+        turn = random_turn(np.random.default_rng(0), forest, VOCAB, most=1)
+        layers = turn.verdict.layers._replace(beams=beams, parents=none)
+        target.settle(one, replace(turn, verdict=Verdict(layers)))
+        one.texts = [[*one.texts[0], int(token[0])]]
+    assert 30 < max(waiting) <= 65
+    (found,) = draft.extend([one], [Forest.rooted([one.texts[0][-1]])])
+    expected = plain_logits(draft.head.exited(), one.texts)
+    torch.testing.assert_close(found.logits, expected, atol=3e-4, rtol=3e-4)
 
 
 def test_a_session_of_another_method_shares_no_prefix_with_one_that_has_an_exit_layer():

@@ -39,7 +39,7 @@ def model_key(model: "PreTrainedModel | None") -> list[str] | None:
     return None if model is None else [model.config.to_json_string(use_diff=False), str(model.dtype), str(model.device)]
 
 
-def weights_key(model: "PreTrainedModel | None") -> str | None:
+def weights_key(model: "torch.nn.Module | None") -> str | None:
     """Return a hash of 16 numbers of every weight, which tells models of one shape apart; None for no model."""
     if model is None:
         return None

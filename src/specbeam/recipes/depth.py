@@ -130,14 +130,14 @@ def _cheap_rows(curve: CostCurve, beams: int) -> int:
 
 def _memory_of(target: LM | None, draft: LM) -> OddsMemory:
     """Return what is learnt of the drafts of a pair, the same object for each method of the pair."""
-    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
+    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, (HuggingFaceLM, ExitLM)):
         return OddsMemory()
     return _learnt(target, draft).odds
 
 
 def _paces_of(target: LM | None, draft: LM) -> PaceMemory:
     """Return how fast the sessions of a pair were, the same object for each method of the pair."""
-    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, HuggingFaceLM):
+    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, (HuggingFaceLM, ExitLM)):
         return PaceMemory()
     return _learnt(target, draft).paces
 
@@ -150,10 +150,10 @@ class _Learnt:
     paces: PaceMemory
 
 
-def _learnt(target: HuggingFaceLM, draft: HuggingFaceLM) -> _Learnt:
+def _learnt(target: HuggingFaceLM, draft: HuggingFaceLM | ExitLM) -> _Learnt:
     if draft not in target.learnt:
-        models = target.model, draft.model
-        key = [*map(kept_figures.weights_key, models), target.engine, draft.engine]
+        weights, engine = (draft.head, "exit") if isinstance(draft, ExitLM) else (draft.model, draft.engine)
+        key = [kept_figures.weights_key(target.model), kept_figures.weights_key(weights), target.engine, engine]
         target.learnt[draft] = _Learnt(OddsMemory(key), PaceMemory(key))
     found: _Learnt = target.learnt[draft]
     return found

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+MOST_BEHIND = 64  # nodes that wait for the exit layer where nothing is drafted for long
+
+
 class PackedPasses:
     """The passes of a model with the compiled forward; a single session is served by one step (`extend_cache`).
 
@@ -69,6 +72,7 @@ class PackedPasses:
         if busy := [cache for cache in caches if cache.trie.pending]:
             self.prefill(busy, [cache.trie.pending for cache in busy])
         self.finish(caches)
+        self.exit([cache for cache in caches if sum(map(len, cache.behind)) > MOST_BEHIND])
         nodes = [cache.answer(forest) for cache, forest in zip(caches, forests, strict=True)]
         rows = [cache.outputs[wanted] for cache, wanted in zip(caches, nodes, strict=True)]
         with span("model"):
