@@ -55,7 +55,9 @@ def head_of(model, after=2, noise=0.1):
 def exit_of(after=2, chunk=512, share_from=None, family="llama", engine="compiled", noise=0.1):
     target = HuggingFaceLM(model_of(family), chunk, engine, share_from)
     draft = exit_model(head_of(target.model, after, noise), target)
-    target.curves[CONTEXT] = CostCurve((1, 64), (10.0, 12.0))  # for controllers that weigh costs: passes cost more than Python
+    target.curves[CONTEXT] = CostCurve(
+        (1, 64), (10.0, 12.0)
+    )  # for controllers that weigh costs: passes cost more than Python
     draft.curves[CONTEXT] = CostCurve((1, 64), (1.0, 1.2))
     target.learnt[draft] = _Learnt(OddsMemory(), PaceMemory())  # of no earlier test
     return draft
