@@ -50,7 +50,7 @@ def heads(pair):
     for kind in ("eagle3", "dspark", "medusa"):
         torch.manual_seed(1)
         plan = planned(pair.target_model, KINDS[kind].usual, {})
-        found[kind] = head_model(KINDS[kind].new(pair.target_model, plan, None), pair.target.vocab)
+        found[kind] = head_model(KINDS[kind].new(pair.target_model, plan, None), pair.target)
     return found
 
 
@@ -144,7 +144,9 @@ def test_heads_that_compiled_layers_cannot_run_are_run_by_torch():
     model = tiny("llama", seed=1, vocab_size=VOCAB)
     cases = {
         "modules of FSPAD": lambda engine: TrunkLM(trunk_of(model, "fspad"), VOCAB, engine),
-        "its correction has a gate": lambda engine: BlockLM(block_of(model, "gated"), VOCAB, engine),
+        "its correction is of kind 'gated'": lambda engine: BlockLM(block_of(model, "gated"), VOCAB, engine),
+        "its correction is of kind 'rnn'": lambda engine: BlockLM(block_of(model, "recurrent"), VOCAB, engine),
+        "its rows do not look at all": lambda engine: BlockLM(block_of(model, "windows from the root"), VOCAB, engine),
         "positions depend on the length": lambda engine: TrunkLM(
             trunk_of(model, "eagle3").changed({"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
             VOCAB,

@@ -175,10 +175,10 @@ class Counting:
         decoder = draft.target.runner.decoder
         forward, forward_exit = decoder.forward, decoder.forward_exit
 
-        def counted(rows, store, vectors, layers, states=None):
+        def counted(rows, store, vectors, layers, states=None, taps=()):
             for layer in range(*layers.indices(LAYERS)):
                 self.rows[layer] += len(rows.tokens)
-            return forward(rows, store, vectors, layers, states)
+            return forward(rows, store, vectors, layers, states, taps)
 
         def counted_exit(rows, store, layer, states):
             self.rows["exit"] += len(rows.tokens)
@@ -463,7 +463,11 @@ CHANGES = [
     ({"exit_layer": 0}, {}, "exit_layer is 0"),
     ({"exit_layer": None}, {}, "no exit_layer"),
     ({"target": None}, {}, "no target"),
-    ({"target": {"model_type": "qwen2"}}, {}, "is for a target whose model_type is 'qwen2', and this one's is 'llama'"),
+    (
+        {"target": {"model_type": "qwen2"}},
+        {},
+        "target.model_type is 'qwen2' in config.json; it must be that of the target, 'llama'",
+    ),
     ({}, {"norm.weight": torch.ones(31)}, "norm.weight is"),
     ({}, {"layer.more": torch.ones(3)}, "tensors that are not known: layer.more"),
 ]
@@ -481,7 +485,7 @@ def test_a_head_of_another_target_or_a_broken_one_is_refused_by_name(folder, con
 
 def test_a_head_of_a_target_of_other_layers_is_refused(folder):
     path, _, _ = folder
-    with pytest.raises(BadHead, match="num_hidden_layers is 4, and this one's is 5"):
+    with pytest.raises(BadHead, match="num_hidden_layers is 4 in config.json; it must be that of the target, 5"):
         sb.load(model_of(layers=5), draft=path)
 
 
