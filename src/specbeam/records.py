@@ -1,6 +1,7 @@
 """The records that parts and models pass to each other. They are never changed after they are made."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -157,14 +158,53 @@ class Needs:
         )
 
 
+LEARNT = -(2**32)  # the token of a probe of kind k is LEARNT - k, if `ProbeInputs` say what the kinds are
+
+
 class Probes(NamedTuple):
     """Extra rows under nodes of a forest that the target scores for a drafter, such as mask tokens or learnt prompts.
 
     A probe attends to the path to its parent, which may be a probe, too. No draft attends to a probe, and no rule sees one.
     """
 
-    tokens: Int64[np.ndarray, " probes"]  # a negative number stands for an embedding (see `Session.vectors`)
+    # A negative number stands for an embedding (see `Session.vectors`), one from LEARNT down for a kind of `ProbeInputs`.
+    tokens: Int64[np.ndarray, " probes"]
     parents: Int64[np.ndarray, " probes"]  # nodes of the forest, or forest.size + k for probe k
+
+
+NO_PROBES = Probes(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeInputs:
+    """What probes are made of that are no tokens: learnt embeddings, a prefix that they alone see, states of other rows.
+
+    They are the same for all sessions of a drafter. The law of the target does not depend on them: rows of the text see
+    neither a probe nor the prefix, and their positions are as if there were none.
+
+    Attributes:
+        model: the model of transformers that they were learnt for.
+        kinds: number of kinds of probes.
+        embeddings: what the first layer reads of each kind; None: probes enter at `layer`.
+        keys, values: of each layer, those of the prefix, as its attention reads them: keys are not rotated. Empty without a
+            prefix.
+        layer: the layer at which probes enter, from 1 on; 0: they have embeddings.
+        make: returns what layer `layer` reads of probes, float[n, width], from what it reads of the nodes that the probes
+            hang under, or whose probes they hang under, float[n, width], and from their kinds, int64[n].
+    """
+
+    model: Any
+    kinds: int
+    embeddings: Float[torch.Tensor, "kinds width"] | None = None
+    keys: tuple[Float[torch.Tensor, "kv_heads prefix size"], ...] = ()
+    values: tuple[Float[torch.Tensor, "kv_heads prefix size"], ...] = ()
+    layer: int = 0
+    make: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def prefix(self) -> int:
+        """The number of rows of the prefix."""
+        return self.keys[0].shape[1] if self.keys else 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ from specbeam.core.limits import Ended, Limits
 from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
 from specbeam.laws.named import UNKNOWN
 from specbeam.laws.warp import Warp, on_host
-from specbeam.records import Certificate, Needs, Report, RowCounts, Shape, Turn, Verdict
+from specbeam.records import Certificate, Needs, ProbeInputs, Report, RowCounts, Shape, Turn, Verdict
 
 
 @runtime_checkable
@@ -74,7 +74,9 @@ class Drafter(Protocol):
         no_law_reason: str, why the law of its drafts is not known, so that they can be matched and not tried.
         fill(sessions, most) -> list[bool]: store a chunk of long prompts; which have no more to store (draft/batch.py).
         needs: Needs, what it reads of the target's rows, in `turn.scored`.
-        probes(session, forest) -> Probes: rows of its own in the target's pass, which are in `turn.scored.probes`.
+        probes(session, forest) -> Probes: rows of its own in the target's pass, which are in `turn.scored.probes`. A model
+            of the drafter may have them, too.
+        probe_inputs: ProbeInputs, what its probes are made of; beside `probes`, if they are not tokens.
         spec(session): the numbers by which steps draft in a compiled run (draft/beams.py, draft/tree.py).
         keeps_nodes: True if its forests start with `session.start`, so that nodes are kept from turn to turn.
     """
@@ -156,6 +158,21 @@ class Parts:
         for model in getattr(self.drafter, "models", None) or ():
             asked |= getattr(model, "needs_of_target", Needs())
         return asked
+
+    @cached_property
+    def prober(self) -> Any:
+        """Who has rows of its own in the target's pass: the drafter, or one of its models; None if nobody has.
+
+        Raises `BadSetting` if several have: a pass takes the rows of one.
+        """
+        each = (self.drafter, *(getattr(self.drafter, "models", None) or ()))
+        found = list({id(one): one for one in each if hasattr(one, "probes")}.values())
+        if len(found) > 1:
+            raise BadSetting(
+                f"{' and '.join(type(one).__name__ for one in found)} have rows of their own in the target's pass, which "
+                "takes those of one; draft with one of them"
+            )
+        return found[0] if found else None
 
     @cached_property
     def own_needs(self) -> Needs:
@@ -244,6 +261,11 @@ class Session:
         self.head = np.array([*padding, *named], dtype=np.int64)
         if self.warp.constraint is not None:
             self.warp.constraint.prompt_length = len(self.head)
+
+    @property
+    def probe_inputs(self) -> ProbeInputs | None:
+        """What the drafter's rows in the target's pass are made of; None if it has none, or if they are tokens."""
+        return getattr(self.parts.prober, "probe_inputs", None)
 
     @property
     def settled(self) -> list[int]:

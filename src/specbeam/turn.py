@@ -69,7 +69,8 @@ def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scor
     for session, forest in zip(live, forests, strict=True):
         answer = found.get(session, Scored(torch.from_numpy(forest.known.rows[:0])))
         session.count.rows += RowCounts(scored=len(answer.logits))
-        answers.append(answer if probed[session] is forest else answer.split(forest.size))
+        drafts = forest.size - len(forest.known.nodes)
+        answers.append(answer if probed[session] is forest else answer.split(drafts))
     return answers
 
 

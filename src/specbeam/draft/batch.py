@@ -45,12 +45,14 @@ def _always(session: Session) -> bool:
 def with_probes(session: Session, forest: Forest) -> Forest:
     """Return the forest with the probes of the session's drafter after it: rows that the target scores for the drafter.
 
-    A drafter that has any has a method `probes(session, forest) -> Probes`.
+    A drafter that has any, or a model of it, has a method `probes(session, forest) -> Probes`. The very same forest is
+    returned if there are none.
     """
-    probes = getattr(session.parts.drafter, "probes", None)
-    if probes is not None and session.failure is None:
+    prober = session.parts.prober
+    if prober is not None and session.failure is None:
         with session.failing_alone("draft: "):
-            return forest.grown(*probes(session, forest))
+            probes = prober.probes(session, forest)
+            return forest.grown(*probes) if len(probes.tokens) else forest
     return forest
 
 

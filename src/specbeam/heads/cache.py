@@ -348,10 +348,8 @@ class ModuleCache(PairCache):
             self.has_row = np.concatenate([self.has_row, np.zeros(trie.capacity - len(self.has_row), dtype=bool)])
             self.has_row[feed.slots] = gets_row
             if gets_row.any():
-                chosen = Feed(
-                    feed.tokens[gets_row], feed.positions[gets_row], feed.slots[gets_row], feed.seen[gets_row]
-                )
-                return self.rows(start + np.flatnonzero(gets_row), chosen)
+                rows = np.flatnonzero(gets_row)
+                return self.rows(start + rows, feed.only(rows))
         return None
 
     def _with_something_to_read(self, start: int) -> Bool[np.ndarray, " nodes"]:
@@ -370,7 +368,7 @@ class ModuleCache(PairCache):
         """See `PairCache.attend`: slots without rows are not seen."""
         feed = rows.feed
         seen = feed.seen & self.has_row[: feed.seen.shape[1]]
-        shown = Feed(feed.tokens, feed.positions, feed.slots, seen)
+        shown = replace(feed, seen=seen)
         return super().attend(replace(rows, feed=shown), layer, queries, keys, values)
 
 

@@ -26,7 +26,7 @@ from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.errors import NotSupported, UnsupportedModel
 from specbeam.lm.base import checked_needs
 from specbeam.measure.profiler import record_share
-from specbeam.records import Needs, Scored, Turn
+from specbeam.records import Needs, ProbeInputs, Scored, Turn
 from specbeam.session import CacheOwner
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class HuggingFaceLM:
         self.heads: dict[Any, Any] = {}  # draft heads that were read for this model, see `load`
         self.head: Any = None  # the exit head whose layer is this model's last one; see `heads.exit`
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
-        self.max_positions: int | None = _max_positions(model.config.get_text_config())
+        self.max_positions: int | None = max_positions_of(model.config.get_text_config())
         self.device = model.get_input_embeddings().weight.device
         self.passes = 0
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
@@ -122,9 +122,12 @@ class HuggingFaceLM:
         return self.runner.lacks(needs)
 
     def refuses(self, session: CacheOwner) -> str:
-        """Return the reason why this model cannot take the context and embeddings of a session; "" if it can."""
+        """Return the reason why this model cannot take context, embeddings and probes of a session; "" if it can."""
         context, vectors = self._extras_of(session)
         if context is not None and (why := self.runner.refuses(context)):
+            return why
+        inputs = self._probe_inputs_of(session)
+        if inputs is not None and (why := self.runner.refuses_probes(inputs)):
             return why
         rows = -min(min(session.prompt), 0)
         if vectors is None:
@@ -146,6 +149,11 @@ class HuggingFaceLM:
     def _extras_of(self, session: CacheOwner) -> tuple[Any, torch.Tensor | None]:
         """Return the context and the embeddings that a session has for this model besides tokens; None for what it lacks."""
         return getattr(session, "context", {}).get(self), getattr(session, "vectors", {}).get(self)
+
+    def _probe_inputs_of(self, session: CacheOwner) -> ProbeInputs | None:
+        """Return what the probes of a session are made of in this model; None if they are tokens, or in another model."""
+        inputs: ProbeInputs | None = getattr(session, "probe_inputs", None)
+        return inputs if inputs is not None and inputs.model is self.model else None
 
     def extend(
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
@@ -224,7 +232,7 @@ class HuggingFaceLM:
             yield None
             return
         self._store_for_followers([cache])
-        if cache.has_vectors or cache.early_layers is not None:  # see `CpuCache.is_for_steps`
+        if cache.has_vectors or cache.early_layers is not None or cache.probe_inputs is not None:  # see `is_for_steps`
             yield None
             return
         most = min(self.chunk, self.runner.most_rows_in_steps)
@@ -275,7 +283,8 @@ class HuggingFaceLM:
 
     def _compact_if_sparse(self, session: CacheOwner, cache: Any) -> None:
         """Compact the cache if it extends over more than one block plus twice the slots it needs, and shares no row."""
-        if len(cache.company) == 1 and cache.trie.extent > 2 * cache.trie.held + BLOCK:
+        trie = cache.trie
+        if len(cache.company) == 1 and trie.extent - trie.reserved > 2 * trie.held + BLOCK:
             self.compact(session)
 
     def peak(self, session: CacheOwner) -> int:
@@ -343,6 +352,7 @@ class HuggingFaceLM:
             if needs.exit_layer is not None:
                 cache.early_layers = needs.exit_layer.after
             cache.context, cache.vectors = self._extras_of(session)
+            cache.take_probe_inputs(self._probe_inputs_of(session))
             if leader is None:
                 self.caches.append(cache.company)
             else:
@@ -361,13 +371,15 @@ class HuggingFaceLM:
         Returns (None, 0) if there is nothing to share. The last token of a prompt is never shared: each session has to score
         it.
         """
-        if self.share_from is None or needs.prompt:
+        if self.share_from is None or needs.prompt or self._probe_inputs_of(session) is not None:
             return None, 0
         context, vectors = self._extras_of(session)
         best = None
         longest = self.share_from - 1
         for company in self.caches:
             if len(company) >= MOST_TOGETHER:
+                continue
+            if company[0].probe_inputs is not None:  # its first slots are reserved
                 continue
             if company[0].vectors is not vectors or not _are_same(company[0].context, context):
                 continue
@@ -541,7 +553,7 @@ _NAMES = {
 }
 
 
-def _max_positions(config: object) -> int | None:
+def max_positions_of(config: object) -> int | None:
     """Return the most positions that a model is made for; None if its configuration does not say."""
     for name in ("max_position_embeddings", "n_positions"):
         if (most := getattr(config, name, None)) is not None:

@@ -56,7 +56,7 @@ class CpuCache(RowMember):
     @property
     def is_for_steps(self) -> bool:
         """Whether a step can run its passes: it looks tokens up, and runs all layers at once."""
-        return self.vectors is None and self.early_layers is None
+        return self.vectors is None and self.probe_inputs is None and self.early_layers is None
 
     @property
     def unfinished_nodes(self) -> int:
@@ -104,7 +104,7 @@ class CpuCache(RowMember):
         self.unfinished.append(feed)
         self.unfinished_prompt.append(prompt)
         if self.needs.exit_layer is not None:
-            lasting = Feed(feed.tokens.copy(), feed.positions.copy(), feed.slots, feed.seen.copy())
+            lasting = feed.only(np.arange(len(feed)))  # a copy, as the arrays of the trie change
             self.behind.append(Behind(lasting, rows, np.arange(stored - len(rows), stored)))
 
     def learn_exits(self, rows: Float32[np.ndarray, "n hidden"]) -> None:
@@ -150,7 +150,8 @@ class CpuCache(RowMember):
         self.answered_early = len(nodes)
         start = int(np.searchsorted(former, first))
         fed = trie.arrays.nodes[:, start : trie.stored]
-        feed = Feed(fed[0], fed[2], slots[np.isin(late, former)], trie.arrays.seen[start : trie.stored])
+        kept_slots = slots[np.isin(late, former)]
+        feed = Feed(fed[0], fed[2], kept_slots, trie.arrays.seen[start : trie.stored], fed[1] - start)
         self.unfinished = [feed] if len(feed) else []
         self.unfinished_prompt = [
             (int(np.searchsorted(former, node)), count) for node, count in self.unfinished_prompt if count

@@ -78,6 +78,13 @@ class Rows:
     sessions: Int64[np.ndarray, "sessions 3"]  # row of the store, first row, last row + 1
     seen: dict[str, Bool[np.ndarray, "n slots"]]  # which slots each row may look at, by kind of layer
 
+    def only(self, which: Bool[np.ndarray, " n"]) -> "Rows":
+        """Return some of the rows."""
+        before = np.concatenate([[0], np.cumsum(which)])  # number of them before each row
+        sessions = np.column_stack([self.sessions[:, 0], before[self.sessions[:, 1:]]])
+        seen = {kind: shown[which] for kind, shown in self.seen.items()}
+        return Rows(self.tokens[which], self.positions[which], self.slots[which], sessions, seen)
+
 
 _NO_VECTORS: Mapping[int, Float32[np.ndarray, " hidden"]] = {}
 

@@ -1,6 +1,6 @@
 """An exit layer of the compiled forward: a layer and a norm between the first layers of a model and its head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,8 +52,7 @@ class Behind:
 
     def among(self, rows: Int64[np.ndarray, " kept"], nodes: Int64[np.ndarray, " kept"]) -> "Behind":
         """Return some of these rows, of which the nodes have new numbers."""
-        feed = Feed(self.feed.tokens[rows], self.feed.positions[rows], self.feed.slots[rows], self.feed.seen[rows])
-        return Behind(feed, self.states[rows], nodes)
+        return Behind(self.feed.only(rows), self.states[rows], nodes)
 
     def moved(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> "Behind":
         """Return the same nodes after tokens were moved from slots to others."""
@@ -65,4 +64,4 @@ class Behind:
             columns = self.feed.seen[:, source]
             seen[:, source] = False
             seen[:, goal] = columns
-        return Behind(Feed(self.feed.tokens, self.feed.positions, slots, seen), self.states, self.nodes)
+        return Behind(replace(self.feed, slots=slots, seen=seen), self.states, self.nodes)

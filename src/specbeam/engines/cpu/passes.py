@@ -8,7 +8,7 @@ from weakref import ref
 
 import numpy as np
 import torch
-from jaxtyping import Float32
+from jaxtyping import Float32, Int64
 from torch import nn
 
 from specbeam.core.forest import Forest, unknown_nodes
@@ -18,10 +18,11 @@ from specbeam.engines.cpu.decoder import CompiledDecoder, Rows
 from specbeam.engines.cpu.exit import ExitLayer
 from specbeam.engines.eligibility import lacks_taps
 from specbeam.engines.kv.cache import Logits, Nodes, hand_out
+from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import BLOCK, Feed
 from specbeam.measure.profiler import span
-from specbeam.records import FINAL, Needs, Scored
+from specbeam.records import FINAL, Needs, ProbeInputs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,6 +54,10 @@ class PackedPasses:
         return CpuCache(row, prompt, self.decoder.embedding.shape[1])
 
     takes_vectors = True
+
+    def refuses_probes(self, inputs: ProbeInputs) -> str:
+        """Return the reason why these passes cannot take what probes are made of; "" if they can."""
+        return lacks_taps(self.model, (inputs.layer,))
 
     def refuses(self, context: object) -> str:
         """Return the reason why these passes cannot take a context: they take none."""
@@ -211,20 +216,72 @@ class PackedPasses:
             np.concatenate([getattr(feed, name) for feed in feeds]) for name in ("tokens", "positions", "slots")
         )
         rows = Rows(tokens, positions, slots, sessions, self.masks.flat(feeds, tries, extent))
-        vectors = {
-            start + place: cache.vectors[-1 - int(feed.tokens[place])].float().numpy()
+        for cache in caches:
+            cache.keep_prefix(self.store)
+        late = [
+            late_rows(cache.probe_inputs, feed, start)
             for cache, feed, start in zip(caches, feeds, starts, strict=False)
-            if cache.vectors is not None
+        ]
+        entering = [one for one in late if one is not None]
+        entries = np.zeros(len(tokens), dtype=np.int64)  # the first layer of each row
+        for one in entering:
+            entries[one.places.numpy()] = one.layer
+        vectors = {
+            start + place: cache.vector_of(int(feed.tokens[place])).float().numpy()
+            for cache, feed, start in zip(caches, feeds, starts, strict=False)
             for place in np.flatnonzero(feed.tokens < 0).tolist()
+            if entries[start + place] == 0
         }
         with span("model"):
             if isinstance(layers, ExitLayer):
                 assert states is not None
                 found = self.decoder.forward_exit(rows, self.store, layers, states)
                 tapped = found[:, :0]
+            elif entering:
+                found, tapped = self._run_layers(rows, entering, entries, vectors, layers, states, taps)
             else:
                 found, tapped = self.decoder.forward(rows, self.store, vectors, layers, states, taps)
         return [(found[start:end], tapped[start:end]) for start, end in pairwise(starts)]
+
+    def _run_layers(
+        self,
+        rows: Rows,
+        entering: Sequence[LateRows],
+        entries: Int64[np.ndarray, " n"],
+        vectors: dict[int, Float32[np.ndarray, " hidden"]],
+        layers: slice,
+        states: Float32[np.ndarray, "n hidden"] | None,
+        taps: Sequence[int],
+    ) -> tuple[Float32[np.ndarray, "n hidden"], Float32[np.ndarray, "n tapped"]]:
+        """Do `CompiledDecoder.forward` where some rows enter at an inner layer; they have zeros for what is before it.
+
+        Args:
+            entering: these rows.
+            entries: the first layer of each row.
+            vectors: embeddings by row, of the rows that enter at the first layer and whose token is negative.
+            states: the states that enter the first of these layers; None: the embeddings of the tokens.
+        """
+        hidden = self.decoder.embedding.shape[1]
+        tapped = np.zeros((len(entries), len(taps), hidden), dtype=np.float32)
+        later = entries[(entries > layers.start) & (entries < layers.stop)]
+        for start, stop in pairwise(sorted({layers.start, layers.stop, *later.tolist()})):
+            for one in entering:
+                if one.layer == start and states is not None:
+                    one.write(torch.from_numpy(states))
+            is_in = entries <= start
+            number = np.cumsum(is_in) - 1
+            end = stop + (stop == layers.stop)  # what leaves the last layer is a tap, too
+            here = [place for place, tap in enumerate(taps) if start <= tap < end]
+            own_states = None if states is None else states[is_in]
+            own_vectors = {int(number[place]): vector for place, vector in vectors.items()}
+            own_taps = [taps[place] - start for place in here]
+            own = rows.only(is_in)
+            after, found = self.decoder.forward(own, self.store, own_vectors, slice(start, stop), own_states, own_taps)
+            states = np.zeros((len(entries), hidden), dtype=np.float32)
+            states[is_in] = after
+            tapped[np.ix_(is_in, here)] = found.reshape(len(after), len(here), hidden)
+        assert states is not None
+        return states, tapped.reshape(len(entries), -1)
 
     def _extend_by_step(self, cache: CpuCache, forest: Forest) -> Scored:
         """Do `extend` for a single session, by one compiled step."""

@@ -19,7 +19,7 @@ from specbeam.engines.gpu.staging import ModelLimits, Staging, check_nodes, writ
 from specbeam.engines.kv.cache import Logits, Nodes
 from specbeam.engines.kv.masks import Masks
 from specbeam.measure.profiler import span
-from specbeam.records import Needs, Scored
+from specbeam.records import Needs, ProbeInputs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,6 +71,13 @@ class GpuPasses:
         return GpuCache(row, prompt, self.vocab, pinned=self.device.type == "cuda")
 
     takes_vectors = False
+
+    def refuses_probes(self, inputs: ProbeInputs) -> str:
+        """Return the reason why these passes cannot take what probes are made of: they look up tokens alone."""
+        return (
+            "the forward for GPUs takes no learnt rows, and its attention no prefix: "
+            "HuggingFaceLM(model, engine='plain') takes both"
+        )
 
     def refuses(self, context: object) -> str:
         """Return the reason why these passes cannot take a context: they take none."""

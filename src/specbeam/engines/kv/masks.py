@@ -105,7 +105,22 @@ class Masks:
             seen: the ancestors of each node, and the node itself.
             positions: of each node.
         """
-        back = positions[:, :, None] - positions[:, None, :]
+        return self.of_rows(seen, positions, positions)
+
+    def of_rows(
+        self,
+        seen: Bool[torch.Tensor, "rows length slots"],
+        positions: Int64[torch.Tensor, "rows length"],
+        slot_positions: Int64[torch.Tensor, "rows slots"],
+    ) -> Mask:
+        """Return the mask of rows that look at keys of any rows, [rows, 1, length, slots], or a dict by layer type.
+
+        Args:
+            seen: which keys each row looks at.
+            positions: of each row.
+            slot_positions: of the rows that the keys are of.
+        """
+        back = positions[:, :, None] - slot_positions[:, None, :]
 
         def added(window: int | None) -> torch.Tensor:
             within = seen if window is None else seen & (back < window)

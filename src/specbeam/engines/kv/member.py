@@ -1,5 +1,6 @@
 """A base class of the caches of all engines: the place of a session in the store."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,14 @@ import torch
 from jaxtyping import Int64
 
 from specbeam.engines.answers import LOGITS
+from specbeam.engines.kv.store import KVStore
 from specbeam.engines.kv.trie import KVTrie
+from specbeam.records import LEARNT, ProbeInputs
+
+
+def as_they_are(keys: torch.Tensor) -> torch.Tensor:
+    """Return the keys: they are laid out as those of transformers."""
+    return keys
 
 
 class RowMember:
@@ -25,6 +33,8 @@ class RowMember:
             None if it has none.
         early_layers: number of layers that are run ahead of the others, for drafts by the model itself; None: no layers.
         needs: what the parts of the session need of each row of a pass.
+        probe_inputs: what the drafter's probes are made of; None if there are none, or if they are tokens.
+        has_prefix: whether the store holds the prefix of `probe_inputs`.
         prompt_rows: hidden states of rows before the first root, until they are handed out.
     """
 
@@ -40,10 +50,40 @@ class RowMember:
         self.vectors: torch.Tensor | None = None
         self.early_layers: int | None = None
         self.needs = LOGITS
+        self.probe_inputs: ProbeInputs | None = None
+        self.has_prefix = False
         self.prompt_rows: list[torch.Tensor] = []
 
     def follow_slots(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> None:
         """Follow tokens that are moved from slots to others between two turns: nothing here knows any slot."""
+
+    def take_probe_inputs(self, inputs: ProbeInputs | None) -> None:
+        """Take what probes are made of, and reserve the slots of its prefix. Must be called before anything is stored."""
+        self.probe_inputs = inputs
+        if inputs is not None and inputs.prefix:
+            self.trie.reserve_prefix(inputs.prefix)
+
+    def keep_prefix(self, store: KVStore, keys_of: Callable[[torch.Tensor], torch.Tensor] = as_they_are) -> None:
+        """Write the prefix into the store, if there is one that it does not hold yet. It must have room.
+
+        Args:
+            keys_of: returns keys as the engine's attention reads them, float[kv_heads, prefix, size].
+        """
+        inputs = self.probe_inputs
+        if inputs is None or self.has_prefix or not inputs.prefix:
+            return
+        for layer, (keys, values) in enumerate(zip(inputs.keys, inputs.values, strict=True)):
+            store.write_prefix(layer, self.row, keys_of(keys), values)
+        self.has_prefix = True
+
+    def vector_of(self, token: int) -> torch.Tensor:
+        """Return the embedding that a negative number stands for, float[width]; raise `IndexError` if there is none."""
+        inputs = self.probe_inputs
+        if token <= LEARNT and inputs is not None and inputs.embeddings is not None:
+            return inputs.embeddings[LEARNT - token]
+        if token <= LEARNT or self.vectors is None:
+            raise IndexError("a token is beyond those of the model")
+        return self.vectors[-1 - token]
 
     @property
     def has_vectors(self) -> bool:

@@ -70,6 +70,16 @@ class StoreLayer(CacheLayerMixin):
         self.values[caches[:, None], :, place.slots] = value_states.transpose(1, 2)
         return self.keys[caches, :, : place.extent], self.values[caches, :, : place.extent]
 
+    def write_prefix(
+        self, cache: int, keys: Float[Tensor, "heads prefix size"], values: Float[Tensor, "heads prefix size"]
+    ) -> None:
+        """Write rows into the slots after the waste slot of one row of the store."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys[None], values[None])
+        place = slice(1, 1 + keys.shape[1])
+        self.keys[cache, :, place] = keys
+        self.values[cache, :, place] = values
+
     def grow(self, caches: int, slots: int) -> None:
         if self.is_initialized:
             self.keys, self.values = (_larger(buffer, caches, slots) for buffer in (self.keys, self.values))
@@ -121,6 +131,17 @@ class KVStore(Cache):
         """Replace the buffers by larger ones with the same contents."""
         for layer in self.layers:
             layer.grow(caches, slots)
+
+    @torch.inference_mode()
+    def write_prefix(
+        self,
+        layer: int,
+        cache: int,
+        keys: Float[Tensor, "heads prefix size"],
+        values: Float[Tensor, "heads prefix size"],
+    ) -> None:
+        """Write rows of a layer into the slots after the waste slot of one row of the store."""
+        self.layers[layer].write_prefix(cache, keys, values)
 
     @torch.inference_mode()
     def move_cache(self, source: int, goal: int) -> None:
@@ -206,6 +227,18 @@ class PanelStore(KVStore):
         self._allocate(caches, slots)
         for old, new in zip(before, (self.keys_by_panel, self.values_by_slot), strict=True):
             new[: len(old), : old.shape[1], :, : old.shape[3]] = old
+
+    def write_prefix(
+        self,
+        layer: int,
+        cache: int,
+        keys: Float[Tensor, "heads prefix size"],
+        values: Float[Tensor, "heads prefix size"],
+    ) -> None:
+        slots = np.arange(1, 1 + keys.shape[1])
+        by_slot = keys.detach().float().numpy().transpose(1, 0, 2)
+        self.keys_by_panel[layer, cache][:, slots // self.columns, :, slots % self.columns] = by_slot
+        self.values_by_slot[layer, cache][:, slots, : self.size] = values.detach().float().numpy()
 
     def move_cache(self, source: int, goal: int) -> None:
         for buffer in (self.keys_by_panel, self.values_by_slot):

@@ -38,8 +38,9 @@ from specbeam.engines.kv.steps import (
     feed_slots,
     prune,
 )
-from specbeam.records import Turn
+from specbeam.records import LEARNT, Turn
 
+AHEAD = 2**30  # position of the slots of a prefix: no window leaves them behind
 NO_NODES = np.zeros(0, dtype=np.int64)
 
 
@@ -58,9 +59,30 @@ class Feed:
     positions: Int64[np.ndarray, " n"]
     slots: Int64[np.ndarray, " n"]
     seen: Bool[np.ndarray, "n capacity"]
+    parents: Int64[np.ndarray, " n"]  # the row above each, among these; negative if it was stored before
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def only(self, rows: Int64[np.ndarray, " kept"]) -> "Feed":
+        """Return some of the rows, ascending."""
+        names = np.full(len(self) + 1, -1)  # the last entry renames -1 to itself
+        names[rows] = np.arange(len(rows))
+        parents = names[np.maximum(self.parents[rows], -1)]
+        return Feed(self.tokens[rows], self.positions[rows], self.slots[rows], self.seen[rows], parents)
+
+    @property
+    def learnt(self) -> Int64[np.ndarray, " probes"]:
+        """The rows that are probes of a kind of `ProbeInputs`, ascending; none of the text comes after them."""
+        return np.flatnonzero(self.tokens <= LEARNT)
+
+    @property
+    def anchors(self) -> Int64[np.ndarray, " probes"]:
+        """For each row of `learnt`, that of the nearest node above it that is no probe; negative if it was stored before."""
+        above = self.parents[self.learnt]
+        while (among := np.flatnonzero((above >= 0) & (self.tokens[above] <= LEARNT))).size:
+            above[among] = self.parents[above[among]]
+        return above
 
 
 class KVTrie:
@@ -89,6 +111,27 @@ class KVTrie:
         self.arrays = Trie(nodes, numbers[:room], seen, np.zeros(room, dtype=bool), numbers[room:], counts)
         self.root_at = numbers[:1].copy()
         self.company: list[KVTrie] = [self]
+        self.prefix = 0  # number of slots of a prefix, from slot 1 on, which only learnt probes see
+        self.reserved = 0  # number of slots from slot 1 on that no node is given
+
+    def reserve_prefix(self, count: int) -> None:
+        """Keep the first `count` slots for a prefix that only learnt probes see. Must be called before anything is stored.
+
+        Whole blocks are reserved: sums over slots are then added up in the same order as without a prefix, so that the rows
+        of the text have the same bits (`kernels/ordered_sums.py`).
+        """
+        self.prefix = count
+        self.reserved = -(-count // BLOCK) * BLOCK
+        self._widen(self.capacity + self.reserved)
+        self.slot_position[1 : 1 + count] = AHEAD
+        self._mark_reserved()
+
+    def _mark_reserved(self) -> None:
+        """Mark the reserved slots as used."""
+        if self.reserved:
+            self.used[1 : 1 + self.reserved] = True
+            counts = self.arrays.counts
+            counts[EXTENT] = max(counts[EXTENT], 1 + self.reserved)
 
     def share(self, other: "KVTrie", prompt: list[int], count: int) -> None:
         """Take over the slots of the first `count` tokens of the prompt from another trie in the same row of the store.
@@ -240,7 +283,7 @@ class KVTrie:
         rows = self.stored + more
         in_use = self._slots_in_use() if len(self.company) > 1 else None
         held = self.held if in_use is None else int(in_use.sum())
-        slots = held + more + 1  # one more for the waste slot
+        slots = held + more + 1 + self.reserved  # one more for the waste slot
         if rows > len(arrays.seen):
             rows = len(arrays.seen) + max(rows, len(arrays.seen))
             self.arrays = arrays._replace(seen=widened(arrays.seen, rows, self.capacity))
@@ -258,7 +301,10 @@ class KVTrie:
         slots = np.empty(stop - start, dtype=np.int64)
         feed_slots(self.arrays, slots)
         nodes = self.arrays.nodes[:, start:stop]
-        return Feed(nodes[0], nodes[2], slots, self.arrays.seen[start:stop])
+        seen = self.arrays.seen[start:stop]
+        if self.prefix:
+            seen[nodes[0] <= LEARNT, 1 : 1 + self.prefix] = True
+        return Feed(nodes[0], nodes[2], slots, seen, nodes[1] - start)
 
     def forget_inner(self) -> None:
         """Drop the stored nodes that no pending node hangs under; for use between the chunks of a long prompt.
@@ -313,6 +359,7 @@ class KVTrie:
         if len(both) > len(self.arrays.local):
             self.make_room(len(both))
         former = prune(self.arrays, both)
+        self._mark_reserved()
         self.root_at = self.local[: len(leaves)].copy()
         return former
 
@@ -322,7 +369,7 @@ class KVTrie:
         Slots before the first free one stay where they are.
         """
         used = np.flatnonzero(self.used)
-        goal = np.arange(1, len(used) + 1)
+        goal = np.arange(1, len(used) + 1)  # reserved slots are the first in use, and stay
         seen = self.seen[:, used]
         self.seen[:] = False
         self.used[:] = False

@@ -5,14 +5,17 @@ that a rotation is one complex product. The results equal those of transformers 
 token tree.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
 from specbeam.engines.eligibility import head_size, is_plain_llama
+from specbeam.engines.kv.late import LateRows
 from specbeam.engines.kv.store import KVStore
 from specbeam.records import FINAL
 
@@ -77,6 +80,13 @@ class Grid:
         """Return only the rows that hold a token, [batch * rows, ...] -> [n, ...]."""
         return x if self.real is None else x[self.real]
 
+    def without(self, places: list[Tensor]) -> "Grid":
+        """Return the same layout without rows at some places; itself if there are none."""
+        if not places:
+            return self
+        every = torch.arange(self.batch * self.rows) if self.real is None else self.real
+        return Grid(self.batch, self.rows, every[~torch.isin(every, torch.cat(places))])
+
     def laid_out(self, x: Tensor) -> Tensor:
         """Return the rows in the batch, [n, width] -> [batch, rows, width], with zeros for padding."""
         if self.real is not None:
@@ -112,6 +122,10 @@ class LeanDecoder:
         down = Matrix(mlp.down_proj.weight)
         return LeanLayer(Matrix(weight, bias), out, Matrix(gate_up), down, kind)
 
+    def paired_keys(self, keys: Float[Tensor, "heads rows size"]) -> Float[Tensor, "heads rows size"]:
+        """Return keys with the two numbers of each rotary pair side by side, as attention here reads them."""
+        return keys.unflatten(-1, (2, self.size // 2)).transpose(-1, -2).flatten(-2)
+
     def _paired(self, linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias with the rows of each head reordered, so that rotary pairs are neighbours."""
 
@@ -131,6 +145,7 @@ class LeanDecoder:
         real: Tensor | None = None,
         states: dict[int, Tensor] | None = None,
         embeds: Tensor | None = None,
+        entering: Sequence[LateRows] = (),
     ) -> Tensor:
         """Run the model on a batch, and return the logits of the last `wanted` rows, float[batch, wanted, vocab].
 
@@ -141,8 +156,10 @@ class LeanDecoder:
             states: the keys are `Needs.columns`, for which the hidden states of all rows, float[batch, rows, width], are
                 set.
             embeds: float[batch, rows, width], used in place of the embeddings of the tokens.
+            entering: rows that enter between layers; the layers before have no rows of them.
         """
-        grid = Grid(tokens.shape[0], tokens.shape[1], real)
+        whole = Grid(tokens.shape[0], tokens.shape[1], real)
+        grid = whole.without([rows.places for rows in entering])
         if embeds is None:
             x = self.embedding[grid.packed(tokens.reshape(-1))]
         else:
@@ -150,6 +167,14 @@ class LeanDecoder:
         rotations = self.rotations[grid.packed(positions.reshape(-1))][:, None]
         states = {} if states is None else states
         for number, layer in enumerate(self.layers):
+            if here := [rows for rows in entering if rows.layer == number]:
+                later = whole.without([rows.places for rows in entering if rows.layer > number])
+                every = grid.laid_out(x).flatten(0, 1)
+                for rows in here:
+                    rows.write(every)
+                grid = later
+                x = grid.packed(every)
+                rotations = self.rotations[grid.packed(positions.reshape(-1))][:, None]
             if number in states:
                 states[number] = grid.laid_out(x)
             mask = masks[layer.kind] if isinstance(masks, dict) else masks

@@ -16,7 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from specbeam.core.forest import Forest
 from specbeam.engines.eligibility import lacks_taps, layers_of
 from specbeam.engines.kv.cache import Columns, Nodes, PaddedCache
+from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Mask, Masks, SlotPositions
+from specbeam.engines.kv.member import as_they_are
 from specbeam.engines.kv.rows import rows_at
 from specbeam.engines.kv.store import KVStore, Place
 from specbeam.engines.kv.trie import BLOCK, WASTE, Feed
@@ -25,7 +27,7 @@ from specbeam.engines.torch.lean import LeanDecoder
 from specbeam.engines.torch.sizes import rounded_up
 from specbeam.engines.torch.torch_compiled import torch_compiled
 from specbeam.measure.profiler import span
-from specbeam.records import FINAL, Needs, Scored
+from specbeam.records import FINAL, LEARNT, Needs, ProbeInputs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,10 +100,11 @@ def _joined(parts: list[Part]) -> tuple[Feed, SlotPositions]:
         looked_at = np.flatnonzero(wide.any(0))
         positions[looked_at] = trie.slot_position[looked_at]
         seen.append(wide)
-    tokens, places, used_slots = (
-        np.concatenate([getattr(part.feed, name) for part in parts]) for name in ("tokens", "positions", "slots")
+    tokens, places, used_slots, parents = (
+        np.concatenate([getattr(part.feed, name) for part in parts])
+        for name in ("tokens", "positions", "slots", "parents")
     )
-    return Feed(tokens, places, used_slots, np.concatenate(seen)), SlotTable(positions)
+    return Feed(tokens, places, used_slots, np.concatenate(seen), parents), SlotTable(positions)
 
 
 class PaddedPasses:
@@ -142,6 +145,12 @@ class PaddedPasses:
         return lacks_taps(self.model, needs.taps)
 
     takes_vectors = True
+
+    def refuses_probes(self, inputs: ProbeInputs) -> str:
+        """Return the reason why these passes cannot take what probes are made of; "" if they can."""
+        if inputs.layer and self.call is not self.model:
+            return "what torch.compile makes of a model takes no rows between its layers: leave compile out"
+        return lacks_taps(self.model, (inputs.layer,))
 
     def refuses(self, context: object) -> str:
         """Return the reason why these passes cannot take a context; "" if they can."""
@@ -209,7 +218,10 @@ class PaddedPasses:
         for part in parts:
             parts_by_row.setdefault(part.cache.row, []).append(part)
         by_row = {row: SharedRow(members) for row, members in parts_by_row.items()}
-        has_extras = any(part.cache.context is not None or part.cache.vectors is not None for part in parts)
+        has_extras = any(
+            part.cache.context is not None or part.cache.vectors is not None or part.cache.probe_inputs is not None
+            for part in parts
+        )
         needs_states = any(part.cache.needs.states for part in parts)
         recorded = {column: _NONE for part in parts if part.cache.needs.states for column in part.cache.needs.columns}
         filler = next(iter(by_row.values()))  # stands for the rows of the store that bring no part
@@ -237,11 +249,21 @@ class PaddedPasses:
         which = torch.tensor(rows, device=self.device) if sparse else slice(rows[0], rows[-1] + 1)
         self.store.reserve(max(len(self.caches), rows[-1] + 1), extent * BLOCK)
         self.store.place = Place(which, slots, extent * BLOCK)
+        entering: list[LateRows] = []
         if has_extras:
-            extras = self._extra_arguments([by_row.get(row, filler) for row in rows], inputs[0])
+            for part in parts:
+                part.cache.keep_prefix(self.store, as_they_are if self.lean is None else self.lean.paired_keys)
+            shared_rows = [by_row.get(row, filler) for row in rows]
+            extras = self._extra_arguments(shared_rows, inputs[0])
             run = partial(self._call_model, extras=extras)
-        with span("model"), self._recording(recorded):
-            logits = self._logits(inputs, masks, last, run, recorded)
+            for place, row in enumerate(rows):
+                if row in by_row:
+                    feed = by_row[row].feed
+                    late = late_rows(by_row[row].parts[0].cache.probe_inputs, feed, (place + 1) * width - len(feed))
+                    entering += [] if late is None else [late]
+            inputs[0][inputs[0] <= LEARNT] = 0  # that they are no tokens is known by now
+        with span("model"), self._recording(recorded), self._entering(entering):
+            logits = self._logits(inputs, masks, last, run, recorded, entering)
             if self.captured is not None:  # laws are made on the host
                 wanted = [rows.index(row) for row in by_row]
                 logits = logits[wanted].float().cpu()
@@ -284,18 +306,20 @@ class PaddedPasses:
         wanted: int,
         run: Forward,
         states: dict[int, torch.Tensor],
+        entering: list[LateRows],
     ) -> Float[torch.Tensor, "batch wanted vocab"]:
         """Return the logits of the last `wanted` rows of each sequence of the batch.
 
         Args:
             run: what calls the model, unless that has a lean forward.
             states: the keys are `Needs.columns`, for which the lean forward sets the hidden states of all rows.
+            entering: rows that enter between layers, for the lean forward.
         """
         ids, places, _ = torch.from_numpy(inputs).to(self.device)
         if self.lean is not None:
             real = torch.from_numpy(np.flatnonzero(inputs[2])) if (inputs[2] == WASTE).any() else None
-            embeds = run.keywords["extras"]["inputs_embeds"] if isinstance(run, partial) else None
-            return self.lean.forward(ids, places, masks, self.store, wanted, real, states, embeds)
+            embeds = run.keywords["extras"].get("inputs_embeds") if isinstance(run, partial) else None
+            return self.lean.forward(ids, places, masks, self.store, wanted, real, states, embeds, entering)
         return run(ids, places, masks, wanted)
 
     @contextmanager
@@ -307,6 +331,24 @@ class PaddedPasses:
         handles: list[RemovableHandle] = []
         if self.lean is None:
             handles = [self._record(states, column) for column in states]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _entering(self, entering: list[LateRows]) -> Iterator[None]:
+        """Let rows enter at their layers. The lean forward does so by itself.
+
+        The model's own forward has a place for all rows in each layer, so these go through the layers before theirs as well,
+        as rows of token 0 that nothing reads.
+        """
+        handles: list[RemovableHandle] = []
+        if self.lean is None:
+            for rows in entering:
+                layer = layers_of(self.model)[rows.layer]
+                handles.append(layer.register_forward_pre_hook(partial(_enter, rows), with_kwargs=True))
         try:
             yield
         finally:
@@ -333,14 +375,14 @@ class PaddedPasses:
         caches = [row.parts[0].cache for row in rows]
         context = caches[0].context or {}
         extras = {name: torch.cat([cache.context[name] for cache in caches]).to(self.device) for name in context}
-        if any(cache.vectors is not None for cache in caches):
+        late = [cache.probe_inputs is not None and cache.probe_inputs.layer > 0 for cache in caches]
+        is_given = (tokens < 0) & ((tokens > LEARNT) | ~np.array(late)[:, None])
+        given = np.argwhere(is_given).tolist()
+        if given or any(cache.vectors is not None for cache in caches):
             known = torch.from_numpy(np.maximum(tokens, 0)).to(self.device)
             embeds = self.model.get_input_embeddings()(known).clone()
-            for row, place in np.argwhere(tokens < 0).tolist():
-                vectors = caches[row].vectors
-                if vectors is None:
-                    raise IndexError("a token is beyond those of the model")
-                embeds[row, place] = vectors[-1 - int(tokens[row, place])].to(embeds)
+            for row, place in given:
+                embeds[row, place] = caches[row].vector_of(int(tokens[row, place])).to(embeds)
             extras["inputs_embeds"] = embeds
         return extras
 
@@ -364,6 +406,15 @@ class PaddedPasses:
             **({"logits_to_keep": wanted} if self._keeps_rows else {}),
         )
         return output.logits[:, -wanted:]
+
+
+def _enter(
+    rows: LateRows, module: object, given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook that lets rows enter before a layer."""
+    states = (given[0] if given else named["hidden_states"]).clone()
+    rows.write(states.view(-1, states.shape[-1]))
+    return ((states, *given[1:]), named) if given else (given, {**named, "hidden_states": states})
 
 
 def _record_input(
@@ -395,5 +446,9 @@ _OWN_ARGUMENTS = (
     "logits_to_keep",
 )
 _EMPTY_FEED = Feed(
-    np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=bool)
+    np.zeros(0, dtype=np.int64),
+    np.zeros(0, dtype=np.int64),
+    np.zeros(0, dtype=np.int64),
+    np.zeros((0, 0), dtype=bool),
+    np.zeros(0, dtype=np.int64),
 )

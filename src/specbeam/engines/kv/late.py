@@ -1,0 +1,63 @@
+"""Probes that enter a pass between two layers, made from states of the rows that they hang under."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from specbeam.engines.kv.trie import Feed
+from specbeam.errors import NotSupported
+from specbeam.records import LEARNT, ProbeInputs
+
+
+@dataclass(frozen=True, eq=False)
+class LateRows:
+    """The rows of a session that enter a pass between two layers.
+
+    Attributes:
+        inputs: what they are made of.
+        places: int64[n], their numbers among all rows of the pass.
+        anchors: int64[n], the numbers of the rows that they are made from.
+        kinds: int64[n], see `ProbeInputs.make`.
+    """
+
+    inputs: ProbeInputs
+    places: Int64[Tensor, " n"]
+    anchors: Int64[Tensor, " n"]
+    kinds: Int64[Tensor, " n"]
+
+    @property
+    def layer(self) -> int:
+        """The first layer that they go through."""
+        return self.inputs.layer
+
+    @torch.inference_mode()
+    def write(self, states: Float[Tensor, "rows width"]) -> None:
+        """Write what the layer reads of these rows into what it reads of all rows of the pass."""
+        assert self.inputs.make is not None
+        device = states.device
+        above = states[self.anchors.to(device)].to(self.inputs.model.dtype)
+        made = self.inputs.make(above, self.kinds.to(device))
+        states[self.places.to(device)] = made.to(states)
+
+
+def late_rows(inputs: ProbeInputs | None, feed: Feed, start: int) -> LateRows | None:
+    """Return the rows of a feed that enter between layers; None if there are none.
+
+    Args:
+        start: number of the feed's first row among all rows of the pass.
+
+    Raises `NotSupported` if the node that a probe hangs under was stored by an earlier pass.
+    """
+    if inputs is None or inputs.layer == 0 or not len(feed.learnt):
+        return None
+    anchors = feed.anchors
+    if (anchors < 0).any():
+        raise NotSupported(
+            "a probe that enters between layers hangs under a node that an earlier pass has scored, whose states are gone"
+        )
+    kinds = LEARNT - feed.tokens[feed.learnt]
+    numbers = (np.array(feed.learnt + start), np.array(anchors + start), kinds)
+    return LateRows(inputs, *(torch.from_numpy(each) for each in numbers))
