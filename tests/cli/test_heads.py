@@ -14,12 +14,13 @@ from specbeam.cli import heads
 from specbeam.cli.main import app
 from specbeam.errors import BadSetting
 from specbeam.heads.exit import ExitHead
-from specbeam.heads.own import own_config
+from specbeam.heads.own import own_config, probes_config
 from specbeam.pair import BUNDLED
 from specbeam.train.head_files import write_head
 from specbeam.train.heads import KINDS
 from specbeam.train.plan import planned
 from tests.support.mtp import tiny_target, with_modules
+from tests.support.probes import probe_head
 
 GOLDEN = Path(__file__).parent.parent / "heads" / "golden"
 
@@ -90,6 +91,22 @@ def test_heads_in_our_own_format_are_described(kind, told, target, tmp_path):
     assert found["tried"] == {}
     with pytest.raises(BadSetting, match="--model is missing"):
         shown(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("bita", ["BiTA: mask tokens", "5 soft prompts", "0.50, 0.25, by depth"]),
+        ("hidden_transfer", ["what enters layer 7"]),
+    ],
+)
+def test_heads_in_the_targets_own_pass_are_described(kind, parts, target, tmp_path):
+    head = probe_head(heads.quiet_load("", None).target_model, kind)
+    head.ranks = ((0.5, 0.25), (0.25,)) if kind == "bita" else ()
+    write_head(head, probes_config(head), tmp_path, head.target)
+    found = json.loads(shown(str(tmp_path), "-m", "other", "--json"))
+    assert all(part in " ".join(str(value) for value in found.values()) for part in parts)
+    assert len(found["as stated"]) == 2
 
 
 def test_what_is_no_head_is_refused(target, tmp_path):

@@ -14,7 +14,16 @@ from tests.support.exact import beam_sampling_law, distance, exact_law
 from tests.support.examples import completed
 from tests.support.programs import random_table, run, session_of, texts
 
+
+def without_some_rows(far, path, vocab):
+    """Product form, of rows under scored nodes: a node that has none leaves no token any odds below it."""
+    anchor = path[: len(path) - far]
+    has_rows = sum(anchor) % 3 != 1
+    return random_table(80, vocab)((far % vocab, len(anchor))) * has_rows
+
+
 ROWS = {
+    "rows under some nodes": without_some_rows,
     "by path and distance": lambda far, path, vocab: random_table(50 + far, vocab)(path),
     "product form": lambda far, path, vocab: random_table(60, vocab)((far % vocab,)),
     # As where a recurrent state begins at the first draft (DSpark, Domino): by the drafts below the last scored node.
@@ -119,3 +128,83 @@ def test_a_draw_that_two_beams_share_has_another_law():
     for (one, _), odds in exact_law(shared).items():
         first[one] = first.get(one, 0.0) + odds
     assert distance(first, dict(enumerate(p))) < 1e-12
+
+
+def block_of_two(rule):
+    """A program: two drafts of a product law, of which the second is judged by the rule if the first was kept."""
+
+    def program(dice):
+        token, is_kept = rule(dice, ())
+        if not is_kept:
+            return token, dice.pick(TARGET((token,)))
+        return token, rule(dice, (token,))[0]
+
+    return program
+
+
+TARGET = random_table(3, 3)
+LAYERS = (np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6]))  # the law of each layer, whatever is above
+
+
+def drawn_and_tried(dice, path):
+    """R3: the token of the layer's law, tried against the target's law after the path."""
+    p, q = TARGET(path), LAYERS[len(path)]
+    token = dice.pick(q)
+    if dice.flip(p[token] / q[token]):
+        return token, True
+    rest = np.maximum(p - q, 0)
+    return dice.pick(rest / rest.sum()), False
+
+
+def chosen_and_matched(dice, path):
+    """R1: the likeliest token, which is kept if the target draws it."""
+    token = dice.pick(TARGET(path))
+    return token, token == int(LAYERS[len(path)].argmax())
+
+
+def chosen_but_tried_as_if_drawn(dice, path):
+    """T1: tokens were chosen, and are tried against the soft law."""
+    p, q = TARGET(path), LAYERS[len(path)]
+    token = int(q.argmax())
+    if dice.flip(p[token] / q[token]):
+        return token, True
+    rest = np.maximum(p - q, 0)
+    return dice.pick(rest / rest.sum()), False
+
+
+def refused_and_drawn_from_the_target(dice, path):
+    """T2: in place of a refused token one of the target's law, not of the residual (BiTA's release)."""
+    p, q = TARGET(path), LAYERS[len(path)]
+    token = dice.pick(q)
+    return (token, True) if dice.flip(p[token] / q[token]) else (dice.pick(p), False)
+
+
+def one_draw_per_candidate(dice):
+    """T3: each path of the tree of the two best tokens per layer is compared with draws of its own; the longest match wins."""
+    best = [list(np.argsort(-law)[:2]) for law in LAYERS]
+    longest = ()
+    for first in best[0]:
+        for second in best[1]:
+            path = (int(first), int(second))
+            matched = 0
+            while matched < 2 and dice.pick(TARGET(path[:matched])) == path[matched]:
+                matched += 1
+            longest = max(longest, path[:matched], key=len)
+    while len(longest) < 2:
+        longest = (*longest, dice.pick(TARGET(longest)))
+    return longest
+
+
+def pairs_of_target():
+    return {(one, other): TARGET(())[one] * TARGET((one,))[other] for one in range(3) for other in range(3)}
+
+
+@pytest.mark.parametrize("rule", [drawn_and_tried, chosen_and_matched])
+def test_blocks_of_a_product_law_have_the_law_of_the_target(rule):
+    assert distance(exact_law(block_of_two(rule)), pairs_of_target()) < 1e-12
+
+
+@pytest.mark.parametrize("trap", [chosen_but_tried_as_if_drawn, refused_and_drawn_from_the_target])
+def test_traps_of_product_laws_are_seen(trap):
+    assert distance(exact_law(block_of_two(trap)), pairs_of_target()) > 0.05
+    assert distance(exact_law(one_draw_per_candidate), pairs_of_target()) > 0.05

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import specbeam as sb
+from specbeam.control.best_tree import ranked_tree
 from specbeam.control.cost import CostCurve
 from specbeam.errors import BadHead, BadSetting
 from specbeam.heads.exit import ExitHead, ExitLM
@@ -27,6 +28,7 @@ from tests.support.tiny_models import tiny
 
 DRAWS = DrawPlan(beams=2, max_new_tokens=5, seed=2)
 SCHEDULE = Schedule(epochs=3, rate=0.02, embedding_rate=0.01, batch_tokens=200, seed=3)
+PROBES = ("bita", "hidden_transfer")
 PROMPTS: list = [[1 + number % 7, 2 + number % 5, 3 + number % 11] for number in range(60)]
 
 
@@ -63,17 +65,17 @@ def test_a_head_learns_and_is_used(kind, plan, pair, small_files, drawn, tmp_pat
         with pytest.raises(BadSetting, match="layers is 2, and chimera heads have no use for it"):
             trained(pair, tmp_path, drawn, kind, plan=plan)
         plan = {"draft_vocab": 40, "depth": 2, "read_out": "own"}
-    if kind in ("medusa", "eesd") and "draft_vocab" in plan:
+    if KINDS[kind].usual.get("draft_vocab") and plan:
         with pytest.raises(BadSetting, match=f"draft_vocab is 40, and {kind} heads have no use for it"):
             trained(pair, tmp_path, drawn, kind, plan=plan)
-        plan = {"layers": 2, "depth": 2} if kind == "medusa" else {"exit_layer": 1}
+        plan = {"medusa": {"layers": 2, "depth": 2}, "eesd": {"exit_layer": 1}}.get(kind, {"depth": 2})
     done = trained(pair, tmp_path, drawn, kind, plan=plan)
     first, last = done.curve[0], done.curve[-1]
     assert last.epoch == 3
     if kind == "eesd":  # a copy of the last layer, behind all others, is the target itself
         assert first.acceptance > 0.99
         assert last.acceptance > 0.8
-    elif kind == "medusa":  # its heads begin with the law of the token before, and a random target has little to learn
+    elif kind in ("medusa", *PROBES):  # they begin near some law of the target, and a random target has little to learn
         assert last.loss < done.curve[1].loss
     else:
         before, after = (np.mean([point.acceptance, *point.deeper]) for point in (first, last))
@@ -233,6 +235,11 @@ def test_a_head_learns_in_trees_what_it_would_draft_in_chains(pair, small_files,
         ({"plan": {"taps": ()}}, r"taps is \(\); it must be a tuple"),
         ({"plan": {"taps": (-1, 1)}}, r"taps is \(-1, 1\); it must be a tuple of integers of at least 0"),
         ({"kind": "fspad", "plan": {"taps": (0,)}}, r"taps is \(0,\), and fspad heads have no use for it"),
+        ({"kind": "eagle3", "plan": {"prefix": 8}}, "prefix is 8, and eagle3 heads have no use for it"),
+        ({"kind": "bita", "plan": {"enters": 1}}, "enters is 1, and bita heads have no use for it"),
+        ({"kind": "bita", "plan": {"prefix": -1}}, "prefix is -1; it must be an integer of at least 0"),
+        ({"kind": "hidden_transfer", "plan": {"enters": 2}}, "enters is 2; LlamaForCausalLM has 2 layers"),
+        ({"kind": "hidden_transfer", "plan": {"enters": 0}}, "enters is 0; it must be an integer of at least 1"),
         ({"plan": {"decay": 0.0}}, r"decay is 0.0; it must be in \(0, 1\]"),
         ({"plan": {"variation": 2}}, "variation is 2"),
     ],
@@ -273,6 +280,40 @@ def test_the_command_trains_a_head_and_prints_the_curve(tmp_path, kind, more, fi
     assert "acceptance, held out" in done.output
     assert ("4 deep" in done.output) == (kind == "eagle3")
     assert json.loads((out / "config.json").read_text())[field] == value
+
+
+@pytest.mark.parametrize("kind", PROBES)
+def test_the_odds_of_the_likeliest_tokens_are_written(kind, pair, small_files, drawn, tmp_path):
+    """By depth and rank, counted one by one; and the tree of the recipe is made of them."""
+    trained(pair, tmp_path, drawn, kind, plan={"depth": 2})
+    head = read_head(tmp_path, pair.target_model)
+    assert len(head.ranks) == 2
+    (batch,) = batches_of(Trees.read(drawn / "held_out.npz"), 100_000, np.random.default_rng(0))
+    number = batch.learnt.flatten().cumsum(0) - 1
+    for depth, rows in enumerate(head.drafts(scored(pair.target_model, batch, ()), 2, batch.learnt)):
+        total, weight = np.zeros(3), 0.0
+        for node, logits in zip(rows.nodes.tolist(), rows.logits, strict=True):
+            law = int(number[node])
+            odds = dict(zip(batch.ids[law].tolist(), batch.logp[law].exp().tolist(), strict=True))
+            best = logits.argsort(descending=True)[:3].tolist()
+            total += float(batch.weights[law]) * np.array([odds.get(token, 0.0) for token in best])
+            weight += float(batch.weights[law])
+        assert head.ranks[depth][:3] == pytest.approx(total / weight, abs=2e-5)
+    loaded = sb.load(pair.target_model, draft=tmp_path, probe=False)
+    make = {"bita": sb.bita, "hidden_transfer": sb.hidden_transfer}[kind]
+    parts = make(nodes=5, depth=2, tree="measured").parts(loaded.target, loaded.draft)
+    assert parts.drafter.growth.topology == ranked_tree(head.ranks, 5)
+
+
+@pytest.mark.parametrize("kind", PROBES)
+def test_only_the_heads_own_weights_are_learnt(kind, pair, small_files, drawn, tmp_path):
+    before = [weight.clone() for weight in pair.target_model.parameters()]
+    done = trained(pair, tmp_path, drawn, kind)
+    assert all(torch.equal(one, other) for one, other in zip(before, pair.target_model.parameters(), strict=True))
+    assert all(weight.grad is None for weight in pair.target_model.parameters())
+    width = pair.target_model.config.hidden_size
+    sizes = {"bita": 2 * 2 * 2 * 16 * 8 + 3 * width, "hidden_transfer": 3 * (width + 1) * width}
+    assert done.weights == sizes[kind]
 
 
 @pytest.mark.parametrize(

@@ -628,8 +628,12 @@ def train_draft(
     raise typer.Exit(run_draft(options, start, layers, hidden, variation))
 
 
-def _add_head(kind: str, what: str) -> None:
-    """Add the command that trains heads of a kind."""
+def _add_head(kind: str, what: str, default_rate: float = 0.002) -> None:
+    """Add the command that trains heads of a kind.
+
+    Args:
+        default_rate: the learning rate of Adam, if none is given.
+    """
 
     def train_head(
         out: Out,
@@ -674,6 +678,13 @@ def _add_head(kind: str, what: str) -> None:
                 "several steps; by default a half."
             ),
         ] = None,
+        prefix: Annotated[int | None, typer.Option(help="Number of soft prompts in each layer; by default 16.")] = None,
+        enters: Annotated[
+            int | None,
+            typer.Option(
+                help="Layer at which rows enter that are made of states there, counted from 0; by default the middle one."
+            ),
+        ] = None,
         beams: DrawnBeams = 4,
         temperature: DrawnTemperature = 1.0,
         top_k: TopK = None,
@@ -681,7 +692,7 @@ def _add_head(kind: str, what: str) -> None:
         max_new_tokens: DrawnTokens = 80,
         epochs: Epochs = 4,
         rate: Rate = 0.02,
-        embedding_rate: EmbeddingRate = 0.002,
+        embedding_rate: EmbeddingRate = default_rate,
         batch_tokens: BatchTokens = 4_000,
         variation: Variation = 0.5,
         seed: TrainingSeed = 0,
@@ -703,6 +714,8 @@ def _add_head(kind: str, what: str) -> None:
             "taps": tuple(tap) or None,
             "read_out": read_out,
             "shown": shown,
+            "prefix": prefix,
+            "enters": enters,
             "variation": variation,
         }
         raise typer.Exit(run_head(options, kind, plan))
@@ -717,6 +730,10 @@ _add_head("medusa", "Train Medusa heads, one for each depth of a draft, for any 
 _add_head("chimera", "Train a Chimera head, which reads the last three tokens beside all features, from prompts alone.")
 _add_head("specdiff", "Train a SpecDiff head, which unmasks a block in one step or several, from prompts alone.")
 _add_head("dspark", "Train a DSpark head, which drafts a block in one pass, for any target from prompts alone.")
+_add_head(
+    "bita", "Train BiTA's soft prompts and mask embeddings, for any target from prompts alone.", default_rate=0.05
+)
+_add_head("hidden_transfer", "Train the linear maps of Hidden Transfer, for any target from prompts alone.")
 
 
 @train.command("eesd")

@@ -86,8 +86,10 @@ class NodeCache:
         self.rewind(start)
         self.trie.enter(forest)
         self.make_rows()
+        fresh = self.trie.local[turn.scored_nodes]
         if features is not None:
-            self.give(self.trie.local[turn.scored_nodes], features)
+            self.give(fresh, features)
+        self.note_scored(fresh)
         former, _ = self.trie.settle(turn)
         self.keep(former)
         self.answered = 0
@@ -96,6 +98,9 @@ class NodeCache:
         """Take the features of local nodes."""
         self.features[torch.from_numpy(nodes).to(self.features.device)] = features
         self.is_scored[nodes] = True
+
+    def note_scored(self, nodes: Int64[np.ndarray, " nodes"]) -> None:
+        """Take note of the local nodes that the target has scored in this turn, in the order of its rows."""
 
     def rewind(self, nodes: int) -> None:
         """Take back the rows of all nodes of this turn's forest but the first `nodes`."""

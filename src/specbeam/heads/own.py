@@ -5,6 +5,7 @@ from dataclasses import MISSING, asdict, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specbeam.errors import BadHead
+from specbeam.heads.bita import Bita
 from specbeam.heads.block import BlockShape
 from specbeam.heads.chimera import OWN, READ_OUTS, Chimera, ChimeraShape
 from specbeam.heads.denoiser import Denoiser
@@ -12,7 +13,9 @@ from specbeam.heads.exit import ExitHead, exit_config, read_exit
 from specbeam.heads.fields import Fields
 from specbeam.heads.files import HeadFiles
 from specbeam.heads.head import Head
+from specbeam.heads.hidden_transfer import HiddenTransfer
 from specbeam.heads.layers import LayerSizes, Rotary
+from specbeam.heads.probes import ProbeHead
 from specbeam.heads.reading import (
     FIELD_NAMES,
     MOST_ROWS,
@@ -34,9 +37,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FIELD = "specbeam_head"  # names the kind
+PROBES = ("bita", "hidden_transfer")  # kinds that are rows in the target's own pass
 EXIT = "eesd"  # the kind that is described by its place in the target
 PAIRS = ("attention", "projection", "normed projection")
 _Made = TypeVar("_Made", LayerSizes, TrunkShape, ChimeraShape, BlockShape)
+
+
+def probes_config(head: ProbeHead) -> dict[str, Any]:
+    """Return the configuration of a head that is extra rows in the target's pass."""
+    target = head.target.config.get_text_config()
+    of_target = {"model_type": target.model_type, "width": target.hidden_size, "layers": target.num_hidden_layers}
+    config = {
+        "depth": head.depth,
+        "target": of_target,
+        "ranks": [[round(odds, 5) for odds in row] for row in head.ranks],
+    }
+    if isinstance(head, Bita):
+        _, kv_heads, prefix, size = head.keys.shape
+        return {FIELD: "bita", **config, "kv_heads": kv_heads, "prefix": prefix, "head_size": size}
+    assert isinstance(head, HiddenTransfer)
+    return {FIELD: "hidden_transfer", **config, "enters": head.layer}
 
 
 def own_config(kind: str, head: PairTrunk | Chimera | Denoiser | ExitHead) -> dict[str, Any]:
@@ -57,11 +77,13 @@ def read_own(files: HeadFiles, target: "PreTrainedModel") -> Head:
     """Return a head in this format. Raises `BadHead` if it cannot be read."""
     top = files.fields
     kind = top.text(FIELD)
-    kinds = (*READERS, EXIT)
+    kinds = (*READERS, *PROBES, EXIT)
     if kind not in kinds:
         raise top.bad(FIELD, f"one of {', '.join(kinds)}")
     if kind == EXIT:
         return read_exit(files, target)
+    if kind in PROBES:
+        return _read_probes(kind, files, target)
     for name in ("sizes", "shape", "rope", "positions"):
         if not top.has(name):
             raise top.missing(name)
@@ -72,6 +94,54 @@ def read_own(files: HeadFiles, target: "PreTrainedModel") -> Head:
     fill(head, files, target)
     files.check_all_taken()
     return head
+
+
+def _read_probes(kind: str, files: HeadFiles, target: "PreTrainedModel") -> ProbeHead:
+    """Return a head that is extra rows in the target's pass."""
+    top = files.fields
+    if not top.has("target"):
+        raise top.missing("target")
+    config = target.config.get_text_config()
+    stated = top.inner("target")
+    found = {"model_type": config.model_type, "width": width_of(target), "layers": config.num_hidden_layers}
+    if other := [name for name, value in found.items() if stated.values.get(name) != value]:
+        raise stated.bad(other[0], f"that of the target, {found[other[0]]!r}: the head was learnt in its passes")
+    depth = top.whole("depth", most=MOST_ROWS)
+    head: ProbeHead
+    if kind == "bita":
+        kv_heads = top.whole("kv_heads")
+        prefix = top.whole("prefix", least=0, most=MOST_ROWS)
+        _check_shape(files, "keys", (found["layers"], kv_heads, prefix, top.whole("head_size")))
+        head = Bita(target, depth, (found["layers"], kv_heads, prefix, top.whole("head_size")), found["width"])
+    else:
+        layer = top.whole("enters")
+        if layer >= found["layers"]:
+            raise top.bad("enters", f"below {found['layers']}, the number of layers of the target")
+        head = HiddenTransfer(target, depth, layer, found["width"])
+    head.ranks = _ranks(top)
+    fill(head, files, target)
+    files.check_all_taken()
+    return head
+
+
+def _check_shape(files: HeadFiles, name: str, shape: tuple[int, ...]) -> None:
+    """Raise `BadHead` unless a tensor is there and has the shape that is stated, before anything so large is made."""
+    found = files.tensors.get(name)
+    if found is not None and tuple(found.shape) != shape:
+        raise BadHead(f"{files.where}: {name} is {[*found.shape]}, and {[*shape]} was expected by its config.json")
+
+
+def _ranks(top: Fields) -> tuple[tuple[float, ...], ...]:
+    """Return the mean odds of a head's likeliest tokens. Raises `BadHead` if they are no odds."""
+    ranks = top.values.get("ranks") or []
+    expected = "a table of odds, from 0 to 1"
+    try:
+        found = tuple(tuple(float(odds) for odds in row) for row in ranks)
+    except (TypeError, ValueError) as error:
+        raise top.bad("ranks", expected) from error
+    if not all(0 <= odds <= 1 for row in found for odds in row):
+        raise top.bad("ranks", expected)
+    return found
 
 
 def _trunk(files: HeadFiles, target: "PreTrainedModel", sizes: LayerSizes) -> PairTrunk:

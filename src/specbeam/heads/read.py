@@ -31,6 +31,8 @@ from specbeam.heads.modules import ModulesInARow
 from specbeam.heads.mtp import is_own_modules, read_own_modules, read_speculators_module
 from specbeam.heads.on_feature import kind_on_feature, read_on_feature
 from specbeam.heads.own import FIELD, read_own
+from specbeam.heads.probes import ProbeHead
+from specbeam.heads.probes_lm import ProbeLM
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -126,7 +128,8 @@ def _read(files: HeadFiles, target: "PreTrainedModel", taps: tuple[int, ...] | N
     kind = files.config.get("speculators_model_type") or files.config.get("model_type")
     raise BadHead(
         f"{files.where} is a head of kind {kind!r}, which cannot be read; "
-        "EAGLE-1, 2, 3, HASS, P-EAGLE, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator, ReDrafter and EESD heads can"
+        "EAGLE-1, 2, 3, HASS, P-EAGLE, MTP, DFlash, DSpark, Medusa, Hydra, MLP speculator and ReDrafter heads can, and "
+        "those that specbeam trains"
     )
 
 
@@ -142,6 +145,7 @@ def head_model(head: Head, target: HuggingFaceLM) -> LM:
         Denoiser: DenoiserLM,  # before block heads, one of which it is
         BlockHead: BlockLM,
         FeatureHead: FeatureLM,
+        ProbeHead: ProbeLM,
     }
     for kind, model in kinds.items():
         if isinstance(head, kind):

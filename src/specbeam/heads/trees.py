@@ -43,8 +43,10 @@ class ScoredTrees(NamedTuple):
             nodes = self.above(nodes)
         return torch.stack(columns, -1)
 
-    def at(self, values: Float[Tensor, "rows length size"], nodes: Int64[Tensor, "rows length"]) -> Tensor:
-        """Return the values of nodes, float[rows, length, size]."""
+    def at(
+        self, values: Float[Tensor, "rows length size"], nodes: Int64[Tensor, "rows nodes"]
+    ) -> Float[Tensor, "rows nodes size"]:
+        """Return the values of nodes, which are given by column."""
         return values.gather(1, nodes[..., None].expand(-1, -1, values.shape[-1]))
 
 

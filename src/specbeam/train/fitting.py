@@ -238,9 +238,12 @@ def new_optimizers(model: nn.Module, schedule: Schedule) -> list[torch.optim.Opt
     learnt = [weight for weight in model.parameters() if weight.requires_grad]
     inside = [weight for weight in learnt if weight.ndim == 2 and id(weight) not in outside]
     others = [weight for weight in learnt if weight.ndim != 2 or id(weight) in outside]
-    muon = torch.optim.Muon(inside, lr=schedule.rate, weight_decay=0.0)
-    adam = torch.optim.AdamW(others, lr=schedule.embedding_rate, betas=(0.9, 0.98), weight_decay=0.0)
-    return [muon, adam]
+    found: list[torch.optim.Optimizer] = []
+    if inside:
+        found.append(torch.optim.Muon(inside, lr=schedule.rate, weight_decay=0.0))
+    if others:
+        found.append(torch.optim.AdamW(others, lr=schedule.embedding_rate, betas=(0.9, 0.98), weight_decay=0.0))
+    return found
 
 
 def _embeddings(model: nn.Module) -> list[Tensor]:

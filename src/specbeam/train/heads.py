@@ -1,10 +1,11 @@
 """Draft heads trained for a target: one trainer, and for each kind what a new one is, and how it is written."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
@@ -12,10 +13,11 @@ from torch.nn import functional
 
 from specbeam.errors import BadSetting
 from specbeam.heads.head import DraftRows, Head
+from specbeam.heads.probes import ProbeHead
 from specbeam.heads.trees import ScoredTrees
 from specbeam.pair import Pair, load
 from specbeam.records import FINAL
-from specbeam.train.batches import TreeBatch
+from specbeam.train.batches import TreeBatch, batches_of
 from specbeam.train.chimera import new_chimera, save_chimera
 from specbeam.train.course import Trained, take_course
 from specbeam.train.drawing import DrawPlan, Prompt
@@ -31,6 +33,7 @@ from specbeam.train.losses import Lesson, draft_loss, overlap
 from specbeam.train.medusa import new_medusa, save_medusa
 from specbeam.train.peagle import new_peagle, save_peagle
 from specbeam.train.plan import HeadPlan, planned
+from specbeam.train.probes import RankedDrafts, new_bita, new_hidden_transfer, rank_odds, save_probes
 from specbeam.train.specdiff import masked_lesson, new_specdiff, save_specdiff
 from specbeam.train.teacher import scored
 from specbeam.train.trees import Trees
@@ -52,53 +55,67 @@ class Kind:
         new: makes one with first weights, from the target, the plan, and the tokens that it is to know.
         save: writes one to a folder.
         usual: options of `HeadPlan` that are usual for the kind.
-        ignores: options that it has no use for.
+        takes: options of `HeadPlan` that it has a use for; all kinds take `variation`.
         lesson: what it makes of a batch that it learns from.
     """
 
     new: "Callable[[PreTrainedModel, HeadPlan, Int64[Tensor, ' tokens'] | None], Head]"
     save: "Callable[[Head, PreTrainedModel, HeadPlan, Path], None]"
     usual: Mapping[str, Any]
-    ignores: tuple[str, ...] = ()
+    takes: tuple[str, ...]
     lesson: "Callable[[Head, ScoredTrees, Bool[Tensor, 'rows length'], HeadPlan], Lesson]" = plain_lesson
 
 
 EVERY = 2**40  # tokens: more than any target has
 
+SIZES = ("taps", "draft_vocab", "inner", "layers", "depth", "decay")  # options of most kinds
+
 KINDS = {
-    "eagle3": Kind(
-        new_eagle3, save_eagle3, {"layers": 1, "depth": 4}, ("rank", "regression", "read_out", "shown", "exit_layer")
-    ),
-    "peagle": Kind(
-        new_peagle, save_peagle, {"layers": 2, "depth": 5}, ("rank", "regression", "read_out", "shown", "exit_layer")
-    ),
-    "dspark": Kind(
-        new_dspark, save_dspark, {"layers": 2, "depth": 5}, ("regression", "read_out", "shown", "exit_layer")
-    ),
+    "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}, SIZES),
+    "peagle": Kind(new_peagle, save_peagle, {"layers": 2, "depth": 5}, SIZES),
+    "dspark": Kind(new_dspark, save_dspark, {"layers": 2, "depth": 5}, (*SIZES, "rank")),
     "fspad": Kind(
-        new_fspad, save_fspad, {"layers": 1, "depth": 4}, ("taps", "rank", "read_out", "shown", "exit_layer")
+        new_fspad,
+        save_fspad,
+        {"layers": 1, "depth": 4},
+        ("draft_vocab", "inner", "layers", "depth", "decay", "regression"),
     ),
     "medusa": Kind(
         new_medusa,
         save_medusa,
         {"layers": 1, "depth": 4, "draft_vocab": EVERY},
-        ("taps", "rank", "inner", "regression", "draft_vocab", "read_out", "shown", "exit_layer"),
+        ("layers", "depth", "decay"),
     ),
     "chimera": Kind(
-        new_chimera, save_chimera, {"layers": 1, "depth": 4}, ("taps", "layers", "rank", "shown", "exit_layer")
+        new_chimera,
+        save_chimera,
+        {"layers": 1, "depth": 4},
+        ("draft_vocab", "inner", "depth", "decay", "regression", "read_out"),
     ),
     "specdiff": Kind(
         new_specdiff,
         save_specdiff,
         {"layers": 2, "depth": 5},
-        ("rank", "regression", "read_out", "exit_layer"),
+        (*SIZES, "shown"),
         masked_lesson,
     ),
     "eesd": Kind(
         new_eesd,
         save_eesd,
         {"layers": 1, "depth": 1, "draft_vocab": EVERY},
-        ("taps", "rank", "inner", "regression", "draft_vocab", "layers", "depth", "decay", "read_out", "shown"),
+        ("exit_layer",),
+    ),
+    "bita": Kind(
+        new_bita,
+        save_probes,
+        {"depth": 3, "draft_vocab": EVERY},
+        ("depth", "decay", "prefix"),
+    ),
+    "hidden_transfer": Kind(
+        new_hidden_transfer,
+        save_probes,
+        {"depth": 3, "draft_vocab": EVERY},
+        ("depth", "decay", "enters"),
     ),
 }
 
@@ -151,9 +168,9 @@ def train_head(
     schedule = schedule or Schedule()
     pair = target if isinstance(target, Pair) else load(target)
     asked = {name: value for name, value in (plan or {}).items() if value is not None}
-    if ignored := [name for name in KINDS[kind].ignores if name in asked]:
-        raise BadSetting(f"{ignored[0]} is {asked[ignored[0]]!r}, and {kind} heads have no use for it; leave it out")
     options = planned(pair.target_model, KINDS[kind].usual, asked)
+    if ignored := [name for name in asked if name not in (*KINDS[kind].takes, "variation")]:
+        raise BadSetting(f"{ignored[0]} is {asked[ignored[0]]!r}, and {kind} heads have no use for it; leave it out")
     folder = Path(out)
     training = folder / "training"
     said = {
@@ -179,6 +196,10 @@ def train_head(
     keep_options(training, said)
     head.to(pair.target.device)
     student = HeadStudent(head, pair.target_model, options, KINDS[kind].save, KINDS[kind].lesson)
+    if isinstance(head, ProbeHead):
+        student = ProbeStudent(
+            head, pair.target_model, options, KINDS[kind].save, lessons.held_out, schedule.batch_tokens
+        )
     return take_course(student, lessons, schedule, folder, pair.target.device, report)
 
 
@@ -282,3 +303,45 @@ def numbers_of(learnt: Bool[Tensor, "rows length"]) -> Int64[Tensor, " nodes"]:
     """Return the number of the law of each node, row * length + column, in reading order; only nodes with a law have one."""
     numbers: Tensor = learnt.flatten().cumsum(0) - 1
     return numbers
+
+
+class ProbeStudent(HeadStudent):
+    """A head that is extra rows in the target's pass, which is written with the odds of its likeliest tokens.
+
+    Args:
+        held_out: the trees on which these odds are measured.
+        batch_tokens: number of tokens of a batch.
+    """
+
+    module: ProbeHead
+
+    def __init__(
+        self,
+        head: ProbeHead,
+        target: "PreTrainedModel",
+        plan: HeadPlan,
+        save: "Callable[[Head, PreTrainedModel, HeadPlan, Path], None]",
+        held_out: Trees,
+        batch_tokens: int,
+    ) -> None:
+        super().__init__(head, target, plan, save)
+        self.held_out = held_out
+        self.batch_tokens = batch_tokens
+
+    def save(self, folder: Path) -> None:
+        """See `Student.save`."""
+        self.module.ranks = rank_odds(self._ranked_batches())
+        super().save(folder)
+
+    @torch.no_grad()
+    def _ranked_batches(self) -> "Iterator[list[RankedDrafts]]":
+        """Yield the drafts of each batch of the trees that are held out, by depth."""
+        for batch in batches_of(self.held_out, self.batch_tokens, np.random.default_rng(0)):
+            here = batch.to(self.module.device)
+            trees = scored(self.target, here, self.module.taps)
+            number = numbers_of(here.learnt)
+            drafts = []
+            for rows in self.module.drafts(trees, self.plan.depth, here.learnt):
+                laws = number[rows.nodes]
+                drafts.append(RankedDrafts(rows.logits, here.ids[laws], here.logp[laws], here.weights[laws]))
+            yield drafts

@@ -12,6 +12,7 @@ from specbeam.options.checks import is_integer, require
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+LATE = 0.5  # share of a target's layers below the one at which rows enter by default
 FULL_VOCAB = 32_000  # tokens of a target, up to which a head knows them all by default
 
 
@@ -29,6 +30,8 @@ class HeadPlan:
         rank: of the matrices that make a draft of a block depend on the token above.
         decay: how much each depth counts in the loss, as a share of the one before.
         variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
+        prefix: number of soft prompts in each layer.
+        enters: the layer at which rows enter that are made of states there.
         regression: how much the error of a head that estimates the target's hidden states counts beside that of its laws.
         read_out: of Chimera heads: "own", a matrix of all tokens for each depth, or "shared", a map for each depth and one
             matrix of tokens; see `ChimeraShape`.
@@ -49,12 +52,16 @@ class HeadPlan:
     read_out: str = SHARED
     shown: float = 0.5
     exit_layer: int | None = None
+    prefix: int = 16
+    enters: int = 1
 
     def __post_init__(self) -> None:
         """Raise `BadSetting` if a value is wrong."""
         for name in ("draft_vocab", "inner", "layers", "depth", "rank"):
             value = getattr(self, name)
             require(is_integer(value) and value >= 1, name, value, "an integer of at least 1")
+        require(is_integer(self.prefix) and self.prefix >= 0, "prefix", self.prefix, "an integer of at least 0")
+        require(is_integer(self.enters) and self.enters >= 1, "enters", self.enters, "an integer of at least 1")
         are_taps = isinstance(self.taps, tuple) and self.taps and all(is_integer(tap) and tap >= 0 for tap in self.taps)
         require(bool(are_taps), "taps", self.taps, "a tuple of integers of at least 0")
         after = self.exit_layer
@@ -80,18 +87,21 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
         raise BadSetting(f"{strange[0]} is no option of a head; these are: {', '.join(sorted(known))}")
     vocab = int(target.get_output_embeddings().weight.shape[0])
     width = int(target.config.get_text_config().hidden_size)
-    everywhere = HeadPlan(usual_taps(len(layers_of(target))), min(vocab, FULL_VOCAB), 2 * width)
+    layers = len(layers_of(target))
+    enters = max(round(LATE * layers), 1)
+    everywhere = HeadPlan(usual_taps(layers), min(vocab, FULL_VOCAB), 2 * width, enters=enters)
     chosen = {name: value for name, value in asked.items() if value is not None}
     if "taps" in chosen:
         chosen["taps"] = tuple(chosen["taps"])
     plan = replace(everywhere, **{**usual, **chosen})
     if why := lacks_taps(target, plan.taps):
         raise BadSetting(f"taps is {plan.taps}; {why}")
-    layers = len(layers_of(target))
     if plan.exit_layer is not None and plan.exit_layer >= layers:
         raise BadSetting(
             f"exit_layer is {plan.exit_layer}; the target has {layers} layers, of which some have to be left"
         )
+    if plan.enters >= layers:
+        raise BadSetting(f"enters is {plan.enters}; {type(target).__name__} has {layers} layers, counted from 0")
     return replace(plan, draft_vocab=min(plan.draft_vocab, vocab))
 
 

@@ -1,0 +1,61 @@
+"""BiTA: learnt mask embeddings, and a learnt prefix that only they see, in the target's own pass (arXiv 2401.12522)."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from specbeam.heads.probes import ProbedTrees, ProbeHead
+from specbeam.heads.trees import ScoredTrees
+from specbeam.records import ProbeInputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Bita(ProbeHead):
+    """Soft prompts and mask embeddings.
+
+    The soft prompts are keys and values for each layer, which are not rotated and stand at no position.
+
+    Args:
+        depth: number of mask embeddings.
+        sizes: number of layers, of key-value heads, of soft prompts, and size of a head.
+        width: of embeddings.
+    """
+
+    def __init__(self, target: "PreTrainedModel", depth: int, sizes: tuple[int, int, int, int], width: int) -> None:
+        super().__init__(target, depth)
+        self.keys = nn.Parameter(torch.zeros(sizes))
+        self.values = nn.Parameter(torch.zeros(sizes))
+        self.masks = nn.Embedding(depth, width)
+
+    @property
+    def inputs(self) -> ProbeInputs:
+        """See `ProbeHead.inputs`."""
+        return ProbeInputs(
+            model=self.target,
+            kinds=self.depth,
+            embeddings=self.masks.weight.detach(),
+            keys=tuple(self.keys.detach()),
+            values=tuple(self.values.detach()),
+        )
+
+    @property
+    def described(self) -> dict[str, str]:
+        """See `Head.described`."""
+        return {
+            "kind": "BiTA: mask tokens in the target's own pass",
+            "drafts": str(self.depth),
+            "reads": f"the text, and {self.keys.shape[2]} soft prompts in each layer, which the text does not see",
+            **self.described_ranks,
+        }
+
+    def rows(
+        self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
+    ) -> Float[Tensor, "rows anchors depth width"]:
+        """See `ProbeHead.rows`."""
+        made = self.masks.weight[:depth].to(self.target.dtype)
+        probed = ProbedTrees(self.target, trees, keys=tuple(self.keys), values=tuple(self.values))
+        return probed.probed(anchors, made.expand(*anchors.shape, -1, -1))

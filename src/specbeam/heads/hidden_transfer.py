@@ -1,0 +1,69 @@
+"""Hidden Transfer: linear maps make states of tokens to come from that of a token between two layers (arXiv 2404.12022).
+
+The paper's code is not public. Where its text leaves things open, this is our reading of it.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from specbeam.heads.probes import ProbedTrees, ProbeHead
+from specbeam.heads.trees import ScoredTrees
+from specbeam.records import ProbeInputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class HiddenTransfer(ProbeHead):
+    """Linear maps, each of which begins as the identity.
+
+    Args:
+        depth: number of maps.
+        layer: the layer whose incoming hidden states they read, and at which the rows that they make enter.
+        width: of hidden states.
+    """
+
+    def __init__(self, target: "PreTrainedModel", depth: int, layer: int, width: int) -> None:
+        super().__init__(target, depth)
+        self.layer = layer
+        maps = [nn.Linear(width, width) for _ in range(depth)]
+        for one in maps:
+            nn.init.eye_(one.weight)
+            nn.init.zeros_(one.bias)
+        self.maps = nn.ModuleList(maps)
+
+    @property
+    def inputs(self) -> ProbeInputs:
+        """See `ProbeHead.inputs`."""
+        return ProbeInputs(model=self.target, kinds=self.depth, layer=self.layer, make=self.make)
+
+    @property
+    def described(self) -> dict[str, str]:
+        """See `Head.described`."""
+        return {
+            "kind": "HiddenTransfer: states made of states, in the target's own pass",
+            "drafts": str(self.depth),
+            "reads": f"what enters layer {self.layer}, and enters there",
+            **self.described_ranks,
+        }
+
+    def make(self, states: Float[Tensor, "rows width"], kinds: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
+        """Return the states of probes of these kinds, from the states of the nodes that they hang under."""
+        made = torch.empty_like(states)
+        for kind, one in enumerate(self.maps):
+            places = (kinds == kind).nonzero()[:, 0]
+            made[places] = one(states[places])
+        return made
+
+    def rows(
+        self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
+    ) -> Float[Tensor, "rows anchors depth width"]:
+        """See `ProbeHead.rows`."""
+        probed = ProbedTrees(self.target, trees, self.layer)
+        assert probed.states is not None
+        above = trees.at(probed.states, anchors)
+        made = torch.stack([one(above) for one in self.maps[:depth]], 2)
+        return probed.probed(anchors, made, self.layer)

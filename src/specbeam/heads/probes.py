@@ -1,0 +1,305 @@
+"""Heads without layers of their own: extra rows in the target's pass, from which the next draft is read.
+
+Such a row (a *probe*) hangs under a node of the forest that the target scores. It sees the path to the node, the node, the
+probes between, and maybe a prefix that was learnt; no row of the text sees a probe or the prefix. Probe j under a node
+stands for a token j further on, so that its logits are a law of the token after that: the node itself gives the law of the
+next token, and probe 1 that of the one after it, whatever the next one will be. So the law of a draft is a product law.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from specbeam.engines.eligibility import layers_of
+from specbeam.engines.kv.masks import Masks
+from specbeam.engines.kv.trie import AHEAD
+from specbeam.heads.head import DraftRows, Head, wanted_below
+from specbeam.heads.trees import ScoredTrees
+from specbeam.records import ProbeInputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ProbeHead(Head):
+    """A head that is extra rows in the target's pass.
+
+    Args:
+        target: the model in whose passes the rows are.
+        depth: number of probes under a node, one below the other: of drafts that there are laws for. Deeper ones get the
+            last law.
+
+    Attributes:
+        ranks: for each depth, the mean odds under the target of the head's likeliest token, of the second, and so on, on
+            texts that it has not learnt from; empty if they were not measured.
+    """
+
+    def __init__(self, target: "PreTrainedModel", depth: int) -> None:
+        super().__init__()
+        self.target_of = (target,)  # in a tuple, so that its weights are not the head's
+        self.depth = depth
+        self.ranks: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def target(self) -> "PreTrainedModel":
+        """The model in whose passes the rows are."""
+        return self.target_of[0]
+
+    @property
+    def inputs(self) -> ProbeInputs:
+        """What the probes are made of, for the engines."""
+        raise NotImplementedError
+
+    @property
+    def described_ranks(self) -> dict[str, str]:
+        """The odds of its likeliest token by depth, as people read them; nothing if they were not measured."""
+        odds = ", ".join(f"{row[0]:.2f}" for row in self.ranks if row)
+        return {"its likeliest token is the target's next with odds of": f"{odds}, by depth"} if odds else {}
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `Head.taps`: none."""
+        return ()
+
+    @property
+    def states_size(self) -> int:
+        """See `Head.states_size`."""
+        return 0
+
+    def features(self, states: Float[Tensor, "*rows none"]) -> Float[Tensor, "*rows none"]:
+        """See `Head.features`: there are none."""
+        return states
+
+    @property
+    def device(self) -> torch.device:
+        """See `Head.device`."""
+        return next(self.parameters()).device
+
+    def rows(
+        self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
+    ) -> Float[Tensor, "rows anchors depth width"]:
+        """Return the target's last hidden states of `depth` probes under each of some nodes of trees.
+
+        Gradients flow to the head's own weights alone.
+
+        Args:
+            anchors: columns of the nodes.
+        """
+        raise NotImplementedError
+
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+        """See `Head.drafts`. The target runs over the trees, and then over the probes."""
+        depth = min(depth, self.depth)
+        ancestors = _ancestors(trees, depth)
+        is_anchor = torch.zeros_like(wanted)
+        for far, above in enumerate(ancestors, 1):
+            places = (wanted & (trees.depths >= far)).nonzero()
+            is_anchor[places[:, 0], above[places[:, 0], places[:, 1]]] = True
+        if not is_anchor.any():
+            return []
+        number = is_anchor.cumsum(1) - 1
+        anchors = is_anchor.long().argsort(dim=1, descending=True, stable=True)[:, : int(is_anchor.sum(1).max())]
+        states = self.rows(trees, anchors, depth)
+        found = []
+        length = wanted.shape[1]
+        for far, above in enumerate(ancestors, 1):
+            nodes = wanted_below(trees, wanted, far)
+            row = nodes // length
+            anchor = number[row, above[row, nodes % length]]
+            found.append(DraftRows(nodes, logits_of(self.target, states[row, anchor, far - 1])))
+        return found
+
+
+def _ancestors(trees: ScoredTrees, depth: int) -> list[Int64[Tensor, "rows length"]]:
+    """Return the columns of the parents of all nodes, of their parents, and so on; 0 for nodes that have none."""
+    above = torch.arange(trees.tokens.shape[1], device=trees.tokens.device).expand_as(trees.tokens)
+    found = []
+    for _ in range(depth):
+        above = trees.above(above)
+        found.append(above)
+    return found
+
+
+def logits_of(target: "PreTrainedModel", states: Float[Tensor, "rows width"]) -> Float[Tensor, "rows vocab"]:
+    """Return the logits that a target makes of its last hidden states; gradients flow to these alone."""
+    matrix = target.get_output_embeddings()
+    with _frozen(matrix):
+        logits: Tensor = matrix(states)
+    most = getattr(target.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if most is None else torch.tanh(logits / most) * most
+
+
+class ProbedTrees:
+    """Trees that a target has scored, and whose keys and values probes can look at.
+
+    Args:
+        tap: the layer whose incoming hidden states are kept, in `states`, float[rows, length, width]; None: none are.
+        keys, values: of a prefix that probes see, by layer.
+    """
+
+    def __init__(
+        self,
+        target: "PreTrainedModel",
+        trees: ScoredTrees,
+        tap: int | None = None,
+        keys: tuple[Tensor, ...] = (),
+        values: tuple[Tensor, ...] = (),
+    ) -> None:
+        config = target.config.get_text_config()
+        self.target = target
+        self.trees = trees
+        self.prefix = keys[0].shape[1] if keys else 0
+        self.masks = Masks(config, config._attn_implementation or "eager", target.dtype)
+        self.cache = _TreeCache(config.num_hidden_layers, keys, values)
+        self.states: Tensor | None = None
+        handles = []
+        if tap is not None:
+
+            def keep(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+                self.states = given[0] if given else named["hidden_states"]
+
+            handles.append(layers_of(target)[tap].register_forward_pre_hook(keep, with_kwargs=True))
+        try:
+            with torch.no_grad():
+                target.base_model(
+                    input_ids=trees.tokens,
+                    position_ids=trees.depths,
+                    attention_mask=self.masks.of_trees(trees.sees, trees.depths),
+                    past_key_values=self.cache,
+                    use_cache=True,
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.cache.is_full = True
+
+    def probed(
+        self, anchors: Int64[Tensor, "rows anchors"], made: Float[Tensor, "rows anchors depth width"], layer: int = 0
+    ) -> Float[Tensor, "rows anchors depth width"]:
+        """Return the target's last hidden states of probes.
+
+        Args:
+            anchors: columns of the nodes that they hang under.
+            made: what the first of their layers reads of them.
+            layer: the number of that layer; 0: they are embeddings.
+        """
+        rows, count, depth, width = made.shape
+        positions = self.trees.depths.gather(1, anchors)[..., None] + torch.arange(1, depth + 1, device=anchors.device)
+        seen, slot_positions = self._seen(anchors, positions)
+        flat = made.reshape(rows, count * depth, width)
+        handles = []
+        if layer:
+
+            def enter(module: object, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+                return ((flat, *given[1:]), named) if given else (given, {**named, "hidden_states": flat})
+
+            handles.append(layers_of(self.target)[layer].register_forward_pre_hook(enter, with_kwargs=True))
+        try:
+            with _frozen(self.target):
+                last: Tensor = self.target.base_model(
+                    inputs_embeds=torch.zeros_like(flat) if layer else flat,
+                    position_ids=positions.flatten(1),
+                    attention_mask=self.masks.of_rows(seen, positions.flatten(1), slot_positions),
+                    past_key_values=self.cache,
+                    use_cache=True,
+                ).last_hidden_state
+        finally:
+            for handle in handles:
+                handle.remove()
+        return last.view(rows, count, depth, width)
+
+    def _seen(
+        self, anchors: Int64[Tensor, "rows anchors"], positions: Int64[Tensor, "rows anchors depth"]
+    ) -> tuple[Bool[Tensor, "rows probes slots"], Int64[Tensor, "rows slots"]]:
+        """Return which of prefix, tree and probes each probe sees, and the positions of all of these."""
+        rows, count = anchors.shape
+        depth = positions.shape[-1]
+        length = self.trees.tokens.shape[1]
+        device = anchors.device
+        above = self.trees.sees.gather(1, anchors[..., None].expand(-1, -1, length))
+        groups = torch.eye(count, dtype=torch.bool, device=device)
+        chain = torch.ones(depth, depth, dtype=torch.bool, device=device).tril()
+        own = torch.kron(groups, chain).expand(rows, -1, -1)
+        prefix = torch.ones(rows, count * depth, self.prefix, dtype=torch.bool, device=device)
+        seen = torch.cat([prefix, above.repeat_interleave(depth, 1), own], -1)
+        ahead = torch.full((rows, self.prefix), AHEAD, device=device)
+        return seen, torch.cat([ahead, self.trees.depths, positions.flatten(1)], -1)
+
+
+class _TreeLayer(CacheLayerMixin):
+    """The keys and values of a layer: those of trees, and before them those of a prefix that later rows see."""
+
+    is_sliding = False
+
+    def __init__(self, cache: "_TreeCache", number: int) -> None:
+        super().__init__()
+        self.cache = cache
+        self.number = number
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take note of type and place."""
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Keep the keys and values of trees; put all that there is before those of later rows."""
+        if not self.cache.is_full:
+            self.lazy_initialization(key_states, value_states)
+            self.keys = key_states
+            self.values = value_states
+            return key_states, value_states
+        return self._with(self.cache.keys, self.keys, key_states), self._with(
+            self.cache.values, self.values, value_states
+        )
+
+    def _with(self, prefix: tuple[Tensor, ...], trees: Tensor, own: Tensor) -> Tensor:
+        parts = [trees, own]
+        if prefix:
+            parts.insert(0, prefix[self.number].to(own).expand(len(own), -1, -1, -1))
+        return torch.cat(parts, 2)
+
+    # transformers derives masks and positions from these. Passes here bring their own, so the values do not matter.
+    def get_seq_length(self) -> int:
+        """Return 0."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys, and 0."""
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class _TreeCache(Cache):
+    """The keys and values of trees; see `_TreeLayer`."""
+
+    def __init__(self, layers: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> None:
+        self.keys = keys
+        self.values = values
+        self.is_full = False  # whether the trees were scored
+        super().__init__(layers=[_TreeLayer(self, number) for number in range(layers)])
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Let forwards build no gradients of the model's own weights."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    for weight in weights:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in weights:
+            weight.requires_grad_(True)

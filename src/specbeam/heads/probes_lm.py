@@ -1,0 +1,192 @@
+"""A head that is extra rows in the target's pass, as a draft model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.heads.cache import NodeCache
+from specbeam.heads.lm import HeadLM, TimedPrompt
+from specbeam.heads.probes import ProbeHead
+from specbeam.lm.huggingface import max_positions_of
+from specbeam.records import LEARNT, NO_PROBES, Needs, Probes, Turn
+from specbeam.session import CacheOwner, Session
+
+
+class ProbeCache(NodeCache):
+    """What is kept of one session: the logits of the probes under each live node that had some when it was scored.
+
+    Args:
+        prompt: the tokens of the prompt, of which the last one alone is of interest.
+        device: where logits are.
+
+    Attributes:
+        rows: float[probes, vocab] by local node.
+        fresh: the same by local node as the target has just given them, of this turn.
+    """
+
+    def __init__(self, prompt: list[int], device: torch.device) -> None:
+        # The top of the trie stands for what is before the last token; nothing is drafted there but to time a pass.
+        super().__init__(prompt[-1:], torch.zeros(1, 0, device=device), np.array([True, False]))
+        self.rows: dict[int, Tensor] = {}
+        self.fresh: list[Tensor | None] = []
+
+    def note_scored(self, nodes: Int64[np.ndarray, " nodes"]) -> None:
+        """See `NodeCache.note_scored`."""
+        self.rows |= {node: rows for node, rows in zip(nodes.tolist(), self.fresh, strict=True) if rows is not None}
+        self.fresh = []
+
+    def keep(self, former: Int64[np.ndarray, " left"]) -> None:
+        """See `NodeCache.keep`. What is kept is copied, so that the rest of a pass can be freed."""
+        self.rows = {
+            node: self.rows[before].clone() for node, before in enumerate(former.tolist()) if before in self.rows
+        }
+        super().keep(former)
+
+    def scored_above(self, node: int) -> tuple[int, int]:
+        """Return the nearest scored node above a local node, and how far above it is."""
+        parents = self.trie.parents
+        far = 1
+        above = int(parents[node])
+        while not self.is_scored[above]:
+            above = int(parents[above])
+            far += 1
+        return above, far
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether there is anything to draft from below any root."""
+        nearest = (root if self.is_scored[root] else self.scored_above(root)[0] for root in self.trie.root_at.tolist())
+        return any(node in self.rows for node in nearest)
+
+
+class _Groups:
+    """A mark in the state of a session: the nodes that have probes in the present pass, and how many each has."""
+
+
+class ProbeLM(HeadLM):
+    """A head that is extra rows in the target's pass, as a draft model: it hangs probes under the nodes of each forest.
+
+    Where a text goes on from a node that had none, there is nothing to draft from in the next turn.
+
+    Args:
+        least: nodes get probes if the draft's odds of the path to them are at least this, where these odds are known; 0: all
+            nodes do. Roots always get some.
+
+    Attributes:
+        missed: number of turns that left nothing to draft from.
+    """
+
+    head: ProbeHead
+    reads_prompt = False
+
+    def __init__(self, head: ProbeHead, vocab: int, least: float = 0.0) -> None:
+        super().__init__(head, vocab)
+        self.needs_of_target = Needs(logits=True)
+        self.probe_inputs = head.inputs
+        self.least = least
+        self.missed = 0
+        self.positions = max_positions_of(head.target.config.get_text_config())
+        self._variants: dict[float, ProbeLM] = {least: self}
+
+    def choosing(self, least: float) -> "ProbeLM":
+        """Return the same draft model with another `least`."""
+        if least not in self._variants:
+            variant = ProbeLM(self.head, self.vocab, least)
+            variant._variants = self._variants
+            self._variants[least] = variant
+        return self._variants[least]
+
+    def is_ready(self, session: CacheOwner) -> bool:
+        """Return whether there is anything to draft from."""
+        cache: ProbeCache | None = session.state.get(self)
+        return cache is not None and cache.can_draft
+
+    def probes(self, session: Session, forest: Forest) -> Probes:
+        """Return the probes that the target scores with a forest: a chain under each chosen node."""
+        nodes = self._chosen(session, forest)
+        position = len(session.prompt) - 1 + session.length + forest.depths()[nodes]
+        counts = np.full(len(nodes), self.head.depth)
+        if self.positions is not None:
+            counts = np.minimum(counts, np.maximum(self.positions - 1 - position, 0))
+        session.state[_Groups, self] = (np.searchsorted(_scored(forest), nodes), counts)
+        if counts.sum() == 0:
+            return NO_PROBES
+        kinds = np.concatenate([np.arange(count) for count in counts])
+        above = forest.size + np.arange(len(kinds)) - 1
+        return Probes(LEARNT - kinds, np.where(kinds == 0, np.repeat(nodes, counts), above))
+
+    def _chosen(self, session: Session, forest: Forest) -> Int64[np.ndarray, " nodes"]:
+        """Return the nodes that get probes: of those that no pass has scored yet, the likely ones."""
+        nodes = _scored(forest)
+        cache: ProbeCache | None = session.state.get(self)
+        if cache is not None:  # beams that were drafts are roots that an earlier turn has scored
+            before = np.flatnonzero(cache.is_scored[cache.trie.root_at])
+            nodes = nodes[~np.isin(nodes, before)]
+        if self.least == 0 or len(forest.logq) == 0:
+            return nodes
+        logq = forest.logq[nodes]
+        is_likely = np.isnan(logq) | (logq >= np.log(self.least))
+        return nodes[is_likely | (forest.parents[nodes] < 0)]
+
+    def new_cache(self, prompt: list[int], features: Float[Tensor, "none width"]) -> ProbeCache:
+        """See `HeadLM.new_cache`."""
+        return ProbeCache(prompt, features.device)
+
+    @torch.inference_mode()
+    def settle(self, session: CacheOwner, turn: Turn) -> None:
+        """Take the logits of the probes of a turn, and keep those that drafts below the surviving beams are read from."""
+        cache: ProbeCache | None = session.state.get(self)
+        if cache is None:
+            cache = ProbeCache(session.prompt, self.device)
+            session.state[self] = cache
+        places, counts = session.state.pop((_Groups, self))
+        scored = len(turn.scored_nodes)
+        fresh: list[Tensor | None] = [None] * scored
+        if counts.sum():
+            assert turn.scored.probes is not None
+            rows = turn.scored.probes.logits.split(counts.tolist())
+            for place, own in zip(places.tolist(), rows, strict=True):
+                fresh[place] = own if len(own) else None
+        cache.fresh = fresh
+        cache.settle(turn, torch.zeros(scored, 0, device=self.device))
+        self.missed += len(cache.trie.root_at) > 0 and not cache.can_draft
+
+    def logits(self, caches: list[Any], wanted: list[Int64[np.ndarray, " _"]]) -> list[Float[Tensor, "_ draft_vocab"]]:
+        """See `HeadLM.logits`. Where the nearest scored node had no probes, no token has any odds."""
+        self.passes += 1
+        nothing = torch.full((self.vocab,), -torch.inf, device=self.device)
+        found = []
+        for cache, nodes in zip(caches, wanted, strict=True):
+            rows = [torch.zeros(0, self.vocab, device=self.device)]
+            for node in nodes.tolist():
+                above, far = cache.scored_above(node)
+                own = cache.rows.get(above)
+                rows.append((nothing if own is None else own[min(far, len(own)) - 1].float())[None])
+            found.append(torch.cat(rows))
+        return found
+
+    @contextmanager
+    def stored(self, length: int) -> Iterator[TimedPrompt]:
+        """Yield a made-up prompt on which the reading of drafts is timed, which does not depend on its length.
+
+        The time of the probes themselves is in the target's pass.
+        """
+        prompt = [7 % self.vocab]
+        session: Any = SimpleNamespace(prompt=prompt, state={})
+        cache = ProbeCache(prompt, self.device)
+        cache.rows[0] = torch.zeros(self.head.depth, self.vocab, device=self.device)
+        session.state[self] = cache
+        self.extend([session], [Forest.rooted(prompt)])
+        yield TimedPrompt(self, session)
+
+
+def _scored(forest: Forest) -> Int64[np.ndarray, " nodes"]:
+    """Return the nodes of a forest that the target scores: those whose rows are not known."""
+    return unknown_nodes(0, forest.size, forest.known.nodes)
