@@ -39,7 +39,10 @@ _HOMES = {
         ("prompt_lookup", "suffix_match", "token_recycling"),
         "recipes.lookup",
     ),
-    **dict.fromkeys(("eagle", "fspad", "medusa", "mtp", "chimera", "specdiff", "eesd"), "recipes.heads"),
+    **dict.fromkeys(
+        ("eagle", "fspad", "medusa", "mtp", "chimera", "specdiff", "eesd", "bita", "hidden_transfer"),
+        "recipes.heads",
+    ),
     "auto": "recipes.auto",
     "mtjd": "recipes.joint_tokens",
     **dict.fromkeys(("mtad", "mjsd", "mmtad"), "recipes.joint_beams"),
@@ -64,10 +67,12 @@ if TYPE_CHECKING:
     from specbeam.recipes.beams import greedy as greedy
     from specbeam.recipes.beams import sampling as sampling
     from specbeam.recipes.catalogue import methods as methods
+    from specbeam.recipes.heads import bita as bita
     from specbeam.recipes.heads import chimera as chimera
     from specbeam.recipes.heads import eagle as eagle
     from specbeam.recipes.heads import eesd as eesd
     from specbeam.recipes.heads import fspad as fspad
+    from specbeam.recipes.heads import hidden_transfer as hidden_transfer
     from specbeam.recipes.heads import medusa as medusa
     from specbeam.recipes.heads import mtp as mtp
     from specbeam.recipes.heads import specdiff as specdiff

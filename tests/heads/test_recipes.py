@@ -11,13 +11,20 @@ from specbeam.heads.feature import FeatureSizes
 from specbeam.heads.lm import ChimeraLM, DenoiserLM, FeatureLM, ModulesLM, TrunkLM
 from specbeam.heads.medusa import Medusa
 from specbeam.heads.modules import ModulesInARow
+from specbeam.heads.probes_lm import ProbeLM
 from specbeam.recipes.catalogue import HEAD_RECIPES, resolve
 from tests.support.heads import VOCAB, chimera_of, denoiser_of, trunk_of
+from tests.support.probes import probe_head
 from tests.support.tiny_models import tiny
 
 PROMPTS = [[5, 6, 7, 8, 9, 3], [9], [3, 4]]
 # Of the others: those of a tree.
-SETTINGS = {"specdiff": {"steps": 2, "depth": 3}, "eesd": {"depth": 3, "rule": "match"}}
+SETTINGS = {
+    "specdiff": {"steps": 2, "depth": 3},
+    "eesd": {"depth": 3, "rule": "match"},
+    "bita": {"nodes": 8, "depth": 3, "top": 3, "tree": "odds"},
+    "hidden_transfer": {"nodes": 8, "depth": 3, "top": 3, "tree": "odds"},
+}
 TREE = {"nodes": 8, "depth": 3, "top": 3}
 
 
@@ -35,6 +42,8 @@ def pairs():
         "chimera": ChimeraLM(chimera_of(model), VOCAB),
         "specdiff": DenoiserLM(denoiser_of(model), VOCAB),
         "eesd": ExitLM(ExitHead(model, 1).requires_grad_(False), pair.target),
+        "bita": ProbeLM(probe_head(model, "bita"), VOCAB),
+        "hidden_transfer": ProbeLM(probe_head(model, "hidden_transfer"), VOCAB),
     }
     return {name: replace(pair, draft=draft) for name, draft in drafts.items()}
 
@@ -61,6 +70,8 @@ def test_other_heads_and_other_drafts_are_refused(make, pairs):
         "chimera": "Chimera",
         "specdiff": "SpecDiff",
         "eesd": "EESD",
+        "bita": "BiTA",
+        "hidden_transfer": "HiddenTransfer",
     }
     for name, pair in pairs.items():
         if name != make.__name__:

@@ -1,5 +1,6 @@
 """PLAN: the best fixed tree for measured acceptance rates and measured costs."""
 
+import heapq
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -42,6 +43,48 @@ def sequoia_tree(acceptance: Sequence[float], nodes: int, depth: int) -> tuple[T
     table = _BestSubtrees(acceptance, nodes, depth)
     size = int(np.flatnonzero(np.isfinite(table.value[depth].max(1))).max())
     return table.tree(size, depth), float(table.value[depth, size].max())
+
+
+def ranked_tree(ranks: Sequence[Sequence[float]], nodes: int, spine: bool = False) -> Topology:
+    """Return the fixed tree of most expected accepted tokens, given the odds of a child by its depth and rank.
+
+    A path is accepted with the product of the odds of its nodes, so the best tree is that of the likeliest paths. It is best
+    among all trees if odds fall from rank to rank.
+
+    Sources: Medusa (arXiv 2401.10774), and with `spine` the streamlined tree of BiTA (arXiv 2401.12522).
+
+    Args:
+        ranks: for each layer, the odds that the k-th likeliest child of an accepted node is accepted.
+        nodes: number of nodes below the root; the tree has fewer if there are no more.
+        spine: only the likeliest child of each layer has children.
+
+    >>> ranked_tree([[0.6, 0.2], [0.5, 0.2]], 3)
+    (((),), ())
+    """
+    waiting: list[tuple[float, tuple[int, ...]]] = []  # (minus the odds of a path, its ranks)
+    if ranks and len(ranks[0]):
+        waiting.append((-ranks[0][0], (0,)))
+    chosen: list[tuple[int, ...]] = []
+    while waiting and len(chosen) < nodes:
+        negative, path = heapq.heappop(waiting)
+        chosen.append(path)
+        above = path[:-1]
+        rank = path[-1]
+        row = ranks[len(above)]
+        if rank + 1 < len(row) and row[rank] > 0:
+            heapq.heappush(waiting, (negative * row[rank + 1] / row[rank], (*above, rank + 1)))
+        may_branch = not spine or not any(path)
+        if may_branch and len(path) < len(ranks) and len(ranks[len(path)]):
+            heapq.heappush(waiting, (negative * ranks[len(path)][0], (*path, 0)))
+    return _topology(set(chosen), ())
+
+
+def _topology(paths: set[tuple[int, ...]], above: tuple[int, ...]) -> Topology:
+    """Return the subtrees under the node at the end of a path of ranks."""
+    children: list[Topology] = []
+    while (child := (*above, len(children))) in paths:
+        children.append(_topology(paths, child))
+    return tuple(children)
 
 
 class _BestSubtrees:

@@ -5,7 +5,17 @@ from collections.abc import Callable
 from specbeam.errors import BadSetting
 from specbeam.recipes.auto import auto
 from specbeam.recipes.beams import beam_sampling, dsbd, greedy, sampling
-from specbeam.recipes.heads import chimera, eagle, eesd, fspad, medusa, mtp, specdiff
+from specbeam.recipes.heads import (
+    bita,
+    chimera,
+    eagle,
+    eesd,
+    fspad,
+    hidden_transfer,
+    medusa,
+    mtp,
+    specdiff,
+)
 from specbeam.recipes.joint_beams import mjsd, mmtad, mtad
 from specbeam.recipes.joint_tokens import mtjd
 from specbeam.recipes.lookup import prompt_lookup, suffix_match, token_recycling
@@ -34,7 +44,9 @@ RECIPES: tuple[Callable[..., Method], ...] = (
     mtjd, mtad, mjsd, mmtad,
 )  # fmt: skip
 # These draft with a head of one kind, and refuse pairs without.
-HEAD_RECIPES: tuple[Callable[..., Method], ...] = (eagle, fspad, medusa, mtp, chimera, specdiff, eesd)
+HEAD_RECIPES: tuple[Callable[..., Method], ...] = (
+    eagle, fspad, medusa, mtp, chimera, specdiff, eesd, bita, hidden_transfer,
+)  # fmt: skip
 
 
 def methods() -> list[Recipe]:

@@ -2,21 +2,26 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
+from specbeam.control.best_tree import depth_of_tree, layers_of, ranked_tree
 from specbeam.draft.best_first import BestFirst
-from specbeam.draft.children import Distinct, Independent
-from specbeam.draft.tree import Branching
+from specbeam.draft.children import Best, Distinct, Independent
+from specbeam.draft.tree import Branching, FixedTree
 from specbeam.draft.unmask import ORDERS, Order, Unmasking, no_law_reason
 from specbeam.errors import BadSetting, NotSupported, one_of
+from specbeam.heads.bita import Bita
 from specbeam.heads.chimera import Chimera
 from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.exit import ExitHead
 from specbeam.heads.head import Head
+from specbeam.heads.hidden_transfer import HiddenTransfer
 from specbeam.heads.medusa import Medusa
 from specbeam.heads.modules import ModulesInARow
+from specbeam.heads.probes import ProbeHead
+from specbeam.heads.probes_lm import ProbeLM
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import LM
 from specbeam.recipes.compose import (
@@ -27,11 +32,15 @@ from specbeam.recipes.compose import (
     rule_of,
     tree_method,
 )
-from specbeam.recipes.method import Method, require_at_least_one
+from specbeam.recipes.method import Method, refuse_ignored, require_at_least_one
 from specbeam.session import Controller, Parts, Rule, law_of
 
 # What to do about a pair without such a head.
 LOAD_OR_TRAIN = "load the target with draft=<folder of such a head>, or train one (`specbeam train`)"
+
+TreeBy = Literal["streamlined", "measured", "odds"]
+# By depth, the odds of the likeliest tokens of a head of which they were not measured.
+GUESS = ((0.4, 0.15, 0.08, 0.05, 0.03), (0.3, 0.11, 0.06, 0.04, 0.02), (0.25, 0.09, 0.05, 0.03, 0.02))
 
 
 def eagle(
@@ -259,6 +268,69 @@ def _is_exit(head: Head) -> bool:
     return isinstance(head, ExitHead)
 
 
+def bita(
+    nodes: int = 12,
+    depth: int = 3,
+    top: int | None = None,
+    tree: TreeBy = "streamlined",
+    least: float = 0.0,
+    rule: "RuleName | Rule" = "match",
+    controller: "ControllerName | Controller" = "fixed",
+) -> Method:
+    """Draft with mask tokens in the target's own pass: one pass of the target judges a tree and drafts the next one.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2401.12522 (BiTA)
+
+    Steps of the paper: soft prompts and masks heads/bita.py; their rows in the pass heads/probes_lm.py; the streamlined tree
+    control/best_tree.py; verify/walk.py. The release accepts by the ratio of both laws and draws a refused token from the
+    target's law instead of the residual, which is another law than the target's; that is left out.
+
+    Args:
+        nodes: number of nodes of the tree.
+        depth: maximum number of layers. Layers deeper than there are masks draft by the last one.
+        top: for tree="odds": number of likeliest tokens considered under each expanded node, and of nodes expanded in a
+            layer. None: 10.
+        tree: "streamlined": a fixed tree in which only the likeliest node of each layer branches, from the odds that
+            training has measured. "measured": the best fixed tree by these odds. "odds": the best tree for each context, by
+            the product of the masks' own odds.
+        least: a node gets masks of its own if the draft's odds of the path to it are at least this. Where the text goes on
+            from a node that has none, the next turn has no draft.
+        rule: as in `eagle`.
+        controller: as in `opt_tree`; "latency" for tree="odds" only.
+    """
+    return _of_probes("bita", "BiTA's masks", Bita, nodes, depth, top, tree, least, rule, controller)
+
+
+def hidden_transfer(
+    nodes: int = 12,
+    depth: int = 3,
+    top: int | None = None,
+    tree: TreeBy = "measured",
+    least: float = 0.0,
+    rule: "RuleName | Rule" = "match",
+    controller: "ControllerName | Controller" = "fixed",
+) -> Method:
+    """Draft with states of tokens to come, made between two layers in the target's own pass of the states there.
+
+    Law: exact: plain sampling
+    Paper: arXiv 2404.12022 (Hidden Transfer), as we read it: its code is not public
+
+    Steps of the paper: the maps heads/hidden_transfer.py; their rows in the pass heads/probes_lm.py, engines/kv/late.py; the
+    tree control/best_tree.py; verify/walk.py.
+
+    Args:
+        nodes: number of nodes of the tree.
+        depth: maximum number of layers. Layers deeper than there are maps draft by the last one.
+        top, tree, least: as in `bita`, with made states in place of masks.
+        rule: as in `eagle`.
+        controller: as in `bita`.
+    """
+    return _of_probes(
+        "hidden_transfer", "maps of Hidden Transfer", HiddenTransfer, nodes, depth, top, tree, least, rule, controller
+    )
+
+
 def _is_eagle(head: Head) -> bool:
     return isinstance(head, PairTrunk) and head.shape.pairs != "normed projection" and not head.shape.sampling
 
@@ -294,6 +366,8 @@ def paper_of(head: Head) -> str:
         "chimera": _is_chimera,
         "specdiff": _is_specdiff,
         "eesd": _is_exit,
+        "bita": lambda head: isinstance(head, Bita),
+        "hidden_transfer": lambda head: isinstance(head, HiddenTransfer),
     }
     return next((name for name, is_kind in kinds.items() if is_kind(head)), "")
 
@@ -325,12 +399,52 @@ def _for_heads(method: Method, what: str, is_kind: Callable[[Head], bool], how: 
     """
 
     def build(target: LM | None, draft: LM | None) -> Parts:
-        head: Head | None = getattr(draft, "head", None)
-        if head is None or not is_kind(head):
-            found = type(draft).__name__ if head is None else head.described["kind"].split(":")[0]
-            raise NotSupported(
-                f"{method.name} drafts with {what}, and the draft of this pair is of kind {found}: {how}"
-            )
+        _check_kind(method.name, what, is_kind, draft, how)
         return method.build(target, draft)
 
     return replace(method, build=build)
+
+
+def _check_kind(name: str, what: str, is_kind: Callable[[Head], bool], draft: LM | None, how: str) -> None:
+    """Raise `NotSupported` unless the draft is a head of the kind that a recipe drafts with; see `_for_heads`."""
+    head: Head | None = getattr(draft, "head", None)
+    if head is None or not is_kind(head):
+        found = type(draft).__name__ if head is None else head.described["kind"].split(":")[0]
+        raise NotSupported(f"{name} drafts with {what}, and the draft of this pair is of kind {found}: {how}")
+
+
+def _of_probes(
+    name: str,
+    what: str,
+    kind: type[ProbeHead],
+    nodes: int,
+    depth: int,
+    top: int | None,
+    tree: str,
+    least: float,
+    rule: "RuleName | Rule",
+    controller: "ControllerName | Controller",
+) -> Method:
+    """Return a method for one sequence that drafts with rows in the target's pass, and refuses pairs without such a head."""
+    require_at_least_one(nodes=nodes, depth=depth, top=1 if top is None else top)
+    one_of("tree", tree, get_args(TreeBy))
+    refuse_ignored(tree == "odds", f"tree {tree!r}", top=top)
+    is_number = isinstance(least, (int, float)) and not isinstance(least, bool)
+    if not (is_number and 0 <= least <= 1):
+        raise BadSetting(f"least is {least!r}; it is a probability, in [0, 1]")
+
+    def method_of(ranks: Sequence[Sequence[float]]) -> Method:
+        if tree == "odds":
+            drafts = DraftKind(name, depth, nodes, has_node_budget=True)
+            return tree_method(drafts, BestFirst(top or 10, widest=top or 10, within_layer=True), rule, controller)
+        rows = [ranks[min(layer, len(ranks) - 1)] for layer in range(depth)]
+        topology = ranked_tree(rows, nodes, spine=tree == "streamlined")
+        drafts = DraftKind(name, depth_of_tree(topology), layers=layers_of(topology))
+        return tree_method(drafts, FixedTree(topology, Best()), rule, controller)
+
+    def build(target: LM | None, draft: LM | None) -> Parts:
+        _check_kind(name, what, lambda head: isinstance(head, kind), draft, LOAD_OR_TRAIN)
+        assert isinstance(draft, ProbeLM)
+        return method_of(draft.head.ranks or GUESS).build(target, draft.choosing(least))
+
+    return replace(method_of(GUESS), build=build)
