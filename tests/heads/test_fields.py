@@ -20,7 +20,8 @@ from specbeam.records import FINAL
 
 GOLDEN = Path(__file__).parent / "golden"
 OURS = "fspad"
-NAMES = sorted(one.name for one in GOLDEN.iterdir() if one.is_dir())
+# Modules of multi-token prediction have a target of their own; test_mtp.py has their refusals.
+NAMES = sorted(one.name for one in GOLDEN.iterdir() if one.is_dir() and not one.name.startswith("mtp"))
 HUGE = 10**12
 NESTED = [[1, "x"], {"x": 1}]
 

@@ -46,7 +46,7 @@ METHODS = {
     ("kind", "name", "engine"),
     [
         *((kind, "beams", "torch") for kind in KINDS),
-        *((kind, "beams", "compiled") for kind in KINDS if kind != "fspad"),
+        *((kind, "beams", "compiled") for kind in KINDS if kind not in ("fspad", "eagle3, windows")),
         *(
             ("eagle3, all norms", name, engine)
             for name in METHODS

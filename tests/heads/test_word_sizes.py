@@ -63,7 +63,8 @@ def test_what_was_trained_is_what_is_loaded(kind, family, tmp_path, monkeypatch)
     student = HeadStudent(head, model, plan, KINDS[kind].save)
     held_out = Trees.read(tmp_path / "training" / "trees" / "held_out.npz")
     found = acceptances(student, held_out, 200, torch.device("cpu"))
-    assert found == pytest.approx((done.acceptance, *done.curve[-1].deeper), abs=1e-4)
+    # What is learnt in float32 is written in bfloat16, which rounds weights by up to 1/256.
+    assert found == pytest.approx((done.acceptance, *done.curve[-1].deeper), abs=2e-3)
     drafts_as_without(model, tmp_path, probe=False)
 
 

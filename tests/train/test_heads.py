@@ -336,16 +336,17 @@ def test_a_broken_head_of_our_own_format_is_refused_by_name(pair, small_files, d
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
-        ("chimera", {"read_out": "none"}, "read_out is 'none'; it must be one of shared, own"),
-        ("chimera", {"read_out": "own"}, "has no tensor matrices.0.weight"),
-        ("chimera", {"depth": None}, "shape has no depth in config.json"),
+        ("chimera", {"read_out": "none"}, "shape.read_out is 'none' in config.json; it must be one of shared, own"),
+        ("chimera", {"read_out": "own"}, r"shape.depth is 4 in config.json; it must be the number of tensors matrices"),
+        ("chimera", {"depth": None}, "config.json has no shape.depth"),
         ("chimera", {"colour": 1}, "shape has fields that are not known: colour"),
-        ("chimera", {"depth": 9}, "has no tensor maps.4.weight"),
-        ("specdiff", {"first_row": 0}, "first_row is 0, correction 'no' and has_confidence False; in SpecDiff heads"),
+        ("chimera", {"depth": 9}, r"shape.depth is 9 in config.json; it must be the number of tensors maps"),
+        ("specdiff", {"first_row": 2}, "shape.first_row is 2 in config.json; it must be 1 in SpecDiff heads"),
+        ("specdiff", {"logit_cap": 1.0}, r"shape.logit_cap is 1\.0 in config.json; it must be 0\.0 in SpecDiff heads"),
         ("specdiff", {"taps": [0, 9, 1]}, "LlamaForCausalLM has 2 layers, so taps are numbers from 0 to 2"),
         ("specdiff", {"taps": [0, 1]}, "reads 3 hidden states, and 2 are named"),
-        ("specdiff", {"target_width": 16}, "is for a target of width 16, and this one's is 32"),
-        ("specdiff", {"layers": 3}, "has no tensor layers.2.input_layernorm.weight"),
+        ("specdiff", {"target_width": 16}, "target_width is 16 in config.json; it must be the width of the target, 32"),
+        ("specdiff", {"layers": 3}, "shape.layers is 3 in config.json; it must be 2"),
         ("specdiff", {"draft_vocab": 7}, r"no lm_head.weight, and 7 tokens"),
     ],
 )
@@ -367,7 +368,7 @@ def test_a_head_of_another_target_is_refused(pair, tmp_path):
         plan = planned(pair.target_model, KINDS[kind].usual, {})
         KINDS[kind].save(KINDS[kind].new(pair.target_model, plan, None), pair.target_model, plan, tmp_path / kind)
         other = tiny("llama", hidden_size=64, intermediate_size=64)
-        with pytest.raises(BadHead, match="is for a target of width 32, and this one's is 64"):
+        with pytest.raises(BadHead, match=r"width is 32 in config\.json; it must be the width of the target, 64"):
             read_head(tmp_path / kind, other)
 
 

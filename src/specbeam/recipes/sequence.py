@@ -11,8 +11,8 @@ from specbeam.draft.best_first import BestFirst, BestFirstDraws
 from specbeam.draft.children import AnyChildren, BestAndOne, Children, Distinct, Independent
 from specbeam.draft.merged import Graph, ManyDrafters, Pruned
 from specbeam.draft.tree import Branching, FixedTree, StochasticBeam, TreeDrafter
+from specbeam.engines.answers import LOGITS
 from specbeam.errors import BadSetting, NotSupported, one_of
-from specbeam.heads.exit import ExitLM
 from specbeam.lm.base import LM
 from specbeam.lm.early_layers import early_layers
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -428,7 +428,8 @@ def propd(
         assert draft is not None
         if not isinstance(target, HuggingFaceLM):
             raise NotSupported("propd looks through the target's first layers; that needs a transformers model")
-        is_live = not isinstance(draft, ExitLM)  # which runs first layers on the target's cache itself
+        needs = getattr(draft, "needs_of_target", LOGITS)
+        is_live = not needs.taps and needs.exit_layer is None  # layers on the target's own cache serve nothing beside
         looker = first_layers(target, early) if is_live else early_layers(target.model, early)
         drafter = Pruned(TreeDrafter(draft, BestFirst()), looker, top)
         return Parts(drafter, judge, make_controller(target, draft), law)
