@@ -137,7 +137,8 @@ def load(
         draft_lm = None
         if draft_model is not None:
             draft_lm = language_model(draft_model, check, quantize_draft, compile, share_from)
-    if compile and "torch" not in {getattr(lm, "engine", None) for lm in (target_lm, draft_lm)}:
+    models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
+    if compile and "torch" not in {lm.engine for lm in models}:
         raise BadSetting(
             "compile=True is for models that transformers runs, and specbeam runs these itself, by loops that are compiled "
             "already; leave it out"

@@ -9,10 +9,11 @@ import torch
 
 import specbeam as sb
 from specbeam.bench.acceptance import acceptance
-from specbeam.bench.efficiency import as_markdown, contenders, efficiency, plot
+from specbeam.bench.efficiency import as_markdown, contenders, efficiency, of_paper, plot
 from specbeam.bench.head_cost import head_cost
 from specbeam.generation import turns_of
 from specbeam.heads.lm import TrunkLM
+from specbeam.recipes.catalogue import HEAD_RECIPES
 from specbeam.train.eagle3 import new_eagle3
 from specbeam.train.plan import planned
 from tests.support import words
@@ -73,6 +74,15 @@ def test_a_head_is_measured_with_every_method_and_that_of_its_paper(with_head):
     assert "multi_draft" not in recipes  # of several models
     assert recipes - {"eagle"} == {name for name, shapes in contenders(5).items() if shapes} - {"multi_draft"}
     assert all(cell.efficiency >= 1 for cell in cells)
+
+
+@pytest.mark.parametrize("make", HEAD_RECIPES)
+def test_each_recipe_for_heads_has_a_shape_in_the_budget(make):
+    name = make.__name__
+    shapes = of_paper(name, 10)
+    assert set(shapes) == {name}
+    assert [shape().name for shape in shapes[name].values()] == [name]
+    assert of_paper("", 10) == {}
 
 
 def test_what_a_pass_of_a_head_costs_is_said(with_head):

@@ -181,9 +181,9 @@ def test_rows_that_enter_between_layers_are_not_in_the_layers_below(engine, monk
         kind = type(lm.runner.decoder)
         forward = kind.forward
 
-        def counting(self, rows, store, vectors, layers, states=None):
+        def counting(self, rows, store, vectors, layers, states=None, taps=()):
             counts.extend([len(rows.tokens)] * len(range(*layers.indices(3))))
-            return forward(self, rows, store, vectors, layers, states)
+            return forward(self, rows, store, vectors, layers, states, taps)
 
         monkeypatch.setattr(kind, "forward", counting)
     forest = Forest.rooted(one.prompt[-1:]).grown([3, 5], [0, 1])

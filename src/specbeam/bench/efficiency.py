@@ -13,7 +13,6 @@ import numpy as np
 
 from specbeam.generation import Prompt, turns_of
 from specbeam.heads.head import Head
-from specbeam.heads.lm import HeadLM
 from specbeam.pair import Pair
 from specbeam.recipes import catalogue as recipes
 from specbeam.recipes.heads import paper_of
@@ -72,13 +71,29 @@ def contenders(budget: int, head: Head | None = None) -> dict[str, dict[str, Cal
     }
     if head is not None:
         del found["multi_draft"]
-        name = paper_of(head)
-        if name:
-            make: Callable[..., Method] = {"eagle": recipes.eagle, "fspad": recipes.fspad, "medusa": recipes.medusa}[
-                name
-            ]
-            found[name] = {f"{budget} nodes": partial(make, budget, 8 if name != "medusa" else 4)}
+        found |= of_paper(paper_of(head), budget)
     return found
+
+
+def of_paper(name: str, budget: int) -> dict[str, dict[str, Callable[[], Method]]]:
+    """Return the shapes of the recipe for a head, by its name; none if there is no recipe for such heads."""
+    trees: dict[str, tuple[Callable[..., Method], int]] = {
+        "eagle": (recipes.eagle, 8),
+        "fspad": (recipes.fspad, 8),
+        "mtp": (partial(recipes.mtp, top=10), 8),
+        "medusa": (recipes.medusa, 4),
+        "chimera": (recipes.chimera, 4),
+        "bita": (recipes.bita, 3),
+        "hidden_transfer": (recipes.hidden_transfer, 3),
+    }
+    if name in trees:
+        make, depth = trees[name]
+        return {name: {f"{budget} nodes": partial(make, budget, depth)}}
+    if name == "specdiff":
+        return {name: {f"{min(budget, 5)}": partial(recipes.specdiff, 1, min(budget, 5))}}
+    if name == "eesd":
+        return {name: {f"{min(budget, 8)}": partial(recipes.eesd, min(budget, 8))}}
+    return {}
 
 
 def efficiency(
@@ -100,7 +115,7 @@ def efficiency(
     """
     cells = list[TreeCell]()
     measured = dict[tuple[str, str], TreeCell]()
-    head = pair.draft.head if isinstance(pair.draft, HeadLM) else None
+    head = getattr(pair.draft, "head", None)
     for budget in sorted(budgets):
         for recipe, shapes in contenders(budget, head).items():
             for shape, make in shapes.items():

@@ -18,8 +18,9 @@ def head_cost(pair: Pair) -> str:
     head = _times(pair.draft)
     target = _times(pair.target)
     rows = ", ".join(map(str, ROWS))
+    how = "compiled" if pair.draft.is_compiled else "torch"
     return (
-        f"A pass over {rows} rows takes {head} ms with the head ({pair.draft.engine}), "
+        f"A pass over {rows} rows takes {head} ms with the head ({how}), "
         f"{target} ms with the target ({pair.target.engine})"
     )
 

@@ -17,7 +17,6 @@ from specbeam.bench.speed_report import as_markdown, plot
 from specbeam.cli.common import method_from
 from specbeam.cli.widening import grown_pair
 from specbeam.errors import BadSetting
-from specbeam.heads.lm import HeadLM
 from specbeam.pair import BUNDLED, Pair
 from specbeam.prompts import PromptRow, read, spread
 from specbeam.recipes.heads import paper_of
@@ -89,7 +88,8 @@ def _check(rows: int, batch_sizes: list[int], repeats: int, picture: Path | None
 
 def _of_head(pair: Pair) -> list[str]:
     """Return the method of the paper of the pair's draft head, if the draft is one and has any."""
-    name = paper_of(pair.draft.head) if isinstance(pair.draft, HeadLM) else ""
+    head = getattr(pair.draft, "head", None)
+    name = "" if head is None else paper_of(head)
     return [name] if name else []
 
 

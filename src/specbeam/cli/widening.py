@@ -7,7 +7,6 @@ from specbeam.bench.widen_model import grown
 from specbeam.bench.widen_vocabulary import with_words
 from specbeam.cli.common import quiet_load
 from specbeam.errors import BadSetting
-from specbeam.heads.lm import HeadLM
 from specbeam.pair import Pair, load
 
 
@@ -28,7 +27,7 @@ def grown_pair(
         return pair
     target = pair.target_model
     draft_model: Any = pair.draft_model
-    if isinstance(pair.draft, HeadLM):
+    if getattr(pair.draft, "head", None) is not None:
         if grow is not None or grow_draft is not None or grow_vocab is not None:
             raise BadSetting(
                 "--grow, --grow-draft and --grow-vocab change models, and the draft is a head, which fits its own target "

@@ -307,7 +307,7 @@ def lacks_compiled_form(head: Head, vocab: int) -> str:
     if not kernels.AVAILABLE:
         return "numba is missing"
     if type(head) not in (PairTrunk, BlockHead):
-        return f"{type(head).__name__} has no layers"
+        return f"compiled layers are for EAGLE, DFlash and DSpark heads, and this is a {type(head).__name__}"
     weights = list(head.parameters())
     if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in weights):
         return "its weights are not in float32 on a CPU"

@@ -136,12 +136,13 @@ class ExitHead(Head):
         masks = Masks(config, config._attn_implementation or "eager", self.target.dtype)
         handle = self.layer.register_forward_pre_hook(keep, with_kwargs=True)
         try:
-            self.exited().base_model(
-                input_ids=trees.tokens,
-                position_ids=trees.depths,
-                attention_mask=masks.of_trees(trees.sees, trees.depths),
-                use_cache=False,
-            )
+            with torch.autocast(trees.tokens.device.type, enabled=False):  # what drafting reads is not rounded either
+                self.exited().base_model(
+                    input_ids=trees.tokens,
+                    position_ids=trees.depths,
+                    attention_mask=masks.of_trees(trees.sees, trees.depths),
+                    use_cache=False,
+                )
         except _Reached:
             pass
         finally:

@@ -20,12 +20,10 @@ class DraftRows(NamedTuple):
 
     nodes: Int64[Tensor, " drafts"]  # row * length + column, ascending
     logits: Float[Tensor, "drafts draft_vocab"]  # of the tokens below
-    confidence: Float[Tensor, " drafts"] | None = (
-        None  # logits of the odds that a draft below is accepted, if the head has any
-    )
-    estimates: Float[Tensor, "drafts size"] | None = (
-        None  # what the head takes for the target's last hidden states there
-    )
+    # Logits of the odds that a draft below is accepted, if the head has any.
+    confidence: Float[Tensor, " drafts"] | None = None
+    # What the head takes for the target's last hidden states there.
+    estimates: Float[Tensor, "drafts size"] | None = None
 
 
 class Head(nn.Module):

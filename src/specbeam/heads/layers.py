@@ -22,9 +22,8 @@ BASE = 10000.0  # of the positions, where a file does not say: never that of the
 class View(NamedTuple):
     """How far back the rows of a layer look."""
 
-    within: int = (
-        0  # positions: a row looks at those above that are fewer than this before where it counts from; 0: all
-    )
+    # Positions: a row looks at those above that are fewer than this before where it counts from; 0: all.
+    within: int = 0
     from_row: bool = False  # whether it counts from its own position, and not from that of the first row of its draft
     is_causal: bool = False  # whether a row of a block looks at the rows of the block before it only
 

@@ -90,9 +90,8 @@ class HeadLM:
 
     keeps_nodes = True
     max_positions: int | None = None
-    reads_prompt = (
-        True  # whether the head reads the target's hidden states of the whole prompt, or of its last token alone
-    )
+    # Whether the head reads the target's hidden states of the whole prompt, or of its last token alone.
+    reads_prompt = True
 
     def __init__(self, head: Head, vocab: int, engine: str = "auto") -> None:
         self.head = head.eval()

@@ -51,6 +51,7 @@ def probes_config(head: ProbeHead) -> dict[str, Any]:
         "depth": head.depth,
         "target": of_target,
         "ranks": [[round(odds, 5) for odds in row] for row in head.ranks],
+        "base_model_name_or_path": head.target.config.name_or_path or None,
     }
     if isinstance(head, Bita):
         _, kv_heads, prefix, size = head.keys.shape

@@ -165,7 +165,7 @@ class ProbedTrees:
 
             handles.append(layers_of(target)[tap].register_forward_pre_hook(keep, with_kwargs=True))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), unrounded(trees.tokens):
                 target.base_model(
                     input_ids=trees.tokens,
                     position_ids=trees.depths,
@@ -191,7 +191,7 @@ class ProbedTrees:
         rows, count, depth, width = made.shape
         positions = self.trees.depths.gather(1, anchors)[..., None] + torch.arange(1, depth + 1, device=anchors.device)
         seen, slot_positions = self._seen(anchors, positions)
-        flat = made.reshape(rows, count * depth, width)
+        flat = made.reshape(rows, count * depth, width).to(self.target.dtype)
         handles = []
         if layer:
 
@@ -200,7 +200,7 @@ class ProbedTrees:
 
             handles.append(layers_of(self.target)[layer].register_forward_pre_hook(enter, with_kwargs=True))
         try:
-            with _frozen(self.target):
+            with _frozen(self.target), unrounded(flat):
                 last: Tensor = self.target.base_model(
                     inputs_embeds=torch.zeros_like(flat) if layer else flat,
                     position_ids=positions.flatten(1),
@@ -290,6 +290,15 @@ class _TreeCache(Cache):
         self.values = values
         self.is_full = False  # whether the trees were scored
         super().__init__(layers=[_TreeLayer(self, number) for number in range(layers)])
+
+
+def unrounded(like: Tensor) -> torch.autocast:
+    """Return a context in which the target runs in its own type, as it does in decoding, whatever a training rounds.
+
+    Args:
+        like: a tensor on its device.
+    """
+    return torch.autocast(like.device.type, enabled=False)
 
 
 @contextmanager

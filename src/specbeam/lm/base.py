@@ -72,7 +72,7 @@ def checked_needs(lm: Any, sessions: int, needs: Sequence[Needs] | None) -> Sequ
 
 def check_gives(lm: Any, needs: Needs) -> None:
     """Raise `NotSupported` if a model cannot provide what a part needs of its rows."""
-    if not (needs.states or needs.ranked):
+    if not (needs.states or needs.ranked or needs.exit_layer is not None):
         return
     lacks = getattr(lm, "lacks", None)
     why = f"{type(lm).__name__} gives logits alone" if lacks is None else lacks(needs)

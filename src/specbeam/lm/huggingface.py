@@ -119,6 +119,10 @@ class HuggingFaceLM:
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this model cannot provide what is needed; "" if it can."""
+        if needs.exit_layer is not None and not isinstance(self.runner, PackedPasses):
+            return (
+                f"an exit layer on its cache is run by the compiled forward alone, and engine {self.engine!r} runs it"
+            )
         return self.runner.lacks(needs)
 
     def refuses(self, session: CacheOwner) -> str:

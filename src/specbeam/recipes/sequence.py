@@ -429,7 +429,10 @@ def propd(
         if not isinstance(target, HuggingFaceLM):
             raise NotSupported("propd looks through the target's first layers; that needs a transformers model")
         needs = getattr(draft, "needs_of_target", LOGITS)
-        is_live = not needs.taps and needs.exit_layer is None  # layers on the target's own cache serve nothing beside
+        inputs = getattr(draft, "probe_inputs", None)
+        enters_late = inputs is not None and inputs.layer > 0
+        # Layers on the target's own cache serve nothing beside.
+        is_live = not needs.taps and needs.exit_layer is None and not enters_late
         looker = first_layers(target, early) if is_live else early_layers(target.model, early)
         drafter = Pruned(TreeDrafter(draft, BestFirst()), looker, top)
         return Parts(drafter, judge, make_controller(target, draft), law)

@@ -49,7 +49,7 @@ def new_chimera(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor,
 
 
 def save_chimera(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a Chimera head in our own format, float32; what is the target's own is left out."""
+    """Write a Chimera head in our own format; what is the target's own is left out."""
     assert isinstance(head, Chimera)
     leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
     write_head(head, own_config("chimera", head), folder, target, leaves_out)

@@ -44,7 +44,7 @@ def new_peagle(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, 
 
 
 def save_peagle(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a P-EAGLE head in speculators' format, float32; all flags are stated, as readers differ in their defaults."""
+    """Write a P-EAGLE head in speculators' format; all flags are stated, as readers differ in their defaults."""
     assert isinstance(head, MaskTrunk)
     config: dict[str, Any] = {
         **eagle3_config(head, target, plan, "peagle", "PEagleDraftModel"),

@@ -100,7 +100,7 @@ def planned(target: "PreTrainedModel", usual: Mapping[str, Any], asked: Mapping[
         raise BadSetting(
             f"exit_layer is {plan.exit_layer}; the target has {layers} layers, of which some have to be left"
         )
-    if plan.enters >= layers:
+    if "enters" in chosen and plan.enters >= layers:
         raise BadSetting(f"enters is {plan.enters}; {type(target).__name__} has {layers} layers, counted from 0")
     return replace(plan, draft_vocab=min(plan.draft_vocab, vocab))
 

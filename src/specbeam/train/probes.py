@@ -96,6 +96,6 @@ def rank_odds(batches: Iterable[list[RankedDrafts]]) -> tuple[tuple[float, ...],
 
 
 def save_probes(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a head that is extra rows in the target's pass in our own format, float32."""
+    """Write a head that is extra rows in the target's pass in our own format."""
     assert isinstance(head, ProbeHead)
     write_head(head, probes_config(head), folder, target)

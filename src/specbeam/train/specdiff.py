@@ -57,7 +57,7 @@ def new_specdiff(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor
 
 
 def save_specdiff(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
-    """Write a SpecDiff head in our own format, float32; what is the target's own is left out."""
+    """Write a SpecDiff head in our own format; what is the target's own is left out."""
     assert isinstance(head, Denoiser)
     leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
     write_head(head, own_config("specdiff", head), folder, target, leaves_out)

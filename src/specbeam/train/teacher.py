@@ -48,9 +48,8 @@ def hidden_states(
 
             handles.append(layers[-1].register_forward_hook(keep_output))
     try:
-        with torch.autocast(
-            batch.tokens.device.type, enabled=False
-        ):  # what heads read in drafting is not rounded either
+        # What heads read in drafting is not rounded either.
+        with torch.autocast(batch.tokens.device.type, enabled=False):
             last = model.base_model(
                 input_ids=batch.tokens,
                 position_ids=batch.positions,

@@ -60,8 +60,8 @@ class Behind:
         seen = self.feed.seen.copy()
         for before, after in zip(source.tolist(), goal.tolist(), strict=True):
             slots[self.feed.slots == before] = after
-        if len(source):
-            columns = self.feed.seen[:, source]
-            seen[:, source] = False
-            seen[:, goal] = columns
+        known = source < seen.shape[1]  # slots that the trie got later are seen by none of these rows
+        columns = self.feed.seen[:, source[known]]
+        seen[:, source[known]] = False
+        seen[:, goal[known]] = columns
         return Behind(replace(self.feed, slots=slots, seen=seen), self.states, self.nodes)

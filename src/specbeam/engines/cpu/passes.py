@@ -65,6 +65,12 @@ class PackedPasses:
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        if needs.exit_layer is not None:
+            made = self.exit_layers.get(needs.exit_layer.place)
+            if made is None or made() is not needs.exit_layer:
+                return "the exit layer was made for another model; load both together: load(target, draft=...)"
+            if needs.taps:
+                return "with an exit layer on its cache the target gives no states between its layers (taps)"
         return lacks_taps(self.model, needs.taps)
 
     def extend(self, caches: list[CpuCache], forests: Sequence[Forest]) -> list[Scored]:
