@@ -61,6 +61,16 @@ def test_the_text_is_that_of_sampling(make, temperature, pairs):
 
 
 @pytest.mark.parametrize("make", HEAD_RECIPES)
+def test_drafts_of_heads_are_pruned_by_the_first_layers(make, pairs):
+    """Whatever the head needs of the target's inner layers itself."""
+    pair = pairs[make.__name__]
+    options = {"seed": 4, "max_new_tokens": 8, "eos_token_id": []}
+    plain = sb.generate(pair, PROMPTS, sb.sampling(), **options)
+    found = sb.generate(pair, PROMPTS, sb.propd(8, 3, early=1, controller="fixed"), **options)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+
+
+@pytest.mark.parametrize("make", HEAD_RECIPES)
 def test_other_heads_and_other_drafts_are_refused(make, pairs):
     kinds = {
         "eagle": "EAGLE-3",
