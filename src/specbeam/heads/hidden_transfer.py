@@ -64,6 +64,6 @@ class HiddenTransfer(ProbeHead):
         """See `ProbeHead.rows`."""
         probed = ProbedTrees(self.target, trees, self.layer)
         assert probed.states is not None
-        above = trees.at(probed.states, anchors)
+        above = trees.at(probed.states, anchors).to(next(self.maps.parameters()).dtype)
         made = torch.stack([one(above) for one in self.maps[:depth]], 2)
         return probed.probed(anchors, made, self.layer)

@@ -73,17 +73,16 @@ def probed_text(target: HuggingFaceLM, text: list[int], taps: tuple[int, ...]) -
     The text is scored as a draft of one chain, so that the laws are those that decoding sees.
     """
     layers = tuple(sorted({tap for tap in taps if tap != FINAL}))
-    needs = Needs(logits=True, hidden=FINAL in taps, taps=layers)
-    columns = needs.columns if needs.states else ()
+    needs = Needs(logits=True, hidden=True, taps=layers)
     owner = _Owner(text[:1])
     chain = Forest.rooted(text[:1]).grown(text[1:-1], np.arange(len(text) - 2))
     (scored,) = target.extend([owner], [chain], [needs])
     # Copies may be read where gradients are wanted, and after the cache is closed.
     laws = scored.logits.clone().float().softmax(-1)
-    parts = scored.hidden.clone().chunk(len(columns), -1) if columns else ()
+    parts = scored.hidden.clone().chunk(len(needs.columns), -1)
     target.close(owner)
     tokens = torch.tensor(text[:-1], device=laws.device)
-    return ProbedText(chain_of(tokens, dict(zip(columns, parts, strict=True))), laws)
+    return ProbedText(chain_of(tokens, dict(zip(needs.columns, parts, strict=True))), laws)
 
 
 @torch.inference_mode()

@@ -28,6 +28,7 @@ from specbeam.train.exit_choice import chosen_exit
 from specbeam.train.fitting import Schedule, check_optimizers
 from specbeam.train.folders import keep_options, open_folder
 from specbeam.train.fspad import new_fspad, save_fspad
+from specbeam.train.head_files import as_written
 from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options
 from specbeam.train.losses import Lesson, draft_loss, overlap
 from specbeam.train.medusa import new_medusa, save_medusa
@@ -330,7 +331,14 @@ class ProbeStudent(HeadStudent):
 
     def save(self, folder: Path) -> None:
         """See `Student.save`."""
+        learnt = {name: weight.detach().clone() for name, weight in self.module.named_parameters()}
+        with torch.no_grad():
+            for weight in self.module.parameters():  # the odds are those of the head that is written
+                weight.copy_(as_written(weight))
         self.module.ranks = rank_odds(self._ranked_batches())
+        with torch.no_grad():
+            for name, weight in self.module.named_parameters():
+                weight.copy_(learnt[name])
         super().save(folder)
 
     @torch.no_grad()
