@@ -688,7 +688,7 @@ class BeamDrafter:
         nodes = depth * draft.shape.width
         if not runs_in_steps(self.lm) or not session.warp.takes_raw_rows or not draft.wants_layer:
             return
-        with self.lm.cache_for_steps(session, nodes) as model:  # type: ignore[attr-defined]
+        with self.lm.cache_for_steps(session, nodes) as model:
             if model is None:
                 return
             draft.make_room(self.lm.vocab, np.float32)

@@ -564,7 +564,7 @@ class TreeDrafter:
         if spec is None or needs_python or not runs_in_steps(self.lm) or not self._wants_layer(tree):
             return
         draws = most_nodes(spec, tree.forest.size, depth)
-        with self.lm.cache_for_steps(session, draws) as model:  # type: ignore[attr-defined]
+        with self.lm.cache_for_steps(session, draws) as model:
             if model is None:
                 return
             spent = np.zeros(2, dtype=np.int64)

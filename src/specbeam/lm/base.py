@@ -1,7 +1,8 @@
 """SCORE: the protocol of language models, and what the decoding loop checks about them."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int64
@@ -100,7 +101,25 @@ def check_takes(lm: Any, session: Session) -> None:
         raise BadPrompt("the last token of a prompt is given by embedding; put a token that the model knows after it")
 
 
-def runs_in_steps(lm: Any) -> bool:
+class StepLM(Protocol):
+    """A model or draft head that compiled steps may be able to run."""
+
+    vocab: int
+
+    def cache_for_steps(
+        self, session: Any, fresh: int, more: int = 0, needs: Needs = LOGITS
+    ) -> AbstractContextManager[Any]:
+        """Yield a session's cache as arrays for steps; None if they cannot run this model for this session.
+
+        Args:
+            fresh: the most new nodes that a pass of the steps brings.
+            more: room to make for further nodes that are stored later.
+            needs: what is needed of each row.
+        """
+        ...
+
+
+def runs_in_steps(lm: Any) -> TypeGuard[StepLM]:
     """Return whether compiled steps may be able to run a model or draft head: it has a method `cache_for_steps`."""
     return hasattr(lm, "cache_for_steps")
 
