@@ -27,6 +27,8 @@ from torch.nn import functional
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vocabulary import train_tokenizer
 
+from specbeam.train.fitting import multiplies_bfloat16
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Data = Annotated[Path, typer.Option(help="folder that holds tatoeba_deu_eng/ and cmudict/")]
 Out = Annotated[Path, typer.Option(help="folder of the pair: tokenizer/, target/ and draft/ are made in it")]
@@ -48,6 +50,7 @@ class Recipe:
     rate: float  # of Muon, for the matrices of the blocks
     embedding_rate: float  # of AdamW, for the embedding and the norms
     tokens_per_batch: int
+    part: float  # part of the sentences seen per epoch
     sounds_part: float  # part of the pronunciations seen per epoch; they are learned sooner than translation
     seed: int
 
@@ -65,17 +68,20 @@ def target(
     sounds_part: float = 0.3,
     seed: int = 1,
     name: str = "target",
+    start: Annotated[Path | None, typer.Option(help="trained target to begin with, deepened to --layers")] = None,
+    part: Annotated[float, typer.Option(help="part of the sentences seen per epoch")] = 1.0,
     resume: bool = False,
 ) -> None:
     """Train the target on the answers' negative log-likelihood."""
     torch.manual_seed(seed)
-    vocabulary = AutoTokenizer.from_pretrained(out / "tokenizer")
-    model = new_model(vocabulary, layers, hidden).to(DEVICE)
+    vocabulary = AutoTokenizer.from_pretrained(start or out / "tokenizer")
+    model = new_model(vocabulary, layers, hidden) if start is None else deepened(start, layers)
+    model.to(DEVICE)
 
     def loss(batch: Batch) -> Tensor:
         return functional.cross_entropy(answer_logits(model, batch).float(), next_tokens(batch))
 
-    recipe = Recipe(epochs, rate, embedding_rate, tokens_per_batch, sounds_part, seed)
+    recipe = Recipe(epochs, rate, embedding_rate, tokens_per_batch, part, sounds_part, seed)
     fit(model, vocabulary, loss, data, recipe, out / name, resume)
 
 
@@ -90,11 +96,15 @@ def prompts(data: Data, out: Out, sentences: int = 54_000, words: int = 8_000, s
     (out / "prompts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
 
 
-def training_rows(data: Path, vocabulary: PreTrainedTokenizerFast, sounds_part: float, seed: int) -> Rows:
+def training_rows(data: Path, vocabulary: PreTrainedTokenizerFast, recipe: Recipe, seed: int) -> Rows:
     """The rows of one epoch; a sixth of the sentences are joined to paragraphs, others each epoch."""
+    rng = random.Random(seed)
     words = sounds(data, "train")
-    words = random.Random(seed).sample(words, int(sounds_part * len(words)))
-    return Rows(joined_at_random(translations(data, "train"), 1 / 6, seed) + words, vocabulary, DEVICE)
+    words = rng.sample(words, int(recipe.sounds_part * len(words)))
+    sentences = translations(data, "train")
+    if recipe.part < 1:
+        sentences = rng.sample(sentences, int(recipe.part * len(sentences)))
+    return Rows(joined_at_random(sentences, 1 / 6, seed) + words, vocabulary, DEVICE)
 
 
 def heldout_rows(data: Path, vocabulary: PreTrainedTokenizerFast) -> Rows:
@@ -117,6 +127,26 @@ def new_model(vocabulary: PreTrainedTokenizerFast, layers: int, hidden: int) -> 
             pad_token_id=vocabulary.pad_token_id,
         )
     )
+
+
+def deepened(folder: Path, layers: int) -> LlamaForCausalLM:
+    """Build a deeper model that computes what a trained one does: each layer is followed by copies that add nothing yet.
+
+    The copies keep the trained matrices but for those that write into the residual stream, which begin at zero.
+    """
+    trained = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = copy.deepcopy(trained.config)
+    config.num_hidden_layers = layers
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(trained.state_dict(), strict=False)
+    sources = [number * len(trained.model.layers) // layers for number in range(layers)]
+    for number, (layer, source) in enumerate(zip(model.model.layers, sources, strict=True)):
+        layer.load_state_dict(trained.model.layers[source].state_dict())
+        is_copy = number > 0 and sources[number - 1] == source
+        if is_copy:
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
 
 
 def answer_logits(model: LlamaForCausalLM, batch: Batch) -> Tensor:
@@ -148,7 +178,7 @@ def fit(
     began = time.monotonic()
     for epoch in range(first, recipe.epochs):
         rng = np.random.default_rng([recipe.seed, epoch])
-        rows = training_rows(data, vocabulary, recipe.sounds_part, seed=epoch)
+        rows = training_rows(data, vocabulary, recipe, seed=epoch)
         batches = list(rows.epoch(recipe.tokens_per_batch, rng))
         losses = []
         for number, batch in enumerate(batches):
@@ -183,8 +213,8 @@ def heldout_loss(loss: Callable[[Batch], Tensor], rows: Rows, tokens_per_batch: 
 
 
 def autocast() -> torch.autocast:
-    """bfloat16 on a GPU; few CPUs gain from it."""
-    return torch.autocast(DEVICE.type, torch.bfloat16, enabled=DEVICE.type == "cuda")
+    """bfloat16 on a GPU and on processors with tile registers; others gain nothing from it."""
+    return torch.autocast(DEVICE.type, torch.bfloat16, enabled=multiplies_bfloat16(DEVICE))
 
 
 def new_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
