@@ -23,35 +23,49 @@ NUMBERS = BeartypeHintOverrides(
 )
 checked = beartype(conf=BeartypeConf(hint_overrides=NUMBERS))
 FIRST, EVERY = 50, 200  # calls of each function that are checked: so many at first, then one of so many
+FIRST_INNER = 5  # the first ones of a function that is made anew in each call of another one
 _jaxtyped = jaxtyping.jaxtyped
+_CALLS = {}  # number of calls of each inner function, in a list, by its code: of all that were made of it together
 
 
 def sample_calls():
-    """Let `jaxtyped` check some calls of each function: a check costs ten times what many of the functions cost."""
+    """Let `jaxtyped` check some calls of each function: a check costs ten times what many of the functions cost.
+
+    What checks a function is made when its first call is checked: this takes milliseconds, and many are never called.
+    """
     jaxtyping.jaxtyped = _sampled
 
 
 def _sampled(*, typechecker):
     def decorate(one):
         if not inspect.isclass(one):
-            return _now_and_then(one, _jaxtyped(one, typechecker=typechecker))
+            return _now_and_then(one, functools.partial(_jaxtyped, one, typechecker=typechecker))
         plain = one.__dict__.get("__init__")
         one = _jaxtyped(one, typechecker=typechecker)
-        if plain is not None and one.__init__ is not plain:
-            one.__init__ = _now_and_then(plain, one.__init__)
+        strict = one.__init__
+        if plain is not None and strict is not plain:
+            one.__init__ = _now_and_then(plain, lambda: strict)
         return one
 
     return decorate
 
 
-def _now_and_then(plain, strict):
-    calls = 0
+def _now_and_then(plain, make_strict):
+    code = getattr(plain, "__code__", None)
+    is_inner = code is not None and "<locals>" in plain.__qualname__
+    first = FIRST_INNER if is_inner else FIRST
+    calls = _CALLS.setdefault(code, [0]) if is_inner else [0]
+    strict = None
 
     @functools.wraps(plain)
     def call(*args, **named):
-        nonlocal calls
-        calls += 1
-        return (strict if calls <= FIRST or calls % EVERY == 0 else plain)(*args, **named)
+        nonlocal strict
+        calls[0] += 1
+        if calls[0] > first and calls[0] % EVERY:
+            return plain(*args, **named)
+        if strict is None:
+            strict = make_strict()
+        return strict(*args, **named)
 
     return call
 
