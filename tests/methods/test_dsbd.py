@@ -22,6 +22,7 @@ from specbeam.session import Parts
 from specbeam.verify.beams import BeamRule
 from tests.support.exact import beam_sampling_law, distance, exact_law
 from tests.support.programs import outcome_of, random_table, run, session_of, texts
+from tests.support.steps import source_of_steps
 
 CLOSE = 1e-12
 
@@ -130,6 +131,7 @@ def test_given_its_width_a_dynamic_layer_has_the_law_of_that_width(replacement):
     assert widths == {1, 2}
 
 
+@source_of_steps()
 def test_shared_noise_gives_the_beams_of_beam_sampling_whatever_the_draft():
     rng = np.random.default_rng(0)
     for case in range(60):
@@ -153,6 +155,7 @@ def test_shared_noise_gives_the_beams_of_beam_sampling_whatever_the_draft():
 
 
 @pytest.mark.parametrize("mass", [0.5, 0.9])
+@source_of_steps()
 def test_widths_by_the_nucleus_give_the_beams_of_beam_sampling_with_them_whatever_the_draft(mass):
     """With all drafts, with those alone that are worth it, and with laziness."""
     widths = set()
@@ -177,6 +180,7 @@ def test_widths_by_the_nucleus_give_the_beams_of_beam_sampling_with_them_whateve
 
 
 @pytest.mark.parametrize("width", [{"width": "dynamic"}, {"width": "auto", "mass": 0.5}], ids=["dynamic", "auto"])
+@source_of_steps()
 def test_given_its_widths_shared_noise_gives_the_beams_of_beam_sampling(width):
     """The same seed, and plain beam sampling that takes the widths that were chosen, step by step."""
     widths = set()
@@ -195,6 +199,7 @@ def test_given_its_widths_shared_noise_gives_the_beams_of_beam_sampling(width):
 
 
 @pytest.mark.parametrize("width", [NucleusWidth(2, 1, 0.38), NucleusWidth(2), SureWidth(2, 1, 0.5)], ids=str)
+@source_of_steps()
 def test_a_first_width_is_the_same_for_every_seed(width):
     """Nothing was drawn before it. A draft whose beams have all ended is shorter, which tells of the noise of its layers: a
     width must not look at that, for the target draws by the same noise.
@@ -266,6 +271,7 @@ def test_equal_laws_by_rejection_accept_the_first_layer():
             assert len(run(session, table)) == 1
 
 
+@source_of_steps()
 def test_noise_follows_the_law_of_draws_without_replacement():
     target, draft = random_table(31, 3), random_table(32, 3)
     expected = beam_sampling_law(target, 2, 2, False)

@@ -32,9 +32,8 @@ def source_of_steps(compiled_from="-"):
         return
     compiled = [
         (place, name, value)
-        for place in _places_of_steps()
-        for name, value in list(place.items())
-        if isinstance(value, Dispatcher) and not value.py_func.__module__.startswith(compiled_from)
+        for place, name in _names_of_steps()
+        if isinstance(value := place.get(name), Dispatcher) and not value.py_func.__module__.startswith(compiled_from)
     ]
     for place, name, value in compiled:
         place[name] = value.py_func
@@ -46,6 +45,27 @@ def source_of_steps(compiled_from="-"):
         _INSIDE[0] -= 1
         for place, name, value in compiled:
             place[name] = value
+
+
+_FOUND: list = [None, []]  # what `_names_of_steps` found last, and when
+
+
+def _names_of_steps():
+    """The names of steps, each with the dictionary that it is in; looked for anew only if there are other names since.
+
+    To look through all modules takes as long as a session of a table does.
+    """
+    state = (len(sys.modules), sum(map(len, _FOUND[1])))
+    if state != _FOUND[0]:
+        _FOUND[1] = _places_of_steps()
+        _FOUND[0] = (len(sys.modules), sum(map(len, _FOUND[1])))
+        _STEPS[:] = [
+            (place, name) for place in _FOUND[1] for name, value in place.items() if isinstance(value, Dispatcher)
+        ]
+    return _STEPS
+
+
+_STEPS: list = []
 
 
 def _places_of_steps():
