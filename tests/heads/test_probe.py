@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from specbeam.heads import probe
+from specbeam.heads.exit import ExitHead
 from specbeam.heads.probe import Overlap, fit_of, probed, probed_text, written_text
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.records import FINAL
 from tests.support.heads import VOCAB, chain_logits, trunk_of
 from tests.support.tiny_models import tiny
 
@@ -111,3 +113,17 @@ def test_the_text_is_what_the_target_writes(target):
     with torch.inference_mode():
         logits = target.model(input_ids=torch.tensor([text])).logits[0]
     assert logits[1:-1].argmax(-1).tolist() == text[2:]
+
+
+def test_the_target_hands_out_what_the_head_reads_alone(target, trained, monkeypatch):
+    """Not every engine has hidden states to hand out, and an exit head reads none."""
+    asked = []
+
+    def extend(sessions, forests, needs=None):
+        asked.extend(needs or [])
+        return HuggingFaceLM.extend(target, sessions, forests, needs)
+
+    monkeypatch.setattr(target, "extend", extend)
+    probed(ExitHead(target.model, 1), target, [3, 4])
+    probed(trained, target, [3, 4])
+    assert [(one.states, one.columns) for one in asked] == [(False, (FINAL,)), (True, (0, 1, 2))]

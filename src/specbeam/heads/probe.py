@@ -68,21 +68,25 @@ def written_text(target: HuggingFaceLM, start: list[int], tokens: int = TOKENS) 
 
 
 def probed_text(target: HuggingFaceLM, text: list[int], taps: tuple[int, ...]) -> ProbedText:
-    """Return a text with the target's laws, and with its hidden states at these taps and those that its head reads.
+    """Return a text with the target's laws, and with its hidden states at these taps, FINAL for those that its head reads.
 
-    The text is scored as a draft of one chain, so that the laws are those that decoding sees.
+    A head without taps needs no hidden states, which not every engine hands out. The text is scored as a draft of one chain,
+    so that the laws are those that decoding sees.
     """
     layers = tuple(sorted({tap for tap in taps if tap != FINAL}))
-    needs = Needs(logits=True, hidden=True, taps=layers)
+    needs = Needs(logits=True, hidden=FINAL in taps, taps=layers)
     owner = _Owner(text[:1])
     chain = Forest.rooted(text[:1]).grown(text[1:-1], np.arange(len(text) - 2))
     (scored,) = target.extend([owner], [chain], [needs])
     # Copies may be read where gradients are wanted, and after the cache is closed.
     laws = scored.logits.clone().float().softmax(-1)
-    parts = scored.hidden.clone().chunk(len(needs.columns), -1)
+    states = {}
+    if needs.states:
+        parts = scored.hidden.clone().chunk(len(needs.columns), -1)
+        states = dict(zip(needs.columns, parts, strict=True))
     target.close(owner)
     tokens = torch.tensor(text[:-1], device=laws.device)
-    return ProbedText(chain_of(tokens, dict(zip(needs.columns, parts, strict=True))), laws)
+    return ProbedText(chain_of(tokens, states), laws)
 
 
 @torch.inference_mode()
@@ -128,9 +132,10 @@ def probed(head: Head, target: HuggingFaceLM, start: list[int]) -> Probed:
     """
     layers = target.model.config.get_text_config().num_hidden_layers
     every = [head, *(one for _, one in head.other_readings(layers))]
-    taps = {tap for one in every for tap in one.taps if tap != FINAL}
-    near = {tap + offset for tap in taps for offset in (-2, -1, 0, 1, 2) if 0 <= tap + offset <= layers}
-    text = probed_text(target, written_text(target, start), tuple(near))
+    taps = {tap for one in every for tap in one.taps}
+    moved = {tap + offset for tap in taps - {FINAL} for offset in (-2, -1, 0, 1, 2)}
+    near = {tap for tap in moved if 0 <= tap <= layers}
+    text = probed_text(target, written_text(target, start), tuple(near | (taps & {FINAL})))
     documented = best = fit_of(head, text)
     found = head
     changes: tuple[str, ...] = ()
