@@ -13,6 +13,7 @@ from tests.support.constraints import Automaton, renormalised, warp_of
 from tests.support.exact import beam_sampling_law, distance, exact_law
 from tests.support.examples import PAIRS, completed, law_and_mean, one_turn
 from tests.support.programs import outcome_of, random_table, run, session_of, texts
+from tests.support.steps import source_of_steps
 
 CLOSE = 1e-12
 END = (2,)
@@ -150,6 +151,7 @@ def test_beam_search_adds_up_log_probabilities_that_are_not_renormalised(make):
 @pytest.mark.parametrize(
     "make", [lambda: sb.dsbd(3, 5, 3, "fixed"), lambda: sb.beam_sampling(3), lambda: sb.sampling()]
 )
+@source_of_steps()
 def test_a_path_is_looked_at_once_and_forgotten_when_it_is_dead(make):
     automaton = random_automaton(3, 5, (4,), states=7)
     automaton.ends.clear()  # texts go on to the limit
@@ -223,3 +225,15 @@ def test_drafts_that_lead_nowhere_cost_nothing(name):
     for key in range(3):
         session = decoded(method, target, draft, trap, key, END, search=name == "search", greedy=name == "search")
         assert [one.tokens for one in session.hypotheses()] == [[1, 2]]
+
+
+@pytest.mark.parametrize("method", [sb.sampling, lambda: sb.beam_sampling(2), lambda: sb.dsbd(2, 3, 2, "fixed")])
+def test_without_an_end_token_texts_keep_to_the_form_until_they_are_long_enough(method):
+    session = decoded(method(), random_table(0, 3), random_table(1, 3), LOOPING, 0, ())
+    found = [*session.hypotheses()]
+    assert len(found) >= 1
+    for one in found:
+        text = "".join(map(str, one.tokens))
+        assert len(text) == 12
+        assert "11" not in text
+        assert "2" not in text  # the token that ends texts in the other tests

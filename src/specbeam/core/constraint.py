@@ -97,7 +97,7 @@ class Constrained:
     emitted, but a drafter that has drafted it may ask for its law.
 
     Args:
-        eos: the end tokens; at least one.
+        eos: the end tokens; without any, no text ends by its form.
         prompt_length: number of tokens at the start of each path that are ignored.
         name: the name of the constraint in messages.
     """
@@ -260,7 +260,7 @@ def _with_ends(
 ) -> UInt8[np.ndarray, "paths bytes"]:
     """Return a copy in which the end tokens are allowed where the text is `complete`, and banned elsewhere."""
     width = rows.shape[1]
-    copy = np.zeros((len(rows), max(width, max(eos) // 8 + 1)), dtype=np.uint8)
+    copy = np.zeros((len(rows), max(width, max(eos, default=-1) // 8 + 1)), dtype=np.uint8)
     copy[:, :width] = rows
     for token in eos:
         bit = np.uint8(1 << (token & 7))
