@@ -81,16 +81,21 @@ def test_every_kind_is_described(name, kind, target):
     ],
 )
 def test_heads_in_our_own_format_are_described(kind, told, target, tmp_path):
-    """Their files do not name their target, and leave nothing open that could be read in another way."""
+    """Their files name the target that they were made for, and leave nothing open that could be read in another way."""
     model = heads.quiet_load("other", None).target_model
     plan = planned(model, KINDS[kind].usual, {})
-    KINDS[kind].save(KINDS[kind].new(model, plan, None), model, plan, tmp_path)
-    found = json.loads(shown(str(tmp_path), "-m", "other", "--json"))
+    head = KINDS[kind].new(model, plan, None)
+    KINDS[kind].save(head, model, plan, tmp_path)
+    with pytest.raises(BadSetting, match="--model is missing"):  # the target was made in memory, and has no name
+        shown(str(tmp_path))
+    model.config._name_or_path = "tiny"
+    KINDS[kind].save(head, model, plan, tmp_path)
+    target.clear()
+    found = json.loads(shown(str(tmp_path), "--json"))
+    assert target == [found["made for"]] == ["tiny"]
     for name, part in told.items():
         assert part in found[name]
     assert found["tried"] == {}
-    with pytest.raises(BadSetting, match="--model is missing"):
-        shown(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +163,7 @@ def test_the_command_line_drafts_with_the_targets_own_modules(with_own_modules):
 def test_an_exit_head_says_whether_layers_run_twice(target, tmp_path):
     model = heads.quiet_load("", None).target_model
     head = ExitHead(model, 3)
-    write_head(head, own_config("eesd", head), tmp_path, model)
+    write_head(head, own_config("eesd", head, model), tmp_path, model)
     about = json.loads(shown(str(tmp_path), "-m", "other", "--json"))
     assert about["kind"] == "EESD: an exit layer behind the target's first 3 of 8 layers"
     on_its_cache = heads.quiet_load("", None).target.engine == "compiled"

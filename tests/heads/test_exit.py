@@ -447,7 +447,7 @@ def folder(tmp_path):
     """The folder of a head, and its target."""
     model = model_of()
     head = head_of(model, 2)
-    write_head(head, own_config("eesd", head), tmp_path, model)
+    write_head(head, own_config("eesd", head, model), tmp_path, model)
     return tmp_path, model, head
 
 
@@ -511,7 +511,7 @@ def test_what_a_pass_costs_is_measured_and_the_rest_of_the_target_is_cheaper():
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8"])
-def test_its_weights_are_rounded_as_those_of_the_target(kind):
+def test_its_weights_are_rounded_as_those_of_the_target(kind, packed):
     """To bfloat16 where those of the target are such numbers, to 8 bits where the target's are rounded."""
     model = model_of(hidden_size=64, intermediate_size=64)
     if kind == "bfloat16":

@@ -22,7 +22,8 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
 
     if not is_head(path):
         raise BadSetting(f"{path} is no draft head that specbeam knows; docs/heads.md lists them")
-    pair = quiet_load(model or _stated_target(path), None)
+    stated = _stated_target(path)
+    pair = quiet_load(model or _named(stated, path), None)
     head = read_head(path, pair.target_model)
     found: Probed | None = None
     if probe:
@@ -32,6 +33,7 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
     weights = sum(weight.numel() for weight in head.parameters())
     about = {
         **head.described,
+        **({"made for": stated} if stated else {}),
         "tokens": _tokens(head, pair.target.vocab),
         "weights": f"{weights / 1e6:.2f} M, those of the target that it shares included",
     }
@@ -55,17 +57,24 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
 
 
 def _stated_target(path: str) -> str:
-    """Return the target that the files of a head name. Raises `BadSetting` if they name none."""
+    """Return the target that the files of a head name; "" if they name none."""
     if is_own_modules(path):
-        raise BadSetting(f"--model is missing: {path} stands for modules in the target's own files")
+        return ""
     config = read_config(folder_of(path))
     named = config.get("base_model_name_or_path")
     frame = config.get("speculators_config")
     if isinstance(frame, dict) and isinstance(frame.get("verifier"), dict):
         named = frame["verifier"].get("name_or_path") or named
-    if not named:
+    return str(named or "")
+
+
+def _named(stated: str, path: str) -> str:
+    """Return the target that the files of a head name. Raises `BadSetting` if they name none."""
+    if is_own_modules(path):
+        raise BadSetting(f"--model is missing: {path} stands for modules in the target's own files")
+    if not stated:
         raise BadSetting(f"--model is missing: the files of {path} do not name the target of the head")
-    return str(named)
+    return stated
 
 
 def _tokens(head: Head, vocab: int) -> str:

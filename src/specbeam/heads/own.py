@@ -60,8 +60,8 @@ def probes_config(head: ProbeHead) -> dict[str, Any]:
     return {FIELD: "hidden_transfer", **config, "enters": head.layer}
 
 
-def own_config(kind: str, head: PairTrunk | Chimera | Denoiser | ExitHead) -> dict[str, Any]:
-    """Return the configuration of a head of this kind."""
+def own_config(kind: str, head: PairTrunk | Chimera | Denoiser | ExitHead, target: "PreTrainedModel") -> dict[str, Any]:
+    """Return the configuration of a head of this kind, made for this target."""
     if isinstance(head, ExitHead):
         return {FIELD: kind, **exit_config(head)}
     shape = {name: value for name, value in asdict(head.shape).items() if name not in ("sizes", "views")}
@@ -71,6 +71,7 @@ def own_config(kind: str, head: PairTrunk | Chimera | Denoiser | ExitHead) -> di
         "shape": shape,
         "rope": head.rotary.rope,
         "positions": head.rotary.positions,
+        "base_model_name_or_path": target.config.name_or_path or None,
     }
 
 

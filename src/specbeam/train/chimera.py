@@ -52,4 +52,4 @@ def save_chimera(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: 
     """Write a Chimera head in our own format; what is the target's own is left out."""
     assert isinstance(head, Chimera)
     leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
-    write_head(head, own_config("chimera", head), folder, target, leaves_out)
+    write_head(head, own_config("chimera", head, target), folder, target, leaves_out)

@@ -29,4 +29,4 @@ def new_eesd(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " 
 def save_eesd(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
     """Write an exit head in our own format."""
     assert isinstance(head, ExitHead)
-    write_head(head, own_config("eesd", head), folder, target)
+    write_head(head, own_config("eesd", head, target), folder, target)

@@ -55,4 +55,4 @@ def save_fspad(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Pa
     """Write an FSPAD head in our own format; what is the target's own is left out."""
     assert isinstance(head, PairTrunk)
     leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
-    write_head(head, own_config("fspad", head), folder, target, leaves_out)
+    write_head(head, own_config("fspad", head, target), folder, target, leaves_out)

@@ -60,7 +60,7 @@ def save_specdiff(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder:
     """Write a SpecDiff head in our own format; what is the target's own is left out."""
     assert isinstance(head, Denoiser)
     leaves_out = ("embed_tokens.",) if head.tokens is not None else ("embed_tokens.", "lm_head.")
-    write_head(head, own_config("specdiff", head), folder, target, leaves_out)
+    write_head(head, own_config("specdiff", head, target), folder, target, leaves_out)
 
 
 def masked_lesson(head: Head, trees: ScoredTrees, learnt: Bool[Tensor, "rows length"], plan: HeadPlan) -> Lesson:
