@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from scipy import stats
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, TextStreamer
 
 import specbeam as sb
-from specbeam import errors
+from specbeam import errors, fastest
 from specbeam.control.confidence import SureDraft
 from specbeam.control.fixed import FixedShape
 from specbeam.core.beams import Beams
@@ -21,6 +22,7 @@ from specbeam.draft.best_first import BestFirst
 from specbeam.draft.lookup import PromptLookup
 from specbeam.errors import SomeFailed
 from specbeam.generation import settled_tokens, turns_of
+from specbeam.heads.lm import TrunkLM
 from specbeam.laws.joint import all_pairs, support_of
 from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp, law_of_beams
@@ -29,6 +31,7 @@ from specbeam.options.settings import Settings
 from specbeam.request import Request
 from tests.support import words
 from tests.support.checking import refused
+from tests.support.heads import VOCAB, trunk_of
 from tests.support.tiny_models import tiny
 
 PROMPTS = ["abc", "Hello world", "x", "The end.", "no yes no yes"]
@@ -790,6 +793,26 @@ def test_auto_tells_pairs_of_one_shape_apart():
     assert measured.model_key(one) == measured.model_key(other)
     assert measured.weights_key(one) != measured.weights_key(other)
     assert measured.weights_key(one) == measured.weights_key(copy.deepcopy(one))
+
+
+def test_auto_tells_heads_of_one_target_apart():
+    model = tiny("llama", vocab_size=VOCAB)
+    pair = sb.load(model)
+    heads = [trunk_of(model, kind, seed=seed) for kind, seed in (("eagle3", 0), ("eagle3", 1), ("eagle", 0))]
+    drafts = [None, *(TrunkLM(head, VOCAB) for head in heads)]
+    keys = [repr(fastest._key(replace(pair, draft=draft), Settings())) for draft in drafts]
+    assert len(set(keys)) == 4
+
+
+def test_what_a_pass_costs_is_known_by_what_the_model_is_and_not_by_where_it_was():
+    one, moved, grown = tiny("llama"), tiny("llama"), tiny("llama", num_hidden_layers=1)
+    for model, path in ((one, "here"), (moved, "there"), (grown, "here")):
+        model.config._name_or_path = path
+    assert measured.model_key(one) == measured.model_key(moved)
+    assert measured.model_key(one) != measured.model_key(grown)
+    wider = tiny("llama")
+    wider.lm_head = torch.nn.Linear(wider.config.hidden_size, 100, bias=False)  # the configuration does not say so
+    assert measured.model_key(one) != measured.model_key(wider)
 
 
 def test_return_sequences_that_fail_name_their_prompt(pair):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specbeam.heads.lm import HeadLM
 from specbeam.measure import kept_figures as measured
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
@@ -93,6 +94,7 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
     return [
         models,
         [measured.weights_key(model) for model in (pair.target_model, pair.draft_model)],  # they determine acceptance
+        _head_key(pair),
         settings.temperature,
         settings.top_k,
         settings.top_p,
@@ -102,3 +104,10 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
         settings.form_kind
         and [settings.form_kind, settings.grammar_backend],  # without its text, or each form would be measured anew
     ]
+
+
+def _head_key(pair: Pair) -> list[Any] | None:
+    """Return a key of the head that drafts, by what it is and by its weights; None if none does."""
+    if not isinstance(pair.draft, HeadLM):
+        return None
+    return [pair.draft.head.described, measured.weights_key(pair.draft.head), pair.draft.engine]

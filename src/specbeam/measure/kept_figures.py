@@ -32,11 +32,26 @@ def machine() -> list[Any]:
 
 
 def model_key(model: "PreTrainedModel | None") -> list[str] | None:
-    """Return a key of a model's shape, dtype and device; None for no model.
+    """Return a key of a model's configuration, the shapes of its weights, their dtype and its device; None for no model.
 
-    Its weights are left out, because a pass costs the same whatever they are.
+    Where the model was loaded from is left out, as another one may stand there by now. So are the values of its weights,
+    because a pass costs the same whatever they are.
     """
-    return None if model is None else [model.config.to_json_string(use_diff=False), str(model.dtype), str(model.device)]
+    if model is None:
+        return None
+    config = _without_names(model.config.to_dict())
+    shapes = [(name, [*weight.shape], str(weight.dtype)) for name, weight in model.named_parameters()]
+    header = hashlib.blake2b(json.dumps(shapes).encode(), digest_size=8).hexdigest()
+    return [json.dumps(config, default=str), header, str(model.dtype), str(model.device)]
+
+
+def _without_names(config: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a configuration, those inside of it included, without the places that models were loaded from."""
+    return {
+        name: _without_names(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name != "_name_or_path"
+    }
 
 
 def weights_key(model: "torch.nn.Module | None") -> str | None:
