@@ -113,6 +113,13 @@ def test_a_curve_goes_on_with_its_last_slope():
     assert [curve.pass_s(n) for n in (1, 6, 8, 10)] == [1, 2, 3, 4]
 
 
+def test_a_curve_whose_last_sizes_were_measured_alike_goes_on_with_its_last_doubling():
+    curve = CostCurve((1, 8, 16, 24, 32), (1.0, 1.0, 2.0, 4.0, 4.0))
+    assert curve.pass_s(48) == pytest.approx(4 + 16 * 2 / 16)
+    assert CostCurve((1, 32), (1.0, 1.0)).pass_s(64) == 1  # as far as is known, rows are free
+    assert CostCurve((1, 2), (1.0, 3.0)).pass_s(4) == 7
+
+
 @dataclass(frozen=True)
 class NowAndThen:
     """Drafts in some turns only, not in the first."""

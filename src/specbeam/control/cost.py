@@ -15,11 +15,22 @@ class CostCurve:
     draft_layer_s: float = 0.0
 
     def pass_s(self, nodes: float) -> float:
-        """Return the seconds of a pass over `nodes` nodes; interpolated, and extrapolated by the last slope."""
+        """Return the seconds of a pass over `nodes` nodes; interpolated, and extrapolated by `last_slope`."""
         if nodes <= self.nodes[-1] or len(self.nodes) == 1:
             return float(np.interp(nodes, self.nodes, self.seconds))
-        slope = (self.seconds[-1] - self.seconds[-2]) / (self.nodes[-1] - self.nodes[-2])
-        return float(self.seconds[-1] + slope * (nodes - self.nodes[-1]))
+        return float(self.seconds[-1] + self.last_slope * (nodes - self.nodes[-1]))
+
+    @property
+    def last_slope(self) -> float:
+        """The seconds that a further node costs: between the last two sizes, or over the last doubling if it is more there.
+
+        Two neighbours may have been measured alike by chance, and then any number of nodes would cost nothing.
+        """
+        half = min(int(np.searchsorted(self.nodes, self.nodes[-1] / 2)), len(self.nodes) - 2)
+        return max(
+            (self.seconds[-1] - self.seconds[place]) / (self.nodes[-1] - self.nodes[place])
+            for place in (len(self.nodes) - 2, half)
+        )
 
 
 @dataclass(frozen=True)
