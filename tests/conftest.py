@@ -32,4 +32,52 @@ def forgetful(request):
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_kind_of_words(request):
+    """Let the quick tests keep all weights as float32, unless they ask for `packed`; the slow ones have them as users do.
+
+    Weights that bfloat16 represents are otherwise packed, two in a word. The engine is compiled anew for each kind of words
+    of a target and of its draft, which takes longer than most tests. The products are the same.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if "not slow" in request.config.option.markexpr:
+            for place in PACKING:
+                patch.setattr(place, lambda matrix: False)
+        yield
+
+
+@pytest.fixture
+def turn_by_turn(request, monkeypatch):
+    """Let a quick test decode turn by turn, so that no run is compiled for its method; a slow one lets its turns run ahead.
+
+    The texts are the same (tests/runs).
+    """
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
+        monkeypatch.setattr(
+            "specbeam.decoder.run_side_by_side",
+            lambda target, sessions, most_turns: [one for one in sessions if one.failure is not None],
+        )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def impatient():
+    """Let a cost curve that is needed at once be measured a few times only, and not for half a second of each model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specbeam.tuning.costs.QUICK_S", 0.0)
+        yield
+
+
+PACKING = ("specbeam.engines.cpu.decoder.fits_bfloat16", "specbeam.heads.compiled.fits_bfloat16")
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """Let the models that a test loads have their weights packed where they are packed for users."""
+    from specbeam.engines.cpu.panels import fits_bfloat16
+
+    for place in PACKING:
+        monkeypatch.setattr(place, fits_bfloat16)
+
+
 os.environ["SPECBEAM_CACHE"] = tempfile.mkdtemp(prefix="specbeam-tests-")  # nothing measured here is kept, or used

@@ -307,7 +307,7 @@ class Report:
     law: str  # the law of the output, exact or approximate
     tokens: int = 0  # number of new tokens
     target_passes: int = 0
-    draft_passes: int = 0
+    draft_passes: int = 0  # one for each layer of a draft; one for all layers if a head drafts them in one pass
     accepted: int = 0  # number of layers (with one beam: tokens) that came from drafts
     widths: list[int] = field(default_factory=list)  # number of beams that each step drew, including those that ended
     seconds: float = 0.0

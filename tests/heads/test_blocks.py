@@ -121,11 +121,29 @@ def test_a_head_that_is_computed_in_another_way_has_other_logits(name, target):
 
 
 @pytest.mark.parametrize("name", DRAFTING)
-def test_a_block_head_drafts_where_a_draft_model_does(name, target):
-    """The same beams as without a draft, one prompt and several; and chains, trees and searches take it."""
+def test_a_block_head_drafts_the_beams_of_the_target(name, target, turn_by_turn):
+    """Those without a draft, and trees and searches take it. A turn is drafted in one pass."""
     assert is_head(GOLDEN / name)
     pair = sb.load(target, draft=str(GOLDEN / name), probe=False)
     assert isinstance(pair.draft, BlockLM)
+    options = {"max_new_tokens": 12, "eos_token_id": [], "seed": 5}
+    plain = sb.generate(pair, PROMPTS, sb.beam_sampling(3), **options)
+    found = sb.generate(pair, PROMPTS, sb.dsbd(3, 5, 6), batch_size=3, **options)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    before = pair.draft.passes
+    (drafted,) = sb.generate(pair, PROMPTS[:1], sb.specinfer((2, 2)), **options)
+    assert 0 < drafted.report.draft_passes < drafted.report.target_passes
+    assert pair.draft.passes - before == drafted.report.draft_passes
+    searched = sb.generate(pair, PROMPTS[:1], sb.speculative_beam_search(3, 5, depth=2), max_new_tokens=12)
+    expected = sb.generate(pair, PROMPTS[:1], sb.beam_search(3), max_new_tokens=12)
+    assert searched[0].tokens == expected[0].tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTING)
+def test_a_block_head_drafts_where_a_draft_model_does(name, target):
+    """The same beams as without a draft, one prompt and several; and chains, trees and searches take it."""
+    pair = sb.load(target, draft=str(GOLDEN / name), probe=False)
     prompts = [[3, 4, 5, 6], [7], [8, 9]]
     options = {"max_new_tokens": 12, "eos_token_id": [], "seed": 5}
     plain = sb.generate(pair, prompts, sb.beam_sampling(3), **options)
@@ -134,8 +152,11 @@ def test_a_block_head_drafts_where_a_draft_model_does(name, target):
             found = sb.generate(pair, prompts, method, batch_size=batch_size, **options)
             assert [one.tokens for one in found] == [one.tokens for one in plain]
     for method in (sb.speculative_sampling(3), sb.specinfer((2, 2)), sb.opt_tree(6, 3)):
+        before = pair.draft.passes
         drafted = sb.generate(pair, prompts, method, **options)
-        assert sum(one.report.draft_passes for one in drafted) > 0
+        passes = [(one.report.draft_passes, one.report.target_passes) for one in drafted]
+        assert all(0 < own < target_passes for own, target_passes in passes)  # a pass drafts all layers of a turn
+        assert 0 < pair.draft.passes - before <= sum(own for own, _ in passes)
     searched = sb.generate(pair, prompts, sb.speculative_beam_search(3, 5, depth=2), max_new_tokens=12)
     expected = sb.generate(pair, prompts, sb.beam_search(3), max_new_tokens=12)
     assert [one.tokens for one in searched] == [one.tokens for one in expected]

@@ -54,7 +54,7 @@ from specbeam.laws.joint import (
 )
 from specbeam.laws.ranking import Truncation, sorted_places
 from specbeam.laws.warp import Rows, law_of_beams, on_host, processed_rows
-from specbeam.lm.base import LM, fill_prompts, runs_in_steps
+from specbeam.lm.base import LM, fill_prompts, runs_in_steps, takes_a_pass
 from specbeam.records import Scored, Shape, Turn
 from specbeam.session import Session
 
@@ -646,7 +646,7 @@ class BeamDrafter:
                 )
             own = dict(zip(asking, answers, strict=True))
             for draft in active:
-                draft.session.count.draft_passes += draft in own
+                draft.session.count.draft_passes += draft in own and takes_a_pass(self.lm, draft.layers)
                 with draft.session.failing_alone("draft model: "):
                     draft.grow(on_host(own[draft].logits) if draft in own else draft.drafted.forest.known.rows[:0])
         return [self._cut(draft) for draft in drafts]

@@ -40,7 +40,7 @@ from specbeam.laws.ranking import Truncation, largest
 from specbeam.laws.reduce import exponentials
 from specbeam.laws.rows import RowLaw, condition_of_row, row_law
 from specbeam.laws.warp import Rows, on_host, processed_rows, row_laws
-from specbeam.lm.base import LM, fill_prompts, runs_in_steps
+from specbeam.lm.base import LM, fill_prompts, runs_in_steps, takes_a_pass
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -536,7 +536,7 @@ class TreeDrafter:
             self._grow_compiled(trees[0])
         while active := [tree for tree in trees if self._wants_layer(tree)]:
             for tree in active:
-                tree.session.count.draft_passes += self.counts_passes
+                tree.session.count.draft_passes += self.counts_passes and takes_a_pass(self.lm, tree.layers)
             answers = self.lm.extend([tree.session for tree in active], [tree.forest for tree in active])
             for tree, answer in zip(active, answers, strict=True):
                 with tree.session.failing_alone("draft model: "):

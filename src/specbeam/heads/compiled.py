@@ -200,10 +200,13 @@ class CompiledHead:
         if len(caches) > 1 and self.is_trunk:
             return self._extend_together(caches, forests, wanted)
         rows = []
+        passes = 0
         for cache, forest, nodes in zip(caches, forests, wanted, strict=True):
             with self.arrays_for_steps(cache, forest.size - cache.trie.known) as arrays:
+                before = int(cache.blocks.made[0])
                 rows.append(extend_head_cache(arrays, forest.tokens, forest.parents, nodes))
-        return rows, len(caches)
+                passes += self.is_trunk or int(cache.blocks.made[0]) > before
+        return rows, passes
 
     def _extend_together(
         self, caches: Sequence[CompiledCache], forests: Sequence[Forest], wanted: list[Int64[np.ndarray, " _"]]

@@ -92,6 +92,7 @@ class HeadLM:
     max_positions: int | None = None
     # Whether the head reads the target's hidden states of the whole prompt, or of its last token alone.
     reads_prompt = True
+    drafts_blocks = False  # whether one pass drafts all layers of a turn
 
     def __init__(self, head: Head, vocab: int, engine: str = "auto") -> None:
         self.head = head.eval()
@@ -366,6 +367,7 @@ class MaskLM(HeadLM):
     """
 
     head: MaskTrunk
+    drafts_blocks = True
 
     def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> MaskCache:
         """See `HeadLM.new_cache`."""
@@ -468,6 +470,7 @@ class BlockLM(HeadLM):
     """
 
     head: BlockHead
+    drafts_blocks = True
 
     def new_cache(self, prompt: list[int], features: Float[Tensor, "before width"]) -> ContextCache:
         """See `HeadLM.new_cache`."""

@@ -59,6 +59,14 @@ class LM(Protocol):
         ...
 
 
+def takes_a_pass(lm: LM, layer: int) -> bool:
+    """Return whether a draft model makes a pass for draft layer `layer`, counted from 0.
+
+    A model with an attribute `drafts_blocks` that is True drafts all layers of a turn in the pass for the first one.
+    """
+    return layer == 0 or not getattr(lm, "drafts_blocks", False)
+
+
 def checked_needs(lm: Any, sessions: int, needs: Sequence[Needs] | None) -> Sequence[Needs]:
     """Return the needs of each of `sessions` sessions, logits if `needs` is None.
 

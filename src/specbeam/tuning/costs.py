@@ -50,7 +50,7 @@ def curve_of(lm: HuggingFaceLM | HeadLM, context: int = CONTEXT) -> CostCurve:
     if lm.max_positions is not None:
         context = max(min(context, lm.max_positions // 2), 1)
     if context not in lm.curves and isinstance(lm, HeadLM):
-        lm.curves[context] = measure_head(lm, context)
+        lm.curves[context] = measure_head(lm, context, least_s=QUICK_S)
     elif context not in lm.curves and isinstance(lm, HuggingFaceLM):
         known = known_curve(lm, context)
         lm.curves[context] = measure(lm, QUICK, context, 5, QUICK_S, 1.0) if known is None else known
@@ -208,11 +208,12 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
                 pass
         turns = session.count.target_passes
         layers = len(session.count.widths)
+        drafted = session.count.draft_passes * (DEEP if getattr(draft, "drafts_blocks", False) else 1)
         seconds = profile.seconds
         if number:  # the first round is warm-up
             costs = (
                 seconds.get("settle", 0.0) / turns,
-                seconds.get("draft", 0.0) / session.count.draft_passes,
+                seconds.get("draft", 0.0) / drafted,
                 seconds.get("verify", 0.0) / layers,
             )
             best = [min(pair) for pair in zip(best, costs, strict=True)]
