@@ -9,7 +9,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 .PHONY: help demo test test-all test-processors lint bench clean
 help:
 	@echo "make demo      install, then translate German sentences by sampling, beam sampling and DSBD"
-	@echo "make test      install, then run the tests (about ten minutes on two cores)"
+	@echo "make test      install, then run the tests (ten to twenty minutes on two cores)"
 	@echo "make test-all  the slow tests too (an hour and a half more)"
 	@echo "make test-processors  the tests as compiled for other processors, with each index checked, and without numba"
 	@echo "make lint      formatting, lint, types"

@@ -39,7 +39,18 @@ def test_write_a_method(capsys):
 
 @needs_pair
 @pytest.mark.parametrize("name", ["the_loop.md", "constrained.md", *PAGES])
-def test_snippets_run(name):
+def test_snippets_run(name, turn_by_turn):
+    run_snippets(name)
+
+
+@needs_pair
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["constrained.md", *PAGES])
+def test_snippets_run_ahead(name):
+    run_snippets(name)
+
+
+def run_snippets(name):
     for block in blocks(name):
         exec(compile(block, name, "exec"), {})
 
@@ -102,7 +113,7 @@ def test_each_method_stands_in_the_table_of_proofs_or_changes_the_law():
 
 
 @needs_pair
-def test_the_snippet_of_the_readme_prints_what_it_says(capsys):
+def test_the_snippet_of_the_readme_prints_what_it_says(packed, capsys):
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})

@@ -123,12 +123,16 @@ def test_batches_are_full():
     assert len(seen) == 2 * plan.runs(4) == 2 * (1 + 2 * 2)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_every_option_of_every_method_is_measured(size):
+@pytest.mark.parametrize(
+    ("size", "methods"),
+    [(1, [*METHODS]), (2, ["dsbd", "beam_search"]), pytest.param(2, [*METHODS], marks=pytest.mark.slow)],
+    ids=["1", "2", "2, all"],
+)
+def test_every_option_of_every_method_is_measured(size, methods):
     """Or says why not: no contender breaks."""
-    plan = quick(methods=list(METHODS), options=OPTIONS, batch_sizes=[size], repeats=1)
+    plan = quick(methods=methods, options=OPTIONS, batch_sizes=[size], repeats=1)
     cells = measured(plan)
-    assert len(cells) == len(METHODS) * len(OPTIONS)
+    assert len(cells) == len(methods) * len(OPTIONS)
     for one in cells:
         assert one.message == "", one
         assert (one.ours is None) == bool(one.why_not_ours) == bool(why_not_ours(one.method, one.option, size))

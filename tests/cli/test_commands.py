@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from specbeam.cli.main import main
 from specbeam.core.limits import Limits
+from specbeam.tuning.costs import measure
 from tests.support import words
 from tests.support.steps import needs_numba
 
@@ -59,7 +61,7 @@ def test_help_imports_nothing_heavy():
 def test_prompts_come_from_arguments_files_and_standard_input(models, tmp_path):
     (tmp_path / "some.txt").write_text("first\n\nsecond\n")
     (tmp_path / "some.jsonl").write_text('{"prompt": "third", "id": 1}\n"fourth"\n')
-    code, out, err = shell(
+    code, out, err = specbeam(
         "generate", "zeroth", "-f", str(tmp_path / "some.txt"), "-f", str(tmp_path / "some.jsonl"), *models, "--json",
         "--seed", "1", "--max-new-tokens", "4",
     )  # fmt: skip
@@ -162,7 +164,7 @@ def test_int8_weights_are_asked_for_by_name(models):
     code, out, err = specbeam("generate", "hello", *models, "--quantize", "int8", "--json", "--max-new-tokens", "4")
     assert code == 0, err
     assert json.loads(out)["report"]["law"].endswith("of the target in int8")
-    code, _, err = shell("generate", "hello", *models, "--quantize", "int3")
+    code, _, err = specbeam("generate", "hello", *models, "--quantize", "int3")
     assert code == 2
     assert "'int8' or None" in err
 
@@ -325,6 +327,7 @@ def test_answers_that_are_missing_cost_nothing_else(models):
 
 def test_tune_shows_between_what_controllers_choose(models, monkeypatch):
     monkeypatch.setattr("specbeam.cli.tune.NODES", (1, 4, 8))
+    monkeypatch.setattr("specbeam.cli.tune.measure", partial(measure, least_s=0.0))
     code, out, err = specbeam("tune", *models, "--explain", "--context", "8", "--beams", "3")
     assert code == 0, err
     out = " ".join(out.split())
@@ -336,6 +339,7 @@ def test_tune_shows_between_what_controllers_choose(models, monkeypatch):
 
 def test_tune_measures_acceptance_by_rank(models, monkeypatch, tmp_path):
     monkeypatch.setattr("specbeam.cli.tune.NODES", (1, 4))
+    monkeypatch.setattr("specbeam.cli.tune.measure", partial(measure, least_s=0.0))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abc\nno\n")
     code, out, err = specbeam("tune", *models, "--context", "8", "-f", str(prompts), "--json")

@@ -59,14 +59,32 @@ def test_logits_are_those_of_another_implementation(name, target):
             torch.testing.assert_close(found, golden[f"logits{step}"][row], atol=CLOSE, rtol=CLOSE)
 
 
+PROMPTS: list = [[3, 4, 5, 6], [7], [8, 9]]
+OPTIONS: dict = {"max_new_tokens": 12, "eos_token_id": [], "seed": 5}
+
+
+@pytest.mark.parametrize("name", [*SPECULATORS, EAGLE])
+def test_a_head_drafts_the_beams_of_the_target(name, target, turn_by_turn):
+    """Those without a draft, and trees and searches take it."""
+    pair = sb.load(target, draft=str(GOLDEN / name), probe=False)
+    assert isinstance(pair.draft, TrunkLM)
+    assert pair.draft_model is None
+    plain = sb.generate(pair, PROMPTS, sb.beam_sampling(3), **OPTIONS)
+    found = sb.generate(pair, PROMPTS, sb.dsbd(3, 5, 3), batch_size=3, **OPTIONS)
+    assert [one.tokens for one in found] == [one.tokens for one in plain]
+    drafted = sb.generate(pair, PROMPTS[:1], sb.specinfer((2, 2)), **OPTIONS)
+    assert drafted[0].report.draft_passes > 0
+    searched = sb.generate(pair, PROMPTS[:1], sb.speculative_beam_search(3, 5, depth=2), max_new_tokens=12)
+    expected = sb.generate(pair, PROMPTS[:1], sb.beam_search(3), max_new_tokens=12)
+    assert searched[0].tokens == expected[0].tokens
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SPECULATORS, EAGLE])
 def test_a_head_drafts_where_a_draft_model_does(name, target):
     """The same beams as without a draft, one prompt and several; and chains, trees and searches take it."""
     pair = sb.load(target, draft=str(GOLDEN / name), probe=False)
-    assert isinstance(pair.draft, TrunkLM)
-    assert pair.draft_model is None
-    prompts = [[3, 4, 5, 6], [7], [8, 9]]
-    options = {"max_new_tokens": 12, "eos_token_id": [], "seed": 5}
+    prompts, options = PROMPTS, OPTIONS
     for settings in ({}, {"width": "auto"}):
         plain = sb.generate(pair, prompts, sb.beam_sampling(3, **settings), **options)
         for method in (sb.dsbd(3, 5, 3, **settings), sb.dsbd(3, **settings)):

@@ -45,8 +45,17 @@ def test_shallow_heads_are_tried_too(kind, depth, tmp_path):
     drafts_as_without(model, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma", "gemma2", "gemma3", "qwen2", "gpt2"])
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+FAMILIES = ("mistral", "gemma", "gemma2", "gemma3", "qwen2", "gpt2")
+TAUGHT = [
+    *(("eagle3", family) for family in FAMILIES),
+    *(
+        pytest.param("dspark", family, marks=() if family in ("mistral", "gemma3") else pytest.mark.slow)
+        for family in FAMILIES
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "family"), TAUGHT)
 def test_what_was_trained_is_what_is_loaded(kind, family, tmp_path, monkeypatch):
     """Also for targets with windows, and with scaled embeddings: the acceptance on held-out trees is that of the end."""
     from specbeam.heads.read import read_head

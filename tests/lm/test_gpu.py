@@ -259,16 +259,16 @@ class StepByStep:
 @pytest.mark.skipif(
     not kernels.AVAILABLE or DEVICE == "cuda", reason="loops are compiled; on a GPU they meet the driver"
 )
-def test_loops_run_passes(monkeypatch):
+@pytest.mark.parametrize("name", ["dsbd", pytest.param("speculative_sampling", marks=pytest.mark.slow)])
+def test_loops_run_passes(name, monkeypatch):
     target, draft = tiny("llama"), tiny("llama", seed=1, num_hidden_layers=1)
     host = sb.load(target, draft, tokenizer=words.tokenizer())
     there = Pair(target, draft, host.tokenizer, *(HuggingFaceLM(one, engine="gpu") for one in (target, draft)))
     drivers = [StepByStep(lm.runner) for lm in (there.target, there.draft)]
     for lm, driver in zip((there.target, there.draft), drivers, strict=True):
         monkeypatch.setattr(lm.runner.graphs, "captured_for_steps", driver.captured_for_steps)
-    for name in ("dsbd", "speculative_sampling"):
-        texts = [sb.generate(pair, "abc", name, seed=1, max_new_tokens=8)[0].tokens for pair in (host, there)]
-        assert texts[0] == texts[1], name
+    texts = [sb.generate(pair, "abc", name, seed=1, max_new_tokens=8)[0].tokens for pair in (host, there)]
+    assert texts[0] == texts[1]
     assert all(driver.launched > 2 for driver in drivers)
 
 
