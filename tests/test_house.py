@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
-    {"errors", "kernels", "measure"},
+    {"errors", "kernels", "lazy", "measure"},
     {"core"},
     {"laws"},
     {"audit"},
@@ -222,6 +222,19 @@ def test_public_names_exist():
 
     for name in specbeam.__all__:
         assert getattr(specbeam, name) is not None
+    for room in (specbeam.draft, specbeam.verify, specbeam.control):
+        assert room.__all__
+        for name in room.__all__:
+            assert getattr(room, name).__module__.startswith(room.__name__), name
+    with pytest.raises(AttributeError, match="has no attribute 'Magic'"):
+        specbeam.draft.Magic  # noqa: B018
+
+
+def test_a_recipe_of_the_catalogue_is_a_public_name():
+    import specbeam
+    from specbeam.recipes.catalogue import RECIPES
+
+    assert {recipe.__name__ for recipe in RECIPES} <= set(specbeam.__all__)
 
 
 @pytest.mark.parametrize(

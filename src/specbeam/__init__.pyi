@@ -1,0 +1,57 @@
+"""The public names, each once: `specbeam.lazy` reads this list when the package runs."""
+
+from specbeam import control as control
+from specbeam import draft as draft
+from specbeam import hf as hf
+from specbeam import verify as verify
+from specbeam.errors import SpecbeamError as SpecbeamError
+from specbeam.generation import generate as generate
+from specbeam.generation import stream as stream
+from specbeam.generation import turns_of as turns_of
+from specbeam.pair import load as load
+from specbeam.pair import Pair as Pair
+from specbeam.recipes.auto import auto as auto
+from specbeam.recipes.beams import beam_sampling as beam_sampling
+from specbeam.recipes.beams import dsbd as dsbd
+from specbeam.recipes.beams import greedy as greedy
+from specbeam.recipes.beams import sampling as sampling
+from specbeam.recipes.catalogue import methods as methods
+from specbeam.recipes.heads import bita as bita
+from specbeam.recipes.heads import chimera as chimera
+from specbeam.recipes.heads import eagle as eagle
+from specbeam.recipes.heads import eesd as eesd
+from specbeam.recipes.heads import fspad as fspad
+from specbeam.recipes.heads import hidden_transfer as hidden_transfer
+from specbeam.recipes.heads import medusa as medusa
+from specbeam.recipes.heads import mtp as mtp
+from specbeam.recipes.heads import specdiff as specdiff
+from specbeam.recipes.joint_beams import mjsd as mjsd
+from specbeam.recipes.joint_beams import mmtad as mmtad
+from specbeam.recipes.joint_beams import mtad as mtad
+from specbeam.recipes.joint_tokens import mtjd as mtjd
+from specbeam.recipes.lookup import prompt_lookup as prompt_lookup
+from specbeam.recipes.lookup import suffix_match as suffix_match
+from specbeam.recipes.lookup import token_recycling as token_recycling
+from specbeam.recipes.method import Method as Method
+from specbeam.recipes.search import beam_search as beam_search
+from specbeam.recipes.search import speculative_beam_search as speculative_beam_search
+from specbeam.recipes.sequence import block_verification as block_verification
+from specbeam.recipes.sequence import dyspec as dyspec
+from specbeam.recipes.sequence import gsd as gsd
+from specbeam.recipes.sequence import multi_draft as multi_draft
+from specbeam.recipes.sequence import opt_tree as opt_tree
+from specbeam.recipes.sequence import propd as propd
+from specbeam.recipes.sequence import rsd_c as rsd_c
+from specbeam.recipes.sequence import rsd_s as rsd_s
+from specbeam.recipes.sequence import sequoia as sequoia
+from specbeam.recipes.sequence import spechub as spechub
+from specbeam.recipes.sequence import specinfer as specinfer
+from specbeam.recipes.sequence import speculative_sampling as speculative_sampling
+from specbeam.recipes.sequence import traversal as traversal
+from specbeam.records import Beam as Beam
+from specbeam.records import Generation as Generation
+from specbeam.records import Needs as Needs
+from specbeam.records import Report as Report
+from specbeam.session import Parts as Parts
+
+__version__: str

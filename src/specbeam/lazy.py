@@ -1,0 +1,47 @@
+"""Names of a package that are imported on their first use, as its stub file lists them.
+
+A stub (``__init__.pyi``) says each public name once, for readers, for editors and for type checkers; the package reads the same
+lines when it runs. So `import specbeam` and ``specbeam --help`` do not wait for torch.
+"""
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def homes_in(stub: Path) -> dict[str, tuple[str, str]]:
+    """Return the home of each name that a stub file imports: name -> (module, name there), in the order of the file."""
+    homes = {}
+    for line in ast.parse(stub.read_text(encoding="utf-8")).body:
+        if isinstance(line, ast.ImportFrom) and line.module:
+            for alias in line.names:
+                homes[alias.asname or alias.name] = (line.module, alias.name)
+    return homes
+
+
+def attached(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the functions `__getattr__` and `__dir__` and the list `__all__` of a package, made from its stub file.
+
+    Args:
+        package: the package's `__name__`.
+        file: its `__file__`; the stub has the same name with the suffix ".pyi".
+    """
+    homes = homes_in(Path(file).with_suffix(".pyi"))
+
+    def get(name: str) -> Any:
+        """Import a public name when it is first used."""
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module, there = homes[name]
+        value = import_module(f"{package}.{there}") if module == package else getattr(import_module(module), there)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        """Return the public names in the order of the alphabet."""
+        return sorted(homes)
+
+    return get, names, list(homes)
