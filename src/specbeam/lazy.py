@@ -1,6 +1,6 @@
 """Names of a package that are imported on their first use, as its stub file lists them.
 
-A stub (``__init__.pyi``) says each public name once, for readers, for editors and for type checkers; the package reads the same
+A stub (``__init__.pyi``) says each public name once, for readers, editors and type checkers; the package reads the same
 lines when it runs. So `import specbeam` and ``specbeam --help`` do not wait for torch.
 """
 
