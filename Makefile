@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo test test-all test-processors lint bench clean
+.PHONY: help demo test test-all test-processors lint docs bench clean
 help:
 	@echo "make demo      install, then translate German sentences by sampling, beam sampling and DSBD"
 	@echo "make test      install, then run the tests (ten to twenty minutes on two cores)"
 	@echo "make test-all  the slow tests too (an hour and a half more)"
 	@echo "make test-processors  the tests as compiled for other processors, with each index checked, and without numba"
 	@echo "make lint      formatting, lint, types"
+	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make bench     the figures of the README"
 
 $(VENV)/made:
@@ -68,6 +69,16 @@ test-processors: $(VENV)/dev
 lint: $(VENV)/dev
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 	@echo "Clean. Next: make test."
+
+$(VENV)/docs: $(VENV)/demo
+	@echo "Installing what makes the site ..."
+	@$(BIN)/pip install -q -c constraints.txt -e ".[bench,docs]"
+	@touch $@
+
+# The line that mkdocs-material prints about a later mkdocs is no warning about these pages.
+docs: $(VENV)/docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "The site is made. Next: open build/site/index.html."
 
 bench: $(VENV)/demo
 	@$(BIN)/python examples/figures.py

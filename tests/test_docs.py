@@ -1,14 +1,17 @@
 """What the docs show runs."""
 
 import ast
+import importlib
 import inspect
 import re
 import textwrap
 from pathlib import Path
 
 import pytest
+from tools import notebooks
 
 import specbeam as sb
+from specbeam.lazy import homes_in
 from specbeam.pair import BUNDLED
 from tests.support.nouns_and_steps import PAGE, page
 
@@ -37,15 +40,18 @@ def test_write_a_method(capsys):
         exec(compile(code[2], "docs/write_a_method.md", "exec"), room)
 
 
+GUIDES = sorted(page.relative_to(DOCS).as_posix() for page in (DOCS / "guides").glob("*.md"))
+
+
 @needs_pair
-@pytest.mark.parametrize("name", ["the_loop.md", "constrained.md", *PAGES])
+@pytest.mark.parametrize("name", ["the_loop.md", "life_of_a_request.md", "constrained.md", *GUIDES, *PAGES])
 def test_snippets_run(name, turn_by_turn):
     run_snippets(name)
 
 
 @needs_pair
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["constrained.md", *PAGES])
+@pytest.mark.parametrize("name", ["life_of_a_request.md", "constrained.md", *GUIDES, *PAGES])
 def test_snippets_run_ahead(name):
     run_snippets(name)
 
@@ -65,11 +71,12 @@ def test_calls_show_the_true_defaults(name):
                 assert ast.literal_eval(keyword.value) == true[keyword.arg].default, ast.unparse(call)
 
 
-def test_links_between_pages_lead_somewhere():
-    for name in PAGES:
-        page = DOCS / name
-        for link in re.findall(r"\]\(([^)#]+\.md)", page.read_text(encoding="utf-8")):
-            assert (page.parent / link).is_file(), f"{name}: {link}"
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs"])
+def test_links_between_pages_lead_somewhere(name):
+    place = DOCS.parent / name
+    for file in [place] if place.is_file() else place.rglob("*.md"):
+        for link in re.findall(r"\]\((?![a-z]+:)([^)#]+)[^)]*\)", file.read_text(encoding="utf-8")):
+            assert (file.parent / link).exists(), f"{file}: {link}"
 
 
 PAGES_THAT_NAME_TESTS = [
@@ -121,6 +128,46 @@ def test_the_snippet_of_the_readme_prints_what_it_says(packed, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert len(said) == len(printed) == 2
     assert all(line.startswith(start) for line, start in zip(printed, said, strict=True))
+
+
+@needs_pair
+def test_the_start_page_works_as_it_stands():
+    """With the bundled pair in the place of the reader's own, and a prompt as transformers takes it."""
+    pair = sb.load("bundled")
+    room = {
+        "model": pair.target_model,
+        "draft": pair.draft_model,
+        "inputs": pair.tokenizer("Ein Hund läuft.", return_tensors="pt"),
+    }
+    for block in blocks("start.md"):
+        code = block.replace("path/or/hub-id-of-target", str(BUNDLED / "target"))
+        exec(compile(code.replace("path/or/hub-id-of-draft", str(BUNDLED / "draft")), "start.md", "exec"), room)
+    assert room["out"][0].beams[0].text == room["out"][0].text
+
+
+@needs_pair
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one.name, marks=[] if one.stem == "dsbd_in_ten_minutes" else pytest.mark.slow)
+        for one in notebooks.notebooks()
+    ],
+)
+def test_notebooks_print_what_they_keep(name):
+    content, outputs = notebooks.run(notebooks.FOLDER / name)
+    kept = [cell["outputs"] for cell in content["cells"] if cell["cell_type"] == "code"]
+    for before, after in zip(kept, outputs, strict=True):
+        assert [one.get("text") for one in before] == [one.get("text") for one in after]
+        assert [one.get("data", {}).keys() for one in before] == [one.get("data", {}).keys() for one in after]
+
+
+def test_each_public_name_has_a_docstring_and_each_recipe_states_its_law():
+    for stub in ("__init__.pyi", "draft/__init__.pyi", "verify/__init__.pyi", "control/__init__.pyi"):
+        for name, (module, there) in homes_in(Path(sb.__file__).parent / stub).items():
+            value = getattr(importlib.import_module(module), there)
+            assert inspect.getdoc(value), name
+            if module.startswith("specbeam.recipes.") and inspect.isfunction(value) and name != "methods":
+                assert "Law: " in value.__doc__, name
 
 
 def test_the_page_of_nouns_and_steps_is_that_of_the_source():

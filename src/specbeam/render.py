@@ -75,13 +75,20 @@ def as_trees(nodes: list[Leaf]) -> list["Tree"]:
     return [trees[index] for index, leaf in enumerate(nodes) if leaf.parent < 0]
 
 
-def as_svg(nodes: list[Leaf]) -> str:
+class Svg(str):
+    """The text of an SVG file, which notebooks show as the picture."""
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
+def as_svg(nodes: list[Leaf]) -> Svg:
     """Return the picture as the text of an SVG file, with layers from left to right."""
     depth, row = _places(nodes)
     x = 30 + 190 * depth
     y = 50 + 30 * row
     width = int(x.max()) + 190
-    height = int(y.max()) + 60
+    height = int(y.max()) + 76
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">']
     parts.append(f'<rect width="{width}" height="{height}" fill="white"/>')
     parts += [f'<text x="{30 + 190 * n}" y="24" font-size="12" fill="#666">{"beams" if n == 0 else f"layer {n}"}</text>'
@@ -103,18 +110,17 @@ def as_svg(nodes: list[Leaf]) -> str:
         filled = colour if leaf.fate in ("root", "accepted", "resampled") else "white"
         parts.append(f'<circle cx="{x[index]:.0f}" cy="{y[index]:.0f}" r="6" fill="{filled}" stroke="{colour}"/>')
         parts.append(
-            f'<text x="{x[index] + 11:.0f}" y="{y[index] + 1:.0f}" font-size="13" fill="{colour}">{escape(leaf.text)}</text>'
+            f'<text x="{x[index] + 11:.0f}" y="{y[index] - 3:.0f}" font-size="13" fill="{colour}">{escape(leaf.text)}</text>'
         )
         if leaf.p is not None:
             parts.append(
-                f'<text x="{x[index] + 11:.0f}" y="{y[index] + 13:.0f}" font-size="9" fill="#888">{odds(leaf)}</text>'
+                f'<text x="{x[index] + 11:.0f}" y="{y[index] + 12:.0f}" font-size="9" fill="#777">{odds(leaf)}</text>'
             )
     for place, (fate, meaning) in enumerate(MEANINGS.items()):
-        left = 30 + place * max(190, (width - 60) / 4)
-        parts.append(
-            f'<text x="{left:.0f}" y="{height - 14}" font-size="11" fill="{COLOURS[fate]}">{MARKS[fate]} {meaning}</text>'
-        )
-    return "\n".join([*parts, "</svg>"])
+        left = 30 + place % 2 * 250
+        low = height - 32 + place // 2 * 18
+        parts.append(f'<text x="{left}" y="{low}" font-size="11" fill="{COLOURS[fate]}">{MARKS[fate]} {meaning}</text>')
+    return Svg("\n".join([*parts, "</svg>"]))
 
 
 def _places(nodes: list[Leaf]) -> tuple[np.ndarray, np.ndarray]:
