@@ -57,8 +57,9 @@ def test_snippets_run_ahead(name):
 
 
 def run_snippets(name):
+    room: dict = {}  # a page is read from top to bottom
     for block in blocks(name):
-        exec(compile(block, name, "exec"), {})
+        exec(compile(block, name, "exec"), room)
 
 
 @pytest.mark.parametrize("name", PAGES)

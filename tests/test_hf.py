@@ -1,6 +1,7 @@
 """The doors of transformers: custom_generate as a callable and as a repository, and pipelines."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -331,3 +332,12 @@ def test_a_processor_behind_the_warpers_is_refused(models):
 def test_without_end_tokens_nothing_is_padded(models):
     theirs, ours = both(models, ["Hello", "you"], num_beams=3, do_sample=False, max_new_tokens=4, eos_token_id=[])
     assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("name", ["dsbd", "beam_sampling"])
+def test_settings_have_the_defaults_of_the_recipe(name):
+    """All but the number of beams, which is `num_beams`, and traces, which `generate` has no place for."""
+    here = inspect.signature(getattr(sb.hf, name)).parameters
+    for setting, parameter in inspect.signature(getattr(sb, name)).parameters.items():
+        if setting not in ("beams", "trace"):
+            assert here[setting].default == parameter.default, setting

@@ -1,5 +1,6 @@
 """The command line, as a shell sees it."""
 
+import gzip
 import io
 import json
 import os
@@ -105,10 +106,10 @@ def test_a_bad_prompt_costs_itself_only(models, tmp_path):
         (["generate", "x", "-s", "speed=9"], "no setting 'speed'"),
         (["generate", "x", "--method", "magic"], "no method 'magic'"),
         (["methods", "magic"], "no method 'magic'"),
-        (["diff", "bundled", "--prompt", "x", "--beams", "1"], "at least 2"),
-        (["diff", "bundled", "--prompt", "x", "--rows", "0"], "--rows is 0"),
-        (["diff", "bundled", "--prompt", "x", "--batch-size", "-1"], "--batch-size is -1"),
-        (["diff", "bundled", "--prompt", "x", "--dtype", "bfloat17"], "like 'float32' or 'bfloat16'"),
+        (["evaluate", "diff", "--prompt", "x", "--beams", "1"], "at least 2"),
+        (["evaluate", "diff", "--prompt", "x", "--rows", "0"], "--rows is 0"),
+        (["evaluate", "diff", "--prompt", "x", "--batch-size", "-1"], "--batch-size is -1"),
+        (["evaluate", "diff", "--prompt", "x", "--dtype", "bfloat17"], "like 'float32' or 'bfloat16'"),
     ],
 )
 def test_mistakes_get_one_line_and_exit_code_2(arguments, message):
@@ -116,6 +117,37 @@ def test_mistakes_get_one_line_and_exit_code_2(arguments, message):
     assert (code, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
+
+
+def test_prompts_are_given_in_the_same_ways_to_all_commands():
+    """As an option of a command that has other arguments, too, and in files of every kind."""
+    import typer.main
+
+    from specbeam.cli.main import app
+
+    commands = typer.main.get_command(app).commands
+    reading = [commands["generate"], commands["inspect"], commands["tune"]]
+    reading += [commands["evaluate"].commands[name] for name in ("same-beams", "diff")]
+    reading += [commands["bench"].commands[name] for name in ("efficiency", "acceptance", "speed")]
+    for command in reading:
+        options = {name for parameter in command.params for name in parameter.opts}
+        assert {"--prompt", "-p", "--file", "-f"} <= options, command.name
+    for command in (commands["bench"].commands["methods"], *commands["train"].commands.values()):
+        assert {"--file", "-f"} <= {name for parameter in command.params for name in parameter.opts}, command.name
+
+
+def test_files_of_prompts_may_be_tables_or_packed(models, tmp_path):
+    (tmp_path / "two.tsv").write_text("abc\tx\nHello\ty\n")
+    with gzip.open(tmp_path / "one.txt.gz", "wt") as file:
+        file.write("no\n")
+    (tmp_path / "turns.jsonl").write_text('{"turns": ["abc", "and then"]}\n')
+    files = [part for name in ("two.tsv", "one.txt.gz", "turns.jsonl") for part in ("-f", str(tmp_path / name))]
+    code, out, err = specbeam(
+        "generate", "-p", "abc", *files, *models, "--json", "--seed", "1", "--max-new-tokens", "2"
+    )
+    assert code == 0, err
+    found = sorted((one["index"], one["prompt"]) for one in map(json.loads, out.splitlines()))
+    assert [prompt for _, prompt in found] == ["abc", "abc", "Hello", "no", "abc"]
 
 
 def test_an_interrupt_leaves_finished_answers_written(models, tmp_path):
@@ -211,22 +243,22 @@ def test_settings_without_a_default_are_read_as_their_type(models):
 @pytest.mark.filterwarnings("ignore:Unfeasible length")
 def test_diff_compares_with_transformers(models):
     prompts = ("--prompt", "abc", "--prompt", "no", "--beams", "2", "--max-new-tokens", "6")
-    code, out, err = specbeam("diff", models[1], "--draft", models[3], *prompts)
+    code, out, err = specbeam("evaluate", "diff", *models, *prompts)
     assert code == 0, err
     for line, method in zip(out.splitlines(), ("beam_search", "speculative_beam_search"), strict=True):
         assert line.startswith(f"{method}: 2 of 2 prompts give the same 2 beams, scores within ")
         assert "differ" not in line
-    code, out, err = specbeam("diff", models[1], *prompts, "--every-option", "--json")
+    code, out, err = specbeam("evaluate", "diff", *models[:2], *prompts, "--every-option", "--json")
     assert code == 0, err
     records = [json.loads(line) for line in out.splitlines()]
     assert len(records) > 10
     assert {one["prompt"] for one in records} == {0, 1}
     assert all(one["difference"] is None for one in records)
     assert all(len(one["options"]) > 3 for one in records)
-    code, out, err = specbeam("diff", models[1], "--prompt", "abc", "--beams", "2", "--every-option")
+    code, out, err = specbeam("diff", models[1], "--prompt", "abc", "--beams", "2", "--every-option")  # its older name
     assert code == 0, err
     assert out.startswith(f"beam_search: {len(records)} of {len(records)} runs give the same 2 beams")
-    code, out, err = specbeam("diff", models[1], *prompts, "--prompt", "a" * 300)
+    code, out, err = specbeam("evaluate", "diff", *models[:2], *prompts, "--prompt", "a" * 300)
     assert code == 1, err
     assert "argument 3, beam_search: prompt 0 has 300 tokens" in out
     assert "2 of 3 prompts give the same 2 beams" in out
@@ -236,7 +268,7 @@ def test_diff_compares_with_transformers(models):
 @pytest.mark.filterwarnings("ignore:Unfeasible length")
 def test_diff_explains_what_differs(models, monkeypatch):
     monkeypatch.setattr(Limits, "normalised", lambda limits, loglik, length: loglik)
-    code, out, err = specbeam("diff", models[1], "--prompt", "abc", "--beams", "2", "--max-new-tokens", "6")
+    code, out, err = specbeam("evaluate", "diff", "abc", *models[:2], "--beams", "2", "--max-new-tokens", "6")
     assert code == 1, err
     assert (
         "argument 1, beam_search: token 1 of beam 1 differs, logits 0.61 apart: NOT rounding: transformers' search"
@@ -286,7 +318,7 @@ def test_outputs_are_scored(models, tmp_path):
 def test_methods_are_compared(models, tmp_path):
     (tmp_path / "letters.tsv").write_text("abc\tx\nHello\ty\n")
     code, out, err = specbeam(
-        "bench", "methods", str(tmp_path / "letters.tsv"), *models, "--metric", "exact match", "--seeds", "1", "--beams", "2",
+        "bench", "methods", "-f", str(tmp_path / "letters.tsv"), *models, "--metric", "exact match", "--seeds", "1", "--beams", "2",
         "--depth", "2", "--max-new-tokens", "4", "--plot", str(tmp_path / "plot.png"),
     )  # fmt: skip
     assert code == 0, err

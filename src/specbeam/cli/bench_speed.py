@@ -36,9 +36,9 @@ DEFAULT = [
 
 
 def run(
-    contenders: list[str], source: str | None, columns: tuple[int, int], model: str, draft: str | None, grow: str | None,
-    grow_draft: str | None, grow_vocab: str | None, quantize: str | None, rows: int, batch_sizes: list[int], repeats: int,
-    threads: int | None, options: dict[str, Any], picture: Path | None, json: bool,
+    contenders: list[str], texts: list[str], files: list[Path], columns: tuple[int, int], model: str, draft: str | None,
+    grow: str | None, grow_draft: str | None, grow_vocab: str | None, quantize: str | None, rows: int,
+    batch_sizes: list[int], repeats: int, threads: int | None, options: dict[str, Any], picture: Path | None, json: bool,
 ) -> int:  # fmt: skip
     """Measure contenders, print a table per batch size, and return the exit code."""
     import torch
@@ -48,7 +48,8 @@ def run(
     _check(rows, batch_sizes, repeats, picture)
     if threads is not None:
         torch.set_num_threads(threads)
-    prompts = spread(demo_rows() if source is None else read(source, None, columns), rows)
+    given = [*map(PromptRow, texts), *(row for file in files for row in read(str(file), None, columns))]
+    prompts = spread(given or demo_rows(), rows)
     pair = grown_pair(model, draft, grow, grow_draft, quantize, grow_vocab)
     running = [_contender(pair, text, options) for text in contenders or [*DEFAULT, *_of_head(pair)]]
     console = Console(stderr=True, highlight=False)

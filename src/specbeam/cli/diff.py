@@ -1,4 +1,4 @@
-"""The command `specbeam diff`: the beams of transformers and of specbeam, with the reason for each difference."""
+"""The command `specbeam evaluate diff`: the beams of transformers and of specbeam, with the reason for each difference."""
 
 import dataclasses
 import json as json_format
@@ -37,7 +37,7 @@ def run(
             raise BadSetting(f"{name} is {value}; it must be at least 1")
     sources, unreadable = gather(prompts, files)
     if not sources:
-        raise BadPrompt("there is no prompt; give one as an argument, with --prompts, or on standard input")
+        raise BadPrompt("there is no prompt; give one as an argument, with --prompt or --file, or on standard input")
     pair = quiet_load(model, draft, dtype=dtype)
     methods = _methods(pair, beams, settings)
     sources = sources[:rows]

@@ -3,6 +3,7 @@
 import dataclasses
 import json as json_format
 from pathlib import Path
+from typing import Any
 
 from specbeam.cli.common import method_from, quiet_load
 from specbeam.cli.generate import gather
@@ -15,7 +16,7 @@ from specbeam.evaluate.task import bleu, check_bleu, exact_match
 
 def same_beams(
     prompts: list[str], files: list[Path], model: str, draft: str | None, settings: list[str], seed: int,
-    batch_size: int, max_new_tokens: int, json: bool,
+    batch_size: int, options: dict[str, Any], json: bool,
 ) -> int:  # fmt: skip
     """Compare the beams of DSBD with those of beam sampling, and print each prompt whose beams differ.
 
@@ -27,7 +28,7 @@ def same_beams(
     pair = quiet_load(model, draft)
     method = method_from("dsbd", ["width=fixed", *settings])
     texts = [source.text for source in sources]
-    found = differences(pair, texts, method, seed, batch_size, max_new_tokens=max_new_tokens)
+    found = differences(pair, texts, method, seed, batch_size, **options)
     for difference in found:
         if json:
             print(json_format.dumps(dataclasses.asdict(difference)))

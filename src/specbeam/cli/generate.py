@@ -10,9 +10,10 @@ from typing import Any
 from specbeam.audit import ALARM, Audit
 from specbeam.cli.common import as_json, method_from, quiet_load, text_or_file
 from specbeam.cli.profile import profile_if
-from specbeam.errors import BadPrompt, MissingFile, SpecbeamError, TooFewAnswers
+from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
 from specbeam.evaluate.lines import lines_of
 from specbeam.generation import generate
+from specbeam.prompts import OPENERS, of_record, read
 from specbeam.records import Generation
 
 
@@ -169,8 +170,10 @@ def gather(prompts: list[str], files: list[Path]) -> tuple[list[PromptSource], i
             for number, line in _numbered_lines(sys.stdin.read().split("\n"))
         ]
     for file in files:
-        if not file.is_file():
-            raise MissingFile(f"there is no file {file}")
+        if not file.is_file() or file.suffix in (".tsv", *OPENERS):
+            rows = read(str(file))
+            sources += [PromptSource(row.prompt, f"{file}, prompt {number}") for number, row in enumerate(rows, 1)]
+            continue
         for number, line in _numbered_lines(lines_of(file)):
             place = f"{file}, line {number}"
             try:
@@ -186,15 +189,19 @@ def _numbered_lines(lines: list[str]) -> Iterator[tuple[int, str]]:
     return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
+_NO_PROMPT = 'expected a JSON string or an object with a text field "prompt"'
+
+
 def _prompt_of(line: str) -> str:
     """Return the prompt in a line of JSON; raise `ValueError` if there is none."""
     try:
-        record = json_format.loads(line)
+        text = of_record(json_format.loads(line)).prompt
     except json_format.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error}") from error
-    text = record.get("prompt") if isinstance(record, dict) else record
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(_NO_PROMPT) from error
     if not isinstance(text, str):
-        raise ValueError('expected a JSON string or an object with a text field "prompt"')
+        raise ValueError(_NO_PROMPT)
     return text
 
 

@@ -3,21 +3,27 @@
 import dataclasses
 import json as json_format
 from pathlib import Path
+from typing import Any
 
 from specbeam import render
 from specbeam.cli.common import method_from, quiet_load
-from specbeam.errors import BadSetting
+from specbeam.cli.generate import gather
+from specbeam.errors import BadPrompt, BadSetting
 from specbeam.generation import turns_of
 
 
 def run(
-    prompt: str, model: str, draft: str | None, settings: list[str], turn: int, seed: int, svg: Path | None, json: bool
-) -> int:
+    prompts: list[str], files: list[Path], model: str, draft: str | None, settings: list[str], options: dict[str, Any],
+    turn: int, seed: int, svg: Path | None, json: bool,
+) -> int:  # fmt: skip
     """Draw the forest of a turn of DSBD in the terminal, as JSON or as SVG, and return the exit code."""
+    sources, _ = gather(prompts, files)
+    if len(sources) != 1:
+        raise BadPrompt(f"inspect draws the forest of one prompt, and there are {len(sources)}; give one")
     pair = quiet_load(model, draft)
     # With a fixed depth every machine draws the same forest; a depth by cost depends on the machine.
     method = method_from("dsbd", ["trace=true", "depth=4", *settings])
-    turns = list(turns_of(pair, prompt, method, seed=seed))
+    turns = list(turns_of(pair, sources[0].text, method, seed=seed, **options))
     if not 1 <= turn <= len(turns):
         raise BadSetting(f"--turn is {turn}, but the generation has turns 1 to {len(turns)}")
     chosen = turns[turn - 1]

@@ -52,9 +52,15 @@ Settings = Annotated[
 ]
 Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts. Without any they are read from standard input.")]
 DemoPrompts = Annotated[list[str] | None, typer.Argument(help="Prompts. Without any the demo's sentences are used.")]
+PromptTexts = Annotated[list[str], typer.Option("--prompt", "-p", help="A prompt. May be given several times.")]
 PromptFiles = Annotated[
     list[Path],
-    typer.Option("--file", "-f", help="A text file with a prompt per line, or .jsonl with a field 'prompt'."),
+    typer.Option(
+        "--file",
+        "-f",
+        help="File of prompts: text with one per line, .tsv with the prompt in the first column, or .jsonl; plain, .gz or "
+        ".xz. Or a data set: gsm8k, humaneval, mt_bench, squad or spider. May be given several times.",
+    ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens per answer.")]
 Temperature = Annotated[
@@ -103,6 +109,7 @@ def generate(
     draft: Draft = None,
     method: MethodName = "dsbd",
     setting: Settings = [],
+    prompt: PromptTexts = [],
     file: PromptFiles = [],
     max_new_tokens: Annotated[
         int | None,
@@ -166,7 +173,7 @@ def generate(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Answer prompts given as arguments, in files, or on standard input."""
+    """Answer prompts that are given as arguments, by --prompt, in files, or on standard input."""
     from specbeam.cli.generate import run
 
     options = {
@@ -176,8 +183,8 @@ def generate(
         "grammar": grammar, "grammar_backend": grammar_backend,
     }  # fmt: skip
     code = run(
-        prompts or [], file, model, draft, device, quantize, compile, method, setting, options, seed, batch_size, audit,
-        profile, json,
+        [*(prompts or []), *prompt], file, model, draft, device, quantize, compile, method, setting, options, seed,
+        batch_size, audit, profile, json,
     )  # fmt: skip
     raise typer.Exit(code)
 
@@ -195,10 +202,15 @@ def methods(
 
 @app.command()
 def inspect(
-    prompt: Annotated[str, typer.Argument(help="The prompt to decode.")],
+    prompts: Annotated[list[str] | None, typer.Argument(help="The prompt to decode.")] = None,
     model: Model = "bundled",
     draft: Draft = None,
     setting: Settings = [],
+    prompt: PromptTexts = [],
+    file: PromptFiles = [],
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     turn: Annotated[int, typer.Option(help="Number of the turn to draw, counted from 1.")] = 1,
     seed: Annotated[int, typer.Option(help="The same seed gives the same forest.")] = 0,
     svg: Annotated[Path | None, typer.Option(help="Also write the picture to this SVG file.")] = None,
@@ -207,7 +219,8 @@ def inspect(
     """Draw the forest of one turn of DSBD: which drafts were accepted, rejected or resampled, and with what odds."""
     from specbeam.cli.inspect import run
 
-    raise typer.Exit(run(prompt, model, draft, setting, turn, seed, svg, json))
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    raise typer.Exit(run([*(prompts or []), *prompt], file, model, draft, setting, options, turn, seed, svg, json))
 
 
 evaluate = typer.Typer(no_args_is_help=True, help="Check and score the outputs of methods.")
@@ -220,9 +233,13 @@ def same_beams(
     model: Model = "bundled",
     draft: Draft = None,
     setting: Settings = [],
+    prompt: PromptTexts = [],
     file: PromptFiles = [],
     seed: Annotated[int, typer.Option(help="Seed of both methods.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Number of prompts that DSBD decodes side by side.")] = 1,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     max_new_tokens: MaxNewTokens = 64,
     json: Json = False,
 ) -> None:
@@ -233,45 +250,65 @@ def same_beams(
     """
     from specbeam.cli.evaluate import same_beams as run
 
-    raise typer.Exit(run(prompts or [], file, model, draft, setting, seed, batch_size, max_new_tokens, json))
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
+    raise typer.Exit(run([*(prompts or []), *prompt], file, model, draft, setting, seed, batch_size, options, json))
 
 
-@app.command()
+SearchBeams = Annotated[int, typer.Option(help="Number of beams of both searches.")]
+FirstRows = Annotated[int, typer.Option(help="Maximum number of prompts: the first ones.")]
+EveryOption = Annotated[
+    bool,
+    typer.Option(
+        "--every-option",
+        help="Use different search options for each prompt, so that any two values of two options meet somewhere.",
+    ),
+]
+BesideOthers = Annotated[int, typer.Option(help="Number of prompts that specbeam decodes side by side.")]
+Dtype = Annotated[str, typer.Option(help="Type of the weights: float32, bfloat16, ...; 'auto' takes the checkpoint's.")]
+
+
+@evaluate.command("diff")
 def diff(
-    model: Annotated[
-        str, typer.Argument(help="Target model: a path, a hub id, or 'bundled' for the bundled pair.")
-    ] = "bundled",
+    prompts: Prompts = None,
+    model: Model = "bundled",
     draft: Draft = None,
-    prompt: Annotated[
-        list[str], typer.Option(help="A prompt. Without any, and without files, they are read from standard input.")
-    ] = [],
-    prompts: Annotated[
-        list[Path],
-        typer.Option("--prompts", "-f", help="A text file with a prompt per line, or .jsonl with a field 'prompt'."),
-    ] = [],
-    beams: Annotated[int, typer.Option(help="Number of beams of both searches.")] = 4,
+    beams: SearchBeams = 4,
     setting: Settings = [],
-    rows: Annotated[int, typer.Option(help="Maximum number of prompts: the first ones.")] = 1000,
-    every_option: Annotated[
-        bool,
-        typer.Option(
-            "--every-option",
-            help="Use different search options for each prompt, so that any two values of two options meet somewhere.",
-        ),
-    ] = False,
-    batch_size: Annotated[int, typer.Option(help="Number of prompts that specbeam decodes side by side.")] = 1,
+    prompt: PromptTexts = [],
+    file: PromptFiles = [],
+    rows: FirstRows = 1000,
+    every_option: EveryOption = False,
+    batch_size: BesideOthers = 1,
     max_new_tokens: MaxNewTokens = 64,
-    dtype: Annotated[
-        str, typer.Option(help="Type of the weights: float32, bfloat16, ...; 'auto' takes the checkpoint's.")
-    ] = "auto",
+    dtype: Dtype = "auto",
     json: Json = False,
 ) -> None:
     """Run the beam searches of transformers and specbeam; report each difference, and whether rounding explains it."""
     from specbeam.cli.diff import run
 
+    texts = [*(prompts or []), *prompt]
     raise typer.Exit(
-        run(model, draft, prompt, prompts, beams, setting, rows, every_option, batch_size, max_new_tokens, dtype, json)
+        run(model, draft, texts, file, beams, setting, rows, every_option, batch_size, max_new_tokens, dtype, json)
     )
+
+
+@app.command("diff", hidden=True)
+def diff_by_its_older_name(
+    model: Annotated[str, typer.Argument(help="Target model.")] = "bundled",
+    draft: Draft = None,
+    beams: SearchBeams = 4,
+    setting: Settings = [],
+    prompt: PromptTexts = [],
+    file: Annotated[list[Path], typer.Option("--file", "--prompts", "-f", help="File of prompts.")] = [],
+    rows: FirstRows = 1000,
+    every_option: EveryOption = False,
+    batch_size: BesideOthers = 1,
+    max_new_tokens: MaxNewTokens = 64,
+    dtype: Dtype = "auto",
+    json: Json = False,
+) -> None:
+    """Do what `specbeam evaluate diff` does, with the model as an argument."""
+    diff(None, model, draft, beams, setting, prompt, file, rows, every_option, batch_size, max_new_tokens, dtype, json)
 
 
 @evaluate.command()
@@ -303,6 +340,7 @@ def block_efficiency(
     prompts: DemoPrompts = None,
     model: Model = "bundled",
     draft: Draft = None,
+    prompt: PromptTexts = [],
     file: PromptFiles = [],
     budget: Annotated[
         list[int], typer.Option(help="Number of nodes scored per pass: 5, 10, 21 or 30. May be given several times.")
@@ -318,7 +356,9 @@ def block_efficiency(
     from specbeam.cli.bench import block_efficiency as run
 
     raise typer.Exit(
-        run(prompts or [], file, model, draft, budget, temperature, rows, max_new_tokens, seed, plot, json)
+        run(
+            [*(prompts or []), *prompt], file, model, draft, budget, temperature, rows, max_new_tokens, seed, plot, json
+        )
     )
 
 
@@ -327,6 +367,7 @@ def acceptance(
     prompts: DemoPrompts = None,
     model: Model = "bundled",
     draft: Draft = None,
+    prompt: PromptTexts = [],
     file: PromptFiles = [],
     children: Annotated[int, typer.Option(help="Number of draft tokens tried per step.")] = 8,
     temperature: Temperature = None,
@@ -338,15 +379,21 @@ def acceptance(
     """Measure how often the k-th draft token tried is the accepted one; `sequoia` plans its tree by these odds."""
     from specbeam.cli.bench import acceptance_by_rank as run
 
-    raise typer.Exit(run(prompts or [], file, model, draft, children, temperature, rows, max_new_tokens, seed, json))
+    raise typer.Exit(
+        run([*(prompts or []), *prompt], file, model, draft, children, temperature, rows, max_new_tokens, seed, json)
+    )
 
 
 @bench.command("methods")
 def compare(
-    pairs: Annotated[
+    older: Annotated[list[Path], typer.Argument(hidden=True, help="The same as --file.")] = [],
+    file: Annotated[
         list[Path],
-        typer.Argument(
-            help="TSV files with a prompt and its right answer per line. Without any the bundled tasks are used."
+        typer.Option(
+            "--file",
+            "-f",
+            help="TSV file with a prompt and its right answer per line, a task of its own. May be given several times. By "
+            "default the bundled tasks.",
         ),
     ] = [],
     model: Model = "bundled",
@@ -368,7 +415,19 @@ def compare(
     from specbeam.cli.bench_methods import run
 
     raise typer.Exit(
-        run(pairs, model, draft, grow, metric, (beams, depth, threshold), rows, seeds, max_new_tokens, plot, json)
+        run(
+            [*older, *file],
+            model,
+            draft,
+            grow,
+            metric,
+            (beams, depth, threshold),
+            rows,
+            seeds,
+            max_new_tokens,
+            plot,
+            json,
+        )
     )
 
 
@@ -381,13 +440,9 @@ def speed(
             "compute_type=int8', ... Ratios are to the first one. Without any a usual selection runs."
         ),
     ] = [],
-    prompts: Annotated[
-        str | None,
-        typer.Option(
-            help="A file (.txt, .tsv or .jsonl, also .gz or .xz), or gsm8k, humaneval, mt_bench, squad or spider; by "
-            "default the demo's sentences."
-        ),
-    ] = None,
+    prompt: PromptTexts = [],
+    file: PromptFiles = [],
+    older: Annotated[list[Path], typer.Option("--prompts", hidden=True, help="The same as --file.")] = [],
     columns: Annotated[
         tuple[int, int], typer.Option(help="Columns of prompt and answer in a .tsv, counted from 1.")
     ] = (1, 2),
@@ -419,7 +474,8 @@ def speed(
     raise typer.Exit(
         run(
             contenders,
-            prompts,
+            prompt,
+            [*older, *file],
             columns,
             model,
             draft,
@@ -451,12 +507,13 @@ def speed_cliffs(
         ),
     ] = None,
     batch_sizes: Annotated[str, typer.Option(help="Numbers of prompts decoded at once, separated by commas.")] = "1,16",
-    prompts: Annotated[
+    kinds: Annotated[
         str,
         typer.Option(
             help="Kinds of prompts, separated by commas: trained (the demo's sentences), random (24 random tokens)."
         ),
     ] = "trained",
+    older: Annotated[str | None, typer.Option("--prompts", hidden=True, help="The same as --kinds.")] = None,
     rows: Annotated[int, typer.Option(help="Minimum number of prompts per round; batches are always full.")] = 2,
     repeats: Rounds = 3,
     max_new_tokens: MaxNewTokens = 24,
@@ -471,7 +528,8 @@ def speed_cliffs(
     from specbeam.cli.bench_cliffs import run
 
     code = run(
-        methods, options, batch_sizes, prompts, rows, repeats, max_new_tokens, model, draft, grow, threads, markdown, json
+        methods, options, batch_sizes, older or kinds, rows, repeats, max_new_tokens, model, draft, grow, threads,
+        markdown, json,
     )  # fmt: skip
     raise typer.Exit(code)
 
@@ -522,6 +580,7 @@ def tune(
     explain: Annotated[
         bool, typer.Option("--explain", help="Show the options between which depth='auto' and width='auto' choose.")
     ] = False,
+    prompt: PromptTexts = [],
     file: Annotated[
         list[Path],
         typer.Option(
@@ -536,7 +595,7 @@ def tune(
     """Measure what controllers decide by, and keep it on disk: the time of passes here, and acceptance by rank."""
     from specbeam.cli.tune import run
 
-    raise typer.Exit(run(model, draft, context, beams, draft_beams, odds, explain, file, json))
+    raise typer.Exit(run(model, draft, context, beams, draft_beams, odds, explain, prompt, file, json))
 
 
 @app.command()
@@ -559,8 +618,11 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write; a train
 TrainingData = Annotated[
     list[Path],
     typer.Option(
+        "--data",
+        "--file",
+        "-f",
         help="File of prompts that the target is asked to continue: text with a prompt per line, .tsv, or .jsonl; "
-        "plain or packed. May be given several times."
+        "plain or packed. May be given several times.",
     ),
 ]
 TrainingColumn = Annotated[str, typer.Option(help="Column of the prompt in a .tsv, counted from 1.")]

@@ -32,6 +32,7 @@ def run(
     width: int | None,
     odds: float,
     explain: bool,
+    prompts: list[str],
     files: list[Path],
     json: bool,
 ) -> int:
@@ -41,7 +42,7 @@ def run(
         contexts: numbers of tokens in the cache.
         width: draft nodes per layer; None: as `dsbd` chooses.
         odds: probability that a draft layer passes, for `explain`.
-        files: prompts on which acceptance by rank is measured; none: the demo's, for the bundled pair.
+        prompts, files: prompts on which acceptance by rank is measured; none: the demo's, for the bundled pair.
     """
     from rich.console import Console
     from rich.table import Table
@@ -52,7 +53,7 @@ def run(
     models = {"target": pair.target} | ({"draft": pair.draft} if isinstance(pair.draft, HuggingFaceLM) else {})
     console = Console(highlight=False)
     curves = {name: {context: _cost_curve(lm, context) for context in contexts} for name, lm in models.items()}
-    by_rank = _measured_acceptance(pair, _prompts(model, files))
+    by_rank = _measured_acceptance(pair, _prompts(model, prompts, files))
     if json:
         record: dict[str, Any] = {
             name: {context: dataclasses.asdict(curve) for context, curve in by_context.items()}
@@ -83,10 +84,10 @@ def run(
     return 0
 
 
-def _prompts(model: str, files: list[Path]) -> list[str]:
-    """Return up to 30 prompts of the files; without any, of the demo for the bundled pair, else none."""
-    if files:
-        prompts = [row.prompt for file in files for row in read(str(file))]
+def _prompts(model: str, prompts: list[str], files: list[Path]) -> list[str]:
+    """Return up to 30 of the prompts, given or in files; without any, of the demo for the bundled pair, else none."""
+    if prompts or files:
+        prompts = [*prompts, *(row.prompt for file in files for row in read(str(file)))]
     else:
         prompts = demo_sentences() if model == "bundled" else []
     return spread(prompts, 30)

@@ -13,7 +13,7 @@ supported raise `NotSupported` with their names.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,9 +21,10 @@ from specbeam.errors import NotSupported
 from specbeam.hf.answer import answer
 from specbeam.hf.call import Call
 from specbeam.laws.named import EXACT
+from specbeam.recipes.beams import Coupling, PlainWidthBy, Semantics, WidthBy, sampling
 from specbeam.recipes.beams import beam_sampling as beam_sampling_recipe
 from specbeam.recipes.beams import dsbd as dsbd_recipe
-from specbeam.recipes.beams import sampling
+from specbeam.recipes.depth import Depth
 from specbeam.recipes.method import Method, refuse_ignored
 from specbeam.recipes.search import DrafterName, build_of_search, checked_draft_beams
 from specbeam.recipes.search import beam_search as beam_search_recipe
@@ -41,11 +42,15 @@ def dsbd(
     input_ids: torch.Tensor,
     draft_model: "PreTrainedModel | str | Path | None" = None,
     draft_beams: int | None = None,
-    depth: int | Literal["auto"] | None = None,
-    width: Literal["dynamic", "fixed", "auto"] = "fixed",
+    depth: Depth | None = None,
+    width: WidthBy = "fixed",
     threshold: float | None = None,
     min_beams: int | None = None,
-    coupling: Literal["noise", "rejection"] = "noise",
+    coupling: Coupling = "noise",
+    replacement: bool = False,
+    collapse: bool = False,
+    semantics: Semantics = "paper",
+    mass: float | None = None,
     seed: int | None = None,
     stream_to: Any = None,
     **given: Any,
@@ -58,7 +63,8 @@ def dsbd(
     Args:
         model, input_ids, given: passed by `generate`.
         draft_model: the draft model, or the folder or hub id of one or of a draft head; required.
-        draft_beams, depth, width, threshold, min_beams, coupling: as in `sb.dsbd`.
+        draft_beams, depth, width, threshold, min_beams, coupling, replacement, collapse, semantics, mass: as in
+            `sb.dsbd`, with the same defaults. `num_beams` has the place of `beams`.
         seed: the same seed gives the same text. None: drawn from torch's generator.
         stream_to: a streamer of transformers, for one prompt with one return sequence.
     """
@@ -68,13 +74,30 @@ def dsbd(
             "so pass the draft under the name draft_model, or use the repository form (sb.hf.repository())"
         )
     call = Call.of(model, input_ids, given)
-    method = dsbd_recipe(call.beams, draft_beams, depth, width, threshold, min_beams, coupling)
+    method = dsbd_recipe(
+        call.beams,
+        draft_beams,
+        depth,
+        width,
+        threshold,
+        min_beams,
+        coupling,
+        replacement,
+        collapse,
+        semantics=semantics,
+        mass=mass,
+    )
     return answer(call, draft_model, method, seed, stream_to)
 
 
 def beam_sampling(
     model: "PreTrainedModel",
     input_ids: torch.Tensor,
+    replacement: bool = False,
+    semantics: Semantics = "paper",
+    width: PlainWidthBy = "fixed",
+    min_beams: int | None = None,
+    mass: float | None = None,
     seed: int | None = None,
     stream_to: Any = None,
     **given: Any,
@@ -82,10 +105,14 @@ def beam_sampling(
     """Decode with `sb.beam_sampling` and ``num_beams`` beams, as a custom_generate function: the paper's beam sampling,
     without a draft.
 
-    `seed` and `stream_to` are as in `dsbd`.
+    Args:
+        model, input_ids, given: passed by `generate`.
+        replacement, semantics, width, min_beams, mass: as in `sb.beam_sampling`, with the same defaults.
+        seed, stream_to: as in `dsbd`.
     """
     call = Call.of(model, input_ids, given)
-    return answer(call, None, beam_sampling_recipe(call.beams), seed, stream_to)
+    method = beam_sampling_recipe(call.beams, replacement, semantics, width, min_beams, mass)
+    return answer(call, None, method, seed, stream_to)
 
 
 def beam_search(
