@@ -6,14 +6,17 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo test test-all test-processors lint docs bench clean
+.PHONY: help demo quick test test-all test-processors coverage lint docs audit bench clean
 help:
 	@echo "make demo      install, then translate German sentences by sampling, beam sampling and DSBD"
+	@echo "make quick     install, then run the most important tests (half a minute)"
 	@echo "make test      install, then run the tests (ten to twenty minutes on two cores)"
 	@echo "make test-all  the slow tests too (an hour and a half more)"
 	@echo "make test-processors  the tests as compiled for other processors, with each index checked, and without numba"
-	@echo "make lint      formatting, lint, types"
+	@echo "make coverage  the tests, and how much of the source they run"
+	@echo "make lint      formatting, lint, types, hygiene of files"
 	@echo "make docs      the documentation as a site, in build/site"
+	@echo "make audit     known weaknesses of what it depends on"
 	@echo "make bench     the figures of the README"
 
 $(VENV)/made:
@@ -39,6 +42,13 @@ $(VENV)/dev: $(VENV)/demo
 
 demo: $(VENV)/demo
 	@$(BIN)/specbeam demo
+
+# The source of the steps by Python, with nothing to compile: laws enumerated on small tables, the rules of the house.
+QUICK := tests/test_house.py tests/test_repository.py tests/core tests/verify/test_draws.py tests/laws/test_truncation.py
+
+quick: $(VENV)/dev
+	@SPECBEAM_KERNELS=off SPECBEAM_TYPES=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" $(QUICK)
+	@echo "The most important tests passed. Next: make test."
 
 test: $(VENV)/dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" --durations=10
@@ -66,8 +76,14 @@ test-processors: $(VENV)/dev
 	@SPECBEAM_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu"
 	@echo "All tests passed, on every processor. Next: make test-all."
 
+# Steps are counted where Python runs their source, so nothing is compiled here; the floor is in pyproject.toml.
+coverage: $(VENV)/dev
+	@SPECBEAM_KERNELS=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" \
+		--cov=specbeam --cov-report=term:skip-covered --cov-report=html:build/coverage
+	@echo "Covered. Next: open build/coverage/index.html."
+
 lint: $(VENV)/dev
-	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/python tools/hygiene.py
 	@echo "Clean. Next: make test."
 
 $(VENV)/docs: $(VENV)/demo
@@ -79,6 +95,14 @@ $(VENV)/docs: $(VENV)/demo
 docs: $(VENV)/docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "The site is made. Next: open build/site/index.html."
+
+$(VENV)/audit: $(VENV)/made
+	@$(PYTHON) -m venv $(VENV)/audit
+	@$(VENV)/audit/bin/pip install -q pip-audit
+
+audit: $(VENV)/audit
+	@$(VENV)/audit/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+	@echo "No known weakness. Next: make lint."
 
 bench: $(VENV)/demo
 	@$(BIN)/python examples/figures.py

@@ -20,6 +20,7 @@ OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "RELEASING.md": "releasing.md",
     "src/specbeam/bundled/README.md": "bundled_pair.md",
     "examples/train_pair/README.md": "training_the_pair.md",
     "examples/text_to_sql/README.md": "text_to_sql.md",

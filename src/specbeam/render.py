@@ -120,7 +120,7 @@ def as_svg(nodes: list[Leaf]) -> Svg:
         left = 30 + place % 2 * 250
         low = height - 32 + place // 2 * 18
         parts.append(f'<text x="{left}" y="{low}" font-size="11" fill="{COLOURS[fate]}">{MARKS[fate]} {meaning}</text>')
-    return Svg("\n".join([*parts, "</svg>"]))
+    return Svg("\n".join([*parts, "</svg>"]) + "\n")
 
 
 def _places(nodes: list[Leaf]) -> tuple[np.ndarray, np.ndarray]:

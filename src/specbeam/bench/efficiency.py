@@ -138,7 +138,7 @@ def _cell(
     shape: str,
     method: Method,
     seed: int,
-    options: dict,
+    options: dict[str, Any],
 ) -> TreeCell:
     """Measure one recipe with one shape."""
     rows = []

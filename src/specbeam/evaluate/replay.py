@@ -101,7 +101,8 @@ class EqualsInOrder(TorchFunctionMode):
 def forward_logits(model: "PreTrainedModel", path: Sequence[int]) -> Float[torch.Tensor, "length vocab"]:
     """Return the logits after each token of a path, from one plain forward of the model."""
     with torch.inference_mode():
-        return model(torch.tensor([list(path)], device=model.device)).logits[0]
+        logits: torch.Tensor = model(torch.tensor([list(path)], device=model.device)).logits[0]
+    return logits
 
 
 def leaves(rows: Rows) -> Iterator[Path]:

@@ -143,4 +143,4 @@ UNKNOWN = "\ufffd"  # the character that a decoder writes for bytes that are no 
 
 def _decoded(tokenizer: "PreTrainedTokenizerBase", tokens: list[int]) -> str:
     """Return the decoded text of tokens, without special tokens and without cleaning up spaces."""
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

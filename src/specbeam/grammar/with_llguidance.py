@@ -114,8 +114,10 @@ def _grammar_of(form: Form) -> str:
     from llguidance import LLMatcher
 
     if form.kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(form.text, defaults=JSON)
-    return LLMatcher.grammar_from_regex(form.text) if form.kind == "regex" else LLMatcher.grammar_from_lark(form.text)
+        return str(LLMatcher.grammar_from_json_schema(form.text, defaults=JSON))
+    if form.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(form.text))
+    return str(LLMatcher.grammar_from_lark(form.text))
 
 
 def _error_of(matcher: Any) -> str:

@@ -63,7 +63,7 @@ def _defaults() -> dict[str, Any]:
     """Return the fields of an empty generation config. `to_diff_dict` would take 2 ms per call to copy and compare."""
     from transformers import GenerationConfig
 
-    return vars(GenerationConfig())
+    return dict(vars(GenerationConfig()))
 
 
 def contradiction(config: "GenerationConfig | None", name: str, beams: int, draws: bool) -> str | None:

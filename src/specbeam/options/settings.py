@@ -234,7 +234,9 @@ def allowed_after(allowed: "Callable[[int, Tensor], list[int]]", prompt: int, to
 
     def processed(input_ids: "Tensor", scores: "Tensor") -> "Tensor":
         beams = len(input_ids) if together else 1
-        return PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(prompt, tokens), beams)(input_ids, scores)
+        processor = PrefixConstrainedLogitsProcessor(lambda _, tokens: allowed(prompt, tokens), beams)
+        banned: Tensor = processor(input_ids, scores)
+        return banned
 
     return processed
 

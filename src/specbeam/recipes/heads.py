@@ -358,7 +358,7 @@ def _is_specdiff(head: Head) -> bool:
 
 def paper_of(head: Head) -> str:
     """Return the name of the recipe for heads of this kind; "" if there is none."""
-    kinds = {
+    kinds: dict[str, Callable[[Head], bool]] = {
         "eagle": _is_eagle,
         "fspad": _is_fspad,
         "medusa": _is_medusa,

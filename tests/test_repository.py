@@ -1,0 +1,81 @@
+"""What the repository shows to people: versions that agree, files that can be read, extras that are used."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+from tools import hygiene
+
+import specbeam
+from specbeam.lazy import homes_in
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TOOLS = {  # packages of extras that are run and not imported
+    "ruff", "mypy", "pre-commit", "pytest-xdist", "pytest-cov", "mkdocs-material", "mkdocstrings"
+}  # fmt: skip
+IMPORTED_AS = {"nvidia-ml-py": "pynvml"}
+
+
+def test_versions_agree():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    changes = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert specbeam.__version__ == citation["version"] == changes[0]
+    assert citation["license"] == PROJECT["license"]
+
+
+def test_files_are_clean():
+    assert [fault for file in hygiene.tracked() for fault in hygiene.faults(file)] == []
+
+
+def test_what_is_wrong_with_a_file_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(hygiene, "ROOT", tmp_path)
+    wrong = {
+        "a.md": b"a \n",
+        "b.md": b"b",
+        "c.py": b"<<<<<<< HEAD\n",
+        "d.toml": b"d = [\n",
+        "e.json": b"{\n",
+        "f.yml": b"f: [\n",
+        "g.txt": b"\xff\n",
+        "h.bin": bytes(hygiene.MOST_BYTES + 1),
+    }
+    for name, content in wrong.items():
+        (tmp_path / name).write_bytes(content)
+        assert len(list(hygiene.faults(tmp_path / name))) == 1, name
+
+
+def test_each_package_of_an_extra_is_imported_somewhere():
+    imported = set()
+    for folder in ("src", "tests", "tools", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.split(".")[0] for alias in node.names}
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    imported.add(node.module.split(".")[0])
+    for extra, packages in PROJECT["optional-dependencies"].items():
+        for package in packages:
+            name = re.match(r"[\w-]+", package).group()
+            assert name in TOOLS or IMPORTED_AS.get(name, name.replace("-", "_")) in imported, f"{extra}: {name}"
+
+
+def test_workflows_and_forms_can_be_read():
+    found = sorted((ROOT / ".github").rglob("*.yml"))
+    assert len(found) >= 6
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for file in found:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for job in content.get("jobs", {}).values():
+            for step in job["steps"]:
+                for target in re.findall(r"^make ([\w-]+)", step.get("run", "")):
+                    assert target in targets, f"{file.name}: make {target}"
+
+
+def test_stubs_say_each_name_once_and_lead_to_it():
+    for stub in (ROOT / "src" / "specbeam").rglob("*.pyi"):
+        names = [alias.asname for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)
+                 for alias in node.names]  # fmt: skip
+        assert names == list(homes_in(stub)), stub
