@@ -150,7 +150,7 @@ def test_exponentials_are_those_of_numpy():
     np.testing.assert_allclose(found, np.exp(x.astype(float)), rtol=6e-7, atol=2e-38)
 
 
-def test_weights_of_bfloat16_checkpoints_are_kept_in_it():
+def test_weights_of_bfloat16_checkpoints_are_kept_in_it(packed):
     model = tiny("llama").to(torch.bfloat16).float()
     lm, exact = HuggingFaceLM(model, engine="compiled"), HuggingFaceLM(tiny("llama"), engine="compiled")
     assert lm.runner.decoder.head.dtype == np.uint32
@@ -183,7 +183,7 @@ def test_tiles_lose_nothing_of_a_float32():
 
 
 @needs_tiles
-def test_a_model_by_tiles_is_the_same_model(monkeypatch):
+def test_a_model_by_tiles_is_the_same_model(packed, monkeypatch):
     model = tiny("llama").to(torch.bfloat16).float()
     monkeypatch.setattr(decoder, "TILED_FROM", 0)
     lm = HuggingFaceLM(model, engine="compiled")
