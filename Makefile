@@ -94,7 +94,7 @@ $(VENV)/docs: $(VENV)/demo
 # The line that mkdocs-material prints about a later mkdocs is no warning about these pages.
 docs: $(VENV)/docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
-	@echo "The site is made. Next: open build/site/index.html."
+	@echo "The site is made. Next: $(BIN)/python -m http.server -d build/site."
 
 $(VENV)/audit: $(VENV)/made
 	@$(PYTHON) -m venv $(VENV)/audit

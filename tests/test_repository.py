@@ -5,6 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 from tools import hygiene
 
@@ -13,6 +14,7 @@ from specbeam.lazy import homes_in
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+in_clone = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no clone of the repository")
 TOOLS = {  # packages of extras that are run and not imported
     "ruff", "mypy", "pre-commit", "pytest-xdist", "pytest-cov", "mkdocs-material", "mkdocstrings"
 }  # fmt: skip
@@ -26,6 +28,7 @@ def test_versions_agree():
     assert citation["license"] == PROJECT["license"]
 
 
+@in_clone
 def test_files_are_clean():
     assert [fault for file in hygiene.tracked() for fault in hygiene.faults(file)] == []
 
@@ -62,6 +65,7 @@ def test_each_package_of_an_extra_is_imported_somewhere():
             assert name in TOOLS or IMPORTED_AS.get(name, name.replace("-", "_")) in imported, f"{extra}: {name}"
 
 
+@in_clone
 def test_workflows_and_forms_can_be_read():
     found = sorted((ROOT / ".github").rglob("*.yml"))
     assert len(found) >= 6
