@@ -53,5 +53,6 @@ from specbeam.records import Generation as Generation
 from specbeam.records import Needs as Needs
 from specbeam.records import Report as Report
 from specbeam.session import Parts as Parts
+from specbeam.with_memory import hmt as hmt
 
 __version__: str

@@ -11,6 +11,7 @@ from typing import Any
 
 from specbeam.heads.lm import HeadLM
 from specbeam.measure import kept_figures as measured
+from specbeam.memory.lm import MemoryLM
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.beams import sampling
@@ -95,6 +96,7 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
         models,
         [measured.weights_key(model) for model in (pair.target_model, pair.draft_model)],  # they determine acceptance
         _head_key(pair),
+        *(lm.note for lm in (pair.target, pair.draft) if isinstance(lm, MemoryLM)),
         settings.temperature,
         settings.top_k,
         settings.top_p,

@@ -23,6 +23,7 @@ from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
+from specbeam.memory.lm import MemoryLM
 from specbeam.options.checks import is_integer
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Pair:
     target_model: "PreTrainedModel"
     draft_model: "PreTrainedModel | None"
     tokenizer: "PreTrainedTokenizerBase | None"
-    target: HuggingFaceLM = field(repr=False)  # scores forests with `target_model`
+    target: HuggingFaceLM | MemoryLM = field(repr=False)  # scores forests with `target_model`, see `hmt` for memory
     draft: LM | None = field(repr=False)  # scores forests with `draft_model`, or a head
 
     @property
@@ -54,6 +55,16 @@ class Pair:
         if eos is None:
             return ()
         return (eos,) if isinstance(eos, int) else tuple(eos)
+
+    @property
+    def forgetful_target(self) -> HuggingFaceLM:
+        """The target, for what looks at its model itself. Raises `NotSupported` if it has a memory."""
+        if isinstance(self.target, MemoryLM):
+            raise NotSupported(
+                "the target of this pair reads with memory (sb.hmt), and this looks at the model without it; give the pair "
+                "that sb.load returned"
+            )
+        return self.target
 
     def word(self, token: int) -> str:
         """Return the text of one token; its number if there is no tokenizer."""

@@ -14,6 +14,7 @@ from specbeam.core.noise import request_key
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import closing_tokens, text_of_tokens
+from specbeam.memory.lm import MemoryLM
 from specbeam.options.checks import as_texts, is_integer, require
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
@@ -90,6 +91,8 @@ class Request:
         """Return the method's law, completed by 8-bit weights and by the form of the texts."""
         if self.pair.target.engine == "int8":
             law = f"{law}; of the target in int8"
+        if isinstance(self.pair.target, MemoryLM):
+            law = f"{law}; of the target {self.pair.target.note}"
         if self.settings.form_kind is not None:
             law = f"{law}; constrained by {self.settings.form_kind}"
         return law

@@ -16,7 +16,7 @@ def head_cost(pair: Pair) -> str:
     if not isinstance(pair.draft, HeadLM):
         return ""
     head = _times(pair.draft)
-    target = _times(pair.target)
+    target = _times(pair.forgetful_target)
     rows = ", ".join(map(str, ROWS))
     how = "compiled" if pair.draft.is_compiled else "torch"
     return (

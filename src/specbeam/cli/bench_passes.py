@@ -65,8 +65,9 @@ def _model(
 ) -> tuple[HuggingFaceLM, str]:
     """Return a model with at least `needed` positions, and a text on where its positions come from."""
     pair = grown_pair(name, None, grow, quantize=quantize, grow_vocab=grow_vocab)
-    own = pair.target.max_positions
+    target = pair.forgetful_target
+    own = target.max_positions
     if own is None or own >= needed:
-        return pair.target, "the model's own"
+        return target, "the model's own"
     longer = with_positions(pair.target_model, needed)
-    return load(longer, quantize=quantize).target, f"{needed:,}, for timing only; the model's own are {own:,}"
+    return load(longer, quantize=quantize).forgetful_target, f"{needed:,}, for timing only; the model's own are {own:,}"

@@ -29,7 +29,7 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
     if probe:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the table says it
-            found = probed(head, pair.target, first_tokens(pair.tokenizer, pair.target.vocab))
+            found = probed(head, pair.forgetful_target, first_tokens(pair.tokenizer, pair.target.vocab))
     weights = sum(weight.numel() for weight in head.parameters())
     about = {
         **head.described,
@@ -38,7 +38,7 @@ def run_inspect(path: str, model: str | None, probe: bool, json: bool) -> int:
         "weights": f"{weights / 1e6:.2f} M, those of the target that it shares included",
     }
     if isinstance(head, ExitHead):
-        about["drafts"] = how_it_runs(head, pair.target)
+        about["drafts"] = how_it_runs(head, pair.forgetful_target)
     if json:
         print(json_format.dumps(about | _as_json(found)))
         return 0

@@ -50,7 +50,9 @@ def run(
     if not 0 < odds < 1:
         raise BadSetting(f"--odds is {odds}; it is a probability, in (0, 1)")
     pair = quiet_load(model, draft)
-    models = {"target": pair.target} | ({"draft": pair.draft} if isinstance(pair.draft, HuggingFaceLM) else {})
+    models = {"target": pair.forgetful_target} | (
+        {"draft": pair.draft} if isinstance(pair.draft, HuggingFaceLM) else {}
+    )
     console = Console(highlight=False)
     curves = {name: {context: _cost_curve(lm, context) for context in contexts} for name, lm in models.items()}
     by_rank = _measured_acceptance(pair, _prompts(model, prompts, files))
@@ -98,7 +100,7 @@ def _measured_acceptance(pair: Pair, prompts: list[str]) -> Acceptance | None:
     if not isinstance(pair.draft, HuggingFaceLM) or not prompts:
         return None
     found = acceptance(pair, prompts, children=5, max_new_tokens=48)
-    keep_acceptance(pair.target, pair.draft, with_guess(found.odds, found.nodes))
+    keep_acceptance(pair.forgetful_target, pair.draft, with_guess(found.odds, found.nodes))
     return found
 
 

@@ -135,7 +135,7 @@ class RecordedBatch:
         self.method = method
         self.request = Request(pair, list(prompts), method, Settings.given(options), seed=None)
         self.sessions = {session.place: session for session in self.request.sessions}
-        recorder = Recorder(pair.target)
+        recorder = Recorder(pair.forgetful_target)
         for _ in decode(recorder, self.request.sessions, len(prompts)):
             pass
         self.rows = recorder.rows

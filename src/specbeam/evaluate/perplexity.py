@@ -140,6 +140,7 @@ def log_likelihoods(
 
     Arguments and errors are those of `perplexity`.
     """
+    _ = pair.forgetful_target  # logits are those of plain forwards
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         _check(pair, prompt, output, number, f"{places[number]}: " if places else "")
     totals = [0.0] * len(outputs)

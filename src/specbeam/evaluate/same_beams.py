@@ -124,7 +124,7 @@ def _gap(pair: Pair, session: Session, live: list[Path], beams: int) -> float:
     scores = []
     keys = []
     for path in live:
-        ids = torch.tensor([[*session.prompt, *path]], device=pair.target.device)
+        ids = torch.tensor([[*session.prompt, *path]], device=pair.forgetful_target.device)
         with torch.inference_mode():
             logits = pair.target_model(ids).logits[0, len(session.prompt) - 1 :].float()
         logp = logits.double().log_softmax(-1)

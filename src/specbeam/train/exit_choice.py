@@ -107,8 +107,8 @@ def tried_exit(
     _teach(student, [batch.to(pair.target.device) for batch in batches], schedule)
     held_out = lessons.held_out.first(HELD_OUT_TREES)
     acceptance, *_ = acceptances(student, held_out, schedule.batch_tokens, pair.target.device)
-    draft = exit_model(head.requires_grad_(False), pair.target)
-    return expected_speed(pair.target, draft, head.after, acceptance)
+    draft = exit_model(head.requires_grad_(False), pair.forgetful_target)
+    return expected_speed(pair.forgetful_target, draft, head.after, acceptance)
 
 
 def _teach(student: Student, batches: list[TreeBatch], schedule: Schedule) -> None:

@@ -72,8 +72,9 @@ def drawn_lessons(
 
 def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed: int) -> dict[str, Any]:
     """Return what the trees of prompts depend on."""
+    engine = pair.forgetful_target.engine
     return {
-        "target": f"{type(pair.target_model).__name__} {kept_figures.weights_key(pair.target_model)}, {pair.target.engine}",
+        "target": f"{type(pair.target_model).__name__} {kept_figures.weights_key(pair.target_model)}, {engine}",
         "prompts": f"{len(prompts)}, {_digest(prompts)}",
         "seed": int(seed),
         **{f"draws.{name}": value for name, value in asdict(draws).items()},

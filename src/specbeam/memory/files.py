@@ -1,0 +1,134 @@
+"""The folder of a trained memory: its plan, its weights, and the model that it was trained with."""
+
+import json
+import warnings
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbeam.errors import BadHead, BadSetting, MissingFile
+from specbeam.measure.kept_figures import weights_key
+from specbeam.memory.plan import MemoryPlan
+from specbeam.memory.recall import Recall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+KIND = "hmt"
+CONFIG = "memory.json"
+WEIGHTS = "memory.safetensors"
+BACKBONE = "backbone"  # folder of the model, if it was trained with its memory
+
+
+def save_memory(folder: Path, recall: Recall, plan: MemoryPlan, model: "PreTrainedModel", name: str | None) -> None:
+    """Write a memory. Files are whole or not there.
+
+    Args:
+        model: the model that it is for.
+        name: path or hub id of this model; None: it is in the folder itself, see `BACKBONE`.
+    """
+    from safetensors.torch import save
+
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {
+        "kind": KIND,
+        "plan": asdict(plan),
+        "size": recall.size,
+        "width": recall.width,
+        "model": name,
+        "weights": weights_key(model),
+    }
+    tensors = {key: value.detach().float().cpu().contiguous() for key, value in recall.state_dict().items()}
+    _write(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    _write(folder / CONFIG, (json.dumps(described, indent=2) + "\n").encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def holds_memory(source: Any) -> bool:
+    """Return whether a path is the folder of a memory."""
+    return isinstance(source, (str, Path)) and (Path(source).expanduser() / CONFIG).is_file()
+
+
+def backbone_of(folder: "str | Path") -> str:
+    """Return the path or hub id of the model that a memory was trained with. Raises `MissingFile` if it does not say."""
+    path = Path(folder).expanduser()
+    name = _config(path).get("model")
+    if name is None and (path / BACKBONE).is_dir():
+        return str(path / BACKBONE)
+    if not isinstance(name, str):
+        raise MissingFile(
+            f"{path} neither holds a folder {BACKBONE} nor names its model; give the model: hmt(pair, {str(path)!r})"
+        )
+    return name
+
+
+def read_memory(folder: "str | Path") -> tuple[MemoryPlan, Recall, str | None]:
+    """Return the plan of a memory, its weights, and the hash of those of its model (`weights_key`).
+
+    Raises `MissingFile` if files are missing, `BadHead` if they cannot be read or do not fit each other.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = Path(folder).expanduser()
+    config = _config(path)
+    if not (path / WEIGHTS).is_file():
+        raise MissingFile(
+            f"{path} has {CONFIG} and no {WEIGHTS}: it holds no memory weights; train again, or copy the whole folder"
+        )
+    known = {field.name for field in fields(MemoryPlan)}
+    given = config.get("plan")
+    if not isinstance(given, dict) or set(given) - known or "segment" not in given:
+        raise BadHead(
+            f"{path / CONFIG}: plan is {given!r}; it must hold segment, and of {', '.join(sorted(known))} what differs"
+        )
+    try:
+        plan = MemoryPlan(**given)
+    except BadSetting as error:
+        raise BadHead(f"{path / CONFIG}: {error}") from error
+    size = config.get("size")
+    width = config.get("width")
+    if not isinstance(size, int) or not isinstance(width, int) or size < 1 or width < 1:
+        raise BadHead(f"{path / CONFIG}: size is {size!r} and width {width!r}; both must be numbers of at least 1")
+    try:
+        tensors = load_file(path / WEIGHTS)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise BadHead(f"{path / WEIGHTS} cannot be read: {error}") from error
+    expected = {"summary": [size], "first": [size], "queries.weight": [width, size], "keys.weight": [width, size]}
+    found = {name: [*tensor.shape] for name, tensor in tensors.items()}
+    if found != expected:
+        raise BadHead(f"{path / WEIGHTS} holds {found}; by {CONFIG} it must hold {expected}")
+    recall = Recall(size, width)
+    recall.load_state_dict(tensors)
+    return plan, recall.requires_grad_(False), config.get("weights")
+
+
+def warn_of_other_model(folder: "str | Path", key: str | None, model: "PreTrainedModel") -> None:
+    """Warn if a memory was trained with a model of other weights. In another type than float32 this cannot be told."""
+    if key is not None and model.dtype == torch.float32 and key != weights_key(model):
+        warnings.warn(
+            f"{folder} was trained with a model of other weights than this {type(model).__name__}: texts have the law of "
+            "the two together, and what is recalled may be noise",
+            stacklevel=4,
+        )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    if not (path / CONFIG).is_file():
+        there = sorted(one.name for one in path.iterdir())[:6] if path.is_dir() else "nothing"
+        raise MissingFile(f"{path} has no {CONFIG} (there is {there}); give the folder that `specbeam train hmt` wrote")
+    try:
+        found = json.loads((path / CONFIG).read_text())
+    except ValueError as error:
+        raise BadHead(f"{path / CONFIG} cannot be read: {error}") from error
+    if not isinstance(found, dict) or found.get("kind") != KIND:
+        kind = found.get("kind") if isinstance(found, dict) else found
+        raise BadHead(f"{path / CONFIG} says kind {kind!r}; this version reads {KIND!r}")
+    return found

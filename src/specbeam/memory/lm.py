@@ -1,0 +1,515 @@
+"""SCORE: a model that reads in segments and remembers (HMT), around any model that takes rows by embedding."""
+
+from collections.abc import Generator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from specbeam.core.beams import Beams, Layers
+from specbeam.core.forest import Forest
+from specbeam.engines.answers import scored_rows
+from specbeam.errors import BadHead, BadSetting, NotSupported
+from specbeam.lm.base import checked_needs
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.memory.plan import MemoryPlan
+from specbeam.memory.recall import Recall
+from specbeam.memory.windows import (
+    Anchor,
+    Answer,
+    Ask,
+    Opening,
+    Past,
+    TextNode,
+    TextPlace,
+    TextTree,
+    Window,
+    WindowOwner,
+)
+from specbeam.records import Needs, Scored, Shape, Turn, Verdict
+from specbeam.session import Session
+
+Result = TypeVar("Result")
+Task = Generator[list[Ask], list[Answer], Result]  # asks the model for rows, and returns a result in the end
+
+
+class _Late(NamedTuple):
+    """A segment that is read again by a query of its own, from the token on that completes this query."""
+
+    node: TextNode
+    past: Past
+    tokens: tuple[int, ...]
+
+
+class MemoryLM:
+    """A language model that reads in segments and recalls memories of earlier ones: HMT (arXiv 2405.06067).
+
+    The logits of a node are a function of the text on its path: those of the model in the window of the node's segment,
+    which holds what the segment recalls, the last tokens of the segment before, and its own. Each branch of a text tree
+    closes its own segments. Branches share windows up to where they part, and memories for ever; what is rejected leaves
+    nothing.
+
+    A pass of the tree over the end of a segment takes one more pass of the model: memories of full segments are rows of the
+    first one, and the next segments begin in the second.
+
+    Args:
+        lm: the model.
+        plan: how it reads.
+        recall: the weights of its memory; None: a segment sees the sensory tokens alone.
+
+    Raises:
+        BadSetting: the plan gives no law, or a window does not fit into the model's positions.
+        BadHead: the memory is made for embeddings of another size.
+        NotSupported: the engine that runs the model takes no rows by embedding.
+    """
+
+    max_positions: int | None = None
+    keeps_nodes = False
+
+    def __init__(self, lm: HuggingFaceLM, plan: MemoryPlan, recall: Recall | None) -> None:
+        self.lm = lm
+        self.plan = plan
+        self.recall = None if recall is None else recall.to(lm.device).eval()
+        self.vocab = lm.vocab
+        self.engine = lm.engine
+        self.device = lm.device
+        self._check()
+        self._needs = Needs(logits=True, hidden=recall is not None)
+
+    def _check(self) -> None:
+        """Raise an error if the model cannot be read so; see the class."""
+        plan = self.plan
+        name = self.lm.model_name
+        if self.recall is None:
+            if plan.sensory < 1:
+                raise BadSetting("sensory is 0, and without memory a segment would see nothing of its past; raise it")
+        else:
+            plan.check_law()
+            check_size(self.recall, self.lm)
+            if not self.lm.runner.takes_vectors:
+                raise NotSupported(
+                    f"memories are rows by embedding, and engine {self.engine!r}, which runs {name}, takes tokens alone; "
+                    "HuggingFaceLM(model, engine='plain') takes both"
+                )
+        most = self.lm.max_positions
+        needed = max(plan.window, 2 + plan.summarised)
+        if most is not None and needed > most:
+            raise BadSetting(
+                f"a window of segment {plan.segment} and sensory {plan.sensory} takes {needed} positions, and {name} has "
+                f"{most}; take shorter segments"
+            )
+
+    @property
+    def passes(self) -> int:
+        """The number of passes of the model so far."""
+        return self.lm.passes
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code does all its heavy work, so that torch needs one thread."""
+        return self.lm.is_compiled
+
+    @property
+    def note(self) -> str:
+        """What distinguishes its law from that of the model, in words."""
+        plan = self.plan
+        read = f"read in segments of {plan.segment} tokens with {plan.sensory} of the one before"
+        if self.recall is None:
+            return f"{read}, without memory"
+        by = {"attention": f"memory by attention, query '{plan.query}'", "previous": "memory of the one before"}
+        return f"{read}, {by.get(plan.recall, 'without memory')}"
+
+    def lacks(self, needs: Needs) -> str:
+        """Return the reason why this model cannot provide what is needed; "" if it can."""
+        if needs.states or needs.exit_layer is not None:
+            return "a model with memory hands out no hidden states, as draft heads learn without memory: draft with a model"
+        return ""
+
+    def extend(
+        self, sessions: Sequence[Session], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+    ) -> list[Scored]:
+        """See `LM.extend`."""
+        checked = checked_needs(self, len(sessions), needs)
+        rows = self._together(
+            [self._extended(session, forest) for session, forest in zip(sessions, forests, strict=True)]
+        )
+        return [scored_rows(need, found) for need, found in zip(checked, rows, strict=True)]
+
+    def settle(self, session: Session, turn: Turn) -> None:
+        """Keep the windows of the surviving beams, and drop all others."""
+        tree = session.state.get(self)
+        if tree is None:  # nothing was drafted so far: texts are read when they are asked for
+            return
+        before = tree.windows
+        survivors = turn.verdict.beams
+        anchors = []
+        for node, parent, token in zip(survivors.nodes, turn.verdict.parents, survivors.tokens, strict=True):
+            if node >= 0:
+                anchors.append(tree.anchor_of(turn.forest, int(node)))
+                continue
+            above = tree.anchor_of(turn.forest, int(parent))
+            anchors.append(Anchor(above.place, (*above.pending, int(token))))
+        tree.beams = anchors
+        tree.nodes = []
+        for window in before:
+            self._settle_window(window, [anchor for anchor in anchors if anchor.place.window is window])
+
+    def _settle_window(self, window: Window, anchors: list[Anchor]) -> None:
+        """Keep the paths to these beams in a window, or close it if none of them needs it."""
+        places = list(dict.fromkeys(anchor.place for anchor in anchors))
+        if all(self._is_done(place) for place in places):
+            self._close_window(window)
+        if window.is_open:
+            nodes = np.array([place.node for place in places], dtype=np.int64)
+            self.lm.settle(window.owner, _turn_to(window.forest, nodes))
+        for place in places:
+            place.row = None if place.row is None else place.row.clone()  # rows of a pass last for a turn
+            place.next = None
+        window.restart(places)
+
+    def peak(self, session: Session) -> int:
+        """See `LM.peak`: of all windows of the session together."""
+        return int(session.state[self].peak)
+
+    def held(self, session: Session) -> int:
+        """Return the number of rows that are stored for the session now."""
+        return self._held(session.state[self])
+
+    def _held(self, tree: TextTree) -> int:
+        return sum(self.lm.held(owner) for owner in tree.stored)
+
+    def close(self, session: Session) -> None:
+        """See `LM.close`."""
+        tree = session.state.pop(self, None)
+        if tree is not None:
+            for window in tree.windows:
+                self._close_window(window)
+
+    def _close_window(self, window: Window) -> None:
+        if window.is_open:
+            window.is_open = False
+            self.lm.close(window.owner)
+
+    def _is_done(self, place: TextPlace) -> bool:
+        """Return whether no token after this place will be in its window, and no memory of it is missing."""
+        if place.row is None:
+            return False
+        is_full = len(place.tokens) == self.plan.segment
+        return place.opening is not None if is_full else self._begins_late(place.window.past, place.tokens)
+
+    def _together(self, tasks: "Sequence[Task[Any]]") -> list[Any]:
+        """Run tasks to their ends, all together in each pass of the model; return their results."""
+        results: list[Any] = [None] * len(tasks)
+        waiting: dict[int, list[Ask]] = {}
+
+        def advance(number: int, answers: list[Answer] | None) -> None:
+            try:
+                waiting[number] = tasks[number].send(answers)  # type: ignore[arg-type]
+            except StopIteration as done:
+                waiting.pop(number, None)
+                results[number] = done.value
+
+        for number in range(len(tasks)):
+            advance(number, None)
+        while waiting:
+            asks = [ask for each in waiting.values() for ask in each]
+            scored = self.lm.extend(
+                [ask.owner for ask in asks], [ask.forest for ask in asks], [self._needs] * len(asks)
+            )
+            start = 0
+            for number, each in list(waiting.items()):
+                found = scored[start : start + len(each)]
+                start += len(each)
+                advance(number, [Answer(one.logits, one.hidden) for one in found])
+        return results
+
+    def _extended(self, session: Session, forest: Forest) -> "Task[Float[Tensor, 'nodes vocab']]":
+        """Score the new nodes of a session's forest, and return their logits."""
+        tree = session.state.get(self)
+        if tree is None:
+            tree = TextTree([])
+            session.state[self] = tree
+            for text in _texts_of(session, forest):
+                place = yield from self._read(text, tree)
+                tree.beams.append(Anchor(place, ()))
+        first = len(tree.nodes)
+        yield from self._placed(tree, tree.enter(forest))
+        rows = []
+        for node in tree.nodes[first:]:
+            assert node.place is not None
+            assert node.place.row is not None
+            rows.append(node.place.row)
+        return torch.stack(rows) if rows else torch.zeros(0, self.vocab)
+
+    def _read(self, text: list[int], tree: TextTree) -> "Task[TextPlace]":
+        """Read a text, and return the place of its last token. Its full segments are read one after the other, in one pass
+        each; the query of the next one is in the pass of the one before.
+        """
+        size = self.plan.segment
+        count = (len(text) - 1) // size
+        segments = [tuple(text[number * size : (number + 1) * size]) for number in range(count + 1)]
+        past = Past()
+        recalled = self._recalled(past, None)
+        for segment, following in pairwise(segments):
+            after = self._after(past, segment)
+            memory, summary = yield from self._closed(past, segment, recalled, self._query(after.tail, following))
+            past = self._with_memory(past, after, memory)
+            recalled = self._recalled(past, summary)
+            tree.peak = max(tree.peak, self._rows_before(past) + size + 1)
+        return (yield from self._opened(past, segments[-1], recalled, tree))
+
+    def _closed(
+        self, past: Past, segment: tuple[int, ...], recalled: Tensor | None, query: tuple[int, ...]
+    ) -> "Task[tuple[Tensor | None, Tensor | None]]":
+        """Return the memory of a full segment, and the summary of a query of the next one if what that recalls needs it."""
+        asks = []
+        if self.recall is not None:
+            owner = self._owner([-1, *self._sensory(past), *segment, -1], recalled)
+            asks.append(Ask(owner, Forest.rooted([-1])))
+        wanted = self._summary(len(past.memories) + 1, query)
+        answers = yield from self._answered([*asks, *wanted])
+        memory = answers[0].hidden[0] if asks else None
+        return memory, answers[-1].hidden[0] if wanted else None
+
+    def _answered(self, asks: list[Ask]) -> "Task[list[Answer]]":
+        """Ask for rows of windows that are closed right after."""
+        if not asks:
+            return []
+        try:
+            return (yield asks)
+        finally:
+            for ask in asks:
+                self.lm.close(ask.owner)
+
+    def _opened(
+        self, past: Past, tokens: tuple[int, ...], recalled: Tensor | None, tree: TextTree
+    ) -> "Task[TextPlace]":
+        """Open a window with tokens of its segment in it, and return the place of the last one."""
+        prefix = [] if self.recall is None else [-1]
+        owner = self._owner([*prefix, *self._sensory(past), *tokens], recalled)
+        window = Window(owner, past, tokens[-1], None)
+        place = TextPlace(window, 0, tokens)
+        window.nodes = [place]
+        (answer,) = yield [Ask(owner, Forest.rooted([tokens[-1]]))]
+        window.asked = 1
+        place.row = answer.logits[0]
+        tree.peak = max(tree.peak, self.lm.held(owner))
+        return place
+
+    def _placed(self, tree: TextTree, waiting: list[TextNode]) -> "Task[None]":
+        """Find the places of these nodes, parents first, and score them; each crossed end of a segment takes a pass."""
+        while True:
+            closing: list[TextPlace] = []
+            late: list[_Late] = []
+            rest = [node for node in waiting if not self._place(node, closing, late)]
+            closing = list(dict.fromkeys(closing))
+            if not rest and not any(window.is_behind for window in tree.windows):
+                return
+            yield from self._wave(tree, closing, late)
+            waiting = [node for node in rest if node.place is None]
+            self._close_done(tree)
+
+    def _place(self, node: TextNode, closing: list[TextPlace], late: list[_Late]) -> bool:
+        """Put a node into a window if that is open. If not, note what has to be done first, and return False."""
+        assert node.above is not None
+        above = node.above.place
+        if above is None:
+            return False
+        past = above.window.past
+        before = above.tokens
+        window = above.window
+        parent = above.node
+        if len(before) == self.plan.segment:
+            if above.opening is None:
+                closing.append(above)
+                return False
+            past = above.opening.past
+            before = ()
+            parent = 0
+            if above.next is None and not self._begins_late(past, before):
+                above.next = self._window(past, above.opening.recalled)
+            window = above.next or window
+        if self._begins_late(past, before):
+            late.append(_Late(node, past, (*before, node.token)))
+            return False
+        place = TextPlace(window, 0, (*before, node.token))
+        place.node = window.add(node.token, parent, place)
+        node.place = place
+        return True
+
+    def _begins_late(self, past: Past, before: tuple[int, ...]) -> bool:
+        """Return whether a segment is read again with the token after these: it then recalls by a query of its own."""
+        is_complete = len(before) == self.plan.summarised - 1
+        return self.plan.refreshes and is_complete and self.plan.needs_summary(len(past.memories))
+
+    def _window(self, past: Past, recalled: Tensor | None) -> Window:
+        """Return a window without tokens of its segment."""
+        prefix = [] if self.recall is None else [-1]
+        owner = self._owner([*prefix, *self._sensory(past)], recalled)
+        return Window(owner, past, owner.prompt[-1], None)
+
+    def _wave(self, tree: TextTree, closing: list[TextPlace], late: list[_Late]) -> "Task[None]":
+        """Take one pass: over new nodes, memories of full segments, and queries. Then open the windows that can be."""
+        memory_rows: dict[TextPlace, int] = {}
+        asks: list[Ask] = []
+        for place in closing:
+            if self.recall is not None:
+                memory_rows[place] = place.window.add(-1, place.node, None)
+        windows = [window for window in tree.windows if window.is_behind]
+        asks += [Ask(window.owner, window.forest) for window in windows]
+        queries: list[Ask] = []
+        summary_of: dict[Any, int] = {}
+        for place in closing:
+            after = self._after(place.window.past, place.tokens)
+            for ask in self._summary(len(place.window.past.memories) + 1, after.tail[-self.plan.summarised :]):
+                summary_of[place] = len(asks) + len(queries)
+                queries.append(ask)
+        for one in late:
+            for ask in self._summary(len(one.past.memories), one.tokens):
+                summary_of[one.node] = len(asks) + len(queries)
+                queries.append(ask)
+        try:
+            answers = (yield [*asks, *queries]) if asks or queries else []
+        finally:
+            for ask in queries:
+                self.lm.close(ask.owner)
+        memories = _learn(windows, answers)
+        tree.peak = max(tree.peak, self._held(tree))
+        summaries = {key: answers[number].hidden[0] for key, number in summary_of.items()}
+        for place in closing:
+            after = self._after(place.window.past, place.tokens)
+            memory = memories[place.window, memory_rows[place]] if self.recall is not None else None
+            past = self._with_memory(place.window.past, after, memory)
+            place.opening = Opening(past, self._recalled(past, summaries.get(place)))
+        for one in late:
+            recalled = self._recalled(one.past, summaries.get(one.node))
+            one.node.place = yield from self._opened(one.past, one.tokens, recalled, tree)
+
+    def _close_done(self, tree: TextTree) -> None:
+        """Close the windows that no token of this turn or a later one can be in."""
+        roots: dict[Window, list[TextPlace]] = {}
+        for beam in tree.beams:
+            roots.setdefault(beam.place.window, []).append(beam.place)
+        for window, places in roots.items():
+            if all(self._is_done(place) for place in places):
+                self._close_window(window)
+
+    def _owner(self, prompt: list[int], vector: Tensor | None) -> WindowOwner:
+        """Return the owner of a cache in the model, in whose prompt -1 stands for this embedding."""
+        return WindowOwner(prompt, {} if vector is None else {self.lm: vector[None]})
+
+    def _sensory(self, past: Past) -> tuple[int, ...]:
+        """Return the tokens that a segment sees of the one before."""
+        return past.tail[len(past.tail) - min(self.plan.sensory, len(past.tail)) :]
+
+    def _rows_before(self, past: Past) -> int:
+        """Return the number of rows of a window before the tokens of its segment."""
+        return (self.recall is not None) + len(self._sensory(past))
+
+    def _after(self, past: Past, segment: tuple[int, ...]) -> Past:
+        """Return what the next segment inherits of a full one, but for its memory."""
+        needed = max(self.plan.sensory, self.plan.summarised)
+        return Past(past.memories, segment[-needed:])
+
+    def _with_memory(self, past: Past, after: Past, memory: Tensor | None) -> Past:
+        """Return what the next segment inherits, with the memory of this one."""
+        if memory is None:
+            return after
+        return Past((*past.memories, memory.clone())[-self.plan.memories :], after.tail)
+
+    def _query(self, tail: tuple[int, ...], tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tokens that the query of a segment is made of.
+
+        Args:
+            tail: the end of the segment before.
+            tokens: those of the segment that are known.
+        """
+        size = self.plan.summarised
+        return tokens[:size] if self.plan.refreshes and len(tokens) >= size else tail[-size:]
+
+    def _summary(self, memories: int, query: tuple[int, ...]) -> list[Ask]:
+        """Return the pass that makes a summary of a query; none if what is recalled does not depend on it."""
+        if self.recall is None or not self.plan.needs_summary(memories):
+            return []
+        owner = self._owner([-1, *query, -1], self.recall.summary.detach())
+        return [Ask(owner, Forest.rooted([-1]))]
+
+    @torch.inference_mode()
+    def _recalled(self, past: Past, summary: Float[Tensor, " size"] | None) -> Float[Tensor, " size"] | None:
+        """Return what a segment recalls; None without memory."""
+        if self.recall is None:
+            return None
+        if not past.memories or self.plan.recall == "initial":
+            return self.recall.first.detach()
+        if summary is None:
+            return past.memories[-1]
+        dtype = self.recall.first.dtype
+        memories = torch.stack(past.memories)[None].to(dtype)
+        recalled: Tensor = self.recall(summary[None].to(dtype), memories)[0]
+        return recalled
+
+
+def check_size(recall: Recall, lm: HuggingFaceLM) -> None:
+    """Raise `BadHead` unless memories fit a model: its last hidden states and its embeddings must be of their size."""
+    embeddings = getattr(lm.model.get_input_embeddings(), "weight", None)
+    head = lm.model.get_output_embeddings().weight
+    if embeddings is None:
+        raise NotSupported(
+            f"{lm.model_name} has no table of embeddings, so no row of it can be a memory; take a model with one"
+        )
+    sizes = {embeddings.shape[1], head.shape[1], recall.size}
+    if len(sizes) > 1:
+        raise BadHead(
+            f"memories are hidden states that are read as embeddings: the memory has {recall.size} numbers, embeddings of "
+            f"{lm.model_name} have {embeddings.shape[1]}, and its head reads {head.shape[1]}; all must be equal"
+        )
+
+
+def _texts_of(session: Session, forest: Forest) -> list[list[int]]:
+    """Return prompt and generated tokens of each root of a forest."""
+    roots = forest.roots
+    if roots == 1 and getattr(session, "length", 0) == 0:
+        return [list(session.prompt)]
+    live = Forest.rooted(forest.tokens[:roots])
+    return [[*session.prompt, *text] for text in session.new_tokens(live, np.arange(roots)).tolist()]
+
+
+def _learn(windows: list[Window], answers: list[Answer]) -> dict[tuple[Window, int], Tensor]:
+    """Keep the logits of new nodes of windows; return the hidden states of those that are no text, by window and node."""
+    found: dict[tuple[Window, int], Tensor] = {}
+    for window, answer in zip(windows, answers, strict=False):
+        first = max(window.asked, len(window.forest.known.nodes))
+        for row, number in enumerate(range(first, window.forest.size)):
+            place = window.nodes[number]
+            if place is None:
+                found[window, number] = answer.hidden[row]
+            else:
+                place.row = answer.logits[row]
+        window.asked = window.forest.size
+    return found
+
+
+def _turn_to(forest: Forest, nodes: Int64[np.ndarray, " n"]) -> Turn:
+    """Return a turn after which these nodes of a forest live on as its roots, and nothing else does."""
+    count = len(nodes)
+    beams = Beams(
+        nodes=nodes,
+        tokens=forest.tokens[nodes],
+        scores=np.zeros(count),
+        counts=np.ones(count, dtype=np.int64),
+        keys=np.zeros(count, dtype=np.uint64),
+    )
+    layers = Layers(
+        parents=forest.parents[nodes],
+        beams=beams,
+        ended=np.zeros(count, dtype=bool),
+        draw_ends=np.array([count]),
+        widths=np.array([count]),
+        passed=np.array([True]),
+        sources=np.zeros((1, 3), dtype=np.int64),
+        edges=np.array([np.nan]),
+    )
+    return Turn(Shape(0, 0), forest, Scored(), Verdict(layers))

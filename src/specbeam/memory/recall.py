@@ -1,0 +1,66 @@
+"""What HMT adds to a model: two learnt embeddings, and the attention of a segment's query to the memories."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+class Recall(nn.Module):
+    """The weights of HMT beside those of its model (arXiv 2405.06067, sec. 3; 2 d d_h + 2 d numbers).
+
+    Args:
+        size: of the model's embeddings (d), and of its last hidden states.
+        width: of queries and keys (d_h).
+
+    Attributes:
+        summary: the embedding on both sides of the tokens that a query is made of (T).
+        first: what stands in place of memories where there are none (P_init).
+        queries, keys: the maps of query and memories (W_q, W_k), without bias.
+    """
+
+    def __init__(self, size: int, width: int) -> None:
+        super().__init__()
+        self.size = size
+        self.width = width
+        self.summary = nn.Parameter(torch.zeros(size))
+        self.first = nn.Parameter(torch.zeros(size))
+        self.queries = nn.Linear(size, width, bias=False)
+        self.keys = nn.Linear(size, width, bias=False)
+
+    def mixture(
+        self, summaries: Float[Tensor, "rows size"], memories: Float[Tensor, "rows memories size"]
+    ) -> Float[Tensor, "rows memories"]:
+        """Return the share of each memory in what each row recalls (A); a memory has no place in it, only its content."""
+        asked = self.queries(summaries)
+        offered = self.keys(memories)
+        scores = torch.einsum("rw,rmw->rm", asked, offered) / self.width**0.5
+        return scores.softmax(-1)
+
+    def forward(
+        self, summaries: Float[Tensor, "rows size"], memories: Float[Tensor, "rows memories size"]
+    ) -> Float[Tensor, "rows size"]:
+        """Return what each row recalls: the mixture of its memories (P)."""
+        return torch.einsum("rm,rms->rs", self.mixture(summaries, memories), memories)
+
+
+def new_recall(embeddings: Float[Tensor, "tokens size"], width: int, seed: int) -> Recall:
+    """Return new weights for a model whose tokens have these embeddings; learnt embeddings are noise of their spread."""
+    random = torch.Generator().manual_seed(seed)
+    size = embeddings.shape[1]
+    recall = Recall(size, width)
+    spread = float(embeddings.detach().float().std())
+    with torch.no_grad():
+        for vector in (recall.summary, recall.first):
+            vector.copy_(spread * torch.randn(size, generator=random))
+        for projection in (recall.queries, recall.keys):
+            projection.weight.copy_(torch.randn(width, size, generator=random) / size**0.5)
+    return recall
+
+
+def retrieval_loss(mixture: Float[Tensor, "rows memories"], is_relevant: Tensor) -> Float[Tensor, " rows"]:
+    """Return, in nats, the surprise that a recalled memory is a relevant one: -log of the share of all relevant ones.
+
+    Args:
+        is_relevant: bool[rows, memories], with one or more in each row.
+    """
+    return -(mixture * is_relevant).sum(-1).log()

@@ -1,0 +1,207 @@
+"""Where the nodes of a text tree are: the windows that a model runs, one for each segment of each branch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from specbeam.core.forest import Forest, KnownRows
+
+
+@dataclass(eq=False)
+class WindowOwner:
+    """What the model's caches take a window for: a session with this prompt.
+
+    Attributes:
+        prompt: tokens; -1 stands for the only row of `vectors`.
+    """
+
+    prompt: list[int]
+    vectors: Mapping[Any, Float[Tensor, "1 size"]]
+    state: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    """What a segment inherits from those before it. Branches share the memories of their common past.
+
+    Attributes:
+        memories: the last ones, float[size] each, oldest first.
+        tail: the last tokens of the segment before, as many as sensory tokens and queries need.
+    """
+
+    memories: tuple[Float[Tensor, " size"], ...] = ()
+    tail: tuple[int, ...] = ()
+
+
+class Opening(NamedTuple):
+    """How the segment after a full one begins."""
+
+    past: Past
+    recalled: Float[Tensor, " size"] | None  # by a query of the tail; None without memory
+
+
+class Ask(NamedTuple):
+    """A forest of a window, whose new nodes the model is asked for."""
+
+    owner: WindowOwner
+    forest: Forest
+
+
+class Answer(NamedTuple):
+    """The rows of the new nodes of an `Ask`."""
+
+    logits: Float[Tensor, "nodes vocab"]
+    hidden: Float[Tensor, "nodes size"]
+
+
+class Window:
+    """The pass of a model over one segment of one branch of a text, or of several that part inside of the segment.
+
+    Args:
+        owner: the window's cache in the model.
+        past: what the segment inherits.
+        root: the token of the last row of the owner's prompt.
+
+    Attributes:
+        forest: nodes of this turn, in the window's own numbers; roots are nodes whose rows are known, or wanted by nobody.
+        asked: number of these nodes that the model was asked for.
+        nodes: the place of the text at each of them; None for rows that are no text.
+        is_open: whether the model still has its cache.
+    """
+
+    def __init__(self, owner: WindowOwner, past: Past, root: int, place: "TextPlace | None") -> None:
+        self.owner = owner
+        self.past = past
+        self.forest = with_known_roots([root])
+        self.nodes: list[TextPlace | None] = [place]
+        self.asked = 0
+        self.is_open = True
+
+    def add(self, token: int, parent: int, place: "TextPlace | None") -> int:
+        """Add a node, and return its number."""
+        self.forest = self.forest.grown([token], [parent])
+        self.nodes.append(place)
+        return self.forest.size - 1
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the model was not asked for some of its nodes."""
+        return self.forest.size > max(self.asked, len(self.forest.known.nodes))
+
+    def restart(self, roots: "Sequence[TextPlace]") -> None:
+        """Begin another turn, with these places as roots."""
+        self.forest = with_known_roots([place.tokens[-1] for place in roots])
+        self.nodes = [*roots]
+        self.asked = len(roots)
+        for number, place in enumerate(roots):
+            place.node = number
+
+
+def with_known_roots(tokens: list[int]) -> Forest:
+    """Return a forest of roots whose rows the model is not asked for."""
+    roots = np.arange(len(tokens))
+    return Forest.rooted(tokens)._replace(known=KnownRows(roots, np.zeros((len(tokens), 0), dtype=np.float32)))
+
+
+@dataclass(eq=False)
+class TextPlace:
+    """A node of the text tree that is in a window.
+
+    Attributes:
+        window, node: the window, and the node there.
+        tokens: those of its segment up to it, its own included.
+        row: the logits after it; None until they were computed.
+        opening: how a segment after it begins; None until that is known, or if its segment is not full.
+        next: the window of that segment, if this turn has one.
+    """
+
+    window: Window
+    node: int
+    tokens: tuple[int, ...]
+    row: Float[Tensor, " vocab"] | None = None
+    opening: Opening | None = None
+    next: Window | None = None
+
+
+class Anchor(NamedTuple):
+    """A live beam: the last place on its path that is in a window, and the tokens after it, which are not yet."""
+
+    place: TextPlace
+    pending: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class TextNode:
+    """A node of the text tree, which finds its place in a window as soon as that is open.
+
+    Attributes:
+        above: the node above it; None if its place is known from the start.
+    """
+
+    above: "TextNode | None"
+    token: int
+    place: TextPlace | None = None
+
+
+@dataclass(eq=False)
+class TextTree:
+    """What is kept for a session: the windows that live beams are in, and the nodes of the present turn.
+
+    Attributes:
+        beams: the live beams, which are the roots of the turn's forest.
+        nodes: one for each node of the forest that was seen in this turn, in its order.
+        peak: the largest number of rows that all windows together stored at the same time.
+    """
+
+    beams: list[Anchor]
+    nodes: list[TextNode] = field(default_factory=list)
+    peak: int = 0
+
+    @property
+    def windows(self) -> list[Window]:
+        """The windows of all nodes and beams, each once; some may be closed."""
+        of_beams = [beam.place.window for beam in self.beams]
+        of_nodes = [node.place.window for node in self.nodes if node.place is not None]
+        opened = [node.place.next for node in self.nodes if node.place is not None and node.place.next is not None]
+        return [*dict.fromkeys([*of_beams, *of_nodes, *opened])]
+
+    @property
+    def stored(self) -> list[WindowOwner]:
+        """The owners of the caches that the model holds for these windows."""
+        return [window.owner for window in self.windows if window.is_open and window.owner.state]
+
+    def enter(self, forest: Forest) -> list[TextNode]:
+        """Add the new nodes of a forest, and return those that have no place yet, parents first.
+
+        Pending tokens of beams come first; the last one is the root.
+        """
+        fresh: list[TextNode] = []
+        for number in range(len(self.nodes), forest.size):
+            parent = int(forest.parents[number])
+            if parent >= 0:
+                node = TextNode(self.nodes[parent], int(forest.tokens[number]))
+                fresh.append(node)
+            else:
+                anchor = self.beams[number]
+                node = TextNode(None, anchor.place.tokens[-1], anchor.place)
+                for token in anchor.pending:
+                    node = TextNode(node, token)
+                    fresh.append(node)
+            self.nodes.append(node)
+        return fresh
+
+    def anchor_of(self, forest: Forest, node: int) -> Anchor:
+        """Return where a node of a forest is; it may be one that was not entered."""
+        if node < len(self.nodes):
+            place = self.nodes[node].place
+            assert place is not None
+            return Anchor(place, ())
+        parent = int(forest.parents[node])
+        if parent < 0:
+            return self.beams[node]
+        above = self.anchor_of(forest, parent)
+        return Anchor(above.place, (*above.pending, int(forest.tokens[node])))

@@ -1,0 +1,198 @@
+"""Models with memory by the doors that users have: real engines, recipes, batches, folders, and what is refused."""
+
+import warnings
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+import specbeam as sb
+from specbeam.errors import BadHead, BadSetting, MissingFile, NotSupported
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.memory.files import CONFIG, WEIGHTS, read_memory, save_memory
+from specbeam.memory.lm import MemoryLM
+from specbeam.memory.plan import MemoryPlan
+from specbeam.memory.recall import new_recall
+from specbeam.records import Needs
+from tests.support.remembered import Naive, tiny_memory, tiny_remembering
+from tests.support.tiny_models import tiny
+
+PLAN = MemoryPlan(5, 2, 3, 0.5, "attention", "refresh")
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1], [1, 6, 1, 8, 0]]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A target that the compiled forward runs, and a draft of the same tokens."""
+    target, recall = tiny_remembering(double=False, seed=1)
+    draft = tiny("llama", seed=2, vocab_size=11, bos_token_id=0, eos_token_id=10, pad_token_id=0)
+    return sb.load(target, draft), recall, tiny_memory(draft)
+
+
+def generated(pair, method, prompts=PROMPTS, **options):
+    return sb.generate(pair, prompts, method, max_new_tokens=9, eos_token_id=[], **options)
+
+
+def test_texts_are_those_of_the_definition_whatever_drafts(pair):
+    """On the compiled forward, in a batch of prompts of all lengths, across the ends of segments."""
+    loaded, recall, draft_recall = pair
+    naive = Naive(loaded.target_model, recall, PLAN)
+    expected = [naive.greedy(prompt, 9) for prompt in PROMPTS]
+    plans = {
+        "no draft model": (sb.greedy(), {}),
+        "the whole text": (sb.speculative_sampling(3), {}),
+        "a window": (sb.speculative_sampling(3), {"draft_window": 4}),
+        "memory of its own": (sb.rsd_s(3, 2), {"draft_memory": (MemoryPlan(4, 1), draft_recall)}),
+        "the prompt": (sb.prompt_lookup(3), {}),
+    }
+    for name, (method, options) in plans.items():
+        remembering = sb.hmt(loaded, (PLAN, recall), **options)
+        zero = {} if method.greedy else {"temperature": 0}
+        answers = generated(remembering, method, **zero)
+        assert [answer.tokens for answer in answers] == expected, name
+        assert "read in segments of 5 tokens" in answers[0].report.law
+    assert loaded.target.caches == []
+    assert loaded.draft.caches == []
+
+
+def test_beams_in_a_batch_are_those_of_beam_sampling_one_by_one(pair):
+    loaded, recall, _ = pair
+    remembering = sb.hmt(loaded, (PLAN, recall))
+    drafted = generated(remembering, sb.dsbd(3, depth=3), seed=5)
+    for number, prompt in enumerate(PROMPTS):
+        (alone,) = generated(remembering, sb.beam_sampling(3), [prompt], seed=5)
+        assert [beam.tokens for beam in drafted[number].beams] == [beam.tokens for beam in alone.beams]
+    assert loaded.target.caches == []
+
+
+def test_a_draft_with_memory_drafts_for_a_target_without(pair):
+    loaded, _, draft_recall = pair
+    plain = generated(loaded, sb.greedy())
+    drafted = generated(
+        sb.hmt(loaded, draft_memory=(MemoryPlan(4, 2), draft_recall)), sb.speculative_sampling(3), temperature=0
+    )
+    assert [answer.tokens for answer in drafted] == [answer.tokens for answer in plain]
+    assert "segments" not in drafted[0].report.law
+    assert loaded.draft.caches == []
+
+
+def test_rows_of_models_with_learned_positions_are_those_of_the_definition():
+    """OPT in float64, by transformers: every node of a tree over two ends of segments."""
+    model, recall = tiny_remembering(family="opt", seed=3)
+    pair = sb.load(model)
+    naive = Naive(model, recall, PLAN)
+    (answer,) = generated(sb.hmt(pair, (PLAN, recall)), sb.prompt_lookup(3), PROMPTS[:1], temperature=0)
+    assert answer.tokens == naive.greedy(PROMPTS[0], 9)
+    (drawn,) = generated(sb.hmt(pair, (PLAN, recall)), sb.beam_sampling(2), PROMPTS[:1], seed=1)
+    for beam in drawn.beams:
+        each = [naive.law([*PROMPTS[0], *beam.tokens[:place]])[token] for place, token in enumerate(beam.tokens)]
+        assert beam.score == pytest.approx(sum(torch.tensor(each).log().tolist()) / len(each), abs=1e-9)
+
+
+def test_rows_that_are_stored_do_not_grow_with_the_text(pair):
+    loaded, recall, _ = pair
+    remembering = sb.hmt(loaded, (PLAN, recall))
+    peaks = []
+    for length in (12, 300):
+        prompt = [number % 10 for number in range(length)]
+        (answer,) = generated(remembering, sb.greedy(), [prompt])
+        peaks.append(answer.report.peak_kv_tokens)
+    assert peaks == [PLAN.window] * 2
+    long = [number % 10 for number in range(300)]
+    with pytest.raises(sb.SpecbeamError, match="256 positions"):
+        sb.generate(loaded, [long], sb.greedy(), max_new_tokens=9)
+
+
+def test_a_memory_is_written_and_read_again(pair, tmp_path):
+    loaded, recall, _ = pair
+    folder = tmp_path / "memory"
+    save_memory(folder, recall, PLAN, loaded.target_model, None)
+    loaded.target_model.save_pretrained(folder / "backbone")
+    again = sb.hmt(folder)
+    expected = generated(sb.hmt(loaded, (PLAN, recall)), sb.greedy())
+    assert [one.tokens for one in generated(again, sb.greedy())] == [one.tokens for one in expected]
+    by_tail = sb.hmt(loaded, folder, query="previous_tail")
+    assert by_tail.target.plan.query == "previous_tail"
+    other = sb.load(tiny("llama", seed=9, vocab_size=11))
+    with pytest.warns(UserWarning, match="other weights"):
+        sb.hmt(other, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sb.hmt(loaded, folder)
+
+
+def test_folders_without_a_memory_say_what_is_missing(pair, tmp_path):
+    loaded, recall, _ = pair
+    with pytest.raises(MissingFile, match=f"no {CONFIG} .there is nothing"):
+        sb.hmt(loaded, tmp_path / "none")
+    save_memory(tmp_path, recall, PLAN, loaded.target_model, None)
+    with pytest.raises(MissingFile, match="nor names its model"):
+        sb.hmt(tmp_path)
+    weights = (tmp_path / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(weights[:-40])
+    with pytest.raises(BadHead, match="cannot be read"):
+        read_memory(tmp_path)
+    (tmp_path / WEIGHTS).unlink()
+    with pytest.raises(MissingFile, match="holds no memory weights"):
+        read_memory(tmp_path)
+    config = (tmp_path / CONFIG).read_text()
+    (tmp_path / WEIGHTS).write_bytes(weights)
+    (tmp_path / CONFIG).write_text(config.replace('"segment": 5', '"segment": 0'))
+    with pytest.raises(BadHead, match="segment is 0"):
+        read_memory(tmp_path)
+    (tmp_path / CONFIG).write_text(config.replace('"width": 8', '"width": 9'))
+    with pytest.raises(BadHead, match=r"by memory\.json it must hold"):
+        read_memory(tmp_path)
+    (tmp_path / CONFIG).write_text(config.replace('"hmt"', '"other"'))
+    with pytest.raises(BadHead, match="says kind 'other'"):
+        read_memory(tmp_path)
+
+
+def test_what_would_be_ignored_is_refused(pair):
+    loaded, recall, draft_recall = pair
+    undrafted = sb.load(loaded.target_model)
+    with pytest.raises(BadSetting, match="neither memory nor draft_memory"):
+        sb.hmt(loaded)
+    with pytest.raises(BadSetting, match="the pair has no draft"):
+        sb.hmt(undrafted, (PLAN, recall), draft_window=4)
+    with pytest.raises(BadSetting, match="leave out one of"):
+        sb.hmt(loaded, (PLAN, recall), draft_window=4, draft_memory=(PLAN, draft_recall))
+    with pytest.raises(BadSetting, match="without one; leave it out"):
+        sb.hmt(loaded, (MemoryPlan(5, 2, recall="previous"), recall), query="refresh")
+    with pytest.raises(BadSetting, match="has a memory already"):
+        sb.hmt(sb.hmt(loaded, (PLAN, recall)), (PLAN, recall))
+    with pytest.raises(BadSetting, match=r"takes 304 positions, and .* has 256"):
+        sb.hmt(loaded, (MemoryPlan(300, 2), recall))
+    with pytest.raises(BadSetting, match="nothing of its past"):
+        MemoryLM(loaded.target, MemoryPlan(4, 0), None)
+    with pytest.raises(BadHead, match="the memory has 16 numbers"):
+        sb.hmt(loaded, (PLAN, new_recall(torch.zeros(3, 16), 4, 0)))
+    remembering = sb.hmt(loaded, (PLAN, recall))
+    with pytest.raises(NotSupported, match="reads with memory"):
+        _ = remembering.forgetful_target
+    assert "no hidden states" in remembering.target.lacks(Needs(hidden=True))
+
+
+def test_a_memory_trained_as_in_the_paper_is_decoded_by_a_causal_query(pair):
+    loaded, recall, _ = pair
+    remembering = sb.hmt(loaded, (MemoryPlan(5, 2, query="first_half"), recall))
+    assert remembering.target.plan.query == "previous_tail"
+
+
+def test_models_whose_states_are_no_embeddings_are_refused():
+    """OPT with projections between embeddings and layers is fine; a head that reads other states is not."""
+    config = OPTConfig(
+        vocab_size=11, hidden_size=32, word_embed_proj_dim=16, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = OPTForCausalLM(config).eval()
+    recall = tiny_memory(model)
+    assert recall.size == 16
+    remembering = MemoryLM(HuggingFaceLM(model, engine="plain"), PLAN, recall)
+    assert remembering.plan is PLAN
+    lm = HuggingFaceLM(model, engine="plain")
+    lm.runner.takes_vectors = False
+    with pytest.raises(NotSupported, match="takes tokens alone"):
+        MemoryLM(lm, PLAN, recall)
+    model.set_input_embeddings(torch.nn.Identity())
+    with pytest.raises(NotSupported, match="no table of embeddings"):
+        MemoryLM(lm, PLAN, recall)
