@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from specbeam.errors import BadSetting, MissingFile
+from specbeam.hmt import hmt
+from specbeam.memory.files import backbone_of, holds_memory
 from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import RECIPES, resolve
 from specbeam.recipes.method import Method
@@ -21,12 +23,19 @@ def quiet_load(
     quantize: Any = None,
     compile: bool = False,
 ) -> Pair:
-    """Load a pair as `specbeam.load` does, without the progress bars and messages of the model library."""
+    """Load a pair as `specbeam.load` does, without the progress bars and messages of the model library.
+
+    The folder of a memory (`specbeam train hmt`) stands for its model with this memory, as target and as draft.
+    """
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return load(model, draft, device=device, dtype=dtype, quantize=quantize, compile=compile)
+    names = [None if name is None else backbone_of(name) if holds_memory(name) else name for name in (model, draft)]
+    assert names[0] is not None
+    pair = load(names[0], names[1], device=device, dtype=dtype, quantize=quantize, compile=compile)
+    memories = [name if name is not None and holds_memory(name) else None for name in (model, draft)]
+    return hmt(pair, memories[0], draft_memory=memories[1]) if any(memories) else pair
 
 
 def method_from(name: str, settings: list[str]) -> Method:

@@ -838,6 +838,60 @@ def train_exit(
     raise typer.Exit(run_head(options, "eesd", {"exit_layer": exit_layer, "variation": variation}))
 
 
+@train.command("hmt")
+def train_memory(
+    out: Out,
+    model: Model = "bundled",
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="File of long texts: a text, or .jsonl with a 'text' in each line, or a 'prompt' and an 'answer'; plain or "
+            "packed. May be given several times."
+        ),
+    ] = [],
+    segment: Annotated[int | None, typer.Option(help="Number of new tokens of a segment; by default 222.")] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(help="Number of positions that a segment takes in all, in place of --segment: 2 more than both."),
+    ] = None,
+    sensory: Annotated[int, typer.Option(help="Number of tokens that a segment sees of the one before.")] = 32,
+    memories: Annotated[int, typer.Option(help="Number of segments whose memories can be recalled.")] = 300,
+    share: Annotated[float, typer.Option(help="Part of a segment that its query is made of.")] = 0.5,
+    recall: Annotated[
+        str, typer.Option(help="What is recalled: 'attention' (HMT), 'previous' (RMT), or 'initial', which is nothing.")
+    ] = "attention",
+    query: Annotated[
+        str, typer.Option(help="What a query is made of: 'previous_tail', 'refresh', or 'first_half' as in the paper.")
+    ] = "refresh",
+    width: Annotated[
+        int | None, typer.Option(help="Size of queries and keys; by default that of an embedding.")
+    ] = None,
+    stages: Annotated[
+        str, typer.Option(help="Segments of a text and steps with such, one stage after the other.")
+    ] = "2:200,4:300",
+    previous_steps: Annotated[
+        int, typer.Option(help="Steps before these in which the memory of the segment before is recalled (RMT).")
+    ] = 0,
+    batch: Annotated[int, typer.Option(help="Number of texts of a step.")] = 8,
+    rate: Annotated[float, typer.Option(help="Learning rate of the model.")] = 1e-5,
+    memory_rate: Annotated[float, typer.Option(help="Learning rate of the memory.")] = 1e-3,
+    frozen: Annotated[bool, typer.Option("--frozen", help="Leave the model as it is.")] = False,
+    loss_on: Annotated[str, typer.Option(help="'all' segments of a text, or the 'last'.")] = "all",
+    prompt_weight: Annotated[float, typer.Option(help="Weight of a prompt's tokens; those of answers have 1.")] = 1.0,
+    depth: Annotated[int | None, typer.Option(help="Segments that gradients go through; by default all.")] = None,
+    check_every: Annotated[int, typer.Option(help="Steps between two checks on held-out texts.")] = 100,
+    seed: TrainingSeed = 0,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Train a memory (HMT), with which a model reads texts of any length in segments and recalls earlier ones."""
+    from specbeam.cli.train_memory import MemoryOptions, plan_of, run, schedule_of
+
+    plan = plan_of(segment, window, sensory, memories, share, recall, query)
+    schedule = schedule_of(stages, previous_steps, batch, rate, memory_rate, frozen, loss_on, depth, check_every, seed)
+    raise typer.Exit(run(MemoryOptions(model, data, out, plan, width, schedule, prompt_weight, threads, json)))
+
+
 heads = typer.Typer(no_args_is_help=True, help="Look at draft heads.")
 app.add_typer(heads, name="heads")
 

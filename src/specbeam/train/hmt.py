@@ -1,0 +1,286 @@
+"""Training of a memory (HMT) for a model, from long texts."""
+
+import copy
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from specbeam.errors import BadPrompt, BadSetting, MissingFile, UnsupportedModel
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.measure import kept_figures
+from specbeam.memory.files import BACKBONE, save_memory
+from specbeam.memory.lm import MemoryLM
+from specbeam.memory.plan import MemoryPlan
+from specbeam.memory.recall import new_recall
+from specbeam.options.checks import is_integer, require
+from specbeam.pair import Pair, load
+from specbeam.prompts import OPENERS
+from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.lessons import Report
+from specbeam.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+HELD_OUT = 32  # pieces of text to check with
+
+
+@dataclass(frozen=True)
+class TrainedMemory:
+    """What training gave."""
+
+    folder: Path  # which `hmt` takes
+    weights: int  # number of weights that were learnt
+    curve: tuple[MemoryPoint, ...]
+
+
+def train_hmt(
+    target: "Pair | str | Path",
+    documents: "Sequence[str | Sequence[int] | MemoryDocument]",
+    out: str | Path,
+    plan: MemoryPlan,
+    *,
+    width: int | None = None,
+    schedule: MemorySchedule | None = None,
+    report: Report = lambda *_: None,
+) -> TrainedMemory:
+    """Train a memory for a model, and write it to a folder that `hmt(pair, folder)` takes.
+
+    Texts are read segment by segment with gradients through all memories (arXiv 2405.06067). The model learns, too, unless
+    it is frozen; it is then written beside its memory, and `hmt(folder)` loads both.
+
+    A run that was killed goes on where it was when it is called again with the same arguments: `out/training` holds the
+    state and the curve, and can be deleted afterwards.
+
+    Args:
+        target: the model, loaded or a path or hub id. Its object is not changed.
+        documents: texts, lists of token ids, or these with weights and an answer. Of ten or more a tenth is held out, at
+            most 32; of fewer the last tenth of each.
+        out: the folder to write.
+        plan: how texts are read. Its query may be "first_half", as in the paper: `hmt` then decodes by another.
+        width: of queries and keys; None: the size of an embedding.
+        schedule: how long and how hard to train.
+        report: called with "remembering", the number of steps, and of all.
+
+    Raises:
+        BadSetting: an option is wrong, `out` holds a training with other options, or a stage finds no texts.
+        BadPrompt: the documents are empty, or none is longer than a segment.
+        MissingFile: the model cannot be loaded, or a text is given and there is no tokenizer.
+        UnsupportedModel: the logits are not those of the head, of the last hidden states.
+        BadHead, NotSupported: the model cannot have a memory; see `MemoryLM`.
+    """
+    schedule = schedule or MemorySchedule()
+    pair = target if isinstance(target, Pair) else load(target)
+    if not isinstance(pair.target, HuggingFaceLM):
+        raise BadSetting("the target of this pair has a memory already; give the pair that `load` returned")
+    size = int(pair.target_model.get_input_embeddings().weight.shape[1])
+    width = size if width is None else width
+    require(
+        is_integer(width) and width >= 1,
+        "width",
+        width,
+        "an integer of at least 1, or None for the size of an embedding",
+    )
+    encoded = [_encoded(one, pair.tokenizer, number) for number, one in enumerate(documents)]
+    learnt, held_out = split_documents(
+        encoded, plan.segment, max(segments for segments, _ in schedule.stages), schedule.seed
+    )
+    folder = Path(out)
+    training = folder / "training"
+    options = {
+        "target": f"{type(pair.target_model).__name__} {kept_figures.weights_key(pair.target_model)}",
+        "documents": f"{len(encoded)}, {_digest(encoded)}",
+        "width": int(width),
+        **{f"plan.{name}": value for name, value in asdict(plan).items()},
+        **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
+    }
+    open_folder(training, options, "state.pt")
+    model = pair.target_model if schedule.frozen else _student(pair.target_model)
+    recall = new_recall(pair.target_model.get_input_embeddings().weight, width, schedule.seed)
+    recall.to(pair.target.device)
+    _check_fits(pair.target, plan, recall)
+    _check_head(model)
+    keep_options(training, options)
+    fit = MemoryTraining(model, recall, plan, schedule, learnt, held_out, training)
+    fit.resume()
+    report("remembering", fit.step, schedule.steps)
+    with _without_gradients(pair.target_model, schedule.frozen):
+        for done in fit.run():
+            report("remembering", done, schedule.steps)
+    if schedule.frozen:
+        save_memory(folder, recall, plan, model, getattr(model, "name_or_path", "") or None)
+    else:
+        model.save_pretrained(folder / BACKBONE)
+        if pair.tokenizer is not None:
+            pair.tokenizer.save_pretrained(folder / BACKBONE)
+        save_memory(folder, recall, plan, model, None)
+    weights = sum(weight.numel() for group in fit.optimizer.param_groups for weight in group["params"])
+    return TrainedMemory(folder, weights, tuple(fit.curve))
+
+
+class _without_gradients:  # noqa: N801, a context
+    """A context in which a frozen model's weights want no gradients."""
+
+    def __init__(self, model: "PreTrainedModel", frozen: bool) -> None:
+        self.wanting = [weight for weight in model.parameters() if weight.requires_grad] if frozen else []
+
+    def __enter__(self) -> None:
+        for weight in self.wanting:
+            weight.requires_grad_(False)
+
+    def __exit__(self, *error: object) -> None:
+        for weight in self.wanting:
+            weight.requires_grad_(True)
+
+
+def _student(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Return a copy of a model that can learn, in float32 and without dropout."""
+    student = copy.deepcopy(model).float().eval()
+    for weight in student.parameters():
+        weight.requires_grad_(True)
+    return student
+
+
+def _check_fits(lm: HuggingFaceLM, plan: MemoryPlan, recall: Any) -> None:
+    """Raise an error if the model cannot be decoded with such a memory, before anything is trained."""
+    decodable = plan if plan.query != "first_half" else MemoryPlan(**{**asdict(plan), "query": "previous_tail"})
+    MemoryLM(lm if lm.runner.takes_vectors else HuggingFaceLM(lm.model, engine="plain"), decodable, recall)
+
+
+@torch.no_grad()
+def _check_head(model: "PreTrainedModel") -> None:
+    """Raise `UnsupportedModel` unless a model's logits are its head's, of what its base model returns."""
+    tokens = torch.arange(8, device=model.get_input_embeddings().weight.device)[None]
+    tokens = tokens % model.get_input_embeddings().weight.shape[0]
+    whole = model(input_ids=tokens).logits
+    by_head = model.get_output_embeddings()(model.base_model(input_ids=tokens).last_hidden_state)
+    if not torch.allclose(whole, by_head, atol=1e-3 * whole.std().item()):
+        raise UnsupportedModel(
+            f"{type(model).__name__} changes the logits of its head (a soft cap or a scale); training does not know how"
+        )
+
+
+def _encoded(document: "str | Sequence[int] | MemoryDocument", tokenizer: Any, number: int) -> MemoryDocument:
+    """Return a document as tokens. Raises `BadPrompt` if it has fewer than two, `MissingFile` if it needs a tokenizer."""
+    if isinstance(document, str):
+        found = MemoryDocument(_tokens_of(document, tokenizer))
+    elif isinstance(document, MemoryDocument):
+        found = document
+    else:
+        found = MemoryDocument([int(token) for token in document])
+    if len(found.tokens) < 2:
+        raise BadPrompt(
+            f"document {number} has {len(found.tokens)} tokens; there is nothing to learn from fewer than 2"
+        )
+    if found.weights is not None and len(found.weights) != len(found.tokens):
+        raise BadPrompt(
+            f"document {number} has {len(found.tokens)} tokens and {len(found.weights)} weights; give one for each"
+        )
+    return found
+
+
+def _tokens_of(text: str, tokenizer: "PreTrainedTokenizerBase | None") -> list[int]:
+    if tokenizer is None:
+        raise MissingFile("a document is text, and there is no tokenizer; give load(tokenizer=...) or token ids")
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def split_documents(
+    documents: Sequence[MemoryDocument], segment: int, segments: int, seed: int
+) -> tuple[list[MemoryDocument], list[MemoryDocument]]:
+    """Return the documents to learn from, and those to check with.
+
+    Of ten or more a tenth is held out, at most 32; of fewer the last tenth of each. Texts without answers are checked in
+    pieces of twice as many segments as are learnt.
+
+    Raises `BadPrompt` if there are none, or if none is longer than a segment: nothing could be remembered.
+    """
+    longest = max((len(one.tokens) for one in documents), default=0)
+    if longest <= segment:
+        raise BadPrompt(
+            f"there are {len(documents)} documents, and the longest has {longest} tokens; a segment has {segment}, and only "
+            "texts of more than one have anything to remember: give longer texts, or shorter segments"
+        )
+    if len(documents) >= 10:
+        order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
+        count = min(HELD_OUT, len(documents) // 10)
+        held_out = [documents[place] for place in order[:count]]
+        learnt = [documents[place] for place in order[count:]]
+    else:
+        cuts = [len(one.tokens) if one.answer else len(one.tokens) - len(one.tokens) // 10 for one in documents]
+        learnt = [_piece(one, 0, cut) for one, cut in zip(documents, cuts, strict=True)]
+        held_out = [_piece(one, cut, len(one.tokens)) for one, cut in zip(documents, cuts, strict=True)]
+        held_out = [one for one in held_out if len(one.tokens) > 1]
+    most = 2 * segments * segment
+    pieces = []
+    for one in held_out:
+        if one.answer:
+            pieces.append(one)
+            continue
+        pieces += [_piece(one, start, start + most) for start in range(0, len(one.tokens) - 1, most)]
+    return learnt, pieces[:HELD_OUT]
+
+
+def _piece(document: MemoryDocument, start: int, stop: int) -> MemoryDocument:
+    if start == 0 and stop >= len(document.tokens):
+        return document
+    weights = None if document.weights is None else document.weights[start:stop]
+    return MemoryDocument(document.tokens[start:stop], weights)
+
+
+def _digest(documents: Sequence[MemoryDocument]) -> str:
+    """Return a hash of the documents, in their order."""
+    return hashlib.blake2b(json.dumps(documents).encode(), digest_size=8).hexdigest()
+
+
+def read_documents(files: Sequence[Path], tokenizer: Any, prompt_weight: float = 1.0) -> list[MemoryDocument]:
+    """Read documents from files, plain or packed (.gz, .xz).
+
+    A file of JSON lines has a document in each: "text", or "prompt" with an "answer". Any other file is one document.
+
+    Args:
+        prompt_weight: weight of the tokens of a prompt in the loss; those of its answer have 1.
+
+    Raises:
+        MissingFile: there is no such file, or there is no tokenizer.
+        BadPrompt: a file cannot be read, or a line holds neither.
+    """
+    documents = []
+    for path in files:
+        if not path.is_file():
+            raise MissingFile(f"there is no file {path}; give a text, or JSON lines with a text in each")
+        opener = OPENERS.get(path.suffix, open)
+        kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+        try:
+            with opener(path, "rt", encoding="utf-8") as file:
+                content = file.read()
+        except (OSError, EOFError, ValueError) as error:
+            raise BadPrompt(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        if kind != ".jsonl":
+            documents.append(MemoryDocument(_tokens_of(content, tokenizer)))
+            continue
+        for number, line in enumerate(content.splitlines(), 1):
+            if line.strip():
+                documents.append(_document_of(line, f"{path}, line {number}", tokenizer, prompt_weight))
+    return documents
+
+
+def _document_of(line: str, where: str, tokenizer: Any, prompt_weight: float) -> MemoryDocument:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise BadPrompt(f"{where}: {error}") from error
+    if isinstance(record, dict) and isinstance(record.get("text"), str):
+        return MemoryDocument(_tokens_of(record["text"], tokenizer))
+    has_both = isinstance(record, dict) and all(isinstance(record.get(name), str) for name in ("prompt", "answer"))
+    if not has_both:
+        raise BadPrompt(f"{where} holds neither a text nor a prompt with an answer, as strings")
+    prompt = _tokens_of(record["prompt"], tokenizer)
+    answer = _tokens_of(record["answer"], tokenizer)
+    weights = [prompt_weight] * len(prompt) + [1.0] * len(answer)
+    return MemoryDocument([*prompt, *answer], weights, len(answer))
