@@ -43,7 +43,7 @@ INSIDE_ENGINES = [
     {"pass_steps"},
 ]
 INSIDE_LM = [
-    {"base"},
+    {"base", "guard"},
     {"self_draft", "table"},
     {"huggingface"},
     {"early_layers"},

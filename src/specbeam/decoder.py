@@ -1,20 +1,23 @@
 """A decoder of many sessions side by side, which are added and cancelled at any time: for batches, streams and servers."""
 
 import math
+import threading
 import time
 import warnings
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 
 from specbeam.draft.batch import close_drafters, fill_drafters, models_of
 from specbeam.draft.beams import NoDraft
-from specbeam.errors import Cancelled
+from specbeam.errors import Cancelled, NotSupported, SpecbeamError
 from specbeam.kernels.forms import forms_made
 from specbeam.kernels.interrupts import hold_interrupts
 from specbeam.kernels.threads import torch_on_one_thread
 from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
+from specbeam.lm.guard import ThreadGuard
 from specbeam.measure.profiler import span
 from specbeam.runs import run_ahead, run_side_by_side
 from specbeam.session import Session, keeps_nodes
@@ -25,7 +28,9 @@ class Decoder:
     """A decoder of sessions that share a target and may differ in everything else.
 
     A session that fails keeps its error in `session.failure`, takes no further turns, and does not affect the others.
-    Sessions may be added and cancelled between two steps, by the thread that calls `step`.
+    Sessions may be added, cancelled and released between two steps, by the thread that calls `step`. While sessions are
+    unfinished, no other thread may decode with their models: it gets `NotSupported`. A decoder that is alone may itself be
+    stepped by another thread than before.
 
     A prompt that is longer than one pass of its model is stored in chunks, one chunk per step, while live sessions take
     their turns.
@@ -44,25 +49,43 @@ class Decoder:
         self.waiting: deque[Session] = deque()
         self.filling: list[Session] = []  # their prompts are being stored
         self.live: list[Session] = []  # they take turns
+        self._guards: list[ThreadGuard] = []  # of all models that these sessions use
+        self._thread: threading.Thread | None = None  # the one that they were last used in
+        self._stepping = threading.Lock()
 
     def add(self, session: Session) -> None:
         """Queue a session.
 
-        Raises `NotSupported` if its parts need something that the target cannot give, or if it has inputs that the target
-        does not take.
+        Raises `NotSupported` if its parts need something that the target cannot give, if it has inputs that the target does
+        not take, or if another thread decodes with its models.
         """
         check_gives(self.target, session.parts.needs)
         check_takes(self.target, session)
+        self._hold([self.target, *(models_of(session.parts.drafter) or ())])
         session.keeps_nodes = keeps_nodes(self.target, session.parts)
         self.waiting.append(session)
 
-    def cancel(self, session: Session) -> bool:
-        """End a session, free what it holds, and set its `failure`. Returns False if the decoder does not have it."""
+    def cancel(self, session: Session, error: SpecbeamError | None = None) -> bool:
+        """End a session, free what it holds, and set its `failure`. Returns False if the decoder does not have it.
+
+        Args:
+            error: what the session fails with; None: `Cancelled`.
+        """
+        if not self.release(session):
+            return False
+        session.fail(Cancelled("it was cancelled") if error is None else error, "")
+        return True
+
+    def release(self, session: Session) -> bool:
+        """Take a session out as it is and free what it holds: its texts so far are what it has to answer with.
+
+        Returns False if the decoder does not have it.
+        """
         for place in (self.waiting, self.filling, self.live):
             if session in place:
                 place.remove(session)
-                session.fail(Cancelled("it was cancelled"), "")
                 self._close([session])
+                self._drop_if_idle()
                 return True
         return False
 
@@ -82,7 +105,7 @@ class Decoder:
         Returns no turn for a session that took several in a compiled run. Sessions that are finished have been removed
         when it returns.
         """
-        with hold_interrupts(), self._threads():
+        with self._alone(), hold_interrupts(), self._threads():
             self._let_in()
             began = time.perf_counter()
             forms = forms_made()
@@ -95,7 +118,37 @@ class Decoder:
                 session.count.seconds += seconds / len(under_way)
             self._close([session for session in self.live if session.over])
             self.live = [session for session in self.live if not session.over]
+            self._drop_if_idle()
         return done
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out of a step, and out of the models of all sessions."""
+        if not self._stepping.acquire(blocking=False):
+            raise NotSupported("another thread is inside a step of this decoder; call its methods in one thread")
+        try:
+            if self._thread is not threading.current_thread():
+                self._hold([])
+            yield
+        finally:
+            self._stepping.release()
+
+    def _hold(self, models: list[LM]) -> None:
+        """Hold these models and those of earlier sessions in the current thread."""
+        guards = [model.guard for model in models if hasattr(model, "guard")]
+        guards += self._guards if self._thread is not threading.current_thread() else []
+        for guard in guards:
+            guard.hold(self)
+            if guard not in self._guards:
+                self._guards.append(guard)
+        self._thread = threading.current_thread()
+
+    def _drop_if_idle(self) -> None:
+        """Let other threads decode with the models, if no session is unfinished."""
+        if not self.busy:
+            for guard in self._guards:
+                guard.drop(self)
+            self._guards = []
 
     def _threads(self) -> AbstractContextManager[None]:
         """Limit torch to one thread if compiled code does all the heavy work of a step; otherwise change nothing."""
@@ -114,6 +167,7 @@ class Decoder:
         self.waiting.clear()
         self.filling = []
         self.live = []
+        self._drop_if_idle()
 
     def __enter__(self) -> "Decoder":
         return self

@@ -74,6 +74,10 @@ class Cancelled(SpecbeamError):
     """A session was ended by its user; the text generated so far is not an answer."""
 
 
+class TimedOut(SpecbeamError, TimeoutError):
+    """A session had no token by its deadline, or no place to decode."""
+
+
 class AuditWarning(UserWarning):
     """The output of an audited run does not look like the law that its method declares."""
 

@@ -25,6 +25,7 @@ from specbeam.engines.torch.lean import LARGEST, lean
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.errors import NotSupported, UnsupportedModel
 from specbeam.lm.base import checked_needs
+from specbeam.lm.guard import ThreadGuard
 from specbeam.measure.profiler import record_share
 from specbeam.records import Needs, ProbeInputs, Scored, Turn
 from specbeam.session import CacheOwner
@@ -92,6 +93,7 @@ class HuggingFaceLM:
 
     Attributes:
         passes: the number of passes so far.
+        guard: keeps the model to one thread at a time.
     """
 
     keeps_nodes = True
@@ -105,6 +107,7 @@ class HuggingFaceLM:
     ) -> None:
         self.model = model
         self.chunk = chunk
+        self.guard = ThreadGuard()
         self.caches: list[list[Any]] = []  # those of the sessions in each row of the store
         self.engine, self.runner = _choose_engine(model, engine, self.caches)
         self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
@@ -348,6 +351,7 @@ class HuggingFaceLM:
         """
         cache = session.state.get(self)
         if cache is None:
+            self.guard.check()
             if why := self.refuses(session):
                 raise NotSupported(why)
             leader, common = self._find_leader(session, needs)
