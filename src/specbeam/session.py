@@ -217,6 +217,8 @@ class Session:
             runs these are keyword arguments of its forward, tensors with a first dimension of 1 (the states of an encoder).
         vectors: rows that are given by embedding, by model, float[rows, size]: the token -1 - k of a prompt, or of a
             drafter's probes, stands for row k. They are what the model's embedding would give (soft prompts, images).
+        namespace: whose prompts it may share stored beginnings with; see `HuggingFaceLM.remember_prompts`.
+        recalled: by model, the number of tokens of the prompt that were copied from earlier prompts.
     """
 
     def __init__(
@@ -250,6 +252,8 @@ class Session:
         self.shape = Shape(0, 0)  # planned for the current turn; set by the loop
         self.context: Mapping[Any, Any] = {}
         self.vectors: Mapping[Any, torch.Tensor] = {}
+        self.namespace = ""
+        self.recalled: dict[Any, int] = {}
         self.audited = audited
         self.audit = Audit()
         self.certificate: Certificate | None = None

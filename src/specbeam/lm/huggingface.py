@@ -19,6 +19,7 @@ from specbeam.engines.answers import LOGITS
 from specbeam.engines.cpu.decoder import TILED_FROM, compiled_decoder
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import is_llama_like
+from specbeam.engines.kv.prefix import KnownPrompts
 from specbeam.engines.kv.trie import BLOCK
 from specbeam.engines.pass_steps import CYCLES, PASSES, AnyCacheArrays, now
 from specbeam.engines.torch.lean import LARGEST, lean
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from specbeam.engines.gpu.passes import GpuPasses
 
 CHUNK = 512  # prompt tokens of one session per pass
+MOST_ROWS_IN_STEPS = 512  # pending tokens and new nodes of one session in a pass that steps run
 SHARE_FROM = 64  # tokens in common from which on sessions share a prefix
 MOST_TOGETHER = 16  # sessions that share a prefix: attention of each goes over the slots of all of them
 
@@ -94,6 +96,7 @@ class HuggingFaceLM:
     Attributes:
         passes: the number of passes so far.
         guard: keeps the model to one thread at a time.
+        known_prompts: the beginnings of earlier prompts; None if they are not kept.
     """
 
     keeps_nodes = True
@@ -108,6 +111,7 @@ class HuggingFaceLM:
         self.model = model
         self.chunk = chunk
         self.guard = ThreadGuard()
+        self.known_prompts: KnownPrompts | None = None
         self.caches: list[list[Any]] = []  # those of the sessions in each row of the store
         self.engine, self.runner = _choose_engine(model, engine, self.caches)
         self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
@@ -119,6 +123,33 @@ class HuggingFaceLM:
         self.passes = 0
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
         self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what controllers learn, by draft model
+
+    def remember_prompts(self, chunk: int, most_bytes: int) -> None:
+        """Store prompts in chunks of this many tokens from now on, and keep the chunks for later prompts that begin alike.
+
+        Sessions that are decoded side by side share no row of the store any more: a prompt copies what another one has
+        stored. Prompts of different `Session.namespace` are strangers.
+
+        Args:
+            chunk: tokens of a chunk; equal beginnings are found at multiples of it.
+            most_bytes: of the keys and values that are kept; 0: none are.
+        """
+        self.chunk = chunk
+        self.share_from = None
+        self.known_prompts = KnownPrompts(chunk, most_bytes) if most_bytes > 0 else None
+
+    def reserve(self, sessions: int, slots: int) -> None:
+        """Make room for the keys and values of so many sessions with so many tokens each, so that it need not grow later."""
+        self.runner.store.reserve(sessions, -(-slots // BLOCK) * BLOCK)
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        """The bytes of the keys and values of one token."""
+        config = self.model.config.get_text_config()
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        return int(2 * config.num_hidden_layers * kv_heads * size * self.model.dtype.itemsize)
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this model cannot provide what is needed; "" if it can."""
@@ -216,6 +247,7 @@ class HuggingFaceLM:
         checked = checked_needs(self, len(sessions), needs)
         caches = [self._cache(session, need) for session, need in zip(sessions, checked, strict=True)]
         self._take_over_prefixes(caches)
+        self._recall(caches)
         long = [cache for cache in caches if cache.leader is None and self._is_long(cache, self.chunk)]
         self._store_chunk(long[:most])
         self._take_over_prefixes(caches)
@@ -242,7 +274,8 @@ class HuggingFaceLM:
         if cache.has_vectors or cache.early_layers is not None or cache.probe_inputs is not None:  # see `is_for_steps`
             yield None
             return
-        most = min(self.chunk, self.runner.most_rows_in_steps)
+        most = min(MOST_ROWS_IN_STEPS, self.runner.most_rows_in_steps)
+        self._prefill([cache])
         trie = cache.trie
         if trie.pending + fresh > most >= trie.pending - trie.pending_before_roots + fresh and cache.answered == 0:
             self._prefill([cache], most - fresh)
@@ -357,6 +390,8 @@ class HuggingFaceLM:
             leader, common = self._find_leader(session, needs)
             cache = self.runner.cache(len(self.caches) if leader is None else leader.row, session.prompt)
             cache.needs = needs
+            cache.namespace = getattr(session, "namespace", "")
+            cache.recalled = getattr(session, "recalled", {})
             if needs.exit_layer is not None:
                 cache.early_layers = needs.exit_layer.after
             cache.context, cache.vectors = self._extras_of(session)
@@ -445,6 +480,7 @@ class HuggingFaceLM:
         So a pass stays small however long the prompt is. `most` is one chunk if it is None.
         """
         most = self.chunk if most is None else most
+        self._recall(caches)
         while long := [cache for cache in caches if self._is_long(cache, most)]:
             self._store_chunk(long)
 
@@ -461,9 +497,50 @@ class HuggingFaceLM:
     def _store(self, counts: dict[Any, int]) -> None:
         """Store the given number of pending tokens of each cache, in one pass."""
         self.passes += 1
+        starts = [cache.trie.prompt_stored for cache in counts]
         self.runner.prefill([*counts], [*counts.values()])
-        for cache in counts:
+        for (cache, count), start in zip(counts.items(), starts, strict=True):
+            if count == self.chunk:
+                self._remember(cache, start)
             cache.trie.forget_inner()
+
+    def _recall(self, caches: list[Any]) -> None:
+        """Copy what is known of the beginnings of prompts that are being stored, as far as it goes."""
+        known = self.known_prompts
+        if known is None:
+            return
+        for cache in caches:
+            if not _may_recall(cache) or not self._is_long(cache, self.chunk):
+                continue
+            start = cache.trie.prompt_stored
+            if start % known.chunk:
+                continue
+            if start == 0:
+                known.asked += len(cache.prompt) - 1
+            for chunk in known.find(cache.namespace, cache.prompt, start):
+                feed = cache.trie.feed(known.chunk)
+                extent = -(-cache.trie.extent // BLOCK) * BLOCK
+                self.runner.store.reserve(max(len(self.caches), cache.row + 1), extent)
+                self.runner.store.put(cache.row, feed.slots, chunk)
+                cache.trie.forget_inner()
+                cache.recalled[self] = cache.recalled.get(self, 0) + known.chunk
+
+    def _remember(self, cache: Any, start: int) -> None:
+        """Keep the chunk of a prompt that was stored last, from token `start` on."""
+        known = self.known_prompts
+        if known is None or start % known.chunk or not _may_recall(cache):
+            return
+        trie = cache.trie
+        slots = np.flatnonzero(trie.seen[-1])
+        slots = slots[trie.slot_position[slots] >= start]
+        slots = slots[trie.slot_position[slots].argsort()]
+        known.keep(cache.namespace, cache.prompt, start, self.runner.store.take(cache.row, slots))
+
+
+def _may_recall(cache: Any) -> bool:
+    """Return whether the rows of a prompt depend on its tokens alone, and nobody reads them but attention."""
+    has_extras = cache.context is not None or cache.vectors is not None or cache.probe_inputs is not None
+    return not (has_extras or cache.needs.prompt or cache.early_layers is not None or cache.leader is not None)
 
 
 def _are_same(first: Any, second: Any) -> bool:

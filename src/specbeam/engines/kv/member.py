@@ -36,6 +36,8 @@ class RowMember:
         probe_inputs: what the drafter's probes are made of; None if there are none, or if they are tokens.
         has_prefix: whether the store holds the prefix of `probe_inputs`.
         prompt_rows: hidden states of rows before the first root, until they are handed out.
+        namespace: whose prompts it shares beginnings with.
+        recalled: `Session.recalled` of the session, if it has any.
     """
 
     trie: KVTrie
@@ -53,6 +55,8 @@ class RowMember:
         self.probe_inputs: ProbeInputs | None = None
         self.has_prefix = False
         self.prompt_rows: list[torch.Tensor] = []
+        self.namespace = ""
+        self.recalled: dict[Any, int] = {}
 
     def follow_slots(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> None:
         """Follow tokens that are moved from slots to others between two turns: nothing here knows any slot."""

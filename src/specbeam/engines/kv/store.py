@@ -4,6 +4,7 @@ The dimension `caches` of a buffer counts the rows of the store. A session's cac
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,6 +145,21 @@ class KVStore(Cache):
         self.layers[layer].write_prefix(cache, keys, values)
 
     @torch.inference_mode()
+    def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
+        """Return a copy of the keys and values in some slots of one row of the store, in all layers; see `put`."""
+        which = torch.from_numpy(slots)
+        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
+        return [buffer[cache, :, which.to(buffer.device)] for buffer in buffers]
+
+    @torch.inference_mode()
+    def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
+        """Write keys and values that `take` returned into as many slots of one row of the store, which has room for them."""
+        which = torch.from_numpy(slots)
+        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
+        for buffer, part in zip(buffers, taken, strict=True):
+            buffer[cache, :, which.to(buffer.device)] = part
+
+    @torch.inference_mode()
     def move_cache(self, source: int, goal: int) -> None:
         """Copy all slots of one row of the store to another row."""
         for layer in self.layers:
@@ -173,6 +189,17 @@ class SlotStore(KVStore):
 
     def grow(self, caches: int, slots: int) -> None:
         self.keys, self.values = (_larger(buffer, caches, slots) for buffer in (self.keys, self.values))
+
+    @torch.inference_mode()
+    def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
+        which = torch.from_numpy(slots).to(self.keys.device)
+        return [buffer[:, cache, :, which] for buffer in (self.keys, self.values)]
+
+    @torch.inference_mode()
+    def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
+        which = torch.from_numpy(slots).to(self.keys.device)
+        for buffer, part in zip((self.keys, self.values), taken, strict=True):
+            buffer[:, cache, :, which] = part
 
     @torch.inference_mode()
     def move_cache(self, source: int, goal: int) -> None:
@@ -239,6 +266,19 @@ class PanelStore(KVStore):
         by_slot = keys.detach().float().numpy().transpose(1, 0, 2)
         self.keys_by_panel[layer, cache][:, slots // self.columns, :, slots % self.columns] = by_slot
         self.values_by_slot[layer, cache][:, slots, : self.size] = values.detach().float().numpy()
+
+    def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
+        panels, columns = divmod(slots, self.columns)
+        own = slice(0, len(self.layers))
+        keys = self.keys_by_panel[own, cache][:, :, panels, :, columns]
+        return [keys, self.values_by_slot[own, cache][:, :, slots]]
+
+    def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
+        panels, columns = divmod(slots, self.columns)
+        own = slice(0, len(self.layers))
+        keys, values = taken
+        self.keys_by_panel[own, cache][:, :, panels, :, columns] = keys
+        self.values_by_slot[own, cache][:, :, slots] = values
 
     def move_cache(self, source: int, goal: int) -> None:
         for buffer in (self.keys_by_panel, self.values_by_slot):

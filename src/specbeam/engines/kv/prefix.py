@@ -1,0 +1,138 @@
+"""The keys and values of beginnings of prompts that were computed before, so that a prompt that begins alike copies them."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Chunk = list[Any]  # what `KVStore.take` returns
+
+
+@dataclass(eq=False)
+class PromptNode:
+    """A chunk of a prompt after a certain beginning.
+
+    Attributes:
+        above: the node of the chunk before it; None at the first.
+        chunk: its keys and values; None at the node of a namespace, which has no tokens.
+        name: the chunk's tokens, by which `above` knows it.
+        after: the chunks that came after it.
+        size: bytes of its keys and values.
+    """
+
+    above: "PromptNode | None"
+    name: Any
+    chunk: Chunk | None = None
+    size: int = 0
+    after: dict[Any, "PromptNode"] = field(default_factory=dict)
+
+
+class KnownPrompts:
+    """A tree over chunks of prompts of one model, with the keys and values of each chunk.
+
+    Only whole chunks that were computed side by side are kept, and they are found only at the same places of a prompt. So
+    the logits after a beginning that was copied have the very bits that they have after one that was computed. Entries are
+    copies: nothing that is being decoded depends on them. Those used least recently are dropped first.
+
+    Args:
+        chunk: tokens of a chunk.
+        most_bytes: of all keys and values together.
+
+    Attributes:
+        asked: tokens of prompts that could have been found so far.
+        found: tokens that were.
+        dropped: chunks that had to go for others.
+        size: bytes that are held.
+    """
+
+    def __init__(self, chunk: int, most_bytes: int) -> None:
+        self.chunk = chunk
+        self.most_bytes = most_bytes
+        self.asked = 0
+        self.found = 0
+        self.dropped = 0
+        self.size = 0
+        self._spaces: dict[str, PromptNode] = {}
+        # All chunks, the one used last at the end, each after those that follow it: so the first is a leaf.
+        self._used: OrderedDict[PromptNode, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def find(self, namespace: str, prompt: Sequence[int], start: int) -> list[Chunk]:
+        """Return the known chunks of a prompt from token `start` on, as far as they follow each other without a gap.
+
+        The last token of a prompt is never in one, for its logits have to be computed.
+        """
+        node = self._node(namespace, prompt, start)
+        found = []
+        for name in self._names(prompt, start):
+            node = None if node is None else node.after.get(name)
+            if node is None:
+                break
+            assert node.chunk is not None
+            found.append(node.chunk)
+            last = node
+        if found:
+            self._touch(last)
+        self.found += self.chunk * len(found)
+        return found
+
+    def keep(self, namespace: str, prompt: Sequence[int], start: int, chunk: Chunk) -> None:
+        """Keep the keys and values of the chunk of a prompt that begins at token `start`.
+
+        Does nothing if the chunks before it are not there any more, or if it is larger than all that may be held.
+        """
+        size = sum(int(part.nbytes) for part in chunk)
+        above = self._node(namespace, prompt, start)
+        if start == 0 and above is None:
+            above = self._spaces[namespace] = PromptNode(None, namespace)
+        if above is None or size > self.most_bytes:
+            return
+        name = _name(prompt[start : start + self.chunk])
+        node = above.after.get(name)
+        if node is None:
+            node = above.after[name] = PromptNode(above, name, chunk, size)
+            self.size += size
+        self._touch(node)
+        while self.size > self.most_bytes:
+            self._drop_one()
+
+    def _names(self, prompt: Sequence[int], start: int) -> Iterator[bytes]:
+        whole = (len(prompt) - 1) // self.chunk * self.chunk
+        for place in range(start, whole, self.chunk):
+            yield _name(prompt[place : place + self.chunk])
+
+    def _node(self, namespace: str, prompt: Sequence[int], start: int) -> PromptNode | None:
+        """Return the node of the first `start` tokens of a prompt; None if there is none."""
+        node = self._spaces.get(namespace)
+        for place in range(0, start, self.chunk):
+            if node is None:
+                return None
+            node = node.after.get(_name(prompt[place : place + self.chunk]))
+        return node
+
+    def _touch(self, node: PromptNode) -> None:
+        """Note that a chunk was used, and with it those before it."""
+        at: PromptNode | None = node
+        while at is not None and at.chunk is not None:
+            self._used[at] = None
+            self._used.move_to_end(at)
+            at = at.above
+
+    def _drop_one(self) -> None:
+        """Drop the chunk that was used least recently; nothing follows it."""
+        node, _ = self._used.popitem(last=False)
+        assert node.above is not None
+        assert not node.after
+        del node.above.after[node.name]
+        self.size -= node.size
+        self.dropped += 1
+        if node.above.chunk is None and not node.above.after:
+            del self._spaces[node.above.name]
+
+
+def _name(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, dtype=np.int64).tobytes()
