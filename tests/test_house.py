@@ -31,7 +31,7 @@ FLOORS = [
     {"fastest", "prompts", "request", "with_memory"},
     {"generation"},
     {"hf", "evaluate"},
-    {"bench", "train"},
+    {"bench", "train", "serve"},
     {"cli"},
     {"__main__"},
 ]

@@ -75,7 +75,7 @@ def generate(
         pair = load(pair)
     require(isinstance(audit, bool), "audit", audit, "True or False")
     settings = Settings.given(options, generation_config)
-    method = _resolved(pair, prompts, method, settings, generation_config)
+    method = resolved_method(pair, prompts, method, settings, generation_config)
     request = Request(pair, prompts, method, settings, seed, audit)
     if streamer is not None:
         _check_single(request)
@@ -94,7 +94,7 @@ def generate(
             store_result(session.place, request.result(session))
     if audit:
         _warn_if_audit_failed(request)
-    return _in_prompt_order(request, results, meter.joules)
+    return in_prompt_order(request, results, meter.joules)
 
 
 def stream(pair: Pair | str, prompt: Prompt, method: Method | str = "dsbd", **options: Any) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _single_request(pair: Pair, prompt: Prompt, method: Method | str, options: d
     seed = options.pop("seed", None)
     config = options.pop("generation_config", None)
     settings = Settings.given(options, config)
-    request = Request(pair, prompt, _resolved(pair, prompt, method, settings, config), settings, seed)
+    request = Request(pair, prompt, resolved_method(pair, prompt, method, settings, config), settings, seed)
     _check_single(request)
     for error in request.refused.values():
         raise error
@@ -154,7 +154,7 @@ def _check_single(request: Request) -> None:
         raise NotSupported(f"a stream follows one prompt with one return sequence; there are {count}: call generate()")
 
 
-def _resolved(
+def resolved_method(
     pair: Pair, prompts: Any, method: Method | str, settings: Settings, config: "GenerationConfig | None"
 ) -> Method:
     """Return the method itself or the one of that name; for "auto" the fastest one.
@@ -250,7 +250,7 @@ def _warn_if_audit_failed(request: Request) -> None:
         )
 
 
-def _in_prompt_order(
+def in_prompt_order(
     request: Request, results: dict[int, list[Generation] | SpecbeamError], joules: float | None
 ) -> list[Generation]:
     """Return the generations of all prompts, in the order of the prompts.

@@ -38,6 +38,8 @@ def sample_calls():
 
 def _sampled(*, typechecker):
     def decorate(one):
+        if inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one):
+            return one  # frameworks tell them by their kind, which a wrapper would not have
         if not inspect.isclass(one):
             return _now_and_then(one, functools.partial(_jaxtyped, one, typechecker=typechecker))
         plain = one.__dict__.get("__init__")

@@ -106,3 +106,9 @@ def _gpus() -> list[Any]:
         return [_library().nvmlDeviceGetHandleByIndex(index) for index in range(_library().nvmlDeviceGetCount())]
     except Exception:  # without library, driver or GPU there is no counter
         return []
+
+
+def joules_now() -> float | None:
+    """Return the joules that the counters of the CPU packages show; None if none can be read. They wrap around."""
+    found = _rapl()
+    return sum(found.values()) if found else None

@@ -1,0 +1,597 @@
+"""The engine: one thread that owns a pair and decodes for all others, whose jobs join and leave between its turns."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Queue
+from typing import Any, TypeVar
+
+from specbeam.decode import Decoder
+from specbeam.errors import Cancelled, SpecbeamError, TimedOut
+from specbeam.generation import in_prompt_order, resolved_method, settled_tokens
+from specbeam.lm.base import LM
+from specbeam.measure.energy import joules_now
+from specbeam.options.settings import Settings
+from specbeam.pair import Pair
+from specbeam.recipes.method import Method
+from specbeam.records import Generation, Turn
+from specbeam.request import Request
+from specbeam.runs import TURNS
+from specbeam.serve.line import Line
+from specbeam.serve.scoring import TokenScore, score_texts
+from specbeam.session import Session
+
+DELAY_S = 0.05  # seconds for which turns may be taken without looking up
+BEATS_S = 0.5  # seconds between two looks at the clock while nothing is to do
+RESTARTS = 3  # that are too many within `RESTARTS_S`
+RESTARTS_S = 60.0
+Result = TypeVar("Result")
+
+
+class QueueFull(SpecbeamError):
+    """As many jobs wait as may wait."""
+
+
+class Draining(SpecbeamError):
+    """The engine is ending, and takes no further jobs."""
+
+
+class EngineFailed(SpecbeamError, RuntimeError):
+    """Something went wrong that was not the fault of one session: all that were being decoded are lost."""
+
+
+class NoRoom(SpecbeamError):
+    """A session needs more memory for keys and values than there is for all."""
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What an engine takes on.
+
+    Args:
+        max_running: most sessions that are decoded side by side.
+        max_waiting: most sessions that wait besides.
+        max_running_per_key: most sessions of one key that are decoded side by side.
+        kv_bytes: memory for the keys and values of all sessions, target and draft together; None: no limit.
+        chunk: tokens of a prompt that are stored per step, between the turns of others.
+        prefix_bytes: memory for the beginnings of prompts that are kept, target and draft together; 0: nothing is kept.
+    """
+
+    max_running: int = 8
+    max_waiting: int = 64
+    max_running_per_key: int = 8
+    kv_bytes: int | None = None
+    chunk: int = 64
+    prefix_bytes: int = 256 * 2**20
+
+
+@dataclass(eq=False)
+class Job:
+    """A session in the engine, and what its owner hears of it.
+
+    Args:
+        session: what is decoded.
+        watch: called with the job in the engine's thread after each step that moved it on, and when it is over. It must be
+            quick and must not raise.
+        key: whose job it is.
+        priority: lower is earlier.
+        streams: whether `settled` is kept up to date.
+        see: called with each turn of the session, and it; None: turns need not be shown, which is faster.
+        start_by: clock time (`time.monotonic`) by which it has to be decoded, or it fails with `TimedOut`.
+        end_by: clock time at which it ends: with `TimedOut` if it has no token, else with the text that there is.
+
+    Attributes:
+        settled: the new tokens that every possible answer begins with.
+        cut: why the text was ended before its own end; "" if it was not.
+        is_over: whether the session is out of the engine; `session.failure` says whether it failed.
+        arrived, started, first_token, ended: clock times; None: not yet.
+        joules: its share of the energy of the steps that it took part in; None without a counter.
+        shared: whether others took part in any of these steps.
+        slots: tokens for which it may need room.
+        rows, length: what its session had when it was last looked at.
+    """
+
+    session: Session
+    watch: Callable[["Job"], None]
+    key: str = ""
+    priority: int = 0
+    streams: bool = False
+    see: Callable[[Session, Turn], None] | None = None
+    start_by: float = float("inf")
+    end_by: float = float("inf")
+    settled: list[int] = field(default_factory=list)
+    cut: str = ""
+    is_over: bool = False
+    arrived: float = 0.0
+    started: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+    joules: float | None = None
+    shared: bool = False
+    slots: int = 0
+    rows: int = 0
+    length: int = 0
+
+
+@dataclass
+class EngineCounts:
+    """What the engine has done since it started; read by other threads, written by its own."""
+
+    steps: int = 0
+    target_passes: int = 0
+    draft_passes: int = 0
+    target_rows: int = 0
+    cancelled: int = 0
+    restarts: int = 0
+    step_seconds: float = 0.0
+    joules: float | None = None
+
+
+class Engine:
+    """One thread that decodes with a pair for all other threads.
+
+    Jobs may be submitted and cancelled at any time by any thread. A job that fails, is cancelled or runs out of time costs
+    no other job its work, and the text of a job does not depend on what else is decoded. While the engine runs, other
+    threads that decode with the pair are refused (`NotSupported`).
+
+        with Engine(pair) as engine:
+            out = engine.generate("Ein Hund läuft.", sb.dsbd(beams=4), seed=7)
+
+    Args:
+        pair: the models.
+        limits: what it takes on.
+        weights: by key, the share of the work that the key should get; 1 for all others.
+    """
+
+    def __init__(
+        self, pair: Pair, limits: EngineLimits | None = None, weights: Mapping[str, float] | None = None
+    ) -> None:
+        self.pair = pair
+        self.limits = limits or EngineLimits()
+        self.counts = EngineCounts()
+        self.state = "new"  # then "ready", "draining", "ended" or "dead"
+        self.last_beat = time.monotonic()
+        self.inside: list[Job] = []  # of the engine's thread; others may look at its length
+        self._line: Line[Job] = Line(weights)
+        self._decoder = self._new_decoder()
+        self._condition = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._queued = 0  # jobs that wait, those of the inbox included
+        self._tasks: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
+        self._turn_s = 0.01  # seconds per turn of the sessions inside, lately
+        self._restarted: deque[float] = deque(maxlen=RESTARTS)
+        self._known: set[str] = set()  # methods whose parts were made before
+        self._thread = threading.Thread(target=self._run, name="specbeam engine", daemon=True)
+
+    # What other threads call.
+
+    def start(self) -> "Engine":
+        """Start the thread. Raises `NotSupported` if another thread is decoding with the pair."""
+        self._models_check()
+        self.state = "ready"
+        self._thread.start()
+        return self
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Let jobs wait for their turn, all of them or none.
+
+        Raises:
+            QueueFull: there is no place to wait for so many.
+            Draining, EngineFailed: the engine takes no jobs any more.
+            NoRoom: a job can never come in, as it needs more memory than there is.
+        """
+        for job in jobs:
+            job.slots = slots_of(job.session)
+            if not self._has_room([job]):
+                raise NoRoom(
+                    f"a prompt of {len(job.session.prompt)} tokens with up to {job.session.limits.max_new_tokens} new ones "
+                    f"needs {self._bytes_of([job]) // 2**20} MiB for keys and values, and there are "
+                    f"{(self.limits.kv_bytes or 0) // 2**20}; ask for fewer new tokens or beams"
+                )
+        with self._condition:
+            self._check_open()
+            free = max(self.limits.max_running - len(self.inside), 0)
+            if self._queued + len(jobs) > self.limits.max_waiting + free:
+                raise QueueFull(
+                    f"{self._queued} texts wait already, {len(jobs)} more would come, and {self.limits.max_waiting} may "
+                    "wait; try again later"
+                )
+            self._queued += len(jobs)
+            now = time.monotonic()
+            for job in jobs:
+                job.arrived = now
+            self._inbox.append(lambda: self._take(jobs))
+            self._condition.notify()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """End jobs at the next turn, wherever they are; those that are over stay as they are."""
+        self._post(lambda: [self._end(job, Cancelled("it was cancelled")) for job in jobs])
+
+    def call(self, function: Callable[[], Result]) -> "Future[Result]":
+        """Call a function in the engine's thread, between two turns; it may use the models."""
+
+        def once() -> Generator[None, None, Result]:
+            yield from ()
+            return function()
+
+        return self.run(once())
+
+    def run(self, task: Generator[None, None, Result]) -> "Future[Result]":
+        """Run a generator in the engine's thread, one piece between each two turns; the future has what it returns."""
+        future: Future[Result] = Future()
+        self._post(lambda: self._tasks.append((task, future)), lambda error: future.set_exception(error))
+        return future
+
+    def score(
+        self, prompt: Sequence[int], texts: Sequence[Sequence[int]], top: int, namespace: str = ""
+    ) -> "Future[list[list[TokenScore]]]":
+        """Return the log-probabilities of texts after a prompt; see `score_texts`."""
+        return self.run(score_texts(self.pair.target, prompt, texts, top, namespace))
+
+    def request(self, *given: Any) -> Request:
+        """Return a `Request` of these arguments for the engine's pair; its sessions can be jobs.
+
+        What the parts of its method have to measure on the models is measured in the engine's thread.
+        """
+        prompts, method, *others = given
+        known = repr((method.name, method.law, method.beams, _settings_of(method)))
+        if known not in self._known:
+            self.call(lambda: method.parts(self.pair.target, self.pair.draft)).result()
+            if len(self._known) > 4096:
+                self._known.clear()
+            self._known.add(known)
+        return Request(self.pair, prompts, method, *others)
+
+    def generate(
+        self,
+        prompts: Any,
+        method: Method | str = "dsbd",
+        *,
+        seed: int | None = None,
+        audit: bool = False,
+        generation_config: Any = None,
+        **options: Any,
+    ) -> list[Generation]:
+        """Generate text for one or many prompts as `specbeam.generate` does, for any number of threads at a time.
+
+        The arguments, answers and errors are those of `specbeam.generate`; with the same seed the answers are the same, too.
+        """
+        settings = Settings.given(options, generation_config)
+        resolve = partial(resolved_method, self.pair, prompts, method, settings, generation_config)
+        chosen = self.call(resolve).result()
+        request = self.request(prompts, chosen, settings, seed, audit)
+        results: dict[int, list[Generation] | SpecbeamError] = {**request.refused}
+        over: Queue[Job] = Queue()
+        jobs = deque(Job(session, lambda job: over.put(job) if job.is_over else None) for session in request.sessions)
+        under_way = 0
+        while jobs or under_way:
+            try:
+                while jobs:
+                    self.submit([jobs[0]])
+                    jobs.popleft()
+                    under_way += 1
+            except QueueFull:
+                if not under_way:  # all places are taken by others
+                    time.sleep(DELAY_S)
+                    continue
+            session = over.get().session
+            under_way -= 1
+            results[session.place] = request.result(session)
+        return in_prompt_order(request, results, None)
+
+    @property
+    def waiting(self) -> int:
+        """The number of sessions that wait."""
+        return self._queued
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the engine last showed that it lives, while it has anything to do."""
+        return time.monotonic() - self.last_beat if self.inside or self._queued or self._tasks else 0.0
+
+    def drain(self, timeout: float) -> None:
+        """Take no further jobs, refuse those that wait, let the others end; cancel what is left after `timeout` seconds."""
+        with self._condition:
+            if self.state != "ready":
+                return
+            self.state = "draining"
+            self._inbox.append(self._refuse_waiting)
+            self._condition.notify()
+        end = time.monotonic() + timeout
+        while (self.inside or self._tasks or self._inbox) and time.monotonic() < end and self._thread.is_alive():
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """End the thread, and all jobs that are left."""
+        with self._condition:
+            if self.state in ("ready", "draining"):
+                self.state = "ended"
+            self._condition.notify()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # What the engine's own thread does.
+
+    def _post(self, order: Callable[[], Any], refuse: Callable[[Exception], None] | None = None) -> None:
+        with self._condition:
+            if self.state in ("ended", "dead", "new"):
+                if refuse is not None:
+                    refuse(EngineFailed(f"the engine is {self.state}"))
+                return
+            self._inbox.append(order)
+            self._condition.notify()
+
+    def _check_open(self) -> None:
+        if self.state == "draining":
+            raise Draining("the server is ending and takes no further requests; try another one")
+        if self.state != "ready":
+            raise EngineFailed(f"the engine is {self.state}")
+
+    def _models(self) -> list[LM]:
+        return [lm for lm in (self.pair.target, self.pair.draft) if lm is not None]
+
+    def _models_check(self) -> None:
+        for lm in self._models():
+            if hasattr(lm, "guard"):
+                lm.guard.check()
+
+    def _new_decoder(self) -> Decoder:
+        return Decoder(self.pair.target, at_once=self.limits.max_running, filling=1)
+
+    def _run(self) -> None:
+        """Work until the engine is closed. Nothing that goes wrong in a session ends this thread."""
+        for lm in self._models():
+            if hasattr(lm, "guard"):
+                lm.guard.hold(self)
+            if hasattr(lm, "remember_prompts"):
+                lm.remember_prompts(self.limits.chunk, self.limits.prefix_bytes // len(self._models()))
+        try:
+            while self.state in ("ready", "draining"):
+                self._wait_for_work()
+                try:
+                    self._work()
+                except Exception as error:  # of no session alone: out of memory, or a mistake of ours
+                    self._restart(error)
+        finally:
+            self._give_up()
+
+    def _wait_for_work(self) -> None:
+        with self._condition:
+            self.last_beat = time.monotonic()
+            while not (self._inbox or self._tasks or self.inside or len(self._line)) and self.state in (
+                "ready",
+                "draining",
+            ):
+                self._condition.wait(BEATS_S)
+                self.last_beat = time.monotonic()
+            orders = [*self._inbox]
+            self._inbox.clear()
+        for order in orders:
+            order()
+
+    def _work(self) -> None:
+        """Let jobs in and out, and take one step."""
+        now = time.monotonic()
+        for job in [job for job in self._line if now > job.start_by or now > job.end_by]:
+            self._end(job, TimedOut("it waited too long for its turn; try again later, or ask for less"))
+        for job in [job for job in self.inside if now > job.end_by]:
+            self._end_late(job)
+        self._let_in(now)
+        if self._tasks:
+            self._step_task()
+        if self._decoder.busy:
+            self._step()
+        elif (
+            len(self._line) and not self._tasks
+        ):  # nobody inside, and the first does not fit: cannot be, but must not spin
+            time.sleep(0.001)
+
+    def _take(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if not job.is_over:
+                self._line.add(job)
+
+    def _let_in(self, now: float) -> None:
+        while len(self.inside) < self.limits.max_running:
+            job = self._line.pop(
+                now, lambda job: self._has_room([*self.inside, job]), lambda key: self.limits.max_running_per_key
+            )
+            if job is None:
+                return
+            with self._condition:
+                self._queued -= 1
+            job.started = now
+            job.session.count.restart()
+            self.inside.append(job)
+            try:
+                self._decoder.add(job.session)
+            except SpecbeamError as error:
+                self._end(job, error)
+
+    def _step(self) -> None:
+        """Take a step of the decoder, and tell the owners of jobs what became of them."""
+        decoder = self._decoder
+        decoder.ahead = self._turns_ahead()
+        before = [job.session.count.target_passes for job in self.inside]
+        began = time.monotonic()
+        joules = joules_now()
+        shown = decoder.step()
+        seconds = time.monotonic() - began
+        self.counts.steps += 1
+        self.counts.step_seconds += seconds
+        self._share_energy(joules)
+        turns = [job.session.count.target_passes - earlier for job, earlier in zip(self.inside, before, strict=True)]
+        if max(turns, default=0) > 0:
+            self._turn_s = 0.5 * self._turn_s + 0.5 * seconds / max(turns)
+        by_session = {job.session: job for job in self.inside}
+        for session, turn in shown:
+            job = by_session[session]
+            if job.see is not None:
+                job.see(session, turn)
+        for job, passes in zip([*self.inside], turns, strict=True):
+            self._look_at(job, passes)
+
+    def _turns_ahead(self) -> int:
+        """Return how many turns may be taken without looking up: as many as take `DELAY_S`; 0 if any have to be shown."""
+        if any(job.see is not None for job in self.inside):
+            return 0
+        return min(max(int(DELAY_S / max(self._turn_s, 1e-5)), 1), TURNS)
+
+    def _look_at(self, job: Job, passes: int) -> None:
+        """Count what a step did for a job, and tell its owner if it moved on."""
+        session = job.session
+        rows = session.count.rows.scored
+        self._line.charge(job.key, max(rows - job.rows, passes))
+        self.counts.target_passes += passes
+        self.counts.target_rows += rows - job.rows
+        job.rows = rows
+        if session.over:
+            self._finish(job)
+            return
+        if session.length > job.length:
+            job.length = session.length
+            if job.first_token is None:
+                job.first_token = time.monotonic()
+            if job.streams:
+                job.settled = settled_tokens(session)
+            job.watch(job)
+
+    def _share_energy(self, before: float | None) -> None:
+        """Add the energy of a step to those that took part, by equal shares."""
+        now = joules_now() if before is not None else None
+        if before is None or now is None or now < before or not self.inside:
+            return
+        self.counts.joules = (self.counts.joules or 0.0) + now - before
+        for job in self.inside:
+            job.joules = (job.joules or 0.0) + (now - before) / len(self.inside)
+            job.shared |= len(self.inside) > 1
+
+    def _end_late(self, job: Job) -> None:
+        """End a job whose time is up: with its text, if it has any."""
+        if job.session.length == 0:
+            self._end(job, TimedOut("its time was up before it had a token; raise the timeout, or ask for less"))
+        else:
+            job.cut = "the time was up"
+            self._decoder.release(job.session)
+            self._finish(job)
+
+    def _end(self, job: Job, error: SpecbeamError) -> None:
+        """End a job with an error, wherever it is."""
+        if job.is_over:
+            return
+        self.counts.cancelled += isinstance(error, Cancelled)
+        if job in self.inside:
+            if not self._decoder.cancel(job.session, error) and job.session.failure is None:
+                job.session.fail(error, "")
+            self._finish(job)
+            return
+        self._line.remove(job)
+        with self._condition:
+            self._queued -= 1
+        job.session.fail(error, "")
+        self._tell_end(job)
+
+    def _finish(self, job: Job) -> None:
+        """Note that a job that was inside is over."""
+        self.inside.remove(job)
+        self._line.leave(job.key)
+        self.counts.draft_passes += job.session.count.draft_passes
+        if job.first_token is None and job.session.length:
+            job.first_token = time.monotonic()
+        self._tell_end(job)
+
+    def _tell_end(self, job: Job) -> None:
+        job.is_over = True
+        job.ended = time.monotonic()
+        job.watch(job)
+
+    def _step_task(self) -> None:
+        """Run one piece of the task that waits longest."""
+        task, future = self._tasks.popleft()
+        if future.cancelled():
+            task.close()
+            return
+        try:
+            next(task)
+        except StopIteration as end:
+            future.set_result(end.value)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            self._tasks.append((task, future))
+
+    def _has_room(self, jobs: Sequence[Job]) -> bool:
+        return self.limits.kv_bytes is None or self._bytes_of(jobs) <= self.limits.kv_bytes
+
+    def _bytes_of(self, jobs: Sequence[Job]) -> int:
+        """Return the bytes of keys and values that jobs may need side by side: each model has one rectangle for all."""
+        slots = len(jobs) * max(job.slots for job in jobs)
+        return slots * sum(getattr(lm, "slot_bytes", 0) for lm in self._models())
+
+    def _refuse_waiting(self) -> None:
+        for job in [*self._line]:
+            self._end(job, Draining("the server is ending; try another one"))
+
+    def _restart(self, error: Exception) -> None:
+        """Fail all jobs inside, and go on with a new decoder."""
+        self.counts.restarts += 1
+        failure = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        for job in [*self.inside]:
+            if job.session.failure is None:
+                job.session.fail(failure, "")
+            self._finish(job)
+        with suppress(Exception):  # what is broken may break again: all that it holds is dropped below
+            self._decoder.close()
+        for lm in self._models():
+            for company in [*getattr(lm, "caches", [])]:
+                company.clear()
+            getattr(lm, "caches", []).clear()
+        self._decoder = self._new_decoder()
+        self._restarted.append(time.monotonic())
+        if len(self._restarted) == RESTARTS and self._restarted[-1] - self._restarted[0] < RESTARTS_S:
+            self.state = "dead"
+
+    def _give_up(self) -> None:
+        """End all that is left, and let others use the models."""
+        with self._condition:
+            orders = [*self._inbox]
+            self._inbox.clear()
+        for order in orders:
+            order()
+        for job in [*self._line, *self.inside]:
+            self._end(job, Draining("the server has ended"))
+        for task, future in self._tasks:
+            task.close()
+            future.set_exception(EngineFailed("the engine has ended"))
+        self._tasks.clear()
+        self._decoder.close()
+        for lm in self._models():
+            if hasattr(lm, "guard"):
+                lm.guard.drop(self)
+
+
+def slots_of(session: Session) -> int:
+    """Return the number of tokens that a session may store at once, as is to be expected.
+
+    Beams share their past, so what they have apart is a few tokens each, besides the drafts of a turn.
+    """
+    beams = max(session.limits.keep, 1)
+    return len(session.prompt) + session.limits.max_new_tokens + session.limits.max_new_tokens // 7 + 16 * beams + 64
+
+
+def _settings_of(method: Any) -> Any:
+    """Return what tells the parts of two methods of one name apart: the values that its `build` closes over."""
+    cells = getattr(method.build, "__closure__", None) or ()
+    return [repr(cell.cell_contents) for cell in cells if not callable(cell.cell_contents)]

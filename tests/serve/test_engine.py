@@ -1,0 +1,297 @@
+"""One thread decodes for all others: what anybody else does changes no text, costs nobody a place and leaves nothing behind."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam.core.forest import Forest
+from specbeam.decode import Decoder
+from specbeam.errors import BrokenPart, Cancelled, NotSupported, TimedOut
+from specbeam.options.settings import Settings
+from specbeam.request import Request
+from specbeam.serve.engine import Draining, Engine, EngineFailed, EngineLimits, Job, NoRoom, QueueFull
+from tests.serve.conftest import CHUNK, LONG, SHORT
+from tests.support.seats import plain_logits, seat
+
+METHODS = [sb.sampling(), sb.beam_search(3), sb.dsbd(3, 4, 2, width="dynamic"), sb.speculative_sampling(3)]
+PROMPTS = [[3, 4, 5], [9, 8], LONG]
+LIMITS = EngineLimits(max_running=4, max_waiting=40, chunk=CHUNK)
+
+
+def sessions_of(pair, prompts, method, seed=3, **options):
+    settings = Settings.given(SHORT | options, None)
+    return Request(pair, prompts, method, settings, seed).sessions
+
+
+class Ends:
+    """Jobs, and a way to wait for their ends."""
+
+    def __init__(self, sessions, **options):
+        self.over = threading.Semaphore(0)
+        self.jobs = [Job(session, self.watch, **options) for session in sessions]
+
+    def watch(self, job):
+        if job.is_over:
+            self.over.release()
+
+    def wait(self):
+        for _ in self.jobs:
+            assert self.over.acquire(timeout=60)
+        return [job.session for job in self.jobs]
+
+
+def left(pair):
+    return pair.target.caches + pair.draft.caches
+
+
+def answers(pair, method, prompts=PROMPTS):
+    return [one.tokens for one in sb.generate(pair, prompts, method, seed=7, **SHORT)]
+
+
+def test_each_thread_gets_the_texts_that_it_gets_alone(pair):
+    """All methods at once from threads of their own, prompts known from before and not, among jobs that are cancelled."""
+    expected = {method.name: answers(pair, method) for method in METHODS}
+    found = {}
+    with Engine(pair, LIMITS) as engine:
+
+        def ask(method):
+            found[method.name] = [one.tokens for one in engine.generate(PROMPTS, method, seed=7, **SHORT)]
+
+        threads = [threading.Thread(target=ask, args=(method,)) for method in METHODS]
+        for thread in threads:
+            thread.start()
+        others = Ends(sessions_of(pair, [[7, 7], LONG[::-1]], METHODS[2], max_new_tokens=40))
+        engine.submit(others.jobs)
+        engine.cancel(others.jobs)
+        for thread in threads:
+            thread.join()
+        others.wait()
+        assert found == expected
+        assert [one.tokens for one in engine.generate(PROMPTS, METHODS[1], seed=7, **SHORT)] == expected["beam_search"]
+        assert left(pair) == []
+        assert pair.target.known_prompts.found > 0
+    assert answers(pair, METHODS[0]) == expected["sampling"]  # the pair is free again
+
+
+def test_a_second_thread_on_a_pair_is_refused_by_name(pair):
+    with (
+        Engine(pair, LIMITS),
+        pytest.raises(NotSupported, match="thread 'specbeam engine' is decoding with this model"),
+    ):
+        sb.generate(pair, [3, 4], sb.greedy(), **SHORT)
+    decoder = Decoder(pair.target)
+    (first,) = sessions_of(pair, [[3, 4]], sb.greedy())
+    decoder.add(first)
+    failures = []
+
+    def ask():
+        try:
+            sb.generate(pair, [3, 4], sb.greedy(), **SHORT)
+        except NotSupported as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=ask, name="the second one")
+    thread.start()
+    thread.join()
+    assert "thread 'the second one' would, too" in failures[0]
+    decoder.close()
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert len(failures) == 1  # nobody else decodes any more
+
+
+def test_a_decoder_that_is_alone_may_change_its_thread(pair):
+    (session,) = sessions_of(pair, [[3, 4]], sb.greedy())
+    decoder = Decoder(pair.target)
+    decoder.add(session)
+    while decoder.busy:
+        thread = threading.Thread(target=decoder.step)
+        thread.start()
+        thread.join()
+    assert session.failure is None
+    assert session.length == 12
+
+
+def test_random_arrivals_cancels_and_failures_leave_nothing_behind(pair):
+    rng = np.random.default_rng(0)
+    calls = []
+
+    def breaks(input_ids, scores):
+        calls.append(1)
+        raise ValueError("broken on purpose")
+
+    expected = answers(pair, METHODS[2], [PROMPTS[0]])
+    with Engine(pair, EngineLimits(max_running=3, max_waiting=500, chunk=CHUNK)) as engine:
+        waits = []
+        kept = []
+        for number in range(60):
+            method = METHODS[number % len(METHODS)]
+            prompt = LONG[: int(rng.integers(2, 60))]
+            broken = {"logits_processor": [breaks]} if number % 7 == 3 else {}
+            many = Ends(sessions_of(pair, [prompt], method, seed=number, **broken))
+            engine.submit(many.jobs)
+            waits.append((many, bool(broken)))
+            if rng.random() < 0.4:
+                engine.cancel(many.jobs)
+            elif number % 10 == 9:
+                kept.append([one.tokens for one in engine.generate([PROMPTS[0]], METHODS[2], seed=7, **SHORT)])
+        for many, broken in waits:
+            (session,) = many.wait()
+            if broken:
+                assert isinstance(session.failure, Exception)
+            else:
+                assert session.failure is None or isinstance(session.failure, Cancelled)
+        assert calls
+        assert all(one == expected for one in kept)
+        assert (engine.waiting, engine.inside, left(pair)) == (0, [], [])
+        assert not engine._line.clocks
+        assert engine.counts.restarts == 0
+
+
+def test_a_queue_that_is_full_refuses_and_a_deadline_ends_what_waits_or_runs(pair):
+    with Engine(pair, EngineLimits(max_running=1, max_waiting=2, chunk=CHUNK)) as engine:
+        running = Ends(sessions_of(pair, [[3, 4]], METHODS[0], max_new_tokens=150))
+        engine.submit(running.jobs)
+        while not engine.inside:
+            time.sleep(0.001)
+        late = Ends(sessions_of(pair, [[5, 6]], METHODS[0]), start_by=time.monotonic() - 1)
+        engine.submit(late.jobs)
+        (session,) = late.wait()
+        assert isinstance(session.failure, TimedOut)
+        with pytest.raises(QueueFull, match="3 more would come, and 2 may wait"):
+            engine.submit(Ends(sessions_of(pair, [[5], [6], [7]], METHODS[0])).jobs)
+        engine.cancel(running.jobs)
+        running.wait()
+        cut = Ends(sessions_of(pair, [[3, 4]], METHODS[0], max_new_tokens=150))
+        engine.submit(cut.jobs)
+        while cut.jobs[0].first_token is None:
+            time.sleep(0.001)
+        cut.jobs[0].end_by = 0
+        (session,) = cut.wait()
+        assert session.failure is None
+        assert cut.jobs[0].cut == "the time was up"
+        assert 0 < session.length < 150
+        engine.drain(1)
+        with pytest.raises(Draining):
+            engine.submit(Ends(sessions_of(pair, [[5]], METHODS[0])).jobs)
+
+
+def test_a_job_that_can_never_fit_is_refused_and_others_wait_for_room(pair):
+    per_text = (3 + 12 + 1 + 16 + 64) * (pair.target.slot_bytes + pair.draft.slot_bytes)
+    with Engine(pair, EngineLimits(max_running=8, kv_bytes=2 * per_text, chunk=CHUNK)) as engine:
+        with pytest.raises(NoRoom, match="ask for fewer new tokens"):
+            engine.submit(Ends(sessions_of(pair, [LONG], METHODS[0], max_new_tokens=150)).jobs)
+        most = []
+        many = Ends(sessions_of(pair, [[1, 2, place] for place in range(6)], METHODS[0]))
+        watch = many.watch
+        for job in many.jobs:
+            job.watch = lambda job: (most.append(len(engine.inside)), watch(job))
+        engine.submit(many.jobs)
+        assert all(session.failure is None for session in many.wait())
+        assert max(most) <= 2
+
+
+def test_what_breaks_the_decoder_costs_those_inside_and_nobody_later(pair, monkeypatch):
+    expected = answers(pair, METHODS[0])
+    with Engine(pair, LIMITS) as engine:
+        step = Decoder.step
+
+        def fail_once(decoder):
+            monkeypatch.setattr(Decoder, "step", step)
+            raise MemoryError("no room")
+
+        monkeypatch.setattr(Decoder, "step", fail_once)
+        broken = Ends(sessions_of(pair, [[3, 4]], METHODS[0]))
+        engine.submit(broken.jobs)
+        (session,) = broken.wait()
+        assert isinstance(session.failure, EngineFailed)
+        assert "MemoryError: no room" in str(session.failure)
+        assert [one.tokens for one in engine.generate(PROMPTS, METHODS[0], seed=7, **SHORT)] == expected
+        assert engine.counts.restarts == 1
+        assert left(pair) == []
+
+
+def test_a_drafter_that_raises_costs_its_own_request(pair):
+    class Breaks:
+        def draft(self, sessions, shapes):
+            raise RuntimeError("no drafts today")
+
+        def settle(self, session, turn):
+            pass
+
+    expected = answers(pair, METHODS[3], [PROMPTS[0]])
+    with Engine(pair, LIMITS) as engine:
+        broken = Ends(sessions_of(pair, [[3, 4]], METHODS[3].with_parts(drafter=Breaks())))
+        engine.submit(broken.jobs)
+        assert [one.tokens for one in engine.generate([PROMPTS[0]], METHODS[3], seed=7, **SHORT)] == expected
+        (session,) = broken.wait()
+        assert isinstance(session.failure, BrokenPart)
+
+
+def test_other_threads_go_on_while_turns_are_taken(pair):
+    if not pair.target.supports_runs:
+        pytest.skip("its turns are not compiled")
+    with Engine(pair, LIMITS) as engine:
+        engine.generate([3, 4], METHODS[2], seed=1, **SHORT)  # what has to be compiled is
+        many = Ends(sessions_of(pair, [[3, 4]], METHODS[2], max_new_tokens=200))
+        engine.submit(many.jobs)
+        ticks = 0
+        while not many.jobs[0].is_over:
+            time.sleep(0.0005)
+            ticks += 1
+        many.wait()
+        assert ticks > 3
+
+
+def test_scores_are_those_of_the_model_itself(pair):
+    texts = [[5, 6, 7, 8], [5, 6, 9], [11]]
+    for prompt in ([3], [3, 4, 5], LONG):
+        with Engine(pair, LIMITS) as engine:
+            scored = engine.score(prompt, texts, 3).result()
+        for text, tokens in zip(texts, scored, strict=True):
+            paths = [prompt + text[:place] for place in range(len(text))]
+            laws = plain_logits(pair.target_model, paths).double().log_softmax(-1)
+            for place, one in enumerate(tokens):
+                assert one.token == text[place]
+                assert one.logprob == pytest.approx(float(laws[place, one.token]), abs=1e-4)
+                assert [token for token, _ in one.top] == laws[place].topk(3).indices.tolist()
+        assert left(pair) == []
+
+
+def test_what_is_known_of_a_prompt_gives_logits_of_the_same_bits(pair):
+    """All beginnings, some longer and some shorter than what is known; another namespace knows nothing of it."""
+    lm = pair.target
+    root = Forest.rooted([9])
+
+    def rows(prompt, namespace=""):
+        one = seat([*prompt, 9])
+        one.namespace = namespace
+        one.recalled = {}
+        (scored,) = lm.extend([one], [root])
+        found = scored.logits.clone()
+        lm.close(one)
+        return found, one.recalled.get(lm, 0)
+
+    lm.remember_prompts(CHUNK, 0)
+    prompts = [LONG, LONG[:70], LONG[:33] + [1, 2, 3] * 9, LONG[:15], LONG[:16], LONG[:17], LONG[1:]]
+    cold = [rows(prompt)[0] for prompt in prompts]
+    lm.remember_prompts(CHUNK, 2**30)
+    known = []
+    for _ in range(2):
+        for prompt, expected in zip(prompts, cold, strict=True):
+            found, recalled = rows(prompt)
+            assert (found == expected).all()
+            known.append(recalled)
+    assert known == [0, 64, 32, 0, 16, 16, 0, 96, 64, 48, 0, 16, 16, 96]
+    assert rows(LONG, "another")[1] == 0
+    size = lm.known_prompts.size // len(lm.known_prompts)
+    lm.remember_prompts(CHUNK, 3 * size)
+    for prompt, expected in zip(prompts, cold, strict=True):
+        assert (rows(prompt)[0] == expected).all()
+        assert lm.known_prompts.size <= 3 * size
+    assert lm.known_prompts.dropped > 0
+    lm.remember_prompts(CHUNK, 0)
