@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-.PHONY: help demo quick test test-all test-processors coverage lint docs audit bench clean
+.PHONY: help demo serve quick test test-all test-processors coverage lint docs audit bench clean
 help:
 	@echo "make demo      install, then translate German sentences by sampling, beam sampling and DSBD"
+	@echo "make serve     install, then serve the bundled pair: OpenAI's API with beams, and a page that shows forests"
 	@echo "make quick     install, then run the most important tests (half a minute)"
 	@echo "make test      install, then run the tests (ten to twenty minutes on two cores)"
 	@echo "make test-all  the slow tests too (an hour and a half more)"
@@ -49,6 +50,13 @@ QUICK := tests/test_house.py tests/test_repository.py tests/core tests/verify/te
 quick: $(VENV)/dev
 	@SPECBEAM_KERNELS=off SPECBEAM_TYPES=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" $(QUICK)
 	@echo "The most important tests passed. Next: make test."
+$(VENV)/serve: $(VENV)/demo
+	@echo "Installing what the server needs ..."
+	@$(BIN)/pip install -q -c constraints.txt -e ".[bench,serve]"
+	@touch $@
+
+serve: $(VENV)/serve
+	@$(BIN)/specbeam serve
 
 test: $(VENV)/dev
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow and not gpu" --durations=10

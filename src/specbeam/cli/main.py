@@ -223,6 +223,64 @@ def inspect(
     raise typer.Exit(run([*(prompts or []), *prompt], file, model, draft, setting, options, turn, seed, svg, json))
 
 
+@app.command()
+def serve(
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Target model: a path, a hub id, or 'bundled', the default.")
+    ] = None,
+    draft: Draft = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A YAML file with these options and more (docs/serve.md); options go before it.")
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Method of requests that name none; 'auto' measures the fastest exact one at start. By default "
+            "speculative_sampling, or sampling without a draft model."
+        ),
+    ] = None,
+    setting: Settings = [],
+    methods: Annotated[
+        str | None, typer.Option(help="Methods that requests may name, separated by commas; by default all.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen at; by default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen at; by default 8000; 0: any that is free.")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model for requests; by default that of --model.")
+    ] = None,
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(help="A file with the keys of clients, a line each: name key [weight] [max_running] [priority]."),
+    ] = None,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="Let everybody in though others than this machine can reach the server.")
+    ] = False,
+    max_running: Annotated[int | None, typer.Option(help="Texts decoded side by side; by default 8.")] = None,
+    max_waiting: Annotated[int | None, typer.Option(help="Texts that may wait besides; by default 64.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most new tokens of a text; by default 4096.")] = None,
+    max_beams: Annotated[int | None, typer.Option(help="Most beams of a request; by default 16.")] = None,
+    prefix_cache_mb: Annotated[
+        int | None,
+        typer.Option(help="Memory in MiB for beginnings of prompts that come again; by default 256; 0: none."),
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="A file with a chat template, if the model has none.")
+    ] = None,
+    quantize: QuantizeTarget = None,
+) -> None:
+    """Serve OpenAI's API with beams over HTTP, and a page that shows forests."""
+    from specbeam.cli.serve import run
+
+    given = {
+        "model": model, "draft": draft, "method": method, "settings": setting or None, "host": host, "port": port,
+        "methods": None if methods is None else [one.strip() for one in methods.split(",")],
+        "name": name, "api_key_file": api_key_file, "no_auth": no_auth or None, "max_running": max_running,
+        "max_waiting": max_waiting, "max_tokens": max_tokens, "max_beams": max_beams,
+        "prefix_cache_mb": prefix_cache_mb, "chat_template": chat_template, "quantize": quantize,
+    }  # fmt: skip
+    raise typer.Exit(run(config, given))
+
+
 evaluate = typer.Typer(no_args_is_help=True, help="Check and score the outputs of methods.")
 app.add_typer(evaluate, name="evaluate")
 

@@ -210,7 +210,12 @@ class Engine:
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """End jobs at the next turn, wherever they are; those that are over stay as they are."""
-        self._post(lambda: [self._end(job, Cancelled("it was cancelled")) for job in jobs])
+
+        def end_all() -> None:
+            for job in jobs:
+                self._end(job, Cancelled("it was cancelled"))
+
+        self._post(end_all)
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
         """Call a function in the engine's thread, between two turns; it may use the models."""

@@ -1,0 +1,455 @@
+"""From what was decoded to the answer of a request, as OpenAI's clients read it."""
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from specbeam import __version__
+from specbeam.errors import SpecbeamError, TooFewAnswers
+from specbeam.grammar.spelling import UNKNOWN, text_of_tokens
+from specbeam.measure.kept_figures import weights_key
+from specbeam.options.checks import as_texts
+from specbeam.pair import Pair
+from specbeam.records import Beam, Generation
+from specbeam.request import Request
+from specbeam.serve.engine import Job
+from specbeam.serve.mapping import Order
+from specbeam.serve.scoring import TokenScore
+
+NO_LOGPROB = -9999.0  # OpenAI's number for a token of probability 0
+
+
+@dataclass(frozen=True)
+class ReturnedText:
+    """One text of an answer.
+
+    Attributes:
+        index: its number in the answer.
+        prompt: number of the prompt.
+        text: as it is returned: cut before a stop string.
+        tokens: those of the text, the end token included.
+        finish_reason: "stop", "length" or "tool_calls".
+        stop_reason: the stop string, or the end token; None: it was cut off.
+        scores: of the tokens; None if they were not asked for.
+    """
+
+    index: int
+    prompt: int
+    text: str
+    tokens: list[int]
+    beam: Beam
+    finish_reason: str
+    stop_reason: str | int | None
+    scores: list[TokenScore] | None = None
+
+
+@dataclass(frozen=True)
+class AnsweredRequest:
+    """What came of a request.
+
+    Attributes:
+        choices: the texts, in the order of prompts.
+        generations: those of each prompt, best first.
+        warnings: what was done otherwise than asked.
+    """
+
+    choices: list[ReturnedText]
+    generations: list[list[Generation]]
+    warnings: list[str] = field(default_factory=list)
+
+
+def generations_of(
+    request: Request, jobs: Sequence[Job], order: Order
+) -> tuple[list[list[Generation]], list[str], SpecbeamError | None]:
+    """Return the generations of each prompt, what was done otherwise than asked, and the error if there is no answer."""
+    by_prompt: list[list[Generation]] = [[] for _ in order.prompts]
+    warnings = [*order.warnings]
+    failure: SpecbeamError | None = None
+    for job in jobs:
+        result = request.result(job.session)
+        if isinstance(result, TooFewAnswers) and result.generations:
+            warnings.append(f"there are {len(result.generations)} answers, n is {order.count}: {result}")
+            result = result.generations
+        if isinstance(result, SpecbeamError):
+            failure = result
+            continue
+        if job.cut:
+            warnings.append(f"a text was ended early: {job.cut}")
+        by_prompt[request.prompt_of[job.session.place]] += result
+    form = order.settings.form_kind
+    if form is not None and any(one and not one[0].beams[0].finished for one in by_prompt):
+        warnings.append(f"a text was cut off before it had the form of {form}")
+    return by_prompt, warnings, failure
+
+
+def choices_of(
+    request: Request,
+    order: Order,
+    generations: Sequence[Sequence[Generation]],
+    scores: Sequence[list[TokenScore]] | None,
+) -> list[ReturnedText]:
+    """Return the texts of an answer.
+
+    Args:
+        generations: of each prompt, as many as are returned.
+        scores: of the tokens of each of them, in the same order; None: not asked for.
+    """
+    choices = []
+    place = 0
+    for prompt, answers in enumerate(generations):
+        for number, answer in enumerate(answers):
+            beam = _beam_of(answer)
+            text, stop, tokens = cut_text(request, order, answer.tokens)
+            ended: str | int | None = stop
+            if stop is None and beam.finished and answer.tokens and answer.tokens[-1] in request.eos:
+                ended = answer.tokens[-1]
+            reason = "stop" if beam.finished else "length"
+            if order.forced_tool is not None and beam.finished:
+                reason = "tool_calls"
+            own = None if scores is None else scores[place][: len(tokens)]
+            choices.append(ReturnedText(prompt * order.count + number, prompt, text, tokens, beam, reason, ended, own))
+            place += 1
+    return choices
+
+
+def _beam_of(answer: Generation) -> Beam:
+    return next(beam for beam in answer.beams if beam.tokens == answer.tokens)
+
+
+def full_text(request: Request, order: Order, tokens: list[int]) -> str:
+    """Return the text of tokens, with special tokens if these were asked for."""
+    tokenizer = request.pair.tokenizer
+    if tokenizer is not None and order.body.skip_special_tokens is False and request.constraint is None:
+        return str(tokenizer.decode(tokens, skip_special_tokens=False))
+    return request.text_of(tokens)
+
+
+def cut_text(request: Request, order: Order, tokens: list[int]) -> tuple[str, str | None, list[int]]:
+    """Return a text up to the stop string that ended it, this string (None without one), and the tokens of what is left."""
+    text = full_text(request, order, tokens)
+    found = [(text.find(stop), stop) for stop in as_texts(order.settings.stop_strings) if stop in text]
+    if not found:
+        return text, None, tokens
+    place, stop = min(found)
+    end = place + len(stop) if order.body.include_stop_str_in_output else place
+    kept = len(tokens)
+    while kept and len(full_text(request, order, tokens[: kept - 1])) >= end:
+        kept -= 1
+    return text[:end], stop, tokens[:kept]
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may not be sent yet: they may begin a stop string or a character."""
+    for size in range(min(max(map(len, stops), default=0), len(text)), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops):
+            return size
+    return len(text) - len(text.rstrip(UNKNOWN))
+
+
+# Log-probabilities.
+
+
+@lru_cache(maxsize=1)
+def _byte_of() -> dict[str, int]:
+    """Return the byte that each character of a byte-level vocabulary stands for: printable ones for themselves."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def token_text(pair: Pair, token: int) -> tuple[str, bytes]:
+    """Return the text of a token within a text, and its bytes, which may be a part of a character."""
+    tokenizer = pair.tokenizer
+    if tokenizer is None:
+        return str(token), str(token).encode()
+    text = text_of_tokens(tokenizer, [token])
+    if text == "":  # special tokens are no text
+        text = str(tokenizer.decode([token], skip_special_tokens=False))
+    if UNKNOWN not in text:
+        return text, text.encode()
+    piece = str(tokenizer.convert_ids_to_tokens(token))
+    if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
+        return text, bytes([int(found.group(1), 16)])
+    if all(letter in _byte_of() for letter in piece):
+        return text, bytes(_byte_of()[letter] for letter in piece)
+    return text, text.encode()
+
+
+def _named(pair: Pair, order: Order, token: int) -> tuple[str, bytes]:
+    text, raw = token_text(pair, token)
+    return (f"token_id:{token}", raw) if order.body.return_tokens_as_token_ids else (text, raw)
+
+
+def _finite(value: float) -> float:
+    return max(value, NO_LOGPROB)
+
+
+def chat_logprobs(pair: Pair, order: Order, scores: Sequence[TokenScore]) -> dict[str, Any]:
+    """Return log-probabilities in the form of chats."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text, raw = _named(pair, order, token)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+    content = [
+        entry(score.token, score.logprob) | {"top_logprobs": [entry(*one) for one in score.top]} for score in scores
+    ]
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(
+    pair: Pair, order: Order, scores: Sequence[TokenScore | None], tokens: Sequence[int], before: int = 0
+) -> dict[str, Any]:
+    """Return log-probabilities in the form of completions; None stands for a token without any, the first of a prompt.
+
+    Args:
+        tokens: as many as scores.
+        before: characters before the first token.
+    """
+    texts = [token_text(pair, token)[0] for token in tokens]
+    names = [_named(pair, order, token)[0] for token in tokens]
+    offsets = []
+    for text in texts:
+        offsets.append(before)
+        before += len(text)
+    tops = [
+        None if score is None else {_named(pair, order, token)[0]: _finite(value) for token, value in score.top}
+        for score in scores
+    ]
+    return {
+        "tokens": names,
+        "token_logprobs": [None if score is None else _finite(score.logprob) for score in scores],
+        "top_logprobs": tops if order.top else None,
+        "text_offset": offsets,
+    }
+
+
+# The answer.
+
+
+def fingerprint(pair: Pair, chunk: int) -> str:
+    """Return a name of all that a text depends on besides its request."""
+    model = pair.target_model
+    parts = [__version__, pair.target.engine, str(getattr(model, "dtype", "")), weights_key(model), chunk]
+    return "sb-" + hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:10]
+
+
+def choice_json(pair: Pair, order: Order, choice: ReturnedText, text: str | None = None) -> dict[str, Any]:
+    """Return a choice of an answer that is not streamed.
+
+    Args:
+        text: instead of that of the choice, for an echo.
+    """
+    shown = choice.text if text is None else text
+    found: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason}
+    if order.is_chat:
+        found["message"] = _message(order, choice, shown)
+        found["logprobs"] = None if choice.scores is None else chat_logprobs(pair, order, choice.scores)
+    else:
+        found["text"] = shown
+        found["logprobs"] = (
+            None if choice.scores is None else completion_logprobs(pair, order, choice.scores, choice.tokens)
+        )
+    return found | extras_of(order, choice)
+
+
+def _message(order: Order, choice: ReturnedText, text: str) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if order.forced_tool is not None and choice.finish_reason == "tool_calls":
+        message["content"] = None
+        message["tool_calls"] = [tool_call(order, choice)]
+    return message
+
+
+def tool_call(order: Order, choice: ReturnedText) -> dict[str, Any]:
+    """Return the call that a text makes."""
+    name = hashlib.sha256(f"{choice.index} {choice.text}".encode()).hexdigest()[:24]
+    return {
+        "id": f"call_{name}",
+        "type": "function",
+        "function": {"name": order.forced_tool, "arguments": choice.text},
+    }
+
+
+def extras_of(order: Order, choice: ReturnedText) -> dict[str, Any]:
+    """Return what a choice has besides OpenAI's fields."""
+    extras: dict[str, Any] = {
+        "stop_reason": choice.stop_reason,
+        "score": _number(choice.beam.score),
+        "cumulative_logprob": None,
+        "finished": choice.beam.finished,
+    }
+    if choice.scores is not None:
+        extras["cumulative_logprob"] = _number(sum(score.logprob for score in choice.scores))
+    if order.body.return_token_ids:
+        extras["token_ids"] = choice.tokens
+    return extras
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def usage_of(order: Order, choices: Sequence[ReturnedText], cached: int) -> dict[str, Any]:
+    """Return the tokens that count: prompts once, those of the returned texts, no drafts."""
+    prompt = sum(map(len, order.prompts))
+    completion = sum(len(choice.tokens) for choice in choices)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def cached_tokens(request: Request, jobs: Sequence[Job]) -> int:
+    """Return the number of tokens of prompts that were not computed, for each prompt once."""
+    found: dict[int, int] = {}
+    for job in jobs:
+        prompt = request.prompt_of[job.session.place]
+        count = job.session.recalled.get(request.pair.target, 0)
+        found[prompt] = min(found.get(prompt, count), count)
+    return sum(found.values())
+
+
+def specbeam_json(request: Request, order: Order, jobs: Sequence[Job], outcome: AnsweredRequest) -> dict[str, Any]:
+    """Return our own part of an answer."""
+    method = request.method
+    found: dict[str, Any] = {
+        "method": method.name,
+        "settings": settings_json(order),
+        "law": request.parts.law,
+        "exact": method.exact,
+        "lossless": method.lossless,
+        "warnings": outcome.warnings,
+    }
+    if order.options.report:
+        found["report"] = report_json(request, jobs, outcome)
+    if order.options.beams_returned:
+        found["beams"] = _beams_json(order, outcome)
+    return found
+
+
+def settings_json(order: Order) -> dict[str, Any]:
+    """Return the settings that decoded, without objects."""
+    settings = asdict(order.settings) if not order.settings.logits_processor else dict(vars(order.settings))
+    return {
+        name: value
+        for name, value in settings.items()
+        if isinstance(value, (bool, int, float, str)) and name not in ("json_schema", "regex", "grammar")
+    } | {"beams": order.method.beams, "seed": order.seed}
+
+
+def report_json(request: Request, jobs: Sequence[Job], outcome: AnsweredRequest) -> dict[str, Any]:
+    """Return what a request has cost, all its sessions together."""
+    counts = [job.session.count for job in jobs]
+    widths = Counter(width for count in counts for width in count.widths)
+    tokens = sum(job.session.length for job in jobs)
+    passes = sum(count.target_passes for count in counts)
+    steps = sum(widths.values())
+    joules = [job.joules for job in jobs if job.joules is not None]
+    audits = [job.session.audit for job in jobs if job.session.audited]
+    return {
+        "target_passes": passes,
+        "draft_passes": sum(count.draft_passes for count in counts),
+        "passes_per_token": passes / tokens if tokens else None,
+        "target_rows": sum(count.rows.scored for count in counts),
+        "accepted": sum(count.accepted for count in counts),
+        "widths": {str(width): number for width, number in sorted(widths.items())},
+        "mean_width": sum(width * number for width, number in widths.items()) / steps if steps else None,
+        "seconds": _span(jobs, "started", "ended"),
+        "queue_seconds": _span(jobs, "arrived", "started", first=True),
+        "first_token_seconds": _span(jobs, "arrived", "first_token", first=True),
+        "peak_kv_tokens": max((count.peak_kv_tokens for count in counts), default=0),
+        "cached_tokens": cached_tokens(request, jobs),
+        "joules": sum(joules) if joules else None,
+        "joules_shared": any(job.shared for job in jobs),
+        "audit": _audit_json(audits),
+    }
+
+
+def _audit_json(audits: Sequence[Any]) -> dict[str, Any] | None:
+    if not audits:
+        return None
+    whole = audits[0]
+    for one in audits[1:]:
+        whole = whole + one
+    return {"passed": not whole.suspicious, "evidence": _number(float(whole.evidence)), "trials": int(whole.trials)}
+
+
+def _span(jobs: Sequence[Job], start: str, end: str, first: bool = False) -> float | None:
+    """Return the seconds from the first start to the last end, or to the first."""
+    starts = [getattr(job, start) for job in jobs if getattr(job, start) is not None]
+    ends = [getattr(job, end) for job in jobs if getattr(job, end) is not None]
+    if not starts or not ends:
+        return None
+    return float((min(ends) if first else max(ends)) - min(starts))
+
+
+def _beams_json(order: Order, outcome: AnsweredRequest) -> list[dict[str, Any]]:
+    """Return the hypotheses of all prompts, best first."""
+    most = order.options.beams_returned
+    found = []
+    for prompt, answers in enumerate(outcome.generations):
+        beams = answers[0].beams if order.method.beams > 1 and answers else [_beam_of(one) for one in answers]
+        chosen = [answer.tokens for answer in answers]
+        for beam in beams if most == "all" else beams[: int(most)]:
+            number = chosen.index(beam.tokens) if beam.tokens in chosen else None
+            one: dict[str, Any] = {
+                "prompt": prompt,
+                "text": beam.text,
+                "score": _number(beam.score),
+                "length": len(beam.tokens),
+                "finished": beam.finished,
+                "choice": None if number is None else prompt * order.count + number,
+            }
+            if order.body.return_token_ids:
+                one["token_ids"] = beam.tokens
+            found.append(one)
+    return found
+
+
+def metrics_json(jobs: Sequence[Job], completion_tokens: int) -> dict[str, Any]:
+    """Return the figures of a request under vLLM's names."""
+    first = _span(jobs, "arrived", "first_token", first=True)
+    whole = _span(jobs, "started", "ended")
+    queue = _span(jobs, "arrived", "started", first=True)
+    passes = sum(job.session.count.target_passes for job in jobs)
+    accepted = sum(job.session.count.accepted for job in jobs)
+    rows = sum(job.session.count.rows.scored for job in jobs)
+    return {
+        "time_to_first_token_ms": None if first is None else 1000 * first,
+        "generation_time_ms": None if whole is None else 1000 * whole,
+        "queue_time_ms": None if queue is None else 1000 * queue,
+        "tokens_per_second": completion_tokens / whole if whole else None,
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + accepted / passes if passes else None,
+            "num_spec_steps": passes,
+            "num_accepted_draft_tokens": accepted,
+            "num_scored_rows": rows,
+        },
+    }
+
+
+def best_of_mean(
+    generations: Sequence[Sequence[Generation]], scores: Sequence[list[TokenScore]], count: int
+) -> tuple[list[list[Generation]], list[list[TokenScore]]]:
+    """Return the `count` generations of each prompt with the highest mean log-probability per token, and their scores."""
+    chosen: list[list[Generation]] = []
+    kept: list[list[TokenScore]] = []
+    place = 0
+    for answers in generations:
+        own = [*scores[place : place + len(answers)]]
+        place += len(answers)
+        means = [sum(score.logprob for score in each) / max(len(each), 1) for each in own]
+        best = sorted(range(len(answers)), key=lambda number: -means[number])[:count]
+        chosen.append([answers[number] for number in best])
+        kept += [own[number] for number in best]
+    return chosen, kept

@@ -1,0 +1,678 @@
+"""The HTTP server: OpenAI's API with beams, health, metrics, and a page."""
+
+import asyncio
+import contextlib
+import hmac
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+from specbeam import __version__
+from specbeam.decode import decode
+from specbeam.errors import MissingFile, SpecbeamError
+from specbeam.generation import chosen_by_speed
+from specbeam.options.settings import Settings
+from specbeam.pair import Pair
+from specbeam.recipes.beams import dsbd, sampling
+from specbeam.recipes.method import Method, recipe_of
+from specbeam.recipes.search import beam_search, speculative_beam_search
+from specbeam.recipes.sequence import speculative_sampling
+from specbeam.recipes.settings_text import method_from
+from specbeam.request import Request as SessionRequest
+from specbeam.runs import TURNS
+from specbeam.serve.answers import fingerprint, token_text
+from specbeam.serve.asking import DONE, Asking, as_event
+from specbeam.serve.auth import Client, Keys
+from specbeam.serve.config import MIB, ServerConfig
+from specbeam.serve.engine import Engine, EngineLimits
+from specbeam.serve.guarding import Guarding
+from specbeam.serve.mapping import BUNDLED_TEMPLATE, RECIPE_OF, Served, chat_ids, order_of, text_ids
+from specbeam.serve.metrics import ServerMetrics
+from specbeam.serve.protocol import (
+    Body,
+    BodyKind,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse_body,
+)
+from specbeam.serve.refusals import Refusal, invalid, refusal_of
+
+LOG = logging.getLogger("specbeam.serve")
+PAGE = Path(__file__).parent / "page" / "index.html"
+WARM_TOKENS = 8  # of each text that is decoded before the server is ready
+BODY_S = 30.0  # seconds for which a body may take to arrive
+Result = TypeVar("Result")
+CSP = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+OPEN = ("/", "/live", "/health", "/ready")
+
+
+class BeamServer:
+    """The state of a server: what it serves, its engine, and the requests under way.
+
+    Args:
+        config: what the operator has set.
+        load: returns the pair; called in a thread after the server listens.
+    """
+
+    def __init__(self, config: ServerConfig, load: Callable[[], Pair]) -> None:
+        self.config = config
+        self.keys = Keys.of(config)
+        self.metrics = ServerMetrics(config.name or str(config.model))
+        self.state = "loading"  # then "ready", "draining" or "failed"
+        self.failure = ""
+        self.asking: dict[str, Asking] = {}
+        self.engine: Engine | None = None
+        self.fingerprint = ""
+        self.pool = ThreadPoolExecutor(4, thread_name_prefix="specbeam request")
+        self._load = load
+        self._served: Served | None = None
+        self._compiling = asyncio.Semaphore(2)
+        self._watching = asyncio.Semaphore(2)  # requests whose turns are shown
+        self._service_s = 1.0  # seconds that a text takes, lately
+
+    @property
+    def served(self) -> Served:
+        """What requests are answered with. Raises `Refusal` while there is nothing yet, or nothing any more."""
+        if self._served is None or self.state != "ready":
+            code = "engine_dead" if self.state == "failed" else self.state
+            raise Refusal(503, "overloaded_error", code, f"the server is {self.state}; try again later", None, 5)
+        return self._served
+
+    def start(self) -> None:
+        """Load the pair and start the engine; takes long."""
+        try:
+            pair = self._load()
+            self._served = served_of(self.config, pair)
+            self.fingerprint = fingerprint(pair, self.config.chunk)
+            self.engine = Engine(pair, _engine_limits(self.config, pair), self.keys.weights).start()
+            served = self._served
+            self.engine.call(lambda: _warm_up(pair, served)).result()
+        except Exception as error:
+            self.failure = str(error)
+            self.state = "failed"
+            raise
+        self.metrics.engine = self.engine
+        if self.state == "loading":
+            self.state = "ready"
+
+    def drain(self) -> None:
+        """Refuse what is new, let what is decoded end, and end the engine."""
+        self.state = "draining"
+        if self.engine is not None:
+            self.engine.drain(self.config.drain_timeout)
+            self.engine.close()
+
+    def client(self, http: Request) -> Client:
+        """Return who sends a request. Raises `Refusal` if nobody known does."""
+        return self.keys.client(http.headers.get("authorization"))
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """Return whether the server can answer, as status and JSON."""
+        engine = self.engine
+        state = self.state
+        if engine is not None and state in ("ready", "draining"):
+            is_dead = engine.state == "dead" or engine.stalled_s > self.config.stall_timeout
+            state = "engine_dead" if is_dead else state
+        if state == "ready":
+            return 200, {"status": "ok", "model": self.metrics.name}
+        return 503, {"status": "engine_dead" if state == "failed" else state, "message": self.failure}
+
+    async def answer(self, http: Request, kind: type[Body]) -> Response:
+        """Answer a completion or a chat."""
+        client = self.client(http)
+        served = self.served
+        assert self.engine is not None
+        raw = await read_body(http, self.config.max_body)
+        note = http.scope["state"]["note"]
+        note["key"] = client.name
+        order = await self._in_pool(lambda: order_of(parse_body(kind, raw), served))
+        note |= {"method": order.method.name, "prompts": len(order.prompts), "n": order.count}
+        if self.config.log_texts:
+            note["texts"] = order.texts
+        asking = Asking(order, served, self.engine, client, self.pool, http.scope["state"]["number"])
+        asking.fingerprint = self.fingerprint
+        shows = order.options.trace or order.options.audit
+        if shows and self._watching.locked():
+            raise self._refuse_full("key_limit", "two requests with trace or audit run already; try again later")
+        try:
+            await asking.submit(self._compiling)
+        except SpecbeamError as error:
+            refusal = refusal_of(error, self._retry_after())
+            if refusal.status in (429, 503):
+                self.metrics.rejected[refusal.code] += 1
+            raise refusal from error
+        self.asking[asking.number] = asking
+        if order.streams:
+            body = self._events(asking, note, shows)
+            headers = {"x-accel-buffering": "no"}
+            return StreamingResponse(body, media_type="text/event-stream", headers=headers)
+        try:
+            async with self._watching if shows else contextlib.nullcontext():
+                found = await _unless_gone(http, asking.answer())
+        finally:
+            self._forget(asking, note)
+        return JSONResponse(found)
+
+    async def _events(self, asking: Asking, note: dict[str, Any], shows: bool) -> AsyncIterator[bytes]:
+        """Yield the events of a stream. If nobody reads it for long, or goes away, the request is cancelled."""
+        reader = _Reader(asking, self.config.reader_timeout)
+        try:
+            async with self._watching if shows else contextlib.nullcontext():
+                try:
+                    async for chunk in asking.stream():
+                        reader.sends()
+                        yield as_event(chunk)
+                        reader.has_sent()
+                except (Refusal, SpecbeamError) as error:
+                    refusal = refusal_of(error, self._retry_after())
+                    note["error"] = refusal.code
+                    yield as_event(refusal.body)
+                except Exception as error:  # nothing more can be said to the client than that it failed
+                    LOG.exception("request %s", asking.number)
+                    note["error"] = "engine_error"
+                    yield as_event(refusal_of(error).body)
+                yield DONE
+        finally:
+            reader.close()
+            self._forget(asking, note)
+
+    def _forget(self, asking: Asking, note: dict[str, Any]) -> None:
+        """End a request, and count it."""
+        asking.cancel()
+        self.asking.pop(asking.number, None)
+        jobs = asking.jobs
+        outcome = asking.outcome
+        if outcome is None:
+            self.metrics.finished["abort"] += 1
+            note.setdefault("error", "abort")
+            return
+        tokens = sum(len(choice.tokens) for choice in outcome.choices)
+        prompt_tokens = sum(map(len, asking.order.prompts))
+        reasons = [choice.finish_reason for choice in outcome.choices]
+        self.metrics.note(jobs, prompt_tokens, tokens, asking.order.count, asking.order.method.beams, reasons)
+        note |= {"prompt_tokens": prompt_tokens, "tokens": tokens}
+        if self.config.log_texts:
+            note["answers"] = [choice.text for choice in outcome.choices]
+        for job in jobs:
+            if job.started is not None and job.ended is not None:
+                self._service_s = 0.9 * self._service_s + 0.1 * (job.ended - job.started)
+
+    def _retry_after(self) -> int:
+        """Return after how many seconds a place may be free."""
+        waiting = self.engine.waiting if self.engine is not None else 1
+        return int(min(max(waiting * self._service_s / self.config.max_running, 1), 60))
+
+    def _refuse_full(self, code: str, message: str) -> Refusal:
+        self.metrics.rejected[code] += 1
+        return Refusal(429, "rate_limit_error", code, message, None, self._retry_after())
+
+    async def _in_pool(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self.pool, function)
+
+    async def tokenize(self, http: Request) -> dict[str, Any]:
+        """Return the tokens of a text or a chat."""
+        self.client(http)
+        served = self.served
+        body = parse_body(TokenizeBody, await read_body(http, self.config.max_body))
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("give either prompt or messages", "prompt")
+
+        def tokens() -> list[int]:
+            if body.messages is not None:
+                return chat_ids(body, served)
+            return text_ids(body.prompt or "", served, body.add_special_tokens is not False)
+
+        ids = await self._in_pool(tokens)
+        found: dict[str, Any] = {"count": len(ids), "max_model_len": served.room, "tokens": ids}
+        if body.return_token_strs:
+            found["token_strs"] = [token_text(served.pair, token)[0] for token in ids]
+        return found
+
+    async def detokenize(self, http: Request) -> dict[str, Any]:
+        """Return the text of tokens."""
+        self.client(http)
+        served = self.served
+        body = parse_body(DetokenizeBody, await read_body(http, self.config.max_body))
+        tokenizer = served.pair.tokenizer
+        if tokenizer is None:
+            raise invalid("this server has no tokenizer", "tokens", "not_supported")
+        if max(body.tokens) >= served.pair.target.vocab:
+            raise invalid(
+                f"tokens holds {max(body.tokens)}; the model knows 0 to {served.pair.target.vocab - 1}", "tokens"
+            )
+        return {"prompt": await self._in_pool(lambda: str(tokenizer.decode(body.tokens)))}
+
+    def methods(self) -> list[dict[str, Any]]:
+        """Return the methods that requests may name, with their laws and settings."""
+        allowed = self.config.methods or tuple(RECIPE_OF)
+        found = []
+        for name, make in RECIPE_OF.items():
+            if name in allowed:
+                recipe = recipe_of(make)
+                settings = {
+                    key: {"default": _plain(one.default), "type": str(one.annotation)}
+                    for key, one in inspect.signature(make).parameters.items()
+                    if key != "trace"
+                }
+                needs = recipe.needs
+                found.append(
+                    {"name": name, "law": recipe.law, "paper": recipe.paper, "exact": recipe.exact, "needs": needs,
+                     "lossless": recipe.lossless, "settings": settings, "available": self._is_available(needs)}
+                )  # fmt: skip
+        return found
+
+    def _is_available(self, needs: str) -> bool:
+        return needs != "a draft model" or (self._served is not None and self._served.pair.draft is not None)
+
+    def requests(self, client: Client) -> list[dict[str, Any]]:
+        """Return the requests of a client that are under way."""
+        now = time.monotonic()
+        return [
+            {
+                "id": number,
+                "method": asking.order.method.name,
+                "tokens": sum(job.session.length for job in asking.jobs),
+                "running": sum(job.started is not None and not job.is_over for job in asking.jobs),
+                "waiting": sum(job.started is None and not job.is_over for job in asking.jobs),
+                "seconds": round(now - min((job.arrived for job in asking.jobs), default=now), 3),
+            }
+            for number, asking in self.asking.items()
+            if asking.client.name == client.name
+        ]
+
+
+class _Reader:
+    """Watches that a client reads its stream, and cuts it off if it does not for long."""
+
+    def __init__(self, asking: Asking, seconds: float) -> None:
+        self._asking = asking
+        self._seconds = seconds
+        self._task = asyncio.current_task()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def sends(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._cut)
+
+    def has_sent(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _cut(self) -> None:
+        self._asking.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+
+async def read_body(http: Request, most: int) -> bytes:
+    """Return the body of a request. Raises `Refusal` if it is too large, comes too slowly or is no JSON by its header."""
+    kind = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if kind not in ("application/json", ""):
+        raise invalid(f"the body is {kind[:100]!r}; send application/json", None, "not_json", 415)
+    parts: list[bytes] = []
+    size = 0
+
+    async def read() -> None:
+        nonlocal size
+        async for part in http.stream():
+            size += len(part)
+            if size > most:
+                raise invalid(
+                    f"the body has more than {most} bytes, which this server takes", None, "body_too_large", 413
+                )
+            parts.append(part)
+
+    try:
+        await asyncio.wait_for(read(), BODY_S)
+    except TimeoutError as error:
+        raise Refusal(408, "timeout_error", "request_timeout", f"the body took more than {BODY_S:g} seconds") from error
+    return b"".join(parts)
+
+
+async def _unless_gone(http: Request, answer: Any) -> Any:
+    """Return the answer, or raise `Refusal` as soon as the client is gone."""
+    working = asyncio.ensure_future(answer)
+
+    async def gone() -> None:
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Refusal(499, "server_error", "cancelled", "the client is gone")
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def _engine_limits(config: ServerConfig, pair: Pair) -> EngineLimits:
+    return EngineLimits(
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+        max_running_per_key=config.max_running_per_key or config.max_running,
+        kv_bytes=int(config.kv_gb * 1e9) if config.kv_gb else half_of_free_memory(),
+        chunk=config.chunk,
+        prefix_bytes=config.prefix_cache_mb * MIB,
+    )
+
+
+def half_of_free_memory() -> int | None:
+    """Return half of the bytes of memory that are free on this machine; None if the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(512 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def served_of(config: ServerConfig, pair: Pair) -> Served:
+    """Return what requests are answered with."""
+    template: str | None = None
+    if config.chat_template:
+        try:
+            template = Path(config.chat_template).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise MissingFile(f"could not read the chat template: {error}") from error
+    elif config.model == "bundled":
+        template = BUNDLED_TEMPLATE
+    name = config.name or str(config.model)
+    return Served(pair, name, default_method(config, pair), config, template)
+
+
+def default_method(config: ServerConfig, pair: Pair) -> Method:
+    """Return the method of requests that name none."""
+    if config.method == "":
+        return sampling() if pair.draft is None else speculative_sampling()
+    if config.method == "auto":
+        return chosen_by_speed(pair, ["Ein Hund läuft."] if pair.tokenizer is not None else [[1, 2, 3]], Settings())[0]
+    return method_from(config.method, list(config.settings))
+
+
+def _warm_up(pair: Pair, served: Served) -> None:
+    """Make room for all texts at once, and compile and measure what usual requests need, so that none waits for it.
+
+    Runs in the engine's thread.
+    """
+    config = served.config
+    for lm in (pair.target, pair.draft):
+        if lm is not None and hasattr(lm, "reserve"):
+            lm.reserve(config.max_running + 1, min(served.room or 512, 512))
+    if not config.warm_up:
+        return
+    beams = min(config.default_beams, config.max_beams)
+    usual = [served.method, beam_search(beams)]
+    if pair.draft is not None:
+        usual += [speculative_beam_search(beams), dsbd(beams)]
+    for method in usual:
+        settings = Settings(max_new_tokens=WARM_TOKENS, eos_token_id=[])
+        for prompts, ahead in (([[1, 2]], 0), ([[1, 2]], TURNS), ([[1, 2], [1, 3]], 1)):
+            request = SessionRequest(pair, prompts, method, settings, 0)
+            for _ in decode(pair.target, request.sessions, ahead=ahead):
+                pass
+
+
+def make_app(server: BeamServer) -> Any:
+    """Return the routes of a server, as an ASGI application."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.get_running_loop().run_in_executor(None, server.start)
+        loading.add_done_callback(_log_failure)
+        yield
+        await asyncio.get_running_loop().run_in_executor(None, server.drain)
+        server.pool.shutdown(wait=False, cancel_futures=True)
+
+    app = FastAPI(
+        title="specbeam", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
+    )
+
+    def refused(http: Request, error: Exception) -> JSONResponse:
+        refusal = refusal_of(error)
+        if refusal.status >= 500 and not isinstance(error, Refusal):
+            LOG.error("request %s", http.scope["state"]["number"], exc_info=error)
+        http.scope["state"]["note"]["error"] = refusal.code
+        return JSONResponse(refusal.body, refusal.status, headers=refusal.headers)
+
+    def strange(http: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        known = {404: "unknown_url", 405: "method_not_allowed"}
+        code = known.get(error.status_code, "bad_setting")
+        message = f"{http.method} {http.url.path[:200]} is not answered by this server: {error.detail}"
+        kind = "not_found_error" if error.status_code in known else "invalid_request_error"
+        refusal = Refusal(error.status_code, kind, code, message)
+        return JSONResponse(refusal.body, error.status_code, headers=error.headers)
+
+    app.add_exception_handler(Refusal, refused)
+    app.add_exception_handler(SpecbeamError, refused)
+    app.add_exception_handler(RequestValidationError, refused)
+    app.add_exception_handler(Exception, refused)
+    app.add_exception_handler(HTTPException, strange)
+    _add_decoding(app, server)
+    _add_looking(app, server)
+    _add_operating(app, server)
+    paths = frozenset(path for path in _schema(app)["paths"] if "{" not in path)
+    return Guarding(app, server.config, server.metrics, paths)
+
+
+def _log_failure(loading: "asyncio.Future[None]") -> None:
+    if not loading.cancelled() and loading.exception() is not None:
+        LOG.error("the server could not start: %s", loading.exception())
+
+
+def _body(kind: type[BodyKind]) -> dict[str, Any]:
+    reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": what, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    for status, what in {
+        400: "cannot be honoured", 401: "unknown key", 404: "not here", 408: "out of time", 413: "too large",
+        415: "no JSON", 422: "no answer", 429: "no place", 500: "failed", 503: "not ready",
+    }.items()
+}  # fmt: skip
+
+
+def _add_decoding(app: FastAPI, server: BeamServer) -> None:
+    @app.post("/v1/completions", responses=_ERRORS, openapi_extra=_body(CompletionBody), response_model=None)
+    async def completions(http: Request) -> Response:
+        """Go on with texts."""
+        return await server.answer(http, CompletionBody)
+
+    @app.post("/v1/chat/completions", responses=_ERRORS, openapi_extra=_body(ChatBody), response_model=None)
+    async def chat(http: Request) -> Response:
+        """Answer messages."""
+        return await server.answer(http, ChatBody)
+
+    @app.post("/tokenize", responses=_ERRORS, openapi_extra=_body(TokenizeBody))
+    async def tokenize(http: Request) -> dict[str, Any]:
+        """Return the tokens of a text."""
+        return await server.tokenize(http)
+
+    @app.post("/detokenize", responses=_ERRORS, openapi_extra=_body(DetokenizeBody))
+    async def detokenize(http: Request) -> dict[str, Any]:
+        """Return the text of tokens."""
+        return await server.detokenize(http)
+
+
+def _add_looking(app: FastAPI, server: BeamServer) -> None:
+    @app.get("/v1/models", responses=_ERRORS)
+    async def models(http: Request) -> dict[str, Any]:
+        """Return the model that is served."""
+        server.client(http)
+        return {"object": "list", "data": [_model(server)]}
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    async def model(http: Request, name: str) -> dict[str, Any]:
+        """Return the model of this name."""
+        server.client(http)
+        if name != server.served.name:
+            raise invalid(
+                f"there is no model {name[:100]!r} here; this server has {server.served.name!r}", "model", "model_not_found",
+                404,
+            )  # fmt: skip
+        return _model(server)
+
+    @app.get("/v1/specbeam/methods", responses=_ERRORS)
+    async def methods(http: Request) -> dict[str, Any]:
+        """Return the methods that a request may name."""
+        server.client(http)
+        default = server.served.method.name
+        return {"object": "list", "default": default, "data": server.methods()}
+
+    @app.get("/v1/specbeam/requests", responses=_ERRORS)
+    async def requests(http: Request) -> dict[str, Any]:
+        """Return the own requests under way."""
+        return {"object": "list", "data": server.requests(server.client(http))}
+
+    @app.delete("/v1/specbeam/requests/{number}", responses=_ERRORS)
+    async def cancel(http: Request, number: str) -> dict[str, Any]:
+        """End an own request."""
+        client = server.client(http)
+        asking = server.asking.get(number)
+        if asking is None or asking.client.name != client.name:
+            raise invalid(f"there is no request {number[:64]!r} under way", None, "unknown_url", 404)
+        asking.cancel()
+        return {"id": number, "cancelled": True}
+
+    @app.get("/version", responses=_ERRORS)
+    async def version(http: Request) -> dict[str, str]:
+        """Return the version of the server."""
+        server.client(http)
+        return {"version": __version__}
+
+    @app.get("/props", responses=_ERRORS)
+    async def props(http: Request) -> dict[str, Any]:
+        """Return what the server can do."""
+        server.client(http)
+        served = server.served
+        config = server.config
+        limits = ("max_running", "max_waiting", "max_tokens", "max_beams", "max_n", "max_prompts", "max_body")
+        return {
+            "model": served.name,
+            "engine": served.pair.target.engine,
+            "has_draft": served.pair.draft is not None,
+            "has_chat": served.template is not None or bool(getattr(served.pair.tokenizer, "chat_template", None)),
+            "max_model_len": served.room,
+            "default_method": served.method.name,
+            "law": served.method.law,
+            "limits": {name: getattr(config, name) for name in limits},
+            "fingerprint": server.fingerprint,
+        }
+
+
+def _model(server: BeamServer) -> dict[str, Any]:
+    served = server.served
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "specbeam",
+        "max_model_len": served.room,
+    }
+
+
+def _add_operating(app: FastAPI, server: BeamServer) -> None:
+    @app.get("/live")
+    async def live() -> dict[str, str]:
+        """Say that the process answers."""
+        return {"status": "ok"}
+
+    async def health() -> JSONResponse:
+        """Say whether requests can be answered."""
+        status, found = server.health()
+        return JSONResponse(found, status, headers={"retry-after": "5"} if status == 503 else None)
+
+    app.get("/health", responses={503: {"description": "not ready"}}, response_model=None)(health)
+    app.get("/ready", responses={503: {"description": "not ready"}}, response_model=None)(health)
+
+    @app.get("/metrics", responses=_ERRORS, response_model=None)
+    async def metrics(http: Request) -> Response:
+        """Return figures for Prometheus."""
+        _check_metrics(server, http)
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/", response_class=HTMLResponse, response_model=None)
+    async def page() -> Response:
+        """Return the page that shows forests."""
+        import secrets
+
+        nonce = secrets.token_urlsafe(16)
+        text = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce)
+        return HTMLResponse(text, headers={"content-security-policy": CSP.format(nonce=nonce)})
+
+    @app.get("/openapi.json", response_model=None)
+    async def schema() -> JSONResponse:
+        """Return the description of these routes."""
+        return JSONResponse(_schema(app))
+
+
+def _check_metrics(server: BeamServer, http: Request) -> None:
+    """Raise `Refusal` unless the sender may read the figures: with the key for them, any key, or from this machine."""
+    given = http.headers.get("authorization", "").removeprefix("Bearer ")
+    wanted = server.config.metrics_key
+    if wanted and hmac.compare_digest(given.encode(), wanted.encode()):
+        return
+    here = http.client is None or http.client.host in ("127.0.0.1", "::1", "testclient")
+    if not wanted and here:
+        return
+    if not server.keys.needed:
+        raise Refusal(403, "permission_error", "forbidden", "figures are for this machine alone; set a metrics key")
+    server.client(http)
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    """Return the OpenAPI description of the routes with the bodies that they take."""
+    found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas = found.setdefault("components", {}).setdefault("schemas", {})
+    for kind in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody):
+        made = kind.model_json_schema(ref_template="#/components/schemas/{model}", by_alias=True)
+        schemas |= made.pop("$defs", {})
+        schemas[kind.__name__] = made
+    names = ("message", "type", "param", "code")
+    schemas["Error"] = {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": list(names),
+                "properties": {name: {"type": ["string", "null"] if name == "param" else "string"} for name in names},
+            }
+        },
+    }
+    return found
+
+
+def with_pair(config: ServerConfig, pair: Pair) -> Any:
+    """Return the application that serves a pair which is loaded already; it is ready at its first request."""
+    server = BeamServer(replace(config), lambda: pair)
+    return make_app(server)

@@ -1,0 +1,461 @@
+"""One request under way: from its body to its answer, at once or as a stream."""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from specbeam.errors import Cancelled
+from specbeam.options.checks import as_texts
+from specbeam.records import Generation, Turn
+from specbeam.request import Request
+from specbeam.serve.answers import (
+    AnsweredRequest,
+    ReturnedText,
+    best_of_mean,
+    cached_tokens,
+    chat_logprobs,
+    choice_json,
+    choices_of,
+    completion_logprobs,
+    cut_text,
+    extras_of,
+    full_text,
+    generations_of,
+    held_back,
+    metrics_json,
+    specbeam_json,
+    token_text,
+    tool_call,
+    usage_of,
+)
+from specbeam.serve.auth import Client
+from specbeam.serve.engine import Engine, Job
+from specbeam.serve.mapping import Order, Served
+from specbeam.serve.refusals import invalid, refusal_of
+from specbeam.serve.scoring import TokenScore
+from specbeam.serve.trace import turn_record
+from specbeam.session import Session
+
+PING_S = 15.0  # seconds of silence after which a stream shows that it lives
+MOST_EVENTS = 256  # turns that wait for a slow reader
+LIVE_S = 0.05  # seconds between two looks at live beams
+Result = TypeVar("Result")
+
+
+class Asking:
+    """A request while it is decoded.
+
+    Args:
+        order: what is asked for.
+        served: what answers.
+        engine: decodes.
+        client: who asks.
+        pool: threads for what takes long.
+        number: the name of the request, for its log.
+    """
+
+    def __init__(
+        self, order: Order, served: Served, engine: Engine, client: Client, pool: ThreadPoolExecutor, number: str
+    ) -> None:
+        self.order = order
+        self.served = served
+        self.engine = engine
+        self.client = client
+        self.number = number
+        self.created = int(time.time())
+        self.jobs: list[Job] = []
+        self.outcome: AnsweredRequest | None = None
+        self.fingerprint = ""
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._moved = asyncio.Event()
+        self._request: Request | None = None
+        self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
+        self._turns = 0
+        self._last_turn = time.monotonic()
+        self._last_live = 0.0
+        self._words: dict[int, str] = {}
+
+    @property
+    def request(self) -> Request:
+        assert self._request is not None
+        return self._request
+
+    @property
+    def name(self) -> str:
+        """The id of the answer."""
+        return f"{'chatcmpl' if self.order.is_chat else 'cmpl'}-{self.number}"
+
+    async def submit(self, compiling: asyncio.Semaphore) -> None:
+        """Let the request wait for its turn. Raises `Refusal` if that cannot be.
+
+        Args:
+            compiling: limits how many forms are compiled side by side.
+        """
+        order = self.order
+        given = (order.prompts, order.method, order.settings, order.seed, order.options.audit)
+        if order.settings.form_kind is None:
+            self._request = await self._in_pool(lambda: self.engine.request(*given))
+        else:
+            async with compiling:
+                making = self._in_pool(lambda: self.engine.request(*given))
+                self._request = await _in_time(making, self.served.config.compile_timeout)
+        for error in self.request.refused.values():
+            raise refusal_of(error)
+        if order.body.max_tokens == 0:
+            return
+        self.jobs = [self._job(session) for session in self.request.sessions]
+        self.engine.submit(self.jobs)
+
+    def _job(self, session: Session) -> Job:
+        config = self.served.config
+        order = self.order
+        own = "" if config.prefix_cache_shared else self.client.name
+        session.namespace = order.body.cache_salt or own
+        now = time.monotonic()
+        shows = order.options.trace or order.options.stream == "live"
+        return Job(
+            session,
+            self._watch,
+            key=self.client.name,
+            priority=max(order.body.priority or 0, self.client.least_priority),
+            streams=order.streams,
+            see=self._see if shows else None,
+            start_by=now + config.queue_timeout,
+            end_by=now + config.request_timeout,
+        )
+
+    def _watch(self, job: Job) -> None:
+        """Wake up who waits for the job; called in the engine's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._moved.set)
+
+    def _see(self, session: Session, turn: Turn) -> None:
+        """Keep what a turn looks like; called in the engine's thread."""
+        now = time.monotonic()
+        self._turns += 1
+        if self.order.options.trace:
+            record = turn_record(session, turn, self._word, self._turns, 1000 * (now - self._last_turn))
+            self._events.append({"turn": record})
+        elif now - self._last_live >= LIVE_S:
+            self._last_live = now
+            self._events.append({"live": self._live(session)})
+        self._last_turn = now
+
+    def _word(self, token: int) -> str:
+        """Return the text of a token within a text; each is looked up once."""
+        if token not in self._words:
+            self._words[token] = token_text(self.served.pair, token)[0]
+        return self._words[token]
+
+    def _live(self, session: Session) -> dict[str, Any]:
+        settled = session.settled
+        length = session.length
+        beams: list[tuple[str, float, bool]] = [
+            (self.request.text_of([*settled, *tail.tolist()]), session.limits.normalised(float(score), length), False)
+            for tail, score in zip(session.tails, session.beams.scores, strict=True)
+        ]
+        beams += [
+            (self.request.text_of(one.tokens), session.limits.normalised(one.loglik, len(one.tokens)), True)
+            for one in session.ended
+        ]
+        beams.sort(key=lambda beam: -beam[1])
+        best = beams[0] if beams else ("", 0.0, False)
+        return {"text": best[0], "score": best[1], "beams": beams[:32], "settled": self.request.text_of(settled)}
+
+    def cancel(self) -> None:
+        """End what is still decoded; the answer is not wanted any more."""
+        left = [job for job in self.jobs if not job.is_over]
+        if left:
+            self.engine.cancel(left)
+
+    @property
+    def is_over(self) -> bool:
+        return all(job.is_over for job in self.jobs)
+
+    async def wait(self) -> None:
+        """Return when all texts have ended."""
+        while not self.is_over:
+            self._moved.clear()
+            if not self.is_over:
+                await self._moved.wait()
+
+    def _in_pool(self, function: Callable[[], Result]) -> "asyncio.Future[Result]":
+        return self._loop.run_in_executor(self._pool, function)
+
+    # The end.
+
+    async def finish(self) -> AnsweredRequest:
+        """Return what came of the request, after all texts have ended. Raises `Refusal` if there is no answer."""
+        order = self.order
+        if not self.jobs:
+            generations: list[list[Generation]] = [[] for _ in order.prompts]
+            warnings = [*order.warnings]
+        else:
+            generations, warnings, failure = await self._in_pool(lambda: generations_of(self.request, self.jobs, order))
+            if failure is not None:
+                if isinstance(failure, Cancelled) and any(one for one in generations):
+                    warnings.append(str(failure))
+                else:
+                    raise refusal_of(failure)
+        scores: list[list[TokenScore]] | None = None
+        chooses = order.method.beams == 1 and order.drawn > order.count
+        if chooses or order.top is not None:
+            scores = await self._scores(generations)
+        if chooses:
+            assert scores is not None
+            generations, scores = best_of_mean(generations, scores, order.count)
+        if order.top is None:
+            scores = None
+        choices = await self._in_pool(lambda: choices_of(self.request, order, generations, scores))
+        self.outcome = AnsweredRequest(_likely_enough(choices, order), generations, warnings)
+        return self.outcome
+
+    async def _scores(self, generations: list[list[Generation]]) -> list[list[TokenScore]]:
+        """Return the log-probabilities of all texts, prompt by prompt."""
+        found: list[list[TokenScore]] = []
+        for prompt, answers in zip(self.order.prompts, generations, strict=True):
+            if answers:
+                texts = [answer.tokens for answer in answers]
+                found += await self._score(prompt, texts)
+        return found
+
+    async def _score(self, prompt: list[int], texts: list[list[int]]) -> list[list[TokenScore]]:
+        space = self.order.body.cache_salt or ("" if self.served.config.prefix_cache_shared else self.client.name)
+        try:
+            return await asyncio.wrap_future(self.engine.score(prompt, texts, self.order.top or 0, space))
+        except Exception as error:
+            raise refusal_of(error) from error
+
+    async def answer(self) -> dict[str, Any]:
+        """Return the answer at once. Raises `Refusal` if there is none."""
+        await self.wait()
+        outcome = await self.finish()
+        order = self.order
+        echoes = [await self._echo(number) for number in range(len(order.prompts))] if order.echo else []
+        choices = []
+        for choice in outcome.choices:
+            one = choice_json(self.served.pair, order, choice)
+            if order.echo:
+                text, scores = echoes[choice.prompt]
+                one["text"] = text + choice.text
+                if order.top is not None:
+                    one["logprobs"] = self._echoed(choice, scores)
+            choices.append(one)
+        if not self.jobs:
+            choices = [self._only_echo(number, *echoes[number]) for number in range(len(order.prompts))]
+        usage = usage_of(order, outcome.choices, cached_tokens(self.request, self.jobs))
+        return self._head("chat.completion" if order.is_chat else "text_completion") | {
+            "choices": choices,
+            "usage": usage,
+            "metrics": metrics_json(self.jobs, usage["completion_tokens"]),
+            "specbeam": specbeam_json(self.request, order, self.jobs, outcome),
+        }
+
+    async def _echo(self, number: int) -> tuple[str, list[TokenScore | None]]:
+        """Return the text of a prompt, and the scores of its tokens if they are asked for."""
+        ids = self.order.prompts[number]
+        text = self.order.texts[number] or full_text(self.request, self.order, ids)
+        if self.order.top is None:
+            return text, []
+        rest = await self._score(ids[:1], [ids[1:]]) if len(ids) > 1 else [[]]
+        return text, [None, *rest[0]]
+
+    def _echoed(self, choice: ReturnedText, before: list[TokenScore | None]) -> dict[str, Any]:
+        tokens = [*self.order.prompts[choice.prompt], *choice.tokens]
+        return completion_logprobs(self.served.pair, self.order, [*before, *(choice.scores or [])], tokens)
+
+    def _only_echo(self, number: int, text: str, scores: list[TokenScore | None]) -> dict[str, Any]:
+        logprobs = None
+        if self.order.top is not None:
+            logprobs = completion_logprobs(self.served.pair, self.order, scores, self.order.prompts[number])
+        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": "length", "stop_reason": None}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.name,
+            "object": kind,
+            "created": self.created,
+            "model": self.served.name,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    # Streams.
+
+    async def stream(self) -> AsyncIterator[dict[str, Any] | None]:
+        """Yield the chunks of a stream; None for a sign of life.
+
+        A delta holds only what every possible answer begins with, so nothing is ever taken back. The last delta of each
+        choice brings its rest.
+        """
+        order = self.order
+        sent: dict[int, str] = {}
+        indices = self._indices()
+        for number in sorted(index for each in indices.values() for index in each):
+            sent[number] = ""
+            if order.is_chat:
+                yield self._chunk(
+                    [{"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+                )
+        if order.echo:
+            for number in range(len(order.prompts)):
+                text, _ = await self._echo(number)
+                for index in range(number * order.count, (number + 1) * order.count):
+                    yield self._chunk([self._delta(index, text)])
+        waits_for_all = order.method.beams == 1 and order.drawn > order.count
+        while not self.is_over:
+            self._moved.clear()
+            for event in self._take_events():
+                yield event
+            if not waits_for_all and order.forced_tool is None:
+                for job in self.jobs:
+                    for delta in self._new_deltas(job, indices[job.session.place], sent):
+                        yield self._chunk([delta])
+            if self.is_over:
+                break
+            try:
+                await asyncio.wait_for(self._moved.wait(), PING_S)
+            except TimeoutError:
+                yield None
+        for event in self._take_events():
+            yield event
+        outcome = await self.finish()
+        for choice in outcome.choices:
+            yield self._chunk([self._last_delta(choice, sent.get(choice.index, ""))])
+        async for chunk in self._end(outcome):
+            yield chunk
+
+    def _indices(self) -> dict[int, list[int]]:
+        """Return by place of a session the numbers of the choices that it makes."""
+        order = self.order
+        if order.method.beams > 1:
+            return {
+                session.place: [self.request.prompt_of[session.place] * order.count + k for k in range(order.count)]
+                for session in self.request.sessions
+            }
+        seen: dict[int, int] = {}
+        found = {}
+        for session in self.request.sessions:
+            prompt = self.request.prompt_of[session.place]
+            number = seen.get(prompt, 0)
+            seen[prompt] = number + 1
+            found[session.place] = [prompt * order.count + number] if number < order.count else []
+        return found
+
+    def _take_events(self) -> list[dict[str, Any]]:
+        taken = []
+        while self._events:
+            taken.append(self._head(self._kind) | {"choices": [], "specbeam": self._events.popleft()})
+        return taken
+
+    def _new_deltas(self, job: Job, indices: list[int], sent: dict[int, str]) -> list[dict[str, Any]]:
+        """Return what is settled of a text and not sent yet, for each of its choices; and note that it is sent."""
+        if not indices or not job.settled:
+            return []
+        text, stop, _ = cut_text(self.request, self.order, job.settled)
+        if stop is None:
+            text = text[: len(text) - held_back(text, as_texts(self.order.settings.stop_strings))]
+        before = sent[indices[0]]
+        if len(text) <= len(before) or not text.startswith(before):
+            return []
+        for index in indices:
+            sent[index] = text
+        return [self._delta(index, text[len(before) :]) for index in indices]
+
+    @property
+    def _kind(self) -> str:
+        return "chat.completion.chunk" if self.order.is_chat else "text_completion"
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = self._head(self._kind) | {"choices": choices}
+        options = self.order.body.stream_options
+        if options is not None and options.include_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _delta(self, index: int, text: str) -> dict[str, Any]:
+        if self.order.is_chat:
+            return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
+    def _last_delta(self, choice: ReturnedText, sent: str) -> dict[str, Any]:
+        """Return what is left of a choice, with its end."""
+        order = self.order
+        rest = choice.text[len(sent) :]
+        last = self._delta(choice.index, rest)
+        if order.is_chat and order.forced_tool is not None and choice.finish_reason == "tool_calls":
+            last["delta"] = {"tool_calls": [{"index": 0, **tool_call(order, choice)}]}
+        if choice.scores is not None:
+            pair = self.served.pair
+            last["logprobs"] = (
+                chat_logprobs(pair, order, choice.scores)
+                if order.is_chat
+                else completion_logprobs(pair, order, choice.scores, choice.tokens)
+            )
+        last["finish_reason"] = choice.finish_reason
+        return last | extras_of(order, choice)
+
+    async def _end(self, outcome: AnsweredRequest) -> AsyncIterator[dict[str, Any]]:
+        """Yield the chunk without choices at the end of a stream: usage if it is asked for, and our own part."""
+        order = self.order
+        options = order.body.stream_options
+        usage = usage_of(order, outcome.choices, cached_tokens(self.request, self.jobs))
+        chunk = self._head(self._kind) | {
+            "choices": [],
+            "metrics": metrics_json(self.jobs, usage["completion_tokens"]),
+            "specbeam": specbeam_json(self.request, order, self.jobs, outcome),
+        }
+        if options is not None and options.include_usage:
+            chunk["usage"] = usage
+        wants_ours = order.body.specbeam is not None
+        if wants_ours or "usage" in chunk:
+            yield chunk
+
+
+def _likely_enough(choices: list[ReturnedText], order: Order) -> list[ReturnedText]:
+    """Return the choices without those after the first of a prompt whose mean log-probability is too low."""
+    least = order.options.min_logp
+    if least is None:
+        return choices
+    kept = []
+    for choice in choices:
+        penalty = 1.0 if order.settings.length_penalty is None else order.settings.length_penalty
+        length = max(len(choice.beam.tokens), 1)
+        mean = choice.beam.score * length**penalty / length
+        if choice.index % order.count == 0 or mean >= least:
+            kept.append(choice)
+    return kept
+
+
+async def _in_time(making: "asyncio.Future[Result]", seconds: float) -> Result:
+    """Return what is being made. Raises `Refusal` if it takes too long; it then goes on without anybody waiting for it."""
+    done, _ = await asyncio.wait([making], timeout=seconds)
+    if not done:
+        making.add_done_callback(lambda one: one.exception())
+        raise invalid(
+            f"the form could not be compiled in {seconds:g} seconds; make it smaller",
+            "structured_outputs",
+            "bad_grammar",
+        )
+    return making.result()
+
+
+def as_event(chunk: dict[str, Any] | None) -> bytes:
+    """Return a chunk as a server-sent event; None as a comment that readers skip."""
+    if chunk is None:
+        return b": ping\n\n"
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def new_number() -> str:
+    """Return a name for a request."""
+    return secrets.token_hex(12)

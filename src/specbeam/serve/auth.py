@@ -1,0 +1,101 @@
+"""Who asks: API keys, and what each of them may have."""
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from specbeam.errors import BadSetting, MissingFile
+from specbeam.serve.config import ServerConfig
+from specbeam.serve.refusals import Refusal
+
+ANYBODY = "anonymous"
+
+
+@dataclass(frozen=True)
+class Client:
+    """A client by the name of its key, never by the key itself.
+
+    Args:
+        name: for logs and fairness.
+        weight: its share of the work, relative to others.
+        max_running: most of its texts that are decoded side by side; 0: as many as the server's.
+        least_priority: the lowest number that its requests may have as their priority.
+    """
+
+    name: str = ANYBODY
+    weight: float = 1.0
+    max_running: int = 0
+    least_priority: int = 0
+
+
+class Keys:
+    """The keys that are known, as digests; compared in constant time."""
+
+    def __init__(self, clients: Mapping[bytes, Client]) -> None:
+        self._clients = dict(clients)
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> "Keys":
+        """Return the keys of a configuration and of its file of keys."""
+        clients = {digest(key): Client(f"key{number}") for number, key in enumerate(config.api_keys, 1)}
+        if config.api_key_file:
+            clients |= _read(Path(config.api_key_file).expanduser())
+        return cls(clients)
+
+    @property
+    def needed(self) -> bool:
+        """Whether a request needs a key."""
+        return bool(self._clients)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The share of each client, by name."""
+        return {client.name: client.weight for client in self._clients.values()}
+
+    def client(self, authorization: str | None) -> Client:
+        """Return who has sent this header. Raises `Refusal` if it is nobody that is known."""
+        if not self._clients:
+            return Client()
+        scheme, _, key = (authorization or "").partition(" ")
+        asked = digest(key.strip())
+        found: Client | None = None
+        for known, client in self._clients.items():  # all of them, so that the time tells nothing
+            if hmac.compare_digest(known, asked):
+                found = client
+        if found is None or scheme.lower() != "bearer":
+            what = "the key is unknown" if authorization else "there is no key"
+            raise Refusal(
+                401,
+                "authentication_error",
+                "invalid_api_key",
+                f"{what}; send the header 'Authorization: Bearer KEY' with a key of this server",
+            )
+        return found
+
+
+def digest(key: str) -> bytes:
+    """Return what is kept of a key."""
+    return sha256(key.encode()).digest()
+
+
+def _read(path: Path) -> dict[bytes, Client]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise MissingFile(f"could not read the keys in {path}: {error}") from error
+    clients: dict[bytes, Client] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        try:
+            name, key, *rest = words
+            weight, running, priority = [*map(float, rest), *(1.0, 0.0, 0.0)[len(rest) :]]
+        except ValueError as error:
+            raise BadSetting(f"{path}, line {number} must be: name key [weight] [max_running] [priority]") from error
+        if not weight > 0:
+            raise BadSetting(f"{path}, line {number}: the weight must be above 0")
+        clients[digest(key)] = Client(name, weight, int(running), int(priority))
+    return clients

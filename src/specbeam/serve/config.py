@@ -1,0 +1,187 @@
+"""The configuration of the server: its defaults, its checks and its file."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from specbeam.errors import BadSetting, MissingFile
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """All that an operator can set. A file has the same names; what is given on the command line goes before it.
+
+    Args:
+        model, draft: see `specbeam.load`.
+        quantize: see `specbeam.load`.
+        name: the name that requests call the model by; "": that of the model.
+        method, settings: the method of requests that name none, and its settings as NAME=VALUE; "": the exact method for one
+            sequence that drafts with the draft model, or `sampling` without one. "auto": the fastest, measured at start.
+        methods: the methods that requests may name; none: all.
+        host, port: where to listen.
+        api_keys: keys that clients must have one of; none: nobody needs one.
+        api_key_file: a file with a key per line: name, key, weight, most running, smallest priority; the last three may be
+            left out.
+        no_auth: let everybody in though others than this machine can reach the server.
+        metrics_key: the key for /metrics; "": it is for this machine alone, or for who has any key.
+        allowed_hosts: names by which the server may be called, besides its own, if it listens on this machine alone.
+        cors_origins: origins whose pages may call the server.
+        max_running, max_waiting: requests are decoded side by side, and wait; in texts.
+        max_running_per_key: most texts of a key side by side; 0: `max_running`.
+        queue_timeout, request_timeout, drain_timeout: seconds.
+        reader_timeout: seconds for which a client may leave a stream unread.
+        stall_timeout: seconds without a step after which the engine counts as dead, and the process ends. A step that has to
+            be compiled first takes long, too.
+        warm_up: whether usual requests are compiled and measured before the server is ready.
+        max_tokens: most new tokens of a text.
+        max_model_len: most tokens of prompt and text together; 0: as many as the models have positions.
+        max_beams, max_n, max_prompts: of a request.
+        max_texts: most beams of a request, those of all prompts and answers together.
+        max_body: bytes of a request.
+        max_schema, max_regex, max_grammar: characters of a form.
+        compile_timeout: seconds for which a form may be compiled.
+        kv_gb: memory for keys and values in GB; 0: half of what is free at start.
+        prefix_cache_mb: memory for beginnings of prompts; 0: none are kept.
+        prefix_cache_shared: whether keys share these beginnings; their timing then tells one what others ask.
+        chunk: tokens of a prompt that are stored between the turns of others.
+        default_beams: of a request that asks for a beam search without a width.
+        chat_template: a file with a chat template in Jinja.
+        log_texts: whether the log has prompts and texts.
+    """
+
+    model: str = "bundled"
+    draft: str | None = None
+    quantize: str | None = None
+    name: str = ""
+    method: str = ""
+    settings: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_key_file: str = ""
+    no_auth: bool = False
+    metrics_key: str = field(default="", repr=False)
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    max_running: int = 8
+    max_waiting: int = 64
+    max_running_per_key: int = 0
+    queue_timeout: float = 60.0
+    request_timeout: float = 300.0
+    drain_timeout: float = 30.0
+    reader_timeout: float = 60.0
+    stall_timeout: float = 120.0
+    warm_up: bool = True
+    max_tokens: int = 4096
+    max_model_len: int = 0
+    max_beams: int = 16
+    max_n: int = 16
+    max_prompts: int = 64
+    max_texts: int = 256
+    max_body: int = MIB
+    max_schema: int = 65536
+    max_regex: int = 4096
+    max_grammar: int = 65536
+    compile_timeout: float = 2.0
+    kv_gb: float = 0.0
+    prefix_cache_mb: int = 256
+    prefix_cache_shared: bool = False
+    chunk: int = 64
+    default_beams: int = 4
+    chat_template: str = ""
+    log_texts: bool = False
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            expected = _EXPECTED.get(one.type)
+            if expected is not None and (not isinstance(value, expected) or _is_misplaced_bool(value, expected)):
+                raise BadSetting(f"{one.name} is {value!r}; it must be of type {expected[0].__name__}")
+        for name in (
+            "max_running",
+            "max_tokens",
+            "max_beams",
+            "max_n",
+            "max_prompts",
+            "max_texts",
+            "chunk",
+            "max_body",
+        ):
+            if getattr(self, name) < 1:
+                raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("queue_timeout", "request_timeout", "reader_timeout", "compile_timeout", "stall_timeout"):
+            if not getattr(self, name) > 0:
+                raise BadSetting(f"{name} is {getattr(self, name)}; it must be more than 0 seconds")
+        for name in (
+            "max_waiting",
+            "max_running_per_key",
+            "prefix_cache_mb",
+            "kv_gb",
+            "drain_timeout",
+            "max_model_len",
+        ):
+            if getattr(self, name) < 0:
+                raise BadSetting(f"{name} is {getattr(self, name)}; it must not be negative")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the server listens on this machine alone."""
+        return self.host in ("127.0.0.1", "::1", "localhost")
+
+    def check_open(self) -> None:
+        """Raise `BadSetting` if others than this machine could call the server, and nobody said that they may."""
+        if not (self.is_local or self.api_keys or self.api_key_file or self.no_auth):
+            raise BadSetting(
+                f"host is {self.host!r}, so other machines can reach the server, and there is no key; give --api-key-file, "
+                "or say --no-auth if this is meant"
+            )
+
+
+_EXPECTED: dict[Any, tuple[type, ...]] = {
+    bool: (bool,), int: (int,), float: (float, int), str: (str,), tuple[str, ...]: (tuple,),
+}  # fmt: skip
+
+
+def _is_misplaced_bool(value: object, expected: tuple[type, ...]) -> bool:
+    return isinstance(value, bool) and bool not in expected
+
+
+def read_config(path: str | Path | None, given: dict[str, Any]) -> ServerConfig:
+    """Return the configuration in a YAML file (None: the defaults), with what is given besides; None means not given.
+
+    Raises:
+        MissingFile: there is no such file, or it is no YAML.
+        BadSetting: a name is unknown, or a value is wrong.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        values = _read_file(Path(path).expanduser())
+    values |= {name: value for name, value in given.items() if value is not None}
+    known = {one.name for one in fields(ServerConfig)}
+    if unknown := sorted(set(values) - known):
+        raise BadSetting(f"the configuration has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    lists = {name for name, value in values.items() if isinstance(value, list)}
+    chosen: dict[str, Any] = {name: tuple(value) if name in lists else value for name, value in values.items()}
+    return ServerConfig(**chosen)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise MissingFile(f"could not read the configuration {path}: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise BadSetting(f"{path} holds {shown_type(values)}; it must hold names with values, like 'port: 8000'")
+    return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+def shown_type(value: object) -> str:
+    """Return the name of a value's type, for messages."""
+    return f"a {type(value).__name__}"

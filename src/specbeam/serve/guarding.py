@@ -1,0 +1,110 @@
+"""What every request goes through before it is read: host, size, headers and a line in the log."""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from specbeam.serve.asking import new_number
+from specbeam.serve.config import ServerConfig
+from specbeam.serve.metrics import ServerMetrics
+from specbeam.serve.refusals import Refusal, invalid
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+LOG = logging.getLogger("specbeam.serve")
+_NUMBER = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class Guarding:
+    """The layer around the routes.
+
+    Args:
+        app: the routes.
+        config: what the operator has set.
+        metrics: counts answers by path and status.
+        paths: the paths that are counted by name; others are counted together.
+    """
+
+    def __init__(self, app: Any, config: ServerConfig, metrics: ServerMetrics, paths: frozenset[str]) -> None:
+        self.app = app
+        self.config = config
+        self.metrics = metrics
+        self.paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        given = headers.get("x-request-id", "")
+        number = given if _NUMBER.fullmatch(given) else new_number()
+        scope["state"] = {**scope.get("state", {}), "number": number, "note": {}}
+        began = time.monotonic()
+        status = 500
+
+        async def reply(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], *self._headers(number, headers)]}
+            await send(message)
+
+        try:
+            refusal = self._refusal(headers)
+            if refusal is not None:
+                await self._refuse(refusal, reply)
+            elif scope["method"] == "OPTIONS" and headers.get("origin") in self.config.cors_origins:
+                await self._allow(reply)
+            else:
+                await self.app(scope, receive, reply)
+        finally:
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.metrics.http[path, status] += 1
+            if path not in ("/health", "/live", "/ready", "/metrics"):
+                line = {"id": number, "path": path, "status": status, "seconds": round(time.monotonic() - began, 4)}
+                LOG.info("%s", json.dumps(line | scope["state"]["note"], ensure_ascii=True))
+
+    def _headers(self, number: str, given: dict[str, str]) -> list[tuple[bytes, bytes]]:
+        found = {"x-request-id": number, "x-content-type-options": "nosniff", "cache-control": "no-store"}
+        origin = given.get("origin")
+        if origin is not None and origin in self.config.cors_origins:
+            found |= {"access-control-allow-origin": origin, "vary": "origin"}
+        return [(name.encode(), value.encode("latin-1")) for name, value in found.items()]
+
+    def _refusal(self, headers: dict[str, str]) -> Refusal | None:
+        """Return why a request is refused before anything of it is read; None if it is not."""
+        if self.config.is_local:
+            host = re.sub(r":[0-9]+$", "", headers.get("host", "")).strip("[]").lower()
+            own = ("localhost", "127.0.0.1", "::1", "testserver", *(name.lower() for name in self.config.allowed_hosts))
+            if host not in own:
+                return Refusal(
+                    403, "permission_error", "forbidden",
+                    f"this server does not answer for host {host[:100]!r}; start it with --allowed-host to allow that",
+                )  # fmt: skip
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self.config.max_body:
+            return invalid(
+                f"the body has {length} bytes; this server takes {self.config.max_body}", None, "body_too_large", 413
+            )
+        return None
+
+    async def _allow(self, send: Send) -> None:
+        """Answer a browser that asks whether a page of another origin may send a request; it may."""
+        headers = [
+            (b"access-control-allow-methods", b"GET, POST, DELETE"),
+            (b"access-control-allow-headers", b"authorization, content-type, x-request-id"),
+            (b"access-control-max-age", b"600"),
+        ]
+        await send({"type": "http.response.start", "status": 204, "headers": headers})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _refuse(self, refusal: Refusal, send: Send) -> None:
+        body = json.dumps(refusal.body).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        headers += [(name.encode(), value.encode()) for name, value in refusal.headers.items()]
+        await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})

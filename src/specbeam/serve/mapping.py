@@ -1,0 +1,654 @@
+"""From the body of a request to what is decoded: the one place where their names meet."""
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specbeam.errors import SpecbeamError
+from specbeam.options.settings import Settings
+from specbeam.pair import Pair
+from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
+from specbeam.recipes.method import Method
+from specbeam.serve.config import ServerConfig
+from specbeam.serve.processors import CountPenalty, TokenBias
+from specbeam.serve.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    JsonSchema,
+    Message,
+    SpecbeamOptions,
+    StructuredOutputs,
+)
+from specbeam.serve.refusals import Refusal, invalid, refusal_of, shown
+
+RECIPE_OF = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES) if make.__name__ != "auto"}
+LARGEST_SETTING = 64  # of a method, where the server has no limit of its own
+DEEPEST_SCHEMA = 32
+MOST_PROPERTIES = 1000
+BUNDLED_TEMPLATE = (
+    "{% if messages|length != 1 or messages[0]['role'] != 'user' %}"
+    "{{ raise_exception('the bundled model translates one message of a user; it holds no conversation') }}"
+    "{% endif %}{{ messages[0]['content'] }}"
+)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What requests are answered with.
+
+    Args:
+        pair: the models.
+        name: by which requests call the model.
+        method: of requests that name none.
+        config: what the operator has set.
+        template: the chat template; None: that of the tokenizer, if it has one.
+    """
+
+    pair: Pair
+    name: str
+    method: Method
+    config: ServerConfig
+    template: str | None = None
+
+    @property
+    def room(self) -> int | None:
+        """The most tokens of prompt and text together; None: no limit is known."""
+        most = self.pair.room(0)
+        stated = self.config.max_model_len
+        if stated and most is not None:
+            return min(stated, most)
+        return stated or most
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a request asks for, ready to be decoded.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        texts: their texts, where there are any.
+        method, settings, seed: as for `Request`.
+        count: answers per prompt that are returned.
+        drawn: independent answers per prompt of which the best are returned; `count` without a choice.
+        top: likeliest tokens to report per token; None: no log-probabilities are asked for.
+        warnings: what was done otherwise than asked.
+    """
+
+    body: Body
+    options: SpecbeamOptions
+    prompts: list[list[int]]
+    texts: list[str]
+    method: Method
+    settings: Settings
+    seed: int | None
+    count: int
+    drawn: int
+    top: int | None
+    echo: bool = False
+    forced_tool: str | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.body.stream)
+
+
+def order_of(body: Body, served: Served) -> Order:
+    """Return what a body asks for. Raises `Refusal` where it cannot be honoured, with the name of the field."""
+    config = served.config
+    options = body.specbeam or SpecbeamOptions()
+    _check_model(body.model, served)
+    _check_streaming(body, options)
+    prompts, texts = _prompts(body, served)
+    tool = _forced_tool(body) if isinstance(body, ChatBody) else None
+    form = _form(body, tool, config)
+    method, drawn = _method(body, options, served)
+    count = body.n or 1
+    if body.max_tokens == 0 and not (isinstance(body, CompletionBody) and body.echo):
+        raise invalid("max_tokens is 0; it must be at least 1, unless echo is true", "max_tokens")
+    most = _new_tokens(body, prompts, served)
+    texts_in_all = len(prompts) * max(count, drawn, method.beams)
+    if texts_in_all > config.max_texts:
+        raise invalid(
+            f"{len(prompts)} prompts with {max(count, drawn, method.beams)} beams or answers each make {texts_in_all}; "
+            f"this server decodes at most {config.max_texts} per request",
+            "n",
+            "too_large_beams",
+        )
+    warnings: list[str] = []
+    given = _settings(body, options, served, method, warnings)
+    given |= form
+    given["max_new_tokens"] = max(most, 1)
+    given["num_return_sequences"] = count if method.beams > 1 else drawn
+    processors = _processors(body, prompts, served)
+    if processors:
+        given["logits_processor"] = processors
+    try:
+        settings = Settings.given(given)
+    except SpecbeamError as error:
+        raise refusal_of(error) from error
+    echo = isinstance(body, CompletionBody) and bool(body.echo)
+    return Order(
+        body, options, prompts, texts, method, settings, body.seed, count, drawn, _top(body), echo, tool, warnings
+    )  # fmt: skip
+
+
+def _check_model(name: str | None, served: Served) -> None:
+    if name is not None and name != served.name:
+        raise invalid(
+            f"there is no model {shown(name)} here; this server has {served.name!r}", "model", "model_not_found", 404
+        )
+
+
+def _check_streaming(body: Body, options: SpecbeamOptions) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is for streams; leave it out, or set stream to true", "stream_options")
+    shows = options.trace or options.stream == "live"
+    if shows and not body.stream:
+        raise invalid("specbeam.trace and specbeam.stream are for streams; set stream to true", "specbeam")
+    if shows and isinstance(body, CompletionBody) and _is_batch(body.prompt):
+        raise invalid("specbeam.trace and specbeam.stream follow one prompt; give one", "prompt")
+
+
+def _is_batch(prompt: Any) -> bool:
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+
+
+# Prompts.
+
+
+def _prompts(body: Body, served: Served) -> tuple[list[list[int]], list[str]]:
+    """Return the token ids of each prompt, and its text, "" where ids were given."""
+    if isinstance(body, ChatBody):
+        return [chat_ids(body, served)], [""]
+    assert isinstance(body, CompletionBody)
+    given: Any = body.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if len(given) > served.config.max_prompts:
+        raise invalid(f"there are {len(given)} prompts; this server takes {served.config.max_prompts}", "prompt")
+    vocab = served.pair.target.vocab
+    ids: list[list[int]] = []
+    texts: list[str] = []
+    for number, prompt in enumerate(given):
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise invalid(f"prompt {number} is empty; it must hold some text", "prompt", "bad_prompt")
+            ids.append(text_ids(prompt, served, body.add_special_tokens is not False))
+            texts.append(prompt)
+        else:
+            if max(prompt) >= vocab:
+                raise invalid(
+                    f"prompt {number} holds token {max(prompt)}; the model knows 0 to {vocab - 1}",
+                    "prompt",
+                    "bad_prompt",
+                )
+            ids.append(list(prompt))
+            texts.append("")
+    return ids, texts
+
+
+def text_ids(text: str, served: Served, special: bool = True) -> list[int]:
+    """Return the token ids of a text. Raises `Refusal` if it has none, or if there is no tokenizer."""
+    tokenizer = served.pair.tokenizer
+    if tokenizer is None:
+        raise invalid("this server has no tokenizer; give token ids", "prompt", "not_supported")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise invalid("the text holds half a character; send proper Unicode", "prompt", "bad_prompt") from error
+    ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    if not ids:
+        raise invalid("the prompt has no tokens; it must hold some text", "prompt", "bad_prompt")
+    return ids
+
+
+def chat_ids(body: Any, served: Served) -> list[int]:
+    """Return the token ids of the messages of a chat, by the chat template."""
+    tokenizer = served.pair.tokenizer
+    template = served.template or getattr(tokenizer, "chat_template", None)
+    if tokenizer is None or template is None:
+        raise invalid(
+            "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
+            "messages",
+            "not_supported",
+        )
+    further = dict(getattr(body, "chat_template_kwargs", None) or {})
+    goes_on = bool(getattr(body, "continue_final_message", None))
+    starts = getattr(body, "add_generation_prompt", None)
+    tools = getattr(body, "tools", None)
+    if goes_on and starts:
+        raise invalid("continue_final_message and add_generation_prompt contradict each other", "add_generation_prompt")
+    if wrong := {"tools", "chat_template", "tokenize", "conversation", "return_dict"} & set(further):
+        raise invalid(f"chat_template_kwargs sets {', '.join(sorted(wrong))}; leave it out", "chat_template_kwargs")
+    try:
+        found = tokenizer.apply_chat_template(
+            [_message(one) for one in body.messages],
+            tools=tools or None,
+            chat_template=template,
+            add_generation_prompt=not goes_on if starts is None else starts,
+            continue_final_message=goes_on,
+            tokenize=False,
+            **further,
+        )
+        ids = list(tokenizer(found, add_special_tokens=_adds_special(body, found, tokenizer))["input_ids"])
+    except Exception as error:  # of the template: anything may be wrong with what it was given
+        raise invalid(
+            f"the chat template refuses these messages: {str(error)[:200]}", "messages", "bad_prompt"
+        ) from error
+    if not ids:
+        raise invalid("the messages have no tokens", "messages", "bad_prompt")
+    return ids
+
+
+def _adds_special(body: Any, text: str, tokenizer: Any) -> bool:
+    """Return whether special tokens are added: not those that the template has written already."""
+    stated = getattr(body, "add_special_tokens", None)
+    if stated is not None:
+        return bool(stated)
+    start = tokenizer.bos_token
+    return start is None or not text.startswith(start)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    given = {"role": message.role, "content": content or ""}
+    for name in ("name", "tool_calls", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            given[name] = value
+    return given
+
+
+def _new_tokens(body: Body, prompts: Sequence[Sequence[int]], served: Served) -> int:
+    """Return the most new tokens of each text."""
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise invalid("max_tokens and max_completion_tokens differ; give one of them", "max_completion_tokens")
+    given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    longest = max(map(len, prompts))
+    room = None if served.room is None else served.room - longest
+    if room is not None and room < 1:
+        raise invalid(
+            f"the prompt has {longest} tokens, and prompt and text together may have {served.room}; shorten it",
+            "messages" if isinstance(body, ChatBody) else "prompt",
+            "context_length_exceeded",
+        )
+    limit = served.config.max_tokens
+    if given is None:
+        wanted = 16 if isinstance(body, CompletionBody) else limit
+        return min(wanted, limit, room or limit)
+    name = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+    if given > limit:
+        raise invalid(f"{name} is {given}; this server gives at most {limit}", name)
+    if room is not None and given > room:
+        raise invalid(
+            f"the prompt has {longest} tokens and {name} is {given}; together they may be {served.room}",
+            name,
+            "context_length_exceeded",
+        )
+    return given
+
+
+# Methods.
+
+
+def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Method, int]:
+    """Return the method, and how many independent answers it draws for each prompt."""
+    config = served.config
+    count = body.n or 1
+    if count > config.max_n:
+        raise invalid(f"n is {count}; this server gives at most {config.max_n}", "n")
+    wants_beams = bool(body.use_beam_search) or body.num_beams is not None or body.beam_width is not None
+    if body.use_beam_search is False and (body.num_beams or body.beam_width):
+        raise invalid(
+            "use_beam_search is false, and a number of beams is given; leave one of them out", "use_beam_search"
+        )
+    further = dict(options.model_extra or {})
+    width = _width(body, options, wants_beams, count, config)
+    if options.method is None and not wants_beams and options.beams is None:
+        if further:
+            raise invalid(
+                f"specbeam has {', '.join(sorted(further))}, which are settings of a method; name it in specbeam.method",
+                "specbeam",
+                "unknown_field",
+            )
+        method = served.method
+    else:
+        method = _named_method(body, options, further, width, served)
+    if method.beams > 1:
+        if method.beams > config.max_beams:
+            raise invalid(
+                f"{method.name} has {method.beams} beams; this server takes {config.max_beams}",
+                "specbeam",
+                "too_large_beams",
+            )
+        if count > method.beams:
+            raise invalid(f"n is {count}, and {method.name} keeps {method.beams} beams; ask for fewer answers", "n")
+        return method, count
+    drawn = body.best_of or count
+    if drawn < count:
+        raise invalid(f"best_of is {drawn} and n is {count}; best_of must be at least n", "best_of")
+    if drawn > config.max_n:
+        raise invalid(f"best_of is {drawn}; this server draws at most {config.max_n}", "best_of")
+    if drawn > 1 and (method.greedy or body.temperature == 0):
+        if body.best_of is not None and count == 1:
+            return method, 1  # all answers are the same
+        raise invalid(f"{method.name} has one answer, as nothing is drawn; n is {count}: ask for beams", "n")
+    return method, drawn
+
+
+def _width(body: Body, options: SpecbeamOptions, wants_beams: bool, count: int, config: ServerConfig) -> int | None:
+    """Return the number of beams that a request asks for; None if it asks for none."""
+    named = {"specbeam.beams": options.beams, "num_beams": body.num_beams, "beam_width": body.beam_width}
+    if wants_beams:
+        named["best_of"] = body.best_of
+    given = {name: value for name, value in named.items() if value is not None}
+    if len(set(given.values())) > 1:
+        raise invalid(
+            "the number of beams is given differently: "
+            + ", ".join(f"{name} is {value}" for name, value in given.items())
+            + "; give it once",
+            [*given][-1].split(".")[0],
+        )
+    for name, value in given.items():
+        if value > config.max_beams:
+            raise invalid(
+                f"{name} is {value}; this server takes at most {config.max_beams} beams",
+                name.split(".")[0],
+                "too_large_beams",
+            )
+        return value
+    if wants_beams:
+        return min(max(count, config.default_beams if count == 1 else count), config.max_beams)
+    return None
+
+
+def _named_method(
+    body: Body, options: SpecbeamOptions, further: dict[str, Any], width: int | None, served: Served
+) -> Method:
+    """Return the method that a request names, or the beam search that it asks for, with its settings."""
+    has_draft = served.pair.draft is not None
+    name = options.method or ("speculative_beam_search" if has_draft else "beam_search")
+    allowed = served.config.methods or tuple(RECIPE_OF)
+    if name == "auto" or name not in RECIPE_OF or (options.method is not None and name not in allowed):
+        raise invalid(
+            f"specbeam.method is {shown(name)}; this server has {', '.join(one for one in RECIPE_OF if one in allowed)}",
+            "specbeam",
+        )
+    make = RECIPE_OF[name]
+    known = inspect.signature(make).parameters
+    chosen = {key: _setting(name, key, value, known) for key, value in further.items()}
+    if width is not None:
+        if "beams" not in known:
+            raise invalid(f"{name} has no beams; leave the number of beams out, or choose another method", "specbeam")
+        chosen["beams"] = width
+    if options.trace and "trace" in known and chosen.get("semantics") != "hf":
+        chosen["trace"] = True
+    try:
+        method = make(**chosen)
+        if method.needs_draft and not has_draft:
+            raise invalid(
+                f"{name} drafts with a model, and this server has no draft model", "specbeam", "not_supported"
+            )
+    except SpecbeamError as error:
+        refusal = refusal_of(error)
+        raise Refusal(refusal.status, refusal.kind, refusal.code, refusal.message, "specbeam") from error
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise invalid(f"specbeam holds settings that {name} does not take: {str(error)[:200]}", "specbeam") from error
+    return method
+
+
+_OBJECTS = ("trace",)  # settings that are not for requests
+
+
+def _setting(method: str, key: str, value: Any, known: Mapping[str, inspect.Parameter]) -> Any:
+    """Return a setting of a method from JSON. Raises `Refusal` if there is none of that name, or it is out of bounds."""
+    if key not in known or key in _OBJECTS:
+        names = ", ".join(name for name in known if name not in _OBJECTS)
+        raise invalid(
+            f"specbeam.{key} is no setting of {method}; it has {names or 'none'}", "specbeam", "unknown_field"
+        )
+    if isinstance(value, list):
+        if len(value) > LARGEST_SETTING:
+            raise invalid(f"specbeam.{key} has {len(value)} values; at most {LARGEST_SETTING} are taken", "specbeam")
+        return tuple(_setting(method, key, one, known) for one in value)
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        raise invalid(f"specbeam.{key} is {shown(value)}; it must be a number, a word or a list of these", "specbeam")
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not abs(value) <= LARGEST_SETTING:
+        raise invalid(f"specbeam.{key} is {shown(value)}; this server takes at most {LARGEST_SETTING}", "specbeam")
+    return value
+
+
+# Settings.
+
+
+def _settings(
+    body: Body, options: SpecbeamOptions, served: Served, method: Method, warnings: list[str]
+) -> dict[str, Any]:
+    """Return the options of `Settings` that a body gives by other names, or by the same."""
+    given: dict[str, Any] = {}
+    warpers = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "min_p": body.min_p}
+    nothing = {"temperature": (0, 1), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
+    for name, value in warpers.items():
+        if value is None:
+            continue
+        if method.greedy:
+            if value not in nothing[name]:
+                raise invalid(
+                    f"{name} is {value}, and {method.name} does not draw; choose specbeam.method beam_sampling or dsbd, or "
+                    "leave it out",
+                    name,
+                )
+            continue
+        given[name] = max(value, 0) if name == "top_k" else value
+    if given.get("temperature", 1) != 0 and given.get("temperature", 1) < 1e-4:
+        raise invalid(f"temperature is {body.temperature}; it must be 0 or at least 0.0001", "temperature")
+    given |= {
+        "repetition_penalty": body.repetition_penalty,
+        "length_penalty": body.length_penalty,
+        "early_stopping": body.early_stopping,
+        "min_new_tokens": body.min_tokens,
+        "no_repeat_ngram_size": options.no_repeat_ngram_size,
+    }
+    if body.stop:
+        given["stop_strings"] = [body.stop] if isinstance(body.stop, str) else list(body.stop)
+    ends = served.pair.eos
+    more = body.stop_token_ids or []
+    if wrong := [token for token in more if token >= served.pair.target.vocab]:
+        raise invalid(
+            f"stop_token_ids holds {wrong[0]}; the model knows 0 to {served.pair.target.vocab - 1}", "stop_token_ids"
+        )
+    if body.ignore_eos:
+        given["eos_token_id"] = list(more)
+    elif more:
+        given["eos_token_id"] = [*ends, *more]
+    least = body.min_tokens or 0
+    if least and body.max_tokens is not None and least > body.max_tokens:
+        raise invalid(f"min_tokens is {least} and max_tokens is {body.max_tokens}", "min_tokens")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _processors(body: Body, prompts: Sequence[Sequence[int]], served: Served) -> list[Any]:
+    processors: list[Any] = []
+    if body.presence_penalty or body.frequency_penalty:
+        lengths = {len(prompt) for prompt in prompts}
+        if len(lengths) > 1:
+            name = "presence_penalty" if body.presence_penalty else "frequency_penalty"
+            raise invalid(f"{name} with several prompts of different lengths is not supported; send one each", name)
+        processors.append(CountPenalty(lengths.pop(), body.presence_penalty or 0.0, body.frequency_penalty or 0.0))
+    if body.logit_bias:
+        vocab = served.pair.target.vocab
+        biases: dict[int, float] = {}
+        for token, value in body.logit_bias.items():
+            if not re.fullmatch(r"[0-9]{1,9}", token) or int(token) >= vocab:
+                raise invalid(
+                    f"logit_bias has {shown(token)}; it must have token ids from 0 to {vocab - 1}", "logit_bias"
+                )
+            biases[int(token)] = value
+        processors.append(TokenBias(biases))
+    return processors
+
+
+def _top(body: Body) -> int | None:
+    """Return how many likeliest tokens are to be reported per token; None without log-probabilities."""
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    assert isinstance(body, ChatBody)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs is given without logprobs; set logprobs to true", "top_logprobs")
+    return body.top_logprobs or 0 if body.logprobs else None
+
+
+# Forms.
+
+
+def _form(body: Body, tool: str | None, config: ServerConfig) -> dict[str, Any]:
+    """Return the option of `Settings` that a form in a body stands for; {} without one."""
+    forms: dict[str, dict[str, Any]] = {}
+    wanted = body.response_format
+    if wanted is not None and wanted.type != "text":
+        forms["response_format"] = _json_form(wanted.type, wanted.json_schema)
+    if body.structured_outputs is not None:
+        forms["structured_outputs"] = _structured(body.structured_outputs)
+    if tool is not None:
+        assert isinstance(body, ChatBody)
+        forms["tool_choice"] = {"json_schema": _parameters_of(body.tools or [], tool)}
+    if len(forms) > 1:
+        raise invalid(f"{' and '.join(forms)} both say what form the text must have; give one", [*forms][-1])
+    for name, form in forms.items():
+        _check_form(form, name, config)
+        return form
+    return {}
+
+
+def _json_form(kind: str, schema: JsonSchema | None) -> dict[str, Any]:
+    if kind == "json_object":
+        return {"json_schema": True}
+    if schema is None:
+        raise invalid("response_format is a json_schema without json_schema.schema", "response_format", "bad_grammar")
+    return {"json_schema": schema.schema_}
+
+
+def _structured(asked: StructuredOutputs) -> dict[str, Any]:
+    given = {name: value for name, value in asked.model_dump(by_alias=True).items() if value not in (None, False)}
+    if len(given) != 1:
+        raise invalid(
+            f"structured_outputs has {', '.join(given) or 'nothing'}; it must have one of json, json_object, regex, choice "
+            "and grammar",
+            "structured_outputs",
+        )
+    ((name, value),) = given.items()
+    if name == "json_object":
+        return {"json_schema": True}
+    if name == "json":
+        return {"json_schema": value}
+    if name == "choice":
+        return {"regex": "|".join(map(re.escape, value))}
+    return {name: value}
+
+
+def _check_form(form: Mapping[str, Any], param: str, config: ServerConfig) -> None:
+    """Raise `Refusal` if a form is larger than the server takes."""
+    ((kind, value),) = form.items()
+    most = {"json_schema": config.max_schema, "regex": config.max_regex, "grammar": config.max_grammar}[kind]
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) > most:
+        raise invalid(f"the form has {len(text)} characters; this server takes {most}", param, "bad_grammar")
+    if kind != "json_schema":
+        return
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the schema is no JSON: {str(error)[:200]}", param, "bad_grammar") from error
+    depth, properties = _size_of(schema)
+    if depth > DEEPEST_SCHEMA or properties > MOST_PROPERTIES:
+        raise invalid(
+            f"the schema is {depth} deep and has {properties} properties; this server takes {DEEPEST_SCHEMA} and "
+            f"{MOST_PROPERTIES}",
+            param,
+            "bad_grammar",
+        )
+    if outside := _reference_outside(schema):
+        raise invalid(f"the schema refers to {shown(outside)}; only '#...' can be looked up", param, "bad_grammar")
+
+
+def _size_of(schema: Any) -> tuple[int, int]:
+    """Return how deep a schema is, and how many properties it has."""
+    deepest = 0
+    properties = 0
+    waiting = [(schema, 1)]
+    while waiting:
+        part, depth = waiting.pop()
+        deepest = max(deepest, depth)
+        if isinstance(part, dict):
+            named = part.get("properties")
+            properties += len(named) if isinstance(named, dict) else 0
+            waiting += [(value, depth + 1) for value in part.values()]
+        elif isinstance(part, list):
+            waiting += [(value, depth) for value in part]
+    return deepest, properties
+
+
+def _reference_outside(schema: Any) -> str | None:
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            target = part.get("$ref")
+            if isinstance(target, str) and not target.startswith("#"):
+                return target
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    return None
+
+
+# Tools.
+
+
+def _forced_tool(body: ChatBody) -> str | None:
+    """Return the name of the function that the answer has to call; None if it is no call."""
+    choice = body.tool_choice
+    tools = body.tools or []
+    names = [_function_of(tool)["name"] for tool in tools]
+    if choice is None and not tools:
+        return None
+    if choice == "none":
+        return None
+    if isinstance(choice, dict):
+        name = choice.get("function", {}).get("name") if isinstance(choice.get("function"), dict) else None
+        if choice.get("type") != "function" or name not in names:
+            raise invalid(f"tool_choice is {shown(choice)}; it must name a function of tools", "tool_choice")
+        return str(name)
+    if choice == "required" and len(names) == 1:
+        return str(names[0])
+    raise invalid(
+        "the model cannot choose between tools here; name one in tool_choice, or set it to 'none' or, with one tool, "
+        "'required'",
+        "tool_choice",
+        "not_supported",
+    )
+
+
+def _function_of(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid(f"tools holds {shown(tool)}; each must be a function with a name", "tools")
+    return function
+
+
+def _parameters_of(tools: Sequence[Mapping[str, Any]], name: str) -> Any:
+    for tool in tools:
+        function = _function_of(tool)
+        if function["name"] == name:
+            return function.get("parameters") or {"type": "object"}
+    raise invalid(f"tools has no function {name!r}", "tools")

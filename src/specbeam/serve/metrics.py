@@ -1,0 +1,139 @@
+"""Figures for Prometheus, under vLLM's names where it has them."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from specbeam import __version__
+from specbeam.serve.engine import Engine, Job
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
+
+
+class ServerMetrics:
+    """The figures of one server, in a registry of their own. No label comes from a request.
+
+    They are added to by the event loop when a request ends; the engine counts plain numbers, which are read when asked for.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.registry = CollectorRegistry()
+        self.engine: Engine | None = None
+        self.finished: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self.http: Counter[tuple[str, int]] = Counter()
+        self.totals: Counter[str] = Counter()
+        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
+        self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", SECONDS)
+        self.queue = self._histogram("request_queue_time_seconds", "From arrival to decoding.", SECONDS)
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Seconds per token after the first.", SECONDS
+        )
+        self.prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self.generated = self._histogram("request_generation_tokens", "Tokens of the returned texts.", TOKENS)
+        self.n = self._histogram("request_params_n", "Answers asked for.", WIDTHS)
+        self.beams = self._histogram("request_params_beams", "Beams of the method.", WIDTHS)
+        self.width = self._histogram("beam_width", "Beams that a step drew.", WIDTHS)
+        self.registry.register(self)
+
+    def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> Any:
+        made = Histogram(f"specbeam:{name}", what, ["model_name"], buckets=buckets, registry=self.registry)
+        return made.labels(self.name)
+
+    def note(
+        self, jobs: Sequence[Job], prompt_tokens: int, tokens: int, n: int, beams: int, reasons: Iterable[str]
+    ) -> None:
+        """Count a request that was answered."""
+        self.finished.update(reasons)
+        self.totals["prompt_tokens"] += prompt_tokens
+        self.totals["generation_tokens"] += tokens
+        self.prompt.observe(prompt_tokens)
+        self.generated.observe(tokens)
+        self.n.observe(n)
+        self.beams.observe(beams)
+        for job in jobs:
+            count = job.session.count
+            self.totals["drafts"] += count.target_passes
+            self.totals["accepted"] += count.accepted
+            for width in count.widths:
+                self.width.observe(width)
+            if job.started is not None:
+                self.queue.observe(job.started - job.arrived)
+            if job.first_token is not None:
+                self.first_token.observe(job.first_token - job.arrived)
+            if job.ended is not None:
+                self.latency.observe(job.ended - job.arrived)
+            if job.ended is not None and job.first_token is not None and job.session.length > 1:
+                self.per_token.observe((job.ended - job.first_token) / (job.session.length - 1))
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the plain numbers."""
+        yield _gauge("build_info", "Version.", {(("version", __version__),): 1})
+        yield from self._counters()
+        engine = self.engine
+        if engine is None:
+            return
+        yield self._gauge("num_requests_running", "Texts that are decoded.", len(engine.inside))
+        yield self._gauge("num_requests_waiting", "Texts that wait.", engine.waiting)
+        counts = engine.counts
+        yield self._counter("target_passes", "Passes of the target, by texts.", counts.target_passes)
+        yield self._counter("draft_passes", "Passes of the draft, by texts.", counts.draft_passes)
+        yield self._counter("target_rows", "Rows that the target scored.", counts.target_rows)
+        yield self._counter("cancelled", "Texts that were cancelled.", counts.cancelled)
+        yield self._counter("engine_restarts", "Times that the engine had to begin anew.", counts.restarts)
+        yield self._counter("step_seconds", "Seconds of decoding.", counts.step_seconds)
+        if counts.joules is not None:
+            yield self._counter("energy_joules", "Energy of the CPU packages while decoding.", counts.joules)
+        known = getattr(engine.pair.target, "known_prompts", None)
+        if known is not None:
+            yield self._counter("prefix_cache_queries", "Tokens of prompts that could be known.", known.asked)
+            yield self._counter("prefix_cache_hits", "Tokens of prompts that were known.", known.found)
+            yield self._counter("prefix_cache_evictions", "Chunks that were dropped.", known.dropped)
+            yield self._gauge("prefix_cache_bytes", "Memory of known prompts.", known.size)
+        yield self._gauge("lanes", "Rows of the store in use.", len(getattr(engine.pair.target, "caches", ())))
+
+    def _counters(self) -> Iterable[Metric]:
+        yield self._counter("prompt_tokens", "Tokens of prompts.", self.totals["prompt_tokens"])
+        yield self._counter("generation_tokens", "Tokens of returned texts.", self.totals["generation_tokens"])
+        yield self._counter("spec_decode_num_drafts", "Turns.", self.totals["drafts"])
+        yield self._counter("spec_decode_num_accepted_tokens", "Draft layers that passed.", self.totals["accepted"])
+        yield self._by("request_success", "Texts that ended.", "finished_reason", self.finished)
+        yield self._by("admission_rejections", "Requests that found no place.", "reason", self.rejected)
+        http = CounterMetricFamily("specbeam:http_requests", "Answers.", labels=["model_name", "path", "status"])
+        for (path, status), number in sorted(self.http.items()):
+            http.add_metric([self.name, path, str(status)], number)
+        yield http
+
+    def _by(self, name: str, what: str, label: str, counts: Counter[str]) -> Metric:
+        made = CounterMetricFamily(f"specbeam:{name}", what, labels=["model_name", label])
+        for value, number in sorted(counts.items()):
+            made.add_metric([self.name, value], number)
+        return made
+
+    def _counter(self, name: str, what: str, value: float) -> Metric:
+        made = CounterMetricFamily(f"specbeam:{name}", what, labels=["model_name", "engine"])
+        made.add_metric([self.name, "0"], value)
+        return made
+
+    def _gauge(self, name: str, what: str, value: float) -> Metric:
+        made = GaugeMetricFamily(f"specbeam:{name}", what, labels=["model_name", "engine"])
+        made.add_metric([self.name, "0"], value)
+        return made
+
+    def text(self) -> bytes:
+        """Return all figures in the form that Prometheus reads."""
+        return generate_latest(self.registry)
+
+
+def _gauge(name: str, what: str, values: dict[tuple[tuple[str, str], ...], float]) -> Metric:
+    labels = [label for label, _ in next(iter(values))]
+    made = GaugeMetricFamily(f"specbeam:{name}", what, labels=labels)
+    for named, value in values.items():
+        made.add_metric([text for _, text in named], value)
+    return made

@@ -1,0 +1,42 @@
+"""Logits processors that only servers have: penalties for what was generated, and biases of tokens."""
+
+from collections.abc import Mapping
+
+import torch
+
+
+class CountPenalty:
+    """Lowers the logits of tokens that were generated before, as OpenAI's presence and frequency penalties do.
+
+    Args:
+        prompt_length: number of tokens before the generated ones, which do not count.
+        presence: what a token loses that occurred.
+        frequency: what it loses for each time.
+    """
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self.prompt_length = prompt_length
+        self.presence = presence
+        self.frequency = frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        generated = input_ids[:, self.prompt_length :].to(scores.device)
+        counts = torch.zeros_like(scores).scatter_add_(1, generated, torch.ones_like(generated, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+class TokenBias:
+    """Adds a number to the logits of some tokens; -100 bans a token.
+
+    Args:
+        biases: by token id.
+    """
+
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self.tokens = torch.tensor([*biases], dtype=torch.int64)
+        self.values = torch.tensor([float("-inf") if value <= -100 else value for value in biases.values()])
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        changed = scores.clone()
+        changed[:, self.tokens.to(scores.device)] += self.values.to(scores)
+        return changed

@@ -1,0 +1,285 @@
+"""The bodies of requests, as OpenAI names their fields, with what vLLM added for beams and what is our own."""
+
+import difflib
+import json
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from specbeam.serve.refusals import MOST_PROBLEMS, Refusal, invalid, shown
+
+DEEPEST = 32  # brackets inside each other in a body
+Text = Annotated[str, Field(max_length=2**20)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=2**20)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Strict(BaseModel):
+    """A body, or a part of one, that refuses what it does not know and takes no text for a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(Strict):
+    """How a stream ends."""
+
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: bool | None = None  # has no effect
+
+
+class JsonSchema(Strict):
+    """A schema by OpenAI's `response_format`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)] = "schema"
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """The form of a text, as OpenAI says it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    """The form of a text, as vLLM says it: one of these."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=256)] | None = None
+    grammar: str | None = None
+
+
+class SpecbeamOptions(BaseModel):
+    """What no other server has. Beside these fields it takes every setting of the method."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    method: Annotated[str, Field(max_length=64)] | None = None
+    beams: Annotated[int, Field(ge=1)] | None = None
+    no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
+    beams_returned: Annotated[int, Field(ge=0)] | Literal["all"] = 0
+    min_logp: Annotated[float, Field(le=0)] | None = None
+    stream: Literal["settled", "live"] = "settled"
+    trace: bool = False
+    audit: bool = False
+    report: bool = True
+
+
+class Body(Strict):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    length_penalty: float | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=8)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    use_beam_search: bool | None = None
+    num_beams: Annotated[int, Field(ge=1)] | None = None
+    beam_width: Annotated[int, Field(ge=1)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Annotated[int, Field(ge=-1000, le=1000)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    specbeam: SpecbeamOptions | None = None
+
+
+class CompletionBody(Body):
+    """The body of a completion."""
+
+    prompt: Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+
+
+class ContentPart(Strict):
+    """A part of a message; only text can be read."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    refusal: None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=64)] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(Body):
+    """The body of a chat."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=256)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[dict[str, Any]], Field(max_length=64)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Literal["none"] | None = None
+
+
+class TokenizeBody(Strict):
+    """A text or a chat whose tokens are asked for."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=256)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Strict):
+    """Tokens whose text is asked for."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+BodyKind = TypeVar("BodyKind", bound=BaseModel)
+
+
+def parse_body(kind: type[BodyKind], raw: bytes) -> BodyKind:
+    """Return a body; raise `Refusal` that names the fields that are wrong."""
+    value = _json(raw)
+    if not isinstance(value, dict):
+        raise invalid(f"the body is {shown(value)}; it must be a JSON object", code="bad_json")
+    value = {name: one for name, one in value.items() if one is not None}  # null means that it is not given
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _refusal_of(error, kind) from error
+
+
+def _json(raw: bytes) -> Any:
+    if _depth(raw) > DEEPEST:
+        raise invalid(f"the body has more than {DEEPEST} brackets inside each other; make it flatter", code="bad_json")
+    try:
+        return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_without_twins)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is no JSON: {str(error)[:200]}", code="bad_json") from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is given twice in one object")
+    return found
+
+
+# A text to its end, or to that of the body if it has none: read once, whatever comes.
+_TEXTS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_BRACKETS = re.compile(rb"[\[\]{}]")
+
+
+def _depth(raw: bytes) -> int:
+    """Return how many brackets are open at most; it stops counting beyond `DEEPEST`."""
+    depth = 0
+    deepest = 0
+    for bracket in _BRACKETS.finditer(_TEXTS.sub(b"", raw)):
+        if bracket.group() in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+            if deepest > DEEPEST:
+                break
+        else:
+            depth -= 1
+    return deepest
+
+
+def _refusal_of(error: ValidationError, kind: type[BaseModel]) -> Refusal:
+    """Return one refusal of all that is wrong in a body."""
+    problems = error.errors(include_url=False, include_context=False)
+    texts: list[str] = []
+    code = "bad_setting"
+    first: str | None = None
+    for problem in problems[: 4 * MOST_PROBLEMS]:
+        where = [str(part) for part in problem["loc"]]
+        name = where[0] if where else ""
+        path = ".".join(
+            part for part in where if not part.startswith(("function-", "constrained", "list[", "literal["))
+        )
+        if problem["type"] == "extra_forbidden":
+            text = f"{path} is no field of this request{_nearest(name, kind) if len(where) == 1 else ''}"
+            code = "unknown_field"
+        elif problem["type"] == "missing":
+            text = f"{path} is missing"
+        else:
+            text = f"{path} is {shown(problem['input'])}: {problem['msg'].lower()}"
+        if first is None:
+            first = name or None
+        if text not in texts:
+            texts.append(text)
+    more = "" if len(texts) <= MOST_PROBLEMS else "; and more"
+    if first == "messages" and any("content" in map(str, problem["loc"]) for problem in problems):
+        code = "unsupported_content"
+    return invalid("; ".join(texts[:MOST_PROBLEMS]) + more, first, code)
+
+
+_REPLACED = {
+    "suffix": "a text in the middle cannot be asked for",
+    "prediction": "predicted outputs are not supported",
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "guided_json": "use structured_outputs",
+    "guided_regex": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
+    "chat_template": "templates come from the operator: specbeam serve --chat-template FILE",
+    "bad_words": "use logit_bias",
+    "max_new_tokens": "use max_tokens",
+    "num_return_sequences": "use n",
+    "stop_strings": "use stop",
+    "method": "put it into the object specbeam",
+}
+
+
+def _nearest(name: str, kind: type[BaseModel]) -> str:
+    """Return what to do instead of a field that is not known, as the end of a message."""
+    if name in _REPLACED:
+        return f": {_REPLACED[name]}"
+    near = difflib.get_close_matches(name, kind.model_fields, 1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,137 @@
+"""Refusals: what the server answers instead of a text, in OpenAI's form."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from specbeam.errors import (
+    BadPrompt,
+    BadSetting,
+    BrokenLaw,
+    BrokenPart,
+    Cancelled,
+    DeadEnd,
+    LostLaw,
+    MissingPackage,
+    NotSupported,
+    SpecbeamError,
+    TimedOut,
+    TooFewAnswers,
+)
+from specbeam.serve.engine import Draining, EngineFailed, NoRoom, QueueFull
+
+LONGEST = 200  # characters of a value that a message repeats
+MOST_PROBLEMS = 10
+
+
+@dataclass(eq=False)
+class Refusal(Exception):
+    """An answer that says what was found, what was expected and what to do.
+
+    Args:
+        status: of HTTP.
+        kind: OpenAI's type of the error.
+        code: what went wrong, in one word.
+        message: for people.
+        param: the field that it is about; None: no single one.
+        retry_after: seconds after which to try again; None: trying again helps nothing.
+    """
+
+    status: int
+    kind: str
+    code: str
+    message: str
+    param: str | None = None
+    retry_after: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The answer as JSON."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        headers = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(min(max(self.retry_after, 1), 60))
+        if self.status == 408:
+            headers["x-should-retry"] = "false"
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+def invalid(message: str, param: str | None = None, code: str = "bad_setting", status: int = 400) -> Refusal:
+    """Return the refusal of a request that cannot be answered as it is."""
+    return Refusal(status, "invalid_request_error", code, message, param)
+
+
+def shown(value: object) -> str:
+    """Return a value for a message, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= LONGEST else text[:LONGEST] + "..."
+
+
+# By kind of error, the first that fits: status, type and code.
+_KINDS: tuple[tuple[type[Exception], int, str, str], ...] = (
+    (QueueFull, 429, "rate_limit_error", "queue_full"),
+    (Draining, 503, "overloaded_error", "draining"),
+    (EngineFailed, 500, "server_error", "engine_error"),
+    (NoRoom, 400, "invalid_request_error", "context_length_exceeded"),
+    (TimedOut, 408, "timeout_error", "request_timeout"),
+    (Cancelled, 499, "server_error", "cancelled"),
+    (TooFewAnswers, 422, "decoding_error", "no_answer"),
+    (DeadEnd, 422, "decoding_error", "dead_end"),
+    (BrokenLaw, 422, "decoding_error", "broken_law"),
+    (BrokenPart, 500, "server_error", "broken_part"),
+    (BadPrompt, 400, "invalid_request_error", "bad_prompt"),
+    (LostLaw, 400, "invalid_request_error", "bad_setting"),
+    (NotSupported, 400, "invalid_request_error", "not_supported"),
+    (MissingPackage, 400, "invalid_request_error", "not_supported"),
+    (BadSetting, 400, "invalid_request_error", "bad_setting"),
+)
+
+# The names of requests for the options that errors of the library begin with.
+_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "eos_token_id": "stop_token_ids",
+    "json_schema": "response_format",
+    "regex": "structured_outputs",
+    "grammar": "structured_outputs",
+}
+_SAME = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "length_penalty", "early_stopping", "seed",
+    "no_repeat_ngram_size",
+)  # fmt: skip
+
+
+def refusal_of(error: Exception, retry_after: int = 1) -> Refusal:
+    """Return what to answer where this error came up."""
+    if isinstance(error, Refusal):
+        return error
+    for kind, status, name, code in _KINDS:
+        if isinstance(error, kind):
+            message = str(error)
+            param = param_of(message) if status == 400 else None
+            if code == "bad_prompt" and "positions" in message:
+                code = "context_length_exceeded"
+            if code == "bad_setting" and param in ("response_format", "structured_outputs"):
+                code = "bad_grammar"
+            return Refusal(status, name, code, message, param, retry_after if status in (429, 503) else None)
+    kind_name = "a mistake of the server" if not isinstance(error, SpecbeamError) else type(error).__name__
+    return Refusal(500, "server_error", "engine_error", f"{kind_name}; the log has more under the id of this request")
+
+
+def param_of(message: str) -> str | None:
+    """Return the field of a request that an error of the library is about: the option that it begins with."""
+    first = message.split(" ", 1)[0].split("=", 1)[0].rstrip(":,")
+    if first in _SAME:
+        return first
+    if first == "prompt" or first.startswith("prompt"):
+        return "prompt"
+    return _NAMES.get(first)

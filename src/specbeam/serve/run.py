@@ -1,0 +1,120 @@
+"""Running the server: signals, the end, and what is printed."""
+
+import logging
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from specbeam.pair import load
+from specbeam.serve.app import BeamServer, make_app
+from specbeam.serve.config import ServerConfig
+
+LOG = logging.getLogger("specbeam.serve")
+WATCH_S = 1.0  # seconds between two looks at the engine
+
+
+class _Uvicorn(uvicorn.Server):
+    """A server that drains at the first signal to end, and ends at once at the second one."""
+
+    def __init__(self, config: uvicorn.Config, server: BeamServer) -> None:
+        super().__init__(config)
+        self.beams = server
+        self.code = 0
+        self._ending: threading.Thread | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._ending is not None or sig not in (signal.SIGINT, signal.SIGTERM):
+            self.force_exit = True
+            self.should_exit = True
+            return
+        LOG.info("ending: no further requests, those under way may take %g seconds", self.beams.config.drain_timeout)
+        self.beams.state = "draining"
+        self._ending = threading.Thread(target=self._drain, name="specbeam end", daemon=True)
+        self._ending.start()
+
+    def _drain(self) -> None:
+        self.beams.drain()
+        self.should_exit = True
+
+    def watch(self) -> None:
+        """End the process with an error if the engine is dead: whoever supervises it starts a new one."""
+        while not self.should_exit:
+            time.sleep(WATCH_S)
+            status, found = self.beams.health()
+            if status == 503 and found["status"] == "engine_dead":
+                LOG.error("the engine is dead: %s", found.get("message") or "no step for long")
+                self.code = 1
+                self.force_exit = True
+                self.should_exit = True
+
+
+def serve(config: ServerConfig) -> int:
+    """Serve until a signal ends it; return the exit code.
+
+    Raises `BadSetting` if others than this machine could call the server, and nobody said that they may.
+    """
+    config.check_open()
+    _set_up_log()
+
+    def load_pair() -> Any:
+        from transformers.utils import logging as model_logging
+
+        model_logging.set_verbosity_error()
+        model_logging.disable_progress_bar()
+        quantize: Any = config.quantize
+        return load(config.model, config.draft, quantize=quantize, share_from=None)
+
+    server = BeamServer(config, load_pair)
+    options = uvicorn.Config(
+        make_app(server),
+        host=config.host,
+        port=config.port,
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=1024,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
+    runner = _Uvicorn(options, server)
+    threading.Thread(target=runner.watch, name="specbeam watch", daemon=True).start()
+    threading.Thread(target=_say_when_ready, args=(server, runner), name="specbeam greeting", daemon=True).start()
+    runner.run()
+    return runner.code
+
+
+def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
+    """Print where the server listens and how to ask it, as soon as it can answer."""
+    while server.state == "loading" and not runner.should_exit:
+        time.sleep(0.05)
+    if server.state != "ready":
+        return
+    host = server.config.host
+    port = server.config.port
+    for one in runner.servers:
+        for socket in one.sockets:
+            port = socket.getsockname()[1]
+    method = server.served.method
+    print(
+        f"specbeam serves {server.served.name} at http://{host}:{port} (page and API). Without a method in a request: "
+        f"{method.name}, {method.law}.\n"
+        f"  curl -s http://{host}:{port}/v1/completions -H 'content-type: application/json' "
+        """-d '{"prompt": "Ein Hund läuft.", "n": 3, "use_beam_search": true}'""",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _set_up_log() -> None:
+    """Write the server's log to standard error, a line of JSON per request. A disk that is full ends no request."""
+    logging.raiseExceptions = False
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    LOG.addHandler(handler)
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False

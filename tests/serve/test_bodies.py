@@ -1,0 +1,122 @@
+"""Bodies of requests: whatever comes, it is understood or refused by name, quickly, and nothing is ignored."""
+
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specbeam as sb
+from specbeam.serve.config import ServerConfig, read_config
+from specbeam.serve.mapping import RECIPE_OF, Order, Served, order_of
+from specbeam.serve.protocol import ChatBody, CompletionBody, parse_body
+from specbeam.serve.refusals import Refusal, refusal_of
+from tests.support.checking import refused
+
+FIELDS = sorted(set(CompletionBody.model_fields) | set(ChatBody.model_fields))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 40) | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+LIKELY = st.sampled_from(
+    [1, 2, 4, 0.5, True, "a", ["a"], [5, 6], {"type": "text"}, {"type": "json_object"}, {"regex": "a+"}, {"5": -100},
+     {"method": "dsbd", "beams": 3}, {"method": "beam_search", "beams": 2}, {"method": "rsd_s", "width": 2}, {"beams": 3},
+     [{"role": "user", "content": "Hallo"}]]
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kitchen(worded):
+    return Served(worded, "tiny", sb.speculative_sampling(), ServerConfig(), "{{ messages[-1]['content'] }}")
+
+
+def attempted(raw, kind, served):
+    """The order of a body, or its refusal."""
+    try:
+        return order_of(parse_body(kind, raw), served)
+    except Refusal as refusal:
+        return refusal
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=6), VALUES | LIKELY, max_size=5), st.booleans())
+def test_any_body_is_an_order_or_a_refusal(kitchen, body, is_chat):
+    start = {"messages": [{"role": "user", "content": "Hallo"}]} if is_chat else {"prompt": "Ein Hund"}
+    found = attempted(json.dumps(start | body).encode(), ChatBody if is_chat else CompletionBody, kitchen)
+    if isinstance(found, Refusal):
+        assert 400 <= found.status < 500
+        assert found.message
+        assert set(found.body["error"]) == {"message", "type", "param", "code"}
+        assert len(found.message) < 2500
+    else:
+        order = found
+        assert order.method.beams <= kitchen.config.max_beams
+        assert len(order.prompts) * max(order.count, order.drawn, order.method.beams) <= kitchen.config.max_texts
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_body_or_a_refusal(raw):
+    with pytest.raises(Refusal):
+        parse_body(CompletionBody, raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[" * 2**20,
+        b'{"a":' * 2**17,
+        b'{"prompt": ' + b"[[1]," * 2**17,
+        b'{"prompt": "' + b'\\"' * 2**19,
+        b'{"prompt": "a", "logit_bias": {' + b",".join(b'"%d": 1' % n for n in range(2**15)) + b"}}",
+        b'{"prompt": "a", "stop": [' + b",".join([b'"a"'] * 2**17) + b"]}",
+        b'{"prompt": "a", ' + b",".join(b'"x%d": 1' % n for n in range(2**15)) + b"}",
+        b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}",
+    ],
+)
+def test_what_is_large_is_refused_in_little_time(raw):
+    began = time.process_time()
+    with pytest.raises(Refusal) as caught:
+        parse_body(CompletionBody, raw)
+    assert time.process_time() - began < 1.0
+    assert len(caught.value.message) < 2500
+
+
+def test_every_recipe_can_be_asked_for_by_name_or_says_why_not(kitchen):
+    for name in RECIPE_OF:
+        found = attempted(json.dumps({"prompt": "a", "specbeam": {"method": name}}).encode(), CompletionBody, kitchen)
+        assert isinstance(found, Order) or found.param == "specbeam", name
+
+
+def test_errors_of_the_library_name_the_field_of_the_request(worded):
+    from specbeam.errors import BadPrompt, BadSetting, BrokenLaw, TimedOut
+
+    refusal = refusal_of(BadSetting("max_new_tokens is 0; it must be >= 1"))
+    assert (refusal.status, refusal.param) == (400, "max_tokens")
+    assert (
+        refusal_of(BadPrompt("prompt 0 has 3 tokens, but the model has 2 positions")).code == "context_length_exceeded"
+    )
+    assert refusal_of(BrokenLaw("NaN")).status == 422
+    timed_out = refusal_of(TimedOut("late"))
+    assert (timed_out.status, timed_out.headers["x-should-retry"]) == (408, "false")
+    unknown = refusal_of(RuntimeError("secret path /home/x"))
+    assert unknown.status == 500
+    assert "secret" not in unknown.message
+
+
+def test_a_configuration_says_what_is_wrong(tmp_path):
+    file = tmp_path / "server.yaml"
+    file.write_text("port: 9000\nmax-beams: 3\nmethods: [dsbd]\n")
+    config = read_config(file, {"port": 9001, "host": None})
+    assert (config.port, config.max_beams, config.methods, config.host) == (9001, 3, ("dsbd",), "127.0.0.1")
+    for text, match in [
+        ("prot: 1", "no prot"), ("port: x", "port is 'x'"), ("max_running: 0", "at least 1"), ("max_beams: true", "max_beams is True"),
+        ("- 1", "holds a list"), ("a: [", "could not read"), ("queue_timeout: 0", "more than 0"),
+    ]:  # fmt: skip
+        file.write_text(text)
+        with refused(match):
+            read_config(file, {})
+    with pytest.raises(sb.SpecbeamError, match="--no-auth"):
+        ServerConfig(host="0.0.0.0").check_open()
+    ServerConfig(host="0.0.0.0", no_auth=True).check_open()

@@ -1,0 +1,57 @@
+"""The server as a process of its own: signals, and what it says."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from specbeam.pair import BUNDLED
+
+httpx = pytest.importorskip("httpx2")
+pytest.importorskip("uvicorn")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="the bundled pair is not in this checkout"),
+]
+BODY = {"prompt": "Ein Hund läuft durch den Wald.", "seed": 7, "num_beams": 4, "max_tokens": 60}
+
+
+class Process:
+    """A server on a port that is free; its address as soon as it can answer."""
+
+    def __init__(self, tmp_path):
+        config = tmp_path / "server.yaml"
+        config.write_text("warm_up: false\nport: 0\n")
+        command = [sys.executable, "-m", "specbeam", "serve", "--config", str(config)]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.url = ""
+        for line in self.process.stderr:
+            found = re.search(r"at (http://\S+) ", line)
+            if found:
+                self.url = found.group(1)
+                break
+        self.rest = threading.Thread(target=self.process.stderr.read)
+        self.rest.start()
+
+
+def test_a_signal_lets_what_is_decoded_end_and_a_killed_server_comes_back_with_the_same_texts(tmp_path):
+    server = Process(tmp_path)
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        first = http.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
+        with http.stream("POST", "/v1/completions", json=BODY | {"stream": True, "max_tokens": 200}) as stream:
+            pieces = stream.iter_raw()
+            next(pieces)
+            server.process.send_signal(signal.SIGTERM)
+            assert b"".join(pieces).endswith(b"data: [DONE]\n\n")
+    assert server.process.wait(timeout=60) == 0
+    server = Process(tmp_path)
+    server.process.kill()
+    server.process.wait()
+    server = Process(tmp_path)
+    assert httpx.post(server.url + "/v1/completions", json=BODY, timeout=120).json()["choices"][0]["text"] == first
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(timeout=60) == 0
