@@ -592,6 +592,29 @@ def speed_cliffs(
     raise typer.Exit(code)
 
 
+@bench.command("serve")
+def serving(
+    url: Annotated[str, typer.Argument(help="Address of a server that speaks OpenAI's API.")] = "http://127.0.0.1:8000",
+    clients: Annotated[int, typer.Option(min=1, help="Number of clients, each with one request at a time.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests in all.")] = 100,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests per second, at random times (Poisson); by default each client asks again at once."),
+    ] = None,
+    gone: Annotated[float, typer.Option(help="Share of the requests whose client goes away in the middle.")] = 0.0,
+    body: Annotated[str, typer.Option(help="Fields of each request as JSON, like '{\"num_beams\": 4}'.")] = "{}",
+    file: PromptFiles = [],
+    max_new_tokens: MaxNewTokens = 64,
+    stream: Annotated[bool, typer.Option(help="Let answers be streamed.")] = True,
+    key: Annotated[str, typer.Option(help="API key.", envvar="SPECBEAM_API_KEY")] = "",
+    json: Json = False,
+) -> None:
+    """Put a load of many clients on a server: requests and tokens per second, and how long clients wait."""
+    from specbeam.cli.bench_serve import run
+
+    raise typer.Exit(run(url, clients, requests, rate, gone, body, file, max_new_tokens, stream, key, json))
+
+
 @bench.command("passes")
 def pass_cost(
     model: Model = "bundled",

@@ -1,0 +1,194 @@
+"""The load that a server bears: many clients at once, some of whom go away, and how long each of them waits."""
+
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specbeam.errors import BadSetting, MissingPackage
+
+
+@dataclass(frozen=True)
+class ServedOnce:
+    """One request of a load.
+
+    Args:
+        status: of HTTP; 0: the client went away, as it was to.
+        waited_s: seconds from when it was due to its end; lateness of the load itself included.
+        first_s: seconds to the first piece of text; None if there was none.
+        tokens: new tokens of the answer.
+    """
+
+    status: int
+    waited_s: float
+    first_s: float | None = None
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """The figures of a load; seconds are medians and 99th percentiles over the requests that were answered."""
+
+    clients: int
+    requests: int
+    seconds: float
+    answered: int
+    gone: int
+    statuses: dict[str, int]
+    requests_per_s: float
+    tokens_per_s: float
+    waited_s: tuple[float, float]
+    first_s: tuple[float, float] | None
+    passes_per_token: float | None
+    once: list[ServedOnce] = field(default_factory=list, repr=False)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The load that is put on a server.
+
+    Args:
+        prompts: taken in turn.
+        body: fields of each request besides prompt and seed.
+        clients: number of clients, each with one request at a time; with `rate` the most requests side by side.
+        requests: number of requests in all.
+        rate: requests per second at random times (Poisson); None: each client asks again as soon as it has its answer.
+        gone: share of the requests whose client goes away in the middle.
+        stream: whether answers are streamed, which shows the time to the first piece of text.
+        key: API key.
+        seed: of the times, and of the first request; further ones count on.
+    """
+
+    prompts: Sequence[str]
+    body: dict[str, Any] = field(default_factory=dict)
+    clients: int = 8
+    requests: int = 100
+    rate: float | None = None
+    gone: float = 0.0
+    stream: bool = True
+    key: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise BadSetting("there is no prompt to ask with; give some")
+        for name in ("clients", "requests"):
+            if getattr(self, name) < 1:
+                raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.gone <= 1:
+            raise BadSetting(f"gone is {self.gone}; it is a share, in [0, 1]")
+        if self.rate is not None and not self.rate > 0:
+            raise BadSetting(f"rate is {self.rate}; it must be above 0")
+
+
+def measure_load(url: str, load: Load) -> LoadReport:
+    """Put a load on the server at this address, and return how it bore it."""
+    try:
+        import httpx2  # noqa: F401
+    except ImportError as error:
+        raise MissingPackage("the load is sent with httpx2: pip install httpx2") from error
+    return asyncio.run(_measured(url.rstrip("/"), load))
+
+
+async def _measured(url: str, load: Load) -> LoadReport:
+    import httpx2
+
+    chance = random.Random(load.seed)
+    headers = {"authorization": f"Bearer {load.key}"} if load.key else {}
+    limits = httpx2.Limits(max_connections=load.clients + 4)
+    async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=600) as http:
+        before = await _figures(http)
+        began = time.perf_counter()
+        due = [0.0] * load.requests
+        if load.rate is not None:
+            for number in range(1, load.requests):
+                due[number] = due[number - 1] + chance.expovariate(load.rate)
+        leaves = [chance.random() < load.gone for _ in range(load.requests)]
+        numbers = iter(range(load.requests))
+        once: list[ServedOnce] = []
+
+        async def client() -> None:
+            for number in numbers:
+                now = time.perf_counter() - began
+                if load.rate is not None and due[number] > now:
+                    await asyncio.sleep(due[number] - now)
+                since = began + due[number] if load.rate is not None else time.perf_counter()
+                once.append(await _ask(http, load, number, leaves[number], since))
+
+        await asyncio.gather(*(client() for _ in range(load.clients)))
+        seconds = time.perf_counter() - began
+        after = await _figures(http)
+    return _report(load, once, seconds, before, after)
+
+
+async def _ask(http: Any, load: Load, number: int, leaves: bool, since: float) -> ServedOnce:
+    """Send one request, and return what came of it."""
+    body = {"prompt": load.prompts[number % len(load.prompts)], "seed": load.seed + number, **load.body}
+    if not load.stream:
+        answer = await http.post("/v1/completions", json=body)
+        tokens = answer.json()["usage"]["completion_tokens"] if answer.status_code == 200 else 0
+        return ServedOnce(answer.status_code, time.perf_counter() - since, None, tokens)
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    first: float | None = None
+    tokens = 0
+    async with http.stream("POST", "/v1/completions", json=body) as answer:
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if any(choice.get("text") for choice in chunk.get("choices", ())):
+                first = time.perf_counter() - since if first is None else first
+                if leaves:
+                    return ServedOnce(0, time.perf_counter() - since, first)
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+            if "error" in chunk:
+                return ServedOnce(500, time.perf_counter() - since, first)
+        return ServedOnce(answer.status_code, time.perf_counter() - since, first, tokens)
+
+
+async def _figures(http: Any) -> dict[str, float]:
+    """Return the server's own counters of passes and tokens; {} if it does not tell."""
+    answer = await http.get("/metrics")
+    found: dict[str, float] = {}
+    for line in answer.text.splitlines() if answer.status_code == 200 else ():
+        for name in ("target_passes_total", "generation_tokens_total"):
+            if line.startswith(f"specbeam:{name}{{"):
+                found[name] = float(line.rsplit(" ", 1)[1])
+    return found
+
+
+def _report(
+    load: Load, once: list[ServedOnce], seconds: float, before: dict[str, float], after: dict[str, float]
+) -> LoadReport:
+    answered = [one for one in once if one.status == 200]
+    firsts = [one.first_s for one in answered if one.first_s is not None]
+    gained = {name: after[name] - before.get(name, 0.0) for name in after}
+    tokens = gained.get("generation_tokens_total", 0.0)
+    return LoadReport(
+        clients=load.clients,
+        requests=load.requests,
+        seconds=seconds,
+        answered=len(answered),
+        gone=sum(one.status == 0 for one in once),
+        statuses={str(status): number for status, number in sorted(Counter(one.status for one in once).items())},
+        requests_per_s=len(answered) / seconds,
+        tokens_per_s=sum(one.tokens for one in answered) / seconds,
+        waited_s=_middle_and_end([one.waited_s for one in answered]),
+        first_s=_middle_and_end(firsts) if firsts else None,
+        passes_per_token=gained["target_passes_total"] / tokens if tokens else None,
+        once=once,
+    )
+
+
+def _middle_and_end(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median and the 99th percentile; NaN if there are no values."""
+    if not values:
+        return float("nan"), float("nan")
+    ordered = sorted(values)
+    return statistics.median(ordered), ordered[min(int(0.99 * len(ordered)), len(ordered) - 1)]

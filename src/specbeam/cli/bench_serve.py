@@ -1,0 +1,65 @@
+"""The command `specbeam bench serve`: a load of many clients on a server."""
+
+import dataclasses
+import json as json_format
+from pathlib import Path
+
+from specbeam.bench.serving import Load, LoadReport, measure_load
+from specbeam.cli.generate import gather
+from specbeam.errors import BadSetting
+from specbeam.pair import BUNDLED
+
+
+def run(
+    url: str,
+    clients: int,
+    requests: int,
+    rate: float | None,
+    gone: float,
+    body: str,
+    files: list[Path],
+    max_new_tokens: int,
+    stream: bool,
+    key: str,
+    json: bool,
+) -> int:
+    """Put the load on the server, print its figures, and return the exit code: 1 if a request was not answered."""
+    try:
+        fields = json_format.loads(body)
+    except ValueError as error:
+        raise BadSetting(f"--body is {body!r}; it must be JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise BadSetting(f"--body is {body!r}; it must be a JSON object")
+    prompts = [one.text for one in gather([], files)[0]] if files else _sentences()
+    load = Load(prompts, {"max_tokens": max_new_tokens} | fields, clients, requests, rate, gone, stream, key)
+    report = measure_load(url, load)
+    if json:
+        record = dataclasses.asdict(report)
+        del record["once"]
+        print(json_format.dumps(record))
+    else:
+        _show(report)
+    return 0 if report.answered + report.gone == report.requests else 1
+
+
+def _sentences() -> list[str]:
+    """Return the German sentences of the demo."""
+    lines = (BUNDLED / "sentences.tsv").read_text(encoding="utf-8").splitlines()
+    return [line.split("\t")[0] for line in lines if line]
+
+
+def _show(report: LoadReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("figure", "value", box=None, pad_edge=False)
+    table.add_row("answered", f"{report.answered} of {report.requests}, {report.gone} went away as planned")
+    table.add_row("by status", ", ".join(f"{status}: {number}" for status, number in report.statuses.items()))
+    table.add_row("requests per second", f"{report.requests_per_s:.2f}")
+    table.add_row("tokens per second", f"{report.tokens_per_s:.1f}")
+    table.add_row("seconds per request", "median {:.3f}, 99 % {:.3f}".format(*report.waited_s))
+    if report.first_s is not None:
+        table.add_row("seconds to first text", "median {:.3f}, 99 % {:.3f}".format(*report.first_s))
+    if report.passes_per_token is not None:
+        table.add_row("target passes per token", f"{report.passes_per_token:.2f}")
+    Console().print(table)
