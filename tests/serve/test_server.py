@@ -1,6 +1,8 @@
 """OpenAI's API with beams, asked by OpenAI's own client over a real port."""
 
+import asyncio
 import contextlib
+import dataclasses
 import json
 import threading
 import time
@@ -385,6 +387,45 @@ def test_a_client_that_goes_away_frees_its_place_and_costs_nobody_anything(serve
             rest = b"".join(pieces)
         assert b"[DONE]" in rest
         assert stream.headers["x-request-id"] == number
+    settle(server)
+
+
+def test_a_client_that_reads_nothing_is_cut_off_and_one_that_trickles_its_body_is_refused(served, monkeypatch):
+    """The server's own patience is cut short; its transport is stood in for, as a kernel buffers more than a text has."""
+    _, server = served
+    monkeypatch.setattr(server, "config", dataclasses.replace(server.config, reader_timeout=0.3))
+    monkeypatch.setattr("specbeam.serve.app.BODY_S", 0.3)
+    app = make_app(server)
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")], "asgi": {"spec_version": "2.3"},
+        "http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "root_path": "",
+    }  # fmt: skip
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 150, "stream": True, "specbeam": {"trace": True}}).encode()
+    sent = []
+
+    async def talk(first, blocks_from):
+        waits = [first]
+
+        async def receive():
+            if waits:
+                return waits.pop()
+            return await asyncio.sleep(3600)
+
+        async def send(message):
+            sent.append(message)
+            if len(sent) > blocks_from:
+                await asyncio.sleep(3600)
+
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait_for(app(dict(scope), receive, send), 30)
+
+    asyncio.run(talk({"type": "http.request", "body": body, "more_body": False}, 3))
+    assert 3 < len(sent) < 20
+    settle(server)
+    sent.clear()
+    asyncio.run(talk({"type": "http.request", "body": b"{", "more_body": True}, 9))
+    assert sent[0]["status"] == 408
     settle(server)
 
 

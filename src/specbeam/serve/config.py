@@ -1,5 +1,6 @@
 """The configuration of the server: its defaults, its checks and its file."""
 
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ class ServerConfig:
             sequence that drafts with the draft model, or `sampling` without one. "auto": the fastest, measured at start.
         methods: the methods that requests may name; none: all.
         host, port: where to listen.
-        api_keys: keys that clients must have one of; none: nobody needs one.
+        api_keys: keys that clients must have one of; none: nobody needs one. By default those in the environment variable
+            SPECBEAM_API_KEYS, separated by commas.
         api_key_file: a file with a key per line: name, key, weight, most running, smallest priority; the last three may be
             left out.
         no_auth: let everybody in though others than this machine can reach the server.
@@ -160,6 +162,8 @@ def read_config(path: str | Path | None, given: dict[str, Any]) -> ServerConfig:
     if path is not None:
         values = _read_file(Path(path).expanduser())
     values |= {name: value for name, value in given.items() if value is not None}
+    if keys := os.environ.get("SPECBEAM_API_KEYS"):
+        values.setdefault("api_keys", [key.strip() for key in keys.split(",") if key.strip()])
     known = {one.name for one in fields(ServerConfig)}
     if unknown := sorted(set(values) - known):
         raise BadSetting(f"the configuration has no {', '.join(unknown)}; it has {', '.join(sorted(known))}")
