@@ -50,6 +50,7 @@ QUICK := tests/test_house.py tests/test_repository.py tests/core tests/verify/te
 quick: $(VENV)/dev
 	@SPECBEAM_KERNELS=off SPECBEAM_TYPES=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" $(QUICK)
 	@echo "The most important tests passed. Next: make test."
+
 $(VENV)/serve: $(VENV)/demo
 	@echo "Installing what the server needs ..."
 	@$(BIN)/pip install -q -c constraints.txt -e ".[bench,serve]"
