@@ -158,39 +158,40 @@ class Needs:
         )
 
 
-LEARNT = -(2**32)  # the token of a probe of kind k is LEARNT - k, if `ProbeInputs` say what the kinds are
+LEARNT = -(2**32)  # the token of an extra row of kind k is LEARNT - k, if `ExtraInputs` say what the kinds are
 
 
-class Probes(NamedTuple):
+class ExtraRows(NamedTuple):
     """Extra rows under nodes of a forest that the target scores for a drafter, such as mask tokens or learnt prompts.
 
-    A probe attends to the path to its parent, which may be a probe, too. No draft attends to a probe, and no rule sees one.
+    An extra row attends to the path to its parent, which may be an extra row, too. No draft attends to one, and no rule
+    sees one.
     """
 
-    # A negative number stands for an embedding (see `Session.vectors`), one from LEARNT down for a kind of `ProbeInputs`.
-    tokens: Int64[np.ndarray, " probes"]
-    parents: Int64[np.ndarray, " probes"]  # nodes of the forest, or forest.size + k for probe k
+    # A negative number stands for an embedding (see `Session.vectors`), one from LEARNT down for a kind of `ExtraInputs`.
+    tokens: Int64[np.ndarray, " rows"]
+    parents: Int64[np.ndarray, " rows"]  # nodes of the forest, or forest.size + k for row k
 
 
-NO_PROBES = Probes(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+NO_EXTRA_ROWS = ExtraRows(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)
-class ProbeInputs:
-    """What probes are made of that are no tokens: learnt embeddings, a prefix that they alone see, states of other rows.
+class ExtraInputs:
+    """What extra rows are made of that are no tokens: learnt embeddings, a prefix that they alone see, states of other rows.
 
     They are the same for all sessions of a drafter. The law of the target does not depend on them: rows of the text see
-    neither a probe nor the prefix, and their positions are as if there were none.
+    neither an extra row nor the prefix, and their positions are as if there were none.
 
     Attributes:
         model: the model of transformers that they were learnt for.
-        kinds: number of kinds of probes.
-        embeddings: what the first layer reads of each kind; None: probes enter at `layer`.
+        kinds: number of kinds of extra rows.
+        embeddings: what the first layer reads of each kind; None: extra rows enter at `layer`.
         keys, values: of each layer, those of the prefix, as its attention reads them: keys are not rotated. Empty without a
             prefix.
-        layer: the layer at which probes enter, from 1 on; 0: they have embeddings.
-        make: returns what layer `layer` reads of probes, float[n, width], from what it reads of the nodes that the probes
-            hang under, or whose probes they hang under, float[n, width], and from their kinds, int64[n].
+        layer: the layer at which extra rows enter, from 1 on; 0: they have embeddings.
+        make: returns what layer `layer` reads of extra rows, float[n, width], from what it reads of the nodes that they
+            hang under, or whose extra rows they hang under, float[n, width], and from their kinds, int64[n].
     """
 
     model: Any
@@ -230,10 +231,10 @@ class Scored:
     ranked: Ranked = _NOT_RANKED
     hidden: Float[torch.Tensor, "states size"] = _NO_ROWS  # the states that `Needs.columns` names, side by side
     prompt: Float[torch.Tensor, "rows width"] = _NO_ROWS  # the same, only in the first turn
-    probes: "Scored | None" = None  # the rows of the drafter's probes, if there are any
+    extra: "Scored | None" = None  # the rows of the drafter's extra rows, if there are any
 
     def split(self, nodes: int) -> "Scored":
-        """Return the rows of the first `nodes` nodes, with the rows of the others as their `probes`."""
+        """Return the rows of the first `nodes` nodes, with the rows of the others as their `extra`."""
         first, later = (
             Scored(
                 self.logits[rows],
@@ -242,7 +243,7 @@ class Scored:
             )
             for rows in (slice(nodes), slice(nodes, None))
         )
-        return replace(first, prompt=self.prompt, probes=later)
+        return replace(first, prompt=self.prompt, extra=later)
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,7 +33,7 @@ from specbeam.core.limits import Ended, Limits
 from specbeam.errors import BadSetting, BrokenPart, LostLaw, SpecbeamError
 from specbeam.laws.named import UNKNOWN
 from specbeam.laws.warp import Warp, on_host
-from specbeam.records import Certificate, Needs, ProbeInputs, Report, RowCounts, Shape, Turn, Verdict
+from specbeam.records import Certificate, ExtraInputs, Needs, Report, RowCounts, Shape, Turn, Verdict
 
 
 @runtime_checkable
@@ -74,9 +74,9 @@ class Drafter(Protocol):
         no_law_reason: str, why the law of its drafts is not known, so that they can be matched and not tried.
         fill(sessions, most) -> list[bool]: store a chunk of long prompts; which have no more to store (draft/batch.py).
         needs: Needs, what it reads of the target's rows, in `turn.scored`.
-        probes(session, forest) -> Probes: rows of its own in the target's pass, which are in `turn.scored.probes`. A model
-            of the drafter may have them, too.
-        probe_inputs: ProbeInputs, what its probes are made of; beside `probes`, if they are not tokens.
+        extra_rows(session, forest) -> ExtraRows: rows of its own in the target's pass, which are in `turn.scored.extra`. A
+            model of the drafter may have them, too.
+        extra_inputs: ExtraInputs, what its extra rows are made of; beside `extra_rows`, if they are not tokens.
         spec(session): the numbers by which steps draft in a compiled run (draft/beams.py, draft/tree.py).
         keeps_nodes: True if its forests start with `session.start`, so that nodes are kept from turn to turn.
     """
@@ -160,13 +160,13 @@ class Parts:
         return asked
 
     @cached_property
-    def prober(self) -> Any:
+    def extra_owner(self) -> Any:
         """Who has rows of its own in the target's pass: the drafter, or one of its models; None if nobody has.
 
         Raises `BadSetting` if several have: a pass takes the rows of one.
         """
         each = (self.drafter, *(getattr(self.drafter, "models", None) or ()))
-        found = list({id(one): one for one in each if hasattr(one, "probes")}.values())
+        found = list({id(one): one for one in each if hasattr(one, "extra_rows")}.values())
         if len(found) > 1:
             raise BadSetting(
                 f"{' and '.join(type(one).__name__ for one in found)} have rows of their own in the target's pass, which "
@@ -216,7 +216,7 @@ class Session:
         context: what a model needs besides tokens, by model: handed to that model's engine as it is. For what transformers
             runs these are keyword arguments of its forward, tensors with a first dimension of 1 (the states of an encoder).
         vectors: rows that are given by embedding, by model, float[rows, size]: the token -1 - k of a prompt, or of a
-            drafter's probes, stands for row k. They are what the model's embedding would give (soft prompts, images).
+            drafter's extra rows, stands for row k. They are what the model's embedding would give (soft prompts, images).
         namespace: whose prompts it may share stored beginnings with; see `HuggingFaceLM.remember_prompts`.
         recalled: by model, the number of tokens of the prompt that were copied from earlier prompts.
     """
@@ -267,9 +267,9 @@ class Session:
             self.warp.constraint.prompt_length = len(self.head)
 
     @property
-    def probe_inputs(self) -> ProbeInputs | None:
+    def extra_inputs(self) -> ExtraInputs | None:
         """What the drafter's rows in the target's pass are made of; None if it has none, or if they are tokens."""
-        return getattr(self.parts.prober, "probe_inputs", None)
+        return getattr(self.parts.extra_owner, "extra_inputs", None)
 
     @property
     def settled(self) -> list[int]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from specbeam.core.forest import Forest, kept_nodes
-from specbeam.draft.batch import drafted, with_probes
+from specbeam.draft.batch import drafted, with_extra_rows
 from specbeam.engines.answers import LOGITS
 from specbeam.lm.base import LM
 from specbeam.measure.profiler import span
@@ -52,14 +52,14 @@ def _planned(session: Session, beside: int) -> Shape:
 
 
 def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scored]:
-    """Score every node whose row is not known, and the extra rows (probes) of drafters.
+    """Score every node whose row is not known, and the extra rows of drafters.
 
     `needs` is passed only if a part asks for more than logits, so a custom model may leave that argument out.
     """
-    probed = {session: with_probes(session, forest) for session, forest in zip(live, forests, strict=True)}
-    asking = [session for session in live if probed[session].size > len(probed[session].known.nodes)]
+    with_extra = {session: with_extra_rows(session, forest) for session, forest in zip(live, forests, strict=True)}
+    asking = [session for session in live if with_extra[session].size > len(with_extra[session].known.nodes)]
     needs = [session.parts.needs for session in asking]
-    whole = [probed[session] for session in asking]
+    whole = [with_extra[session] for session in asking]
     plain = all(one == LOGITS for one in needs)
     scored: list[Scored] = []
     if asking:
@@ -70,7 +70,7 @@ def _scored(target: LM, live: list[Session], forests: list[Forest]) -> list[Scor
         answer = found.get(session, Scored(torch.from_numpy(forest.known.rows[:0])))
         session.count.rows += RowCounts(scored=len(answer.logits))
         drafts = forest.size - len(forest.known.nodes)
-        answers.append(answer if probed[session] is forest else answer.split(drafts))
+        answers.append(answer if with_extra[session] is forest else answer.split(drafts))
     return answers
 
 

@@ -14,13 +14,13 @@ from specbeam.cli import heads
 from specbeam.cli.main import app
 from specbeam.errors import BadSetting
 from specbeam.heads.exit import ExitHead
-from specbeam.heads.own import own_config, probes_config
+from specbeam.heads.own import extra_rows_config, own_config
 from specbeam.pair import BUNDLED
 from specbeam.train.head_files import write_head
 from specbeam.train.heads import KINDS
 from specbeam.train.plan import planned
+from tests.support.extra_rows import extra_head
 from tests.support.mtp import tiny_target, with_modules
-from tests.support.probes import probe_head
 
 GOLDEN = Path(__file__).parent.parent / "heads" / "golden"
 
@@ -106,9 +106,9 @@ def test_heads_in_our_own_format_are_described(kind, told, target, tmp_path):
     ],
 )
 def test_heads_in_the_targets_own_pass_are_described(kind, parts, target, tmp_path):
-    head = probe_head(heads.quiet_load("", None).target_model, kind)
+    head = extra_head(heads.quiet_load("", None).target_model, kind)
     head.ranks = ((0.5, 0.25), (0.25,)) if kind == "bita" else ()
-    write_head(head, probes_config(head), tmp_path, head.target)
+    write_head(head, extra_rows_config(head), tmp_path, head.target)
     found = json.loads(shown(str(tmp_path), "-m", "other", "--json"))
     assert all(part in " ".join(str(value) for value in found.values()) for part in parts)
     assert len(found["as stated"]) == 2

@@ -11,8 +11,8 @@ import specbeam as sb
 from specbeam.control.best_tree import layers_of, ranked_tree, size_of
 from specbeam.decode import decode
 from specbeam.errors import BadHead, BadSetting, NotSupported
-from specbeam.heads.own import probes_config
-from specbeam.heads.probes_lm import ProbeLM
+from specbeam.heads.extra_rows_lm import ExtraLM
+from specbeam.heads.own import extra_rows_config
 from specbeam.heads.read import is_head, read_head
 from specbeam.heads.trees import ScoredTrees, chain_of, lineage
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -21,8 +21,8 @@ from specbeam.pair import Pair
 from specbeam.request import Request
 from specbeam.train.head_files import write_head
 from specbeam.tuning.costs import curve_of
+from tests.support.extra_rows import DEPTH, KINDS, extra_head, slow_rows
 from tests.support.heads import VOCAB, Comparing
-from tests.support.probes import DEPTH, KINDS, probe_head, slow_rows
 from tests.support.tiny_models import tiny
 from tests.test_laws_on_models import END, LENGTH, PROMPT, p_value, plain_law, softened
 
@@ -36,7 +36,7 @@ def model():
     return tiny("llama", seed=1, vocab_size=VOCAB)
 
 
-class Checked(Comparing, ProbeLM):
+class Checked(Comparing, ExtraLM):
     """A head whose drafts are compared with the rows of single paths."""
 
     def features_of(self, tokens):
@@ -61,7 +61,7 @@ METHODS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", METHODS)
 def test_drafts_are_read_from_the_rows_below_the_nearest_scored_node(name, kind, model):
-    draft = Checked(probe_head(model, kind), VOCAB).of(model)
+    draft = Checked(extra_head(model, kind), VOCAB).of(model)
     pair = Pair(model, None, None, HuggingFaceLM(model, engine="plain"), draft)
     settings = {"max_new_tokens": 12} if name == "search" else {**OPTIONS, "max_new_tokens": 16}
     sb.generate(pair, PROMPTS, METHODS[name], **settings)
@@ -73,7 +73,7 @@ def test_drafts_are_read_from_the_rows_below_the_nearest_scored_node(name, kind,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["plain", "lean", "compiled"])
 def test_same_seed_same_beams(engine, kind, model):
-    draft = ProbeLM(probe_head(model, kind), VOCAB)
+    draft = ExtraLM(extra_head(model, kind), VOCAB)
     pair = Pair(model, None, None, HuggingFaceLM(model, engine=engine), draft)
     plain = sb.generate(pair, PROMPTS, sb.beam_sampling(3), **OPTIONS)
     for method in (sb.dsbd(3, 5, 3), sb.dsbd(3, width="auto", depth=2)):
@@ -92,9 +92,9 @@ def test_same_seed_same_beams(engine, kind, model):
 @pytest.mark.parametrize("tree", ["streamlined", "measured", "odds"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_tree_gives_the_text_of_sampling(tree, kind, temperature, model):
-    head = probe_head(model, kind)
+    head = extra_head(model, kind)
     head.ranks = ((0.5, 0.2, 0.1), (0.4, 0.3))
-    pair = Pair(model, None, None, HuggingFaceLM(model, engine="compiled"), ProbeLM(head, VOCAB))
+    pair = Pair(model, None, None, HuggingFaceLM(model, engine="compiled"), ExtraLM(head, VOCAB))
     options = {"seed": 4, "max_new_tokens": 20, "temperature": temperature, "eos_token_id": []}
     plain = sb.generate(pair, PROMPTS, sb.sampling(), **options)
     for rule in ("match", "path", "traversal"):
@@ -107,7 +107,7 @@ def test_every_tree_gives_the_text_of_sampling(tree, kind, temperature, model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_that_goes_on_from_a_node_without_rows_has_no_draft_next_and_that_is_counted(kind, model):
     """With `least` of 1 only roots have rows. A head with the target's own law as its first law has drafts accepted."""
-    pair = Pair(model, None, None, HuggingFaceLM(model, engine="compiled"), ProbeLM(probe_head(model, kind), VOCAB))
+    pair = Pair(model, None, None, HuggingFaceLM(model, engine="compiled"), ExtraLM(extra_head(model, kind), VOCAB))
     method = MAKE[kind](30, 1, tree="measured", least=1.0)
     settings = Settings.given({"max_new_tokens": 40, "eos_token_id": []}, None)
     (session,) = Request(pair, [PROMPTS[0]], method, settings, 5).sessions
@@ -118,7 +118,7 @@ def test_a_text_that_goes_on_from_a_node_without_rows_has_no_draft_next_and_that
         for _, turn in done:
             sizes.append(turn.forest.size)
             accepted.append(turn.verdict.accepted)
-            rows = 0 if turn.scored.probes is None else len(turn.scored.probes.logits)
+            rows = 0 if turn.scored.extra is None else len(turn.scored.extra.logits)
             assert rows == DEPTH
     assert sizes[0] == 1
     for before, size in zip(accepted, sizes[1:-1], strict=False):  # there may be no room for a draft in the last turn
@@ -133,7 +133,7 @@ def test_rows_beyond_the_models_last_position_are_left_out(kind):
     """So a text may go on to the very end; without any rows it is decoded as without a draft."""
     model = tiny("llama", vocab_size=VOCAB, max_position_embeddings=12)
     for engine in ("plain", "lean", "compiled"):
-        pair = Pair(model, None, None, HuggingFaceLM(model, engine=engine), ProbeLM(probe_head(model, kind), VOCAB))
+        pair = Pair(model, None, None, HuggingFaceLM(model, engine=engine), ExtraLM(extra_head(model, kind), VOCAB))
         options = {"seed": 4, "max_new_tokens": 6, "eos_token_id": []}
         plain = sb.generate(pair, PROMPTS[:1], sb.sampling(), **options)
         found = sb.generate(pair, PROMPTS[:1], MAKE[kind](4, 2), **options)
@@ -156,7 +156,7 @@ TREES = [[-1, 0, 1, 1, 2, 2, 3, 6, 7], [-1, 0, 1, 2, 3, 4, -1, -1, -1]]
 def test_what_is_learnt_on_trees_is_what_is_drafted(family, kind):
     """All nodes of trees at once, and groups that do not see each other, against single paths."""
     model = tiny(family, vocab_size=VOCAB)
-    head = probe_head(model, kind)
+    head = extra_head(model, kind)
     trees = trees_of(TREES)
     wanted = trees.parents >= 0
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_what_is_learnt_on_trees_is_what_is_drafted(family, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_reach_the_head_alone(kind, model):
     """And the target's own weights are as they were, and may still want gradients."""
-    head = probe_head(model, kind)
+    head = extra_head(model, kind)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     rows = head.drafts(trees_of(TREES), DEPTH, torch.ones(2, 9, dtype=torch.bool))
     sum(one.logits.square().mean() for one in rows).backward()
@@ -194,7 +194,7 @@ def test_a_head_that_is_removed_leaves_the_target_as_it_was(kind, model):
     target = HuggingFaceLM(model, engine="plain")
     alone = Pair(model, None, None, target, None)
     before = sb.generate(alone, PROMPTS, sb.beam_sampling(2), **OPTIONS)
-    pair = replace(alone, draft=ProbeLM(probe_head(model, kind), VOCAB))
+    pair = replace(alone, draft=ExtraLM(extra_head(model, kind), VOCAB))
     sb.generate(pair, PROMPTS, sb.dsbd(2, 3, 2), **OPTIONS)
     after = sb.generate(alone, PROMPTS, sb.beam_sampling(2), **OPTIONS)
     assert [one.beams for one in before] == [one.beams for one in after]
@@ -203,13 +203,13 @@ def test_a_head_that_is_removed_leaves_the_target_as_it_was(kind, model):
 
 
 def written(head, folder, **changes):
-    write_head(head, probes_config(head) | changes, folder, head.target)
+    write_head(head, extra_rows_config(head) | changes, folder, head.target)
     return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_are_read_as_they_were_written(kind, model, tmp_path):
-    head = probe_head(model, kind)
+    head = extra_head(model, kind)
     head.ranks = ((0.5, 0.25), (0.125,))
     written(head, tmp_path)
     assert is_head(tmp_path)
@@ -220,8 +220,8 @@ def test_files_are_read_as_they_were_written(kind, model, tmp_path):
     for one, other in zip(head.parameters(), found.parameters(), strict=True):
         assert torch.equal(one.bfloat16().float(), other)  # as it is written
     pair = sb.load(model, draft=tmp_path)
-    assert isinstance(pair.draft, ProbeLM)
-    assert pair.draft.probe_inputs.model is model
+    assert isinstance(pair.draft, ExtraLM)
+    assert pair.draft.extra_inputs.model is model
 
 
 @pytest.mark.parametrize(
@@ -245,12 +245,12 @@ def test_files_are_read_as_they_were_written(kind, model, tmp_path):
 )
 def test_broken_files_are_refused_by_name(changes, said, model, tmp_path):
     with pytest.raises(BadHead, match=said):
-        read_head(written(probe_head(model, "hidden_transfer"), tmp_path, **changes), model)
+        read_head(written(extra_head(model, "hidden_transfer"), tmp_path, **changes), model)
 
 
 def test_a_prefix_of_another_size_is_refused(model, tmp_path):
     with pytest.raises(BadHead, match=r"keys is \[2, 2, 5, 8\], and \[2, 2, 6, 8\] was expected"):
-        read_head(written(probe_head(model, "bita"), tmp_path, prefix=6), model)
+        read_head(written(extra_head(model, "bita"), tmp_path, prefix=6), model)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"prefix": "many"}))
     with pytest.raises(BadHead, match=r"prefix is 'many' in config\.json; it must be an integer"):
@@ -265,7 +265,7 @@ def test_settings_are_checked():
 
 
 def test_time_of_reading_drafts_is_measured(model):
-    draft = ProbeLM(probe_head(model, "bita"), VOCAB)
+    draft = ExtraLM(extra_head(model, "bita"), VOCAB)
     assert curve_of(draft).pass_s(4) > 0
 
 
@@ -318,8 +318,8 @@ def test_a_head_of_bundled_size_gives_transformers_greedy_text_of_many_prompts(k
 def check_bundled(kind, prompts):
     """The weights are random: drafts are nearly always wrong, but rows are in every pass."""
     pair = sb.load("bundled")
-    head = probe_head(pair.target_model, kind, prefix=16)
-    pair = replace(pair, draft=ProbeLM(head, pair.target.vocab))
+    head = extra_head(pair.target_model, kind, prefix=16)
+    pair = replace(pair, draft=ExtraLM(head, pair.target.vocab))
     for method in (MAKE[kind](), sb.speculative_sampling(3)):
         found = sb.generate(pair, prompts, method, temperature=0.0, max_new_tokens=30)
         for prompt, one in zip(prompts, found, strict=True):
@@ -355,7 +355,7 @@ def test_drafts_have_the_law_of_plain_sampling_closely(family, kind):
 def check_laws(family, kind, draws):
     small = {"vocab_size": 6, "eos_token_id": END, "bos_token_id": 0, "pad_token_id": 0}
     model = softened(tiny(family, seed=3, **small))
-    pair = replace(sb.load(model), draft=ProbeLM(probe_head(model, kind), 6))
+    pair = replace(sb.load(model), draft=ExtraLM(extra_head(model, kind), 6))
     settings = {"temperature": 0.5}
     law = plain_law(pair, settings)
     values = {}
@@ -373,7 +373,7 @@ def check_laws(family, kind, draws):
 
 def test_a_chain_is_a_tree(model):
     """The rows of a text are those of a tree of one path."""
-    head = probe_head(model, "bita")
+    head = extra_head(model, "bita")
     tokens = torch.arange(3, 9)
     everywhere = torch.ones(1, 6, dtype=torch.bool)
     with torch.no_grad():
@@ -381,4 +381,4 @@ def test_a_chain_is_a_tree(model):
     assert first.nodes.tolist() == [1, 2, 3, 4, 5]
     assert head.drafts(chain_of(tokens, {}), 2, ~everywhere) == []
     with pytest.raises(NotSupported, match="of kind BiTA"):
-        sb.medusa().parts(HuggingFaceLM(model), ProbeLM(head, VOCAB))
+        sb.medusa().parts(HuggingFaceLM(model), ExtraLM(head, VOCAB))

@@ -7,14 +7,14 @@ import pytest
 import specbeam as sb
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.heads.exit import ExitHead, ExitLM
+from specbeam.heads.extra_rows_lm import ExtraLM
 from specbeam.heads.feature import FeatureSizes
 from specbeam.heads.lm import ChimeraLM, DenoiserLM, FeatureLM, ModulesLM, TrunkLM
 from specbeam.heads.medusa import Medusa
 from specbeam.heads.modules import ModulesInARow
-from specbeam.heads.probes_lm import ProbeLM
 from specbeam.recipes.catalogue import HEAD_RECIPES, resolve
+from tests.support.extra_rows import extra_head
 from tests.support.heads import VOCAB, chimera_of, denoiser_of, trunk_of
-from tests.support.probes import probe_head
 from tests.support.tiny_models import tiny
 
 PROMPTS = [[5, 6, 7, 8, 9, 3], [9], [3, 4]]
@@ -42,8 +42,8 @@ def pairs():
         "chimera": ChimeraLM(chimera_of(model), VOCAB),
         "specdiff": DenoiserLM(denoiser_of(model), VOCAB),
         "eesd": ExitLM(ExitHead(model, 1).requires_grad_(False), pair.target),
-        "bita": ProbeLM(probe_head(model, "bita"), VOCAB),
-        "hidden_transfer": ProbeLM(probe_head(model, "hidden_transfer"), VOCAB),
+        "bita": ExtraLM(extra_head(model, "bita"), VOCAB),
+        "hidden_transfer": ExtraLM(extra_head(model, "hidden_transfer"), VOCAB),
     }
     return {name: replace(pair, draft=draft) for name, draft in drafts.items()}
 

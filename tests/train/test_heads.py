@@ -28,7 +28,7 @@ from tests.support.tiny_models import tiny
 
 DRAWS = DrawPlan(beams=2, max_new_tokens=5, seed=2)
 SCHEDULE = Schedule(epochs=3, rate=0.02, embedding_rate=0.01, batch_tokens=200, seed=3)
-PROBES = ("bita", "hidden_transfer")
+EXTRA = ("bita", "hidden_transfer")
 PROMPTS: list = [[1 + number % 7, 2 + number % 5, 3 + number % 11] for number in range(60)]
 
 
@@ -93,7 +93,7 @@ def learns_and_is_used(kind, plan, pair, drawn, tmp_path):
     if kind == "eesd":  # a copy of the last layer, behind all others, is the target itself
         assert first.acceptance > 0.99
         assert last.acceptance > 0.8
-    elif kind in ("medusa", *PROBES):  # they begin near some law of the target, and a random target has little to learn
+    elif kind in ("medusa", *EXTRA):  # they begin near some law of the target, and a random target has little to learn
         assert last.loss < done.curve[1].loss
     else:
         before, after = (np.mean([point.acceptance, *point.deeper]) for point in (first, last))
@@ -309,7 +309,7 @@ def test_the_command_trains_a_head_and_prints_the_curve(tmp_path, kind, more, fi
     assert json.loads((out / "config.json").read_text())[field] == value
 
 
-@pytest.mark.parametrize("kind", PROBES)
+@pytest.mark.parametrize("kind", EXTRA)
 def test_the_odds_of_the_likeliest_tokens_are_written(kind, pair, small_files, drawn, tmp_path):
     """By depth and rank, counted one by one; and the tree of the recipe is made of them."""
     trained(pair, tmp_path, drawn, kind, plan={"depth": 2})
@@ -332,7 +332,7 @@ def test_the_odds_of_the_likeliest_tokens_are_written(kind, pair, small_files, d
     assert parts.drafter.growth.topology == ranked_tree(head.ranks, 5)
 
 
-@pytest.mark.parametrize("kind", PROBES)
+@pytest.mark.parametrize("kind", EXTRA)
 def test_only_the_heads_own_weights_are_learnt(kind, pair, small_files, drawn, tmp_path):
     before = [weight.clone() for weight in pair.target_model.parameters()]
     done = trained(pair, tmp_path, drawn, kind)

@@ -42,17 +42,17 @@ def _always(session: Session) -> bool:
     return True
 
 
-def with_probes(session: Session, forest: Forest) -> Forest:
-    """Return the forest with the probes of the session's drafter after it: rows that the target scores for the drafter.
+def with_extra_rows(session: Session, forest: Forest) -> Forest:
+    """Return the forest with the extra rows of the session's drafter after it, which the target scores for the drafter.
 
-    A drafter that has any, or a model of it, has a method `probes(session, forest) -> Probes`. The very same forest is
+    A drafter that has any, or a model of it, has a method `extra_rows(session, forest) -> ExtraRows`. The same forest is
     returned if there are none.
     """
-    prober = session.parts.prober
-    if prober is not None and session.failure is None:
+    extra_owner = session.parts.extra_owner
+    if extra_owner is not None and session.failure is None:
         with session.failing_alone("draft: "):
-            probes = prober.probes(session, forest)
-            return forest.grown(*probes) if len(probes.tokens) else forest
+            extra = extra_owner.extra_rows(session, forest)
+            return forest.grown(*extra) if len(extra.tokens) else forest
     return forest
 
 

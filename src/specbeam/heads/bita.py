@@ -6,15 +6,15 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.probes import ProbedTrees, ProbeHead
+from specbeam.heads.extra_rows import ExtraHead, StoredTrees
 from specbeam.heads.trees import ScoredTrees
-from specbeam.records import ProbeInputs
+from specbeam.records import ExtraInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class Bita(ProbeHead):
+class Bita(ExtraHead):
     """Soft prompts and mask embeddings.
 
     The soft prompts are keys and values for each layer, which are not rotated and stand at no position.
@@ -32,9 +32,9 @@ class Bita(ProbeHead):
         self.masks = nn.Embedding(depth, width)
 
     @property
-    def inputs(self) -> ProbeInputs:
-        """See `ProbeHead.inputs`."""
-        return ProbeInputs(
+    def inputs(self) -> ExtraInputs:
+        """See `ExtraHead.inputs`."""
+        return ExtraInputs(
             model=self.target,
             kinds=self.depth,
             embeddings=self.masks.weight.detach(),
@@ -55,7 +55,7 @@ class Bita(ProbeHead):
     def rows(
         self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
     ) -> Float[Tensor, "rows anchors depth width"]:
-        """See `ProbeHead.rows`."""
+        """See `ExtraHead.rows`."""
         made = self.masks.weight[:depth].to(self.target.dtype)
-        probed = ProbedTrees(self.target, trees, keys=tuple(self.keys), values=tuple(self.values))
-        return probed.probed(anchors, made.expand(*anchors.shape, -1, -1))
+        stored = StoredTrees(self.target, trees, keys=tuple(self.keys), values=tuple(self.values))
+        return stored.last_states(anchors, made.expand(*anchors.shape, -1, -1))

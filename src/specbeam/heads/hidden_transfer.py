@@ -9,15 +9,15 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from specbeam.heads.probes import ProbedTrees, ProbeHead
+from specbeam.heads.extra_rows import ExtraHead, StoredTrees
 from specbeam.heads.trees import ScoredTrees
-from specbeam.records import ProbeInputs
+from specbeam.records import ExtraInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class HiddenTransfer(ProbeHead):
+class HiddenTransfer(ExtraHead):
     """Linear maps, each of which begins as the identity.
 
     Args:
@@ -36,9 +36,9 @@ class HiddenTransfer(ProbeHead):
         self.maps = nn.ModuleList(maps)
 
     @property
-    def inputs(self) -> ProbeInputs:
-        """See `ProbeHead.inputs`."""
-        return ProbeInputs(model=self.target, kinds=self.depth, layer=self.layer, make=self.make)
+    def inputs(self) -> ExtraInputs:
+        """See `ExtraHead.inputs`."""
+        return ExtraInputs(model=self.target, kinds=self.depth, layer=self.layer, make=self.make)
 
     @property
     def described(self) -> dict[str, str]:
@@ -51,7 +51,7 @@ class HiddenTransfer(ProbeHead):
         }
 
     def make(self, states: Float[Tensor, "rows width"], kinds: Int64[Tensor, " rows"]) -> Float[Tensor, "rows width"]:
-        """Return the states of probes of these kinds, from the states of the nodes that they hang under."""
+        """Return the states of extra rows of these kinds, from the states of the nodes that they hang under."""
         made = torch.empty_like(states)
         for kind, one in enumerate(self.maps):
             places = (kinds == kind).nonzero()[:, 0]
@@ -61,9 +61,9 @@ class HiddenTransfer(ProbeHead):
     def rows(
         self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
     ) -> Float[Tensor, "rows anchors depth width"]:
-        """See `ProbeHead.rows`."""
-        probed = ProbedTrees(self.target, trees, self.layer)
-        assert probed.states is not None
-        above = trees.at(probed.states, anchors).to(next(self.maps.parameters()).dtype)
+        """See `ExtraHead.rows`."""
+        stored = StoredTrees(self.target, trees, self.layer)
+        assert stored.states is not None
+        above = trees.at(stored.states, anchors).to(next(self.maps.parameters()).dtype)
         made = torch.stack([one(above) for one in self.maps[:depth]], 2)
-        return probed.probed(anchors, made, self.layer)
+        return stored.last_states(anchors, made, self.layer)

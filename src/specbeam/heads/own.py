@@ -10,12 +10,12 @@ from specbeam.heads.block import BlockShape
 from specbeam.heads.chimera import OWN, READ_OUTS, Chimera, ChimeraShape
 from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.exit import ExitHead, exit_config, read_exit
+from specbeam.heads.extra_rows import ExtraHead
 from specbeam.heads.fields import Fields
 from specbeam.heads.files import HeadFiles
 from specbeam.heads.head import Head
 from specbeam.heads.hidden_transfer import HiddenTransfer
 from specbeam.heads.layers import LayerSizes, Rotary
-from specbeam.heads.probes import ProbeHead
 from specbeam.heads.reading import (
     FIELD_NAMES,
     MOST_ROWS,
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FIELD = "specbeam_head"  # names the kind
-PROBES = ("bita", "hidden_transfer")  # kinds that are rows in the target's own pass
+EXTRA = ("bita", "hidden_transfer")  # kinds that are rows in the target's own pass
 EXIT = "eesd"  # the kind that is described by its place in the target
 PAIRS = ("attention", "projection", "normed projection")
 _Made = TypeVar("_Made", LayerSizes, TrunkShape, ChimeraShape, BlockShape)
 
 
-def probes_config(head: ProbeHead) -> dict[str, Any]:
+def extra_rows_config(head: ExtraHead) -> dict[str, Any]:
     """Return the configuration of a head that is extra rows in the target's pass."""
     target = head.target.config.get_text_config()
     of_target = {"model_type": target.model_type, "width": target.hidden_size, "layers": target.num_hidden_layers}
@@ -79,13 +79,13 @@ def read_own(files: HeadFiles, target: "PreTrainedModel") -> Head:
     """Return a head in this format. Raises `BadHead` if it cannot be read."""
     top = files.fields
     kind = top.text(FIELD)
-    kinds = (*READERS, *PROBES, EXIT)
+    kinds = (*READERS, *EXTRA, EXIT)
     if kind not in kinds:
         raise top.bad(FIELD, f"one of {', '.join(kinds)}")
     if kind == EXIT:
         return read_exit(files, target)
-    if kind in PROBES:
-        return _read_probes(kind, files, target)
+    if kind in EXTRA:
+        return _read_extra_rows(kind, files, target)
     for name in ("sizes", "shape", "rope", "positions"):
         if not top.has(name):
             raise top.missing(name)
@@ -98,7 +98,7 @@ def read_own(files: HeadFiles, target: "PreTrainedModel") -> Head:
     return head
 
 
-def _read_probes(kind: str, files: HeadFiles, target: "PreTrainedModel") -> ProbeHead:
+def _read_extra_rows(kind: str, files: HeadFiles, target: "PreTrainedModel") -> ExtraHead:
     """Return a head that is extra rows in the target's pass."""
     top = files.fields
     if not top.has("target"):
@@ -109,7 +109,7 @@ def _read_probes(kind: str, files: HeadFiles, target: "PreTrainedModel") -> Prob
     if other := [name for name, value in found.items() if stated.values.get(name) != value]:
         raise stated.bad(other[0], f"that of the target, {found[other[0]]!r}: the head was learnt in its passes")
     depth = top.whole("depth", most=MOST_ROWS)
-    head: ProbeHead
+    head: ExtraHead
     if kind == "bita":
         kv_heads = top.whole("kv_heads")
         prefix = top.whole("prefix", least=0, most=MOST_ROWS)

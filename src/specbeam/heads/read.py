@@ -13,6 +13,8 @@ from specbeam.heads.chimera import Chimera
 from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.eagle import is_eagle, is_eagle3, is_peagle, read_eagle, read_eagle3, read_peagle
 from specbeam.heads.exit import ExitHead, exit_model
+from specbeam.heads.extra_rows import ExtraHead
+from specbeam.heads.extra_rows_lm import ExtraLM
 from specbeam.heads.feature import FeatureHead
 from specbeam.heads.files import HeadFiles, folder_of, names_in, read_config, read_files
 from specbeam.heads.head import Head
@@ -31,8 +33,6 @@ from specbeam.heads.modules import ModulesInARow
 from specbeam.heads.mtp import is_own_modules, read_own_modules, read_speculators_module
 from specbeam.heads.on_feature import kind_on_feature, read_on_feature
 from specbeam.heads.own import FIELD, read_own
-from specbeam.heads.probes import ProbeHead
-from specbeam.heads.probes_lm import ProbeLM
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -145,7 +145,7 @@ def head_model(head: Head, target: HuggingFaceLM) -> LM:
         Denoiser: DenoiserLM,  # before block heads, one of which it is
         BlockHead: BlockLM,
         FeatureHead: FeatureLM,
-        ProbeHead: ProbeLM,
+        ExtraHead: ExtraLM,
     }
     for kind, model in kinds.items():
         if isinstance(head, kind):

@@ -90,12 +90,12 @@ def check_gives(lm: Any, needs: Needs) -> None:
 
 
 def check_takes(lm: Any, session: Session) -> None:
-    """Raise `NotSupported` if a model cannot take the context, embeddings or probes that a session has for it.
+    """Raise `NotSupported` if a model cannot take the context, embeddings or extra rows that a session has for it.
 
     Raises `BadPrompt` if the last token of the prompt is given by embedding.
     """
     refuses = getattr(lm, "refuses", None)
-    inputs = session.probe_inputs
+    inputs = session.extra_inputs
     if inputs is not None and inputs.model is not getattr(lm, "model", None):
         raise NotSupported(
             f"the draft has rows of its own in the passes of {type(inputs.model).__name__}, for which they were learnt, and "

@@ -28,7 +28,7 @@ from specbeam.errors import NotSupported, UnsupportedModel
 from specbeam.lm.base import checked_needs
 from specbeam.lm.guard import ThreadGuard
 from specbeam.measure.profiler import record_share
-from specbeam.records import Needs, ProbeInputs, Scored, Turn
+from specbeam.records import ExtraInputs, Needs, Scored, Turn
 from specbeam.session import CacheOwner
 
 if TYPE_CHECKING:
@@ -160,12 +160,12 @@ class HuggingFaceLM:
         return self.runner.lacks(needs)
 
     def refuses(self, session: CacheOwner) -> str:
-        """Return the reason why this model cannot take context, embeddings and probes of a session; "" if it can."""
+        """Return the reason why this model cannot take context, embeddings and extra rows of a session; "" if it can."""
         context, vectors = self._extras_of(session)
         if context is not None and (why := self.runner.refuses(context)):
             return why
-        inputs = self._probe_inputs_of(session)
-        if inputs is not None and (why := self.runner.refuses_probes(inputs)):
+        inputs = self._extra_inputs_of(session)
+        if inputs is not None and (why := self.runner.refuses_extra_rows(inputs)):
             return why
         rows = -min(min(session.prompt), 0)
         if vectors is None:
@@ -188,9 +188,9 @@ class HuggingFaceLM:
         """Return the context and the embeddings that a session has for this model besides tokens; None for what it lacks."""
         return getattr(session, "context", {}).get(self), getattr(session, "vectors", {}).get(self)
 
-    def _probe_inputs_of(self, session: CacheOwner) -> ProbeInputs | None:
-        """Return what the probes of a session are made of in this model; None if they are tokens, or in another model."""
-        inputs: ProbeInputs | None = getattr(session, "probe_inputs", None)
+    def _extra_inputs_of(self, session: CacheOwner) -> ExtraInputs | None:
+        """Return what a session's extra rows are made of in this model; None if they are tokens, or of another model."""
+        inputs: ExtraInputs | None = getattr(session, "extra_inputs", None)
         return inputs if inputs is not None and inputs.model is self.model else None
 
     def extend(
@@ -271,7 +271,7 @@ class HuggingFaceLM:
             yield None
             return
         self._store_for_followers([cache])
-        if cache.has_vectors or cache.early_layers is not None or cache.probe_inputs is not None:  # see `is_for_steps`
+        if cache.has_vectors or cache.early_layers is not None or cache.extra_inputs is not None:  # see `is_for_steps`
             yield None
             return
         most = min(MOST_ROWS_IN_STEPS, self.runner.most_rows_in_steps)
@@ -395,7 +395,7 @@ class HuggingFaceLM:
             if needs.exit_layer is not None:
                 cache.early_layers = needs.exit_layer.after
             cache.context, cache.vectors = self._extras_of(session)
-            cache.take_probe_inputs(self._probe_inputs_of(session))
+            cache.take_extra_inputs(self._extra_inputs_of(session))
             if leader is None:
                 self.caches.append(cache.company)
             else:
@@ -414,7 +414,7 @@ class HuggingFaceLM:
         Returns (None, 0) if there is nothing to share. The last token of a prompt is never shared: each session has to score
         it.
         """
-        if self.share_from is None or needs.prompt or self._probe_inputs_of(session) is not None:
+        if self.share_from is None or needs.prompt or self._extra_inputs_of(session) is not None:
             return None, 0
         context, vectors = self._extras_of(session)
         best = None
@@ -422,7 +422,7 @@ class HuggingFaceLM:
         for company in self.caches:
             if len(company) >= MOST_TOGETHER:
                 continue
-            if company[0].probe_inputs is not None:  # its first slots are reserved
+            if company[0].extra_inputs is not None:  # its first slots are reserved
                 continue
             if company[0].vectors is not vectors or not _are_same(company[0].context, context):
                 continue

@@ -16,12 +16,12 @@ from specbeam.heads.bita import Bita
 from specbeam.heads.chimera import Chimera
 from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.exit import ExitHead
+from specbeam.heads.extra_rows import ExtraHead
+from specbeam.heads.extra_rows_lm import ExtraLM
 from specbeam.heads.head import Head
 from specbeam.heads.hidden_transfer import HiddenTransfer
 from specbeam.heads.medusa import Medusa
 from specbeam.heads.modules import ModulesInARow
-from specbeam.heads.probes import ProbeHead
-from specbeam.heads.probes_lm import ProbeLM
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import LM
 from specbeam.recipes.compose import (
@@ -282,9 +282,9 @@ def bita(
     Law: exact: plain sampling
     Paper: arXiv 2401.12522 (BiTA)
 
-    Steps of the paper: soft prompts and masks heads/bita.py; their rows in the pass heads/probes_lm.py; the streamlined tree
-    control/best_tree.py; verify/walk.py. The release accepts by the ratio of both laws and draws a refused token from the
-    target's law instead of the residual, which is another law than the target's; that is left out.
+    Steps of the paper: soft prompts and masks heads/bita.py; their rows in the pass heads/extra_rows_lm.py; the streamlined
+    tree control/best_tree.py; verify/walk.py. The release accepts by the ratio of both laws and draws a refused token from
+    the target's law instead of the residual, which is another law than the target's; that is left out.
 
     Args:
         nodes: number of nodes of the tree.
@@ -299,7 +299,7 @@ def bita(
         rule: as in `eagle`.
         controller: as in `opt_tree`; "latency" for tree="odds" only.
     """
-    return _of_probes("bita", "BiTA's masks", Bita, nodes, depth, top, tree, least, rule, controller)
+    return _of_extra_rows("bita", "BiTA's masks", Bita, nodes, depth, top, tree, least, rule, controller)
 
 
 def hidden_transfer(
@@ -316,8 +316,8 @@ def hidden_transfer(
     Law: exact: plain sampling
     Paper: arXiv 2404.12022 (Hidden Transfer), as we read it: its code is not public
 
-    Steps of the paper: the maps heads/hidden_transfer.py; their rows in the pass heads/probes_lm.py, engines/kv/late.py; the
-    tree control/best_tree.py; verify/walk.py.
+    Steps of the paper: the maps heads/hidden_transfer.py; their rows in the pass heads/extra_rows_lm.py, engines/kv/late.py;
+    the tree control/best_tree.py; verify/walk.py.
 
     Args:
         nodes: number of nodes of the tree.
@@ -326,7 +326,7 @@ def hidden_transfer(
         rule: as in `eagle`.
         controller: as in `bita`.
     """
-    return _of_probes(
+    return _of_extra_rows(
         "hidden_transfer", "maps of Hidden Transfer", HiddenTransfer, nodes, depth, top, tree, least, rule, controller
     )
 
@@ -413,10 +413,10 @@ def _check_kind(name: str, what: str, is_kind: Callable[[Head], bool], draft: LM
         raise NotSupported(f"{name} drafts with {what}, and the draft of this pair is of kind {found}: {how}")
 
 
-def _of_probes(
+def _of_extra_rows(
     name: str,
     what: str,
-    kind: type[ProbeHead],
+    kind: type[ExtraHead],
     nodes: int,
     depth: int,
     top: int | None,
@@ -444,7 +444,7 @@ def _of_probes(
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         _check_kind(name, what, lambda head: isinstance(head, kind), draft, LOAD_OR_TRAIN)
-        assert isinstance(draft, ProbeLM)
+        assert isinstance(draft, ExtraLM)
         return method_of(draft.head.ranks or GUESS).build(target, draft.choosing(least))
 
     return replace(method_of(GUESS), build=build)

@@ -429,7 +429,7 @@ def propd(
         if not isinstance(target, HuggingFaceLM):
             raise NotSupported("propd looks through the target's first layers; that needs a transformers model")
         needs = getattr(draft, "needs_of_target", LOGITS)
-        inputs = getattr(draft, "probe_inputs", None)
+        inputs = getattr(draft, "extra_inputs", None)
         enters_late = inputs is not None and inputs.layer > 0
         # Layers on the target's own cache serve nothing beside.
         is_live = not needs.taps and needs.exit_layer is None and not enters_late

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from specbeam.errors import BadSetting
+from specbeam.heads.extra_rows import ExtraHead
 from specbeam.heads.head import DraftRows, Head
-from specbeam.heads.probes import ProbeHead
 from specbeam.heads.trees import ScoredTrees
 from specbeam.pair import Pair, load
 from specbeam.records import FINAL
@@ -25,6 +25,7 @@ from specbeam.train.dspark import new_dspark, save_dspark
 from specbeam.train.eagle3 import new_eagle3, save_eagle3
 from specbeam.train.eesd import new_eesd, save_eesd
 from specbeam.train.exit_choice import chosen_exit
+from specbeam.train.extra_rows import RankedDrafts, new_bita, new_hidden_transfer, rank_odds, save_extra_rows
 from specbeam.train.fitting import Schedule, check_optimizers
 from specbeam.train.folders import keep_options, open_folder
 from specbeam.train.fspad import new_fspad, save_fspad
@@ -34,7 +35,6 @@ from specbeam.train.losses import Lesson, draft_loss, overlap
 from specbeam.train.medusa import new_medusa, save_medusa
 from specbeam.train.peagle import new_peagle, save_peagle
 from specbeam.train.plan import HeadPlan, planned
-from specbeam.train.probes import RankedDrafts, new_bita, new_hidden_transfer, rank_odds, save_probes
 from specbeam.train.specdiff import masked_lesson, new_specdiff, save_specdiff
 from specbeam.train.teacher import scored
 from specbeam.train.trees import Trees
@@ -108,13 +108,13 @@ KINDS = {
     ),
     "bita": Kind(
         new_bita,
-        save_probes,
+        save_extra_rows,
         {"depth": 3, "draft_vocab": EVERY},
         ("depth", "decay", "prefix"),
     ),
     "hidden_transfer": Kind(
         new_hidden_transfer,
-        save_probes,
+        save_extra_rows,
         {"depth": 3, "draft_vocab": EVERY},
         ("depth", "decay", "enters"),
     ),
@@ -197,8 +197,8 @@ def train_head(
     keep_options(training, said)
     head.to(pair.target.device)
     student = HeadStudent(head, pair.target_model, options, KINDS[kind].save, KINDS[kind].lesson)
-    if isinstance(head, ProbeHead):
-        student = ProbeStudent(
+    if isinstance(head, ExtraHead):
+        student = ExtraStudent(
             head, pair.target_model, options, KINDS[kind].save, lessons.held_out, schedule.batch_tokens
         )
     return take_course(student, lessons, schedule, folder, pair.target.device, report)
@@ -306,7 +306,7 @@ def numbers_of(learnt: Bool[Tensor, "rows length"]) -> Int64[Tensor, " nodes"]:
     return numbers
 
 
-class ProbeStudent(HeadStudent):
+class ExtraStudent(HeadStudent):
     """A head that is extra rows in the target's pass, which is written with the odds of its likeliest tokens.
 
     Args:
@@ -314,11 +314,11 @@ class ProbeStudent(HeadStudent):
         batch_tokens: number of tokens of a batch.
     """
 
-    module: ProbeHead
+    module: ExtraHead
 
     def __init__(
         self,
-        head: ProbeHead,
+        head: ExtraHead,
         target: "PreTrainedModel",
         plan: HeadPlan,
         save: "Callable[[Head, PreTrainedModel, HeadPlan, Path], None]",

@@ -56,7 +56,7 @@ class CpuCache(RowMember):
     @property
     def is_for_steps(self) -> bool:
         """Whether a step can run its passes: it looks tokens up, and runs all layers at once."""
-        return self.vectors is None and self.probe_inputs is None and self.early_layers is None
+        return self.vectors is None and self.extra_inputs is None and self.early_layers is None
 
     @property
     def unfinished_nodes(self) -> int:

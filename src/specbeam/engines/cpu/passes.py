@@ -22,7 +22,7 @@ from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import BLOCK, Feed
 from specbeam.measure.profiler import span
-from specbeam.records import FINAL, Needs, ProbeInputs, Scored
+from specbeam.records import FINAL, ExtraInputs, Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,8 +55,8 @@ class PackedPasses:
 
     takes_vectors = True
 
-    def refuses_probes(self, inputs: ProbeInputs) -> str:
-        """Return the reason why these passes cannot take what probes are made of; "" if they can."""
+    def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
+        """Return the reason why these passes cannot take what extra rows are made of; "" if they can."""
         return lacks_taps(self.model, (inputs.layer,))
 
     def refuses(self, context: object) -> str:
@@ -225,7 +225,7 @@ class PackedPasses:
         for cache in caches:
             cache.keep_prefix(self.store)
         late = [
-            late_rows(cache.probe_inputs, feed, start)
+            late_rows(cache.extra_inputs, feed, start)
             for cache, feed, start in zip(caches, feeds, starts, strict=False)
         ]
         entering = [one for one in late if one is not None]

@@ -19,7 +19,7 @@ from specbeam.engines.gpu.staging import ModelLimits, Staging, check_nodes, writ
 from specbeam.engines.kv.cache import Logits, Nodes
 from specbeam.engines.kv.masks import Masks
 from specbeam.measure.profiler import span
-from specbeam.records import Needs, ProbeInputs, Scored
+from specbeam.records import ExtraInputs, Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,8 +72,8 @@ class GpuPasses:
 
     takes_vectors = False
 
-    def refuses_probes(self, inputs: ProbeInputs) -> str:
-        """Return the reason why these passes cannot take what probes are made of: they look up tokens alone."""
+    def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
+        """Return the reason why these passes cannot take what extra rows are made of: they look up tokens alone."""
         return (
             "the forward for GPUs takes no learnt rows, and its attention no prefix: "
             "HuggingFaceLM(model, engine='plain') takes both"

@@ -1,4 +1,4 @@
-"""Probes that enter a pass between two layers, made from states of the rows that they hang under."""
+"""Extra rows that enter a pass between two layers, made from states of the rows that they hang under."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specbeam.engines.kv.trie import Feed
 from specbeam.errors import NotSupported
-from specbeam.records import LEARNT, ProbeInputs
+from specbeam.records import LEARNT, ExtraInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,10 +20,10 @@ class LateRows:
         inputs: what they are made of.
         places: int64[n], their numbers among all rows of the pass.
         anchors: int64[n], the numbers of the rows that they are made from.
-        kinds: int64[n], see `ProbeInputs.make`.
+        kinds: int64[n], see `ExtraInputs.make`.
     """
 
-    inputs: ProbeInputs
+    inputs: ExtraInputs
     places: Int64[Tensor, " n"]
     anchors: Int64[Tensor, " n"]
     kinds: Int64[Tensor, " n"]
@@ -43,20 +43,21 @@ class LateRows:
         states[self.places.to(device)] = made.to(states)
 
 
-def late_rows(inputs: ProbeInputs | None, feed: Feed, start: int) -> LateRows | None:
+def late_rows(inputs: ExtraInputs | None, feed: Feed, start: int) -> LateRows | None:
     """Return the rows of a feed that enter between layers; None if there are none.
 
     Args:
         start: number of the feed's first row among all rows of the pass.
 
-    Raises `NotSupported` if the node that a probe hangs under was stored by an earlier pass.
+    Raises `NotSupported` if the node that an extra row hangs under was stored by an earlier pass.
     """
     if inputs is None or inputs.layer == 0 or not len(feed.learnt):
         return None
     anchors = feed.anchors
     if (anchors < 0).any():
         raise NotSupported(
-            "a probe that enters between layers hangs under a node that an earlier pass has scored, whose states are gone"
+            "an extra row that enters between layers hangs under a node that an earlier pass has scored, and whose "
+            "states are gone"
         )
     kinds = LEARNT - feed.tokens[feed.learnt]
     numbers = (np.array(feed.learnt + start), np.array(anchors + start), kinds)

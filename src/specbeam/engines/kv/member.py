@@ -10,7 +10,7 @@ from jaxtyping import Int64
 from specbeam.engines.answers import LOGITS
 from specbeam.engines.kv.store import KVStore
 from specbeam.engines.kv.trie import KVTrie
-from specbeam.records import LEARNT, ProbeInputs
+from specbeam.records import LEARNT, ExtraInputs
 
 
 def as_they_are(keys: torch.Tensor) -> torch.Tensor:
@@ -33,8 +33,8 @@ class RowMember:
             None if it has none.
         early_layers: number of layers that are run ahead of the others, for drafts by the model itself; None: no layers.
         needs: what the parts of the session need of each row of a pass.
-        probe_inputs: what the drafter's probes are made of; None if there are none, or if they are tokens.
-        has_prefix: whether the store holds the prefix of `probe_inputs`.
+        extra_inputs: what the drafter's extra rows are made of; None if there are none, or if they are tokens.
+        has_prefix: whether the store holds the prefix of `extra_inputs`.
         prompt_rows: hidden states of rows before the first root, until they are handed out.
         namespace: whose prompts it shares beginnings with.
         recalled: `Session.recalled` of the session, if it has any.
@@ -52,7 +52,7 @@ class RowMember:
         self.vectors: torch.Tensor | None = None
         self.early_layers: int | None = None
         self.needs = LOGITS
-        self.probe_inputs: ProbeInputs | None = None
+        self.extra_inputs: ExtraInputs | None = None
         self.has_prefix = False
         self.prompt_rows: list[torch.Tensor] = []
         self.namespace = ""
@@ -61,9 +61,9 @@ class RowMember:
     def follow_slots(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> None:
         """Follow tokens that are moved from slots to others between two turns: nothing here knows any slot."""
 
-    def take_probe_inputs(self, inputs: ProbeInputs | None) -> None:
-        """Take what probes are made of, and reserve the slots of its prefix. Must be called before anything is stored."""
-        self.probe_inputs = inputs
+    def take_extra_inputs(self, inputs: ExtraInputs | None) -> None:
+        """Take what extra rows are made of, and reserve the slots of the prefix. Call it before anything is stored."""
+        self.extra_inputs = inputs
         if inputs is not None and inputs.prefix:
             self.trie.reserve_prefix(inputs.prefix)
 
@@ -73,7 +73,7 @@ class RowMember:
         Args:
             keys_of: returns keys as the engine's attention reads them, float[kv_heads, prefix, size].
         """
-        inputs = self.probe_inputs
+        inputs = self.extra_inputs
         if inputs is None or self.has_prefix or not inputs.prefix:
             return
         for layer, (keys, values) in enumerate(zip(inputs.keys, inputs.values, strict=True)):
@@ -82,7 +82,7 @@ class RowMember:
 
     def vector_of(self, token: int) -> torch.Tensor:
         """Return the embedding that a negative number stands for, float[width]; raise `IndexError` if there is none."""
-        inputs = self.probe_inputs
+        inputs = self.extra_inputs
         if token <= LEARNT and inputs is not None and inputs.embeddings is not None:
             return inputs.embeddings[LEARNT - token]
         if token <= LEARNT or self.vectors is None:

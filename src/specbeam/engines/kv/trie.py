@@ -72,13 +72,13 @@ class Feed:
         return Feed(self.tokens[rows], self.positions[rows], self.slots[rows], self.seen[rows], parents)
 
     @property
-    def learnt(self) -> Int64[np.ndarray, " probes"]:
-        """The rows that are probes of a kind of `ProbeInputs`, ascending; none of the text comes after them."""
+    def learnt(self) -> Int64[np.ndarray, " rows"]:
+        """The extra rows of a kind of `ExtraInputs`, ascending; none of the text comes after them."""
         return np.flatnonzero(self.tokens <= LEARNT)
 
     @property
-    def anchors(self) -> Int64[np.ndarray, " probes"]:
-        """For each row of `learnt`, that of the nearest node above it that is no probe; negative if it was stored before."""
+    def anchors(self) -> Int64[np.ndarray, " rows"]:
+        """For each row of `learnt`, the nearest row above it that is no extra one; negative if that was stored before."""
         above = self.parents[self.learnt]
         while (among := np.flatnonzero((above >= 0) & (self.tokens[above] <= LEARNT))).size:
             above[among] = self.parents[above[among]]
@@ -111,11 +111,11 @@ class KVTrie:
         self.arrays = Trie(nodes, numbers[:room], seen, np.zeros(room, dtype=bool), numbers[room:], counts)
         self.root_at = numbers[:1].copy()
         self.company: list[KVTrie] = [self]
-        self.prefix = 0  # number of slots of a prefix, from slot 1 on, which only learnt probes see
+        self.prefix = 0  # number of slots of a prefix, from slot 1 on, which only learnt rows see
         self.reserved = 0  # number of slots from slot 1 on that no node is given
 
     def reserve_prefix(self, count: int) -> None:
-        """Keep the first `count` slots for a prefix that only learnt probes see. Must be called before anything is stored.
+        """Keep the first `count` slots for a prefix that only learnt rows see. Must be called before anything is stored.
 
         Whole blocks are reserved: sums over slots are then added up in the same order as without a prefix, so that the rows
         of the text have the same bits (`kernels/ordered_sums.py`).

@@ -27,7 +27,7 @@ from specbeam.engines.torch.lean import LeanDecoder
 from specbeam.engines.torch.sizes import rounded_up
 from specbeam.engines.torch.torch_compiled import torch_compiled
 from specbeam.measure.profiler import span
-from specbeam.records import FINAL, LEARNT, Needs, ProbeInputs, Scored
+from specbeam.records import FINAL, LEARNT, ExtraInputs, Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -146,8 +146,8 @@ class PaddedPasses:
 
     takes_vectors = True
 
-    def refuses_probes(self, inputs: ProbeInputs) -> str:
-        """Return the reason why these passes cannot take what probes are made of; "" if they can."""
+    def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
+        """Return the reason why these passes cannot take what extra rows are made of; "" if they can."""
         if inputs.layer and self.call is not self.model:
             return "what torch.compile makes of a model takes no rows between its layers: leave compile out"
         return lacks_taps(self.model, (inputs.layer,))
@@ -219,7 +219,7 @@ class PaddedPasses:
             parts_by_row.setdefault(part.cache.row, []).append(part)
         by_row = {row: SharedRow(members) for row, members in parts_by_row.items()}
         has_extras = any(
-            part.cache.context is not None or part.cache.vectors is not None or part.cache.probe_inputs is not None
+            part.cache.context is not None or part.cache.vectors is not None or part.cache.extra_inputs is not None
             for part in parts
         )
         needs_states = any(part.cache.needs.states for part in parts)
@@ -259,7 +259,7 @@ class PaddedPasses:
             for place, row in enumerate(rows):
                 if row in by_row:
                     feed = by_row[row].feed
-                    late = late_rows(by_row[row].parts[0].cache.probe_inputs, feed, (place + 1) * width - len(feed))
+                    late = late_rows(by_row[row].parts[0].cache.extra_inputs, feed, (place + 1) * width - len(feed))
                     entering += [] if late is None else [late]
             inputs[0][inputs[0] <= LEARNT] = 0  # that they are no tokens is known by now
         with span("model"), self._recording(recorded), self._entering(entering):
@@ -375,7 +375,7 @@ class PaddedPasses:
         caches = [row.parts[0].cache for row in rows]
         context = caches[0].context or {}
         extras = {name: torch.cat([cache.context[name] for cache in caches]).to(self.device) for name in context}
-        late = [cache.probe_inputs is not None and cache.probe_inputs.layer > 0 for cache in caches]
+        late = [cache.extra_inputs is not None and cache.extra_inputs.layer > 0 for cache in caches]
         is_given = (tokens < 0) & ((tokens > LEARNT) | ~np.array(late)[:, None])
         given = np.argwhere(is_given).tolist()
         if given or any(cache.vectors is not None for cache in caches):

@@ -15,7 +15,7 @@ from specbeam.draft.lookup import RETRIEVED, retrieved_chains
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
-from specbeam.records import Needs, Probes
+from specbeam.records import ExtraRows, Needs
 from specbeam.request import Request
 from specbeam.session import Parts
 from specbeam.verify.walk import MatchRule
@@ -43,18 +43,18 @@ class ParallelMasks:
         guesses = session.state.get(self, [])
         return retrieved_chains(session, [guesses[: shape.depth]])
 
-    def probes(self, session, forest):
+    def extra_rows(self, session, forest):
         parents = []
         for node in range(forest.size):
             start = forest.size + len(parents)
             parents += [node, *range(start, start + self.masks - 1)]
-        return Probes(np.full(len(parents), self.mask), np.array(parents))
+        return ExtraRows(np.full(len(parents), self.mask), np.array(parents))
 
     def settle(self, session, turn):
         steps = turn.verdict.steps
         node = int(steps[-1].parents[0])
         below = slice(node * self.masks, (node + 1) * self.masks)
-        rows = turn.scored.probes.logits[below]
+        rows = turn.scored.extra.logits[below]
         assert len(turn.scored.logits) == turn.forest.size
         session.state[self] = rows.argmax(-1).tolist()
 
@@ -98,7 +98,7 @@ def test_drafts_are_read_from_mask_tokens_and_the_text_is_that_of_greedy_decodin
 
 
 @pytest.mark.parametrize("engine", ["plain", "compiled"])
-def test_probes_see_their_path_and_nobody_sees_them(engine):
+def test_extra_rows_see_their_path_and_nobody_sees_them(engine):
     pair = pair_of(engine)
     session = session_of(pair, [3, 4, 5], method(ParallelMasks()))
     text = [3, 4, 5]
@@ -106,9 +106,9 @@ def test_probes_see_their_path_and_nobody_sees_them(engine):
         for _, turn in done:
             for node in range(turn.forest.size):
                 path = text + turn.forest.path(node)
-                for probe in range(2):
-                    ids = torch.tensor([[*path, *[MASK] * (probe + 1)]])
-                    row = turn.scored.probes.logits[2 * node + probe]
+                for number in range(2):
+                    ids = torch.tensor([[*path, *[MASK] * (number + 1)]])
+                    row = turn.scored.extra.logits[2 * node + number]
                     with torch.inference_mode():
                         torch.testing.assert_close(row, pair.target_model(ids).logits[0, -1], atol=2e-4, rtol=2e-4)
                 with torch.inference_mode():
@@ -118,7 +118,7 @@ def test_probes_see_their_path_and_nobody_sees_them(engine):
 
 
 @pytest.mark.parametrize("engine", ["plain", "lean", "compiled"])
-def test_probes_may_be_given_by_embedding(engine):
+def test_extra_rows_may_be_given_by_embedding(engine):
     """A learnt mask: the row of the mask token itself, so that the drafts are the same."""
     pair = pair_of(engine)
     by_token, by_vector = (session_of(pair, [3, 4, 5], method(ParallelMasks(mask))) for mask in (MASK, -1))
@@ -131,9 +131,9 @@ def test_probes_may_be_given_by_embedding(engine):
     assert any(len(one) > 1 for one in forests[0])
 
 
-def test_a_drafter_whose_probes_hang_nowhere_ends_its_own_session_alone():
+def test_a_drafter_whose_extra_rows_hang_nowhere_ends_its_own_session_alone():
     class Broken(ParallelMasks):
-        def probes(self, session, forest):
+        def extra_rows(self, session, forest):
             raise ValueError("no mask has been learnt")
 
     pair = pair_of("compiled")

@@ -12,22 +12,22 @@ from torch import Tensor
 
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.heads.cache import NodeCache
+from specbeam.heads.extra_rows import ExtraHead
 from specbeam.heads.lm import HeadLM, TimedPrompt
-from specbeam.heads.probes import ProbeHead
 from specbeam.lm.huggingface import max_positions_of
-from specbeam.records import LEARNT, NO_PROBES, Needs, Probes, Turn
+from specbeam.records import LEARNT, NO_EXTRA_ROWS, ExtraRows, Needs, Turn
 from specbeam.session import CacheOwner, Session
 
 
-class ProbeCache(NodeCache):
-    """What is kept of one session: the logits of the probes under each live node that had some when it was scored.
+class ExtraCache(NodeCache):
+    """What is kept of one session: the logits of the extra rows under each live node that had some when it was scored.
 
     Args:
         prompt: the tokens of the prompt, of which the last one alone is of interest.
         device: where logits are.
 
     Attributes:
-        rows: float[probes, vocab] by local node.
+        rows: float[rows, vocab] by local node.
         fresh: the same by local node as the target has just given them, of this turn.
     """
 
@@ -67,49 +67,49 @@ class ProbeCache(NodeCache):
 
 
 class _Groups:
-    """A mark in the state of a session: the nodes that have probes in the present pass, and how many each has."""
+    """A mark in the state of a session: the nodes that have extra rows in the present pass, and how many each has."""
 
 
-class ProbeLM(HeadLM):
-    """A head that is extra rows in the target's pass, as a draft model: it hangs probes under the nodes of each forest.
+class ExtraLM(HeadLM):
+    """A head that is extra rows in the target's pass, as a draft model: it hangs extra rows under the nodes of each forest.
 
     Where a text goes on from a node that had none, there is nothing to draft from in the next turn.
 
     Args:
-        least: nodes get probes if the draft's odds of the path to them are at least this, where these odds are known; 0: all
-            nodes do. Roots always get some.
+        least: nodes get extra rows if the draft's odds of the path to them are at least this, where these odds are known;
+            0: all nodes do. Roots always get some.
 
     Attributes:
         missed: number of turns that left nothing to draft from.
     """
 
-    head: ProbeHead
+    head: ExtraHead
     reads_prompt = False
 
-    def __init__(self, head: ProbeHead, vocab: int, least: float = 0.0) -> None:
+    def __init__(self, head: ExtraHead, vocab: int, least: float = 0.0) -> None:
         super().__init__(head, vocab)
         self.needs_of_target = Needs(logits=True)
-        self.probe_inputs = head.inputs
+        self.extra_inputs = head.inputs
         self.least = least
         self.missed = 0
         self.positions = max_positions_of(head.target.config.get_text_config())
-        self._variants: dict[float, ProbeLM] = {least: self}
+        self._variants: dict[float, ExtraLM] = {least: self}
 
-    def choosing(self, least: float) -> "ProbeLM":
+    def choosing(self, least: float) -> "ExtraLM":
         """Return the same draft model with another `least`."""
         if least not in self._variants:
-            variant = ProbeLM(self.head, self.vocab, least)
+            variant = ExtraLM(self.head, self.vocab, least)
             variant._variants = self._variants
             self._variants[least] = variant
         return self._variants[least]
 
     def is_ready(self, session: CacheOwner) -> bool:
         """Return whether there is anything to draft from."""
-        cache: ProbeCache | None = session.state.get(self)
+        cache: ExtraCache | None = session.state.get(self)
         return cache is not None and cache.can_draft
 
-    def probes(self, session: Session, forest: Forest) -> Probes:
-        """Return the probes that the target scores with a forest: a chain under each chosen node."""
+    def extra_rows(self, session: Session, forest: Forest) -> ExtraRows:
+        """Return the extra rows that the target scores with a forest: a chain under each chosen node."""
         nodes = self._chosen(session, forest)
         position = len(session.prompt) - 1 + session.length + forest.depths()[nodes]
         counts = np.full(len(nodes), self.head.depth)
@@ -117,15 +117,15 @@ class ProbeLM(HeadLM):
             counts = np.minimum(counts, np.maximum(self.positions - 1 - position, 0))
         session.state[_Groups, self] = (np.searchsorted(_scored(forest), nodes), counts)
         if counts.sum() == 0:
-            return NO_PROBES
+            return NO_EXTRA_ROWS
         kinds = np.concatenate([np.arange(count) for count in counts])
         above = forest.size + np.arange(len(kinds)) - 1
-        return Probes(LEARNT - kinds, np.where(kinds == 0, np.repeat(nodes, counts), above))
+        return ExtraRows(LEARNT - kinds, np.where(kinds == 0, np.repeat(nodes, counts), above))
 
     def _chosen(self, session: Session, forest: Forest) -> Int64[np.ndarray, " nodes"]:
-        """Return the nodes that get probes: of those that no pass has scored yet, the likely ones."""
+        """Return the nodes that get extra rows: of those that no pass has scored yet, the likely ones."""
         nodes = _scored(forest)
-        cache: ProbeCache | None = session.state.get(self)
+        cache: ExtraCache | None = session.state.get(self)
         if cache is not None:  # beams that were drafts are roots that an earlier turn has scored
             before = np.flatnonzero(cache.is_scored[cache.trie.root_at])
             nodes = nodes[~np.isin(nodes, before)]
@@ -135,23 +135,23 @@ class ProbeLM(HeadLM):
         is_likely = np.isnan(logq) | (logq >= np.log(self.least))
         return nodes[is_likely | (forest.parents[nodes] < 0)]
 
-    def new_cache(self, prompt: list[int], features: Float[Tensor, "none width"]) -> ProbeCache:
+    def new_cache(self, prompt: list[int], features: Float[Tensor, "none width"]) -> ExtraCache:
         """See `HeadLM.new_cache`."""
-        return ProbeCache(prompt, features.device)
+        return ExtraCache(prompt, features.device)
 
     @torch.inference_mode()
     def settle(self, session: CacheOwner, turn: Turn) -> None:
-        """Take the logits of the probes of a turn, and keep those that drafts below the surviving beams are read from."""
-        cache: ProbeCache | None = session.state.get(self)
+        """Take the logits of the extra rows of a turn, and keep those that drafts below surviving beams are read from."""
+        cache: ExtraCache | None = session.state.get(self)
         if cache is None:
-            cache = ProbeCache(session.prompt, self.device)
+            cache = ExtraCache(session.prompt, self.device)
             session.state[self] = cache
         places, counts = session.state.pop((_Groups, self))
         scored = len(turn.scored_nodes)
         fresh: list[Tensor | None] = [None] * scored
         if counts.sum():
-            assert turn.scored.probes is not None
-            rows = turn.scored.probes.logits.split(counts.tolist())
+            assert turn.scored.extra is not None
+            rows = turn.scored.extra.logits.split(counts.tolist())
             for place, own in zip(places.tolist(), rows, strict=True):
                 fresh[place] = own if len(own) else None
         cache.fresh = fresh
@@ -159,7 +159,7 @@ class ProbeLM(HeadLM):
         self.missed += len(cache.trie.root_at) > 0 and not cache.can_draft
 
     def logits(self, caches: list[Any], wanted: list[Int64[np.ndarray, " _"]]) -> list[Float[Tensor, "_ draft_vocab"]]:
-        """See `HeadLM.logits`. Where the nearest scored node had no probes, no token has any odds."""
+        """See `HeadLM.logits`. Where the nearest scored node had no extra rows, no token has any odds."""
         self.passes += 1
         nothing = torch.full((self.vocab,), -torch.inf, device=self.device)
         found = []
@@ -176,11 +176,11 @@ class ProbeLM(HeadLM):
     def stored(self, length: int) -> Iterator[TimedPrompt]:
         """Yield a made-up prompt on which the reading of drafts is timed, which does not depend on its length.
 
-        The time of the probes themselves is in the target's pass.
+        The time of the extra rows themselves is in the target's pass.
         """
         prompt = [7 % self.vocab]
         session: Any = SimpleNamespace(prompt=prompt, state={})
-        cache = ProbeCache(prompt, self.device)
+        cache = ExtraCache(prompt, self.device)
         cache.rows[0] = torch.zeros(self.head.depth, self.vocab, device=self.device)
         session.state[self] = cache
         self.extend([session], [Forest.rooted(prompt)])

@@ -1,4 +1,4 @@
-"""Probes that are no tokens: learnt embeddings, a prefix that they alone see, rows that enter between layers. And the text
+"""Extra rows that are no tokens: learnt embeddings, a prefix that they alone see, rows that enter between layers. And the text
 never sees any of them."""
 
 from dataclasses import replace
@@ -14,14 +14,14 @@ from specbeam.decode import Decoder
 from specbeam.engines.gpu.passes import GpuPasses
 from specbeam.engines.kv.trie import KVTrie
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.heads.probes_lm import ProbeLM
+from specbeam.heads.extra_rows_lm import ExtraLM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.table import TableLM
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.sequence import multi_draft
 from specbeam.request import Request
-from tests.support.probes import DEPTH, KINDS, probe_head, slow_rows, with_probes
+from tests.support.extra_rows import DEPTH, KINDS, extra_head, slow_rows, with_extra_rows
 from tests.support.seats import moved, random_forest, random_turn, seat
 from tests.support.tiny_models import FAMILIES, tiny
 
@@ -34,7 +34,7 @@ def seats_of(lengths, inputs=None):
     rng = np.random.default_rng(2)
     found = [seat(rng.integers(0, 61, length).tolist()) for length in lengths]
     for one in found:
-        one.probe_inputs = inputs
+        one.extra_inputs = inputs
     return found
 
 
@@ -77,38 +77,38 @@ def unchanged(forest, nodes):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_rows_of_the_text_have_the_same_bits_with_and_without_probes(family, kind):
+def test_rows_of_the_text_have_the_same_bits_with_and_without_extra_rows(family, kind):
     """In the compiled forward, which fixes the order of each sum: over several turns, prompts stored in chunks."""
     model = tiny(family, **OURS)
-    inputs = probe_head(model, kind).inputs
+    inputs = extra_head(model, kind).inputs
     for options in ({}, {"compact": True}):
         plain = rows_by_turn(model, "compiled", None, unchanged, **options)
-        probed = rows_by_turn(model, "compiled", inputs, with_probes, **options)
-        assert all(torch.equal(one, other) for one, other in zip(plain, probed, strict=True))
+        whole = rows_by_turn(model, "compiled", inputs, with_extra_rows, **options)
+        assert all(torch.equal(one, other) for one, other in zip(plain, whole, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_rows_of_the_text_are_the_same_with_and_without_probes(family, kind):
+def test_rows_of_the_text_are_the_same_with_and_without_extra_rows(family, kind):
     """By transformers' own forward, in float64."""
     model = tiny(family).double()
     plain = rows_by_turn(model, "plain", None, unchanged, turns=3)
-    probed = rows_by_turn(model, "plain", probe_head(model, kind).inputs, with_probes, turns=3)
-    for one, other in zip(plain, probed, strict=True):
+    whole = rows_by_turn(model, "plain", extra_head(model, kind).inputs, with_extra_rows, turns=3)
+    for one, other in zip(plain, whole, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_of_the_text_have_the_same_bits_whatever_was_learnt(engine, kind):
-    """Passes of the very same shape, in every engine: nothing of a probe or of the prefix reaches the text."""
+    """Passes of the very same shape, in every engine: nothing of an extra row or of the prefix reaches the text."""
     model = tiny("llama", **OURS)
-    one, other = (probe_head(model, kind, seed=seed) for seed in (0, 1))
+    one, other = (extra_head(model, kind, seed=seed) for seed in (0, 1))
     with torch.no_grad():
         for weight in other.parameters():
             weight.mul_(3.0)
     for first, second in zip(
-        *(rows_by_turn(model, engine, head.inputs, with_probes) for head in (one, other)), strict=True
+        *(rows_by_turn(model, engine, head.inputs, with_extra_rows) for head in (one, other)), strict=True
     ):
         assert torch.equal(first, second)
 
@@ -125,18 +125,18 @@ def test_a_prefix_that_the_text_saw_would_be_noticed(monkeypatch):
 
     plain = rows_by_turn(model, "compiled", None, unchanged)
     monkeypatch.setattr(KVTrie, "feed", leaky)
-    probed = rows_by_turn(model, "compiled", probe_head(model, "bita").inputs, with_probes)
-    assert not any(torch.equal(one, other) for one, other in zip(plain, probed, strict=True))
+    whole = rows_by_turn(model, "compiled", extra_head(model, "bita").inputs, with_extra_rows)
+    assert not any(torch.equal(one, other) for one, other in zip(plain, whole, strict=True))
 
 
-def check_probe_rows(lm, head, lengths=LENGTHS, tolerance=2e-4):
+def check_extra_rows(lm, head, lengths=LENGTHS, tolerance=2e-4):
     compared = 0
-    for texts, forests, probed, split in turns_of(lm, seats_of(lengths, head.inputs), with_probes, turns=3):
-        for text, forest, nodes, answer in zip(texts, forests, probed, split, strict=True):
+    for texts, forests, whole, split in turns_of(lm, seats_of(lengths, head.inputs), with_extra_rows, turns=3):
+        for text, forest, nodes, answer in zip(texts, forests, whole, split, strict=True):
             roots = forest.root_of(np.arange(forest.size))
             for number, node in list(enumerate(nodes))[::2]:
                 expected = slow_rows(head, text[roots[node]] + forest.path(node))
-                found = answer.probes.logits[number * DEPTH : (number + 1) * DEPTH]
+                found = answer.extra.logits[number * DEPTH : (number + 1) * DEPTH]
                 torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
                 compared += 1
     assert compared > 10
@@ -144,31 +144,31 @@ def check_probe_rows(lm, head, lengths=LENGTHS, tolerance=2e-4):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_probes_see_their_path_their_group_and_the_prefix(family, kind):
+def test_extra_rows_see_their_path_their_group_and_the_prefix(family, kind):
     """Against single paths, one after the other, with the prefix in transformers' own cache, or rows put in by hand.
 
     Windows stay open for a prefix, and close for the text; transformers' cache cannot say that, so there the prefix is empty.
     """
     model = tiny(family)
     windowed = getattr(model.config, "sliding_window", None) and kind == "bita"
-    check_probe_rows(
-        HuggingFaceLM(model, chunk=6, engine="plain"), probe_head(model, kind), (2,) if windowed else LENGTHS
+    check_extra_rows(
+        HuggingFaceLM(model, chunk=6, engine="plain"), extra_head(model, kind), (2,) if windowed else LENGTHS
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["lean", "compiled"])
 @pytest.mark.parametrize("lengths", [(7,), LENGTHS], ids=str)
-def test_engines_of_our_own_give_the_same_probes(engine, kind, lengths):
+def test_engines_of_our_own_give_the_same_extra_rows(engine, kind, lengths):
     model = tiny("llama", **OURS)
-    check_probe_rows(HuggingFaceLM(model, chunk=6, engine=engine), probe_head(model, kind), lengths)
+    check_extra_rows(HuggingFaceLM(model, chunk=6, engine=engine), extra_head(model, kind), lengths)
 
 
 @pytest.mark.parametrize("engine", ["lean", "compiled"])
 def test_rows_that_enter_between_layers_are_not_in_the_layers_below(engine, monkeypatch):
     """The layers below run the rows of the text alone, and no slot of a row is left when the turn is settled."""
     model = tiny("llama", **OURS, num_hidden_layers=3)
-    head = probe_head(model, "hidden_transfer")
+    head = extra_head(model, "hidden_transfer")
     assert head.layer == 2
     lm = HuggingFaceLM(model, engine=engine)
     (one,) = seats_of((4,), head.inputs)
@@ -187,7 +187,7 @@ def test_rows_that_enter_between_layers_are_not_in_the_layers_below(engine, monk
 
         monkeypatch.setattr(kind, "forward", counting)
     forest = Forest.rooted(one.prompt[-1:]).grown([3, 5], [0, 1])
-    lm.extend([one], [with_probes(forest)])
+    lm.extend([one], [with_extra_rows(forest)])
     before = 4 + 2  # prompt and drafts
     assert counts == [before, before, before + 3 * DEPTH]
     assert lm.held(one) == before + 3 * DEPTH
@@ -197,10 +197,10 @@ def test_rows_that_enter_between_layers_are_not_in_the_layers_below(engine, monk
 
 def test_slots_of_a_prefix_stay_when_the_cache_is_compacted_or_moved():
     model = tiny("llama", **OURS)
-    head = probe_head(model, "bita")
+    head = extra_head(model, "bita")
     lm = HuggingFaceLM(model, engine="plain")
     first, last = seats_of((4, 9), head.inputs)
-    grown = [with_probes(Forest.rooted(one.prompt[-1:])) for one in (first, last)]
+    grown = [with_extra_rows(Forest.rooted(one.prompt[-1:])) for one in (first, last)]
     expected = lm.extend([first, last], grown)[1].logits.clone()
     lm.close(last)
     lm.close(first)
@@ -220,20 +220,20 @@ def test_slots_of_a_prefix_stay_when_the_cache_is_compacted_or_moved():
     assert torch.isfinite(expected).all()
 
 
-def test_sessions_with_learnt_probes_share_no_prompt():
+def test_sessions_with_learnt_rows_share_no_prompt():
     """Their first slots are reserved."""
     model = tiny("llama", **OURS)
     lm = HuggingFaceLM(model, engine="plain", share_from=4)
     prompt = list(range(3, 20))
-    probed, other, plain = (seat(prompt) for _ in range(3))
-    probed.probe_inputs = probe_head(model, "bita").inputs
-    for one in (probed, other, plain):
+    whole, other, plain = (seat(prompt) for _ in range(3))
+    whole.extra_inputs = extra_head(model, "bita").inputs
+    for one in (whole, other, plain):
         lm.extend([one], [Forest.rooted(prompt[-1:])])
-    assert [one.state[lm].row for one in (probed, other, plain)] == [0, 1, 1]
+    assert [one.state[lm].row for one in (whole, other, plain)] == [0, 1, 1]
 
 
 def pair_of(model, kind, engine="compiled"):
-    draft = ProbeLM(probe_head(model, kind), 64)
+    draft = ExtraLM(extra_head(model, kind), 64)
     return Pair(model, None, None, HuggingFaceLM(model, engine=engine), draft)
 
 
@@ -251,33 +251,33 @@ def test_targets_that_cannot_take_them_refuse_them_by_name(monkeypatch):
     with pytest.raises(NotSupported, match="the target is HuggingFaceLM with another model"):
         Decoder(HuggingFaceLM(tiny("llama", **OURS), engine="plain")).add(session)
     on_gpu = SimpleNamespace()
-    assert "takes no learnt rows" in GpuPasses.refuses_probes(on_gpu, pair.draft.probe_inputs)
-    deep = replace(pair.draft.probe_inputs, layer=9)
-    assert "has 2 layers" in pair.target.runner.refuses_probes(deep)
-    monkeypatch.setattr(pair.target.runner, "refuses_probes", lambda inputs: "it is on a GPU")
+    assert "takes no learnt rows" in GpuPasses.refuses_extra_rows(on_gpu, pair.draft.extra_inputs)
+    deep = replace(pair.draft.extra_inputs, layer=9)
+    assert "has 2 layers" in pair.target.runner.refuses_extra_rows(deep)
+    monkeypatch.setattr(pair.target.runner, "refuses_extra_rows", lambda inputs: "it is on a GPU")
     with pytest.raises(NotSupported, match="it is on a GPU"):
         Decoder(pair.target).add(session)
     compiled = HuggingFaceLM(tiny("gpt2"), engine="plain")
     compiled.runner.call = object()
-    assert "leave compile out" in compiled.runner.refuses_probes(pair.draft.probe_inputs)
-    assert compiled.runner.refuses_probes(pair_of(model, "bita").draft.probe_inputs) == ""
+    assert "leave compile out" in compiled.runner.refuses_extra_rows(pair.draft.extra_inputs)
+    assert compiled.runner.refuses_extra_rows(pair_of(model, "bita").draft.extra_inputs) == ""
 
 
 def test_rows_below_a_node_of_an_earlier_pass_are_refused():
     model = tiny("llama", **OURS)
     for engine in ENGINES:
         lm = HuggingFaceLM(model, engine=engine)
-        (one,) = seats_of((4,), probe_head(model, "hidden_transfer").inputs)
+        (one,) = seats_of((4,), extra_head(model, "hidden_transfer").inputs)
         roots = Forest.rooted(one.prompt[-1:])
         lm.extend([one], [roots])
         with pytest.raises(NotSupported, match="hangs under a node that an earlier pass has scored"):
-            lm.extend([one], [with_probes(roots)])
+            lm.extend([one], [with_extra_rows(roots)])
 
 
 def test_a_pass_takes_the_rows_of_one_drafter():
     model = tiny("llama", **OURS)
     pair = pair_of(model, "bita")
-    other = ProbeLM(probe_head(model, "hidden_transfer"), 64)
+    other = ExtraLM(extra_head(model, "hidden_transfer"), 64)
     with pytest.raises(BadSetting, match="have rows of their own in the target's pass, which takes those of one"):
-        session_of(pair, multi_draft([other], (1, 1))).parts.prober  # noqa: B018
-    assert session_of(pair, multi_draft([pair.target], (1, 1))).parts.prober is pair.draft
+        session_of(pair, multi_draft([other], (1, 1))).parts.extra_owner  # noqa: B018
+    assert session_of(pair, multi_draft([pair.target], (1, 1))).parts.extra_owner is pair.draft

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from specbeam.errors import NotSupported
 from specbeam.heads.bita import Bita
+from specbeam.heads.extra_rows import ExtraHead, StoredTrees
 from specbeam.heads.head import Head
 from specbeam.heads.hidden_transfer import HiddenTransfer
-from specbeam.heads.own import probes_config
-from specbeam.heads.probes import ProbedTrees, ProbeHead
+from specbeam.heads.own import extra_rows_config
 from specbeam.heads.trees import chain_of
 from specbeam.train.head_files import write_head
 from specbeam.train.plan import HeadPlan
@@ -37,7 +37,7 @@ def new_bita(target: "PreTrainedModel", plan: HeadPlan, tokens: Int64[Tensor, " 
     device = embedding.weight.device
     count = max(plan.prefix, 1)
     spread = (torch.arange(count, device=device) * vocab + vocab // 2) // count
-    cached = ProbedTrees(target, chain_of(spread % vocab, {})).cache.layers
+    cached = StoredTrees(target, chain_of(spread % vocab, {})).cache.layers
     shapes = {tuple(layer.keys.shape) for layer in cached} | {tuple(layer.values.shape) for layer in cached}
     if len(shapes) > 1:
         raise NotSupported(f"{type(target).__name__} stores keys and values of different sizes: {sorted(shapes)}")
@@ -95,7 +95,7 @@ def rank_odds(batches: Iterable[list[RankedDrafts]]) -> tuple[tuple[float, ...],
     )
 
 
-def save_probes(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
+def save_extra_rows(head: Head, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
     """Write a head that is extra rows in the target's pass in our own format."""
-    assert isinstance(head, ProbeHead)
-    write_head(head, probes_config(head), folder, target)
+    assert isinstance(head, ExtraHead)
+    write_head(head, extra_rows_config(head), folder, target)

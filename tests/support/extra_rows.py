@@ -13,7 +13,7 @@ KINDS = ("bita", "hidden_transfer")
 DEPTH = 3
 
 
-def probe_head(model, kind, depth=DEPTH, seed=0, prefix=5):
+def extra_head(model, kind, depth=DEPTH, seed=0, prefix=5):
     """A head of this kind for a tiny model, with random weights."""
     config = model.config.get_text_config()
     width = model.get_input_embeddings().weight.shape[1]
@@ -40,7 +40,7 @@ def prompted(model, tokens):
 
 @torch.inference_mode()
 def slow_rows(head, path):
-    """The logits of the probes below the end of a path, float[depth, vocab]: of one path alone, by transformers' forward."""
+    """The logits of the extra rows below the end of a path, float[depth, vocab]: of one path alone, by transformers' forward."""
     model = head.target
     if isinstance(head, Bita):
         return _slow_bita(head, model, path)
@@ -96,8 +96,8 @@ def _slow_masks(model, prefix, length, count):
     return added(window if model.config.model_type == "mistral" else 10**6)
 
 
-def with_probes(forest, nodes=None, depth=DEPTH):
-    """A forest with a chain of probes under some nodes, or under all."""
+def with_extra_rows(forest, nodes=None, depth=DEPTH):
+    """A forest with a chain of extra rows under some nodes, or under all."""
     nodes = range(forest.size) if nodes is None else nodes
     tokens, parents = [], []
     for node in nodes:

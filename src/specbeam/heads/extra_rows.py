@@ -1,9 +1,10 @@
 """Heads without layers of their own: extra rows in the target's pass, from which the next draft is read.
 
-Such a row (a *probe*) hangs under a node of the forest that the target scores. It sees the path to the node, the node, the
-probes between, and maybe a prefix that was learnt; no row of the text sees a probe or the prefix. Probe j under a node
-stands for a token j further on, so that its logits are a law of the token after that: the node itself gives the law of the
-next token, and probe 1 that of the one after it, whatever the next one will be. So the law of a draft is a product law.
+An extra row hangs under a node of the forest that the target scores. It sees the path to the node, the node, the extra
+rows between, and maybe a prefix that was learnt; no row of the text sees an extra row or the prefix. Extra row j under a
+node stands for a token j further on, so that its logits are a law of the token after that: the node itself gives the law of
+the next token, and extra row 1 that of the one after it, whatever the next one will be. So the law of a draft is a product
+law.
 """
 
 from collections.abc import Iterator
@@ -20,18 +21,18 @@ from specbeam.engines.kv.masks import Masks
 from specbeam.engines.kv.trie import AHEAD
 from specbeam.heads.head import DraftRows, Head, wanted_below
 from specbeam.heads.trees import ScoredTrees
-from specbeam.records import ProbeInputs
+from specbeam.records import ExtraInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class ProbeHead(Head):
+class ExtraHead(Head):
     """A head that is extra rows in the target's pass.
 
     Args:
         target: the model in whose passes the rows are.
-        depth: number of probes under a node, one below the other: of drafts that there are laws for. Deeper ones get the
+        depth: number of extra rows under a node, one below the other: of drafts that there are laws for. Deeper ones get the
             last law.
 
     Attributes:
@@ -51,8 +52,8 @@ class ProbeHead(Head):
         return self.target_of[0]
 
     @property
-    def inputs(self) -> ProbeInputs:
-        """What the probes are made of, for the engines."""
+    def inputs(self) -> ExtraInputs:
+        """What the extra rows are made of, for the engines."""
         raise NotImplementedError
 
     @property
@@ -83,7 +84,7 @@ class ProbeHead(Head):
     def rows(
         self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
     ) -> Float[Tensor, "rows anchors depth width"]:
-        """Return the target's last hidden states of `depth` probes under each of some nodes of trees.
+        """Return the target's last hidden states of `depth` extra rows under each of some nodes of trees.
 
         Gradients flow to the head's own weights alone.
 
@@ -93,7 +94,7 @@ class ProbeHead(Head):
         raise NotImplementedError
 
     def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
-        """See `Head.drafts`. The target runs over the trees, and then over the probes."""
+        """See `Head.drafts`. The target runs over the trees, and then over the extra rows."""
         depth = min(depth, self.depth)
         ancestors = _ancestors(trees, depth)
         is_anchor = torch.zeros_like(wanted)
@@ -134,12 +135,12 @@ def logits_of(target: "PreTrainedModel", states: Float[Tensor, "rows width"]) ->
     return logits if most is None else torch.tanh(logits / most) * most
 
 
-class ProbedTrees:
-    """Trees that a target has scored, and whose keys and values probes can look at.
+class StoredTrees:
+    """Trees that a target has scored, and whose keys and values extra rows can look at.
 
     Args:
         tap: the layer whose incoming hidden states are kept, in `states`, float[rows, length, width]; None: none are.
-        keys, values: of a prefix that probes see, by layer.
+        keys, values: of a prefix that extra rows see, by layer.
     """
 
     def __init__(
@@ -178,10 +179,10 @@ class ProbedTrees:
                 handle.remove()
         self.cache.is_full = True
 
-    def probed(
+    def last_states(
         self, anchors: Int64[Tensor, "rows anchors"], made: Float[Tensor, "rows anchors depth width"], layer: int = 0
     ) -> Float[Tensor, "rows anchors depth width"]:
-        """Return the target's last hidden states of probes.
+        """Return the target's last hidden states of extra rows.
 
         Args:
             anchors: columns of the nodes that they hang under.
@@ -215,8 +216,8 @@ class ProbedTrees:
 
     def _seen(
         self, anchors: Int64[Tensor, "rows anchors"], positions: Int64[Tensor, "rows anchors depth"]
-    ) -> tuple[Bool[Tensor, "rows probes slots"], Int64[Tensor, "rows slots"]]:
-        """Return which of prefix, tree and probes each probe sees, and the positions of all of these."""
+    ) -> tuple[Bool[Tensor, "rows extra slots"], Int64[Tensor, "rows slots"]]:
+        """Return which of prefix, tree and extra rows each extra row sees, and the positions of all of these."""
         rows, count = anchors.shape
         depth = positions.shape[-1]
         length = self.trees.tokens.shape[1]
