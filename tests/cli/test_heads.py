@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,14 +12,14 @@ from typer.testing import CliRunner
 
 import specbeam as sb
 from specbeam.cli import heads
-from specbeam.cli.main import app
+from specbeam.cli.main import PLAN_OPTIONS, app
 from specbeam.errors import BadSetting
 from specbeam.heads.exit import ExitHead
 from specbeam.heads.own import extra_rows_config, own_config
 from specbeam.pair import BUNDLED
 from specbeam.train.head_files import write_head
 from specbeam.train.heads import KINDS
-from specbeam.train.plan import planned
+from specbeam.train.plan import HeadPlan, planned
 from tests.support.extra_rows import extra_head
 from tests.support.mtp import tiny_target, with_modules
 
@@ -112,6 +113,24 @@ def test_heads_in_the_targets_own_pass_are_described(kind, parts, target, tmp_pa
     found = json.loads(shown(str(tmp_path), "-m", "other", "--json"))
     assert all(part in " ".join(str(value) for value in found.values()) for part in parts)
     assert len(found["as stated"]) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_help_of_a_training_lists_what_the_kind_takes(kind):
+    """And no option of another kind; what is usual is what it is in Python."""
+    text = CliRunner().invoke(app, ["train", kind, "--help"], env={"COLUMNS": "200"}).output
+    for name in PLAN_OPTIONS:
+        option = "--tap " if name == "taps" else f"--{name.replace('_', '-')} "
+        assert (option in text) == (name in KINDS[kind].takes), option
+    for name in ("rate", "embedding_rate", "batch_tokens"):
+        (line,) = [one for one in text.splitlines() if f"--{name.replace('_', '-')} " in one]
+        assert f"[default: {KINDS[kind].schedule[name]}]" in line
+
+
+def test_each_option_of_a_plan_is_on_the_command_line():
+    taken = {name for kind in KINDS.values() for name in kind.takes}
+    assert taken == {*PLAN_OPTIONS}
+    assert taken | {"variation"} == {field.name for field in fields(HeadPlan)}
 
 
 def test_what_is_no_head_is_refused(target, tmp_path):

@@ -277,6 +277,15 @@ def test_wrong_options_are_refused(pair, tmp_path, drawn, changes, said):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_schedule_leaves_out_what_is_usual_for_the_kind(kind):
+    filled = Schedule(epochs=2).filled(KINDS[kind].schedule)
+    usual = {"bita": (0.02, 0.05), "eesd": (0.01, 0.002)}.get(kind, (0.02, 0.002))
+    assert (filled.rate, filled.embedding_rate, filled.batch_tokens) == (*usual, 4_000)
+    assert filled.epochs == 2
+    assert Schedule(rate=0.5).filled(KINDS[kind].schedule).rate == 0.5
+
+
 def test_plans(pair):
     plan = planned(pair.target_model, {"depth": 5}, {"layers": None, "draft_vocab": 10**9})
     assert (plan.depth, plan.layers, plan.draft_vocab) == (5, 1, pair.target.vocab)

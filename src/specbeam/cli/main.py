@@ -1,10 +1,13 @@
 """The command line. Each command is a file that reads arguments, calls one public function and prints its record."""
 
 import sys
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from specbeam.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, HeadKind
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -752,9 +755,9 @@ def train_draft(
     top_p: TopP = None,
     max_new_tokens: DrawnTokens = 80,
     epochs: Epochs = 4,
-    rate: Rate = 0.02,
-    embedding_rate: EmbeddingRate = 0.005,
-    batch_tokens: BatchTokens = 8_000,
+    rate: Rate = DRAFT_SCHEDULE["rate"],
+    embedding_rate: EmbeddingRate = DRAFT_SCHEDULE["embedding_rate"],
+    batch_tokens: BatchTokens = DRAFT_SCHEDULE["batch_tokens"],
     variation: Variation = 0.5,
     seed: TrainingSeed = 0,
     threads: Threads = None,
@@ -771,136 +774,86 @@ def train_draft(
     raise typer.Exit(run_draft(options, start, layers, hidden, variation))
 
 
-def _add_head(kind: str, what: str, default_rate: float = 0.002) -> None:
-    """Add the command that trains heads of a kind.
-
-    Args:
-        default_rate: the learning rate of Adam, if none is given.
-    """
-
-    def train_head(
-        out: Out,
-        model: Model = "bundled",
-        data: TrainingData = [],
-        columns: TrainingColumn = "1",
-        rows: TrainingRows = None,
-        trees: DrawnTrees = None,
-        layers: Annotated[
-            int | None, typer.Option(help="Number of layers; by default as is usual for the kind.")
-        ] = None,
-        depth: Annotated[
-            int | None, typer.Option(help="Number of drafts, one below the other, that it learns to make.")
-        ] = None,
-        inner: Annotated[
-            int | None, typer.Option(help="Size of the gated inner layer; by default twice the target's width.")
-        ] = None,
-        draft_vocab: Annotated[
-            int | None,
-            typer.Option(
-                help="Number of tokens that it gives odds to, the target's likeliest; by default 32,000 or all."
-            ),
-        ] = None,
-        tap: Annotated[
-            list[int],
-            typer.Option(
-                help="Layer whose incoming hidden states it reads, counted from 0; the number of layers stands for what "
-                "leaves the last. May be given several times; by default three of them."
-            ),
-        ] = [],
-        read_out: Annotated[
-            str | None,
-            typer.Option(
-                help="Of Chimera heads: 'shared', a map for each depth and one matrix of tokens, or 'own', a matrix of "
-                "tokens for each depth; by default 'shared'."
-            ),
-        ] = None,
-        shown: Annotated[
-            float | None,
-            typer.Option(
-                help="Of SpecDiff heads: share of blocks that are learnt with some of their drafts shown, for drafts in "
-                "several steps; by default a half."
-            ),
-        ] = None,
-        prefix: Annotated[int | None, typer.Option(help="Number of soft prompts in each layer; by default 16.")] = None,
-        enters: Annotated[
-            int | None,
-            typer.Option(
-                help="Layer at which rows enter that are made of states there, counted from 0; by default the middle one."
-            ),
-        ] = None,
-        beams: DrawnBeams = 4,
-        temperature: DrawnTemperature = 1.0,
-        top_k: TopK = None,
-        top_p: TopP = None,
-        max_new_tokens: DrawnTokens = 80,
-        epochs: Epochs = 4,
-        rate: Rate = 0.02,
-        embedding_rate: EmbeddingRate = default_rate,
-        batch_tokens: BatchTokens = 4_000,
-        variation: Variation = 0.5,
-        seed: TrainingSeed = 0,
-        threads: Threads = None,
-        json: Json = False,
-    ) -> None:
-        from specbeam.cli.train import TrainingOptions, run_head
-        from specbeam.train.drawing import DrawPlan
-        from specbeam.train.fitting import Schedule
-
-        draws = DrawPlan(beams, temperature, top_k, top_p, max_new_tokens, seed)
-        schedule = Schedule(epochs, rate, embedding_rate, batch_tokens, seed=seed)
-        options = TrainingOptions(model, data, columns, rows, out, trees, draws, schedule, threads, json)
-        plan = {
-            "layers": layers,
-            "depth": depth,
-            "inner": inner,
-            "draft_vocab": draft_vocab,
-            "taps": tuple(tap) or None,
-            "read_out": read_out,
-            "shown": shown,
-            "prefix": prefix,
-            "enters": enters,
-            "variation": variation,
-        }
-        raise typer.Exit(run_head(options, kind, plan))
-
-    train.command(kind, help=what)(train_head)
+# The options of a head's plan, by their names in `HeadPlan`; `options/head_kinds.py` says which kinds take them.
+PLAN_OPTIONS: dict[str, Any] = {
+    "layers": Annotated[int | None, typer.Option(help="Number of layers; by default as is usual for the kind.")],
+    "depth": Annotated[int | None, typer.Option(help="Number of drafts, one below the other, that it learns to make.")],
+    "inner": Annotated[
+        int | None, typer.Option(help="Size of the gated inner layer; by default twice the target's width.")
+    ],
+    "draft_vocab": Annotated[
+        int | None,
+        typer.Option(help="Number of tokens that it gives odds to, the target's likeliest; by default 32,000 or all."),
+    ],
+    "taps": Annotated[
+        list[int],
+        typer.Option(
+            "--tap",
+            help="Layer whose incoming hidden states it reads, counted from 0; the number of layers stands for what "
+            "leaves the last. May be given several times; by default three of them.",
+        ),
+    ],
+    "rank": Annotated[
+        int | None,
+        typer.Option(help="Rank of the matrices that make a draft depend on the token above; by default 64."),
+    ],
+    "regression": Annotated[
+        float | None,
+        typer.Option(
+            help="How much the error of estimated hidden states counts beside that of the laws; by default 10."
+        ),
+    ],
+    "read_out": Annotated[
+        str | None,
+        typer.Option(
+            help="'shared', a map for each depth and one matrix of tokens, or 'own', a matrix of tokens for each depth; "
+            "by default 'shared'."
+        ),
+    ],
+    "shown": Annotated[
+        float | None,
+        typer.Option(
+            help="Share of blocks that are learnt with some of their drafts shown, for drafts in several steps; by "
+            "default a half."
+        ),
+    ],
+    "prefix": Annotated[int | None, typer.Option(help="Number of soft prompts in each layer; by default 16.")],
+    "enters": Annotated[
+        int | None,
+        typer.Option(
+            help="Layer at which rows enter that are made of states there, counted from 0; by default the middle one."
+        ),
+    ],
+    "exit_layer": Annotated[
+        int | None,
+        typer.Option(
+            help="Number of the target's layers that run before the exit layer; by default the number that promises most "
+            "tokens per second, by a short trial and by what passes cost on this machine."
+        ),
+    ],
+    "decay": Annotated[
+        float | None,
+        typer.Option(help="How much each depth counts in the loss, as a share of the one before; by default 0.8."),
+    ],
+}
 
 
-_add_head("eagle3", "Train an EAGLE-3 head for any target from prompts alone, on what the target's beams draw.")
-_add_head("peagle", "Train a P-EAGLE head, EAGLE-3 with mask rows that draft a block in one pass, from prompts alone.")
-_add_head("fspad", "Train an FSPAD head: EAGLE with feature sampling and partial alignment, from prompts alone.")
-_add_head("medusa", "Train Medusa heads, one for each depth of a draft, for any target from prompts alone.")
-_add_head("chimera", "Train a Chimera head, which reads the last three tokens beside all features, from prompts alone.")
-_add_head("specdiff", "Train a SpecDiff head, which unmasks a block in one step or several, from prompts alone.")
-_add_head("dspark", "Train a DSpark head, which drafts a block in one pass, for any target from prompts alone.")
-_add_head(
-    "bita", "Train BiTA's soft prompts and mask embeddings, for any target from prompts alone.", default_rate=0.05
-)
-_add_head("hidden_transfer", "Train the linear maps of Hidden Transfer, for any target from prompts alone.")
-
-
-@train.command("eesd")
-def train_exit(
+def _train_head(
+    kind: str,
+    plan: dict[str, Any],
     out: Out,
     model: Model = "bundled",
     data: TrainingData = [],
     columns: TrainingColumn = "1",
     rows: TrainingRows = None,
     trees: DrawnTrees = None,
-    exit_layer: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of the target's layers that run before the exit layer; by default the number that promises most "
-            "tokens per second, by a short trial and by what passes cost on this machine."
-        ),
-    ] = None,
     beams: DrawnBeams = 4,
     temperature: DrawnTemperature = 1.0,
     top_k: TopK = None,
     top_p: TopP = None,
     max_new_tokens: DrawnTokens = 80,
     epochs: Epochs = 4,
-    rate: Rate = 0.01,
+    rate: Rate = 0.02,
     embedding_rate: EmbeddingRate = 0.002,
     batch_tokens: BatchTokens = 4_000,
     variation: Variation = 0.5,
@@ -908,7 +861,7 @@ def train_exit(
     threads: Threads = None,
     json: Json = False,
 ) -> None:
-    """Train an exit layer (EESD), which drafts behind the target's first layers, on what the target's beams draw."""
+    """Train a head; of this function's parameters all but the first two are options of each command, see `_add_head`."""
     from specbeam.cli.train import TrainingOptions, run_head
     from specbeam.train.drawing import DrawPlan
     from specbeam.train.fitting import Schedule
@@ -916,7 +869,35 @@ def train_exit(
     draws = DrawPlan(beams, temperature, top_k, top_p, max_new_tokens, seed)
     schedule = Schedule(epochs, rate, embedding_rate, batch_tokens, seed=seed)
     options = TrainingOptions(model, data, columns, rows, out, trees, draws, schedule, threads, json)
-    raise typer.Exit(run_head(options, "eesd", {"exit_layer": exit_layer, "variation": variation}))
+    raise typer.Exit(run_head(options, kind, {**plan, "variation": variation}))
+
+
+def _add_head(kind: str, known: HeadKind) -> None:
+    """Add the command that trains heads of a kind: with the options that the kind takes, and what is usual for it."""
+    common = dict(list(signature(_train_head).parameters.items())[2:])
+    for name, value in known.schedule.items():
+        common[name] = common[name].replace(default=value)
+    own = {
+        name: Parameter(name, Parameter.KEYWORD_ONLY, default=[] if name == "taps" else None, annotation=annotation)
+        for name, annotation in PLAN_OPTIONS.items()
+        if name in known.takes
+    }
+
+    def train_head(**given: Any) -> None:
+        plan = {name: given.pop(name) for name in own}
+        if "taps" in plan:
+            plan["taps"] = tuple(plan["taps"]) or None
+        _train_head(kind, plan, **given)
+
+    parameters = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in common.values()]
+    place = list(common).index("beams")  # the kind's own options stand before those of the draws
+    parameters[place:place] = own.values()
+    train_head.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    train.command(kind, help=f"Train {known.about}, for any target from prompts alone.")(train_head)
+
+
+for _kind, _known in HEAD_KINDS.items():
+    _add_head(_kind, _known)
 
 
 @train.command("hmt")

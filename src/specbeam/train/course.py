@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from specbeam.train.batches import TreeBatch, batches_of
-from specbeam.train.fitting import Point, Schedule, Training
+from specbeam.train.fitting import FilledSchedule, Point, Training
 from specbeam.train.lessons import Lessons, Report
 from specbeam.train.trees import Trees
 
@@ -53,7 +53,7 @@ class Trained:
 
 
 def take_course(
-    student: Student, lessons: Lessons, schedule: Schedule, folder: Path, device: torch.device, report: Report
+    student: Student, lessons: Lessons, schedule: FilledSchedule, folder: Path, device: torch.device, report: Report
 ) -> Trained:
     """Train to the end, write the student to the folder after each epoch, and return the curve.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from specbeam.errors import MissingFile, UnsupportedModel
 from specbeam.measure import kept_figures
 from specbeam.options.checks import is_integer, require
+from specbeam.options.head_kinds import DRAFT_SCHEDULE
 from specbeam.pair import Pair, load
 from specbeam.train.batches import TreeBatch
 from specbeam.train.course import Trained, take_course
@@ -61,7 +62,7 @@ def train_draft(
         layers: number of blocks of a new model.
         hidden: size of the hidden states of a new model, a multiple of 64; None: half of the target's, at most 512.
         draws: how the target draws; None: four beams at temperature 1.
-        schedule: how long and how hard to train.
+        schedule: how long and how hard to train; rates and batch are as is usual for drafts where it leaves them out.
         variation: the share of total variation in the loss, in [0, 1]; cross-entropy has the rest.
         report: called with what is under way, how much of it is done and how much there is.
 
@@ -73,7 +74,7 @@ def train_draft(
         BadPrompt: the prompts are too few, or the target cannot continue them.
     """
     draws = draws or DrawPlan()
-    schedule = schedule or Schedule()
+    schedule = (schedule or Schedule()).filled(DRAFT_SCHEDULE)
     _check(prompts, layers, hidden, variation)
     pair = target if isinstance(target, Pair) else load(target)
     hidden = hidden or _default_hidden(pair)

@@ -18,7 +18,7 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import Pair
 from specbeam.train.batches import TreeBatch, batches_of
 from specbeam.train.course import Student, acceptances
-from specbeam.train.fitting import Schedule, new_optimizers
+from specbeam.train.fitting import FilledSchedule, new_optimizers
 from specbeam.train.head_files import write_whole
 from specbeam.train.lessons import Lessons, Report
 from specbeam.train.trees import Trees, read_or_refuse
@@ -55,7 +55,7 @@ def chosen_exit(
     pair: Pair,
     lessons: Lessons,
     student_of: Callable[[ExitHead], Student],
-    schedule: Schedule,
+    schedule: FilledSchedule,
     folder: Path,
     report: Report,
 ) -> int:
@@ -97,7 +97,7 @@ def candidates(layers: int) -> list[int]:
 
 
 def tried_exit(
-    pair: Pair, head: ExitHead, lessons: Lessons, student_of: Callable[[ExitHead], Student], schedule: Schedule
+    pair: Pair, head: ExitHead, lessons: Lessons, student_of: Callable[[ExitHead], Student], schedule: FilledSchedule
 ) -> ExitFigures:
     """Teach an exit layer for a few batches, and return what is to be expected of it."""
     head.to(pair.target.device)
@@ -111,7 +111,7 @@ def tried_exit(
     return expected_speed(pair.forgetful_target, draft, head.after, acceptance)
 
 
-def _teach(student: Student, batches: list[TreeBatch], schedule: Schedule) -> None:
+def _teach(student: Student, batches: list[TreeBatch], schedule: FilledSchedule) -> None:
     """Take one step with each batch, at rates that rise and fall as in a whole course."""
     optimizers = new_optimizers(student.module, schedule)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]

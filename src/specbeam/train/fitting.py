@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,18 @@ class Schedule:
 
     Args:
         epochs: how often each tree is learnt from.
-        rate: the learning rate of Muon, for the matrices of the blocks.
-        embedding_rate: the learning rate of Adam, for embeddings, heads, norms and biases.
-        batch_tokens: number of tokens of a batch, padding included.
+        rate: the learning rate of Muon, for the matrices of the blocks; None: as is usual for what is trained.
+        embedding_rate: the learning rate of Adam, for embeddings, heads, norms and biases; None: as is usual.
+        batch_tokens: number of tokens of a batch, padding included; None: as is usual.
         warm: the part of all steps in which rates rise.
         decay: the part of all steps, at the end, in which rates fall to zero.
         seed: the same seed gives the same batches and the same first weights.
     """
 
     epochs: int = 4
-    rate: float = 0.02
-    embedding_rate: float = 0.005
-    batch_tokens: int = 8_000
+    rate: float | None = None
+    embedding_rate: float | None = None
+    batch_tokens: int | None = None
     warm: float = 0.02
     decay: float = 0.5
     seed: int = 0
@@ -47,17 +47,32 @@ class Schedule:
     def __post_init__(self) -> None:
         """Raise `BadSetting` if a value is wrong."""
         require(is_integer(self.epochs) and self.epochs >= 1, "epochs", self.epochs, "an integer of at least 1")
-        require(self.rate > 0, "rate", self.rate, "above 0")
-        require(self.embedding_rate > 0, "embedding_rate", self.embedding_rate, "above 0")
-        is_count = is_integer(self.batch_tokens) and self.batch_tokens >= 1
+        require(self.rate is None or self.rate > 0, "rate", self.rate, "above 0")
+        is_rate = self.embedding_rate is None or self.embedding_rate > 0
+        require(is_rate, "embedding_rate", self.embedding_rate, "above 0")
+        is_count = self.batch_tokens is None or (is_integer(self.batch_tokens) and self.batch_tokens >= 1)
         require(is_count, "batch_tokens", self.batch_tokens, "an integer of at least 1")
         require(0 < self.warm <= 1, "warm", self.warm, "in (0, 1]")
         require(0 < self.decay <= 1, "decay", self.decay, "in (0, 1]")
         require(is_integer(self.seed), "seed", self.seed, "an integer")
 
+    def filled(self, usual: Mapping[str, Any]) -> "FilledSchedule":
+        """Return the schedule with what is usual in place of what it leaves out."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return FilledSchedule(**{**usual, **given})
+
     def rate_factor(self, part: float) -> float:
         """Return what the rates are multiplied with after this part of all steps: they rise, stay, and fall to zero."""
         return min(1.0, part / self.warm, (1 - part) / self.decay)
+
+
+@dataclass(frozen=True)
+class FilledSchedule(Schedule):
+    """A schedule that leaves nothing out."""
+
+    rate: float
+    embedding_rate: float
+    batch_tokens: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +107,7 @@ class Training:
         model: nn.Module,
         loss: Callable[[TreeBatch], Tensor],
         check: Callable[[], tuple[float, ...]],
-        schedule: Schedule,
+        schedule: FilledSchedule,
         files: list[Path],
         folder: Path,
         device: torch.device,
@@ -232,7 +247,7 @@ def check_optimizers() -> None:
         raise NotSupported(f"training needs torch 2.9 or newer, for its optimizer Muon; this is {torch.__version__}")
 
 
-def new_optimizers(model: nn.Module, schedule: Schedule) -> list[torch.optim.Optimizer]:
+def new_optimizers(model: nn.Module, schedule: FilledSchedule) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside the blocks, and Adam for all other weights."""
     outside = {id(weight) for weight in _embeddings(model)}
     learnt = [weight for weight in model.parameters() if weight.requires_grad]

@@ -15,6 +15,7 @@ from specbeam.errors import BadSetting
 from specbeam.heads.extra_rows import ExtraHead
 from specbeam.heads.head import DraftRows, Head
 from specbeam.heads.trees import ScoredTrees
+from specbeam.options.head_kinds import HEAD_KINDS, HeadKind
 from specbeam.pair import Pair, load
 from specbeam.records import FINAL
 from specbeam.train.batches import TreeBatch, batches_of
@@ -53,71 +54,44 @@ class Kind:
     """A kind of head that can be trained.
 
     Attributes:
+        options: what is usual for the kind, and what it takes.
         new: makes one with first weights, from the target, the plan, and the tokens that it is to know.
         save: writes one to a folder.
-        usual: options of `HeadPlan` that are usual for the kind.
-        takes: options of `HeadPlan` that it has a use for; all kinds take `variation`.
         lesson: what it makes of a batch that it learns from.
     """
 
+    options: HeadKind
     new: "Callable[[PreTrainedModel, HeadPlan, Int64[Tensor, ' tokens'] | None], Head]"
     save: "Callable[[Head, PreTrainedModel, HeadPlan, Path], None]"
-    usual: Mapping[str, Any]
-    takes: tuple[str, ...]
     lesson: "Callable[[Head, ScoredTrees, Bool[Tensor, 'rows length'], HeadPlan], Lesson]" = plain_lesson
 
+    @property
+    def usual(self) -> Mapping[str, Any]:
+        """The options of `HeadPlan` that are usual for the kind."""
+        return self.options.usual
 
-EVERY = 2**40  # tokens: more than any target has
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """The options of `HeadPlan` that it has a use for; all kinds take `variation`."""
+        return self.options.takes
 
-SIZES = ("taps", "draft_vocab", "inner", "layers", "depth", "decay")  # options of most kinds
+    @property
+    def schedule(self) -> Mapping[str, Any]:
+        """The options of `Schedule` that are usual for the kind."""
+        return self.options.schedule
+
 
 KINDS = {
-    "eagle3": Kind(new_eagle3, save_eagle3, {"layers": 1, "depth": 4}, SIZES),
-    "peagle": Kind(new_peagle, save_peagle, {"layers": 2, "depth": 5}, SIZES),
-    "dspark": Kind(new_dspark, save_dspark, {"layers": 2, "depth": 5}, (*SIZES, "rank")),
-    "fspad": Kind(
-        new_fspad,
-        save_fspad,
-        {"layers": 1, "depth": 4},
-        ("draft_vocab", "inner", "layers", "depth", "decay", "regression"),
-    ),
-    "medusa": Kind(
-        new_medusa,
-        save_medusa,
-        {"layers": 1, "depth": 4, "draft_vocab": EVERY},
-        ("layers", "depth", "decay"),
-    ),
-    "chimera": Kind(
-        new_chimera,
-        save_chimera,
-        {"layers": 1, "depth": 4},
-        ("draft_vocab", "inner", "depth", "decay", "regression", "read_out"),
-    ),
-    "specdiff": Kind(
-        new_specdiff,
-        save_specdiff,
-        {"layers": 2, "depth": 5},
-        (*SIZES, "shown"),
-        masked_lesson,
-    ),
-    "eesd": Kind(
-        new_eesd,
-        save_eesd,
-        {"layers": 1, "depth": 1, "draft_vocab": EVERY},
-        ("exit_layer",),
-    ),
-    "bita": Kind(
-        new_bita,
-        save_extra_rows,
-        {"depth": 3, "draft_vocab": EVERY},
-        ("depth", "decay", "prefix"),
-    ),
-    "hidden_transfer": Kind(
-        new_hidden_transfer,
-        save_extra_rows,
-        {"depth": 3, "draft_vocab": EVERY},
-        ("depth", "decay", "enters"),
-    ),
+    "eagle3": Kind(HEAD_KINDS["eagle3"], new_eagle3, save_eagle3),
+    "peagle": Kind(HEAD_KINDS["peagle"], new_peagle, save_peagle),
+    "dspark": Kind(HEAD_KINDS["dspark"], new_dspark, save_dspark),
+    "fspad": Kind(HEAD_KINDS["fspad"], new_fspad, save_fspad),
+    "medusa": Kind(HEAD_KINDS["medusa"], new_medusa, save_medusa),
+    "chimera": Kind(HEAD_KINDS["chimera"], new_chimera, save_chimera),
+    "specdiff": Kind(HEAD_KINDS["specdiff"], new_specdiff, save_specdiff, masked_lesson),
+    "eesd": Kind(HEAD_KINDS["eesd"], new_eesd, save_eesd),
+    "bita": Kind(HEAD_KINDS["bita"], new_bita, save_extra_rows),
+    "hidden_transfer": Kind(HEAD_KINDS["hidden_transfer"], new_hidden_transfer, save_extra_rows),
 }
 
 
@@ -152,7 +126,7 @@ def train_head(
             None: `out/training/trees`.
         plan: options of `HeadPlan`, such as {"layers": 2}; the others are as is usual for the kind.
         draws: how the target draws; None: four beams at temperature 1.
-        schedule: how long and how hard to train.
+        schedule: how long and how hard to train; rates and batch are as is usual for the kind where it leaves them out.
         report: called with what is under way, how much of it is done and how much there is.
 
     Raises:
@@ -166,7 +140,7 @@ def train_head(
     if kind not in KINDS:
         raise BadSetting(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
     draws = draws or DrawPlan()
-    schedule = schedule or Schedule()
+    schedule = (schedule or Schedule()).filled(KINDS[kind].schedule)
     pair = target if isinstance(target, Pair) else load(target)
     asked = {name: value for name, value in (plan or {}).items() if value is not None}
     options = planned(pair.target_model, KINDS[kind].usual, asked)
