@@ -123,7 +123,7 @@ class Needs:
     # Layers, by number from 0 on: the hidden states that enter them, before any norm. The number of layers stands for what
     # leaves the last one.
     taps: tuple[int, ...] = ()
-    # The exit layer (`engines.cpu.exit.ExitLayer`) that drafts behind the first layers of the model, from the model's own
+    # The exit layer (`engines.cpu.early.ExitLayer`) that drafts behind the first layers of the model, from the model's own
     # cache; its keys and values are stored for all tokens, those of the prompt included.
     exit_layer: Any = None
 

@@ -65,7 +65,7 @@ from specbeam.draft.batch import models_of
 from specbeam.draft.beams import Cut, NoDraft, SearchedLayers, SharedLayers, cut, draft_layers, start_draft, uncut
 from specbeam.draft.tree import ROOM, TreeSpec, grow_tree, most_nodes, start_tree
 from specbeam.engines.answers import LOGITS
-from specbeam.engines.cpu.cache_steps import settle_cache
+from specbeam.engines.cpu.cache_steps import has_unfinished, keep_given, settle_cache
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED
 from specbeam.engines.pass_steps import SettledTurn, any_has_room, rewind_any_cache, run_pass, settle_draft
 from specbeam.errors import BrokenProcessor
@@ -317,10 +317,12 @@ def take_turn(
     began = cycles()
     drafted, condition = draft_turn(spec.drafts, draft, begun, live, depth, width, spec.edits, dice, spent)
     forest = drafted.forest
+    if spec.drafting:
+        keep_given(target, drafted.names)
     passes = spent[0]
     spans[DRAFT_MODEL] = spent[1]
     spans[DRAFT] = cycles() - began - spent[1]
-    layers_run = runs_layers(target, len(forest.tokens))
+    layers_run = runs_layers(target, len(forest.tokens)) or has_unfinished(target)
     layers = no_layers(0, 1)
     raw = turn_rows(start.known.rows[:0], 0, start.known)
     if condition != BROKEN:

@@ -9,12 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specbeam as sb
+from specbeam import kernels, runs
 from specbeam.control.cost import CostCurve
 from specbeam.control.needs import OddsMemory
 from specbeam.control.pace import PaceMemory
 from specbeam.core.beams import Beams
 from specbeam.core.forest import Forest, next_start, rows_of_nodes, turn_rows
 from specbeam.decode import decode
+from specbeam.engines.cpu.early import EXIT_ROWS, FIRST_ROWS, LAST_ROWS
 from specbeam.engines.cpu.layers import all_layers
 from specbeam.errors import BadHead, BadSetting, NotSupported
 from specbeam.heads.exit import ExitHead, ExitLM, exit_model, how_it_runs
@@ -79,12 +81,17 @@ def pruned_at_random(rng, forest):
 
 
 @pytest.mark.parametrize(
-    ("family", "after", "keeps"), [("llama", 1, True), ("llama", 3, False), ("qwen2-window", 2, True)]
+    ("family", "after", "keeps", "engine"),
+    [
+        ("llama", 1, True, "compiled"),
+        ("llama", 3, False, "compiled"),
+        ("qwen2-window", 2, True, "compiled"),
+    ],
 )
-def test_rows_are_those_of_plain_forwards(family, after, keeps):
+def test_rows_are_those_of_plain_forwards(family, after, keeps, engine):
     """Over turns of trees with several roots: some drafts are not given to the target, others it is given alone, nodes are
     kept, long prompts come in pieces, and sessions come and go. The target's rows are those of its own plain forwards."""
-    draft = exit_of(after, chunk=5, family=family)
+    draft = exit_of(after, chunk=5, family=family, engine=engine)
     target = draft.target
     exited = draft.head.exited()
     needs = draft.needs_of_target
@@ -135,7 +142,7 @@ def test_keys_and_values_are_those_of_a_fresh_prompt_after_each_turn():
         one.texts = moved(one.texts, given, turn)
         cache = one.state[target]
         trie = cache.trie
-        behind = {slot for left in cache.behind for slot in left.feed.slots.tolist()}
+        behind = set(cache.waiting_feed.slots.tolist())
         for root, text in zip(trie.root_at.tolist(), one.texts, strict=True):
             leaf = root if root < trie.stored else int(trie.parents[root])
             slots = np.flatnonzero(trie.seen[leaf])
@@ -168,24 +175,30 @@ def test_keys_and_values_are_those_of_a_fresh_prompt_after_each_turn():
 
 
 class Counting:
-    """Counts the rows that each layer runs on."""
+    """Adds up the rows that the first layers, the exit layer and the other layers compute for sessions until they are closed."""
 
-    def __init__(self, monkeypatch, draft):
-        self.rows = dict.fromkeys([*range(LAYERS), "exit"], 0)
-        decoder = draft.target.runner.decoder
-        forward, forward_exit = decoder.forward, decoder.forward_exit
+    def __init__(self, monkeypatch, target):
+        self.rows = np.zeros(3, dtype=np.int64)
+        close = target.close
 
-        def counted(rows, store, vectors, layers, states=None, taps=()):
-            for layer in range(*layers.indices(LAYERS)):
-                self.rows[layer] += len(rows.tokens)
-            return forward(rows, store, vectors, layers, states, taps)
+        def count_and_close(session):
+            if hasattr(session, "parts"):  # no prompt on which passes are timed
+                self.rows += session.state[target].early.counts[[FIRST_ROWS, EXIT_ROWS, LAST_ROWS]]
+            close(session)
 
-        def counted_exit(rows, store, layer, states):
-            self.rows["exit"] += len(rows.tokens)
-            return forward_exit(rows, store, layer, states)
+        monkeypatch.setattr(target, "close", count_and_close)
 
-        monkeypatch.setattr(decoder, "forward", counted)
-        monkeypatch.setattr(decoder, "forward_exit", counted_exit)
+    @property
+    def first(self):
+        return int(self.rows[0])
+
+    @property
+    def exit(self):
+        return int(self.rows[1])
+
+    @property
+    def last(self):
+        return int(self.rows[2])
 
 
 METHODS = {
@@ -213,18 +226,16 @@ def test_no_layer_runs_twice_on_a_token(name, monkeypatch):
     """The first layers run on each node of a draft once, the others on those that the target is given, once; the exit layer
     on each node that is drafted from, and once on what lives on. So a token that is accepted costs each layer one row."""
     draft = exit_of(2)
-    counting = Counting(monkeypatch, draft)
+    counting = Counting(monkeypatch, draft.target)
     (session,), turns = run_of(draft, METHODS[name], [[3, 4, 5]])
     given = sum(turn.forest.size - len(turn.forest.known.nodes) for turn in turns)
     prompt = 2  # its last token is the first root
     stored_roots = sum(int((turn.verdict.beams.nodes >= 0).sum()) for turn in turns[:-1] if not session.keeps_nodes)
-    late = counting.rows[LAYERS - 1]
-    assert counting.rows[2] == late
-    assert late == given + prompt - stored_roots
-    assert counting.rows[0] == counting.rows[1] >= late
+    assert (counting.last, stored_roots) == (given + prompt - stored_roots, stored_roots)
+    assert counting.first >= counting.last
     if name in ("chain", "tree", "beams by rejection"):  # where the target is given all that was drafted
-        assert counting.rows[0] == late
-    assert counting.rows["exit"] <= counting.rows[0]
+        assert counting.first == counting.last
+    assert counting.exit <= counting.first
     drafted = sum(turn.verdict.accepted for turn in turns)
     assert drafted > 0
 
@@ -232,14 +243,55 @@ def test_no_layer_runs_twice_on_a_token(name, monkeypatch):
 def test_the_first_layers_run_once_for_each_draft_and_the_root(monkeypatch):
     """A chain of m drafts costs m + 1 rows of each layer, and m or m + 1 of the exit layer: the last draft waits."""
     draft = exit_of(2, noise=0.0)
-    counting = Counting(monkeypatch, draft)
+    counting = Counting(monkeypatch, draft.target)
     _, turns = run_of(draft, sb.speculative_sampling(3), [[3]], tokens=9)
-    for layer in range(LAYERS):
-        assert counting.rows[layer] == sum(turn.forest.size for turn in turns)
-    exits = counting.rows["exit"]
+    nodes = sum(turn.forest.size for turn in turns)
+    assert (counting.first, counting.last) == (nodes, nodes)
     accepted_whole = sum(turn.verdict.accepted == turn.forest.size - 1 for turn in turns)
-    assert sum(turn.forest.size - 1 for turn in turns) <= exits
-    assert exits <= sum(turn.forest.size - 1 for turn in turns) + accepted_whole
+    drafts = sum(turn.forest.size - 1 for turn in turns)
+    assert drafts <= counting.exit <= drafts + accepted_whole
+
+
+RUNNING = {
+    "chain": (sb.speculative_sampling(3), 1),
+    "beams": (sb.dsbd(3, 4, 3, "fixed"), 1),
+    "beams that are cut": (sb.dsbd(3), 3),
+}
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+@pytest.mark.parametrize("name", RUNNING)
+def test_turns_with_an_exit_layer_run_ahead(name, monkeypatch):
+    """From the first one on. Texts and reports, and how many rows each layer computes, are those of turns one by one."""
+    method, layers = RUNNING[name]
+    draft = exit_of(layers, chunk=16, noise=0.02)
+    loop, seen = runs.run_turns, []
+
+    def run_turns(target, draft, spec, live, start, room, turns, dice):
+        found = loop(target, draft, spec, live, start, room, turns, dice)
+        seen.append(int(room.numbers[runs.DONE]))
+        return found
+
+    monkeypatch.setattr(runs, "run_turns", run_turns)
+    options = {"max_new_tokens": 40, "eos_token_id": [60], "seed": 3}
+    found = []
+    for ahead in (True, False):
+        if not ahead:
+            monkeypatch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
+        draft.target.learnt[draft] = _Learnt(OddsMemory(), PaceMemory())
+        with monkeypatch.context() as patch:
+            counting = Counting(patch, draft.target)
+            texts = [sb.generate(pair_of(draft), [prompt], method, **options)[0] for prompt in PROMPTS]
+        found.append((texts, counting.rows.tolist()))
+    (ahead, rows), (one_by_one, other_rows) = found
+    assert rows == other_rows
+    assert sum(seen) == sum(one.report.target_passes for one in ahead)
+    for run, turned in zip(ahead, one_by_one, strict=True):
+        assert [(beam.tokens, beam.score) for beam in run.beams] == [(beam.tokens, beam.score) for beam in turned.beams]
+        for field in ("target_passes", "draft_passes", "accepted", "widths", "rows", "peak_kv_tokens"):
+            assert getattr(run.report, field) == getattr(turned.report, field), field
+    assert sum(one.report.accepted for one in ahead) > 0
+    assert draft.target.caches == []
 
 
 @pytest.mark.parametrize("share_from", [None, 8])
@@ -362,7 +414,7 @@ def test_after_many_turns_without_drafts_few_nodes_wait_for_the_exit_layer():
         forest = Forest.rooted([one.texts[0][-1]])
         target.extend([one], [forest], [draft.needs_of_target])
         cache = one.state[target]
-        waiting.append(sum(map(len, cache.behind)))
+        waiting.append(cache.waiting)
         token = np.array([number % 50])
         none = np.zeros(1, dtype=np.int64)
         beams = Beams(none - 1, token, np.zeros(1), none + 1, np.zeros(1, dtype=np.uint64))

@@ -17,9 +17,7 @@ from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.decoder import (
     TILED_FROM,
-    Weights,
     angles_of,
-    layers_of_weights,
     numbers_of,
     on_threads,
     start_threads_beside_torch,
@@ -54,6 +52,7 @@ from specbeam.engines.cpu.head_steps import (
 from specbeam.engines.cpu.layers import all_layers, score_rows
 from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_panels
 from specbeam.engines.cpu.sums import STEP, WIDTH
+from specbeam.engines.cpu.weights import Weights, layers_of_weights
 from specbeam.engines.eligibility import FIXED_ROPES
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.store import PanelStore
@@ -414,7 +413,7 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
         embedding_norm = _norm_of(known.enorm)
         feature_norm = _norm_of(known.hnorm)
     first = weights_of(layers[:1], kind)
-    others: Weights = weights_of(layers[1:], kind) if len(layers) > 1 else layers_of_weights(first, slice(0, 0))
+    others: Weights = weights_of(layers[1:], kind) if len(layers) > 1 else layers_of_weights(first, 0, 0)
     return TrunkModel(
         features=features,
         embedding=numbers_of(known.embed_tokens.weight),

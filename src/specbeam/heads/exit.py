@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from specbeam.core.forest import Forest
+from specbeam.engines.answers import LOGITS
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import layers_of
 from specbeam.engines.kv.masks import Masks
@@ -28,7 +29,7 @@ from specbeam.heads.reading import fill
 from specbeam.heads.trees import ScoredTrees
 from specbeam.lm.base import checked_needs
 from specbeam.lm.early_layers import last_norm, with_exit
-from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.huggingface import CacheForSteps, HuggingFaceLM
 from specbeam.records import Needs, Scored, Turn
 from specbeam.session import CacheOwner
 
@@ -229,6 +230,31 @@ class ExitLM(HeadLM):
     def is_ready(self, session: CacheOwner) -> bool:
         """See `HeadLM.is_ready`: it drafts from the first turn on."""
         return True
+
+    @property
+    def supports_runs(self) -> bool:
+        """See `HeadLM.supports_runs`."""
+        return self.target.supports_runs and type(self).extend is ExitLM.extend
+
+    @contextmanager
+    def cache_for_steps(
+        self, session: CacheOwner, fresh: int, more: int = 0, needs: Needs = LOGITS
+    ) -> Iterator[CacheForSteps | None]:
+        """See `HeadLM.cache_for_steps`: it is the target's cache, in which these steps run the first layers."""
+        if not self.supports_runs or needs != LOGITS:
+            yield None
+            return
+        layers = self.layer.after
+        with self.target.early_cache_for_steps(session, fresh, layers, self.needs_of_target, self, more) as found:
+            yield found
+
+    def shares(self, session: CacheOwner) -> bool:
+        """See `HeadLM.shares`: as the target does."""
+        return self.target.shares(session)
+
+    def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
+        """Update the counter of passes after a run; the target's cache is finished as that of the target."""
+        self.passes += passes
 
     def extend(
         self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None

@@ -16,6 +16,7 @@ from jaxtyping import Int64
 
 from specbeam.core.forest import Forest
 from specbeam.engines.answers import LOGITS
+from specbeam.engines.cpu.cache import CpuCache, Drafting
 from specbeam.engines.cpu.decoder import TILED_FROM, compiled_decoder
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import is_llama_like
@@ -73,8 +74,20 @@ class CacheForSteps:
         yield
         whole = max(now() - began, 1)
         record_share("model", since, float(spent[CYCLES]) / whole)
-        self.cache.answered = self.cache.trie.known
+        self._mark_answered()
         self.lm.passes += int(spent[PASSES]) - (not self.had_pending and spent[PASSES] > 0)
+
+    def _mark_answered(self) -> None:
+        """Mark all nodes as handed out."""
+        self.cache.answered = self.cache.trie.known
+
+
+@dataclass
+class EarlyCacheForSteps(CacheForSteps):
+    """The same for drafts by the layers of a model that are run ahead of the others; its cache is a `Drafting`."""
+
+    def _mark_answered(self) -> None:
+        self.cache.cache.answered_early = self.cache.trie.known
 
 
 class HuggingFaceLM:
@@ -218,24 +231,26 @@ class HuggingFaceLM:
         Raises `NotSupported` if the session used another number of layers before.
         """
         assert isinstance(self.runner, PackedPasses)
-        if any(session.parts.needs.taps for session in sessions if hasattr(session, "parts")):
-            raise NotSupported(
-                "the target's own layers are drafting, and a part needs states between its layers (taps)"
-            )
-        caches = [
-            self._cache(session, session.parts.needs if hasattr(session, "parts") else needs) for session in sessions
-        ]
-        for cache in caches:
-            if cache.early_layers not in (None, layers):
-                raise NotSupported(
-                    f"a session runs {cache.early_layers} layers ahead of the others already, not {layers}"
-                )
-            if cache.needs.exit_layer is not needs.exit_layer:
-                raise NotSupported("a session has stored tokens without the exit layer that is to draft for it")
-            cache.early_layers = layers
+        caches = [self._early_cache(session, layers, needs) for session in sessions]
         self._store_for_followers(caches)
         self._prefill(caches)
         return self.runner.extend_early(caches, forests)
+
+    def _early_cache(self, session: CacheOwner, layers: int, needs: Needs) -> CpuCache:
+        """Return the cache of a session whose first `layers` layers are run ahead of the others; see `extend_early`."""
+        parts = getattr(session, "parts", None)
+        asked = needs if parts is None else parts.needs
+        if parts is not None and asked.taps:
+            raise NotSupported(
+                "the target's own layers are drafting, and a part needs states between its layers (taps)"
+            )
+        cache: CpuCache = self._cache(session, asked)
+        if cache.early_layers not in (None, layers):
+            raise NotSupported(f"a session runs {cache.early_layers} layers ahead of the others already, not {layers}")
+        if cache.needs.exit_layer is not needs.exit_layer:
+            raise NotSupported("a session has stored tokens without the exit layer that is to draft for it")
+        cache.early_layers = layers
+        return cache
 
     def fill(
         self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
@@ -267,23 +282,47 @@ class HuggingFaceLM:
             needs: what is needed of each row.
         """
         cache = self._cache(session, needs)
-        if isinstance(self.runner, PaddedPasses):
+        if isinstance(self.runner, PaddedPasses) or not self._is_stored_for_steps(cache, fresh):
             yield None
             return
+        with self.runner.arrays_for_steps(cache, fresh + more) as arrays:
+            yield None if arrays is None else CacheForSteps(self, cache, arrays)
+
+    @contextmanager
+    def early_cache_for_steps(
+        self, session: CacheOwner, fresh: int, layers: int, needs: Needs, lm: Any, more: int = 0
+    ) -> Iterator[CacheForSteps | None]:
+        """Yield a session's cache as `cache_for_steps` does, for drafts by the first `layers` layers; see `extend_early`.
+
+        Args:
+            needs: see `extend_early`.
+            lm: the draft model, whose passes these are.
+        """
+        assert isinstance(self.runner, PackedPasses)
+        cache = self._early_cache(session, layers, needs)
+        if not self._is_stored_for_steps(cache, fresh):
+            yield None
+            return
+        with self.runner.arrays_for_steps(cache, fresh + more, drafts=True) as arrays:
+            yield EarlyCacheForSteps(lm, Drafting(cache), arrays)
+
+    def _is_stored_for_steps(self, cache: Any, fresh: int) -> bool:
+        """Store what steps cannot; return False if they cannot run passes, or if too many tokens are pending for one pass.
+
+        Args:
+            fresh: the most new nodes that a pass of the steps brings.
+        """
+        assert not isinstance(self.runner, PaddedPasses)
         self._store_for_followers([cache])
-        if cache.has_vectors or cache.early_layers is not None or cache.extra_inputs is not None:  # see `is_for_steps`
-            yield None
-            return
+        hands_out_prompt = cache.early_layers is not None and cache.needs.prompt
+        if cache.has_vectors or cache.extra_inputs is not None or hands_out_prompt:  # see `CpuCache.is_for_steps`
+            return False
         most = min(MOST_ROWS_IN_STEPS, self.runner.most_rows_in_steps)
         self._prefill([cache])
         trie = cache.trie
         if trie.pending + fresh > most >= trie.pending - trie.pending_before_roots + fresh and cache.answered == 0:
             self._prefill([cache], most - fresh)
-        if cache.trie.pending + fresh > most:
-            yield None
-            return
-        with self.runner.arrays_for_steps(cache, fresh + more) as arrays:
-            yield None if arrays is None else CacheForSteps(self, cache, arrays)
+        return bool(cache.trie.pending + fresh <= most)
 
     @property
     def is_small(self) -> bool:
@@ -539,7 +578,7 @@ class HuggingFaceLM:
 
 def _may_recall(cache: Any) -> bool:
     """Return whether the rows of a prompt depend on its tokens alone, and nobody reads them but attention."""
-    has_extras = cache.context is not None or cache.vectors is not None or cache.probe_inputs is not None
+    has_extras = cache.context is not None or cache.vectors is not None or cache.extra_inputs is not None
     return not (has_extras or cache.needs.prompt or cache.early_layers is not None or cache.leader is not None)
 
 
@@ -568,7 +607,7 @@ def _default_share_from(engine: str) -> int | None:
 def _needs_a_pass(cache: Any, forest: Forest) -> bool:
     """Return whether any node of the forest still has to go through layers of the model."""
     trie = cache.trie
-    return trie.pending > 0 or forest.size > trie.known or bool(getattr(cache, "unfinished", ()))
+    return trie.pending > 0 or forest.size > trie.known or bool(getattr(cache, "unfinished", 0))
 
 
 def _choose_engine(

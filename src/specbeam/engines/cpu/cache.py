@@ -1,10 +1,22 @@
 """A session's cache for the compiled forward: its trie, and the hidden states of its stored nodes."""
 
+from dataclasses import dataclass
+
 import numpy as np
 from jaxtyping import Float32, Int64
 
 from specbeam.core.forest import Forest, unknown_nodes
-from specbeam.engines.cpu.exit import Behind
+from specbeam.engines.cpu.early import (
+    MOST_WAITING,
+    UNFINISHED,
+    WAITING,
+    Waiting,
+    finish_early,
+    keep_early,
+    no_early_nodes,
+    rename_early,
+    take_back_drafts,
+)
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.trie import Feed, KVTrie, widened
@@ -21,22 +33,16 @@ class CpuCache(RowMember):
     The forward returns hidden states, from which logits are computed when they are wanted: as these are few numbers per row,
     they are kept for every stored node.
 
-    If the first layers are run ahead of the others (see `LiveLayers`), a node goes through two passes: `early` and
-    `answered_early` belong to the first one, and nodes that have yet to go through the second one are `unfinished`. An exit
-    layer (see `ExitLM`) runs between the two, on the nodes that are drafted from.
+    If the first layers are run ahead of the others, `early` is what they leave, see `engines/cpu/early.py`.
 
     Attributes:
         answered: number of forest nodes whose logits were handed out in this turn.
         outputs: float32[room, hidden], the output of the last layer by stored local node.
         taps: float32[room, taps * hidden], the states that enter the layers of `needs.taps`, by stored local node.
-        early: float32[room, hidden], the output of the first layers by stored local node.
-        exited: float32[room, hidden], the output of the exit layer by stored local node, where it has run.
-        behind: nodes that the first layers have seen, and the exit layer has not.
+        early: what is kept of nodes that only the first layers have seen, and what these have made.
         answered_early: number of forest nodes whose output of the first layers was handed out in this turn.
-        early_forest: the forest of this turn as the first layers have seen it.
-        unfinished: the feeds of the newest nodes, which the other layers have not seen yet.
-        unfinished_prompt: for each of these feeds, its first stored local node and its number of nodes before the first
-            root.
+        unfinished_prompt: for each pass of the first layers that the others have not followed yet, the first local node that
+            it stored and its number of nodes before the first root.
     """
 
     def __init__(self, row: int, prompt: list[int], hidden: int) -> None:
@@ -45,44 +51,78 @@ class CpuCache(RowMember):
         self.answered = 0
         self.outputs = np.zeros((0, hidden), dtype=np.float32)  # by stored local node
         self.taps = np.zeros((0, 0), dtype=np.float32)
-        self.early = np.zeros((0, hidden), dtype=np.float32)
-        self.exited = np.zeros((0, hidden), dtype=np.float32)
-        self.behind: list[Behind] = []
+        self.early = no_early_nodes(hidden)
         self.answered_early = 0
-        self.early_forest = Forest.rooted([])
-        self.unfinished: list[Feed] = []
         self.unfinished_prompt: list[tuple[int, int]] = []
 
     @property
     def is_for_steps(self) -> bool:
-        """Whether a step can run its passes: it looks tokens up, and runs all layers at once."""
-        return self.vectors is None and self.extra_inputs is None and self.early_layers is None
+        """Whether a step can run its passes: it looks tokens up, and runs layers that are run ahead in steps, too."""
+        return self.vectors is None and self.extra_inputs is None and not (self.needs.prompt and self.runs_ahead)
 
     @property
-    def unfinished_nodes(self) -> int:
+    def runs_ahead(self) -> bool:
+        """Whether the first layers are run ahead of the others."""
+        return self.early_layers is not None
+
+    @property
+    def has_exit(self) -> bool:
+        """Whether an exit layer drafts behind the first layers."""
+        return self.needs.exit_layer is not None
+
+    @property
+    def unfinished(self) -> int:
         """The number of stored nodes that only the first layers have seen; they are the newest ones."""
-        return sum(len(feed) for feed in self.unfinished)
+        return int(self.early.counts[UNFINISHED])
+
+    @property
+    def waiting(self) -> int:
+        """The number of nodes that wait for the exit layer."""
+        return int(self.early.counts[WAITING])
 
     def make_room(self, fresh: int) -> None:
         """Make room for `fresh` new forest nodes, and to store them and all pending nodes."""
-        self.trie.make_room(fresh)
+        # Nodes before the first root may be listed beside those of the forest, see `take_back_drafts`.
+        self.trie.make_room(fresh + (self.trie.pending if self.runs_ahead else 0))
         self.trie.make_slots(self.trie.pending + fresh)
-        self._make_rows()
+        self._make_rows(self.trie.pending + fresh)
 
-    def _make_rows(self) -> None:
+    def _make_rows(self, fresh: int = 0) -> None:
+        """Make room for what is kept of all stored nodes, and for `fresh` more nodes that wait for the exit layer."""
         rows = len(self.trie.arrays.seen)
         if rows > len(self.outputs):
             self.outputs = widened(self.outputs, rows, self.outputs.shape[1])
             self.taps = widened(self.taps, rows, len(self.needs.taps) * self.outputs.shape[1])
-        if self.early_layers is not None and rows > len(self.early):
-            self.early = widened(self.early, rows, self.early.shape[1])
-        if self.needs.exit_layer is not None and rows > len(self.exited):
-            self.exited = widened(self.exited, rows, self.exited.shape[1])
+        if self.runs_ahead:
+            self._make_early_rows(rows, self.waiting + fresh + MOST_WAITING)
+
+    def _make_early_rows(self, rows: int, waiting: int) -> None:
+        """Make room for `rows` nodes that the first layers have seen, and `waiting` ones that wait for the exit layer."""
+        early = self.early
+        hidden = self.outputs.shape[1]
+        if rows > len(early.outputs):
+            exited = widened(early.exited, rows, hidden) if self.has_exit else early.exited
+            outputs = widened(early.outputs, rows, hidden)
+            early = early._replace(slots=widened(early.slots, rows), outputs=outputs, exited=exited)
+        known, slots = early.waiting.seen.shape
+        if self.has_exit and (waiting > known or self.trie.capacity > slots):
+            room = max(waiting, known)
+            early = early._replace(
+                waiting=Waiting(
+                    widened(early.waiting.nodes, room),
+                    widened(early.waiting.slots, room),
+                    widened(early.waiting.positions, room),
+                    widened(early.waiting.seen, room, max(self.trie.capacity, slots)),
+                    widened(early.waiting.states, room, hidden),
+                )
+            )
+        self.early = early
 
     def finish_run(self, roots: int) -> None:
         """Take over the `roots` roots from the arrays, after steps have settled the last turn of a run there."""
         self.trie.root_at = self.trie.local[:roots].copy()
         self.answered = 0
+        self.answered_early = 0
 
     def learn(self, rows: Float32[np.ndarray, "n hidden"], tapped: Float32[np.ndarray, "n tapped"]) -> None:
         """Keep the outputs of the last layer for the nodes that were stored last, and the states at their taps."""
@@ -90,6 +130,7 @@ class CpuCache(RowMember):
         stored = self.trie.stored
         self.outputs[stored - len(rows) : stored] = rows
         self.taps[stored - len(rows) : stored] = tapped
+        finish_early(self.early)
 
     def learn_early(self, feed: Feed, rows: Float32[np.ndarray, "n hidden"], prompt: tuple[int, int]) -> None:
         """Keep the outputs of the first layers for the nodes that were stored last, and mark these as unfinished.
@@ -98,21 +139,27 @@ class CpuCache(RowMember):
             feed: these nodes.
             prompt: the first of these local nodes, and how many of them come before the first root.
         """
-        self._make_rows()
-        stored = self.trie.stored
-        self.early[stored - len(rows) : stored] = rows
-        self.unfinished.append(feed)
+        self._make_rows(len(feed))
+        keep_early(self.early, self.trie.arrays, rows, feed.slots, self.has_exit)
         self.unfinished_prompt.append(prompt)
-        if self.needs.exit_layer is not None:
-            lasting = feed.only(np.arange(len(feed)))  # a copy, as the arrays of the trie change
-            self.behind.append(Behind(lasting, rows, np.arange(stored - len(rows), stored)))
 
-    def learn_exits(self, rows: Float32[np.ndarray, "n hidden"]) -> None:
-        """Keep the outputs of the exit layer for all nodes that were `behind`; then none is."""
-        self._make_rows()
-        nodes = np.concatenate([behind.nodes for behind in self.behind])
-        self.exited[nodes[nodes >= 0]] = rows[nodes >= 0]
-        self.behind = []
+    @property
+    def unfinished_feed(self) -> Feed:
+        """The unfinished nodes, as a feed for a pass."""
+        trie = self.trie
+        first = trie.stored - self.unfinished
+        nodes = trie.arrays.nodes[:, first : trie.stored]
+        slots = self.early.slots[first : trie.stored]
+        return Feed(nodes[0], nodes[2], slots, trie.arrays.seen[first : trie.stored], nodes[1] - first)
+
+    @property
+    def waiting_feed(self) -> Feed:
+        """The nodes that wait for the exit layer, as a feed for a pass that looks up no tokens."""
+        waiting = self.early.waiting
+        count = self.waiting
+        no_tokens = np.zeros(count, dtype=np.int64)
+        stored = np.full(count, -1)  # what is above each is stored
+        return Feed(no_tokens, waiting.positions[:count], waiting.slots[:count], waiting.seen[:count], stored)
 
     def answer_early(self, forest: Forest) -> Float32[np.ndarray, "n hidden"]:
         """Return what logits of early drafts are made of, for the forest nodes not handed out yet that are not known.
@@ -122,60 +169,55 @@ class CpuCache(RowMember):
         """
         wanted = self.trie.local[unknown_nodes(self.answered_early, self.trie.known, forest.known.nodes)]
         self.answered_early = self.trie.known
-        return (self.early if self.needs.exit_layer is None else self.exited)[wanted]
+        return (self.early.exited if self.has_exit else self.early.outputs)[wanted]
 
     def fit(self, forest: Forest) -> None:
         """Take back what the first layers have seen in this turn and a forest does not hold, and free its slots.
 
         Raises `BadForest` if the forest holds nodes that they have seen after others that they have not.
         """
-        if self.unfinished:
-            kept = _nodes_in_both(self.early_forest, forest)
-            if len(kept) < self.early_forest.size:
-                self._select(kept)
-
-    def _select(self, nodes: Int64[np.ndarray, " kept"]) -> None:
-        """Take back all forest nodes that the first layers have seen in this turn but these, see `KVTrie.select`."""
-        trie = self.trie
-        first = trie.stored - self.unfinished_nodes
-        late = np.arange(first, trie.stored)
-        before_roots = late[~np.isin(late, trie.local)]
-        slots = np.concatenate([feed.slots for feed in self.unfinished])
-        former = trie.select(nodes, before_roots)
+        if self.unfinished == 0:
+            return
+        kept = _nodes_in_both(self._seen_early(forest), forest)
+        if len(kept) == self.trie.known:
+            return
+        self.trie.make_room(self.unfinished)
+        former = take_back_drafts(self.early, self.trie.arrays, kept)
+        self.trie.settle_roots(len(self.trie.root_at))
         self._rename(former)
-        names = np.full(self.early_forest.size + 1, -1)  # the last entry renames -1 to itself
-        names[nodes] = np.arange(len(nodes))
-        parents = names[self.early_forest.parents[nodes]]
-        self.early_forest = Forest(self.early_forest.tokens[nodes], parents)
-        self.answered_early = len(nodes)
-        start = int(np.searchsorted(former, first))
-        fed = trie.arrays.nodes[:, start : trie.stored]
-        kept_slots = slots[np.isin(late, former)]
-        feed = Feed(fed[0], fed[2], kept_slots, trie.arrays.seen[start : trie.stored], fed[1] - start)
-        self.unfinished = [feed] if len(feed) else []
+        self.answered_early = len(kept)
         self.unfinished_prompt = [
             (int(np.searchsorted(former, node)), count) for node, count in self.unfinished_prompt if count
         ]
+
+    def _seen_early(self, forest: Forest) -> Forest:
+        """Return the forest of this turn as the first layers have seen it; it begins with the same nodes as `forest`."""
+        trie = self.trie
+        start = forest.roots + int((forest.parents[forest.known.nodes] >= 0).sum())
+        places = np.full(trie.size, -1)
+        places[trie.local] = np.arange(trie.known)
+        parents = places[trie.parents[trie.local]]
+        parents[:start] = forest.parents[: min(start, trie.known)]
+        return Forest(trie.tokens[trie.local], parents)
 
     def _rename(self, former: Int64[np.ndarray, " left"]) -> None:
         """Keep what there is of the local nodes that remain, given the number that each had before."""
         self._make_rows()
         stored = self.trie.stored
-        for rows in (self.outputs, self.taps, self.early, self.exited):
-            if len(rows):
-                rows[:stored] = rows[former[:stored]]
-        self.behind = [left for behind in self.behind if len(left := self._left_of(behind, former))]
-
-    def _left_of(self, behind: Behind, former: Int64[np.ndarray, " left"]) -> Behind:
-        """Return the nodes whose slots are still in use, with the numbers that they have now."""
-        kept = np.flatnonzero(self.trie.used[behind.feed.slots])
-        nodes = behind.nodes[kept]
-        at = np.minimum(np.searchsorted(former, nodes), len(former) - 1)
-        return behind.among(kept, np.where((former[at] == nodes) & (nodes >= 0), at, -1))
+        for rows in (self.outputs, self.taps):
+            rows[:stored] = rows[former[:stored]]
 
     def follow_slots(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> None:
         """See `RowMember.follow_slots`."""
-        self.behind = [behind.moved(source, goal) for behind in self.behind]
+        waiting = self.early.waiting
+        count = self.waiting
+        slots = waiting.slots[:count].copy()
+        for before, after in zip(source.tolist(), goal.tolist(), strict=True):
+            waiting.slots[:count][slots == before] = after
+        known = source < waiting.seen.shape[1]  # slots that the trie got later are seen by none of these nodes
+        columns = waiting.seen[:count, source[known]]
+        waiting.seen[:count, source[known]] = False
+        waiting.seen[:count, goal[known]] = columns
 
     def answer(self, forest: Forest) -> Int64[np.ndarray, " n"]:
         """Return the local nodes of the forest nodes that were not handed out yet and are not known.
@@ -189,9 +231,27 @@ class CpuCache(RowMember):
     def settle(self, turn: Turn) -> None:
         self.fit(turn.forest)
         former, _ = self.trie.settle(turn)
+        rename_early(self.early, self.trie.arrays, former)
         self._rename(former)
         self.answered = 0
         self.answered_early = 0
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A session's cache as the layers see it that are run ahead: what is handed out is handed out for drafts."""
+
+    cache: CpuCache
+
+    @property
+    def trie(self) -> KVTrie:
+        """The trie of the session, which both passes of a node share."""
+        return self.cache.trie
+
+    @property
+    def answered(self) -> int:
+        """The number of forest nodes whose logits were handed out for drafts in this turn."""
+        return self.cache.answered_early
 
 
 def _nodes_in_both(seen: Forest, forest: Forest) -> Int64[np.ndarray, " both"]:

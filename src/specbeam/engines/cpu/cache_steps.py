@@ -4,7 +4,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam.engines.cpu.early import (
+    MOST_WAITING,
+    UNFINISHED,
+    WAITING,
+    EarlyNodes,
+    ExitWeights,
+    finish_early,
+    has_early_room,
+    keep_early,
+    keep_exits,
+    rename_early,
+    take_back_drafts,
+)
 from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.cpu.weights import layers_of_weights
 from specbeam.engines.kv.steps import (
     BLOCK,
     EXTENT,
@@ -24,6 +38,11 @@ if AVAILABLE:
     from specbeam.kernels.compiling import call_at
 
 
+# Which layers the passes on a cache run: all of them; those that are run ahead, for drafts; the others, after those that are
+# run ahead have seen all nodes. The last two are on the same arrays.
+ALL, FIRST, LAST = range(3)
+
+
 class CacheArrays(NamedTuple):
     """A session's cache in a compiled model, as steps take it, with room for all that they are going to store."""
 
@@ -39,50 +58,163 @@ class CacheArrays(NamedTuple):
     threads: int
     all_layers_at: int  # address of `layers.all_layers` for this model
     score_rows_at: int  # address of `layers.score_rows` for this model
+    part: int  # ALL, FIRST or LAST
+    first_layers: int  # number of layers that are run ahead of the others
+    exit: ExitWeights
+    early: EarlyNodes
+
+
+class PassRows(NamedTuple):
+    """The rows of a pass of one session."""
+
+    positions: Array  # int64[rows]
+    slots: Array  # int64[rows]
+    seen: Array  # bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind
 
 
 @compiled
-def _visible_slots(trie: Trie, start: int, stop: int, windows: Array) -> Array:
-    """Return which slots the stored nodes start .. stop look at in each kind of layer, bool[kinds, rows, slots]."""
-    extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
-    seen = np.zeros((len(windows), stop - start, extent), dtype=np.bool_)
-    for kind in range(len(windows)):
-        for node in range(start, stop):
-            row = seen[kind, node - start]
-            position = trie.nodes[2, node]
-            for slot in range(extent):
-                near = windows[kind] == 0 or position - trie.slot_position[slot] < windows[kind]
-                row[slot] = trie.seen[node, slot] and near
-    return seen
+def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array) -> PassRows:
+    """Return the rows of a pass.
 
-
-@compiled
-def _store(cache: CacheArrays) -> None:
-    """Run the layers on all pending nodes, and keep their outputs."""
+    Args:
+        seen: bool[rows, slots], the slots on the path to each row, its own included.
+    """
     trie = cache.trie
-    model = cache.model
+    windows = cache.windows
+    extent = -(-trie.counts[EXTENT] // BLOCK) * BLOCK
+    visible = np.zeros((len(windows), len(positions), extent), dtype=np.bool_)
+    for kind in range(len(windows)):
+        for number in range(len(positions)):
+            row = visible[kind, number]
+            for slot in range(extent):
+                near = windows[kind] == 0 or positions[number] - trie.slot_position[slot] < windows[kind]
+                row[slot] = seen[number, slot] and near
+    return PassRows(positions, slots, visible)
+
+
+@compiled
+def _feed(cache: CacheArrays) -> PassRows:
+    """Give slots to all pending nodes, and return them as the rows of a pass."""
+    trie = cache.trie
     start = trie.counts[STORED]
     stop = trie.counts[SIZE]
     slots = np.empty(stop - start, dtype=np.int64)
     feed_slots(trie, slots)
     tokens = trie.nodes[0][start:stop]
     positions = trie.nodes[2][start:stop]
-    if positions.max() >= model.angles.shape[1]:
+    if positions.max() >= cache.model.angles.shape[1]:
         raise IndexError("a position is beyond those of the model")
-    if tokens.min() < 0 or tokens.max() >= len(model.embedding):
+    if tokens.min() < 0 or tokens.max() >= len(cache.model.embedding):
         raise IndexError("a token is beyond those of the model")
-    x = np.empty((stop - start, model.embedding.shape[1]), dtype=np.float32)
-    for row in range(len(x)):
-        x[row] = model.embedding[tokens[row]]
-    rows = np.array([[cache.store_row, 0, len(x)]])
-    tapped = np.empty((stop - start, cache.tapped.shape[1]), dtype=np.float32)
-    seen = _visible_slots(trie, start, stop, cache.windows)
+    return _pass_rows(cache, positions, slots, trie.seen[start:stop])
+
+
+@compiled
+def _embedded(cache: CacheArrays, count: int) -> Array:
+    """Return what the first layer reads of the nodes that were stored last, float32[count, hidden]."""
+    trie = cache.trie
+    stored = trie.counts[STORED]
+    x = np.empty((count, cache.model.embedding.shape[1]), dtype=np.float32)
+    for row in range(count):
+        x[row] = cache.model.embedding[trie.nodes[0, stored - count + row]]
+    return x
+
+
+@compiled
+def _run(
+    cache: CacheArrays, x: Array, rows: PassRows, weights: Any, kinds: Array, keys: Array, values: Array, tapped: Array
+) -> None:
+    """Run layers on x, float32[rows, hidden], in place, and store keys and values.
+
+    Args:
+        weights, kinds, keys, values: of these layers.
+        tapped: see `layers.all_layers`.
+    """
+    model = cache.model
+    sessions = np.array([[cache.store_row, 0, len(x)]])
     call_at(cache.all_layers_at, (
-        x, model.weights, model.angles, model.eps, model.heads, positions, rows, slots, seen, model.kinds, cache.keys,
-        cache.values, cache.taps, tapped, cache.threads,
+        x, weights, model.angles, model.eps, model.heads, rows.positions, sessions, rows.slots, rows.seen, kinds, keys,
+        values, cache.taps, tapped, cache.threads,
     ))  # fmt: skip
+
+
+@compiled
+def _store(cache: CacheArrays) -> None:
+    """Run all layers on all pending nodes, and keep their outputs."""
+    rows = _feed(cache)
+    model = cache.model
+    x = _embedded(cache, len(rows.slots))
+    tapped = np.empty((len(x), cache.tapped.shape[1]), dtype=np.float32)
+    _run(cache, x, rows, model.weights, model.kinds, cache.keys, cache.values, tapped)
+    stop = cache.trie.counts[STORED]
+    start = stop - len(x)
     cache.outputs[start:stop] = x
     cache.tapped[start:stop] = tapped
+
+
+@compiled
+def _store_early(cache: CacheArrays) -> None:
+    """Run the first layers on all pending nodes, and keep their outputs."""
+    rows = _feed(cache)
+    model = cache.model
+    count = cache.first_layers
+    x = _embedded(cache, len(rows.slots))
+    tapped = np.empty((len(x), 0), dtype=np.float32)
+    weights = layers_of_weights(model.weights, 0, count)
+    _run(cache, x, rows, weights, model.kinds[:count], cache.keys[:count], cache.values[:count], tapped)
+    keep_early(cache.early, cache.trie, x, rows.slots, len(cache.exit.kinds) > 0)
+
+
+@compiled
+def _run_exit(cache: CacheArrays) -> None:
+    """Run the exit layer on all nodes that wait for it."""
+    waiting = cache.early.waiting
+    count = cache.early.counts[WAITING]
+    place = cache.exit.place
+    x = waiting.states[:count].copy()
+    rows = _pass_rows(cache, waiting.positions[:count].copy(), waiting.slots[:count].copy(), waiting.seen[:count])
+    tapped = np.empty((count, 0), dtype=np.float32)
+    keys = cache.keys[place : place + 1]
+    values = cache.values[place : place + 1]
+    _run(cache, x, rows, cache.exit.weights, cache.exit.kinds, keys, values, tapped)
+    keep_exits(cache.early, x)
+
+
+@compiled
+def _finish(cache: CacheArrays) -> None:
+    """Run the other layers on the nodes that only the first layers have seen, and keep their outputs."""
+    trie = cache.trie
+    model = cache.model
+    early = cache.early
+    count = cache.first_layers
+    total = len(model.kinds)
+    stop = trie.counts[STORED]
+    start = stop - early.counts[UNFINISHED]
+    x = early.outputs[start:stop].copy()
+    positions = trie.nodes[2][start:stop]
+    rows = _pass_rows(cache, positions, early.slots[start:stop].copy(), trie.seen[start:stop])
+    tapped = np.empty((len(x), 0), dtype=np.float32)
+    weights = layers_of_weights(model.weights, count, total)
+    _run(
+        cache, x, rows, weights, model.kinds[count:total], cache.keys[count:total], cache.values[count:total], tapped
+    )  # fmt: skip
+    cache.outputs[start:stop] = x
+    finish_early(early)
+
+
+@compiled
+def _store_first_and_others(cache: CacheArrays) -> None:
+    """Store all pending nodes in the first layers; for a draft run the exit layer, for the target the other layers."""
+    early = cache.early
+    if cache.trie.counts[SIZE] > cache.trie.counts[STORED]:
+        _store_early(cache)
+    most = 0
+    if cache.part == LAST:
+        if early.counts[UNFINISHED] > 0:
+            _finish(cache)
+        most = MOST_WAITING
+    if early.counts[WAITING] > most:
+        _run_exit(cache)
 
 
 @compiled
@@ -92,23 +224,52 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
     Raises `IndexError` for tokens and positions that the model does not have.
 
     Args:
-        tokens, parents: int64[nodes] of the forest.
+        tokens, parents: int64[nodes] of the forest. If the target has the other layers of a cache, it must hold all nodes
+            that the first layers have seen in this turn, see `keep_given`.
         wanted: int64[n], nodes of the forest.
     """
     trie = cache.trie
-    enter(trie, tokens, parents)
-    if trie.counts[SIZE] > trie.counts[STORED]:
-        _store(cache)
-    x = np.empty((len(wanted), cache.outputs.shape[1]), dtype=np.float32)
-    for row in range(len(x)):
-        x[row] = cache.outputs[trie.local[wanted[row]]]
     model = cache.model
+    enter(trie, tokens, parents)
+    if cache.part != ALL:
+        _store_first_and_others(cache)
+    elif trie.counts[SIZE] > trie.counts[STORED]:
+        _store(cache)
+    outputs = cache.outputs
+    norm = model.last_norm
+    if cache.part == FIRST:
+        outputs = cache.early.exited if len(cache.exit.kinds) > 0 else cache.early.outputs
+        norm = cache.exit.norm
+    x = np.empty((len(wanted), outputs.shape[1]), dtype=np.float32)
+    for row in range(len(wanted)):
+        x[row] = outputs[trie.local[wanted[row]]]
     logits = np.empty((len(x), len(model.head) * WIDTH), dtype=np.float32)
     if len(x) > 0:
-        call_at(cache.score_rows_at, (x, model.last_norm, model.eps, model.head, logits, cache.threads))
+        call_at(cache.score_rows_at, (x, norm, model.eps, model.head, logits, cache.threads))
     if logits.shape[1] > model.vocab:
         logits = logits[:, : model.vocab].copy()
     return logits
+
+
+@compiled
+def keep_given(cache: CacheArrays, nodes: Array) -> None:
+    """Take back what the first layers have seen in this turn and the target is not given.
+
+    Args:
+        nodes: int64[n], the nodes of the drafted forest that the target is given, ascending.
+    """
+    if cache.part != LAST or cache.early.counts[UNFINISHED] == 0:
+        return
+    known = cache.trie.counts[KNOWN]
+    kept = nodes[nodes < known]
+    if len(kept) < known:
+        _follow(cache, take_back_drafts(cache.early, cache.trie, kept))
+
+
+@compiled
+def has_unfinished(cache: CacheArrays) -> bool:
+    """Return whether there are nodes that only the first layers have seen."""
+    return cache.early.counts[UNFINISHED] > 0
 
 
 @compiled
@@ -119,7 +280,10 @@ def has_room(cache: CacheArrays, fresh: int, beams: int) -> bool:
     size = counts[SIZE] + fresh + beams
     slots = counts[HELD] + counts[SIZE] - counts[STORED] + fresh + 1
     rows = min(trie.nodes.shape[1], len(trie.seen), len(cache.outputs))
-    return size <= rows and counts[KNOWN] + fresh + beams <= len(trie.local) and slots <= len(trie.used)
+    pending = counts[SIZE] - counts[STORED]
+    known = counts[KNOWN] + fresh + beams + (0 if cache.part == ALL else pending)  # see `take_back_drafts`
+    fits = size <= rows and known <= len(trie.local) and slots <= len(trie.used)
+    return fits and has_early_room(cache.early, trie, size, pending + fresh)
 
 
 @compiled
@@ -128,13 +292,15 @@ def settle_cache(
 ) -> None:
     """Do `LM.settle` for one session: keep the paths to the surviving beams and to kept nodes, free the rest.
 
-    There must be room.
+    There must be room. The cache that drafts with the first layers is settled as that of the target.
 
     Args:
         tree: tokens and parents of the turn's forest.
         nodes, tokens, parents: int64[beams] of the survivors: forest node (-1 if it was no draft), token, parent node.
         kept: int64[n], see `Verdict.kept`.
     """
+    if cache.part == FIRST:
+        return
     enter(cache.trie, tree[0], tree[1])
     leaves = add_survivors(cache.trie, nodes, tokens, parents)
     _keep(cache, np.concatenate((leaves, cache.trie.local[kept])))
@@ -143,13 +309,24 @@ def settle_cache(
 @compiled
 def rewind_cache(cache: CacheArrays, nodes: int) -> None:
     """Take the cache back to the beginning of the turn, whose forest started with `nodes` nodes."""
+    if cache.part == FIRST:
+        return
+    if cache.early.counts[UNFINISHED] > 0:  # nodes above the roots lose their numbers, so the other layers come first
+        _finish(cache)
     _keep(cache, cache.trie.local[:nodes].copy())
 
 
 @compiled
 def _keep(cache: CacheArrays, leaves: Array) -> None:
-    """Keep the paths to these local nodes, and the outputs and tapped states of the stored nodes that remain."""
+    """Keep the paths to these local nodes, and what there is of the stored nodes that remain."""
     former = prune(cache.trie, leaves)
+    rename_early(cache.early, cache.trie, former)
+    _follow(cache, former)
+
+
+@compiled
+def _follow(cache: CacheArrays, former: Array) -> None:
+    """Keep the outputs and tapped states of the stored nodes that remain, given the number that each node had before."""
     for node in range(cache.trie.counts[STORED]):  # in place, as the number of a node never grows
         if former[node] != node:
             cache.outputs[node] = cache.outputs[former[node]]

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from specbeam import kernels
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
-from specbeam.engines.cpu.cache_steps import CacheArrays
-from specbeam.engines.cpu.exit import ExitLayer
+from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
+from specbeam.engines.cpu.early import ExitLayer, ExitWeights
 from specbeam.engines.cpu.layers import all_layers, normalise, score_rows
 from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_lines, in_panels
 from specbeam.engines.cpu.sums import STEP, WIDTH
+from specbeam.engines.cpu.weights import Weights, layers_of_weights
 from specbeam.engines.eligibility import head_size, is_plain_llama
 from specbeam.engines.kv.store import PanelStore
 from specbeam.kernels.compiling import Array, address_of
@@ -37,21 +38,6 @@ if TYPE_CHECKING:
 # Parameters from which on tiles are used. A smaller model is in the processor's caches, where vector instructions multiply a
 # few rows faster than tiles do.
 TILED_FROM = 30_000_000
-
-
-class Weights(NamedTuple):
-    """The weights of all layers, stacked. Matrices are in panels; those that read the same rows are joined to one."""
-
-    before_attention: Array  # float32[layers, hidden]: weights of the norm before attention
-    before_inner: Array  # float32[layers, hidden]: weights of the norm before the gated inner layer
-    bias: Array  # float32[layers, columns] of qkv; no columns if the model has no bias
-    # float32[layers, 2, size]: weights of the norms of each head's queries and keys; of no size if there are none
-    head_norms: Array
-    qkv: Array  # float32, uint32, uint16, int32 or int8[layers, panels, words], see `in_panels`
-    out: Array
-    gate_up: Array
-    down: Array
-    inner: int  # columns of the gated inner layer
 
 
 class Model(NamedTuple):
@@ -169,7 +155,9 @@ class CompiledDecoder:
         if rows.positions.max() >= self.angles.shape[1]:
             raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[1]}")
         x = self._embedded(rows.tokens, vectors) if states is None else states.copy()
-        tapped = self._run(x, rows, layers_of_weights(self.weights, layers), self.kinds[layers], store, layers, taps)
+        first, stop, _ = layers.indices(len(self.kinds))
+        weights = self.weights if stop - first == len(self.kinds) else layers_of_weights(self.weights, first, stop)
+        tapped = self._run(x, rows, weights, self.kinds[layers], store, layers, taps)
         return x, tapped
 
     def forward_exit(
@@ -238,19 +226,33 @@ class CompiledDecoder:
 
     @contextmanager
     def arrays_for_steps(
-        self, cache: CpuCache, store: PanelStore, windows: Int64[np.ndarray, " kinds"]
+        self, cache: CpuCache, store: PanelStore, windows: Int64[np.ndarray, " kinds"], part: int
     ) -> Iterator[CacheArrays]:
         """Yield a session's cache as arrays for steps. There must be room for what they store, in the cache and the store.
 
         Args:
-            windows: see `CacheArrays`.
+            windows, part: see `CacheArrays`.
         """
         with on_threads(self.threads) as threads:
-            taps = np.array(cache.needs.taps, dtype=np.int64)
+            taps = np.array(cache.needs.taps if part == ALL else (), dtype=np.int64)
             yield CacheArrays(
                 cache.trie.arrays, cache.outputs, cache.taps, taps, self.model, windows, store.keys_by_panel,
-                store.values_by_slot, cache.row, threads, *self.addresses,
+                store.values_by_slot, cache.row, threads, *self.addresses, part, cache.early_layers or 0,
+                self._exit_of(cache), cache.early,
             )  # fmt: skip
+
+    def _exit_of(self, cache: CpuCache) -> ExitWeights:
+        """Return the exit layer of a session, as steps read it."""
+        layer: ExitLayer | None = cache.needs.exit_layer
+        if layer is None:
+            return self._no_exit
+        return ExitWeights(layer.weights, layer.norm, layer.kinds, layer.place)
+
+    @cached_property
+    def _no_exit(self) -> ExitWeights:
+        """What stands for the exit layer where there is none: drafts are read out by the norm of the model."""
+        none = layers_of_weights(self.weights, 0, 0)
+        return ExitWeights(none, self.last_norm, self.kinds[:0], -1)
 
     def logits(
         self, x: Float32[np.ndarray, "m hidden"], norm: Float32[np.ndarray, " hidden"] | None = None
@@ -283,14 +285,6 @@ class CompiledDecoder:
             np.zeros((1, 1, 1), dtype=bool), self.kinds, store.keys_by_panel, store.values_by_slot, numbers, floats, 1,
         )  # fmt: skip
         return layers, address_of(score_rows, floats, self.last_norm, self.eps, self.head, floats, 1)
-
-
-def layers_of_weights(weights: Weights, layers: slice) -> Weights:
-    """Return the weights of some layers, as views."""
-    if layers == slice(None):
-        return weights
-    views = {name: getattr(weights, name)[layers] for name in Weights._fields if name != "inner"}
-    return weights._replace(**views)
 
 
 _ONE_AT_A_TIME = threading.RLock()  # numba's threads serve one caller at a time, which may run two models

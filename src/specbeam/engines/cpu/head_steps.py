@@ -74,7 +74,7 @@ class TrunkModel(NamedTuple):
     feature_norm: Array  # float32[width], or of no numbers
     join: Array  # the matrix of a projection, in panels
     join_bias: Array  # float32[width], or of no numbers
-    first: Any  # `decoder.Weights` of the first layer
+    first: Any  # `Weights` of the first layer
     others: Any  # of the other layers
     kinds: Array  # int64[other layers]: zeros
     angles: Array
@@ -94,7 +94,7 @@ class BlockModel(NamedTuple):
     mask: int  # the token that rows after the first one read
     rows: int  # of a block
     first_row: int
-    weights: Any  # `decoder.Weights`
+    weights: Any  # `Weights`
     kinds: Array  # int64[layers]: zeros
     angles: Array
     eps: float

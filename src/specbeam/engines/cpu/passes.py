@@ -13,9 +13,9 @@ from torch import nn
 
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.cpu.cache import CpuCache
-from specbeam.engines.cpu.cache_steps import CacheArrays, extend_cache
+from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, extend_cache
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rows
-from specbeam.engines.cpu.exit import ExitLayer
+from specbeam.engines.cpu.early import MOST_WAITING, ExitLayer, keep_exits
 from specbeam.engines.eligibility import lacks_taps
 from specbeam.engines.kv.cache import Logits, Nodes, hand_out
 from specbeam.engines.kv.late import LateRows, late_rows
@@ -26,9 +26,6 @@ from specbeam.records import FINAL, ExtraInputs, Needs, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-MOST_BEHIND = 64  # nodes that wait for the exit layer where nothing is drafted for long
 
 
 class PackedPasses:
@@ -75,15 +72,16 @@ class PackedPasses:
 
     def extend(self, caches: list[CpuCache], forests: Sequence[Forest]) -> list[Scored]:
         """Store all pending nodes and the new nodes of these forests; return the rows that were not handed out yet."""
+        for cache, forest in zip(caches, forests, strict=True):
+            cache.fit(forest)
         if len(caches) == 1 and caches[0].is_for_steps:
             return [self._extend_by_step(caches[0], forests[0])]
         for cache, forest in zip(caches, forests, strict=True):
-            cache.fit(forest)
             cache.trie.enter(forest)
         if busy := [cache for cache in caches if cache.trie.pending]:
             self.prefill(busy, [cache.trie.pending for cache in busy])
         self.finish(caches)
-        self.exit([cache for cache in caches if sum(map(len, cache.behind)) > MOST_BEHIND])
+        self.exit([cache for cache in caches if cache.waiting > MOST_WAITING])
         nodes = [cache.answer(forest) for cache, forest in zip(caches, forests, strict=True)]
         rows = [cache.outputs[wanted] for cache, wanted in zip(caches, nodes, strict=True)]
         with span("model"):
@@ -113,7 +111,7 @@ class PackedPasses:
 
     def prefill(self, caches: list[CpuCache], counts: list[int]) -> None:
         """Store the given number of pending tokens of each cache, in all layers."""
-        whole = {cache: count for cache, count in zip(caches, counts, strict=True) if cache.early_layers is None}
+        whole = {cache: count for cache, count in zip(caches, counts, strict=True) if not cache.runs_ahead}
         if whole:
             prompts = [
                 (cache.trie.stored, min(cache.trie.pending_before_roots, count)) for cache, count in whole.items()
@@ -142,31 +140,25 @@ class PackedPasses:
             self.exit([cache for cache, (_, before_roots) in zip(caches, prompts, strict=True) if before_roots])
 
     def exit(self, caches: list[CpuCache]) -> None:
-        """Run the exit layer on the nodes of these caches that only the layers before it have seen."""
+        """Run the exit layer on the nodes of these caches that wait for it."""
         for layer, batch in _by_exit_layer(caches).items():
-            parts = [(cache, behind) for cache in batch for behind in cache.behind]
-            feeds = [behind.feed for _, behind in parts]
-            states = np.concatenate([behind.states for _, behind in parts])
-            each = self._forward([cache for cache, _ in parts], feeds, layer, states)
-            for cache in batch:
-                cache.learn_exits(
-                    np.concatenate([rows for (rows, _), (owner, _) in zip(each, parts, strict=True) if owner is cache])
-                )
+            feeds = [cache.waiting_feed for cache in batch]
+            states = np.concatenate([cache.early.waiting.states[: cache.waiting] for cache in batch])
+            each = self._forward(batch, feeds, layer, states)
+            for cache, (rows, _) in zip(batch, each, strict=True):
+                keep_exits(cache.early, rows)
 
     def finish(self, caches: list[CpuCache]) -> None:
         """Run the other layers on the nodes that only the first layers have seen."""
         for layers, batch in _by_layers([cache for cache in caches if cache.unfinished]).items():
-            feeds = [feed for cache in batch for feed in cache.unfinished]
-            owners = [cache for cache in batch for _ in cache.unfinished]
-            early = [cache.early[cache.trie.stored - cache.unfinished_nodes : cache.trie.stored] for cache in batch]
+            feeds = [cache.unfinished_feed for cache in batch]
+            early = [cache.early.outputs[cache.trie.stored - cache.unfinished : cache.trie.stored] for cache in batch]
             last = len(self.decoder.kinds)
-            each = self._forward(owners, feeds, slice(layers, last), np.concatenate(early))
-            for cache in batch:
-                rows = np.concatenate([rows for (rows, _), owner in zip(each, owners, strict=True) if owner is cache])
+            each = self._forward(batch, feeds, slice(layers, last), np.concatenate(early))
+            for cache, (rows, _) in zip(batch, each, strict=True):
                 cache.learn(rows, np.zeros((len(rows), 0), dtype=np.float32))
                 for start, before_roots in cache.unfinished_prompt:
                     self._keep_prompt(cache, start, before_roots)
-                cache.unfinished = []
                 cache.unfinished_prompt = []
 
     def extend_early(self, caches: list[CpuCache], forests: Sequence[Forest]) -> list[Scored]:
@@ -175,9 +167,10 @@ class PackedPasses:
         Sessions with an exit layer have it run behind the first layers, and their logits are made of its output. All
         sessions must have the same exit layer, or none. `finish` later runs the other layers on the same slots.
         """
+        if len(caches) == 1 and caches[0].is_for_steps:
+            return [self._extend_early_by_step(caches[0], forests[0])]
         for cache, forest in zip(caches, forests, strict=True):
             cache.trie.enter(forest)
-            cache.early_forest = forest
         self.begin({cache: cache.trie.pending for cache in caches if cache.trie.pending})
         self.exit(caches)
         rows = [cache.answer_early(forest) for cache, forest in zip(caches, forests, strict=True)]
@@ -300,18 +293,35 @@ class PackedPasses:
         self._keep_prompt(cache, start, before_roots)
         return self._hand_out(cache, torch.from_numpy(logits), cache.trie.local[wanted])
 
-    def arrays_for_steps(self, cache: CpuCache, fresh: int) -> AbstractContextManager[CacheArrays]:
-        """Return a context with the cache as arrays for steps, which may add up to `fresh` new nodes."""
+    def _extend_early_by_step(self, cache: CpuCache, forest: Forest) -> Scored:
+        """Do `extend_early` for a single session, by one compiled step."""
+        wanted = unknown_nodes(cache.answered_early, forest.size, forest.known.nodes)
+        with self.arrays_for_steps(cache, forest.size - cache.trie.known, drafts=True) as arrays, span("model"):
+            logits = extend_cache(arrays, forest.tokens, forest.parents, wanted)
+        cache.answered_early = cache.trie.known
+        return Scored(torch.from_numpy(logits))
+
+    def arrays_for_steps(
+        self, cache: CpuCache, fresh: int, drafts: bool = False
+    ) -> AbstractContextManager[CacheArrays]:
+        """Return a context with the cache as arrays for steps, which may add up to `fresh` new nodes.
+
+        Args:
+            drafts: whether passes are for a draft, by the layers that are run ahead.
+        """
         cache.make_room(fresh)
         self.store.reserve(len(self.caches), cache.trie.capacity)
-        return self.decoder.arrays_for_steps(cache, self.store, self.windows)
+        part = ALL
+        if cache.runs_ahead:
+            part = FIRST if drafts else LAST
+        return self.decoder.arrays_for_steps(cache, self.store, self.windows, part)
 
 
 def _by_exit_layer(caches: list[CpuCache]) -> dict[ExitLayer, list[CpuCache]]:
-    """Return the caches with nodes that their exit layer has not seen, grouped by this layer."""
+    """Return the caches with nodes that wait for their exit layer, grouped by this layer."""
     groups: dict[ExitLayer, list[CpuCache]] = {}
     for cache in caches:
-        if cache.behind:
+        if cache.waiting:
             groups.setdefault(cache.needs.exit_layer, []).append(cache)
     return groups
 

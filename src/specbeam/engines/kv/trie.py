@@ -331,22 +331,10 @@ class KVTrie:
         """
         return self._keep(self.local[:nodes].copy())
 
-    def select(
-        self, nodes: Int64[np.ndarray, " kept"], others: Int64[np.ndarray, " others"]
-    ) -> Int64[np.ndarray, " left"]:
-        """Take back all nodes of this turn's forest but these, and free their slots; the forest then holds these alone.
-
-        Args:
-            nodes: forest nodes that stay, ascending: the roots, and no node without its parent.
-            others: stored local nodes of no forest node that keep a number, too.
-
-        Returns the number that each remaining local node had before.
-        """
-        former = self._keep(
-            self.local[: len(self.root_at)].copy(), np.concatenate([self.local[nodes[len(self.root_at) :]], others])
-        )
-        self.arrays.counts[KNOWN] = len(nodes)
-        return former
+    def settle_roots(self, roots: int) -> None:
+        """Take over the first `roots` forest nodes as roots, after a step has dropped nodes from the arrays."""
+        self._mark_reserved()
+        self.root_at = self.local[:roots].copy()
 
     def _keep(
         self, leaves: Int64[np.ndarray, " beams"], others: Int64[np.ndarray, " kept"] = NO_NODES
@@ -359,8 +347,7 @@ class KVTrie:
         if len(both) > len(self.arrays.local):
             self.make_room(len(both))
         former = prune(self.arrays, both)
-        self._mark_reserved()
-        self.root_at = self.local[: len(leaves)].copy()
+        self.settle_roots(len(leaves))
         return former
 
     def compact(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:

@@ -1,0 +1,200 @@
+"""What a cache keeps of nodes that only the first layers of a model have seen, and the steps that change it.
+
+If the first layers are run ahead of the others (see `LiveLayers`, `ExitLM`), a node goes through two passes: the first
+layers see it when it is drafted, the others when the target judges it. An exit layer runs between the two.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Int64
+
+from specbeam.engines.kv.steps import KNOWN, SIZE, STORED, Trie, prune
+from specbeam.kernels.compiling import Array, compiled
+
+UNFINISHED, WAITING, FIRST_ROWS, EXIT_ROWS, LAST_ROWS = range(5)  # indices of `EarlyNodes.counts`
+MOST_WAITING = 64  # nodes that wait for the exit layer where nothing is drafted for long
+
+
+class Waiting(NamedTuple):
+    """Nodes that the first layers have seen and the exit layer has not, such as the last layer of a draft.
+
+    Most of them are refused. Those that live on go through the exit layer together with the next draft. The arrays have
+    spare room; the number of nodes is in `EarlyNodes.counts`.
+    """
+
+    nodes: (
+        Array  # int64[room]: the stored local node of each; -1 if it has no number any more, as it is above the others
+    )
+    slots: Array  # int64[room]
+    positions: Array  # int64[room]
+    seen: Array  # bool[room, slots]: the slots on the path to each, its own included
+    states: Array  # float32[room, hidden]: what left the first layers
+
+
+class EarlyNodes(NamedTuple):
+    """What a cache keeps of nodes between their two passes; arrays have no rows where no layer is run ahead."""
+
+    # int64[5]: the number of stored nodes that the other layers have not seen (UNFINISHED), which are the newest ones, and
+    # of those that wait for the exit layer (WAITING); the number of rows that the first layers (FIRST_ROWS), the exit layer
+    # (EXIT_ROWS) and the other layers (LAST_ROWS) have computed so far
+    counts: Array
+    slots: Array  # int64[nodes]: the slot of each stored local node that the first layers have seen
+    outputs: Array  # float32[nodes, hidden]: the output of the first layers by stored local node
+    exited: Array  # float32[nodes, hidden]: the output of the exit layer by stored local node, where it has run
+    waiting: Waiting
+
+
+class ExitWeights(NamedTuple):
+    """An exit layer as compiled layers read it; where there is none, it has no kinds."""
+
+    weights: Any  # `Weights` of one layer
+    norm: Array  # float32[hidden]: the weight of the norm in front of the head, for drafts
+    kinds: Array  # int64[1]
+    place: int  # its layer in the store
+
+
+@dataclass(frozen=True, eq=False)
+class ExitLayer:
+    """A layer that reads what leaves the first layers of a model. The head of the model makes logits of its normed output.
+
+    Its keys and values are in the same slots as those of the model, in a layer of their own, so each token that the model
+    stores has one row more.
+
+    Attributes:
+        after: the number of layers that run before it.
+        weights: its weights, as `Weights` of one layer.
+        norm: float32[hidden], the weight of its norm.
+        kinds: int64[1], the kind of its attention, an index into `CompiledDecoder.names`.
+        place: its layer in the store.
+    """
+
+    after: int
+    weights: Any
+    norm: Float32[np.ndarray, " hidden"]
+    kinds: Int64[np.ndarray, " 1"]
+    place: int
+
+
+def no_early_nodes(hidden: int) -> EarlyNodes:
+    """Return room for no nodes."""
+    numbers = np.zeros(0, dtype=np.int64)
+    states = np.zeros((0, hidden), dtype=np.float32)
+    waiting = Waiting(numbers, numbers, numbers, np.zeros((0, 0), dtype=np.bool_), states)
+    return EarlyNodes(np.zeros(5, dtype=np.int64), numbers, states, states, waiting)
+
+
+@compiled
+def keep_early(early: EarlyNodes, trie: Trie, rows: Array, slots: Array, has_exit: bool) -> None:
+    """Keep what left the first layers for the nodes that were stored last, as unfinished, and let these wait for the exit.
+
+    Args:
+        rows: float32[n, hidden].
+        slots: int64[n] of these nodes.
+        has_exit: whether there is an exit layer.
+    """
+    stop = trie.counts[STORED]
+    start = stop - len(rows)
+    early.outputs[start:stop] = rows
+    early.slots[start:stop] = slots
+    early.counts[UNFINISHED] += len(rows)
+    early.counts[FIRST_ROWS] += len(rows)
+    if not has_exit:
+        return
+    waiting = early.waiting
+    first = early.counts[WAITING]
+    for row in range(len(rows)):
+        node = start + row
+        waiting.nodes[first + row] = node
+        waiting.slots[first + row] = slots[row]
+        waiting.positions[first + row] = trie.nodes[2, node]
+        waiting.seen[first + row, : trie.seen.shape[1]] = trie.seen[node]
+        waiting.seen[first + row, trie.seen.shape[1] :] = False
+        waiting.states[first + row] = rows[row]
+    early.counts[WAITING] = first + len(rows)
+
+
+@compiled
+def keep_exits(early: EarlyNodes, rows: Array) -> None:
+    """Keep the output of the exit layer for all nodes that waited for it; then none does."""
+    for row in range(len(rows)):
+        node = early.waiting.nodes[row]
+        if node >= 0:
+            early.exited[node] = rows[row]
+    early.counts[EXIT_ROWS] += len(rows)
+    early.counts[WAITING] = 0
+
+
+@compiled
+def finish_early(early: EarlyNodes) -> None:
+    """Note that the other layers have seen all nodes."""
+    early.counts[LAST_ROWS] += early.counts[UNFINISHED]
+    early.counts[UNFINISHED] = 0
+
+
+@compiled
+def rename_early(early: EarlyNodes, trie: Trie, former: Array) -> None:
+    """Follow a trie that has dropped nodes: keep what there is of those that remain, and of slots that are still in use.
+
+    Args:
+        former: the number that each remaining local node had before, ascending.
+    """
+    if len(early.outputs) == 0:
+        return
+    for node in range(trie.counts[STORED]):  # in place, as the number of a node never grows
+        before = former[node]
+        if before != node:
+            early.slots[node] = early.slots[before]
+            early.outputs[node] = early.outputs[before]
+            if len(early.exited) > 0:
+                early.exited[node] = early.exited[before]
+    waiting = early.waiting
+    left = 0
+    for row in range(early.counts[WAITING]):
+        if not trie.used[waiting.slots[row]]:
+            continue
+        node = waiting.nodes[row]
+        at = min(np.searchsorted(former, node), len(former) - 1)
+        waiting.nodes[left] = at if node >= 0 and former[at] == node else -1
+        if left < row:
+            waiting.slots[left] = waiting.slots[row]
+            waiting.positions[left] = waiting.positions[row]
+            waiting.seen[left] = waiting.seen[row]
+            waiting.states[left] = waiting.states[row]
+        left += 1
+    early.counts[WAITING] = left
+
+
+@compiled
+def take_back_drafts(early: EarlyNodes, trie: Trie, nodes: Array) -> Array:
+    """Take back all nodes of this turn's forest but some, and free their slots; the forest then holds these alone.
+
+    Unfinished nodes before the first root keep their numbers, too. `trie.local` must have room for all of them.
+
+    Args:
+        nodes: int64[n], forest nodes that stay, ascending: the roots, and no node without its parent.
+
+    Returns the number that each remaining local node had before.
+    """
+    counts = trie.counts
+    stored = counts[STORED]
+    first = stored - early.counts[UNFINISHED]
+    is_of_forest = np.zeros(counts[SIZE], dtype=np.bool_)
+    for node in range(counts[KNOWN]):
+        is_of_forest[trie.local[node]] = True
+    others = first + np.flatnonzero(~is_of_forest[first:stored])
+    former = prune(trie, np.concatenate((trie.local[nodes], others)))
+    counts[KNOWN] = len(nodes)
+    early.counts[UNFINISHED] = (former[: counts[STORED]] >= first).sum()
+    rename_early(early, trie, former)
+    return former
+
+
+@compiled
+def has_early_room(early: EarlyNodes, trie: Trie, size: int, fresh: int) -> bool:
+    """Return whether there is room for `size` local nodes, and for `fresh` more that wait for the exit layer."""
+    if len(early.outputs) == 0:
+        return True
+    waits = len(early.exited) == 0 or early.counts[WAITING] + fresh <= len(early.waiting.nodes)
+    return size <= len(early.outputs) and waits

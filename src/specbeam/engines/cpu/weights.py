@@ -1,0 +1,36 @@
+"""The weights of the layers of a compiled model."""
+
+from typing import NamedTuple
+
+from specbeam.kernels.compiling import Array, compiled
+
+
+class Weights(NamedTuple):
+    """The weights of all layers, stacked. Matrices are in panels; those that read the same rows are joined to one."""
+
+    before_attention: Array  # float32[layers, hidden]: weights of the norm before attention
+    before_inner: Array  # float32[layers, hidden]: weights of the norm before the gated inner layer
+    bias: Array  # float32[layers, columns] of qkv; no columns if the model has no bias
+    # float32[layers, 2, size]: weights of the norms of each head's queries and keys; of no size if there are none
+    head_norms: Array
+    qkv: Array  # float32, uint32, uint16, int32 or int8[layers, panels, words], see `in_panels`
+    out: Array
+    gate_up: Array
+    down: Array
+    inner: int  # columns of the gated inner layer
+
+
+@compiled
+def layers_of_weights(weights: Weights, first: int, stop: int) -> Weights:
+    """Return the weights of the layers first .. stop, as views."""
+    return Weights(
+        weights.before_attention[first:stop],
+        weights.before_inner[first:stop],
+        weights.bias[first:stop],
+        weights.head_norms[first:stop],
+        weights.qkv[first:stop],
+        weights.out[first:stop],
+        weights.gate_up[first:stop],
+        weights.down[first:stop],
+        weights.inner,
+    )
