@@ -40,7 +40,7 @@ INSIDE_ENGINES = [
     {"kv"},
     {"torch"},
     {"cpu", "gpu"},
-    {"pass_steps"},
+    {"by_layer", "pass_steps"},
 ]
 INSIDE_LM = [
     {"base", "guard"},

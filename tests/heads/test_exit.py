@@ -86,6 +86,8 @@ def pruned_at_random(rng, forest):
         ("llama", 1, True, "compiled"),
         ("llama", 3, False, "compiled"),
         ("qwen2-window", 2, True, "compiled"),
+        ("llama", 1, True, "layers"),
+        ("qwen2-window", 2, False, "layers"),
     ],
 )
 def test_rows_are_those_of_plain_forwards(family, after, keeps, engine):
@@ -252,10 +254,10 @@ def test_the_first_layers_run_once_for_each_draft_and_the_root(monkeypatch):
     assert drafts <= counting.exit <= drafts + accepted_whole
 
 
-RUNNING = {
-    "chain": (sb.speculative_sampling(3), 1),
-    "beams": (sb.dsbd(3, 4, 3, "fixed"), 1),
-    "beams that are cut": (sb.dsbd(3), 3),
+RUNNING = {  # method, layers before the exit, and tokens of a prompt in one pass
+    "chain": (sb.speculative_sampling(3), 1, 16),
+    "beams": (sb.dsbd(3, 4, 3, "fixed"), 1, 16),
+    "beams that are cut": (sb.dsbd(3), 3, 512),
 }
 
 
@@ -263,8 +265,8 @@ RUNNING = {
 @pytest.mark.parametrize("name", RUNNING)
 def test_turns_with_an_exit_layer_run_ahead(name, monkeypatch):
     """From the first one on. Texts and reports, and how many rows each layer computes, are those of turns one by one."""
-    method, layers = RUNNING[name]
-    draft = exit_of(layers, chunk=16, noise=0.02)
+    method, layers, chunk = RUNNING[name]
+    draft = exit_of(layers, chunk, noise=0.02)
     loop, seen = runs.run_turns, []
 
     def run_turns(target, draft, spec, live, start, room, turns, dice):
@@ -304,6 +306,44 @@ def test_the_same_seed_gives_the_beams_of_decoding_without_a_draft(name, share_f
     texts = [[[one.tokens for one in session.hypotheses()] for session in sessions] for sessions in (found, expected)]
     assert texts[0] == texts[1]
     assert sum(session.count.accepted for session in found) > 0
+
+
+@pytest.mark.parametrize("name", ["chain", "tree", "best first", "beams", "a search"])
+def test_layers_that_torch_runs_one_by_one_give_the_same_drafts(name, monkeypatch):
+    """As the compiled forward: texts, accepted drafts, tokens in the cache, and rows of each layer, over batches too."""
+    found = []
+    for engine in ("layers", "compiled"):
+        draft = exit_of(2, chunk=16, engine=engine)
+        with monkeypatch.context() as patch:
+            counting = Counting(patch, draft.target)
+            sessions, turns = run_of(draft, METHODS[name])
+        texts = [[one.tokens for one in session.hypotheses()] for session in sessions]
+        peaks = [session.count.peak_kv_tokens for session in sessions]
+        found.append((texts, peaks, counting.rows.tolist(), sum(turn.verdict.accepted for turn in turns)))
+    assert found[0] == found[1]
+    assert found[0][3] > 0
+
+
+def test_an_exit_layer_drafts_for_a_target_in_bfloat16():
+    """Which the compiled forward does not take; as a model of its own the same layers give the same logits."""
+    model = model_of().bfloat16()
+    target = HuggingFaceLM(model, engine="layers")
+    head = head_of(model, 2, 0.02)
+    draft = exit_model(head, target)
+    assert isinstance(draft, ExitLM)
+    assert "on the target's own cache" in how_it_runs(head, target)
+    one = seat([3, 4, 5, 6])
+    forest = Forest.rooted([6]).grown([7, 8], [0, 0])
+    (found,) = draft.extend([one], [forest])
+    (whole,) = target.extend([one], [forest], [draft.needs_of_target])
+    paths = node_paths(one.texts, forest)
+    for rows, other in ((found, head.bfloat16().exited()), (whole, model)):
+        expected = plain_logits(other, paths)
+        assert float((rows.logits - expected).abs().max() / expected.std()) < 0.1
+    pair = Pair(model, None, None, target, draft)
+    options = {"max_new_tokens": 8, "eos_token_id": [], "seed": 2}
+    beams = sb.generate(pair, PROMPTS[:1], sb.dsbd(2, 3, 2), **options)
+    assert beams[0].report.draft_passes > 0
 
 
 @pytest.mark.parametrize("width", ["auto", "dynamic"])

@@ -16,6 +16,7 @@ from jaxtyping import Int64
 
 from specbeam.core.forest import Forest
 from specbeam.engines.answers import LOGITS
+from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.cpu.cache import CpuCache, Drafting
 from specbeam.engines.cpu.decoder import TILED_FROM, compiled_decoder
 from specbeam.engines.cpu.passes import PackedPasses
@@ -99,8 +100,9 @@ class HuggingFaceLM:
         chunk: prompt tokens of one session per pass.
         engine: what runs the model. "plain" calls it, "torch" calls it through torch.compile. "lean"
             (engines/torch/lean.py), "compiled" (engines/cpu/) and "gpu" (engines/gpu/) run its layers themselves. "int8" is
-            "compiled" with weights rounded to 8 bits, which makes it another model. "auto" takes the fastest that fits, but
-            never "torch" or "int8". Raises `NotSupported` if the engine cannot run the model.
+            "compiled" with weights rounded to 8 bits, which makes it another model. "layers" (engines/by_layer.py) calls its
+            layers one by one, so that an exit layer can draft on its cache. "auto" takes the fastest that fits, but never
+            "torch", "int8" or "layers". Raises `NotSupported` if the engine cannot run the model.
         share_from: sessions whose prompts begin with at least this number of equal tokens compute and store those tokens
             once, unless the new texts may grow so long that attention to the slots of all of them costs more. None: never.
             "auto": 64, but never with "compiled" or "int8": without sharing, their rows have the same bits whatever other
@@ -168,7 +170,8 @@ class HuggingFaceLM:
         """Return the reason why this model cannot provide what is needed; "" if it can."""
         if needs.exit_layer is not None and not isinstance(self.runner, PackedPasses):
             return (
-                f"an exit layer on its cache is run by the compiled forward alone, and engine {self.engine!r} runs it"
+                "an exit layer on its cache is run by engines 'compiled' and 'layers', and this model is run by engine "
+                f"{self.engine!r}"
             )
         return self.runner.lacks(needs)
 
@@ -282,7 +285,7 @@ class HuggingFaceLM:
             needs: what is needed of each row.
         """
         cache = self._cache(session, needs)
-        if isinstance(self.runner, PaddedPasses) or not self._is_stored_for_steps(cache, fresh):
+        if not self._takes_steps or not self._is_stored_for_steps(cache, fresh):
             yield None
             return
         with self.runner.arrays_for_steps(cache, fresh + more) as arrays:
@@ -300,7 +303,7 @@ class HuggingFaceLM:
         """
         assert isinstance(self.runner, PackedPasses)
         cache = self._early_cache(session, layers, needs)
-        if not self._is_stored_for_steps(cache, fresh):
+        if not self._takes_steps or not self._is_stored_for_steps(cache, fresh):
             yield None
             return
         with self.runner.arrays_for_steps(cache, fresh + more, drafts=True) as arrays:
@@ -342,7 +345,12 @@ class HuggingFaceLM:
     @property
     def supports_runs(self) -> bool:
         """Whether compiled runs can take whole turns with this model."""
-        return type(self) is HuggingFaceLM and isinstance(self.runner, PackedPasses)
+        return type(self) is HuggingFaceLM and isinstance(self.runner, PackedPasses) and self.runner.takes_steps
+
+    @property
+    def _takes_steps(self) -> bool:
+        """Whether compiled steps can run passes of a single session."""
+        return not isinstance(self.runner, PaddedPasses) and getattr(self.runner, "takes_steps", True)
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
         """Update the counters and the session's cache after a run that made `passes` passes in whole turns.
@@ -631,6 +639,10 @@ def _choose_engine(
         decoder = lean(model)
         if decoder is not None:
             return "lean", PaddedPasses(model, decoder, caches)
+    if wanted == "layers":
+        by_layer = layer_decoder(model)
+        if by_layer is not None:
+            return "layers", PackedPasses(model, by_layer, caches)
     if wanted == "torch":
         if on_gpu:
             raise NotSupported(
@@ -638,7 +650,7 @@ def _choose_engine(
             )
         return "torch", PaddedPasses(model, None, caches, compile=True)
     if wanted not in ("auto", "plain"):
-        where = "" if wanted == "gpu" else " in float32 on a CPU"
+        where = "" if wanted in ("gpu", "layers") else " in float32 on a CPU"
         raise NotSupported(
             f"{_NAMES[wanted]} is for Llama, Mistral and Qwen2 models{where}; this is "
             f"{type(model).__name__} in {model.dtype} on {model.device}"
@@ -673,6 +685,7 @@ _NAMES = {
     "gpu": "the forward for GPUs, which needs triton,",
     "int8": f"quantize='int8'{_NUMBA}",
     "lean": "the lean forward",
+    "layers": "the forward that calls layers one by one",
     "compiled": f"the compiled forward{_NUMBA}",
 }
 

@@ -82,6 +82,8 @@ class CompiledDecoder:
         int8: whether to round the matrices to 8 bits.
     """
 
+    takes_steps = True  # compiled steps can run it
+
     def __init__(self, model: "PreTrainedModel", int8: bool = False) -> None:
         config = model.config
         inner = model.model

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import nn
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, extend_cache
-from specbeam.engines.cpu.decoder import CompiledDecoder, Rows
+from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import MOST_WAITING, ExitLayer, keep_exits
 from specbeam.engines.eligibility import lacks_taps
 from specbeam.engines.kv.cache import Logits, Nodes, hand_out
@@ -29,15 +29,18 @@ if TYPE_CHECKING:
 
 
 class PackedPasses:
-    """The passes of a model with the compiled forward; a single session is served by one step (`extend_cache`).
+    """The passes of a model whose layers can be run in ranges: by the compiled forward, or by that of `engines/by_layer.py`.
+
+    With the compiled forward a single session is served by one step (`extend_cache`).
 
     Args:
+        decoder: a `CompiledDecoder` or a `LayerDecoder`.
         caches: the caches of all sessions in each row of the store.
     """
 
     most_rows_in_steps = 1 << 30  # rows of a pass that steps run: no limit here
 
-    def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder, caches: list[CpuCache]) -> None:
+    def __init__(self, model: "PreTrainedModel", decoder: Any, caches: list[CpuCache]) -> None:
         self.model = model
         self.decoder = decoder
         self.caches = caches
@@ -51,6 +54,11 @@ class PackedPasses:
         return CpuCache(row, prompt, self.decoder.embedding.shape[1])
 
     takes_vectors = True
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether compiled steps can run the passes of a session."""
+        return bool(self.decoder.takes_steps)
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
         """Return the reason why these passes cannot take what extra rows are made of; "" if they can."""
@@ -74,7 +82,7 @@ class PackedPasses:
         """Store all pending nodes and the new nodes of these forests; return the rows that were not handed out yet."""
         for cache, forest in zip(caches, forests, strict=True):
             cache.fit(forest)
-        if len(caches) == 1 and caches[0].is_for_steps:
+        if self.takes_steps and len(caches) == 1 and caches[0].is_for_steps:
             return [self._extend_by_step(caches[0], forests[0])]
         for cache, forest in zip(caches, forests, strict=True):
             cache.trie.enter(forest)
@@ -167,7 +175,7 @@ class PackedPasses:
         Sessions with an exit layer have it run behind the first layers, and their logits are made of its output. All
         sessions must have the same exit layer, or none. `finish` later runs the other layers on the same slots.
         """
-        if len(caches) == 1 and caches[0].is_for_steps:
+        if self.takes_steps and len(caches) == 1 and caches[0].is_for_steps:
             return [self._extend_early_by_step(caches[0], forests[0])]
         for cache, forest in zip(caches, forests, strict=True):
             cache.trie.enter(forest)

@@ -1,0 +1,208 @@
+"""A forward that calls the layers of a Llama-like model of transformers one by one, on any device and in any type of floats.
+
+So drafts can leave behind a layer, and the target's pass goes on from there on the same cache: what the compiled forward
+does for models in float32 on a CPU. `PackedPasses` drive both. States go over the host between the parts of a pass, and each
+session attends by itself, so this is slower than the other engines where nothing is drafted by the model's own layers.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float32
+from torch import Tensor, nn
+
+from specbeam.engines.cpu.decoder import Rows
+from specbeam.engines.cpu.early import ExitLayer
+from specbeam.engines.eligibility import is_llama_like
+from specbeam.engines.kv.store import KVStore, Place, StoreLayer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_NO_VECTORS: Mapping[int, Float32[np.ndarray, " hidden"]] = {}
+
+
+class LayerStore(KVStore):
+    """A store of keys and values with room for the layers of a model and for exit layers."""
+
+    def add_layer(self) -> int:
+        """Make room for the keys and values of one more layer, and return its number."""
+        self.layers.append(StoreLayer(self))
+        return len(self.layers) - 1
+
+
+class _At:
+    """The cache of one layer, as the attention of a layer calls it: its keys and values go to a place of the store."""
+
+    def __init__(self, store: KVStore, place: int) -> None:
+        self.layer = store.layers[place]
+
+    def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        """Store keys and values, and return all that the pass may look at."""
+        found: tuple[Tensor, Tensor] = self.layer.update(keys, values)
+        return found
+
+
+class LayerDecoder:
+    """The layers of one model, called one by one. `layer_decoder` makes it, and checks that it fits the model.
+
+    Attributes:
+        names: the kinds of attention that its layers have.
+        kinds: int64[layers], the kind of each layer, an index into `names`.
+    """
+
+    takes_steps = False  # compiled steps cannot call it
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        self.model = model
+        self.body: Any = model.base_model
+        self.embedding = model.get_input_embeddings().weight
+        config = model.config
+        named = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        self.names = list(dict.fromkeys(named))
+        self.kinds = np.array([self.names.index(name) for name in named])
+
+    def store(self) -> LayerStore:
+        """Return a new store for the keys and values of this model."""
+        return LayerStore(len(self.kinds))
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        rows: Rows,
+        store: LayerStore,
+        vectors: Mapping[int, Float32[np.ndarray, " hidden"]] = _NO_VECTORS,
+        layers: slice = slice(None),
+        states: Float32[np.ndarray, "n hidden"] | None = None,
+        taps: Sequence[int] = (),
+    ) -> tuple[Float32[np.ndarray, "n hidden"], Float32[np.ndarray, "n tapped"]]:
+        """See `CompiledDecoder.forward`."""
+        x = self._embedded(rows, vectors) if states is None else self._on_device(states)
+        places = range(*layers.indices(len(self.kinds)))
+        modules = [self.body.layers[place] for place in places]
+        found, tapped = self._run(x, rows, store, modules, places, self.kinds[layers].tolist(), taps)
+        return _on_host(found), _on_host(tapped)
+
+    @torch.inference_mode()
+    def forward_exit(
+        self, rows: Rows, store: LayerStore, layer: ExitLayer, states: Float32[np.ndarray, "n hidden"]
+    ) -> Float32[np.ndarray, "n hidden"]:
+        """See `CompiledDecoder.forward_exit`."""
+        x = self._on_device(states)
+        found, _ = self._run(x, rows, store, [layer.weights], [layer.place], layer.kinds.tolist(), ())
+        return _on_host(found)
+
+    def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
+        """Return a layer of the class of the model's layers as its exit layer, on its device and in its type of floats.
+
+        Args:
+            layer: the layer.
+            norm: the norm behind it.
+            after: number of layers that run before it.
+            place: its layer in the store.
+        """
+        made = copy.deepcopy(layer).to(self.embedding.device, self.embedding.dtype)
+        weight = norm.weight.detach().float().cpu().numpy()
+        return ExitLayer(after, made, weight, self.kinds[-1:], place)
+
+    @torch.inference_mode()
+    def logits(
+        self, x: Float32[np.ndarray, "m hidden"], norm: Float32[np.ndarray, " hidden"] | None = None
+    ) -> Float32[np.ndarray, "m vocab"]:
+        """See `CompiledDecoder.logits`."""
+        return _on_host(self.model.get_output_embeddings()(self._normed(x, norm)))
+
+    @torch.inference_mode()
+    def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
+        """See `CompiledDecoder.normed`."""
+        return _on_host(self._normed(x, None))
+
+    def _normed(self, x: Float32[np.ndarray, "m hidden"], norm: Float32[np.ndarray, " hidden"] | None) -> Tensor:
+        """Return the normed output of a layer; the norms of these models differ in their weights alone."""
+        states = self._on_device(x)
+        if norm is None:
+            found: Tensor = self.body.norm(states)
+            return found
+        eps = self.body.norm.variance_epsilon
+        wide = states.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return self._on_device(norm) * wide.to(states.dtype)
+
+    def _on_device(self, x: Float32[np.ndarray, "..."]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(self.embedding.device, self.embedding.dtype)
+
+    def _embedded(self, rows: Rows, vectors: Mapping[int, Float32[np.ndarray, " hidden"]]) -> Tensor:
+        """Return what the first layer reads; raise `IndexError` if a token is negative and its row is not in `vectors`."""
+        negative = rows.tokens < 0
+        if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
+            raise IndexError("a token is beyond those of the model")
+        known = torch.from_numpy(np.maximum(rows.tokens, 0)).to(self.embedding.device)
+        x = self.model.get_input_embeddings()(known).clone()
+        for row, vector in vectors.items():
+            x[row] = self._on_device(vector)
+        return x
+
+    def _run(
+        self,
+        x: Tensor,
+        rows: Rows,
+        store: LayerStore,
+        modules: Sequence[nn.Module],
+        places: Sequence[int],
+        kinds: Sequence[int],
+        taps: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Run layers on all rows, each session by itself, and store their keys and values.
+
+        Args:
+            places: their layers of the store.
+            kinds: their kinds of attention.
+            taps: numbers of layers, counted from the first of these.
+
+        Returns what leaves the last layer, float[rows, hidden], and what enters the layers `taps`, side by side.
+        """
+        found = []
+        tapped = []
+        for cache, start, stop in rows.sessions.tolist():
+            here = slice(start, stop)
+            states = x[None, here]
+            extent = next(iter(rows.seen.values())).shape[1]
+            slots = torch.from_numpy(rows.slots[None, here]).to(x.device)
+            store.place = Place(slice(cache, cache + 1), slots, extent)
+            masks = [self._mask(rows.seen[name][here], x) for name in self.names]
+            positions = torch.from_numpy(rows.positions[None, here]).to(x.device)
+            rotations = self.body.rotary_emb(states, positions)
+            kept = {}
+            for number, (module, place, kind) in enumerate(zip(modules, places, kinds, strict=True)):
+                kept[number] = states
+                states = module(
+                    states,
+                    attention_mask=masks[kind],
+                    position_ids=positions,
+                    past_key_values=_At(store, place),
+                    use_cache=True,
+                    position_embeddings=rotations,
+                )
+                states = states[0] if isinstance(states, tuple) else states
+            kept[len(modules)] = states
+            found.append(states[0])
+            tapped.append(torch.cat([kept[tap][0] for tap in taps], 1) if taps else states[0, :, :0])
+        return torch.cat(found), torch.cat(tapped)
+
+    def _mask(self, seen: np.ndarray, like: Tensor) -> Tensor:
+        """Return what is added to the scores of attention, float[1, 1, rows, slots]."""
+        visible = torch.from_numpy(seen).to(like.device)[None, None]
+        lowest = torch.finfo(like.dtype).min
+        return torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, lowest)
+
+
+def _on_host(x: Tensor) -> Float32[np.ndarray, "..."]:
+    return np.ascontiguousarray(x.float().cpu().numpy())
+
+
+def layer_decoder(model: "PreTrainedModel") -> LayerDecoder | None:
+    """Return the layers of a model, called one by one; None if it is not like a Llama."""
+    return LayerDecoder(model) if is_llama_like(model) else None
