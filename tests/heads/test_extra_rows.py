@@ -11,6 +11,7 @@ import specbeam as sb
 from specbeam.control.best_tree import layers_of, ranked_tree, size_of
 from specbeam.decode import decode
 from specbeam.errors import BadHead, BadSetting, NotSupported
+from specbeam.heads.extra_rows import ExtraHead
 from specbeam.heads.extra_rows_lm import ExtraLM
 from specbeam.heads.own import extra_rows_config
 from specbeam.heads.read import is_head, read_head
@@ -171,6 +172,39 @@ def test_what_is_learnt_on_trees_is_what_is_drafted(family, kind):
                 path.insert(0, int(trees.parents[row, path[0]]))
             above = trees.tokens[row, path[: len(path) - far]].tolist()
             torch.testing.assert_close(found, slow_rows(head, above)[far - 1], atol=2e-4, rtol=2e-4)
+
+
+class CountingOn(ExtraHead):
+    """A head for a language in which each token is the one before plus one: extra row j stands for a token j further on.
+
+    Args:
+        shift: added to what it says the next token is; 0: it says what comes in this language.
+    """
+
+    def __init__(self, target, depth, shift):
+        super().__init__(target, depth)
+        self.shift = shift
+
+    def rows(self, trees, anchors, depth):
+        further = torch.arange(1, depth + 1) + 1 + self.shift
+        said = trees.tokens.gather(1, anchors)[..., None] + further
+        return torch.nn.functional.one_hot(said, VOCAB).float()
+
+
+@pytest.mark.parametrize("shift", [-1, 0, 1])
+def test_extra_row_j_is_taught_the_token_that_is_j_and_one_further_on(shift):
+    """A head that counts right is right everywhere, and one that is a token off nowhere (BI-3)."""
+    model = tiny("llama", vocab_size=VOCAB, hidden_size=VOCAB, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.copy_(torch.eye(VOCAB))
+    trees = trees_of(TREES)
+    trees = trees._replace(tokens=trees.depths + 3)
+    wanted = trees.parents >= 0
+    drafts = CountingOn(model, DEPTH, shift).drafts(trees, DEPTH, wanted)
+    assert [len(rows.nodes) for rows in drafts] == [int((wanted & (trees.depths >= far)).sum()) for far in (1, 2, 3)]
+    for rows in drafts:
+        right = rows.logits.argmax(-1) == trees.tokens.flatten()[rows.nodes] + 1
+        assert right.float().mean() == (shift == 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
