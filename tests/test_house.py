@@ -43,10 +43,10 @@ INSIDE_ENGINES = [
     {"by_layer", "pass_steps"},
 ]
 INSIDE_LM = [
-    {"base", "guard"},
-    {"self_draft", "table"},
+    {"base", "clasp", "guard", "sublayers"},
+    {"self_draft", "skip_search", "table"},
     {"huggingface"},
-    {"early_layers"},
+    {"early_layers", "skipping"},
     {"live_layers"},
 ]
 

@@ -48,6 +48,7 @@ from specbeam.recipes.sequence import spechub as spechub
 from specbeam.recipes.sequence import specinfer as specinfer
 from specbeam.recipes.sequence import speculative_sampling as speculative_sampling
 from specbeam.recipes.sequence import traversal as traversal
+from specbeam.recipes.skipping import swift as swift
 from specbeam.records import Beam as Beam
 from specbeam.records import Generation as Generation
 from specbeam.records import Needs as Needs

@@ -23,6 +23,7 @@ from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
+from specbeam.lm.skipping import Skipping, skipping_model
 from specbeam.memory.lm import MemoryLM
 from specbeam.options.checks import is_integer
 
@@ -79,7 +80,7 @@ class Pair:
 
 def load(
     target: "str | Path | PreTrainedModel",
-    draft: "str | Path | PreTrainedModel | None" = None,
+    draft: "str | Path | PreTrainedModel | Skipping | None" = None,
     tokenizer: "str | Path | PreTrainedTokenizerBase | None" = None,
     dtype: "str | torch.dtype" = "auto",
     device: str | torch.device | None = None,
@@ -96,7 +97,8 @@ def load(
         target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included).
         draft: the same kinds of values; None for methods that need no draft model. It must have the target's vocabulary.
             Or a draft head for the target (docs/heads.md lists the kinds); "mtp": the modules of multi-token prediction that
-            the target's own files hold (a folder of this name is "./mtp").
+            the target's own files hold (a folder of this name is "./mtp"). "swift", or a `Skipping`: the target without some
+            of its sublayers (docs/methods/swift.md; a folder of this name is "./swift").
         tokenizer: a path, a hub id or an object; None: the target's tokenizer.
         dtype: "auto" is float32 on a CPU and the checkpoint's own type elsewhere. Ignored for model objects.
         device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
@@ -131,6 +133,11 @@ def load(
     _check_options(quantize, share_from)
     _check_options(quantize_draft, share_from, "quantize_draft")
     target_model = _model(target, dtype, torch_device)
+    skipping = Skipping() if isinstance(draft, str) and draft == "swift" else draft
+    if isinstance(skipping, Skipping):
+        draft = None
+        if quantize_draft is not None:
+            raise BadSetting("quantize_draft is for draft models, and the target drafts for itself; leave it out")
     head = draft if draft is not None and is_head(draft) else None
     draft_model = None if draft is None or head is not None else _model(draft, dtype, torch_device)
     loaded_tokenizer = _tokenizer(tokenizer if tokenizer is not None else target)
@@ -144,6 +151,8 @@ def load(
         if quantize_draft is not None:
             raise BadSetting("quantize_draft is for draft models, and the draft is a head; leave it out")
         draft_lm = _head_of(target_lm, head, loaded_tokenizer, probe)
+    elif isinstance(skipping, Skipping):
+        draft_lm = skipping_model(target_lm, skipping)
     else:
         draft_lm = None
         if draft_model is not None:

@@ -137,6 +137,9 @@ class HuggingFaceLM:
         self.device = model.get_input_embeddings().weight.device
         self.passes = 0
         self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
+        self.skipping: dict[
+            Any, Any
+        ] = {}  # draft models that are this one without some sublayers; see `skipping_model`
         self.learnt: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # what controllers learn, by draft model
 
     def remember_prompts(self, chunk: int, most_bytes: int) -> None:
@@ -254,6 +257,25 @@ class HuggingFaceLM:
             raise NotSupported("a session has stored tokens without the exit layer that is to draft for it")
         cache.early_layers = layers
         return cache
+
+    def caches_before_roots(self, sessions: Sequence[CacheOwner]) -> list[Any]:
+        """Store all tokens before the roots of these sessions, and return their caches, for passes on scratch rows.
+
+        For use at the start of a turn. Only the compiled forward can do this; see `SkippingLM`.
+
+        Raises `NotSupported` if a session shares its row of the store with others, which might fill the same free slots.
+        """
+        assert isinstance(self.runner, PackedPasses)
+        caches = [
+            self._cache(session, session.parts.needs if hasattr(session, "parts") else LOGITS) for session in sessions
+        ]
+        if any(len(cache.company) > 1 for cache in caches):
+            raise NotSupported(
+                "drafts on scratch rows of the target's cache need a row of the store for each session, and sessions with a "
+                "common prefix share one here; load the target with share_from=None"
+            )
+        self._prefill(caches, 0)
+        return caches
 
     def fill(
         self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None

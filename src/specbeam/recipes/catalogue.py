@@ -36,11 +36,12 @@ from specbeam.recipes.sequence import (
     speculative_sampling,
     traversal,
 )
+from specbeam.recipes.skipping import swift
 
 RECIPES: tuple[Callable[..., Method], ...] = (
     greedy, sampling, beam_search, speculative_beam_search, beam_sampling, dsbd,
     speculative_sampling, block_verification, specinfer, rsd_c, rsd_s, sequoia, spechub, traversal, multi_draft,
-    opt_tree, dyspec, gsd, propd, prompt_lookup, suffix_match, token_recycling, auto,
+    opt_tree, dyspec, gsd, propd, prompt_lookup, suffix_match, token_recycling, swift, auto,
     mtjd, mtad, mjsd, mmtad,
 )  # fmt: skip
 # These draft with a head of one kind, and refuse pairs without.

@@ -18,6 +18,7 @@ from specbeam.heads.exit import ExitLM
 from specbeam.heads.lm import HeadLM
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.skipping import SkippingLM
 from specbeam.measure import kept_figures
 from specbeam.session import Controller, Drafter, Parts, Rule
 from specbeam.tuning.costs import curve_of, host_cost, rest_curve
@@ -32,6 +33,7 @@ UNMEASURED_S = {"target": 1.0, "draft": 0.1}  # seconds of a pass of any size, f
 ANY_MODEL = IdleLM(1, 0)  # stands for a model where it does not matter which
 LAYERS_AT_ONCE = 3  # by which rows that cost little are shared out
 MOST_PER_BEAM = 4  # drafts per layer and beam
+MEASURED = (HuggingFaceLM, ExitLM, SkippingLM)  # draft models of which it is known what they depend on
 FREE = CostCurve((1,), (0.0,))  # cost of drafts that no model makes
 
 
@@ -110,7 +112,7 @@ def cost_of_layer(target: LM | None, draft: LM | None, rows: int, depth: int) ->
         rows: number of draft nodes per layer.
         depth: number of layers over which the target's rows are averaged.
     """
-    if not isinstance(target, HuggingFaceLM) or not (draft is None or isinstance(draft, (HuggingFaceLM, ExitLM))):
+    if not isinstance(target, HuggingFaceLM) or not (draft is None or isinstance(draft, MEASURED)):
         return None
     undrafted_s = curve_of(target).pass_s(1)
     curve = _target_curve(target, draft)
@@ -130,14 +132,14 @@ def _cheap_rows(curve: CostCurve, beams: int) -> int:
 
 def _memory_of(target: LM | None, draft: LM) -> OddsMemory:
     """Return what is learnt of the drafts of a pair, the same object for each method of the pair."""
-    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, (HuggingFaceLM, ExitLM)):
+    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, MEASURED):
         return OddsMemory()
     return _learnt(target, draft).odds
 
 
 def _paces_of(target: LM | None, draft: LM) -> PaceMemory:
     """Return how fast the sessions of a pair were, the same object for each method of the pair."""
-    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, (HuggingFaceLM, ExitLM)):
+    if not isinstance(target, HuggingFaceLM) or not isinstance(draft, MEASURED):
         return PaceMemory()
     return _learnt(target, draft).paces
 
@@ -150,10 +152,16 @@ class _Learnt:
     paces: PaceMemory
 
 
-def _learnt(target: HuggingFaceLM, draft: HuggingFaceLM | ExitLM) -> _Learnt:
+def _learnt(target: HuggingFaceLM, draft: HuggingFaceLM | ExitLM | SkippingLM) -> _Learnt:
     if draft not in target.learnt:
-        weights, engine = (draft.head, "exit") if isinstance(draft, ExitLM) else (draft.model, draft.engine)
-        key = [kept_figures.weights_key(target.model), kept_figures.weights_key(weights), target.engine, engine]
+        if isinstance(draft, SkippingLM):
+            named = [None, str(draft.settings)]
+        elif isinstance(draft, ExitLM):
+            named = [kept_figures.weights_key(draft.head), "exit"]
+        else:
+            named = [kept_figures.weights_key(draft.model), draft.engine]
+        weights, engine = named
+        key = [kept_figures.weights_key(target.model), weights, target.engine, engine]
         target.learnt[draft] = _Learnt(OddsMemory(key), PaceMemory(key))
     found: _Learnt = target.learnt[draft]
     return found
@@ -195,4 +203,6 @@ def _target_curve(target: LM | None, draft: LM | None) -> CostCurve:
 
 def _curve(lm: LM | None, role: str) -> CostCurve:
     """Return the cost curve of a model; `role`, "target" or "draft", names the constant for models without one."""
-    return curve_of(lm) if isinstance(lm, (HuggingFaceLM, HeadLM)) else CostCurve((1,), (UNMEASURED_S[role],))
+    return (
+        curve_of(lm) if isinstance(lm, (HuggingFaceLM, HeadLM, SkippingLM)) else CostCurve((1,), (UNMEASURED_S[role],))
+    )

@@ -22,6 +22,7 @@ from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.skipping import SkippingLM
 from specbeam.measure import kept_figures
 from specbeam.measure.profiler import profiled
 from specbeam.session import Parts, Session
@@ -39,8 +40,10 @@ TURNS = 12  # number of turns that are timed with each kind of draft
 PartsOf = Callable[[LM, int], Parts]  # makes the parts of a session from a draft model and a depth
 
 
-def curve_of(lm: HuggingFaceLM | HeadLM, context: int = CONTEXT) -> CostCurve:
-    """Return the cost curve of a model, from disk, or measured quickly and then kept. That of a head is not kept on disk.
+def curve_of(lm: HuggingFaceLM | HeadLM | SkippingLM, context: int = CONTEXT) -> CostCurve:
+    """Return the cost curve of a model, from disk, or measured quickly and then kept.
+
+    That of a head, or of a target without some sublayers, is not kept on disk.
 
     The curve stays the same as long as the model is loaded; otherwise equal seeds could give unequal widths.
 
@@ -49,7 +52,7 @@ def curve_of(lm: HuggingFaceLM | HeadLM, context: int = CONTEXT) -> CostCurve:
     """
     if lm.max_positions is not None:
         context = max(min(context, lm.max_positions // 2), 1)
-    if context not in lm.curves and isinstance(lm, HeadLM):
+    if context not in lm.curves and isinstance(lm, (HeadLM, SkippingLM)):
         lm.curves[context] = measure_head(lm, context, least_s=QUICK_S)
     elif context not in lm.curves and isinstance(lm, HuggingFaceLM):
         known = known_curve(lm, context)
@@ -58,8 +61,12 @@ def curve_of(lm: HuggingFaceLM | HeadLM, context: int = CONTEXT) -> CostCurve:
     return found
 
 
-def measure_head(lm: HeadLM, context: int = CONTEXT, repeats: int = 5, least_s: float = QUICK_S) -> CostCurve:
+def measure_head(
+    lm: HeadLM | SkippingLM, context: int = CONTEXT, repeats: int = 5, least_s: float = QUICK_S
+) -> CostCurve:
     """Measure the seconds of a pass of a head by its number of rows, as `measure` does it for models.
+
+    Likewise of a target without some sublayers.
 
     Args:
         context: number of tokens before the rows.

@@ -45,15 +45,23 @@ class CpuCache(RowMember):
             it stored and its number of nodes before the first root.
     """
 
-    def __init__(self, row: int, prompt: list[int], hidden: int) -> None:
+    def __init__(self, row: int, prompt: list[int], hidden: int, trie: KVTrie | None = None) -> None:
         super().__init__(row, prompt)
-        self.trie = KVTrie(prompt, SHORT)
+        self.trie = KVTrie(prompt, SHORT) if trie is None else trie
         self.answered = 0
         self.outputs = np.zeros((0, hidden), dtype=np.float32)  # by stored local node
         self.taps = np.zeros((0, 0), dtype=np.float32)
         self.early = no_early_nodes(hidden)
         self.answered_early = 0
         self.unfinished_prompt: list[tuple[int, int]] = []
+
+    def scratch(self, trie: KVTrie) -> "CpuCache":
+        """Return a cache with a trie of its own in the same row of the store, for passes that leave no trace here.
+
+        Args:
+            trie: one that gives out slots that are free here; see `KVTrie.scratch` and `KVTrie.before`.
+        """
+        return CpuCache(self.row, self.prompt, self.outputs.shape[1], trie)
 
     @property
     def is_for_steps(self) -> bool:

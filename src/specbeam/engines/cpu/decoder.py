@@ -22,7 +22,7 @@ from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
 from specbeam.engines.cpu.early import ExitLayer, ExitWeights
-from specbeam.engines.cpu.layers import all_layers, normalise, score_rows
+from specbeam.engines.cpu.layers import NO_ATTENTION, NO_INNER, all_layers, normalise, score_rows
 from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_lines, in_panels
 from specbeam.engines.cpu.sums import STEP, WIDTH
 from specbeam.engines.cpu.weights import Weights, layers_of_weights
@@ -131,6 +131,20 @@ class CompiledDecoder:
     def store(self) -> PanelStore:
         """Return a new store for the keys and values of this model."""
         return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH)
+
+    def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "CompiledDecoder":
+        """Return this forward without the attention and without the gated inner layer of some layers.
+
+        It shares the weights. What is left out changes no hidden state, and stores no keys and values.
+        """
+        kinds = self.kinds.copy()
+        kinds[list(attention)] |= NO_ATTENTION
+        kinds[list(inner)] |= NO_INNER
+        _ = self.addresses  # found once, for all that is copied
+        fewer = copy.copy(self)
+        fewer.kinds = kinds
+        fewer.model = self.model._replace(kinds=kinds)
+        return fewer
 
     def forward(
         self,

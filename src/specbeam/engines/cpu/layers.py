@@ -20,6 +20,8 @@ _F1 = np.float32(1)
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HEAD = np.float32(0.693359375)  # has few bits, so that its multiples are exact
 _LN2_REST = np.float32(-2.12194440e-4)
+NO_ATTENTION = 1 << 20  # more than there are kinds of layers
+NO_INNER = 1 << 21
 _HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
 
 
@@ -296,6 +298,18 @@ def run_layer(
         keys, values: of the layer, as in `attend`.
         room: see `layer_room`.
     """
+    run_attention(
+        x, h, weights, layer, angles, eps, heads, positions, rows, slots, seen, reach, keys, values, room, threads
+    )
+    run_inner(x, weights, layer, eps, room, threads)
+
+
+@compiled
+def run_attention(
+    x: Array, h: Array, weights: Any, layer: int, angles: Array, eps: float, heads: int, positions: Array, rows: Array,
+    slots: Array, seen: Array, reach: Array, keys: Array, values: Array, room: LayerRoom, threads: int,
+) -> None:  # fmt: skip
+    """Run the attention of one layer on x, in place, and store keys and values; see `run_layer`."""
     kv_heads = keys.shape[1]
     size = keys.shape[3]
     scale = np.float32(1 / np.sqrt(size))
@@ -304,6 +318,11 @@ def run_layer(
     attend(room.qkv, keys, values, rows, seen, reach, heads // kv_heads, scale, room.mixed)
     multiply(room.mixed, weights.out[layer], room.out, threads)
     add(x, room.out)
+
+
+@compiled
+def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom, threads: int) -> None:
+    """Run the gated inner layer of one layer on x, in place; see `run_layer`."""
     normalise(x, weights.before_inner[layer], eps, room.normed)
     multiply(room.normed, weights.gate_up[layer], room.both, threads)
     gate(room.both, weights.inner, room.wide)
@@ -324,7 +343,8 @@ def all_layers(
         positions, slots: int64[rows]: position in the text, and slot for keys and values.
         rows: see `attend`.
         seen: bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind.
-        kinds: int64[layers]: the kind of each layer.
+        kinds: int64[layers]: the kind of each layer; with NO_ATTENTION or NO_INNER added if that part of it is left out,
+            and then changes nothing and stores nothing.
         keys, values: of all layers; see `attend`.
         taps: int64[taps]: numbers of layers; the number of layers stands for what leaves the last.
         tapped: float32[rows, taps * hidden]: what enters these layers is written there.
@@ -334,12 +354,15 @@ def all_layers(
     reach = reach_of(seen)
     for layer in range(len(kinds)):
         _keep_taps(x, taps, layer, tapped)
-        normalise(x, weights.before_attention[layer], eps, room.normed)
-        kind = kinds[layer]
-        run_layer(
-            x, room.normed, weights, layer, angles, eps, heads, positions, rows, slots, seen[kind], reach[kind], keys[layer],
-            values[layer], room, threads,
-        )  # fmt: skip
+        kind = kinds[layer] % NO_ATTENTION
+        if kinds[layer] & NO_ATTENTION == 0:
+            normalise(x, weights.before_attention[layer], eps, room.normed)
+            run_attention(
+                x, room.normed, weights, layer, angles, eps, heads, positions, rows, slots, seen[kind], reach[kind],
+                keys[layer], values[layer], room, threads,
+            )  # fmt: skip
+        if kinds[layer] & NO_INNER == 0:
+            run_inner(x, weights, layer, eps, room, threads)
     _keep_taps(x, taps, len(kinds), tapped)
 
 

@@ -1,5 +1,6 @@
 """Passes of the compiled forward, in which the rows of all sessions follow each other without padding."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
@@ -52,6 +53,15 @@ class PackedPasses:
     def cache(self, row: int, prompt: list[int]) -> CpuCache:
         """Return the cache of a new session in a row of the store."""
         return CpuCache(row, prompt, self.decoder.embedding.shape[1])
+
+    def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "PackedPasses":
+        """Return passes without some sublayers, on the same store; see `CompiledDecoder.skipping`.
+
+        They are for caches that are scratch (`CpuCache.scratch`): what they store is wrong for the whole model.
+        """
+        fewer = copy.copy(self)
+        fewer.decoder = self.decoder.skipping(attention, inner)
+        return fewer
 
     takes_vectors = True
 
@@ -196,6 +206,13 @@ class PackedPasses:
         made = self.decoder.exit_layer(layer, norm, after, free[0] if free else self.store.add_layer())
         self.exit_layers[made.place] = ref(made)
         return made
+
+    def run_layer(
+        self, cache: CpuCache, feed: Feed, layer: int, states: Float32[np.ndarray, "n hidden"]
+    ) -> Float32[np.ndarray, "n hidden"]:
+        """Return what leaves one layer for the rows of a feed, given what enters it; its keys and values are stored."""
+        ((after, _),) = self._forward([cache], [feed], slice(layer, layer + 1), states)
+        return after
 
     def _forward(
         self,

@@ -17,6 +17,7 @@ itself. The next pass stores them, each once, however many beams share them.
 All this is in arrays with spare room after the part that is used; the steps of `engines/kv/steps.py` update them.
 """
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -153,6 +154,81 @@ class KVTrie:
         arrays.slot_position[slots] = other.slot_position[slots]
         arrays.counts[:] = size, 1, 1, count, slots.max() + 1, count
         self.root_at = arrays.local[:1].copy()
+
+    def scratch(self, again: Int64[np.ndarray, " again"]) -> "KVTrie":
+        """Return a trie that begins as this one is at the start of a turn, and gives out slots that are free here.
+
+        Nothing that it does shows here: no node of this trie ever sees a slot that it gave out, and the next pass may fill
+        these slots anew. It may be used until this trie changes.
+
+        Args:
+            again: forest nodes that are stored, and that it is to store a second time, under what is above them.
+        """
+        size = self.size
+        stored = self.stored
+        twice = self.local[again]
+        count = len(twice)
+        arrays = self.arrays
+        names = np.arange(size) + count * (np.arange(size) >= stored)  # of the nodes of this trie in the other one
+        anchors = stored + np.arange(count)
+        copies = size + count + np.arange(count)
+        above = arrays.nodes[:, twice] - np.array([[0], [0], [1]])
+        above[:2] = -1
+        pending = arrays.nodes[:, stored:size].copy()
+        pending[1] = names[pending[1]]
+        copied = arrays.nodes[:, twice]
+        copied[1] = anchors
+        nodes = np.concatenate([arrays.nodes[:, :stored], above, pending, copied], axis=1)
+        own = arrays.slot_position == arrays.nodes[2, twice][:, None]  # of what a node sees, its own slot
+        seen = np.concatenate([self.seen, arrays.seen[twice] & ~own])
+        local = names[self.local]
+        local[again] = copies
+        return self._other(nodes, seen, local)
+
+    def before(self, node: int, position: int) -> "KVTrie":
+        """Return a trie like those of `scratch` with one stored node, the root, which sees the text before a position alone.
+
+        Args:
+            node: a stored local node; the text is that of the path to it.
+            position: of the first token that the other trie is to store, at least 1.
+        """
+        seen = self.seen[node] & (self.slot_position < position)
+        return self._other(np.array([[-1], [-1], [position - 1]]), seen[None], np.zeros(1, dtype=np.int64))
+
+    def _other(
+        self,
+        nodes: Int64[np.ndarray, "3 size"],
+        seen: Bool[np.ndarray, "stored capacity"],
+        local: Int64[np.ndarray, " known"],
+    ) -> "KVTrie":
+        """Return a trie of these nodes that gives out slots that are free here; see `Trie` for the arguments."""
+        size = nodes.shape[1]
+        rows = len(seen)
+        counts = np.array([size, rows, len(local), self.held, self.extent, self.held])
+        other = copy.copy(self)
+        other.arrays = Trie(
+            widened(nodes, 3, size + BLOCK),
+            widened(local, len(local) + BLOCK),
+            widened(seen, rows + BLOCK, self.capacity),
+            self.used.copy(),
+            self.slot_position.copy(),
+            counts,
+        )
+        other.root_at = local[: min(len(self.root_at), len(local))].copy()
+        other.company = [other]
+        return other
+
+    def count_scratch(self, other: "KVTrie") -> None:
+        """Count the tokens that a trie of `scratch` or `before` has stored beside those of this one, for `peak`."""
+        counts = self.arrays.counts
+        counts[PEAK] = max(counts[PEAK], other.peak)
+
+    def leaf(self, root: int) -> int:
+        """Return the stored local node that is, or is above, the root of a beam, by its number."""
+        node = int(self.root_at[root])
+        while node >= self.stored:
+            node = int(self.parents[node])
+        return node
 
     @property
     def prompt_stored(self) -> int:

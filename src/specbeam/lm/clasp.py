@@ -1,0 +1,52 @@
+"""The layers that a draft may do without, by dynamic programming over the hidden states of one token (CLaSp, ACL 2025)."""
+
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Float32
+
+States = Float32[np.ndarray, "rows hidden"]
+
+
+def dispensable_layers(
+    run: Callable[[int, States], States], first: Float32[np.ndarray, " hidden"], layers: int, count: int
+) -> tuple[int, ...]:
+    """Return the `count` layers without which the last hidden state of a token stays nearest to what it is, ascending.
+
+    With j of the first i layers left out, the state g(i, j) is what layer i - 1 makes of g(i - 1, j), or g(i - 1, j - 1)
+    as it is: the one nearest to g(i, 0), the whole model's, by their cosine. This is a greedy choice in that only one state
+    is kept for each i and j; the layers are those on the way to g(layers, count).
+
+    Args:
+        run: returns what a layer, by its number, makes of states of the same token.
+        first: what enters the first layer.
+        layers: number of layers.
+        count: below `layers`.
+    """
+    states = first[None]
+    was_run = np.zeros((layers + 1, count + 1), dtype=bool)  # whether the way to g(i, j) runs layer i - 1
+    for done in range(1, layers + 1):
+        after = run(done - 1, states)
+        whole = after[0]
+        most = min(done, count)
+        next_states = np.empty((most + 1, len(first)), dtype=np.float32)
+        for left_out in range(most + 1):
+            can_run = left_out < len(states)
+            can_skip = left_out > 0
+            runs = can_run and not (can_skip and _cosine(states[left_out - 1], whole) > _cosine(after[left_out], whole))
+            next_states[left_out] = after[left_out] if runs else states[left_out - 1]
+            was_run[done, left_out] = runs
+        states = next_states
+    found = []
+    left_out = count
+    for done in range(layers, 0, -1):
+        if not was_run[done, left_out]:
+            found.append(done - 1)
+            left_out -= 1
+    return tuple(reversed(found))
+
+
+def _cosine(one: Float32[np.ndarray, " hidden"], other: Float32[np.ndarray, " hidden"]) -> float:
+    """Return the cosine of two states; 0 if one of them is 0."""
+    norms = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
+    return float(one @ other) / norms if norms else 0.0

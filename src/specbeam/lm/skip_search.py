@@ -1,0 +1,264 @@
+"""The search for the sublayers that a draft may do without, while a text is decoded (SWIFT, arXiv 2410.06916).
+
+A set is as good as its *matchness*: the share of tokens of the text so far that the model without these sublayers takes for
+the likeliest ones. One set is tried at a time: random ones, and from time to time one that Bayesian optimisation suggests.
+"""
+
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float64
+
+from specbeam.errors import BadSetting, one_of
+from specbeam.lm.sublayers import Choice
+from specbeam.measure import kept_figures
+
+POOL = 512  # random sets among which Bayesian optimisation suggests one
+SCALES = (1.0, 2.0, 4.0, 8.0, 16.0)  # length scales that are weighed, in numbers of differing sublayers
+NOISE = 1e-2  # variance of a matchness, as a share of the variance of all
+KAPPA = 2.5  # standard deviations that are added to what a set is expected to have
+MOST_TRIALS = 400  # tried sets that are kept; older ones are forgotten
+WEIGHT = 0.5  # of a new matchness of the set in use, in its average
+Window = Literal["recent", "first"]
+
+
+@dataclass(frozen=True)
+class SkipSearch:
+    """The settings of a search; those of the paper, but for `window` (docs/methods/swift.md).
+
+    Args:
+        context: number of tokens that a matchness is measured on.
+        window: which tokens of the text these are: the "recent" ones, or the "first" that were generated.
+        interval: number of turns from one trial to the next.
+        bayes_every: of so many trials, one is suggested by Bayesian optimisation; 0: none.
+        enough: a matchness above which the search is over.
+        patience: trials in a row without a better set after which it is over.
+        most: number of trials after which it is over.
+    """
+
+    context: int = 32
+    window: Window = "recent"
+    interval: int = 1
+    bayes_every: int = 25
+    enough: float = 0.95
+    patience: int = 300
+    most: int = 1000
+
+    def __post_init__(self) -> None:
+        one_of("window", self.window, ("recent", "first"))
+        for name in ("context", "interval", "patience", "most"):
+            if getattr(self, name) < 1:
+                raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.bayes_every < 0:
+            raise BadSetting(f"bayes_every is {self.bayes_every}; it must be at least 0")
+        if not 0 <= self.enough <= 1:
+            raise BadSetting(f"enough is {self.enough}; it is a share of tokens, in [0, 1]")
+
+
+@dataclass
+class Found:
+    """What a search has found so far.
+
+    Attributes:
+        best: the set in use.
+        matchness: its matchness, an average over the windows that it was measured on; 0 before the first.
+        choices: bool[trials, choices], the sets that were tried.
+        scores: float64[trials], their matchness.
+        tries: number of trials so far.
+        failures: trials in a row that were not better.
+    """
+
+    best: Choice
+    matchness: float = 0.0
+    choices: Bool[np.ndarray, "trials choices"] = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))
+    scores: Float64[np.ndarray, " trials"] = field(default_factory=lambda: np.zeros(0))
+    tries: int = 0
+    failures: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.scores) == 0:
+            self.choices = np.zeros((0, len(self.best)), dtype=bool)
+
+    def copy(self) -> "Found":
+        """Return a copy that may change alone."""
+        return Found(self.best, self.matchness, self.choices, self.scores, self.tries, self.failures)
+
+    def is_over(self, search: SkipSearch) -> bool:
+        """Return whether the search has reached one of its ends, or has nothing to choose."""
+        has_choice = 0 < self.best.sum() < len(self.best)
+        is_good = self.matchness > search.enough
+        return not has_choice or is_good or self.failures >= search.patience or self.tries >= search.most
+
+    def next(self, search: SkipSearch, stream: np.random.Generator) -> Choice:
+        """Return the set to try next: at first the set in use, then others of its size.
+
+        Args:
+            stream: what random sets are drawn from.
+        """
+        if self.tries == 0:
+            return self.best
+        if search.bayes_every and self.tries % search.bayes_every == 0 and len(self.scores) > 1:
+            return suggested(self, stream)
+        return random_choice(len(self.best), int(self.best.sum()), stream)
+
+    def learn(self, choice: Choice, matchness: float) -> None:
+        """Take a tried set into use if it is strictly better than the present one, and remember its matchness."""
+        self.choices = np.concatenate([self.choices, choice[None]])[-MOST_TRIALS:]
+        self.scores = np.append(self.scores, matchness)[-MOST_TRIALS:]
+        self.tries += 1
+        self.failures += 1
+        if matchness > self.matchness:
+            self.best = choice
+            self.matchness = matchness
+            self.failures = 0
+
+    def measure_again(self, matchness: float) -> None:
+        """Take a matchness of the set in use on another window into its average."""
+        self.matchness = (1 - WEIGHT) * self.matchness + WEIGHT * matchness
+
+    def after(self, begun: "Found", ended: "Found") -> "Found":
+        """Return what is known when a session that began with `begun` has ended: its set, and the trials of both."""
+        fresh = ended.tries - begun.tries
+        newest = slice(len(ended.scores) - min(fresh, len(ended.scores)), None)
+        return Found(
+            ended.best,
+            ended.matchness,
+            np.concatenate([self.choices, ended.choices[newest]])[-MOST_TRIALS:],
+            np.append(self.scores, ended.scores[newest])[-MOST_TRIALS:],
+            self.tries + fresh,
+            ended.failures,
+        )
+
+
+def random_choice(choices: int, count: int, stream: np.random.Generator) -> Choice:
+    """Return `count` of the choices, each set of this size equally likely."""
+    choice = np.zeros(choices, dtype=bool)
+    choice[stream.permutation(choices)[:count]] = True
+    return choice
+
+
+def suggested(found: Found, stream: np.random.Generator) -> Choice:
+    """Return the set of the largest upper confidence bound among random ones and among the neighbours of the best one.
+
+    A neighbour leaves out one other sublayer in place of one.
+    """
+    best = found.choices[int(np.argmax(found.scores))]
+    pool = [random_choice(len(best), int(best.sum()), stream) for _ in range(POOL)]
+    for gone in np.flatnonzero(best):
+        for new in np.flatnonzero(~best):
+            swapped = best.copy()
+            swapped[[gone, new]] = [False, True]
+            pool.append(swapped)
+    candidates = np.array(pool)
+    mean, deviation = expected(found.choices, found.scores, candidates)
+    return np.array(candidates[int(np.argmax(mean + KAPPA * deviation))])
+
+
+def expected(
+    tried: Bool[np.ndarray, "trials choices"],
+    scores: Float64[np.ndarray, " trials"],
+    asked: Bool[np.ndarray, "asked choices"],
+) -> tuple[Float64[np.ndarray, " asked"], Float64[np.ndarray, " asked"]]:
+    """Return mean and standard deviation of the scores of sets, by a Gaussian process of the scores of others.
+
+    The covariance of two sets is exp(-d / scale), where d is the number of sublayers in which they differ. The scale is the
+    one of `SCALES` under which the scores are likeliest.
+    """
+    middle = scores.mean()
+    spread = max(float(scores.std()), 1e-6)
+    values = (scores - middle) / spread
+    between = _distances(tried, tried)
+    best = -np.inf
+    for scale in SCALES:
+        factor = np.linalg.cholesky(np.exp(-between / scale) + NOISE * np.eye(len(values)))
+        white = np.linalg.solve(factor, values)
+        likelihood = -0.5 * float(white @ white) - float(np.log(np.diag(factor)).sum())
+        if likelihood > best:
+            best = likelihood
+            cross = np.linalg.solve(factor, np.exp(-_distances(tried, asked) / scale))
+            mean = cross.T @ white
+            variance = np.maximum(1 - (cross**2).sum(0), 0.0)
+    return middle + spread * mean, spread * np.sqrt(variance)
+
+
+def _distances(
+    first: Bool[np.ndarray, "n choices"], second: Bool[np.ndarray, "m choices"]
+) -> Float64[np.ndarray, "n m"]:
+    """Return the number of sublayers in which sets differ."""
+    one = first.astype(np.float64)
+    other = second.astype(np.float64)
+    return np.asarray(one.sum(1)[:, None] + other.sum(1)[None] - 2 * one @ other.T)
+
+
+class SkipMemory:
+    """What the sessions of a target have found for a kind of texts: each one begins with what those before it have left.
+
+    It is kept on disk for later processes, if there is a key.
+
+    Args:
+        start: the set that a search begins with.
+        key: JSON values that name the target and the kind of texts; None: keep nothing on disk.
+    """
+
+    def __init__(self, start: Choice, key: Any = None) -> None:
+        self.start = start
+        self.key = key
+        self._found: Found | None = None
+        self._lock = Lock()
+
+    def begin(self) -> Found:
+        """Return a copy of what is known."""
+        with self._lock:
+            return self._known().copy()
+
+    def end(self, begun: Found, ended: Found) -> None:
+        """Take over what a session has found between two states."""
+        if ended.tries == begun.tries:
+            return
+        with self._lock:
+            self._found = self._known().after(begun, ended)
+            if self.key is not None:
+                kept_figures.keep("sublayers", self.key, _record_of(self._found))
+
+    def _known(self) -> Found:
+        if self._found is None:
+            record = None if self.key is None else kept_figures.load("sublayers", self.key)
+            kept = None if record is None else _found_in(record, self.start)
+            self._found = kept or Found(self.start)
+        return self._found
+
+
+def _record_of(found: Found) -> dict[str, Any]:
+    return {
+        "best": found.best.astype(int).tolist(),
+        "matchness": found.matchness,
+        "choices": found.choices.astype(int).tolist(),
+        "scores": found.scores.tolist(),
+        "tries": found.tries,
+        "failures": found.failures,
+    }
+
+
+def _found_in(record: dict[str, Any], start: Choice) -> Found | None:
+    """Return what a record holds; None if somebody else has written it."""
+    try:
+        found = Found(
+            np.array(record["best"], dtype=bool),
+            float(record["matchness"]),
+            np.array(record["choices"], dtype=bool).reshape(-1, len(start)),
+            np.array(record["scores"], dtype=np.float64),
+            int(record["tries"]),
+            int(record["failures"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
+    is_whole = (
+        found.best.shape == start.shape
+        and found.best.sum() == start.sum()
+        and len(found.scores) == len(found.choices)
+        and np.isfinite(found.scores).all()
+        and 0 <= found.matchness <= 1
+    )
+    return found if is_whole else None

@@ -1,0 +1,440 @@
+"""SCORE: the target without some of its sublayers as a draft model, on the target's own KV cache.
+
+Sources: SWIFT (arXiv 2410.06916), Draft & Verify (arXiv 2309.08168), CLaSp (ACL 2025).
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, Literal, get_args
+
+import numpy as np
+from jaxtyping import Int64
+
+from specbeam.core.forest import Forest
+from specbeam.engines.answers import LOGITS
+from specbeam.engines.cpu.cache import CpuCache
+from specbeam.engines.cpu.passes import PackedPasses
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.lm.base import checked_needs
+from specbeam.lm.clasp import dispensable_layers
+from specbeam.lm.huggingface import CacheForSteps, HuggingFaceLM
+from specbeam.lm.skip_search import Found, SkipMemory, SkipSearch
+from specbeam.lm.sublayers import Choice, Sublayers, alternate, chosen, count_of
+from specbeam.measure import kept_figures
+from specbeam.records import Needs, Scored, Turn
+from specbeam.session import CacheOwner, Session
+
+By = Literal["bayes", "random", "clasp", "exit"]
+MOST_PASSES = 64  # sets whose passes are kept
+STREAM = 0x5155  # tells the random numbers of a search from others of its session
+
+
+@dataclass(frozen=True)
+class Skipping:
+    """Which sublayers of the target drafts do without.
+
+    Args:
+        skip: "bayes": those that a search finds while texts are decoded, by random sets and Bayesian optimisation (SWIFT).
+            "random": the same by random sets alone. "clasp": whole layers, chosen anew every few turns (CLaSp). "exit": all
+            after the first ones. Or a set, or its text such as "a3 m3 m5" (Draft & Verify).
+        ratio: share of sublayers that are left out: by a search, of those of all layers but the first and the last; by
+            "clasp", of all layers. None: 0.45.
+        layers: number of first layers that run, for "exit".
+        every: number of turns after which "clasp" chooses anew. None: 16.
+        task: a name for the kind of texts. Of each kind a target keeps what a search has found.
+        search: the settings of a search. None: those of the paper.
+
+    Raises `BadSetting` if a setting is out of range, or would be ignored.
+    """
+
+    skip: By | str | Sublayers = "bayes"
+    ratio: float | None = None
+    layers: int | None = None
+    every: int | None = None
+    task: str | None = None
+    search: SkipSearch | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.skip, str) and self.skip not in get_args(By):
+            object.__setattr__(self, "skip", Sublayers.read(self.skip))
+        searches = self.skip in ("bayes", "random")
+        used = {
+            "ratio": searches or self.skip == "clasp",
+            "layers": self.skip == "exit",
+            "every": self.skip == "clasp",
+            "task": searches,
+            "search": searches,
+        }
+        for name, is_used in used.items():
+            if not is_used and getattr(self, name) is not None:
+                raise BadSetting(
+                    f"skip {str(self.skip)!r} does not look at {name}={getattr(self, name)!r}; leave it out"
+                )
+        if self.ratio is not None and not 0 <= self.ratio < 1:
+            raise BadSetting(f"ratio is {self.ratio}; it is the share that is left out, at least 0 and below 1")
+        if self.skip == "exit" and self.layers is None:
+            raise BadSetting("skip 'exit' needs layers, the number of first layers that run")
+        if self.every is not None and self.every < 1:
+            raise BadSetting(f"every is {self.every}; it must be at least 1")
+
+    @property
+    def searches(self) -> bool:
+        """Whether a search chooses."""
+        return self.skip in ("bayes", "random")
+
+
+@dataclass(eq=False)
+class Skips:
+    """What is known of the skipped sublayers in one session.
+
+    Attributes:
+        skipped: those of the present turn.
+        begun, found: what a search knew when the session began, and what it knows now.
+        stream: what it draws random sets from.
+        turns: number of turns settled so far.
+        measured_at: the first token of the window that the set in use was last measured on; None: none in this session.
+        scratch: the cache of the present turn's drafts; None before the first.
+    """
+
+    skipped: Sublayers
+    begun: Found | None = None
+    found: Found | None = None
+    stream: np.random.Generator = field(default_factory=np.random.default_rng)
+    turns: int = 0
+    measured_at: int | None = None
+    scratch: CpuCache | None = None
+
+
+class SkippingLM:
+    """The target without some of its sublayers, as a draft model on the target's own KV cache.
+
+    A sublayer that is left out changes no hidden state. The others read the target's keys and values of the text so far.
+    What they store for drafts is in slots that are free in the target's cache; it is forgotten after the draft, and the
+    target's pass computes all drafts again, in all layers. So nothing needs training or memory, and all that a draft
+    computes is computed twice: `rows` counts it.
+
+    Args:
+        lm: the target, run by the compiled forward.
+        settings: which sublayers.
+
+    Attributes:
+        passes: number of passes so far, those of a search included.
+        rows: number of rows of drafts that were computed; the target computes each of them again if it is given it.
+        search_passes, search_rows: number of passes and rows with which sublayers were chosen.
+        memory: what a search has found; None if none chooses.
+
+    Raises `NotSupported` unless the model is run by the compiled forward, and `BadSetting` if it lacks a sublayer.
+    """
+
+    keeps_nodes = True
+
+    def __init__(self, lm: HuggingFaceLM, settings: Skipping | None = None) -> None:
+        if not isinstance(lm.runner, PackedPasses):
+            raise NotSupported(
+                f"sublayers are left out by the compiled forward alone, and {lm.model_name} is run by engine {lm.engine!r}: "
+                "it is for Llama, Mistral and Qwen2 models in float32 on a CPU; elsewhere draft with a model of its own, or "
+                "by prompt_lookup"
+            )
+        self.lm = lm
+        self.settings = Skipping() if settings is None else settings
+        self.vocab = lm.vocab
+        self.max_positions = lm.max_positions
+        self.layers = len(lm.runner.decoder.kinds)
+        self.passes = 0
+        self.rows = 0
+        self.search_passes = 0
+        self.search_rows = 0
+        self.curves: dict[int, Any] = {}  # cost of a pass by the length of the context; see `tune`
+        self.search = self._search()
+        self.memory = self._memory() if self.settings.searches else None
+        self._first = self._first_skipped()
+        self._first.check(self.layers)
+        self._passes: dict[Sublayers, PackedPasses] = {}
+
+    def _search(self) -> SkipSearch:
+        """Return the settings of a search by random sets, or by Bayesian optimisation too."""
+        search = self.settings.search or SkipSearch()
+        return replace(search, bayes_every=0) if self.settings.skip == "random" else search
+
+    @property
+    def ratio(self) -> float:
+        """The share of sublayers, or of layers, that is left out."""
+        return 0.45 if self.settings.ratio is None else self.settings.ratio
+
+    def _memory(self) -> SkipMemory:
+        """Return what searches have found in earlier processes, of this target, kind of texts and number of sublayers."""
+        count = count_of(self.layers, self.ratio)
+        key = [kept_figures.weights_key(self.lm.model), self.lm.engine, self.settings.task or "", count]
+        return SkipMemory(alternate(self.layers, count), key)
+
+    def _first_skipped(self) -> Sublayers:
+        """Return the sublayers that sessions begin without."""
+        skip = self.settings.skip
+        if isinstance(skip, Sublayers):
+            return skip
+        if self.memory is not None:
+            return chosen(self.memory.start)
+        if skip == "exit":
+            if not 1 <= int(self.settings.layers or 0) < self.layers:
+                raise BadSetting(
+                    f"layers is {self.settings.layers}; {self.lm.model_name} has {self.layers}: 1 to {self.layers - 1} of "
+                    "them run"
+                )
+            return Sublayers.after(int(self.settings.layers or 0), self.layers)
+        return Sublayers()  # until the first choice of "clasp"
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code does all its heavy work, so that torch needs one thread."""
+        return self.lm.is_compiled
+
+    def skipped(self, session: CacheOwner) -> Sublayers:
+        """Return the sublayers that drafts of a session do without now."""
+        return self._skips(session).skipped
+
+    def extend(
+        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+    ) -> list[Scored]:
+        """See `LM.extend`."""
+        if any(need.states or need.ranked for need in checked_needs(self, len(sessions), needs)):
+            raise NotSupported("SkippingLM gives logits only, and a part needs more of its draft model")
+        self._begin(sessions)
+        by_set: dict[Sublayers, list[int]] = {}
+        for place, session in enumerate(sessions):
+            by_set.setdefault(self.skipped(session), []).append(place)
+        answers: dict[int, Scored] = {}
+        for skipped, places in by_set.items():
+            scratches = [self._scratch(sessions[place]) for place in places]
+            before = sum(scratch.trie.stored for scratch in scratches)
+            self.passes += 1
+            found = self._passes_without(skipped).extend(scratches, [forests[place] for place in places])
+            self.rows += sum(scratch.trie.stored for scratch in scratches) - before
+            answers.update(zip(places, found, strict=True))
+        for session in sessions:
+            self._count_scratch(session)
+        return [answers[place] for place in range(len(sessions))]
+
+    @contextmanager
+    def cache_for_steps(
+        self, session: CacheOwner, fresh: int, more: int = 0, needs: Needs = LOGITS
+    ) -> Iterator[CacheForSteps | None]:
+        """Yield the cache of a session's drafts as arrays for compiled steps; see `HuggingFaceLM.cache_for_steps`."""
+        if needs != LOGITS:
+            yield None
+            return
+        self._begin([session])
+        scratch = self._scratch(session)
+        passes = self._passes_without(self.skipped(session))
+        before = scratch.trie.stored
+        with passes.arrays_for_steps(scratch, fresh + more) as arrays:
+            yield CacheForSteps(self, scratch, arrays)
+        self.rows += scratch.trie.stored - before
+        self._count_scratch(session)
+
+    def fill(
+        self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
+    ) -> list[bool]:
+        """Return True for each session: the target stores the prompts itself."""
+        return [True] * len(sessions)
+
+    def settle(self, session: CacheOwner, turn: Turn) -> None:
+        """Forget the turn's drafts; the decoding loop settles the target's cache."""
+        skips = self._skips(session)
+        skips.scratch = None
+        skips.turns += 1
+
+    def take_back(self, session: CacheOwner) -> None:
+        """Forget the drafts of the present turn."""
+        self._skips(session).scratch = None
+
+    def peak(self, session: CacheOwner) -> int:
+        """Return the largest number of tokens of the session that were stored at the same time, drafts included."""
+        return self.lm.peak(session)
+
+    def close(self, session: CacheOwner) -> None:
+        """Keep what a search has found in this session; the decoding loop closes the target's cache."""
+        skips = session.state.pop(self, None)
+        if skips is not None and self.memory is not None:
+            self.memory.end(skips.begun, skips.found)
+
+    @contextmanager
+    def stored(self, length: int) -> Iterator["TimedDrafts"]:
+        """Yield a prompt of `length` tokens in the target's cache, on which passes are timed."""
+        prompt = [(7 * place + 3) % self.vocab for place in range(length)]
+        session: Any = SimpleNamespace(prompt=prompt, state={})
+        try:
+            yield TimedDrafts(self, session)
+        finally:
+            self.close(session)
+            self.lm.close(session)
+
+    def _skips(self, session: CacheOwner) -> Skips:
+        """Return what is known of a session; at first what those before it have left."""
+        found: Skips | None = session.state.get(self)
+        if found is None:
+            found = Skips(self._first)
+            if self.memory is not None:
+                found.begun = self.memory.begin()
+                found.found = found.begun.copy()
+                found.skipped = chosen(found.found.best)
+                seed = session.dice.key if isinstance(session, Session) else 0
+                found.stream = np.random.Generator(np.random.Philox(key=seed ^ STREAM))
+            session.state[self] = found
+        return found
+
+    def _scratch(self, session: CacheOwner) -> CpuCache:
+        scratch = self._skips(session).scratch
+        assert scratch is not None
+        return scratch
+
+    def _passes_without(self, skipped: Sublayers) -> PackedPasses:
+        """Return the target's passes without these sublayers."""
+        if skipped not in self._passes:
+            if len(self._passes) >= MOST_PASSES:
+                self._passes.pop(next(iter(self._passes)))
+            assert isinstance(self.lm.runner, PackedPasses)
+            self._passes[skipped] = self.lm.runner.skipping(skipped.attention, skipped.inner)
+        return self._passes[skipped]
+
+    def _count_scratch(self, session: CacheOwner) -> None:
+        session.state[self.lm].trie.count_scratch(self._scratch(session).trie)
+
+    def _begin(self, sessions: Sequence[CacheOwner]) -> None:
+        """At the first pass of a turn, choose the sublayers of each session, and make a cache for its drafts."""
+        beginning = [session for session in sessions if self._skips(session).scratch is None]
+        if not beginning:
+            return
+        for session, cache in zip(beginning, self.lm.caches_before_roots(beginning), strict=True):
+            skips = self._skips(session)
+            if isinstance(session, Session):
+                self._choose(session, skips, cache)
+            skips.scratch = cache.scratch(cache.trie.scratch(_to_run_again(session, cache)))
+
+    def _choose(self, session: Session, skips: Skips, cache: CpuCache) -> None:
+        """Choose the sublayers of a turn, if it is time to."""
+        if self.settings.skip == "clasp":
+            if skips.turns % (self.settings.every or 16) == 0:
+                skips.skipped = self._by_states(session, cache) or skips.skipped
+        elif skips.found is not None and not skips.found.is_over(self.search):
+            self._go_on_searching(session, skips, skips.found, cache)
+
+    def _go_on_searching(self, session: Session, skips: Skips, found: Found, cache: CpuCache) -> None:
+        """Measure one set on the text so far, and take it into use if it is better than the present one."""
+        best = int(np.argmax(session.beams.scores))
+        text = [*session.settled, *session.tails[best].tolist()]
+        context = self.search.context
+        if len(text) <= context + 1 or skips.turns % self.search.interval:
+            return
+        start = 0 if self.search.window == "first" else len(text) - context - 1
+        window = np.array(text[start : start + context + 1])
+        leaf = cache.trie.leaf(best)
+
+        def matchness(choice: Choice) -> float:
+            return self._matchness(session, cache, leaf, len(session.prompt) + start, window, chosen(choice))
+
+        has_moved = skips.measured_at is None or start - skips.measured_at >= context / 2
+        if self.search.window == "recent" and has_moved:
+            skips.measured_at = start
+            if found.tries:
+                found.measure_again(matchness(found.best))
+                return
+        choice = found.next(self.search, skips.stream)
+        found.learn(choice, matchness(choice))
+        skips.skipped = chosen(found.best)
+
+    def _matchness(
+        self,
+        session: Session,
+        cache: CpuCache,
+        leaf: int,
+        position: int,
+        window: Int64[np.ndarray, " tokens"],
+        skipped: Sublayers,
+    ) -> float:
+        """Return the share of tokens of a window that the model without these sublayers takes for the likeliest ones.
+
+        Args:
+            leaf: a stored local node on whose path the window is.
+            position: that of the first token of the window, of which the odds are not asked.
+        """
+        asked = window[:-1]
+        trie = cache.trie.before(leaf, position)
+        scratch = cache.scratch(trie)
+        scratch.answered = 1  # the root stands for all that comes before
+        forest = Forest.rooted([0]).grown(asked, np.arange(len(asked)))
+        (scored,) = self._passes_without(skipped).extend([scratch], [forest])
+        cache.trie.count_scratch(trie)
+        self._count_search(session, len(asked))
+        return float(np.mean(scored.logits.argmax(-1).numpy() == window[1:]))
+
+    def _by_states(self, session: Session, cache: CpuCache) -> Sublayers | None:
+        """Return the layers without which the newest stored token's last state stays nearest; None if it is no token."""
+        best = int(np.argmax(session.beams.scores))
+        trie = cache.trie
+        leaf = trie.leaf(best)
+        token = int(trie.tokens[leaf])
+        if token < 0:
+            return None
+        count = int(self.layers * self.ratio)
+        others = trie.before(leaf, int(trie.positions[leaf]))
+        others.enter(Forest.rooted([0]).grown([token] * (count + 1), [0] * (count + 1)))
+        feed = others.feed(count + 1)
+        scratch = cache.scratch(others)
+        runner = self.lm.runner
+        assert isinstance(runner, PackedPasses)
+        layers = dispensable_layers(
+            lambda layer, states: runner.run_layer(scratch, feed.only(np.arange(len(states))), layer, states),
+            runner.decoder.embedding[token],
+            self.layers,
+            count,
+        )
+        trie.count_scratch(others)
+        self._count_search(session, count + 1)
+        return Sublayers.of_layers(layers)
+
+    def _count_search(self, session: Session, rows: int) -> None:
+        """Count a pass over so many rows that chooses sublayers."""
+        self.passes += 1
+        self.search_passes += 1
+        self.search_rows += rows
+        session.count.draft_passes += 1
+
+
+@dataclass(frozen=True)
+class TimedDrafts:
+    """A prompt in the target's cache, on which passes of drafts are timed."""
+
+    lm: SkippingLM
+    session: Any
+
+    def pass_s(self, rows: int) -> float:
+        """Return the seconds of a pass over `rows` rows, which are taken back after it."""
+        root = Forest.rooted(self.session.prompt[-1:])
+        nodes = np.arange(rows, dtype=np.int64)
+        forest = root.grown(nodes % self.lm.vocab, np.zeros_like(nodes))
+        self.lm.extend([self.session], [root])
+        began = time.perf_counter()
+        self.lm.extend([self.session], [forest])
+        seconds = time.perf_counter() - began
+        self.lm.take_back(self.session)
+        return seconds
+
+
+def _to_run_again(session: CacheOwner, cache: CpuCache) -> Int64[np.ndarray, " roots"]:
+    """Return the roots that the target has stored already, and of which the drafter does not know the row of logits."""
+    trie = cache.trie
+    stored = np.flatnonzero(trie.root_at < trie.stored)
+    start = getattr(session, "start", None)
+    return stored if start is None else np.setdiff1d(stored, start.known.nodes)
+
+
+def skipping_model(lm: HuggingFaceLM, settings: Skipping | None = None) -> SkippingLM:
+    """Return the draft model that the target is without some sublayers, the same object for the same settings."""
+    key = settings or Skipping()
+    if key not in lm.skipping:
+        lm.skipping[key] = SkippingLM(lm, key)
+    found: SkippingLM = lm.skipping[key]
+    return found
