@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from specbeam.core.forest import Siblings
-from specbeam.draft.children import Best, Draws
-from specbeam.draft.tree import Family, GrowingTree, draw_children
+from specbeam.draft.children import Draws
+from specbeam.draft.tree import Family, GrowingTree
+from specbeam.laws.ranking import largest
 from specbeam.laws.rows import RowLaw
 from specbeam.session import Session
 
@@ -90,10 +91,10 @@ class Caterpillar:
         """Return the children of a node, the one that goes on first."""
         if session.warp.greedy:
             count = number_of(self.of_best, float(np.exp(law.logp.max())))
-            (best,) = draw_children(Best(), law, count, session)  # type: ignore[arg-type]
-            return best
+            places = largest(law.logp.reshape(1, law.size), np.zeros(1), count)[:count].tolist()
+            return Draws(places, deterministic=True)
         left = law.p.copy()
-        places: list[int] = [session.dice.pick(left)]
+        places = [session.dice.pick(left)]
         count = number_of(self.of_drawn, float(law.p[places[0]]))
         left[places[0]] = 0.0
         while len(places) < count and (left > 0).any():
