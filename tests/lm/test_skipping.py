@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import specbeam as sb
+from specbeam.bench.sublayers import best_sublayers
+from specbeam.cli import tune
+from specbeam.cli.common import method_from
 from specbeam.control.cost import CostCurve
 from specbeam.core.forest import next_start, rows_of_nodes, turn_rows
 from specbeam.core.limits import Limits
@@ -447,3 +450,31 @@ def test_load_takes_it_as_a_draft_for_any_method():
         for method in (sb.opt_tree(4, 2), sb.sampling())
     ]
     assert outs[0] == outs[1]
+
+
+def test_a_set_is_found_on_prompts_and_is_what_texts_begin_with():
+    """Draft & Verify: better than the first one, on the target's own answers, and then kept."""
+    lm = target_of(layers=6)
+    with torch.no_grad():
+        for layer in (2, 4):
+            for weight in (lm.model.model.layers[layer].self_attn.o_proj, lm.model.model.layers[layer].mlp.down_proj):
+                weight.weight.mul_(1e-3)
+    pair = sb.load(lm.model)
+    settings = Skipping("bayes", 0.5, task="offline", search=SkipSearch(bayes_every=4, enough=0.99))
+    found = best_sublayers(pair, [PROMPTS[0], PROMPTS[2]], settings, tries=200, max_new_tokens=12)
+    assert found.skipped == Sublayers.of_layers((2, 4))
+    assert found.matchness > max(found.first, 0.95)
+    assert found.tokens == 24
+    draft = skipping_model(pair.target, settings)
+    assert not pair.target.caches
+    assert draft.skipped(seat([1])) == found.skipped
+    assert draft.memory.begin().is_over(settings.search)
+    with pytest.raises(BadSetting, match="not searched for"):
+        best_sublayers(pair, [PROMPTS[0]], Skipping("a1"))
+
+
+def test_the_command_line_names_sets_and_searches(capsys):
+    assert method_from("swift", ["skip=exit", "layers=2", "depth=4"]).name == "swift"
+    assert method_from("swift", ["skip=a1 m2", "siblings=false"]).exact
+    with pytest.raises(BadSetting, match="give both"):
+        tune.run("bundled", None, [64], 4, None, 0.6, False, [], (None, "x"), True)

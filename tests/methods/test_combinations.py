@@ -39,7 +39,7 @@ BETWEEN = {"confidence", "tracked", "calibrated", "survival", "beta_ts", "calibr
 LAWLESS = {"gsd", "prompt_lookup", "suffix_match", "token_recycling"}
 AT_ONCE = {"prompt_lookup", "suffix_match", "token_recycling", "multi_draft"}
 BUDGET = {"opt_tree", "dyspec", "propd"}
-UNPRICED = BUDGET | {"gsd", "multi_draft"}
+UNPRICED = BUDGET | {"gsd", "multi_draft", "swift"}
 OWN_RULE = {"block_verification", "traversal"}  # the name is the rule
 DRAFTING = {
     make.__name__: make
@@ -78,7 +78,7 @@ def made(name, rule, controller):
 
 
 def test_every_method_of_the_family_takes_a_controller_and_a_rule():
-    assert len(DRAFTING) == 16
+    assert len(DRAFTING) == 17
     for name, make in DRAFTING.items():
         known = inspect.signature(make).parameters
         assert "controller" in known, name

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.errors import BadSetting, MissingFile
-from specbeam.hmt import hmt
 from specbeam.memory.files import backbone_of, holds_memory
 from specbeam.pair import Pair, load
 from specbeam.recipes.settings_text import method_from as method_from
 from specbeam.records import Generation
+from specbeam.with_memory import hmt
 
 
 def quiet_load(

@@ -674,12 +674,23 @@ def tune(
             "for sequoia. By default the bundled pair's sentences, for that pair.",
         ),
     ] = [],
+    skip_ratio: Annotated[
+        float | None,
+        typer.Option(
+            help="Search on these prompts for the share of the target's sublayers that drafts of swift do without, and keep "
+            "what is found for swift with the same ratio and task; such as 0.45."
+        ),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Name of the kind of texts that --skip-ratio searches for, as in swift.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure what controllers decide by, and keep it on disk: the time of passes here, and acceptance by rank."""
     from specbeam.cli.tune import run
 
-    raise typer.Exit(run(model, draft, context, beams, draft_beams, odds, explain, prompt, file, json))
+    skipping = (skip_ratio, task)
+    raise typer.Exit(run(model, draft, context, beams, draft_beams, odds, explain, prompt, file, skipping, json))
 
 
 @app.command()

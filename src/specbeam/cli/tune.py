@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbeam.bench.acceptance import Acceptance, acceptance
+from specbeam.bench.sublayers import FoundSublayers, best_sublayers
 from specbeam.cli.bench import demo_sentences
 from specbeam.cli.common import quiet_load
 from specbeam.control.cost import CostCurve
@@ -14,6 +15,7 @@ from specbeam.control.needs import NodesByNeed
 from specbeam.control.worth import DepthByCost, PassOdds
 from specbeam.errors import BadSetting
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.skipping import Skipping
 from specbeam.pair import Pair
 from specbeam.prompts import read, spread
 from specbeam.recipes.beams import dsbd
@@ -34,6 +36,7 @@ def run(
     explain: bool,
     prompts: list[str],
     files: list[Path],
+    skipping: tuple[float | None, str | None],
     json: bool,
 ) -> int:
     """Measure passes of the models and acceptance by rank, print them, and return the exit code.
@@ -43,19 +46,27 @@ def run(
         width: draft nodes per layer; None: as `dsbd` chooses.
         odds: probability that a draft layer passes, for `explain`.
         prompts, files: prompts on which acceptance by rank is measured; none: the demo's, for the bundled pair.
+        skipping: the share of sublayers to search for that drafts do without, and the name of the kind of texts; without
+             the share nothing is searched for.
     """
     from rich.console import Console
     from rich.table import Table
 
     if not 0 < odds < 1:
         raise BadSetting(f"--odds is {odds}; it is a probability, in (0, 1)")
+    if skipping[0] is None and skipping[1] is not None:
+        raise BadSetting(
+            f"--task {skipping[1]!r} names texts that --skip-ratio searches for; give both, or leave it out"
+        )
     pair = quiet_load(model, draft)
     models = {"target": pair.forgetful_target} | (
         {"draft": pair.draft} if isinstance(pair.draft, HuggingFaceLM) else {}
     )
     console = Console(highlight=False)
     curves = {name: {context: _cost_curve(lm, context) for context in contexts} for name, lm in models.items()}
-    by_rank = _measured_acceptance(pair, _prompts(model, prompts, files))
+    texts = _prompts(model, prompts, files)
+    by_rank = _measured_acceptance(pair, texts)
+    found = _found_sublayers(pair, texts, *skipping)
     if json:
         record: dict[str, Any] = {
             name: {context: dataclasses.asdict(curve) for context, curve in by_context.items()}
@@ -63,6 +74,8 @@ def run(
         }
         if by_rank is not None:
             record["acceptance"] = dataclasses.asdict(by_rank)
+        if found is not None:
+            record["sublayers"] = {**dataclasses.asdict(found), "skipped": str(found.skipped)}
         print(json_format.dumps(record))
         return 0
     table = Table(title="milliseconds of a pass, by nodes")
@@ -76,6 +89,11 @@ def run(
     if by_rank is not None:
         odds_by_rank = ", ".join(f"{value:.2f}" for value in by_rank.odds)
         console.print(f"acceptance of the first, second, ... draft tried, at {by_rank.nodes} nodes: {odds_by_rank}")
+    if found is not None:
+        console.print(
+            f"without the sublayers {found.skipped} the target takes {found.matchness:.2f} of {found.tokens} of its own "
+            f"tokens for the likeliest (at first {found.first:.2f}); {found.tries} sets were tried"
+        )
     if explain and "draft" in curves:
         target_curve = curves["target"][contexts[0]]
         draft_curve = curves["draft"][contexts[0]]
@@ -102,6 +120,15 @@ def _measured_acceptance(pair: Pair, prompts: list[str]) -> Acceptance | None:
     found = acceptance(pair, prompts, children=5, max_new_tokens=48)
     keep_acceptance(pair.forgetful_target, pair.draft, with_guess(found.odds, found.nodes))
     return found
+
+
+def _found_sublayers(pair: Pair, prompts: list[str], ratio: float | None, task: str | None) -> FoundSublayers | None:
+    """Search for sublayers that drafts do without, and keep what is found; None without a share of them."""
+    if ratio is None:
+        return None
+    if not prompts:
+        raise BadSetting("--skip-ratio searches on prompts; give them with --file")
+    return best_sublayers(pair, prompts, Skipping("bayes", ratio, task=task))
 
 
 def _cost_curve(lm: HuggingFaceLM, context: int) -> CostCurve:

@@ -310,6 +310,7 @@ class HuggingFaceLM:
         if not self._takes_steps or not self._is_stored_for_steps(cache, fresh):
             yield None
             return
+        assert not isinstance(self.runner, PaddedPasses)
         with self.runner.arrays_for_steps(cache, fresh + more) as arrays:
             yield None if arrays is None else CacheForSteps(self, cache, arrays)
 

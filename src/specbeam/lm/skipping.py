@@ -333,7 +333,8 @@ class SkippingLM:
         leaf = cache.trie.leaf(best)
 
         def matchness(choice: Choice) -> float:
-            return self._matchness(session, cache, leaf, len(session.prompt) + start, window, chosen(choice))
+            self._count_search(session, context)
+            return self.matchness(cache, leaf, len(session.prompt) + start, window, chosen(choice))
 
         has_moved = skips.measured_at is None or start - skips.measured_at >= context / 2
         if self.search.window == "recent" and has_moved:
@@ -345,9 +346,8 @@ class SkippingLM:
         found.learn(choice, matchness(choice))
         skips.skipped = chosen(found.best)
 
-    def _matchness(
+    def matchness(
         self,
-        session: Session,
         cache: CpuCache,
         leaf: int,
         position: int,
@@ -357,6 +357,7 @@ class SkippingLM:
         """Return the share of tokens of a window that the model without these sublayers takes for the likeliest ones.
 
         Args:
+            cache: of the target, with the text.
             leaf: a stored local node on whose path the window is.
             position: that of the first token of the window, of which the odds are not asked.
         """
@@ -367,7 +368,6 @@ class SkippingLM:
         forest = Forest.rooted([0]).grown(asked, np.arange(len(asked)))
         (scored,) = self._passes_without(skipped).extend([scratch], [forest])
         cache.trie.count_scratch(trie)
-        self._count_search(session, len(asked))
         return float(np.mean(scored.logits.argmax(-1).numpy() == window[1:]))
 
     def _by_states(self, session: Session, cache: CpuCache) -> Sublayers | None:

@@ -66,7 +66,7 @@ class Schedule:
         return min(1.0, part / self.warm, (1 - part) / self.decay)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FilledSchedule(Schedule):
     """A schedule that leaves nothing out."""
 
