@@ -81,7 +81,7 @@ def test_values_from_the_top_down_are_draws_without_replacement():
 
 
 @pytest.mark.parametrize("cut", [Truncation(), Truncation(0.6)], ids=["temperature 1", "temperature 0.6"])
-@pytest.mark.parametrize("draft_beams", [3, 4, 6])
+@pytest.mark.parametrize("draft_beams", [3, pytest.param(4, marks=pytest.mark.slow), 6])
 @pytest.mark.parametrize("width", ["fixed", "auto"])
 def test_lazy_turns_draw_what_eager_turns_draw_and_end_later(cut, draft_beams, width, monkeypatch):
     """Seed by seed, with ends inside of turns, and drafts that know little."""
