@@ -104,11 +104,11 @@ def test_lazy_turns_draw_what_eager_turns_draw_and_end_later(cut, draft_beams, w
 
 
 def law_if(is_decided, monkeypatch):
-    """The law of two steps of beam sampling whose turns end where `is_decided` says, counted on 3,000 keys."""
+    """The law of two steps of beam sampling whose turns end where `is_decided` says, counted on 1,500 keys."""
     target = random_table(7, 3)
     counts = {}
     monkeypatch.setattr(judge_steps, "most_value", is_decided)
-    keys = 3000
+    keys = 1500
     with source_of_steps():
         for key in range(keys):
             session = session_of(sb.dsbd(2, 2, 2, "fixed"), TableLM([0.2, 0.6, 0.2]), steps=3, eos=(), key=key)
