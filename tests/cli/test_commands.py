@@ -196,7 +196,7 @@ def test_int8_weights_are_asked_for_by_name(models):
     code, out, err = specbeam("generate", "hello", *models, "--quantize", "int8", "--json", "--max-new-tokens", "4")
     assert code == 0, err
     assert json.loads(out)["report"]["law"].endswith("of the target in int8")
-    code, _, err = specbeam("generate", "hello", *models, "--quantize", "int3")
+    code, _, err = shell("generate", "hello", *models, "--quantize", "int3")
     assert code == 2
     assert "'int8' or None" in err
 
