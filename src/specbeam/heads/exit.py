@@ -208,7 +208,7 @@ class ExitLM(HeadLM):
 
     Args:
         head: the head.
-        target: the model that it is for, run by the compiled forward.
+        target: the model that it is for, run by an engine that runs ranges of layers ("compiled", "int8" or "layers").
     """
 
     head: ExitHead
@@ -299,7 +299,7 @@ class ExitLM(HeadLM):
 def exit_model(head: ExitHead, target: HuggingFaceLM) -> "ExitLM | HuggingFaceLM":
     """Return the draft model that an exit head is.
 
-    Where the compiled forward runs the target, it drafts on the target's cache. Elsewhere it is a model of its own that
+    Where an engine runs ranges of layers, it drafts on the target's cache. Elsewhere it is a model of its own that
     shares the weights, and computes the first layers a second time; `how_it_runs` says so.
     """
     if isinstance(target.runner, PackedPasses):
