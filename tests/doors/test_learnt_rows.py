@@ -157,7 +157,7 @@ def test_extra_rows_see_their_path_their_group_and_the_prefix(family, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["lean", "compiled"])
+@pytest.mark.parametrize("engine", ["lean", "compiled", "layers"])
 @pytest.mark.parametrize("lengths", [(7,), LENGTHS], ids=str)
 def test_engines_of_our_own_give_the_same_extra_rows(engine, kind, lengths):
     model = tiny("llama", **OURS)

@@ -157,9 +157,10 @@ def test_some_layers_have_to_be_left(layers):
         LiveLayers(target_of(), layers)
 
 
-def test_drafts_that_the_target_is_not_given_leave_its_cache():
+@pytest.mark.parametrize("engine", ["compiled", "layers"])
+def test_drafts_that_the_target_is_not_given_leave_its_cache(engine):
     """Their slots are free for others, and the rows of those that are left are those of plain forwards."""
-    lm, one = target_of(), seat([3, 4])
+    lm, one = target_of(engine=engine), seat([3, 4])
     early = LiveLayers(lm, 1)
     rng = np.random.default_rng(4)
     for _ in range(5):
