@@ -464,7 +464,7 @@ def test_a_set_is_found_on_prompts_and_is_what_texts_begin_with():
     found = best_sublayers(pair, [PROMPTS[0], PROMPTS[2]], settings, tries=200, max_new_tokens=12)
     assert found.skipped == Sublayers.of_layers((2, 4))
     assert found.matchness > max(found.first, 0.95)
-    assert found.tokens == 24
+    assert found.tokens > 12
     draft = skipping_model(pair.target, settings)
     assert not pair.target.caches
     assert draft.skipped(seat([1])) == found.skipped

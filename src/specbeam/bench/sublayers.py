@@ -75,10 +75,10 @@ def best_sublayers(
     finally:
         for text in texts:
             text.close()
-    done = found.tries - begun.tries
-    found.tries = max(found.tries, draft.search.most)  # over: texts take it as it is
     draft.memory.end(begun, found)
-    return FoundSublayers(chosen(found.best), found.matchness, first, done, sum(len(text) for text in texts))
+    draft.memory.rest(draft.search)
+    tokens = sum(len(text) for text in texts)
+    return FoundSublayers(chosen(found.best), found.matchness, first, found.tries - begun.tries, tokens)
 
 
 class StoredAnswer:

@@ -219,8 +219,19 @@ class SkipMemory:
             return
         with self._lock:
             self._found = self._known().after(begun, ended)
-            if self.key is not None:
-                kept_figures.keep("sublayers", self.key, _record_of(self._found))
+            self._keep()
+
+    def rest(self, search: SkipSearch) -> None:
+        """Let the search be over, so that texts take the set that is known as it is."""
+        with self._lock:
+            known = self._known()
+            known.tries = max(known.tries, search.most)
+            self._keep()
+
+    def _keep(self) -> None:
+        """Keep what is known on disk."""
+        if self.key is not None and self._found is not None:
+            kept_figures.keep("sublayers", self.key, _record_of(self._found))
 
     def _known(self) -> Found:
         if self._found is None:
