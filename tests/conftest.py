@@ -29,6 +29,7 @@ def forgetful(request):
         if "remembers" not in request.keywords:
             patch.setattr("specbeam.control.needs.OddsMemory.add", lambda *given: None)
             patch.setattr("specbeam.control.pace.PaceMemory.leave", lambda *given: None)
+            patch.setattr("specbeam.lm.skip_search.SkipMemory.end", lambda *given: None)
         yield
 
 

@@ -310,6 +310,7 @@ def test_the_gaussian_process_goes_through_what_was_seen_and_is_unsure_elsewhere
     assert suggested(found, stream).sum() == tried[int(np.argmax(scores))].sum()
 
 
+@pytest.mark.remembers
 def test_what_a_session_finds_is_kept_on_disk_and_the_next_one_goes_on_from_there(tmp_path, monkeypatch):
     """By target, task and number of sublayers; and the state of a search is that of a session (SW-7)."""
     monkeypatch.setenv("SPECBEAM_CACHE", str(tmp_path))
@@ -452,6 +453,7 @@ def test_load_takes_it_as_a_draft_for_any_method():
     assert outs[0] == outs[1]
 
 
+@pytest.mark.remembers
 def test_a_set_is_found_on_prompts_and_is_what_texts_begin_with():
     """Draft & Verify: better than the first one, on the target's own answers, and then kept."""
     lm = target_of(layers=6)

@@ -322,7 +322,10 @@ class SkippingLM:
             self._go_on_searching(session, skips, skips.found, cache)
 
     def _go_on_searching(self, session: Session, skips: Skips, found: Found, cache: CpuCache) -> None:
-        """Measure one set on the text so far, and take it into use if it is better than the present one."""
+        """Measure one set on the text so far, and take it into use if it is better than the present one.
+
+        Where the window has moved on, the present one is measured again first.
+        """
         best = int(np.argmax(session.beams.scores))
         text = [*session.settled, *session.tails[best].tolist()]
         context = self.search.context
@@ -339,9 +342,8 @@ class SkippingLM:
         has_moved = skips.measured_at is None or start - skips.measured_at >= context / 2
         if self.search.window == "recent" and has_moved:
             skips.measured_at = start
-            if found.tries:
+            if found.tries:  # and try another one too, as short texts have few turns
                 found.measure_again(matchness(found.best))
-                return
         choice = found.next(self.search, skips.stream)
         found.learn(choice, matchness(choice))
         skips.skipped = chosen(found.best)
