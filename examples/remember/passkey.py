@@ -6,7 +6,7 @@ plain model cannot know a value of earlier segments: chance is 1/16.
 
     python examples/remember/passkey.py --out FOLDER
 
-About fifteen minutes of one core. What was trained is in FOLDER, the table in FOLDER/table.md.
+A few minutes of one idle core for each of four models. What was trained is in FOLDER, the table in FOLDER/table.md.
 """
 
 import argparse

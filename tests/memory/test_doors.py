@@ -13,6 +13,7 @@ from specbeam.memory.files import CONFIG, WEIGHTS, read_memory, save_memory
 from specbeam.memory.lm import MemoryLM
 from specbeam.memory.plan import MemoryPlan
 from specbeam.memory.recall import new_recall
+from specbeam.recipes.catalogue import RECIPES
 from specbeam.records import Needs
 from tests.support.remembered import Naive, tiny_memory, tiny_remembering
 from tests.support.tiny_models import tiny
@@ -76,9 +77,10 @@ def test_a_draft_with_memory_drafts_for_a_target_without(pair):
     assert loaded.draft.caches == []
 
 
-def test_rows_of_models_with_learned_positions_are_those_of_the_definition():
-    """OPT in float64, by transformers: every node of a tree over two ends of segments."""
-    model, recall = tiny_remembering(family="opt", seed=3)
+@pytest.mark.parametrize("family", ["opt", "gemma"])
+def test_rows_of_other_families_are_those_of_the_definition(family):
+    """In float64, by transformers: learnt positions, and embeddings that the model scales."""
+    model, recall = tiny_remembering(family=family, seed=3)
     pair = sb.load(model)
     naive = Naive(model, recall, PLAN)
     (answer,) = generated(sb.hmt(pair, (PLAN, recall)), sb.prompt_lookup(3), PROMPTS[:1], temperature=0)
@@ -196,3 +198,33 @@ def test_models_whose_states_are_no_embeddings_are_refused():
     model.set_input_embeddings(torch.nn.Identity())
     with pytest.raises(NotSupported, match="no table of embeddings"):
         MemoryLM(lm, PLAN, recall)
+
+
+CHANGE_THE_LAW = ("mtad", "mjsd", "mmtad", "mtjd")
+REFUSED = ("propd", "multi_draft")  # the target's first layers, and a second cache of the draft, are without memory
+TAKES_ANOTHER = ("auto",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make", [make for make in RECIPES if make.__name__ not in TAKES_ANOTHER], ids=lambda make: make.__name__
+)
+def test_recipes_take_a_pair_with_memory_or_say_why_not(make, pair):
+    """At temperature 0 those for one sequence give the text of greedy decoding, and beams those of beam search."""
+    loaded, recall, draft_recall = pair
+    remembering = sb.hmt(loaded, (PLAN, recall), draft_memory=(MemoryPlan(4, 1), draft_recall))
+    method = make()
+    name = make.__name__
+    if name in REFUSED:
+        with pytest.raises(NotSupported, match=name):
+            generated(remembering, method)
+        return
+    zero = {} if method.greedy or method.search else {"temperature": 0}
+    answers = generated(remembering, method, **zero)
+    if name in CHANGE_THE_LAW:
+        assert [len(answer.tokens) for answer in answers] == [9] * 3
+        return
+    plain = sb.greedy() if method.beams == 1 else sb.beam_search(method.beams)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in generated(remembering, plain)]
+    assert loaded.target.caches == []
+    assert loaded.draft.caches == []
