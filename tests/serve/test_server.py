@@ -17,6 +17,8 @@ openai = pytest.importorskip("openai")
 uvicorn = pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx2")
 
+from specbeam.bench.serving import Load, measure_load  # noqa: E402
+from specbeam.cli.bench_serve import run  # noqa: E402
 from specbeam.serve.app import BeamServer, make_app  # noqa: E402
 from specbeam.serve.config import ServerConfig  # noqa: E402
 
@@ -456,6 +458,23 @@ def test_many_clients_with_bad_input_beside_good(served, client, expected):
         assert all(pool.map(one, plans))
     settle(server)
     assert server.engine.counts.restarts == 0
+
+
+def test_a_load_is_counted_request_by_request(served, capsys):
+    url, server = served
+    for stream, gone in ((True, 0.4), (False, 0.0)):
+        load = Load([PROMPT, *OTHERS], {"max_tokens": 6, "num_beams": 2}, 3, 12, 500.0, gone, stream, seed=1)
+        found = measure_load(url, load)
+        assert found.answered + found.gone == 12
+        assert (found.gone > 0) == (gone > 0)
+        assert found.tokens_per_s > 0
+        assert (found.first_s is not None) == stream
+        assert all(one.waited_s >= (one.first_s or 0) for one in found.once)
+    assert run(url, 2, 4, None, 0.0, '{"n": 2}', [], 4, True, "", True) == 0
+    assert json.loads(capsys.readouterr().out)["answered"] == 4
+    assert run(url, 1, 1, None, 0.0, '{"model": "none"}', [], 4, True, "", False) == 1
+    assert "404" in capsys.readouterr().out
+    settle(server)
 
 
 def test_a_full_line_and_the_end_say_when_to_come_again(worded, expected, served):

@@ -19,7 +19,7 @@ SOAK_S = float(os.environ.get("SOAK_S", "60"))
 
 @pytest.mark.slow
 def test_memory_stays_flat_over_many_requests(pair):
-    """Mixed traffic by four threads for `SOAK_S` seconds; what Python holds is compared after the first quarter."""
+    """Mixed traffic by four threads for `SOAK_S` seconds; what Python and numpy hold then is compared with what they held at half time."""
     rng = np.random.default_rng(0)
     methods = [sb.sampling(), sb.beam_search(3), sb.dsbd(3, 4, 2), sb.speculative_sampling(3)]
     done = [0, 0]
@@ -38,11 +38,11 @@ def test_memory_stays_flat_over_many_requests(pair):
                 except SpecbeamError:
                     done[1] += 1
 
+        tracemalloc.start()
         threads = [threading.Thread(target=ask, args=(int(number),)) for number in rng.integers(0, 1000, 4)]
         for thread in threads:
             thread.start()
-        time.sleep(SOAK_S / 4)
-        tracemalloc.start()
+        time.sleep(SOAK_S / 2)
         gc.collect()
         before, first = tracemalloc.get_traced_memory()[0], done[0]
         for thread in threads:
@@ -50,6 +50,6 @@ def test_memory_stays_flat_over_many_requests(pair):
         gc.collect()
         grown = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
-        assert done[0] - first > 20
+        assert done[0] - first > 10
         assert grown < 2**20
         assert (engine.inside, engine.waiting, pair.target.caches, pair.draft.caches) == ([], 0, [], [])

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 CHUNK = 512  # prompt tokens of one session per pass
 MOST_ROWS_IN_STEPS = 512  # pending tokens and new nodes of one session in a pass that steps run
+COPIED_TOGETHER = 8  # chunks of a prompt that are known
 SHARE_FROM = 64  # tokens in common from which on sessions share a prefix
 MOST_TOGETHER = 16  # sessions that share a prefix: attention of each goes over the slots of all of them
 
@@ -585,15 +586,22 @@ class HuggingFaceLM:
             start = cache.trie.prompt_stored
             if start % known.chunk:
                 continue
-            if start == 0:
+            if self not in cache.recalled:
                 known.asked += len(cache.prompt) - 1
-            for chunk in known.find(cache.namespace, cache.prompt, start):
-                feed = cache.trie.feed(known.chunk)
-                extent = -(-cache.trie.extent // BLOCK) * BLOCK
-                self.runner.store.reserve(max(len(self.caches), cache.row + 1), extent)
-                self.runner.store.put(cache.row, feed.slots, chunk)
-                cache.trie.forget_inner()
-                cache.recalled[self] = cache.recalled.get(self, 0) + known.chunk
+                cache.recalled[self] = 0
+            found = known.find(cache.namespace, cache.prompt, start)
+            for first in range(0, len(found), COPIED_TOGETHER):
+                self._copy_chunks(cache, found[first : first + COPIED_TOGETHER], known.chunk)
+
+    def _copy_chunks(self, cache: Any, chunks: list[Any], size: int) -> None:
+        """Store the next tokens of a prompt by copying these chunks, of `size` tokens each."""
+        feed = cache.trie.feed(size * len(chunks))
+        extent = -(-cache.trie.extent // BLOCK) * BLOCK
+        self.runner.store.reserve(max(len(self.caches), cache.row + 1), extent)
+        for number, chunk in enumerate(chunks):
+            self.runner.store.put(cache.row, feed.slots[number * size : (number + 1) * size], chunk)
+        cache.trie.forget_inner()
+        cache.recalled[self] += size * len(chunks)
 
     def _remember(self, cache: Any, start: int) -> None:
         """Keep the chunk of a prompt that was stored last, from token `start` on."""

@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import inspect
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -623,8 +624,6 @@ def _add_operating(app: FastAPI, server: BeamServer) -> None:
     @app.get("/", response_class=HTMLResponse, response_model=None)
     async def page() -> Response:
         """Return the page that shows forests."""
-        import secrets
-
         nonce = secrets.token_urlsafe(16)
         text = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce)
         return HTMLResponse(text, headers={"content-security-policy": CSP.format(nonce=nonce)})
