@@ -45,7 +45,10 @@ demo: $(VENV)/demo
 	@$(BIN)/specbeam demo
 
 # The source of the steps by Python, with nothing to compile: laws enumerated on small tables, the rules of the house.
-QUICK := tests/test_house.py tests/test_repository.py tests/core tests/verify/test_draws.py tests/laws/test_truncation.py
+QUICK := tests/test_house.py tests/test_repository.py tests/core tests/verify/test_draws.py \
+	tests/methods/test_dsbd.py::test_beam_sampling_has_its_law \
+	tests/methods/test_sequences.py::test_drawn_trees_have_the_target_law \
+	tests/methods/test_sequences.py::test_matching_has_the_target_law
 
 quick: $(VENV)/dev
 	@SPECBEAM_KERNELS=off SPECBEAM_TYPES=off OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not gpu" $(QUICK)

@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,10 +75,16 @@ def imported_rooms(tree, above="specbeam"):
             yield from parts[depth : depth + 1] or [alias.name for alias in node.names]
 
 
+@cache
+def tree_of(path):
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
 def check_imports_go_down(paths, floors, above, module):
     for path in paths:
         here = room_of(path, above)
-        for there in imported_rooms(ast.parse(path.read_text()), module):
+        for there in imported_rooms(tree_of(path), module):
             if there in floors and there != here:
                 assert floors[there] < floors[here], f"{path}: {here} -> {there}"
 
@@ -108,7 +115,7 @@ def trees(*rooms):
     """The syntax tree of each file, of some rooms or of all."""
     for path in files():
         if not rooms or room_of(path) in rooms:
-            yield path, ast.parse(path.read_text())
+            yield path, tree_of(path)
 
 
 def steps_of(tree):
@@ -181,7 +188,7 @@ def test_what_compiles_stays_in_its_rooms():
 
 
 def imported_packages(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module.split(".")[0]
         if isinstance(node, ast.Import):
