@@ -341,3 +341,17 @@ def test_settings_have_the_defaults_of_the_recipe(name):
     for setting, parameter in inspect.signature(getattr(sb, name)).parameters.items():
         if setting not in ("beams", "trace"):
             assert here[setting].default == parameter.default, setting
+
+
+def test_settings_of_the_recipe_arrive(models):
+    target, draft, tokenizer = models
+    call = {**inputs_of(tokenizer, ["Hello"]), "num_beams": 3, "do_sample": True, "max_new_tokens": 6, "seed": 4}
+    widths = {"width": "auto", "mass": 0.8, "min_beams": 1}
+    drafted = target.generate(**call, custom_generate=sb.hf.dsbd, draft_model=draft, **widths)
+    plain = target.generate(**call, custom_generate=sb.hf.beam_sampling, **widths)
+    assert drafted.tolist() == plain.tolist()
+    for door, more in ((sb.hf.dsbd, {"draft_model": draft}), (sb.hf.beam_sampling, {})):
+        with pytest.raises(errors.BadSetting, match="semantics='hf'"):
+            target.generate(**call, custom_generate=door, semantics="hf", width="auto", **more)
+    with pytest.raises(errors.BadSetting, match="shared noise draws without replacement"):
+        target.generate(**call, custom_generate=sb.hf.dsbd, draft_model=draft, replacement=True)
