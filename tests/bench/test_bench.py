@@ -9,13 +9,15 @@ import torch
 
 import specbeam as sb
 from specbeam.bench.acceptance import acceptance
-from specbeam.bench.efficiency import as_markdown, contenders, efficiency, of_paper, plot
+from specbeam.bench.efficiency import as_markdown, contenders, efficiency, halves, of_paper, plot
 from specbeam.bench.head_cost import head_cost
+from specbeam.errors import BadPrompt
 from specbeam.generation import turns_of
 from specbeam.heads.lm import TrunkLM
 from specbeam.recipes.catalogue import HEAD_RECIPES
 from specbeam.train.eagle3 import new_eagle3
 from specbeam.train.plan import planned
+from specbeam.tuning.acceptance import with_guess
 from tests.support import words
 from tests.support.tiny_models import tiny
 
@@ -46,7 +48,7 @@ def test_no_contender_scores_more_nodes_than_the_budget(budget):
 
 
 def test_the_table_and_the_plot(tmp_path):
-    cells = efficiency(words.pair(), ["abc", "Hello"], [5], max_new_tokens=6)
+    cells = efficiency(words.pair(), ["abc", "Hello"], ["no"], [5], max_new_tokens=6)
     assert all(1 <= cell.low <= cell.efficiency <= cell.high for cell in cells)
     table = as_markdown(cells).splitlines()
     assert len(table) == len(cells) + 2
@@ -55,6 +57,46 @@ def test_the_table_and_the_plot(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     assert len({cell.recipe for cell in cells}) == len(cells) > 10
     assert np.isfinite([cell.nodes for cell in cells]).all()
+
+
+def test_shapes_are_chosen_on_other_prompts_than_those_reported(monkeypatch):
+    """Each figure that is reported is of the prompts to report, and of the shape that was best on the others."""
+    import specbeam.bench.efficiency as module
+
+    measured = []
+
+    def fake(pair, prompts, recipe, budget, shape, method, *, seed, options):
+        measured.append((tuple(prompts), recipe, shape))
+        good = len(shape) if prompts == ["no"] else -len(shape)  # what is best on the one kind is worst on the other
+        return module.TreeCell(recipe, budget, shape, good, good, good, 1.0, 1.0)
+
+    monkeypatch.setattr(module, "_cell", fake)
+    cells = efficiency(words.pair(), ["abc", "Hello"], ["no"], [5, 10], max_new_tokens=4)
+    for cell in cells:
+        shapes = [shape for prompts, recipe, shape in measured if recipe == cell.recipe and prompts == ("no",)]
+        assert (("abc", "Hello"), cell.recipe, cell.shape) in measured
+        assert not shapes or len(cell.shape) == max(len(shape) for shape in shapes if cell.budget == 10 or shape in
+                                                    contenders(5)[cell.recipe])  # fmt: skip
+    with pytest.raises(BadPrompt, match="keep them apart"):
+        efficiency(words.pair(), ["abc", "no"], ["no"], [5])
+    with pytest.raises(BadPrompt, match="give both"):
+        efficiency(words.pair(), ["abc"], [], [5])
+
+
+def test_sequoia_plans_by_the_acceptance_that_was_measured(monkeypatch):
+    """A target that drafts for itself accepts the first child always: the best tree of five nodes is a chain."""
+    model = tiny("llama")
+    pair = sb.load(model, model, tokenizer=words.tokenizer())
+    found = acceptance(pair, ["abc", "Hello"], max_new_tokens=30)
+    odds = with_guess(found.odds, 10_000)
+    turn = next(turns_of(pair, "abc", contenders(5, None, odds)["sequoia"]["5 nodes"](), seed=1, max_new_tokens=8))
+    assert turn.forest.depths().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_halves_are_different_prompts():
+    assert halves(["a", "b", "a", "c", "d"]) == (["b", "d"], ["a", "c"])
+    with pytest.raises(BadPrompt, match="at least two"):
+        halves(["a", "a"])
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +110,7 @@ def with_head():
 
 
 def test_a_head_is_measured_with_every_method_and_that_of_its_paper(with_head):
-    cells = efficiency(with_head, ["abc"], [5], max_new_tokens=4)
+    cells = efficiency(with_head, ["abc"], ["no"], [5], max_new_tokens=4)
     recipes = {cell.recipe for cell in cells}
     assert "eagle" in recipes
     assert "multi_draft" not in recipes  # of several models

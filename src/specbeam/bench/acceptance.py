@@ -47,7 +47,9 @@ def acceptance(pair: Pair, prompts: Sequence[Prompt], children: int = 8, seed: i
             if turn.forest.siblings.size:
                 counts[_rank_of_accepted(turn)] += 1
     nodes = int(counts.sum())
-    return Acceptance(tuple((counts[:-1] / max(nodes, 1)).round(4).tolist()), nodes)
+    odds = counts[:-1] / max(nodes, 1)
+    rounded = np.floor(odds * 10_000 + 1e-6) / 10_000  # down, so that their sum is at most 1
+    return Acceptance(tuple(rounded.tolist()), nodes)
 
 
 def _rank_of_accepted(turn: Turn) -> int:

@@ -1,7 +1,8 @@
 """Block efficiency at a fixed budget of scored nodes: tokens per pass of the target (the protocol of RSD).
 
-A comparison of trees at equal depth favours the wide ones, but the target pays for nodes. So each recipe is measured
-with several shapes that fit the budget, and the best of them is reported.
+A comparison of trees at equal depth favours the wide ones, but the target pays for nodes. So each recipe has several shapes
+that fit the budget. The best of them is chosen on prompts of its own, and reported on others: the best of several figures
+that were measured on the reported prompts would be too good.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +12,15 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.bench.acceptance import acceptance
+from specbeam.errors import BadPrompt
 from specbeam.generation import Prompt, turns_of
 from specbeam.heads.head import Head
 from specbeam.pair import Pair
 from specbeam.recipes import catalogue as recipes
 from specbeam.recipes.heads import paper_of
 from specbeam.recipes.method import Method
+from specbeam.tuning.acceptance import with_guess
 
 BUDGETS = (5, 10, 21, 30)
 BRANCHING = {5: [(2, 1), (5,), (1, 2, 1)], 10: [(2, 2, 1), (2, 1, 1, 1, 1), (5, 1)],
@@ -26,7 +30,7 @@ BEAMS = {5: [(1, 5), (2, 2)], 10: [(2, 5), (3, 3)], 21: [(3, 7), (4, 5), (7, 3)]
 
 @dataclass(frozen=True)
 class TreeCell:
-    """The efficiency of one recipe at one budget of nodes, with its best shape."""
+    """The efficiency of one recipe at one budget of nodes, with the shape that was best on other prompts."""
 
     recipe: str
     budget: int
@@ -38,13 +42,16 @@ class TreeCell:
     draft_passes: float  # mean number per pass of the target
 
 
-def contenders(budget: int, head: Head | None = None) -> dict[str, dict[str, Callable[[], Method]]]:
+def contenders(
+    budget: int, head: Head | None = None, odds: Sequence[float] | None = None
+) -> dict[str, dict[str, Callable[[], Method]]]:
     """Return the shapes of each recipe, as recipe -> shape -> function that makes the method.
 
     No shape has more nodes than the budget. A recipe may have no shape that fits.
 
     Args:
         head: the draft head of the pair, which brings the recipe of its paper; `multi_draft` needs models in its place.
+        odds: acceptance by rank, for `sequoia`'s tree; None: as its recipe has it.
     """
     chains = [length for length in (budget, 8, 5) if length <= budget]
     counts = BRANCHING[budget]
@@ -56,7 +63,7 @@ def contenders(budget: int, head: Head | None = None) -> dict[str, dict[str, Cal
         "specinfer": {f"{c}": partial(recipes.specinfer, c) for c in counts},
         "rsd_c": {f"{c}": partial(recipes.rsd_c, c) for c in counts},
         "rsd_s": {f"{w} x {d}": partial(recipes.rsd_s, w, d) for w, d in beams},
-        "sequoia": {f"{budget} nodes": partial(recipes.sequoia, budget, 8)},
+        "sequoia": {f"{budget} nodes": partial(recipes.sequoia, budget, 8, odds, cost=None)},
         "spechub": {f"depth {depth}": partial(recipes.spechub, depth)} if budget > 5 else {},
         "traversal": {f"{c}": partial(recipes.traversal, c) for c in counts},
         "traversal, best and one": {f"{c}": partial(recipes.traversal, c, "best_and_one") for c in counts},
@@ -99,35 +106,79 @@ def of_paper(name: str, budget: int) -> dict[str, dict[str, Callable[[], Method]
 def efficiency(
     pair: Pair,
     prompts: Sequence[Prompt],
+    choosing: Sequence[Prompt],
     budgets: Sequence[int] = BUDGETS,
     seed: int = 0,
     on_progress: Callable[[TreeCell], None] | None = None,
     **options: Any,
 ) -> list[TreeCell]:
-    """Measure the best shape of each recipe at each budget; return a cell for each pair of them.
+    """Measure each recipe at each budget, by the shape that is best on other prompts; return a cell for each pair of them.
 
     Shapes that fit a smaller budget compete in the larger budgets too.
 
     Args:
+        prompts: the prompts that are reported.
+        choosing: the prompts on which shapes are chosen, and on which acceptance by rank is measured, by which `sequoia`
+            plans its trees. None of them may be among `prompts`.
         budgets: numbers of nodes scored per pass; keys of `BRANCHING`.
         on_progress: called with each cell as soon as it is measured.
         options: as for `specbeam.generate`.
+
+    Raises `BadPrompt` if there is no prompt of one kind, or if a prompt is of both kinds.
     """
-    cells = list[TreeCell]()
-    measured = dict[tuple[str, str], TreeCell]()
+    _check_apart(prompts, choosing)
     head = getattr(pair.draft, "head", None)
+    by_rank = acceptance(pair, choosing, seed=seed, **options)
+    odds = with_guess(by_rank.odds, by_rank.nodes)
+    measure = partial(_cell, pair, seed=seed, options=options)
+    cells = list[TreeCell]()
+    reported = dict[tuple[str, str], TreeCell]()
+    shapes = dict[str, dict[str, Callable[[], Method]]]()  # of each recipe, those of all budgets so far
+    tried = dict[tuple[str, str], float]()  # efficiency on the prompts for choosing
     for budget in sorted(budgets):
-        for recipe, shapes in contenders(budget, head).items():
-            for shape, make in shapes.items():
-                if (recipe, shape) not in measured:
-                    measured[recipe, shape] = _cell(pair, prompts, recipe, budget, shape, make(), seed, options)
-            candidates = [cell for (name, _), cell in measured.items() if name == recipe]
-            if candidates:
-                best = max(candidates, key=lambda cell: cell.efficiency)
-                cells.append(replace(best, budget=budget))
-                if on_progress is not None:
-                    on_progress(cells[-1])
+        for recipe, more in contenders(budget, head, odds).items():
+            known = shapes.setdefault(recipe, {})
+            known |= {shape: make for shape, make in more.items() if shape not in known}
+            if not known:
+                continue
+            best = next(iter(known))
+            if len(known) > 1:
+                for shape, make in known.items():
+                    if (recipe, shape) not in tried:
+                        tried[recipe, shape] = measure(choosing, recipe, budget, shape, make()).efficiency
+                best = max(known, key=lambda shape: tried[recipe, shape])
+            if (recipe, best) not in reported:
+                reported[recipe, best] = measure(prompts, recipe, budget, best, known[best]())
+            cells.append(replace(reported[recipe, best], budget=budget))
+            if on_progress is not None:
+                on_progress(cells[-1])
     return cells
+
+
+def halves(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to report, and those to choose shapes on: every second one.
+
+    Raises `BadPrompt` unless there are at least two different prompts. Repeats of a prompt are left out.
+    """
+    different = list({str(prompt): prompt for prompt in prompts}.values())
+    if len(different) < 2:
+        raise BadPrompt(
+            f"shapes are chosen on other prompts than those reported, so at least two are needed; there are {len(different)}"
+        )
+    return different[1::2], different[::2]
+
+
+def _check_apart(prompts: Sequence[Prompt], choosing: Sequence[Prompt]) -> None:
+    """Raise `BadPrompt` if there is no prompt of one kind, or if a prompt is of both kinds."""
+    if not prompts or not choosing:
+        raise BadPrompt(
+            f"there are {len(prompts)} prompts to report and {len(choosing)} to choose shapes on; give both"
+        )
+    both = {str(prompt) for prompt in prompts} & {str(prompt) for prompt in choosing}
+    if both:
+        raise BadPrompt(
+            f"{len(both)} prompts are reported and also choose shapes, such as {min(both)!r}; keep them apart"
+        )
 
 
 def _cell(
@@ -137,6 +188,7 @@ def _cell(
     budget: int,
     shape: str,
     method: Method,
+    *,
     seed: int,
     options: dict[str, Any],
 ) -> TreeCell:

@@ -5,7 +5,7 @@ import json as json_format
 from pathlib import Path
 
 from specbeam.bench.acceptance import acceptance
-from specbeam.bench.efficiency import TreeCell, as_markdown, efficiency, plot
+from specbeam.bench.efficiency import TreeCell, as_markdown, efficiency, halves, plot
 from specbeam.bench.head_cost import head_cost
 from specbeam.bench.pictures import check_picture
 from specbeam.cli.common import quiet_load
@@ -27,7 +27,7 @@ def acceptance_by_rank(
     """Print how often the k-th draft token tried is the accepted one; return the exit code."""
     pair = quiet_load(model, draft)
     options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    measured = acceptance(pair, spread(_texts(prompts, files), rows), children, seed, **options)
+    measured = acceptance(pair, spread(texts_of(prompts, files), rows), children, seed, **options)
     if json:
         print(json_format.dumps(dataclasses.asdict(measured)))
         return 0
@@ -37,7 +37,7 @@ def acceptance_by_rank(
     return 0
 
 
-def _texts(prompts: list[str], files: list[Path]) -> list[str]:
+def texts_of(prompts: list[str], files: list[Path]) -> list[str]:
     """Return the prompts of arguments and files; without any, the demo's sentences."""
     if not prompts and not files:
         return demo_sentences()
@@ -53,16 +53,15 @@ def block_efficiency(
 
     if picture is not None:
         check_picture(picture)
-    texts = _texts(prompts, files)
+    reported, choosing = halves(spread(texts_of(prompts, files), 2 * rows))
     pair = quiet_load(model, draft)
     console = Console(stderr=True, highlight=False)
 
     def on_progress(cell: TreeCell) -> None:
         console.print(f"{cell.budget:3} nodes  {cell.recipe:<24} {cell.efficiency:.2f}  ({cell.shape})")
 
-    cells = efficiency(
-        pair, spread(texts, rows), budgets, seed, on_progress, temperature=temperature, max_new_tokens=max_new_tokens
-    )
+    options = {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    cells = efficiency(pair, reported, choosing, budgets, seed, on_progress, **options)
     if json:
         for cell in cells:
             print(json_format.dumps(dataclasses.asdict(cell)))
