@@ -315,6 +315,20 @@ def test_outputs_are_scored(models, tmp_path):
     assert "Low perplexity alone proves little" in out
 
 
+def test_rejections_are_counted_beside_the_theory(models, tmp_path):
+    plot = tmp_path / "plot.png"
+    asked = ["evaluate", "theory", "abc", "Hello", *models, "--depth", "2", "--max-new-tokens", "6"]
+    code, out, err = specbeam(*asked, "--plot", str(plot), "--json")
+    assert code == 0, err
+    found = [json.loads(line) for line in out.splitlines()]
+    assert {"acceptance", "rejections", "accepted tokens", "optimum", "batch"} <= {one["check"] for one in found}
+    assert all(one["low"] <= one["measured"] <= one["high"] for one in found)
+    assert plot.stat().st_size > 5_000
+    code, _, err = specbeam(*asked, "--temperature", "0")
+    assert code == 2
+    assert "nothing is drawn" in err
+
+
 def test_methods_are_compared(models, tmp_path):
     (tmp_path / "letters.tsv").write_text("abc\tx\nHello\ty\n")
     code, out, err = specbeam(

@@ -1,10 +1,12 @@
-"""The commands `specbeam evaluate same-beams` and `specbeam evaluate perplexity`: checks and scores of outputs."""
+"""The commands `specbeam evaluate same-beams`, `perplexity` and `theory`: checks and scores of outputs and of runs."""
 
 import dataclasses
 import json as json_format
 from pathlib import Path
 from typing import Any
 
+from specbeam.bench.pictures import check_picture
+from specbeam.cli.bench import texts_of
 from specbeam.cli.common import method_from, quiet_load
 from specbeam.cli.generate import gather
 from specbeam.errors import BadPrompt
@@ -12,6 +14,9 @@ from specbeam.evaluate.outputs import read_outputs
 from specbeam.evaluate.perplexity import perplexity as score
 from specbeam.evaluate.same_beams import differences
 from specbeam.evaluate.task import bleu, check_bleu, exact_match
+from specbeam.evaluate.theory import TheoryRow, as_markdown, plot
+from specbeam.evaluate.theory import theory as measure
+from specbeam.prompts import spread
 
 
 def same_beams(
@@ -72,4 +77,30 @@ def perplexity(files: list[Path], model: str, ended: bool, json: bool) -> int:
     if not json:
         Console(width=140).print(table)
         print("Low perplexity alone proves little: look at length, repetition and the quality beside it.")
+    return 0
+
+
+def theory(
+    prompts: list[str], files: list[Path], model: str, draft: str | None, depth: int, rows: int, seed: int,
+    options: dict[str, Any], picture: Path | None, json: bool,
+) -> int:  # fmt: skip
+    """Print each figure of the theory of rejections beside what was counted, and return the exit code."""
+    from rich.console import Console
+
+    if picture is not None:
+        check_picture(picture)
+    pair = quiet_load(model, draft)
+    console = Console(stderr=True, highlight=False)
+
+    def on_progress(row: TheoryRow) -> None:
+        console.print(f"{row.check:<26} {row.method:<34} {row.bucket:<11} {row.measured:.3f} of {row.predicted:.3f}")
+
+    found = measure(pair, spread(texts_of(prompts, files), rows), seed, depth, on_progress, **options)
+    if json:
+        for row in found:
+            print(json_format.dumps(dataclasses.asdict(row)))
+    else:
+        print(as_markdown(found))
+    if picture is not None:
+        plot(found, str(picture))
     return 0

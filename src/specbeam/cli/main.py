@@ -392,6 +392,32 @@ def perplexity(
     raise typer.Exit(run(files, model, ended, json))
 
 
+@evaluate.command()
+def theory(
+    prompts: DemoPrompts = None,
+    model: Model = "bundled",
+    draft: Draft = None,
+    file: PromptFiles = [],
+    depth: Annotated[int, typer.Option(help="Number of draft layers where the length of a draft matters.")] = 4,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    rows: SpacedRows = 60,
+    max_new_tokens: MaxNewTokens = 48,
+    seed: Annotated[int, typer.Option(help="Seed of the decoding.")] = 0,
+    plot: Plot = None,
+    json: Json = False,
+) -> None:
+    """Count rejections and accepted tokens, and compare them with what the total variation of the two laws predicts.
+
+    Also how far each rule is from the best one for its drafts.
+    """
+    from specbeam.cli.evaluate import theory as run
+
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "max_new_tokens": max_new_tokens}
+    raise typer.Exit(run(prompts or [], file, model, draft, depth, rows, seed, options, plot, json))
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure methods side by side.")
 app.add_typer(bench, name="bench")
 
@@ -407,13 +433,23 @@ def block_efficiency(
         list[int], typer.Option(help="Number of nodes scored per pass: 5, 10, 21 or 30. May be given several times.")
     ] = [5, 10, 21, 30],
     temperature: Temperature = None,
-    rows: SpacedRows = 60,
+    rows: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Maximum number of prompts reported, taken at even distances from all. As many others choose the shapes.",
+        ),
+    ] = 60,
     max_new_tokens: MaxNewTokens = 48,
     seed: Annotated[int, typer.Option(help="Seed of the decoding.")] = 0,
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """Measure tokens per target pass at a fixed budget of scored nodes, for every method that decodes one sequence."""
+    """Measure tokens per target pass at a fixed budget of scored nodes, for every method that decodes one sequence.
+
+    The shape of each method, and the acceptance by rank that sequoia plans by, are chosen on other prompts than those
+    reported.
+    """
     from specbeam.cli.bench import block_efficiency as run
 
     raise typer.Exit(

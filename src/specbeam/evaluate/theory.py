@@ -1,0 +1,579 @@
+"""The theory of rejections, measured on one's own runs (arXiv 2411.00841, NeurIPS 2024).
+
+A draft that is tried against the target's law p after having been drawn from q is rejected with the odds of the total
+variation of the two laws, TV = 1 - sum(min(p, q)). What follows from it is a figure for every run: of rejections, of
+accepted tokens, of what several drafts save, of what a better rule could still gain. Each `TheoryRow` holds such a figure
+beside what was counted.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, SHARED, Siblings
+from specbeam.decode import decode
+from specbeam.errors import BadPrompt, NotSupported
+from specbeam.evaluate.intervals import interval
+from specbeam.generation import Prompt
+from specbeam.laws.warp import Warp, dense_logp, on_host
+from specbeam.options.settings import Settings
+from specbeam.pair import Pair
+from specbeam.recipes.method import Method, require_at_least_one
+from specbeam.recipes.sequence import (
+    block_verification,
+    multi_draft,
+    opt_tree,
+    rsd_c,
+    spechub,
+    specinfer,
+    speculative_sampling,
+    traversal,
+)
+from specbeam.records import Turn
+from specbeam.request import Request
+
+Law = Float64[np.ndarray, " vocab"]
+EDGES = (0.0, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)  # of the buckets of odds of rejection
+ALL = "all"
+RELAXED = (0.1, 0.25, 0.5)  # what relaxed acceptance adds to p / q
+BATCHES = (2, 3)  # numbers of drafts under the first node of a turn
+MIN_CONTEXTS = 30  # fewer contexts make no bucket
+
+
+@dataclass(frozen=True)
+class TheoryRow:
+    """One figure of the theory beside what was counted; 95 % intervals by bootstrap over prompts.
+
+    Attributes:
+        check: "acceptance", "rejections", "rejections of other texts", "accepted tokens", "optimum", "relaxed" or "batch".
+        method: the recipe whose runs were counted.
+        bucket: "all", or the odds with which a draft is rejected in the contexts counted, as "0.2 to 0.4": their total
+            variation; for "optimum" the odds with which even the best rule rejects all drafts.
+        count: number of contexts, turns or tokens that the figure is a mean over.
+        measured: what was counted, per context, turn or token.
+        predicted: what the theory says of the same contexts; for "optimum" what the best rule would accept.
+        gap: measured - predicted.
+    """
+
+    check: str
+    method: str
+    bucket: str
+    count: int
+    measured: float
+    low: float
+    high: float
+    predicted: float
+    gap: float
+    gap_low: float
+    gap_high: float
+
+
+def theory(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    seed: int = 0,
+    depth: int = 4,
+    on_progress: Callable[[TheoryRow], None] | None = None,
+    **options: Any,
+) -> list[TheoryRow]:
+    """Run methods on the prompts, and return each figure of the theory beside what was counted.
+
+    Args:
+        pair: the models; the draft model must state the law of its drafts.
+        depth: number of layers of drafts whose length matters. For rejections per text, drafts go on to the end of the text.
+        on_progress: called with each row as soon as it is known.
+        options: as for `specbeam.generate`: max_new_tokens, temperature, top_k, top_p, min_p.
+
+    Raises:
+        NotSupported: temperature 0, where nothing is random, or options that change laws token by token.
+    """
+    if not prompts:
+        raise BadPrompt("there is no prompt to measure on; give at least one")
+    require_at_least_one(depth=depth)
+    runs = partial(_runs, pair, prompts, options=options)
+    length = Settings(**options).max_new_tokens or 256
+    found: list[TheoryRow] = []
+
+    def add(rows: list[TheoryRow]) -> None:
+        found.extend(rows)
+        for row in rows:
+            if on_progress is not None:
+                on_progress(row)
+
+    whole = runs(speculative_sampling(length), seed)
+    add(_acceptance_rows(whole))
+    add(_rejection_rows(whole, runs(speculative_sampling(length), seed + 1)))
+    add(_relaxed_rows(whole, seed))
+    for method in (speculative_sampling(depth), block_verification(depth)):
+        add(_chain_rows(runs(method, seed)))
+    for name, method in verifiers().items():
+        add(_optimum_rows(runs(method, seed), name))
+    for count in BATCHES:
+        chains = specinfer((count, *[1] * (depth - 1)))
+        add(_batch_rows(runs(chains, seed), f"specinfer, {count} chains"))
+    return found
+
+
+def verifiers() -> dict[str, Method]:
+    """Return the methods whose acceptance is compared with the optimum for their drafts: two drafts under each node."""
+    return {
+        "specinfer": specinfer((2, 2)),
+        "multi_draft": multi_draft([], (1, 1)),
+        "rsd_c": rsd_c((2, 2)),
+        "traversal": traversal((2, 2)),
+        "spechub": spechub(2),
+        "traversal, best and one": traversal((2, 2), "best_and_one"),
+        "opt_tree": opt_tree(6, 2),
+    }
+
+
+# ---- the formulas -------------------------------------------------------------------------------------------------
+
+
+def total_variation(p: Law, q: Law) -> float:
+    """Return the total variation of two laws: the odds that a draft from q is rejected against p."""
+    return 1.0 - float(np.minimum(p, q).sum())
+
+
+def rejection_of_batch(p: Law, q: Law, count: int) -> float:
+    """Return the odds that `count` independent drafts from q, tried one after the other, are all rejected."""
+    odds = 1.0
+    rest = p
+    for _ in range(count):
+        missing = np.maximum(rest - q, 0.0)
+        mass = float(missing.sum())
+        odds *= mass
+        if mass <= 0:
+            return 0.0
+        rest = missing / mass
+    return odds
+
+
+def relaxed(p: Law, q: Law, more: float) -> tuple[Law, float]:
+    """Return the odds with which each draft passes if min(1, p / q + more) are its odds, and the law's least distance.
+
+    The distance is the total variation between p and the best law that the emitted token can then have: the mass that passes
+    beyond p.
+    """
+    ratio = np.divide(p, q, out=np.full_like(p, np.inf), where=q > 0)
+    odds = np.minimum(1.0, ratio + more)
+    excess = float(np.maximum(q * odds - p, 0.0).sum())
+    return odds, excess
+
+
+def chain_odds(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return the expected number of accepted tokens of a drafted chain, token by token and by blocks.
+
+    Args:
+        ratios: p / q of each token of the chain.
+
+    Token by token a prefix survives with the product of min(1, ratio). By blocks its odds are P = min(1, P * ratio), which
+    no rule for chains exceeds (arXiv 2403.10444).
+    """
+    token = 1.0
+    block = 1.0
+    by_token = 0.0
+    by_block = 0.0
+    for ratio in ratios:
+        token *= min(1.0, ratio)
+        block = min(1.0, block * ratio)
+        by_token += token
+        by_block += block
+    return by_token, by_block
+
+
+def best_acceptance(p: Law, groups: Sequence[Siblings]) -> float | None:
+    """Return the largest odds with which any exact rule can take its token from these drafts; None if no formula is known.
+
+    The optimum over all rules is the least of p(H) + 1 - P(all drafts are in H) over sets H of tokens (arXiv 2310.15141).
+    Where drafts share a law, the least is at a set of tokens of smallest p / q (arXiv 2502.18779). Known are: independent
+    drafts from one law, two drafts without replacement, one draft and tokens that were chosen, and chosen tokens alone.
+    """
+    chosen = [int(token) for group in groups if group.kinds[0] == CHOSEN for token in group.tokens]
+    drawn = [group for group in groups if group.kinds[0] != CHOSEN]
+    if any(group.kinds[0] in (SHARED, LOST) for group in drawn):
+        return None
+    if not drawn:
+        return float(p[list(set(chosen))].sum())
+    q = law_of(drawn[0], len(p))
+    count = sum(len(group.tokens) for group in drawn)
+    if chosen:
+        rest = p.copy()
+        rest[chosen] = 0.0
+        return float(p[list(set(chosen))].sum() + np.minimum(rest, q).sum()) if count == 1 else None
+    if any(not np.array_equal(law_of(group, len(p)), q) for group in drawn[1:]):
+        return None
+    is_independent = all(group.kinds[0] == INDEPENDENT or len(group.tokens) == 1 for group in drawn)
+    if is_independent:
+        return _best_of_independent(p, q, count)
+    if len(drawn) == 1 and drawn[0].kinds[0] == DISTINCT and count == 2:
+        return _best_of_distinct_two(p, q)
+    return None
+
+
+def law_of(group: Siblings, vocab: int) -> Law:
+    """Return the law that a group of drafts was drawn from, on the whole vocabulary."""
+    if len(group.law_pairs) == 0:
+        return group.law_odds
+    law = np.zeros(vocab)
+    law[group.law_pairs] = group.law_odds
+    return law
+
+
+def _by_ratio(p: Law, q: Law) -> Int64[np.ndarray, " vocab"]:
+    """Return the tokens in the order of rising p / q; those that q has not come last."""
+    return np.argsort(np.divide(p, q, out=np.full_like(p, np.inf), where=q > 0), kind="stable")
+
+
+def _best_of_independent(p: Law, q: Law, count: int) -> float:
+    order = _by_ratio(p, q)
+    inside = np.minimum(np.cumsum(q[order]), 1.0) ** count
+    return float(1.0 + min(0.0, (np.cumsum(p[order]) - inside).min()))
+
+
+def _best_of_distinct_two(p: Law, q: Law) -> float:
+    """Return the optimum for two drafts without replacement.
+
+    Both are in a set H with the sum over its tokens x of q(x) q(H without x) / (1 - q(x)).
+    """
+    order = _by_ratio(p, q)
+    odds = q[order]
+    left = 1.0 - odds
+    # a token that has all the mass leaves nothing for a second draft: one draft is all there is
+    share = np.divide(odds, left, out=np.zeros_like(odds), where=left > 0)
+    if (left <= 0).any():
+        return 1.0 - total_variation(p, q)
+    inside = np.cumsum(odds) * np.cumsum(share) - np.cumsum(odds * share)
+    return float(1.0 + min(0.0, (np.cumsum(p[order]) - inside).min()))
+
+
+# ---- what the runs have shown -------------------------------------------------------------------------------------
+
+
+class Context(NamedTuple):
+    """A node at which drafts were on trial."""
+
+    is_root: bool
+    variation: float  # TV of the target's law and that of the first draft; NaN if the drafts state none
+    accepted: bool
+    best: float | None  # of any rule, see `best_acceptance`
+    relaxed: tuple[tuple[float, float], ...]  # for each of RELAXED: the odds of this draft, and the excess
+    batch: float  # odds that all drafts here are rejected, if they are independent draws from one law; else NaN
+
+
+class TurnFacts(NamedTuple):
+    """What one turn has shown."""
+
+    contexts: list[Context]
+    accepted: int  # drafted tokens
+    emitted: int
+    by_token: float  # expected accepted tokens of its chain, token by token; NaN if the tree is no chain
+    by_block: float
+
+
+class Runs(NamedTuple):
+    """The turns of one method, by prompt."""
+
+    name: str
+    turns: list[list[TurnFacts]]
+
+
+def _runs(pair: Pair, prompts: Sequence[Prompt], method: Method, seed: int, options: dict[str, Any]) -> Runs:
+    """Decode each prompt by a method, and return what its turns have shown."""
+    return Runs(method.name, [list(_facts(pair, prompt, method, seed, options)) for prompt in prompts])
+
+
+def _facts(pair: Pair, prompt: Prompt, method: Method, seed: int, options: dict[str, Any]) -> Iterator[TurnFacts]:
+    request = Request(pair, [prompt], method, Settings(**options), seed)
+    for error in request.refused.values():
+        raise error
+    session = request.sessions[0]
+    if session.warp.greedy:
+        raise NotSupported("at temperature 0 nothing is drawn, so there are no odds to measure; give a temperature")
+    if not session.warp.takes_raw_rows:
+        raise NotSupported(
+            "laws are compared without processors and constraints; leave out penalties, bans and grammars"
+        )
+    for turns in decode(pair.target, [session]):
+        for _, turn in turns:
+            yield turn_facts(turn, session.warp)
+    if session.failure is not None:
+        raise session.failure
+
+
+def turn_facts(turn: Turn, warp: Warp) -> TurnFacts:
+    """Return what a turn has shown; its logits must still be valid."""
+    steps = turn.verdict.steps
+    contexts = []
+    for step in steps:
+        node = int(step.parents[0])
+        groups = turn.forest.groups_under(node) if node >= 0 else []
+        if groups:
+            contexts.append(_context(_target_law(turn, node, warp), groups, node == 0, bool(step.passed)))
+    ratios = _chain_ratios(turn, warp)
+    by_token, by_block = chain_odds(ratios) if ratios is not None else (np.nan, np.nan)
+    return TurnFacts(contexts, turn.verdict.accepted, len(steps), by_token, by_block)
+
+
+def _target_law(turn: Turn, node: int, warp: Warp) -> Law:
+    """Return the target's law after a forest node."""
+    place = int(np.flatnonzero(turn.scored_nodes == node)[0])
+    row = on_host(turn.scored.logits[place : place + 1])
+    return np.exp(dense_logp(row, warp)[0])
+
+
+def _context(p: Law, groups: list[Siblings], is_root: bool, accepted: bool) -> Context:
+    first = groups[0]
+    best = best_acceptance(p, groups)
+    if first.kinds[0] not in (INDEPENDENT, DISTINCT):
+        return Context(is_root, np.nan, accepted, best, (), np.nan)
+    q = law_of(first, len(p))
+    token = int(first.tokens[0])
+    passes = []
+    for more in RELAXED:
+        odds, excess = relaxed(p, q, more)
+        passes.append((float(odds[token]), excess))
+    is_batch = len(groups) == 1 and (first.kinds[0] == INDEPENDENT or len(first.tokens) == 1)
+    batch = rejection_of_batch(p, q, len(first.tokens)) if is_batch else np.nan
+    return Context(is_root, total_variation(p, q), accepted, best, tuple(passes), batch)
+
+
+def _chain_ratios(turn: Turn, warp: Warp) -> list[float] | None:
+    """Return p / q of each token of the drafted chain; None if the tree is no chain of draws."""
+    ratios: list[float] = []
+    node = 0
+    while node >= 0:
+        groups = turn.forest.groups_under(node)
+        if not groups:
+            return ratios
+        group = groups[0]
+        if len(groups) > 1 or len(group.tokens) != 1 or group.kinds[0] not in (INDEPENDENT, DISTINCT):
+            return None
+        token = int(group.tokens[0])
+        p = _target_law(turn, node, warp)
+        q = law_of(group, len(p))
+        ratios.append(float(p[token] / q[token]))
+        node = int(group.nodes[0])
+    return ratios
+
+
+# ---- the rows -----------------------------------------------------------------------------------------------------
+
+
+class Sums(NamedTuple):
+    """Sums of one prompt: what was counted, what was predicted, and the number of things that both are means over."""
+
+    measured: float
+    predicted: float
+    number: float
+
+
+def figure(check: str, method: str, bucket: str, sums: Sequence[Sums]) -> TheoryRow | None:
+    """Return the row of ratios of sums over prompts; None if nothing was counted."""
+    measured, predicted, count = (np.array(column, dtype=float) for column in zip(*sums, strict=True))
+    total = count.sum()
+    if total == 0:
+        return None
+    share = measured.sum() / total
+    expected = predicted.sum() / total
+    low, high = interval((measured, count), lambda a, n: a / np.maximum(n, 1))
+    gap_low, gap_high = interval((measured, predicted, count), lambda a, b, n: (a - b) / np.maximum(n, 1))
+    return TheoryRow(check, method, bucket, int(total), share, low, high, expected, share - expected, gap_low, gap_high)
+
+
+def _contexts(run: Runs) -> list[list[Context]]:
+    return [[context for turn in turns for context in turn.contexts] for turns in run.turns]
+
+
+def _by_bucket(
+    check: str,
+    method: str,
+    contexts: list[list[Context]],
+    odds_of: Callable[[Context], float],
+    sums_of: Callable[[list[Context]], Sums],
+) -> list[TheoryRow]:
+    """Return the row of all contexts, and that of each bucket of odds of rejection that holds enough of them."""
+    rows = [figure(check, method, ALL, [sums_of(some) for some in contexts])]
+    for low, high in itertools.pairwise(EDGES):
+        inside = [[one for one in some if _bucket_of(odds_of(one)) == low] for some in contexts]
+        if sum(map(len, inside)) >= MIN_CONTEXTS:
+            rows.append(figure(check, method, f"{low:g} to {high:g}", [sums_of(some) for some in inside]))
+    return [row for row in rows if row is not None]
+
+
+def _bucket_of(odds: float) -> float:
+    """Return the lower edge of the bucket that odds fall into; rounding may have left them just outside of [0, 1]."""
+    return max((edge for edge in EDGES[:-1] if edge <= odds), default=EDGES[0])
+
+
+def _acceptance_rows(run: Runs) -> list[TheoryRow]:
+    """Compare how often a single draft was accepted with 1 - TV."""
+
+    def sums_of(contexts: list[Context]) -> Sums:
+        accepted = sum(one.accepted for one in contexts)
+        predicted = sum(1 - one.variation for one in contexts)
+        return Sums(accepted, predicted, len(contexts))
+
+    return _by_bucket("acceptance", run.name, _contexts(run), lambda one: one.variation, sums_of)
+
+
+def _rejection_rows(run: Runs, other: Runs) -> list[TheoryRow]:
+    """Compare rejections per emitted token with the mean TV at the nodes visited, of these texts and of others."""
+    own = []
+    between = []
+    for turns, others in zip(run.turns, other.turns, strict=True):
+        tokens = sum(turn.emitted for turn in turns)
+        rejected = _rejected(turns)
+        own.append(Sums(rejected, _variation(turns), tokens))
+        between.append((rejected, tokens, _variation(others), sum(turn.emitted for turn in others)))
+    rows = [figure("rejections", run.name, ALL, own)]
+    columns = [np.array(column, dtype=float) for column in zip(*between, strict=True)]
+    rejected, tokens, variation, other_tokens = (column.sum() for column in columns)
+    measured = rejected / tokens
+    predicted = variation / other_tokens
+    low, high = interval(columns[:2], lambda a, n: a / n)
+    gap_low, gap_high = interval(columns, lambda a, n, b, m: a / n - b / m)
+    gap = measured - predicted
+    rows.append(
+        TheoryRow(
+            "rejections of other texts",
+            run.name,
+            ALL,
+            int(tokens),
+            measured,
+            low,
+            high,
+            predicted,
+            gap,
+            gap_low,
+            gap_high,
+        )
+    )
+    return [row for row in rows if row is not None]
+
+
+def _rejected(turns: list[TurnFacts]) -> int:
+    return sum(not context.accepted for turn in turns for context in turn.contexts)
+
+
+def _variation(turns: list[TurnFacts]) -> float:
+    return sum(context.variation for turn in turns for context in turn.contexts)
+
+
+def _relaxed_rows(run: Runs, seed: int) -> list[TheoryRow]:
+    """Compare rejections by relaxed coins, plus the distance of the best law that is then left, with the mean TV."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for place, more in enumerate(RELAXED):
+        sums = []
+        for contexts in _contexts(run):
+            odds = np.array([one.relaxed[place][0] for one in contexts])
+            excess = sum(one.relaxed[place][1] for one in contexts)
+            rejected = int((rng.random(len(odds)) >= odds).sum())
+            sums.append(Sums(rejected + excess, sum(one.variation for one in contexts), len(contexts)))
+        rows.append(figure("relaxed", f"{run.name}, p / q + {more:g}", ALL, sums))
+    return [row for row in rows if row is not None]
+
+
+def _chain_rows(run: Runs) -> list[TheoryRow]:
+    """Compare accepted tokens per turn with the sum of acceptance odds; and with that of the best rule for chains."""
+    is_block = run.name == "block_verification"
+    own = []
+    best = []
+    for turns in run.turns:
+        accepted = sum(turn.accepted for turn in turns)
+        by_token = sum(turn.by_token for turn in turns)
+        by_block = sum(turn.by_block for turn in turns)
+        own.append(Sums(accepted, by_block if is_block else by_token, len(turns)))
+        best.append(Sums(accepted, by_block, len(turns)))
+    rows = [figure("accepted tokens", run.name, ALL, own), figure("optimum of a chain", run.name, ALL, best)]
+    return [row for row in rows if row is not None]
+
+
+def _optimum_rows(run: Runs, name: str) -> list[TheoryRow]:
+    """Compare how often one of the drafts under a node was accepted with what the best rule for these drafts would do.
+
+    A rule that walks down is compared at each node that it visits. One that judges from the leaves is compared at the root:
+    whether it visits a deeper node depends on what is below.
+    """
+    only_roots = run.name == "traversal"
+    contexts = [
+        [one for one in some if one.best is not None and (one.is_root or not only_roots)] for some in _contexts(run)
+    ]
+
+    def sums_of(some: list[Context]) -> Sums:
+        return Sums(sum(one.accepted for one in some), sum(one.best or 0.0 for one in some), len(some))
+
+    return _by_bucket("optimum", name, contexts, lambda one: 1.0 - (one.best or 0.0), sums_of)
+
+
+def _batch_rows(run: Runs, name: str) -> list[TheoryRow]:
+    """Compare the rejections that several chains under the first node of a turn save with the theory, per emitted token.
+
+    With one chain, TV of them are expected at a node. Where several drafts compete, all are rejected with the product of
+    the total variations along the residuals.
+    """
+    sums = []
+    for turns in run.turns:
+        contexts = [context for turn in turns for context in turn.contexts]
+        expected = sum(one.batch for one in contexts)
+        variation = sum(one.variation for one in contexts)
+        tokens = sum(turn.emitted for turn in turns)
+        sums.append(Sums(variation - _rejected(turns), variation - expected, tokens))
+    row = figure("batch", name, ALL, sums)
+    return [row] if row is not None else []
+
+
+# ---- table and plot -----------------------------------------------------------------------------------------------
+
+
+def as_markdown(rows: Sequence[TheoryRow]) -> str:
+    """Return a table with a line per row."""
+    lines = [
+        "| figure | method | odds of rejection | counted over | measured | theory | measured - theory |",
+        "| --- | --- | --- | --: | --- | --- | --- |",
+    ]
+    for row in rows:
+        measured = f"**{row.measured:.4f}** ({row.low:.4f} to {row.high:.4f})"
+        gap = f"{row.gap:+.4f} ({row.gap_low:+.4f} to {row.gap_high:+.4f})"
+        lines.append(
+            f"| {row.check} | `{row.method}` | {row.bucket} | {row.count} | {measured} | {row.predicted:.4f} | {gap} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[TheoryRow], path: str) -> None:
+    """Write a plot to `path`: acceptance against total variation, and the distance of each rule from the best one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5.5))
+    buckets = [row for row in rows if row.check == "acceptance" and row.bucket != ALL]
+    x = np.array([row.predicted for row in buckets])
+    y = np.array([row.measured for row in buckets])
+    bars = np.array([[row.measured - row.low for row in buckets], [row.high - row.measured for row in buckets]])
+    left.plot([0, 1], [0, 1], color="grey", lw=1, label="theory: 1 - TV")
+    left.errorbar(x, y, yerr=np.maximum(bars, 0), marker="o", capsize=3, ls="", label="counted, by bucket of TV")
+    left.set_xlabel("1 - total variation of the two laws, mean of the bucket")
+    left.set_ylabel("share of drafts that were accepted")
+    left.legend()
+    gaps = [row for row in rows if row.check == "optimum" and row.bucket == ALL]
+    places = np.arange(len(gaps))
+    widths = np.array([-row.gap for row in gaps])
+    ends = np.array([[row.gap_high - row.gap for row in gaps], [row.gap - row.gap_low for row in gaps]])
+    right.barh(places, widths, xerr=np.maximum(ends, 0), capsize=3, color="tab:blue", alpha=0.7)
+    right.set_yticks(places, [row.method for row in gaps])
+    right.invert_yaxis()
+    right.axvline(0, color="grey", lw=1)
+    right.set_xlabel("what the best rule for the same two drafts would accept more often, per node")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
