@@ -53,6 +53,8 @@ from specbeam.records import Beam as Beam
 from specbeam.records import Generation as Generation
 from specbeam.records import Needs as Needs
 from specbeam.records import Report as Report
+from specbeam.search.lite import lite_search as lite_search
+from specbeam.search.tree import SearchResult as SearchResult
 from specbeam.session import Parts as Parts
 from specbeam.with_memory import hmt as hmt
 

@@ -90,6 +90,27 @@ class TooFewAnswers(SpecbeamError):
         super().__init__(text)
 
 
+class BrokenValue(SpecbeamError, ValueError):
+    """The value function of a search raised an error, or returned something that is no value."""
+
+
+class SearchFailed(SpecbeamError):
+    """The searches of some prompts failed; `failures` holds their errors.
+
+    `results` has an entry per prompt, with all that was drawn: those that failed have their tree so far.
+    """
+
+    def __init__(self, failures: Sequence[SpecbeamError], results: Sequence[Any]) -> None:
+        self.failures = list(failures)
+        self.results = list(results)
+        different = list(dict.fromkeys(str(failure) for failure in self.failures))
+        drawn = sum(result.spent for result in self.results)
+        super().__init__(
+            f"{len(self.failures)} of {len(self.results)} searches failed: {'; '.join(different[:3])} "
+            f"(the trees of all, {drawn} tokens, are in .results)"
+        )
+
+
 class SomeFailed(SpecbeamError):
     """Some prompts failed; `failures` holds their errors.
 

@@ -1,0 +1,124 @@
+"""Compare LiteSearch with the best of n texts and with beams of steps: games solved against tokens drawn.
+
+python train.py   --out MODEL
+python measure.py --model MODEL --plot litesearch.png
+
+Every search is led by the exact value: whether the target of the game can still be reached.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from countdown import is_solved, play, value
+
+import specbeam as sb
+from specbeam.evaluate.intervals import ratio_interval
+from specbeam.search.baselines import best_of, step_beams
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 48, "temperature": 1.0}
+Search = Callable[..., list[sb.SearchResult]]
+
+
+def values(texts: list[str]) -> list[float]:
+    """Return the value of each text."""
+    return [value(text) for text in texts]
+
+
+def contenders() -> dict[str, dict[str, Search]]:
+    """Return the searches, by family and setting."""
+    lite = partial(sb.lite_search, budget=2000, children=30, step_tokens=24, method="speculative_sampling")
+    beams = partial(step_beams, step_tokens=24, method="speculative_sampling")
+    best = partial(best_of, method="speculative_sampling")
+    confidences = (0.5, 0.8, 0.9, 0.97, 0.999, 0.99999)
+    return {
+        "LiteSearch, step by step": {f"{c:g}": partial(lite, confidence=c) for c in confidences},
+        "LiteSearch, all draws of a node": {f"{c:g}": partial(lite, confidence=c, expand="batch") for c in confidences},
+        "beams of steps": {
+            f"{width} x {children}": partial(beams, width=width, children=children)
+            for width, children in ((1, 2), (1, 4), (2, 4), (2, 8), (4, 8))
+        },
+        "best of n": {f"{n}": partial(best, count=n) for n in (1, 2, 4, 8, 16)},
+        "best of n, until one is right": {f"{n}": partial(best, count=n, threshold=0.8) for n in (2, 4, 8, 16, 32)},
+    }
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one search has cost and reached, with 95 % intervals by bootstrap over games."""
+
+    family: str
+    setting: str
+    solved: float
+    low: float
+    high: float
+    tokens: float  # per game
+    tokens_low: float
+    tokens_high: float
+    passes: float  # of the target, per game
+
+
+def cell(pair: sb.Pair, prompts: list[str], family: str, setting: str, search: Search, seed: int) -> Cell:
+    """Run one search on all games."""
+    results = search(pair, prompts, values, seed=seed, **OPTIONS)
+    solved = np.array([is_solved(result.prompt_text + result.text) for result in results], dtype=float)
+    tokens = np.array([result.spent for result in results], dtype=float)
+    passes = np.array([result.target_passes for result in results], dtype=float)
+    ones = np.ones(len(results))
+    low, high = ratio_interval(solved, ones)
+    tokens_low, tokens_high = ratio_interval(tokens, ones)
+    return Cell(
+        family, setting, solved.mean(), low, high, tokens.mean(), tokens_low, tokens_high, passes.mean()
+    )  # fmt: skip
+
+
+def plot(cells: list[Cell], path: Path) -> None:
+    """Write a plot of games solved against tokens, with a line per family."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 5.5))
+    for family in dict.fromkeys(cell.family for cell in cells):
+        row = sorted((one for one in cells if one.family == family), key=lambda one: one.tokens)
+        x = np.array([one.tokens for one in row])
+        y = np.array([one.solved for one in row])
+        bars = np.array([[one.solved - one.low for one in row], [one.high - one.solved for one in row]])
+        axes.errorbar(x, y, yerr=np.maximum(bars, 0), marker="o", capsize=2, lw=1.3, label=family)
+    axes.set_xscale("log")
+    axes.set_xlabel("tokens drawn per game")
+    axes.set_ylabel("share of games solved")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="Folder that train.py has written.")],
+    games: Annotated[int, typer.Option(help="Number of games.")] = 120,
+    seed: Annotated[int, typer.Option(help="Seed of games and searches; training has used 0.")] = 1,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Also write a plot to this file.")] = None,
+) -> None:
+    """Print a line of JSON for each search."""
+    rng = random.Random(10_000 + seed)
+    prompts = list({play(rng)[0].prompt: None for _ in range(games)})
+    pair = sb.load(model / "target", model / "draft")
+    cells = []
+    for family, searches in contenders().items():
+        for setting, search in searches.items():
+            cells.append(cell(pair, prompts, family, setting, search, seed))
+            print(json.dumps(asdict(cells[-1])), flush=True)
+    if plot_file is not None:
+        plot(cells, plot_file)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,96 @@
+"""Draws of steps: texts continued by a recipe up to a separator, each with a seed of its own, decoded side by side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specbeam.decode import decode
+from specbeam.errors import SpecbeamError
+from specbeam.options.settings import Settings
+from specbeam.pair import Pair
+from specbeam.recipes.method import Method
+from specbeam.records import Generation
+from specbeam.request import Request
+from specbeam.runs import TURNS
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A text to be continued.
+
+    Attributes:
+        prompt: token ids.
+        seed: of its chance.
+        most: the most tokens of the continuation.
+        stop: ends the continuation; None: only the model does, or the limit.
+    """
+
+    prompt: list[int]
+    seed: int
+    most: int
+    stop: str | None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A continuation.
+
+    Attributes:
+        tokens: the new token ids.
+        text: their text.
+        finished: whether the model ended the text.
+        complete: whether the separator or the model ended it, not the limit.
+        law: the law of the continuation.
+        target_passes: number of passes of the target.
+    """
+
+    tokens: list[int]
+    text: str
+    finished: bool
+    complete: bool
+    law: str
+    target_passes: int
+
+
+def seed_of(seed: int, *numbers: int) -> int:
+    """Return the seed of one draw of a search: a function of the search's seed and of what the draw is."""
+    return int(np.random.SeedSequence([seed, *numbers]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def drawn(
+    pair: Pair, draws: Sequence[Draw], method: Method, batch_size: int, options: dict[str, Any]
+) -> list[Drawn | SpecbeamError]:
+    """Return the continuation of each text, or the error that ended it.
+
+    Law: each is an independent draw from the method's law of the text after its prompt, up to the separator.
+
+    Args:
+        batch_size: maximum number of texts that are decoded side by side.
+        options: as for `specbeam.generate`, without max_new_tokens and stop_strings.
+    """
+    requests = []
+    for draw in draws:
+        settings = Settings(**options, max_new_tokens=draw.most, stop_strings=draw.stop)
+        requests.append(Request(pair, [draw.prompt], method, settings, draw.seed))
+    waiting = [session for request in requests for session in request.sessions]
+    waiting.sort(key=lambda session: -len(session.prompt))
+    for _ in decode(pair.target, waiting, batch_size, ahead=TURNS):
+        pass
+    found: list[Drawn | SpecbeamError] = []
+    for request, draw in zip(requests, draws, strict=True):
+        if request.refused:
+            found.append(next(iter(request.refused.values())))
+            continue
+        result = request.result(request.sessions[0])
+        found.append(result if isinstance(result, SpecbeamError) else _drawn(request, draw, result[0]))
+    return found
+
+
+def _drawn(request: Request, draw: Draw, answer: Generation) -> Drawn:
+    tokens = answer.tokens
+    finished = bool(tokens) and tokens[-1] in request.eos
+    has_stop = draw.stop is not None and draw.stop in answer.text
+    report = answer.report
+    return Drawn(tokens, answer.text, finished, finished or has_stop, report.law, report.target_passes)

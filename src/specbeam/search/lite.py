@@ -1,0 +1,176 @@
+"""LiteSearch: value-guided tree search over reasoning steps, with a budget of draws for each node (arXiv 2407.00320)."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from specbeam.errors import one_of
+from specbeam.options.checks import is_integer, require
+from specbeam.pair import Pair, load
+from specbeam.recipes.catalogue import resolve
+from specbeam.recipes.method import Method
+from specbeam.search.grow import Growth, Wish, given_seed
+from specbeam.search.tree import CLOSED, OPEN, BudgetRule, SearchResult, calibrated
+from specbeam.search.value import Value, as_value
+
+
+def lite_search(
+    pair: Pair | str,
+    prompts: Any,
+    value: "Value | str | Path",
+    method: Method | str = "sampling",
+    *,
+    separator: str = "\n",
+    ends: Sequence[str] = (),
+    budget: int | None = 4096,
+    expand: Literal["incremental", "batch"] = "incremental",
+    iterations: int = 100,
+    children: int = 10,
+    confidence: float = 0.9,
+    progress: float = 0.0,
+    threshold: float = 0.8,
+    step_tokens: int = 64,
+    max_new_tokens: int | None = None,
+    seed: int | None = None,
+    batch_size: int = 32,
+    on_progress: Callable[[int, SearchResult], None] | None = None,
+    **options: Any,
+) -> list[SearchResult]:
+    """Search for a text of high value, step by step: the most promising beginning is continued, as often as its value asks.
+
+    Law: each step is drawn from the method's law of the text after the steps before it, independently of other draws. The
+    answer is chosen by value, so it has the law of no plain decoding.
+    Paper: arXiv 2407.00320 (Wang et al.)
+
+    First the text of temperature 0 is decoded; it is the answer if its value reaches the threshold. If not, iterations
+    follow: the open node with the largest v' + progress * depth / (steps of the greedy text) is continued by one step, or by
+    all the steps that it may have. v' is its value, calibrated by that of the greedy text. A node of value v' whose children
+    have depth d may have ceil(log(1 - confidence) / (d * log(1 - v'))) draws, between 1 and `children`. A search ends at the
+    first finished text whose value reaches the threshold.
+
+    Args:
+        pair: the models, from `load`; or "bundled".
+        prompts: one prompt or many, as for `generate`. Searches of all prompts share the passes of the models, and the calls
+            of the value function.
+        value: a function that takes a list of texts, each a prompt with the steps so far, and returns a number in [0, 1] for
+            each: the odds that the text leads to a right answer, or that a finished one is right. A text of value 0 is not
+            continued. Or the folder of a sequence classifier of transformers (`specbeam.search.value.classifier_value`).
+        method: the recipe that draws steps, or its name; any that draws. Drafts make it faster and change nothing else.
+        separator: a step ends with the token that completes this text.
+        ends: a step that holds one of these texts finishes the text, as the model's end token does: for models that go on
+            to the next question.
+        budget: the most new tokens that are drawn for a prompt, the greedy text included; None: no limit. It is kept
+            strictly: the last steps may be cut off.
+        expand: "incremental" draws one step per iteration, "batch" all steps that the node may have at once.
+        iterations: the most iterations per prompt.
+        children: the most draws at a node.
+        confidence: the probability with which one of the draws at a node should be right, in (0, 1).
+        progress: the weight of a node's depth in the choice of nodes, at least 0.
+        threshold: the value at which a finished text is the answer, in [0, 1].
+        step_tokens: the most tokens of a step. A longer step is cut off, and not continued.
+        max_new_tokens: the most tokens of a text; None: 256, or fewer if the models have fewer positions left.
+        seed: the same seed gives the same search, whatever other prompts are in the call. None: a random seed.
+        batch_size: the most texts that are decoded side by side.
+        on_progress: called with (prompt number, result so far) after each iteration of a prompt.
+        options: further options of `generate`: temperature, top_k, top_p, ...
+
+    Returns:
+        One `SearchResult` per prompt, in their order.
+
+    Raises:
+        BadSetting, NotSupported, BadPrompt: a setting or prompt is wrong; nothing was drawn.
+        SearchFailed: the value function failed (`BrokenValue` is its cause), or the searches of some prompts did. All that
+            was drawn is in its `results`.
+    """
+    if isinstance(pair, str):
+        pair = load(pair)
+    one_of("expand", expand, ("incremental", "batch"))
+    _check_counts(iterations=iterations, children=children)
+    require(_is_between(confidence) and 0 < confidence < 1, "confidence", confidence, "a number between 0 and 1")
+    require(_is_between(threshold), "threshold", threshold, "a number from 0 to 1")
+    require(_is_number(progress) and progress >= 0, "progress", progress, "a number of at least 0")
+    growth = Growth(
+        pair, as_value(value), resolve(method), separator, budget, step_tokens, max_new_tokens, given_seed(seed),
+        batch_size, options, ends,
+    )  # fmt: skip
+    rule = BudgetRule(confidence, children)
+    growth.begin(prompts)
+    growth.draw_greedy()
+    rounds = [0] * len(growth.results)
+    for number in range(len(growth.results)):
+        _end_if_over(growth, number, threshold)
+    while True:
+        wishes = []
+        for number, result in enumerate(growth.results):
+            if result.ended:
+                continue
+            wish = _next_wish(growth, number, rule, progress, expand == "batch")
+            if wish is None:
+                result.ended = "exhausted"
+            elif rounds[number] == iterations:
+                result.ended = "iterations"
+            else:
+                rounds[number] += 1
+                wishes.append(wish)
+        if not wishes:
+            return growth.end()
+        growth.extend(wishes)
+        for wish in wishes:
+            _close_if_spent(growth.results[wish.number], wish.node)
+            _end_if_over(growth, wish.number, threshold)
+            if on_progress is not None:
+                on_progress(wish.number, growth.results[wish.number])
+
+
+def _next_wish(growth: Growth, number: int, rule: BudgetRule, progress: float, whole: bool) -> Wish | None:
+    """Return the draws of the next iteration; None if no node can be continued."""
+    result = growth.results[number]
+    greedy_value = 0.0 if math.isnan(result.greedy_value) else result.greedy_value
+    best = -1
+    best_score = -math.inf
+    for place, node in enumerate(result.nodes):
+        if node.status != OPEN:
+            continue
+        worth = calibrated(node.value, greedy_value, node.depth + 1)
+        if node.limit == 0:
+            node.limit = rule.limit(worth, node.depth + 1)
+        score = worth + progress * node.depth / max(result.greedy_steps, 1)
+        if score > best_score:
+            best = place
+            best_score = score
+    if best < 0:
+        return None
+    node = result.nodes[best]
+    return Wish(number, best, node.limit - node.draws if whole else 1)
+
+
+def _close_if_spent(result: SearchResult, place: int) -> None:
+    """Close a node that has had all its draws."""
+    node = result.nodes[place]
+    if node.status == OPEN and node.draws >= node.limit:
+        node.status = CLOSED
+
+
+def _end_if_over(growth: Growth, number: int, threshold: float) -> None:
+    """End a search whose answer reaches the threshold, or that has no tokens left."""
+    result = growth.results[number]
+    if result.ended:
+        return
+    if result.value >= threshold:  # not if it is NaN
+        result.ended = "value"
+    elif growth.left(number) < 1:
+        result.ended = "budget"
+
+
+def _check_counts(**counts: object) -> None:
+    for name, count in counts.items():
+        require(is_integer(count) and int(count) >= 1, name, count, "an integer of at least 1")  # type: ignore[call-overload]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_between(value: object) -> bool:
+    return _is_number(value) and 0 <= value <= 1  # type: ignore[operator]

@@ -1,0 +1,93 @@
+"""Value functions: what says how good a text is, and checks of what it says."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbeam.errors import BrokenValue, MissingFile
+
+Value = Callable[[list[str]], Sequence[float]]
+
+
+def as_value(value: "Value | str | Path") -> Value:
+    """Return a value function: `value` itself, or the one that a folder of a classifier of transformers makes."""
+    if isinstance(value, str | Path):
+        return classifier_value(value)
+    return value
+
+
+def checked_values(value: Value, texts: list[str]) -> list[float]:
+    """Return the values of texts.
+
+    Raises `BrokenValue` if the function raises, or returns anything but one number in [0, 1] for each text.
+    """
+    if not texts:
+        return []
+    try:
+        found = value(list(texts))
+        numbers = [float(number) for number in found]
+    except Exception as error:
+        raise BrokenValue(f"the value function raised {type(error).__name__}: {error}") from error
+    if len(numbers) != len(texts):
+        raise BrokenValue(
+            f"the value function returned {len(numbers)} values for {len(texts)} texts; it must return one for each"
+        )
+    for number, text in zip(numbers, texts, strict=True):
+        if not 0 <= number <= 1:  # NaN too
+            raise BrokenValue(
+                f"the value function returned {number} for the text that ends in {text[-40:]!r}; values must be in [0, 1]"
+            )
+    return numbers
+
+
+def classifier_value(folder: str | Path, batch_size: int = 16, device: str | None = None) -> Value:
+    """Return the value function of a sequence classifier of transformers: a reward or value head on a language model.
+
+    A model with one output that was trained as a regression (`problem_type` "regression" in its config) gives the value
+    itself, which is cut to [0, 1], for regressions overshoot a little. Any other model with one output gives the log-odds.
+    One with two outputs gives the odds of the second.
+
+    Raises `MissingFile` if there is no such model, `BrokenValue` if it has more than two outputs.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    try:
+        model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise MissingFile(f"{folder} holds no sequence classifier with its tokenizer: {error}") from error
+    outputs = model.config.num_labels
+    if outputs > 2:
+        raise BrokenValue(f"the classifier in {folder} has {outputs} outputs; a value function has one or two")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.config.pad_token_id is None:  # where a row ends is found by it
+        model.config.pad_token_id = tokenizer.pad_token_id
+    model = model.eval().to(device or "cpu")
+    is_regression = model.config.problem_type == "regression" and outputs == 1
+
+    def values_of(logits: torch.Tensor) -> list[float]:
+        if is_regression:
+            return [cut(number) for number in logits[:, 0].tolist()]
+        odds = logits.softmax(-1)[:, 1] if outputs == 2 else logits[:, 0].sigmoid()
+        return list(odds.tolist())
+
+    def value(texts: list[str]) -> list[float]:
+        values: list[float] = []
+        for start in range(0, len(texts), batch_size):
+            rows = tokenizer(texts[start : start + batch_size], return_tensors="pt", padding=True).to(model.device)
+            rows.pop("token_type_ids", None)
+            with torch.inference_mode():
+                logits = model(**rows).logits.float()
+            values += values_of(logits)
+        return values
+
+    return value
+
+
+def cut(number: float) -> float:
+    """Return a number cut to [0, 1]; NaN stays NaN."""
+    return number if math.isnan(number) else min(max(number, 0.0), 1.0)
