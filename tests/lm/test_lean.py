@@ -11,7 +11,7 @@ import torch
 import specbeam as sb
 from specbeam import kernels
 from specbeam.core.forest import Forest
-from specbeam.engines.cpu.rounding import rounded
+from specbeam.engines.cpu.rounding import GROUP, rounded, rounded_groups
 from specbeam.errors import NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import language_model
@@ -94,12 +94,15 @@ def test_new_weights_are_noticed():
 
 
 @needs_numba
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
-def test_int8_is_near_the_model_and_the_same_in_every_batch(family):
+@pytest.mark.parametrize(
+    ("kind", "family", "off"),
+    [("int8", "llama", 0.1), ("int8", "qwen2", 0.1), ("int8", "mistral", 0.1), ("int4", "llama", 0.8)],
+)
+def test_rounded_weights_are_near_the_model_and_the_same_in_every_batch(kind, family, off):
     model = tiny(family, hidden_size=64, intermediate_size=96)
-    lm = language_model(model, quantize="int8")
-    assert language_model(model, quantize="int8") is lm
-    grid = on_the_grid(model)
+    lm = language_model(model, quantize=kind)
+    assert language_model(model, quantize=kind) is lm
+    grid = on_the_grid(model, kind)
     prompt, tokens = [3, 4, 5, 6], [7, 8, 9]
     forest = Forest.rooted([6]).grown(tokens, [0, 0, 1])
     rows = scored(lm, prompt, forest)
@@ -109,19 +112,25 @@ def test_int8_is_near_the_model_and_the_same_in_every_batch(family):
         torch.testing.assert_close(rows[node], alone, atol=1e-4, rtol=1e-4)
         plain = model(torch.tensor([path])).logits[0, -1]
         assert (rows[node] - grid(torch.tensor([path])).logits[0, -1]).std() < 0.005 * plain.std()
-        assert (rows[node] - plain).std() < 0.1 * plain.std()
+        assert (rows[node] - plain).std() < off * plain.std()
     exact = language_model(model)
     assert exact is not lm
     assert exact.engine == ENGINES[-1]
 
 
-def on_the_grid(model):
-    """The model whose matrices, and whose rows before each, are what int8 and a scale can say."""
+def on_the_grid(model, kind):
+    """The model whose matrices are what whole numbers and scales can say, and whose rows before each what int8 can say."""
     twin = copy.deepcopy(model)
     for one in twin.modules():
         if isinstance(one, torch.nn.Linear):
-            numbers, scales = rounded(one.weight.detach().numpy())
-            one.weight = torch.nn.Parameter(torch.from_numpy(numbers * scales[:, None]), requires_grad=False)
+            matrix = one.weight.detach().numpy()
+            if kind == "int8":
+                numbers, scales = rounded(matrix)
+                weight = numbers * scales[:, None]
+            else:
+                numbers, scales = rounded_groups(matrix)
+                weight = (numbers.reshape(*scales.shape, GROUP) * scales[..., None]).reshape(matrix.shape)
+            one.weight = torch.nn.Parameter(torch.from_numpy(weight), requires_grad=False)
             one.register_forward_pre_hook(lambda _, inputs: (in_steps(inputs[0]),))
     return twin
 
@@ -153,7 +162,9 @@ def test_int8_keeps_the_promises_of_its_own_law():
 def test_int8_is_refused_where_it_cannot_be(monkeypatch):
     with pytest.raises(NotSupported, match="Llama, Mistral and Qwen2"):
         language_model(tiny("gpt2"), quantize="int8")
-    with refused("'int8' or None"):
+    with refused("one of 'int8', 'int4'"):
+        sb.load(tiny("llama"), quantize="int3")
+    with pytest.raises(NotSupported, match=r"32, 48, 32 deep.*multiples of 32"):
         sb.load(tiny("llama"), quantize="int4")
     monkeypatch.setattr(kernels, "AVAILABLE", False)
     with pytest.raises(NotSupported, match=r"needs numba \(pip install 'numba>=0.62'\)"):

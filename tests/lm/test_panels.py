@@ -18,13 +18,13 @@ from specbeam.engines.cpu import decoder, sums, tiles
 from specbeam.engines.cpu import layers as loops
 from specbeam.engines.cpu import panels as panels_module
 from specbeam.engines.cpu.panels import fits_bfloat16, in_panels, multiply
-from specbeam.engines.cpu.rounding import rounded
+from specbeam.engines.cpu.rounding import GROUP, in_bfloat16, rounded, rounded_groups
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.lm.huggingface import HuggingFaceLM
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
 
-KINDS = ["float32", "bfloat16", "int8"] + ["tiles", "int8 tiles"] * tiles.available()
+KINDS = ["float32", "bfloat16", "int8", "int4"] + ["tiles", "int8 tiles"] * tiles.available()
 needs_tiles = pytest.mark.skipif(not tiles.available(), reason="the processor has no tile registers")
 
 
@@ -44,16 +44,29 @@ def product(x, panels, threads=1):
 @pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 16, 17, 30, 32, 48, 250])
 def test_products_are_those_of_numpy(rows, columns, depth, kind):
     rng = np.random.default_rng(rows)
+    depth = -(-depth // GROUP) * GROUP if kind == "int4" else depth
     matrix = in_bfloat16(rng.standard_normal((columns, depth)))
     assert fits_bfloat16(matrix)
     x = rng.standard_normal((rows, depth)).astype(np.float32)
-    expected = x
+    expected, given = x, matrix
     if kind.startswith("int8"):
         numbers, scales = rounded(matrix)
         assert np.abs(numbers * scales[:, None] - matrix).max() <= 0.5001 * scales.max()
         assert (np.abs(numbers).max(1) == 127).all()
         expected, matrix = on_the_grid(x), numbers * scales[:, None]
-    found = product(x, in_panels(matrix, kind))
+    if kind == "int4":
+        numbers, scales = rounded_groups(matrix)
+        in_groups = numbers.reshape(*scales.shape, GROUP)
+        assert in_groups.min() >= -8
+        assert in_groups.max() <= 7
+        assert (in_groups.min(2) == -8).all()
+        steps = matrix.reshape(in_groups.shape) / scales[..., None]
+        is_near = steps <= 7.5  # what is as far on the other side as the farthest is beyond the largest number
+        assert np.abs(in_groups - steps)[is_near].max() <= 0.5001
+        assert (in_groups[~is_near] == 7).all()
+        assert fits_bfloat16(scales.repeat(2, 1))
+        expected, matrix = on_the_grid(x), (in_groups * scales[..., None]).reshape(matrix.shape)
+    found = product(x, in_panels(given, kind))
     expected = expected.astype(float) @ matrix.T.astype(float)
     np.testing.assert_allclose(found[:, :columns], expected, atol=2e-5 * depth**0.5)
     assert not found[:, columns:].any()
@@ -65,7 +78,7 @@ def on_the_grid(x):
     return np.rint(x / steps) * steps
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("int8")])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("int")])
 @pytest.mark.parametrize("rows", [2, 20])
 def test_a_row_with_nan_has_products_of_nan_and_the_others_have_none(rows, kind):
     x = np.ones((rows, 64), dtype=np.float32)
@@ -75,17 +88,21 @@ def test_a_row_with_nan_has_products_of_nan_and_the_others_have_none(rows, kind)
     assert not np.isnan(np.delete(found, 1, 0)).any()
 
 
-def test_a_row_of_zeros_stays_one():
-    panels = in_panels(np.ones((5, 8), dtype=np.float32), "int8")
-    assert not product(np.zeros((2, 8), dtype=np.float32), panels).any()
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_rows_and_columns_of_zeros_stay_zeros(kind):
+    matrix = np.ones((5, GROUP), dtype=np.float32)
+    matrix[3] = 0
+    found = product(np.array([[0], [1]], dtype=np.float32).repeat(GROUP, 1), in_panels(matrix, kind))
+    assert not found[0].any()
+    np.testing.assert_allclose(found[1, :5], [GROUP, GROUP, GROUP, 0, GROUP], rtol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 12, 30])
-def test_bytes_are_summed_alike_on_machines_that_have_no_instruction_for_it(rows, monkeypatch):
+@pytest.mark.parametrize(("kind", "rows"), [("int8", 1), ("int8", 5), ("int8", 12), ("int8", 30), ("int4", 5)])
+def test_bytes_are_summed_alike_on_machines_that_have_no_instruction_for_it(kind, rows, monkeypatch):
     """By other LLVM code, compiled anew under another name."""
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, 256)).astype(np.float32)
-    panels = in_panels(rng.standard_normal((96, 256)).astype(np.float32), "int8")
+    panels = in_panels(rng.standard_normal((96, 256)).astype(np.float32), kind)
     expected, written = product(x, panels), []
     monkeypatch.setattr(sums, "DOTS_BYTES", False)
     product_of = sums._LoopOfBytes._product
@@ -99,8 +116,10 @@ def test_bytes_are_summed_alike_on_machines_that_have_no_instruction_for_it(rows
     assert (out == expected).all()
 
 
-def in_bfloat16(x):
-    return torch.from_numpy(x).to(torch.bfloat16).float().numpy()
+def test_bfloat16_is_rounded_to_as_torch_does():
+    x = np.random.default_rng(0).standard_normal(1000).astype(np.float32) * np.exp2(np.arange(1000) % 60 - 30)
+    x = np.append(x.astype(np.float32), np.float32([1.00390625, 1.01171875, -0.0, 3.0]))  # two halves among them
+    assert (in_bfloat16(x) == torch.from_numpy(x).to(torch.bfloat16).float().numpy()).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,6 +152,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind):
 def test_odd_depths_are_refused():
     with pytest.raises(ValueError, match="multiple of 4, found 6"):
         in_panels(np.zeros((3, 6), dtype=np.float32))
+    with pytest.raises(ValueError, match="multiple of 32, found 48"):
+        in_panels(np.zeros((3, 48), dtype=np.float32), "int4")
 
 
 def test_what_is_broken_stays_broken():

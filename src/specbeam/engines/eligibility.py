@@ -35,7 +35,8 @@ def is_llama_like(model: "PreTrainedModel") -> bool:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     modules = list(model.modules())
     linears = [module for module in modules if hasattr(module, "weight") and hasattr(module, "in_features")]
-    plain = all(type(linear) is nn.Linear for linear in linears)  # no adapters, no quantised layers
+    # Adapters and quantised layers are modules of their own; torchao leaves the modules, and puts its own tensors in them.
+    plain = all(type(linear) is nn.Linear and type(linear.weight) is nn.Parameter for linear in linears)
     hooked = any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules)
     return (
         plain

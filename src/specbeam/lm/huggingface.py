@@ -18,9 +18,9 @@ from specbeam.core.forest import Forest
 from specbeam.engines.answers import LOGITS
 from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.cpu.cache import CpuCache, Drafting
-from specbeam.engines.cpu.decoder import TILED_FROM, compiled_decoder
+from specbeam.engines.cpu.decoder import TILED_FROM, Rounding, compiled_decoder, misfit
 from specbeam.engines.cpu.passes import PackedPasses
-from specbeam.engines.eligibility import is_llama_like
+from specbeam.engines.eligibility import is_llama_like, is_plain_llama
 from specbeam.engines.kv.prefix import KnownPrompts
 from specbeam.engines.kv.trie import BLOCK
 from specbeam.engines.pass_steps import CYCLES, PASSES, AnyCacheArrays, now
@@ -100,14 +100,15 @@ class HuggingFaceLM:
     Args:
         chunk: prompt tokens of one session per pass.
         engine: what runs the model. "plain" calls it, "torch" calls it through torch.compile. "lean"
-            (engines/torch/lean.py), "compiled" (engines/cpu/) and "gpu" (engines/gpu/) run its layers themselves. "int8" is
-            "compiled" with weights rounded to 8 bits, which makes it another model. "layers" (engines/by_layer.py) calls its
-            layers one by one, so that an exit layer can draft on its cache. "auto" takes the fastest that fits, but never
-            "torch", "int8" or "layers". Raises `NotSupported` if the engine cannot run the model.
+            (engines/torch/lean.py), "compiled" (engines/cpu/) and "gpu" (engines/gpu/) run its layers themselves. "int8" and
+            "int4" are "compiled" with weights rounded to 8 or 4 bits, which makes it another model. "layers"
+            (engines/by_layer.py) calls its layers one by one, so that an exit layer can draft on its cache. "auto" takes the
+            fastest that fits, but never "torch", "int8", "int4" or "layers". Raises `NotSupported` if the engine cannot run
+            the model.
         share_from: sessions whose prompts begin with at least this number of equal tokens compute and store those tokens
             once, unless the new texts may grow so long that attention to the slots of all of them costs more. None: never.
-            "auto": 64, but never with "compiled" or "int8": without sharing, their rows have the same bits whatever other
-            rows are in the pass.
+            "auto": 64, but never with "compiled", "int8" or "int4": without sharing, their rows have the same bits whatever
+            other rows are in the pass.
 
     Attributes:
         passes: the number of passes so far.
@@ -640,7 +641,7 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 def _default_share_from(engine: str) -> int | None:
     """Return the number of common tokens from which on prefixes are shared with `share_from="auto"`; None: never."""
-    return None if engine in ("compiled", "int8") else SHARE_FROM
+    return None if engine in _COMPILED else SHARE_FROM
 
 
 def _needs_a_pass(cache: Any, forest: Forest) -> bool:
@@ -662,8 +663,9 @@ def _choose_engine(
         if passes is not None:
             return "gpu", passes
     small = model.num_parameters() <= LARGEST
-    if wanted in ("compiled", "int8") or (wanted == "auto" and small):
-        compiled = compiled_decoder(model, int8=wanted == "int8")
+    rounding = _ROUNDINGS.get(wanted)
+    if wanted in _COMPILED or (wanted == "auto" and small):
+        compiled = compiled_decoder(model, rounding)
         if compiled is not None:
             return "compiled" if wanted == "auto" else wanted, PackedPasses(model, compiled, caches)
     if wanted == "lean" or (wanted == "auto" and small):
@@ -682,9 +684,12 @@ def _choose_engine(
         return "torch", PaddedPasses(model, None, caches, compile=True)
     if wanted not in ("auto", "plain"):
         where = "" if wanted in ("gpu", "layers") else " in float32 on a CPU"
+        name = type(model).__name__
+        if wanted in _COMPILED and is_plain_llama(model) and (why := misfit(model, rounding)):
+            raise NotSupported(f"{_NAMES[wanted]} cannot run this {name}: {why}")
         raise NotSupported(
-            f"{_NAMES[wanted]} is for Llama, Mistral and Qwen2 models{where}; this is "
-            f"{type(model).__name__} in {model.dtype} on {model.device}"
+            f"{_NAMES[wanted]} is for Llama, Mistral and Qwen2 models{where}; this is {name} in {model.dtype} on "
+            f"{model.device}"
         )
     return "plain", PaddedPasses(model, None, caches)
 
@@ -707,6 +712,8 @@ def _gpu_passes(model: "PreTrainedModel", caches: list[Any], capture: bool) -> "
     return passes
 
 
+_ROUNDINGS: dict[str, Rounding] = {"int8": "int8", "int4": "int4"}
+_COMPILED = ("compiled", *_ROUNDINGS)  # engines that are the compiled forward
 _NUMBA = ", which needs numba (pip install 'numba>=0.62'),"
 _NO_VECTORS = (
     "the forward for GPUs looks every token up, and takes no rows by embedding: "
@@ -715,6 +722,7 @@ _NO_VECTORS = (
 _NAMES = {
     "gpu": "the forward for GPUs, which needs triton,",
     "int8": f"quantize='int8'{_NUMBA}",
+    "int4": f"quantize='int4'{_NUMBA}",
     "lean": "the lean forward",
     "layers": "the forward that calls layers one by one",
     "compiled": f"the compiled forward{_NUMBA}",

@@ -6,8 +6,9 @@ Here a matrix is laid out once in panels of a few columns. A panel is streamed t
 
 Weights that bfloat16 represents exactly, as those of most checkpoints, are kept in it: they are read in half the time, with
 the same products. If the processor has tile registers, sixteen rows are multiplied at once (engines/cpu/tiles.py), which
-pays for matrices that are too large for its caches. Weights rounded to 8 bits are read in a quarter of the time. Then each
-row of x is rounded too, relative to its own largest number, so that a row takes a quarter of the arithmetic.
+pays for matrices that are too large for its caches. Weights rounded to 8 bits are read in a quarter of the time, those of
+4 bits, in groups with a scale each, in less than a sixth. Then each row of x is rounded to 8 bits, relative to its own
+largest number, so that a row takes a quarter of the arithmetic.
 
 The functions above `_source_of` stand for several compiled forms: numba chooses one by the dtype of the panels.
 """
@@ -16,11 +17,11 @@ import inspect
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Int8, Shaped
+from jaxtyping import Float, Float32, Int8, Shaped
 
 from specbeam import kernels
 from specbeam.engines.cpu import tiles
-from specbeam.engines.cpu.rounding import ZERO, Scales, rounded, rounded_row
+from specbeam.engines.cpu.rounding import GROUP, ZERO, Scales, rounded, rounded_groups, rounded_row
 from specbeam.engines.cpu.sums import MOST, STEP, WIDTH, write_sums
 from specbeam.kernels.compiling import compiled, compiled_only
 
@@ -35,7 +36,7 @@ _UNPACKED_FROM = 16  # parts of rows; from here on the bfloat16 of a panel are u
 _TILES_FROM = 6  # rows of bytes; fewer are multiplied by vectors as soon, and no tile has to be filled
 _SHARED_FROM = 300_000  # numbers of the dtype of the panels, from which on they are shared among threads
 
-Kind = Literal["float32", "bfloat16", "tiles", "int8", "int8 tiles"]
+Kind = Literal["float32", "bfloat16", "tiles", "int8", "int8 tiles", "int4"]
 Array = Any  # numba finds the types by itself
 
 
@@ -80,7 +81,7 @@ def for_few_rows(panels: Array) -> Array:
 
 @compiled_only
 def unpacked(panel: Array, depth: int) -> Array:
-    """Return the numbers of one panel as float32; a panel of int8 is returned as it is."""
+    """Return the numbers of one panel as float32; a panel of rounded numbers is returned as it is."""
 
 
 def _source_of(function: Any) -> Any:
@@ -94,6 +95,8 @@ if kernels.AVAILABLE:
         types.uint16: (tiles.packed_rows, tiles.multiply_panel),
         types.int8: (tiles.packed_bytes, tiles.multiply_panel_of_bytes),
     }
+
+    _ROUNDED = (types.int32, types.int16)  # whose rows are rounded too, and multiplied by vectors
 
     @overload(packed_rows, strict=False)
     def _compiled_packed_rows(x: Any, panels: Any) -> Any:
@@ -119,7 +122,7 @@ if kernels.AVAILABLE:
 
     @overload(scratch_for, strict=False)
     def _compiled_scratch_for(panels: Any, rows: Any, depth: Any) -> Any:
-        return _source_of(_scratch_for_bytes if panels.dtype == types.int32 else _scratch_for_floats)
+        return _source_of(_scratch_for_bytes if panels.dtype in _ROUNDED else _scratch_for_floats)
 
     @overload(for_few_rows, strict=False)
     def _compiled_for_few_rows(panels: Any) -> Any:
@@ -127,7 +130,7 @@ if kernels.AVAILABLE:
 
     @overload(unpacked, strict=False)
     def _compiled_unpacked(panel: Any, depth: Any) -> Any:
-        return _source_of(_unchanged if panel.dtype == types.int32 else _as_float32)
+        return _source_of(_unchanged if panel.dtype in _ROUNDED else _as_float32)
 
 
 def _scratch_for_floats(panels: Array, rows: int, depth: int) -> Array:
@@ -303,16 +306,20 @@ def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32"
         kind: "float32"; "bfloat16", two steps of depth in each uint32, for numbers that bfloat16 represents exactly;
             "tiles", the same as uint16, for processors with tile registers (engines/cpu/tiles.py); "int8", a rounded matrix
             (`rounded`), four steps of depth in each int32, followed by the scales and 128 times the sums of the columns;
-            "int8 tiles", the same as int8, for tile registers.
+            "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups (`rounded_groups`), eight
+            steps of depth in a word, as int16, see `_panels_of_nibbles`.
 
-    Raises `ValueError` if the depth is no multiple of `STEP`.
+    Raises `ValueError` if the depth is no multiple of `STEP`, for int4 of `GROUP`.
     """
     columns, depth = matrix.shape
-    if depth % STEP:
-        raise ValueError(f"the depth of a matrix in panels must be a multiple of {STEP}, found {depth}")
+    unit = steps_in(kind)
+    if depth % unit:
+        raise ValueError(f"the depth of a matrix in panels must be a multiple of {unit}, found {depth}")
     count = -(-columns // WIDTH)
     padded = np.zeros((count * WIDTH, depth), dtype=np.float32)
     padded[:columns] = matrix
+    if kind == "int4":
+        return in_lines(_panels_of_nibbles(*rounded_groups(padded))).view(np.int16)
     if kind in ("int8", "int8 tiles"):
         rounded_panels = in_lines(_panels_of_bytes(*rounded(padded)))
         return rounded_panels if kind == "int8" else rounded_panels.view(np.int8)
@@ -322,6 +329,11 @@ def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32"
     bits = panels.view(np.uint32)
     words = in_lines(((bits[:, 0::2] >> 16) | bits[:, 1::2]).reshape(count, -1))
     return words.view(np.uint16) if kind == "tiles" else words
+
+
+def steps_in(kind: Kind) -> int:
+    """Return of what number the depth of a matrix must be a multiple to be laid out as panels of a kind."""
+    return GROUP if kind == "int4" else STEP
 
 
 def in_lines(array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
@@ -340,3 +352,24 @@ def _panels_of_bytes(numbers: Int8[np.ndarray, "columns depth"], scales: Scales)
     offsets = ZERO * numbers.sum(1, dtype=np.int32)
     after = [values.reshape(count, WIDTH) for values in (scales.view(np.int32), offsets)]
     return np.concatenate([words.reshape(count, -1), *after], 1)
+
+
+def _panels_of_nibbles(
+    numbers: Int8[np.ndarray, "columns depth"], scales: Float32[np.ndarray, "columns groups"]
+) -> Shaped[np.ndarray, "panels words"]:
+    """Return the panels of a matrix rounded to 4 bits: for each group its words, and then a word for each column.
+
+    Of the eight steps in a word, the first four are in the lower halves of its bytes. The word of a column and group has the
+    scale in its upper half, and in the lower one minus the sum of the numbers.
+    """
+    count = len(numbers) // WIDTH
+    groups = scales.shape[1]
+    halves = numbers.reshape(count, WIDTH, groups, -1, 2, STEP)
+    lower = halves[..., 0, :] & 0x0F
+    both = (lower | (halves[..., 1, :] << 4)).astype(np.int8)
+    words = np.ascontiguousarray(both).view(np.int32)[..., 0]
+    sums = -numbers.reshape(count, WIDTH, groups, GROUP).sum(3, dtype=np.int32)
+    bits = np.ascontiguousarray(scales).view(np.int32).reshape(count, WIDTH, groups)
+    last = (bits & np.int32(-65536)) | (sums & 0xFFFF)
+    panels = np.concatenate([words, last[..., None]], 3)  # panel, column, group, word
+    return np.ascontiguousarray(panels.transpose(0, 2, 3, 1)).reshape(count, -1)

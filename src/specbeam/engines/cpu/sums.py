@@ -7,6 +7,7 @@ that the result of a row does not depend on the other rows.
 from typing import Any
 
 from specbeam import kernels
+from specbeam.engines.cpu.rounding import GROUP
 
 if kernels.AVAILABLE:
     from llvmlite import ir
@@ -29,7 +30,9 @@ else:
 ACROSS = 2  # registers across a panel
 WIDTH = ACROSS * LANES  # columns of a panel
 STEP = 4  # steps of depth in a round of the loop; every depth is a multiple of it
-_AHEAD = 32  # steps of depth by which prefetching is ahead of the sums
+_AHEAD = 32  # words of a column by which prefetching is ahead of the sums
+_STEPS_PER_NIBBLES = 8  # steps of depth in a word of numbers of 4 bits
+_UPPER = 0xF0F0F0F0  # the upper half of each byte
 
 
 class _Loop:
@@ -164,6 +167,7 @@ class _LoopOfBytes(_Loop):
         return super()._added(sums, columns, x, self.builder.udiv(step, self._number(self.steps_per_word)))
 
     def _product(self, total: Any, spread: Any, column: Any) -> Any:
+        """Return `total` plus the products of four unsigned bytes with four signed ones in each lane."""
         b = self.builder
         if DOTS_BYTES:
             name = f"llvm.x86.avx512.vpdpbusd.{32 * LANES}"
@@ -195,6 +199,74 @@ class _LoopOfBytes(_Loop):
         return self._all(0)
 
 
+class _LoopOfNibbles(_LoopOfBytes):
+    """A `_LoopOfBytes` for panels with eight numbers of 4 bits in a word, in groups that have a scale for each column.
+
+    The sum of a group is a whole number. Only then it is multiplied by the scale, and added to those before. After the words
+    of a group there is one word for each column: the upper half is its scale, a bfloat16; the lower half is minus the sum of
+    its numbers, which takes away what the offset of x adds.
+    """
+
+    def write(self, weights: Any, stride: Any, x: Any, out: Any, out_stride: Any, depth: Any) -> None:
+        """See `_Loop.write`."""
+        b = self.builder
+        zeros = self._all_float(0.0)
+        before = b.block
+        loop = b.append_basic_block("loop")
+        end = b.append_basic_block("end")
+        words = b.udiv(depth, self._number(_STEPS_PER_NIBBLES))
+        groups = b.udiv(depth, self._number(GROUP))
+        b.branch(loop)
+        b.position_at_end(loop)
+        group = b.phi(self.index)
+        starts = [b.phi(self.vector) for _ in range(self.rows * ACROSS)]
+        first = b.mul(group, self._number(GROUP // _STEPS_PER_NIBBLES + 1))
+        scales, offsets = self._scales_and_offsets(weights, stride, first)
+        whole = offsets * self.rows
+        for word in range(GROUP // _STEPS_PER_NIBBLES):
+            place = b.mul(b.add(first, self._number(word)), stride)
+            both = self._loaded(weights, place, stride, self.words)
+            early = [b.and_(b.shl(nibbles, self._all(4)), self._all(_UPPER)) for nibbles in both]
+            late = [b.and_(nibbles, self._all(_UPPER)) for nibbles in both]
+            step = b.add(b.mul(group, self._number(GROUP)), self._number(word * _STEPS_PER_NIBBLES))
+            whole = self._added(whole, early, x, step)
+            whole = self._added(whole, late, x, b.add(step, self._number(self.steps_per_word)))
+        sums = [
+            super(_LoopOfBytes, self)._product(start, b.sitofp(total, self.vector), scales[place % ACROSS])
+            for place, (start, total) in enumerate(zip(starts, whole, strict=True))
+        ]
+        next_group = b.add(group, self._number(1))
+        group.add_incoming(self._number(0), before)
+        group.add_incoming(next_group, b.block)
+        for start, total in zip(starts, sums, strict=True):
+            start.add_incoming(zeros, before)
+            start.add_incoming(total, b.block)
+        b.cbranch(b.icmp_signed("<", next_group, groups), loop, end)
+        b.position_at_end(end)
+        for place, total in enumerate(sums):
+            row, across = divmod(place, ACROSS)
+            at = b.add(b.mul(words, self._number(2 * self.rows)), self._number(row))
+            scale = spread_out(b, b.load(self._pointer(x, at, ir.FloatType())))
+            goal = b.add(b.mul(out_stride, self._number(row)), self._number(across * LANES))
+            b.store(b.fmul(total, scale), self._pointer(out, goal, self.vector), align=4)
+
+    def _scales_and_offsets(self, weights: Any, stride: Any, first: Any) -> tuple[list[Any], list[Any]]:
+        """Return the scales of a group, and what its whole sums begin with, as registers across the panel.
+
+        The numbers are multiplied as the upper halves of bytes, 16 times as large; the scales are a 16th, to the bit.
+        """
+        b = self.builder
+        place = b.mul(b.add(first, self._number(GROUP // _STEPS_PER_NIBBLES)), stride)
+        both = self._loaded(weights, place, stride, self.words)
+        scales = [b.bitcast(b.and_(word, self._all(0xFFFF0000)), self.vector) for word in both]
+        # 2 ** 16 times minus the sum of the numbers, shifted to 128 * 16 times it
+        offsets = [b.ashr(b.shl(word, self._all(16)), self._all(5)) for word in both]
+        return [b.fmul(scale, self._all_float(1 / 16)) for scale in scales], offsets
+
+    def _all_float(self, value: float) -> Any:
+        return ir.Constant(self.vector, [value] * LANES)
+
+
 if kernels.AVAILABLE:
 
     @intrinsic
@@ -207,14 +279,16 @@ if kernels.AVAILABLE:
         out[out_at + row * out_stride + column] = sum over steps of x[x_at + step * rows + row] *
         weights[at + step * stride + column]
 
-        Weights are float32; or uint32 with two bfloat16 each; or int32 with four int8 each, and x int32 as
-        `panels.write_transposed` makes it.
+        Weights are float32; or uint32 with two bfloat16 each; or int32 with four int8 each, or int16 with four numbers of 4
+        bits each, and x int32 as `panels.write_transposed` makes it.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             number, _, at, stride, _, x_at, _, out_at, out_stride, depth = args
             weights, x, out = places_in(context, builder, signature, args, ((1, at), (4, x_at), (6, out_at)))
             kind = signature.args[1].dtype
+            if kind == types.int16:  # the registers are words in any case
+                weights = builder.bitcast(weights, ir.IntType(32).as_pointer())
 
             def write(rows: int) -> None:
                 _loop(builder, rows, kind).write(weights, stride, x, out, out_stride, depth)
@@ -281,4 +355,6 @@ def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
     """Return the writer of the code for panels of a numba dtype."""
     if kind == types.int32:
         return _LoopOfBytes(builder, rows)
+    if kind == types.int16:
+        return _LoopOfNibbles(builder, rows)
     return _Loop(builder, rows, {types.float32: 1, types.uint32: 2}[kind])

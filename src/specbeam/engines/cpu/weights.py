@@ -13,7 +13,7 @@ class Weights(NamedTuple):
     bias: Array  # float32[layers, columns] of qkv; no columns if the model has no bias
     # float32[layers, 2, size]: weights of the norms of each head's queries and keys; of no size if there are none
     head_norms: Array
-    qkv: Array  # float32, uint32, uint16, int32 or int8[layers, panels, words], see `in_panels`
+    qkv: Array  # float32, uint32, uint16, int32, int16 or int8[layers, panels, words], see `in_panels`
     out: Array
     gate_up: Array
     down: Array
