@@ -44,7 +44,7 @@ INSIDE_ENGINES = [
     {"by_layer", "pass_steps"},
 ]
 INSIDE_LM = [
-    {"base", "clasp", "guard", "sublayers"},
+    {"base", "clasp", "guard", "quantised", "sublayers"},
     {"self_draft", "skip_search", "table"},
     {"huggingface"},
     {"early_layers", "skipping"},

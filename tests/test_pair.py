@@ -20,8 +20,8 @@ def test_pairs_load_side_by_side_in_threads():
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("quantize", "int4"),
-        ("quantize_draft", "int4"),
+        ("quantize", "int3"),
+        ("quantize_draft", "int3"),
         ("share_from", 0),
         ("share_from", True),
         ("share_from", "never"),

@@ -23,6 +23,7 @@ from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
+from specbeam.lm.quantised import BY_LIBRARY, OWN, Quantize, check_rounding, is_rounding, library_config
 from specbeam.lm.skipping import Skipping, skipping_model
 from specbeam.memory.lm import MemoryLM
 from specbeam.options.checks import is_integer
@@ -30,7 +31,6 @@ from specbeam.options.checks import is_integer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Quantize = Literal["int8"]
 ShareFrom = int | Literal["auto"] | None
 # transformers' from_pretrained changes torch's defaults while it runs: two threads at a time leave models without weights.
 _ONE_AT_A_TIME = threading.RLock()
@@ -98,12 +98,15 @@ def load(
         draft: the same kinds of values; None for methods that need no draft model. It must have the target's vocabulary.
             Or a draft head for the target (docs/heads.md lists the kinds); "mtp": the modules of multi-token prediction that
             the target's own files hold (a folder of this name is "./mtp"). "swift", or a `Skipping`: the target without some
-            of its sublayers (docs/methods/swift.md; a folder of this name is "./swift").
+            of its sublayers (docs/methods/swift.md; a folder of this name is "./swift"). Or one of the names of `quantize`:
+            the target itself with rounded weights, and a cache of its own.
         tokenizer: a path, a hub id or an object; None: the target's tokenizer.
         dtype: "auto" is float32 on a CPU and the checkpoint's own type elsewhere. Ignored for model objects.
         device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
-        quantize: "int8" rounds the target's weights to 8 bits. This is faster on a CPU, but it is another model: the output
-            has the law of the rounded model, and reports say so. For Llama, Mistral and Qwen2 in float32.
+        quantize: "int8" and "int4" round the target's weights to 8 or 4 bits. This is faster on a CPU, but it is another
+            model: the output has the law of the rounded model, and reports say so. For Llama, Mistral and Qwen2 in float32.
+            "torchao-int8", "torchao-int4", "bitsandbytes-int8" and "bitsandbytes-nf4" let these libraries round any model,
+            while transformers loads it from files. Files that hold rounded weights need no option.
         quantize_draft: the same for the draft, which does not change the law of the output.
         check: compare the logits of a small token tree with those of plain forwards, once per model, and refuse a model that
             gets them wrong.
@@ -123,6 +126,7 @@ def load(
         BadHead: a draft head cannot be read, or does not fit the target.
         UnsupportedModel: a model cannot score a token tree.
         VocabularyMismatch: draft and target do not have the same tokens.
+        NotSupported: a package is missing, or the weights of this model cannot be rounded so.
     """
     if isinstance(target, str) and target == "bundled":
         target = BUNDLED / "target"
@@ -132,20 +136,22 @@ def load(
     torch_device = _device(device)
     _check_options(quantize, share_from)
     _check_options(quantize_draft, share_from, "quantize_draft")
-    target_model = _model(target, dtype, torch_device)
+    target_model = _model(target, dtype, torch_device, quantize)
     skipping = Skipping() if isinstance(draft, str) and draft == "swift" else draft
     if isinstance(skipping, Skipping):
         draft = None
         if quantize_draft is not None:
             raise BadSetting("quantize_draft is for draft models, and the target drafts for itself; leave it out")
+    if is_rounding(draft):
+        draft, quantize_draft = _rounded_target(draft, quantize, quantize_draft, target, target_model)
     head = draft if draft is not None and is_head(draft) else None
-    draft_model = None if draft is None or head is not None else _model(draft, dtype, torch_device)
+    draft_model = None if draft is None or head is not None else _model(draft, dtype, torch_device, quantize_draft)
     loaded_tokenizer = _tokenizer(tokenizer if tokenizer is not None else target)
     if draft_model is not None:
         _check_same_vocabulary(target_model, draft_model, loaded_tokenizer, draft)
-    target_lm = language_model(target_model, check, quantize, compile, share_from)
+    target_lm = language_model(target_model, check, _own(quantize), compile, share_from)
     if draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
-        engine = quantize_draft or ("torch" if target_lm.engine == "torch" else "auto")
+        engine = _own(quantize_draft) or ("torch" if target_lm.engine == "torch" else "auto")
         draft_lm: LM | None = HuggingFaceLM(draft_model, engine=engine, share_from=share_from)
     elif head is not None:
         if quantize_draft is not None:
@@ -156,7 +162,7 @@ def load(
     else:
         draft_lm = None
         if draft_model is not None:
-            draft_lm = language_model(draft_model, check, quantize_draft, compile, share_from)
+            draft_lm = language_model(draft_model, check, _own(quantize_draft), compile, share_from)
     models = [lm for lm in (target_lm, draft_lm) if isinstance(lm, HuggingFaceLM)]
     if compile and "torch" not in {lm.engine for lm in models}:
         raise BadSetting(
@@ -164,6 +170,37 @@ def load(
             "already; leave it out"
         )
     return Pair(target_model, draft_model, loaded_tokenizer, target_lm, draft_lm)
+
+
+def _rounded_target(
+    draft: Any, quantize: "Quantize | None", quantize_draft: "Quantize | None", target: Any, model: "PreTrainedModel"
+) -> "tuple[Any, Quantize]":
+    """Return the draft model, or from where to load it, and how it is rounded, of a draft that is the target rounded.
+
+    Args:
+        draft: the name of a way to round weights.
+        target: the target as it was given to `load`, which is `model`.
+
+    Raises `BadSetting` if another option contradicts.
+    """
+    if quantize_draft is not None:
+        raise BadSetting(
+            f"draft={draft!r} is the target with rounded weights, and quantize_draft={quantize_draft!r} contradicts it; "
+            "leave one of them out"
+        )
+    if draft in BY_LIBRARY:
+        return target, draft
+    if quantize in BY_LIBRARY:
+        raise BadSetting(
+            f"draft={draft!r} rounds the weights of the target, and quantize={quantize!r} has rounded them already; give "
+            "the draft as a folder or hub id, with quantize_draft"
+        )
+    return model, draft
+
+
+def _own(quantize: "Quantize | None") -> Any:
+    """Return how the compiled forward rounds a model, None if it does not: what a library rounds was loaded so."""
+    return quantize if quantize in OWN else None
 
 
 def _head_of(target: HuggingFaceLM, source: Any, tokenizer: "PreTrainedTokenizerBase | None", probe: bool) -> LM:
@@ -205,9 +242,11 @@ def language_model(
     """Return the language model that scores forests with a model object.
 
     There is one per model object, cached on it and checked once. A new one is made if the model has changed since, or if
-    `quantize`, `compile` or `share_from` differ. The arguments are those of `load`.
+    `quantize`, `compile` or `share_from` differ. The arguments are those of `load`, but no library can round a model object.
     """
     _check_options(quantize, share_from)
+    if quantize in BY_LIBRARY:
+        raise _cannot_round(quantize)
     options = (quantize, compile, share_from)
     with _ONE_AT_A_TIME:
         return _cached_language_model(model, check, options)
@@ -234,8 +273,7 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
 
 def _check_options(quantize: Any, share_from: Any, name: str = "quantize") -> None:
     """Raise `BadSetting` if one of these options of `load` is wrong."""
-    if quantize not in (None, "int8"):
-        raise BadSetting(f"{name} is {quantize!r}; it must be 'int8' or None")
+    check_rounding(quantize, name)
     is_count = isinstance(share_from, int) and is_integer(share_from) and share_from >= 1
     if share_from not in (None, "auto") and not is_count:
         raise BadSetting(f"share_from is {share_from!r}; it must be a number of tokens of at least 1, 'auto' or None")
@@ -258,7 +296,7 @@ class _CachedLM:
 def _fingerprint(model: "PreTrainedModel") -> Any:
     """Return a hash that changes if a model is moved, cast, trained, given other weights, hooked or patched."""
     weights = [
-        (weight.data_ptr(), 0 if weight.is_inference() else weight._version, weight.dtype, weight.device)
+        (_place(weight), 0 if weight.is_inference() else weight._version, weight.dtype, weight.device)
         for weight in model.parameters()
     ]
     hooks = [
@@ -266,6 +304,11 @@ def _fingerprint(model: "PreTrainedModel") -> Any:
         for module in model.modules()
     ]
     return hash((tuple(weights), tuple(hooks), _sample(model)))
+
+
+def _place(weight: torch.Tensor) -> int:
+    """Return the address of a weight; of one that a library has rounded, which may have none, that of the object."""
+    return weight.data_ptr() if type(weight) is torch.nn.Parameter else id(weight)
 
 
 _SAMPLED = 64  # number of values of each weight that are sampled, or up to twice as many
@@ -276,12 +319,12 @@ def _sample(model: "PreTrainedModel") -> bytes:
     """Return the sums of some values of each weight on a CPU, as bytes.
 
     They detect changes through `.data`, as merged adapters make them, which do not increase the version of a tensor. Weights
-    on a GPU are left out, because engines for GPUs keep no copy of the weights.
+    on a GPU are left out, because engines for GPUs keep no copy of the weights, and so are those that a library has rounded.
     """
     weights = [
         weight.reshape(-1)
         for weight in model.parameters()
-        if weight.device.type == "cpu" and weight.is_floating_point()
+        if type(weight) is torch.nn.Parameter and weight.device.type == "cpu" and weight.is_floating_point()
     ]
     sums = [weight[:: max(len(weight) // _SAMPLED, 1)].sum(dtype=torch.float64) for weight in weights]
     return torch.stack(sums).numpy().tobytes() if sums else b""
@@ -334,9 +377,9 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
 def _plain_logits(lm: HuggingFaceLM, path: list[int]) -> torch.Tensor:
     """Return the logits after a path, float[vocab], without a tree.
 
-    They are those of the model object itself; with 8-bit weights those of `lm`, because that is another model.
+    They are those of the model object itself; with weights that the engine rounds those of `lm`, as that is another model.
     """
-    if lm.engine != "int8":
+    if lm.engine not in OWN:
         return lm.model(input_ids=torch.tensor([path], device=lm.device)).logits[0, -1]
     owner: Any = SimpleNamespace(prompt=path, state={})  # of the cache, in place of a session
     try:
@@ -365,9 +408,14 @@ def _device(name: str | torch.device | None) -> torch.device:
     return device
 
 
-def _model(source: Any, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel":
+def _model(
+    source: Any, dtype: "str | torch.dtype", device: torch.device, quantize: "Quantize | None" = None
+) -> "PreTrainedModel":
     """Return a model object as it is, or load the model at a path or hub id; see `load`."""
+    by_library = quantize if quantize in BY_LIBRARY else None
     if isinstance(source, torch.nn.Module):
+        if by_library is not None and vars(source).get("_specbeam_rounding") != by_library:
+            raise _cannot_round(by_library)
         return source
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -382,13 +430,35 @@ def _model(source: Any, dtype: "str | torch.dtype", device: torch.device) -> "Pr
             )
         if dtype == "auto" and device.type == "cpu":
             dtype = torch.float32
+        is_stored_rounded = getattr(config, "quantization_config", None) is not None
+        if by_library is not None and is_stored_rounded:
+            raise BadSetting(f"the weights of {source} are rounded in its files already; leave {by_library!r} out")
+        options: dict[str, Any] = {}
+        if by_library is not None:
+            options["quantization_config"] = library_config(by_library, dtype)
+        if by_library is not None or is_stored_rounded:
+            options["device_map"] = {"": device}  # such models are made on their device, and stay there
         with _ONE_AT_A_TIME:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
     except (OSError, ValueError) as error:
         if isinstance(error, SpecbeamError):
             raise
         raise MissingFile(f"could not load a causal language model from {source}: {error}") from error
-    return model.to(device)
+    except (ImportError, RuntimeError, NotImplementedError) as error:
+        if by_library is None and not is_stored_rounded:
+            raise
+        how = repr(by_library) if by_library is not None else "the rounded weights of its files"
+        raise NotSupported(f"{source} could not be loaded with {how} on {device}: {error}") from error
+    if by_library is not None:
+        object.__setattr__(model, "_specbeam_rounding", by_library)
+    return model if options else model.to(device)
+
+
+def _cannot_round(quantize: str) -> BadSetting:
+    return BadSetting(
+        f"{quantize!r} rounds weights while transformers loads them from files, and the model is an object already; give "
+        "its folder or hub id, or 'int8' or 'int4'"
+    )
 
 
 def _name_or_path(source: "str | Path") -> str:

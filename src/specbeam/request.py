@@ -14,6 +14,7 @@ from specbeam.core.noise import request_key
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import closing_tokens, text_of_tokens
+from specbeam.lm.quantised import rounding_of
 from specbeam.memory.lm import MemoryLM
 from specbeam.options.checks import as_texts, is_integer, require
 from specbeam.options.settings import Settings
@@ -88,9 +89,10 @@ class Request:
         return compiled(form, self.settings.grammar_backend, self.pair.tokenizer, self.pair.target.vocab, self.eos)
 
     def _full_law(self, law: str) -> str:
-        """Return the method's law, completed by 8-bit weights and by the form of the texts."""
-        if self.pair.target.engine == "int8":
-            law = f"{law}; of the target in int8"
+        """Return the method's law, completed by how the target's weights are rounded, and by the form of the texts."""
+        rounding = rounding_of(self.pair.target)
+        if rounding:
+            law = f"{law}; of the target in {rounding}"
         if isinstance(self.pair.target, MemoryLM):
             law = f"{law}; of the target {self.pair.target.note}"
         if self.settings.form_kind is not None:

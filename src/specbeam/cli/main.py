@@ -24,8 +24,8 @@ Draft = Annotated[
     typer.Option(
         "--draft",
         "-d",
-        help="Draft model or head: a path or a hub id; 'mtp': the modules of multi-token prediction in the target's files. "
-        "By default the bundled pair's draft, else none.",
+        help="Draft model or head: a path or a hub id; 'mtp': the modules of multi-token prediction in the target's files; "
+        "'int8' or 'int4': the target itself with rounded weights. By default the bundled pair's draft, else none.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
@@ -38,7 +38,8 @@ Grow = Annotated[
 QuantizeTarget = Annotated[
     str | None,
     typer.Option(
-        "--quantize", help="'int8' rounds the target's weights to 8 bits for specbeam's methods. By default not."
+        "--quantize",
+        help="'int8' or 'int4' rounds the target's weights to 8 or 4 bits for specbeam's methods. By default not.",
     ),
 ]
 GrowVocab = Annotated[
@@ -161,7 +162,8 @@ def generate(
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="'int8' rounds the target's weights to 8 bits: faster, with the law of the rounded model. By default not."
+            help="'int8' or 'int4' rounds the target's weights: faster, with the law of the rounded model; so do "
+            "'torchao-int8', 'bitsandbytes-nf4' and others, see docs/quantised.md. By default not."
         ),
     ] = None,
     compile: Annotated[

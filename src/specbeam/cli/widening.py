@@ -7,6 +7,7 @@ from specbeam.bench.widen_model import grown
 from specbeam.bench.widen_vocabulary import with_words
 from specbeam.cli.common import quiet_load
 from specbeam.errors import BadSetting
+from specbeam.lm.quantised import is_rounding
 from specbeam.pair import Pair, load
 
 
@@ -22,11 +23,15 @@ def grown_pair(
         quantize: as for `specbeam.load`.
         grow_vocab: the number of words of both models, like "128K"; None: it stays as it is.
     """
+    if grow is None and grow_draft is None and grow_vocab is None:
+        return quiet_load(model, draft, quantize=quantize)
     pair = quiet_load(model, draft)
-    if grow is None and grow_draft is None and quantize is None and grow_vocab is None:
-        return pair
     target = pair.target_model
     draft_model: Any = pair.draft_model
+    if is_rounding(draft):
+        if grow_draft is not None:
+            raise BadSetting(f"--draft {draft} is the target itself, which --grow enlarges; leave --grow-draft out")
+        return load(_enlarged(target, grow, grow_vocab), draft, pair.tokenizer, quantize=quantize)
     if getattr(pair.draft, "head", None) is not None:
         if grow is not None or grow_draft is not None or grow_vocab is not None:
             raise BadSetting(
@@ -34,17 +39,23 @@ def grown_pair(
                 "alone: leave them out, or take a draft model"
             )
         draft_model = draft
-    if grow_vocab is not None:
-        words = parameters(grow_vocab, "--grow-vocab")
-        target = with_words(target, words)
-        draft_model = None if draft_model is None else with_words(draft_model, words)
-    if grow is not None:
-        target = grown(target, parameters(grow))
+    if grow_vocab is not None and draft_model is not None:
+        draft_model = with_words(draft_model, parameters(grow_vocab, "--grow-vocab"))
+    target = _enlarged(target, grow, grow_vocab)
     if grow_draft is not None:
         if draft_model is None:
             raise BadSetting("--grow-draft enlarges the draft model, and there is none; give --draft")
         draft_model = grown(draft_model, parameters(grow_draft, "--grow-draft"))
     return load(target, draft_model, pair.tokenizer, quantize=quantize)
+
+
+def _enlarged(target: Any, grow: str | None, grow_vocab: str | None) -> Any:
+    """Return the target with the vocabulary and the size that these options ask for."""
+    if grow_vocab is not None:
+        target = with_words(target, parameters(grow_vocab, "--grow-vocab"))
+    if grow is not None:
+        target = grown(target, parameters(grow))
+    return target
 
 
 def parameters(text: str, option: str = "--grow") -> int:

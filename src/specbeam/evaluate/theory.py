@@ -219,7 +219,8 @@ def best_acceptance(p: Law, groups: Sequence[Siblings]) -> float | None:
 def law_of(group: Siblings, vocab: int) -> Law:
     """Return the law that a group of drafts was drawn from, on the whole vocabulary."""
     if len(group.law_pairs) == 0:
-        return group.law_odds
+        odds: Law = group.law_odds
+        return odds
     law = np.zeros(vocab)
     law[group.law_pairs] = group.law_odds
     return law
@@ -324,7 +325,8 @@ def _target_law(turn: Turn, node: int, warp: Warp) -> Law:
     """Return the target's law after a forest node."""
     place = int(np.flatnonzero(turn.scored_nodes == node)[0])
     row = on_host(turn.scored.logits[place : place + 1])
-    return np.exp(dense_logp(row, warp)[0])
+    law: Law = np.exp(dense_logp(row, warp)[0])
+    return law
 
 
 def _context(p: Law, groups: list[Siblings], is_root: bool, accepted: bool) -> Context:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specbeam import __version__
 
@@ -61,7 +62,9 @@ def weights_key(model: "torch.nn.Module | None") -> str | None:
     samples = []
     for weight in model.parameters():
         stride = max(weight.numel() // 16, 1)
-        samples.append(weight.detach().flatten()[::stride][:16].double().cpu())
+        # Tensors of a library that rounds weights hold several plain ones, and cannot be flattened.
+        numbers = weight.dequantize() if is_traceable_wrapper_subclass(weight) else weight
+        samples.append(numbers.detach().flatten()[::stride][:16].double().cpu())
     return hashlib.blake2b(torch.cat(samples).numpy().tobytes(), digest_size=8).hexdigest()
 
 

@@ -1,0 +1,89 @@
+"""Models of rounded weights: rounded by the compiled forward, by a library while transformers loads them, or in files.
+
+A model of rounded weights is another model, with a law of its own. A target gives that law; a draft changes none.
+"""
+
+from importlib.util import find_spec
+from typing import Any, Literal, get_args
+
+import torch
+
+from specbeam.engines.cpu.decoder import Rounding
+from specbeam.errors import BadSetting, NotSupported
+
+# The compiled forward rounds to "int8" and "int4". A library does the others, while transformers loads them from files.
+ByLibrary = Literal["torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-nf4"]
+Quantize = Literal[Rounding, ByLibrary]
+OWN: tuple[str, ...] = get_args(Rounding)
+BY_LIBRARY: tuple[str, ...] = get_args(ByLibrary)
+GROUP = 32  # numbers that share a scale where a library rounds to 4 bits, as in the compiled forward
+
+
+def is_rounding(name: object) -> bool:
+    """Return whether a value is the name of a way to round weights."""
+    return isinstance(name, str) and name in (*OWN, *BY_LIBRARY)
+
+
+def check_rounding(name: object, option: str) -> None:
+    """Raise `BadSetting`, which names the option, if a value is no name of a way to round weights, nor None."""
+    if name is None or is_rounding(name):
+        return
+    known = ", ".join(repr(one) for one in (*OWN, *BY_LIBRARY))
+    raise BadSetting(f"{option} is {name!r}; it must be one of {known}, or None")
+
+
+def library_config(name: str, dtype: "str | torch.dtype") -> Any:
+    """Return transformers' configuration of a way to round weights that a library does.
+
+    Args:
+        name: one of `BY_LIBRARY`.
+        dtype: the type of what is not rounded, and of products; "auto": that of the files.
+
+    Raises `NotSupported` if the library is missing.
+    """
+    library, form = name.split("-")
+    for package in (library, "accelerate"):
+        if find_spec(package) is None:
+            raise NotSupported(
+                f"{name!r} needs {package} (pip install {package}); 'int8' and 'int4' need no further package, for Llama, "
+                "Mistral and Qwen2 models in float32 on a CPU"
+            )
+    if library == "torchao":
+        return _torchao_config(form)
+    from transformers import BitsAndBytesConfig
+
+    if form == "int8":
+        # With a threshold, numbers of one row decide how those of others are multiplied: a text would depend on its batch.
+        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    compute = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype, None)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=form, bnb_4bit_compute_dtype=compute)
+
+
+def _torchao_config(form: str) -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+    from transformers import TorchAoConfig
+
+    if form == "int8":
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    # The form that runs everywhere: torchao's other weights of 4 bits are for GPUs.
+    of_4_bits = torch.int4  # type: ignore[attr-defined]
+    return TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=of_4_bits, granularity=PerGroup(GROUP)))
+
+
+def rounding_of(lm: Any) -> str:
+    """Return how the weights of a language model are rounded, for its law: "int8", "torchao-int8", ...; "" if they are not.
+
+    Of files that hold rounded weights, the name is that of their method, as transformers knows it.
+    """
+    engine = getattr(lm, "engine", "")
+    if engine in OWN:
+        return str(engine)
+    model = getattr(lm, "model", None)
+    name = vars(model).get("_specbeam_rounding") if model is not None else None
+    if name is not None:
+        return str(name)
+    stored = getattr(getattr(model, "config", None), "quantization_config", None)
+    if stored is None:
+        return ""
+    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+    return f"{getattr(method, 'value', method) or 'rounded weights'}"
