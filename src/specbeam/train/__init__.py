@@ -3,11 +3,13 @@
 `trees.py` holds what the target drew and its laws there, `drawing.py` has it drawn, `lessons.py` keeps it in a folder, part
 of it held out, `batches.py` makes batches of it. `course.py` teaches whoever learns, by the loop in `fitting.py` and what
 `losses.py` says is to be lowered. Who learns: draft models (`draft.py`) and heads (`heads.py`), each kind with a file of its
-own; `teacher.py` gives heads the target's hidden states, `plan.py` says what they are to be.
+own; `teacher.py` gives heads the target's hidden states, `plan.py` says what they are to be. `coral.py` teaches a copy of
+the target itself a window of tokens ahead.
 
 A memory learns from long texts instead (`hmt.py`, by the loop in `remembering.py`).
 """
 
+from specbeam.train.coral import train_coral
 from specbeam.train.course import Trained
 from specbeam.train.draft import train_draft
 from specbeam.train.drawing import DrawPlan
@@ -23,6 +25,7 @@ __all__ = [
     "Schedule",
     "Trained",
     "TrainedMemory",
+    "train_coral",
     "train_draft",
     "train_head",
     "train_hmt",

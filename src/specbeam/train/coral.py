@@ -1,0 +1,215 @@
+"""COrAL's forward window: a target whose last layers also say what comes after the next token (arXiv 2410.09675).
+
+A row of the window is a state that enters the last layers, once more, at a later position: the rotation of its queries says
+which token it is to predict. No weights are added. The target itself learns it, so it becomes another model, with a law of
+its own; what the window drafts for that model is verified by it as any draft is.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor, nn
+
+from specbeam.engines.eligibility import is_llama_like, layers_of
+from specbeam.engines.kv.masks import Masks
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.heads.head import DraftRows
+from specbeam.heads.hidden_transfer import HiddenTransfer
+from specbeam.heads.own import probes_config
+from specbeam.heads.probes import logits_of
+from specbeam.heads.trees import ScoredTrees
+from specbeam.lm.early_layers import last_norm
+from specbeam.pair import Pair, load
+from specbeam.train.course import Trained, take_course
+from specbeam.train.drawing import DrawPlan, Prompt
+from specbeam.train.fitting import Schedule, check_optimizers
+from specbeam.train.folders import keep_options, open_folder
+from specbeam.train.head_files import write_head
+from specbeam.train.heads import ProbeStudent
+from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options
+from specbeam.train.plan import HeadPlan, planned
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TAKES = ("depth", "enters", "decay", "variation")  # options of `HeadPlan`
+WINDOW = "window"  # the folder of the head, in that of the model
+LAYERS = 2  # last layers that are learnt, if nothing else is asked for
+
+
+def train_coral(
+    target: "Pair | str | Path",
+    prompts: Sequence[Prompt],
+    out: str | Path,
+    *,
+    trees: str | Path | None = None,
+    plan: Mapping[str, Any] | None = None,
+    draws: DrawPlan | None = None,
+    schedule: Schedule | None = None,
+    report: Report = lambda *_: None,
+) -> Trained:
+    """Teach a copy of a target a window of tokens ahead, and write it to a folder, with the head that reads the window.
+
+    `load(out, draft=Path(out) / "window")` takes both. What is written is another model than the target: its last layers,
+    and the norm behind them, have learnt to say the target's law of the next token as before, and those of the tokens after
+    it. In the curve of training, the acceptance of drafts one deep is the overlap of the new law with the target's, which is
+    the price; the deeper ones are those of the window.
+
+    Args:
+        target: the target, loaded or a path or hub id: a Llama, Mistral or Qwen2.
+        prompts: texts, or lists of token ids, that the target is asked to continue.
+        out: the folder to write.
+        trees: see `train_head`.
+        plan: the options `depth`, the number of tokens of the window (3), `enters`, the first layer that is learnt (the last
+            but one), `decay` and `variation` of `HeadPlan`.
+        draws: how the target draws; None: four beams at temperature 1.
+        schedule: how long and how hard to train.
+        report: see `train_head`.
+
+    Raises:
+        BadSetting: an option is wrong, or a folder holds work with other options.
+        MissingFile: the target cannot be loaded.
+        BadPrompt: the prompts are too few, or the target cannot continue them.
+        NotSupported: the target is of another kind.
+    """
+    check_optimizers()
+    check_prompts(prompts)
+    draws = draws or DrawPlan()
+    schedule = schedule or Schedule()
+    pair = target if isinstance(target, Pair) else load(target)
+    if not is_llama_like(pair.target_model):
+        raise NotSupported(
+            f"a window is taught to Llama, Mistral and Qwen2 models; this is {type(pair.target_model).__name__}"
+        )
+    asked = {name: value for name, value in (plan or {}).items() if value is not None}
+    if ignored := [name for name in asked if name not in TAKES]:
+        raise BadSetting(f"{ignored[0]} is {asked[ignored[0]]!r}, and a window has no use for it; leave it out")
+    last = max(len(layers_of(pair.target_model)) - LAYERS, 1)
+    options = planned(pair.target_model, {"depth": 3, "enters": last}, asked)
+    folder = Path(out)
+    said = {
+        "kind": "coral",
+        **lesson_options(pair, prompts, draws, schedule.seed),
+        **{f"plan.{name}": value for name, value in asdict(options).items()},
+        **{f"schedule.{name}": value for name, value in asdict(schedule).items()},
+    }
+    open_folder(folder / "training", said, "state.pt")
+    drawn = Path(trees or folder / "training" / "trees")
+    lessons = drawn_lessons(pair, prompts, draws, schedule.seed, drawn, report)
+    keep_options(folder / "training", said)
+    model = copy.deepcopy(pair.target_model).float().eval()
+    window = LearntWindow(model, options.depth, options.enters)
+    student = CoralStudent(window, pair, options, lessons, schedule)
+    return take_course(student, lessons, schedule, folder, pair.target.device, report)
+
+
+class LearntWindow(HiddenTransfer):
+    """The window of a model whose last layers, and the norm behind them, are learnt.
+
+    As Hidden Transfer, with maps that are the identity and stay it.
+
+    Args:
+        enters: the first of these layers.
+    """
+
+    def __init__(self, model: "PreTrainedModel", depth: int, enters: int) -> None:
+        layers = layers_of(model)
+        super().__init__(model, depth, enters, int(model.config.hidden_size))
+        for weight in [*self.maps.parameters(), *model.parameters()]:
+            weight.requires_grad_(False)
+        self.learnt = nn.ModuleList([*layers[enters:], last_norm(model)])
+        for weight in self.learnt.parameters():
+            weight.requires_grad_(True)
+        self.maps.to(next(layers[-1].parameters()).device)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """What enters the first of these layers."""
+        return (self.layer,)
+
+    def drafts(self, trees: ScoredTrees, depth: int, wanted: Bool[Tensor, "rows length"]) -> list[DraftRows]:
+        """See `Head.drafts`. Before the window's drafts there are those of the model itself, which are its own laws."""
+        nodes = wanted.flatten().nonzero()[:, 0]
+        nothing = trees.tokens.new_zeros(len(trees.tokens), 0)
+        states, _ = self._after_last_layers(trees, nothing, 0)
+        own = DraftRows(nodes, logits_of(self.target, states.flatten(0, 1)[nodes]))
+        return [own, *super().drafts(trees, depth, wanted)]
+
+    def rows(
+        self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
+    ) -> Float[Tensor, "rows anchors depth width"]:
+        """See `ProbeHead.rows`. Gradients flow to the layers."""
+        _, window = self._after_last_layers(trees, anchors, depth)
+        return window
+
+    def _after_last_layers(
+        self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
+    ) -> tuple[Float[Tensor, "rows length width"], Float[Tensor, "rows anchors depth width"]]:
+        """Return the target's last hidden states of trees, and of the window's rows under the anchors."""
+        states = trees.states[self.layer]
+        rows, length, width = states.shape
+        count = anchors.shape[1]
+        again = trees.at(states, anchors)[:, :, None].expand(-1, -1, depth, -1).flatten(1, 2)
+        ahead = trees.depths.gather(1, anchors)[..., None] + torch.arange(1, depth + 1, device=anchors.device)
+        positions = torch.cat([trees.depths, ahead.flatten(1)], 1)
+        x = torch.cat([states, again], 1)
+        masks = self._masks(trees, anchors, depth, positions)
+        angles = self.target.base_model.rotary_emb(x, positions)
+        *layers, norm = self.learnt
+        for number, layer in enumerate(layers, self.layer):
+            mask = masks[self.target.config.layer_types[number]] if isinstance(masks, dict) else masks
+            x = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
+        normed = norm(x)
+        return normed[:, :length], normed[:, length:].view(rows, count, depth, width)
+
+    def _masks(
+        self,
+        trees: ScoredTrees,
+        anchors: Int64[Tensor, "rows anchors"],
+        depth: int,
+        positions: Int64[Tensor, "rows all"],
+    ) -> Any:
+        """Return the mask of trees and window rows, or a dict of masks by layer type.
+
+        Window rows see the path to their anchor, and those under it that are before them.
+        """
+        rows, length = trees.tokens.shape
+        count = anchors.shape[1] * depth
+        above = trees.sees.gather(1, anchors[..., None].expand(-1, -1, length)).repeat_interleave(depth, 1)
+        groups = torch.eye(anchors.shape[1], dtype=torch.bool, device=anchors.device)
+        own = torch.kron(groups, torch.ones(depth, depth, dtype=torch.bool, device=anchors.device).tril())
+        seen = torch.zeros(rows, length + count, length + count, dtype=torch.bool, device=anchors.device)
+        seen[:, :length, :length] = trees.sees
+        seen[:, length:, :length] = above
+        seen[:, length:, length:] = own
+        config = self.target.config
+        return Masks(config, config._attn_implementation or "eager", self.target.dtype).of_trees(seen, positions)
+
+
+class CoralStudent(ProbeStudent):
+    """A model that learns a window; see `Student`."""
+
+    module: LearntWindow
+
+    def __init__(self, window: LearntWindow, pair: Pair, plan: HeadPlan, lessons: Lessons, schedule: Schedule) -> None:
+        self.tokenizer = pair.tokenizer
+        super().__init__(window, window.target, plan, self._write, lessons.held_out, schedule.batch_tokens)
+
+    def save(self, folder: Path) -> None:
+        """Write the model in bfloat16, its tokenizer, and the head of its window."""
+        written = copy.deepcopy(self.target).to(torch.bfloat16)
+        written.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+        super().save(folder)
+
+    def _write(self, window: Any, target: "PreTrainedModel", plan: HeadPlan, folder: Path) -> None:
+        """Write maps that are the identity, with the odds of the window's likeliest tokens."""
+        head = HiddenTransfer(target, window.depth, window.layer, int(target.config.hidden_size))
+        head.ranks = window.ranks[1:]  # the first are the model's own
+        write_head(head, {**probes_config(head), "base_model_name_or_path": None}, folder / WINDOW, target)
