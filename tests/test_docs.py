@@ -80,6 +80,18 @@ def test_links_between_pages_lead_somewhere(name):
             assert (file.parent / link).exists(), f"{file}: {link}"
 
 
+def test_the_systems_page_names_recipes_and_settings_that_exist():
+    text = (DOCS / "systems.md").read_text(encoding="utf-8")
+    recipes = {recipe.name: getattr(sb, recipe.name) for recipe in sb.methods()}
+    named = re.findall(r"`([a-z_]+)(\([^`]*\))?`", text)
+    assert len({name for name, _ in named}) > 25
+    for name, settings in named:
+        make = sb.load if name == "load" else recipes[name]
+        call = ast.parse(f"{name}{settings or '()'}", mode="eval").body
+        assert isinstance(call, ast.Call)
+        assert {keyword.arg for keyword in call.keywords} <= inspect.signature(make).parameters.keys(), name
+
+
 PAGES_THAT_NAME_TESTS = [
     "README.md",
     "CONTRIBUTING.md",
