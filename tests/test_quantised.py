@@ -18,7 +18,7 @@ from tests.support.tiny_models import tiny
 
 
 def target(**changes):
-    return tiny("llama", hidden_size=64, intermediate_size=96, **changes)
+    return tiny("llama", **{"hidden_size": 64, "intermediate_size": 96, **changes})
 
 
 @needs_numba
@@ -88,7 +88,7 @@ def test_what_a_library_rounds_drafts_and_decodes(kind, tmp_path):
     for package in (kind.split("-")[0], "accelerate"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}")
-    target().save_pretrained(tmp_path)
+    target(intermediate_size=128).save_pretrained(tmp_path)  # bitsandbytes takes 64 weights at once
     own = sb.load(tmp_path, tokenizer=words.tokenizer(), quantize=kind)
     assert own.target.engine == "plain"
     text = sb.generate(own, "abc", sb.beam_sampling(3), seed=1, max_new_tokens=8)[0]
