@@ -54,7 +54,9 @@ def test_each_package_of_an_extra_is_imported_somewhere():
     imported: set[str] = set()
     for folder in ("src", "tests", "tools", "examples"):
         for file in (ROOT / folder).rglob("*.py"):
-            imported.update(re.findall(r"^\s*(?:import|from) (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE))
+            source = file.read_text(encoding="utf-8")
+            imported.update(re.findall(r"^\s*(?:import|from) (\w+)", source, re.MULTILINE))
+            imported.update(re.findall(r'importorskip\("(\w+)', source))
     for extra, packages in PROJECT["optional-dependencies"].items():
         for package in packages:
             name = re.match(r"[\w-]+", package).group()

@@ -6,7 +6,7 @@ from typing import Any
 from specbeam.pair import Pair
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method, require_at_least_one
-from specbeam.search.grow import Growth, Wish, given_seed
+from specbeam.search.grow import GrowingTrees, Wish, given_seed
 from specbeam.search.tree import OPEN, SearchResult
 from specbeam.search.value import Value
 
@@ -35,7 +35,7 @@ def best_of(
     """
     require_at_least_one(count=count)
     # texts are one step: a separator that no text holds
-    growth = Growth(
+    growth = GrowingTrees(
         pair, value, resolve(method), "\0", None, WHOLE, max_new_tokens, given_seed(seed), batch_size, options
     )  # fmt: skip
     growth.begin(prompts)
@@ -72,7 +72,7 @@ def step_beams(
     The arguments are those of `lite_search`.
     """
     require_at_least_one(width=width, children=children)
-    growth = Growth(
+    growth = GrowingTrees(
         pair, value, resolve(method), separator, None, step_tokens, max_new_tokens, given_seed(seed), batch_size, options
     )  # fmt: skip
     growth.begin(prompts)

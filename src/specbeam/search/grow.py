@@ -32,7 +32,7 @@ class Wish(NamedTuple):
 
 
 @dataclass
-class Growth:
+class GrowingTrees:
     """The trees of all prompts of a search, and how they grow.
 
     Attributes:

@@ -10,7 +10,7 @@ from specbeam.options.checks import is_integer, require
 from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
-from specbeam.search.grow import Growth, Wish, given_seed
+from specbeam.search.grow import GrowingTrees, Wish, given_seed
 from specbeam.search.tree import CLOSED, OPEN, BudgetRule, SearchResult, calibrated
 from specbeam.search.value import Value, as_value
 
@@ -90,7 +90,7 @@ def lite_search(
     require(_is_between(confidence) and 0 < confidence < 1, "confidence", confidence, "a number between 0 and 1")
     require(_is_between(threshold), "threshold", threshold, "a number from 0 to 1")
     require(_is_number(progress) and progress >= 0, "progress", progress, "a number of at least 0")
-    growth = Growth(
+    growth = GrowingTrees(
         pair, as_value(value), resolve(method), separator, budget, step_tokens, max_new_tokens, given_seed(seed),
         batch_size, options, ends,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def lite_search(
                 on_progress(wish.number, growth.results[wish.number])
 
 
-def _next_wish(growth: Growth, number: int, rule: BudgetRule, progress: float, whole: bool) -> Wish | None:
+def _next_wish(growth: GrowingTrees, number: int, rule: BudgetRule, progress: float, whole: bool) -> Wish | None:
     """Return the draws of the next iteration; None if no node can be continued."""
     result = growth.results[number]
     greedy_value = 0.0 if math.isnan(result.greedy_value) else result.greedy_value
@@ -152,7 +152,7 @@ def _close_if_spent(result: SearchResult, place: int) -> None:
         node.status = CLOSED
 
 
-def _end_if_over(growth: Growth, number: int, threshold: float) -> None:
+def _end_if_over(growth: GrowingTrees, number: int, threshold: float) -> None:
     """End a search whose answer reaches the threshold, or that has no tokens left."""
     result = growth.results[number]
     if result.ended:

@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 
 from specbeam.errors import SpecbeamError
 
-OPEN, FINISHED, CUT_OFF, CLOSED = "open", "finished", "cut off", "closed"  # states of a node
+# The states of a node.
+OPEN = "open"
+FINISHED = "finished"
+CUT_OFF = "cut off"
+CLOSED = "closed"
 
 
 @dataclass

@@ -8,7 +8,7 @@ AGE_S = 10.0  # seconds of waiting that count as much as one step of priority
 
 
 @runtime_checkable
-class Waiting(Protocol):
+class InLine(Protocol):
     """What the line needs of a job."""
 
     key: str  # whose job it is
@@ -16,7 +16,7 @@ class Waiting(Protocol):
     arrived: float  # seconds of the clock that `Line.pop` is given
 
 
-Job = TypeVar("Job", bound=Waiting)
+Job = TypeVar("Job", bound=InLine)
 
 
 class Line(Generic[Job]):

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 from specbeam.engines.eligibility import is_llama_like, layers_of
 from specbeam.engines.kv.masks import Masks
 from specbeam.errors import BadSetting, NotSupported
+from specbeam.heads.extra_rows import logits_of
 from specbeam.heads.head import DraftRows
 from specbeam.heads.hidden_transfer import HiddenTransfer
-from specbeam.heads.own import probes_config
-from specbeam.heads.probes import logits_of
+from specbeam.heads.own import extra_rows_config
 from specbeam.heads.trees import ScoredTrees
 from specbeam.lm.early_layers import last_norm
 from specbeam.pair import Pair, load
 from specbeam.train.course import Trained, take_course
 from specbeam.train.drawing import DrawPlan, Prompt
-from specbeam.train.fitting import Schedule, check_optimizers
+from specbeam.train.fitting import FilledSchedule, Schedule, check_optimizers
 from specbeam.train.folders import keep_options, open_folder
 from specbeam.train.head_files import write_head
-from specbeam.train.heads import ProbeStudent
+from specbeam.train.heads import ExtraStudent
 from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options
 from specbeam.train.plan import HeadPlan, planned
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 TAKES = ("depth", "enters", "decay", "variation")  # options of `HeadPlan`
 WINDOW = "window"  # the folder of the head, in that of the model
+CORAL_SCHEDULE = {"rate": 0.02, "embedding_rate": 0.005, "batch_tokens": 8_000}  # what is usual
 LAYERS = 2  # last layers that are learnt, if nothing else is asked for
 
 
@@ -80,7 +81,7 @@ def train_coral(
     check_optimizers()
     check_prompts(prompts)
     draws = draws or DrawPlan()
-    schedule = schedule or Schedule()
+    schedule = (schedule or Schedule()).filled(CORAL_SCHEDULE)
     pair = target if isinstance(target, Pair) else load(target)
     if not is_llama_like(pair.target_model):
         raise NotSupported(
@@ -191,12 +192,14 @@ class LearntWindow(HiddenTransfer):
         return Masks(config, config._attn_implementation or "eager", self.target.dtype).of_trees(seen, positions)
 
 
-class CoralStudent(ProbeStudent):
+class CoralStudent(ExtraStudent):
     """A model that learns a window; see `Student`."""
 
     module: LearntWindow
 
-    def __init__(self, window: LearntWindow, pair: Pair, plan: HeadPlan, lessons: Lessons, schedule: Schedule) -> None:
+    def __init__(
+        self, window: LearntWindow, pair: Pair, plan: HeadPlan, lessons: Lessons, schedule: FilledSchedule
+    ) -> None:
         self.tokenizer = pair.tokenizer
         super().__init__(window, window.target, plan, self._write, lessons.held_out, schedule.batch_tokens)
 
@@ -212,4 +215,4 @@ class CoralStudent(ProbeStudent):
         """Write maps that are the identity, with the odds of the window's likeliest tokens."""
         head = HiddenTransfer(target, window.depth, window.layer, int(target.config.hidden_size))
         head.ranks = window.ranks[1:]  # the first are the model's own
-        write_head(head, {**probes_config(head), "base_model_name_or_path": None}, folder / WINDOW, target)
+        write_head(head, {**extra_rows_config(head), "base_model_name_or_path": None}, folder / WINDOW, target)
