@@ -3,7 +3,8 @@
 import copy
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,18 +124,16 @@ def train_hmt(
     return TrainedMemory(folder, weights, tuple(fit.curve))
 
 
-class _without_gradients:  # noqa: N801, a context
-    """A context in which a frozen model's weights want no gradients."""
-
-    def __init__(self, model: "PreTrainedModel", frozen: bool) -> None:
-        self.wanting = [weight for weight in model.parameters() if weight.requires_grad] if frozen else []
-
-    def __enter__(self) -> None:
-        for weight in self.wanting:
-            weight.requires_grad_(False)
-
-    def __exit__(self, *error: object) -> None:
-        for weight in self.wanting:
+@contextmanager
+def _without_gradients(model: "PreTrainedModel", frozen: bool) -> Iterator[None]:
+    """Let the weights of a frozen model want no gradients in this context."""
+    wanting = [weight for weight in model.parameters() if weight.requires_grad] if frozen else []
+    for weight in wanting:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in wanting:
             weight.requires_grad_(True)
 
 
