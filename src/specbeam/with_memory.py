@@ -41,7 +41,7 @@ def hmt(
         draft_window: for a draft model without memory: read in segments of this many tokens, with as many of the segment
             before. None: it reads the whole text, and the text ends where its positions do.
         query: what queries are made of, "previous_tail" or "refresh" (`MemoryPlan`); None: as the memory's plan says, and
-            "previous_tail" where that says "first_half".
+            "refresh" where that says "first_half", which no text can be drawn with.
 
     Raises:
         BadSetting: nothing is given a memory, or an option is wrong or would be ignored.
@@ -101,7 +101,7 @@ def _remembering(lm: HuggingFaceLM, memory: "str | Path | tuple[MemoryPlan, Reca
             )
         plan = replace(plan, query=query)
     elif plan.query == "first_half":
-        plan = replace(plan, query="previous_tail")
+        plan = replace(plan, query="refresh")  # what "first_half" has learnt, without a look ahead
     if not lm.runner.takes_vectors:
         lm = HuggingFaceLM(lm.model, engine="plain")
     return MemoryLM(lm, plan, recall)

@@ -178,7 +178,7 @@ def test_what_would_be_ignored_is_refused(pair):
 def test_a_memory_trained_as_in_the_paper_is_decoded_by_a_causal_query(pair):
     loaded, recall, _ = pair
     remembering = sb.hmt(loaded, (MemoryPlan(5, 2, query="first_half"), recall))
-    assert remembering.target.plan.query == "previous_tail"
+    assert remembering.target.plan.query == "refresh"
 
 
 def test_models_whose_states_are_no_embeddings_are_refused():
