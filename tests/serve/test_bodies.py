@@ -4,12 +4,15 @@ import json
 import time
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam as sb
+from specbeam.serve.auth import Client, Keys
 from specbeam.serve.config import ServerConfig, read_config
 from specbeam.serve.mapping import RECIPE_OF, Order, Served, order_of
+from specbeam.serve.processors import CountPenalty, TokenBias
 from specbeam.serve.protocol import ChatBody, CompletionBody, parse_body
 from specbeam.serve.refusals import Refusal, refusal_of
 from tests.support.checking import refused
@@ -120,3 +123,33 @@ def test_a_configuration_says_what_is_wrong(tmp_path):
     with pytest.raises(sb.SpecbeamError, match="--no-auth"):
         ServerConfig(host="0.0.0.0").check_open()
     ServerConfig(host="0.0.0.0", no_auth=True).check_open()
+
+
+def test_keys_have_names_weights_and_limits_and_are_never_kept_themselves(tmp_path):
+    file = tmp_path / "keys.txt"
+    file.write_text("# who\nann secret-a 2.5 3 -1\nbob secret-b\n")
+    keys = Keys.of(ServerConfig(api_key_file=str(file), api_keys=("secret-c",)))
+    assert keys.client("Bearer secret-a") == Client("ann", 2.5, 3, -1)
+    assert keys.client("bearer secret-b").weight == 1
+    assert keys.client("Bearer secret-c").name == "key1"
+    assert keys.weights == {"key1": 1.0, "ann": 2.5, "bob": 1.0}
+    assert "secret" not in repr(vars(keys))
+    for wrong in (None, "", "secret-a", "Basic secret-a", "Bearer", "Bearer secret"):
+        with pytest.raises(Refusal) as caught:
+            keys.client(wrong)
+        assert (caught.value.status, caught.value.headers["www-authenticate"]) == (401, "Bearer")
+    file.write_text("ann\n")
+    with pytest.raises(sb.SpecbeamError, match="line 1 must be: name key"):
+        Keys.of(ServerConfig(api_key_file=str(file)))
+    assert Keys({}).client(None).name == "anonymous"
+
+
+def test_penalties_count_what_was_generated_and_biases_ban():
+    ids = torch.tensor([[5, 6, 6, 7], [5, 7, 7, 7]])  # two tokens of the prompt, two new ones
+    scores = torch.zeros(2, 9)
+    lowered = CountPenalty(2, 1.0, 0.5)(ids, scores)
+    assert lowered[0, 6:8].tolist() == [-1.5, -1.5]
+    assert lowered[1, 5:8].tolist() == [0.0, 0.0, -2.0]
+    biased = TokenBias({3: 2.0, 4: -100.0})(ids, scores)
+    assert biased[0, 2:5].tolist() == [0.0, 2.0, float("-inf")]
+    assert scores.abs().max() == 0

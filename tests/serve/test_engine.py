@@ -9,7 +9,7 @@ import pytest
 import specbeam as sb
 from specbeam.core.forest import Forest
 from specbeam.decode import Decoder
-from specbeam.errors import BrokenPart, Cancelled, NotSupported, TimedOut
+from specbeam.errors import BrokenLaw, BrokenPart, Cancelled, NotSupported, TimedOut
 from specbeam.options.settings import Settings
 from specbeam.request import Request
 from specbeam.serve.engine import Draining, Engine, EngineFailed, EngineLimits, Job, NoRoom, QueueFull
@@ -230,6 +230,19 @@ def test_a_drafter_that_raises_costs_its_own_request(pair):
         assert [one.tokens for one in engine.generate([PROMPTS[0]], METHODS[3], seed=7, **SHORT)] == expected
         (session,) = broken.wait()
         assert isinstance(session.failure, BrokenPart)
+
+
+def test_logits_that_are_no_law_cost_their_own_request(pair):
+    def spoil(input_ids, scores):
+        return scores * float("nan")
+
+    expected = answers(pair, METHODS[2], [PROMPTS[0]])
+    with Engine(pair, LIMITS) as engine:
+        spoilt = Ends(sessions_of(pair, [[3, 4]], METHODS[2], logits_processor=[spoil]))
+        engine.submit(spoilt.jobs)
+        assert [one.tokens for one in engine.generate([PROMPTS[0]], METHODS[2], seed=7, **SHORT)] == expected
+        (session,) = spoilt.wait()
+        assert isinstance(session.failure, BrokenLaw)
 
 
 def test_other_threads_go_on_while_turns_are_taken(pair):

@@ -460,6 +460,18 @@ def test_many_clients_with_bad_input_beside_good(served, client, expected):
     assert server.engine.counts.restarts == 0
 
 
+def test_a_prompt_that_comes_again_is_known_to_its_own_key_alone_and_gives_the_same_text(served, client):
+    _, server = served
+    prompt = " ".join([PROMPT, *OTHERS] * 2)
+    first, again, salted = (ask(client, body, prompt) for body in ({}, {}, {"cache_salt": "mine"}))
+    details = [found.usage.prompt_tokens_details.cached_tokens for found in (first, again, salted)]
+    assert details == [0, (first.usage.prompt_tokens - 1) // 16 * 16, 0]
+    assert first.choices[0].text == again.choices[0].text == salted.choices[0].text
+    many = ask(client, {"temperature": 0.9}, prompt + " Hallo.", n=3)
+    assert many.usage.prompt_tokens_details.cached_tokens > 0
+    settle(server)
+
+
 def test_a_load_is_counted_request_by_request(served, capsys):
     url, server = served
     for stream, gone in ((True, 0.4), (False, 0.0)):
