@@ -17,6 +17,7 @@ from specbeam.draft.tree import Branching, FixedTree, TreeDrafter, grow_layer, g
 from specbeam.laws.edits import NO_EDITS
 from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation
+from specbeam.lm import huggingface
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.options.settings import Settings
 from specbeam.records import Shape
@@ -359,7 +360,7 @@ def test_when_trees_are_grown_in_one_loop(pair, monkeypatch):
         "nothing to draft": (pair.draft, plain, begun(pair, {}), Shape(0, 4), 0),
         "another engine": (HuggingFaceLM(pair.draft_model, engine="lean"), plain, begun(pair, {}), deep, 0),
         "too much at once": (
-            HuggingFaceLM(pair.draft_model, chunk=8), Branching((2, 9), Distinct()), begun(pair, {}), deep, 0,
+            HuggingFaceLM(pair.draft_model), Branching((2, 9), Distinct()), begun(pair, {}), deep, 0,
         ),
         "a controller that stops": (
             pair.draft, plain, begun(pair, {}, method=sb.speculative_sampling(3, controller="confidence")), deep, 0,
@@ -371,7 +372,10 @@ def test_when_trees_are_grown_in_one_loop(pair, monkeypatch):
     }  # fmt: skip
     for name, (lm, growth, session, shape, loops) in cases.items():
         made.clear()
-        (forest,) = TreeDrafter(lm, growth).draft([session], [shape])
+        with monkeypatch.context() as patch:
+            if name == "too much at once":
+                patch.setattr(huggingface, "MOST_ROWS_IN_STEPS", 8)
+            (forest,) = TreeDrafter(lm, growth).draft([session], [shape])
         lm.close(session)
         assert len(made) == loops, name
         assert (forest.size > 1) == (shape.depth > 0), name

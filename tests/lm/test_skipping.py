@@ -479,4 +479,4 @@ def test_the_command_line_names_sets_and_searches(capsys):
     assert method_from("swift", ["skip=exit", "layers=2", "depth=4"]).name == "swift"
     assert method_from("swift", ["skip=a1 m2", "siblings=false"]).exact
     with pytest.raises(BadSetting, match="give both"):
-        tune.run("bundled", None, [64], 4, None, 0.6, False, [], (None, "x"), True)
+        tune.run("bundled", None, [64], 4, None, 0.6, False, [], [], (None, "x"), True)

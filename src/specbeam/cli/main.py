@@ -956,8 +956,11 @@ def train_memory(
     data: Annotated[
         list[Path],
         typer.Option(
+            "--data",
+            "--file",
+            "-f",
             help="File of long texts: a text, or .jsonl with a 'text' in each line, or a 'prompt' and an 'answer'; plain or "
-            "packed. May be given several times."
+            "packed. May be given several times.",
         ),
     ] = [],
     segment: Annotated[int | None, typer.Option(help="Number of new tokens of a segment; by default 222.")] = None,
