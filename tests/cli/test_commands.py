@@ -15,6 +15,9 @@ import pytest
 
 from specbeam.cli.main import main
 from specbeam.core.limits import Limits
+from specbeam.errors import BadSetting
+from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
+from specbeam.recipes.settings_text import method_from
 from specbeam.tuning.costs import measure
 from tests.support import words
 from tests.support.steps import needs_numba
@@ -238,6 +241,17 @@ def test_settings_without_a_default_are_read_as_their_type(models):
     code, _, err = specbeam("generate", "abc", *models, *more, "--set", "beams=two")
     assert code == 2
     assert "beams is 'two'; it must be an integer" in err
+
+
+@pytest.mark.parametrize("make", [*RECIPES, *HEAD_RECIPES], ids=lambda make: make.__name__)
+def test_no_method_ignores_its_settings(make):
+    """Also those that draft with a head, of which no pair is needed to read them."""
+    with pytest.raises(BadSetting, match="has no setting 'speed'"):
+        method_from(make.__name__, ["speed=9"])
+    if make in HEAD_RECIPES:
+        assert method_from(make.__name__, ["depth=2", "rule=match"]).exact
+        with pytest.raises(BadSetting, match="depth is 0"):
+            method_from(make.__name__, ["depth=0"])
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length")

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from specbeam.errors import BadSetting
-from specbeam.recipes.catalogue import RECIPES, resolve
+from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES, resolve
 from specbeam.recipes.method import Method
 
 
 def method_from(name: str, settings: Sequence[str]) -> Method:
     """Return a method by its name, with settings from NAME=VALUE texts.
 
-    Each value is read as the type of its setting. Raises `BadSetting` if there is no such method or setting, or if a
-    text has no value.
+    Methods that draft with a head have settings as all others. Each value is read as the type of its setting. Raises
+    `BadSetting` if there is no such method or setting, or if a text has no value.
     """
-    make = {recipe.__name__: recipe for recipe in RECIPES}.get(name)
+    make = {recipe.__name__: recipe for recipe in (*RECIPES, *HEAD_RECIPES)}.get(name)
     if make is None:
         return resolve(name)  # raises an error that names the methods there are
     known = inspect.signature(make).parameters
