@@ -70,7 +70,7 @@ HAND_MADE = {
                 "specbeam.records.Verdict",
                 "specbeam.records.Turn",
                 "specbeam.records.RowCounts",
-                "specbeam.records.ProbeInputs",
+                "specbeam.records.ExtraInputs",
                 "specbeam.decoder.Decoder",
                 "specbeam.request.Request",
             )
