@@ -11,4 +11,4 @@ def check_picture(path: Path) -> None:
     if path.is_dir() or not path.parent.is_dir():
         raise MissingFile(f"a plot cannot be written to {path}; name a file in a folder that exists")
     if find_spec("matplotlib") is None:
-        raise MissingPackage("plots are drawn by matplotlib: pip install 'specbeam[bench]'")
+        raise MissingPackage("plots are drawn by matplotlib: pip install matplotlib")

@@ -43,7 +43,7 @@ def run(beams: int, seed: int, json: bool) -> int:
     try:
         import sacrebleu  # noqa: F401
     except ImportError as error:
-        raise MissingFile("the demo scores with sacrebleu: pip install 'specbeam[bench]'") from error
+        raise MissingFile("the demo scores with sacrebleu: pip install sacrebleu") from error
     from rich.console import Console
 
     console = Console(highlight=False, stderr=json)

@@ -18,10 +18,8 @@ from specbeam.options.checks import GRAMMAR_BACKENDS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The constraint class of each backend and the extra that installs it, in the order of GRAMMAR_BACKENDS.
-BACKENDS: dict[str, tuple[Callable[..., Constraint], str]] = dict(
-    zip(GRAMMAR_BACKENDS, [(LLGuidance, "specbeam[grammar]"), (XGrammar, "specbeam[xgrammar]")], strict=True)
-)
+# The constraint class of each backend, by the name of its package, in the order of GRAMMAR_BACKENDS.
+BACKENDS: dict[str, Callable[..., Constraint]] = dict(zip(GRAMMAR_BACKENDS, [LLGuidance, XGrammar], strict=True))
 
 KEPT = 32  # compiled forms of a tokenizer that are kept, those used last
 _COMPILED: "weakref.WeakKeyDictionary[Any, OrderedDict[tuple[Any, ...], Constraint]]" = weakref.WeakKeyDictionary()
@@ -69,11 +67,10 @@ def _compile(
     form: Form, backend: str, tokenizer: "PreTrainedTokenizerBase", vocab: int, eos: tuple[int, ...]
 ) -> Constraint:
     """Return a new constraint; see `compiled`."""
-    make, extra = BACKENDS[backend]
     try:
-        constraint = make(form, tokenizer, vocab, eos)
+        constraint = BACKENDS[backend](form, tokenizer, vocab, eos)
     except ImportError as error:
-        raise MissingPackage(f"{form.kind} needs {backend}: pip install '{extra}'") from error
+        raise MissingPackage(f"{form.kind} needs {backend}: pip install {backend}") from error
     except (BadSetting, NotSupported):
         raise
     except (TypeError, ValueError) as error:  # raised by the library because of the form
