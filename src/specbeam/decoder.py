@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 
@@ -61,8 +61,10 @@ class Decoder:
         """
         check_gives(self.target, session.parts.needs)
         check_takes(self.target, session)
-        self._hold([self.target, *(models_of(session.parts.drafter) or ())])
-        session.keeps_nodes = keeps_nodes(self.target, session.parts)
+        models = [self.target, *(models_of(session.parts.drafter) or ())]
+        keeps = keeps_nodes(self.target, session.parts)
+        self._hold(models)  # the last thing that can fail: what is held is dropped when no session is left
+        session.keeps_nodes = keeps
         self.waiting.append(session)
 
     def cancel(self, session: Session, error: SpecbeamError | None = None) -> bool:
@@ -134,13 +136,15 @@ class Decoder:
             self._stepping.release()
 
     def _hold(self, models: list[LM]) -> None:
-        """Hold these models and those of earlier sessions in the current thread."""
+        """Hold these models and those of earlier sessions in the current thread; if one of them is refused, none is."""
         guards = [model.guard for model in models if hasattr(model, "guard")]
         guards += self._guards if self._thread is not threading.current_thread() else []
-        for guard in guards:
-            guard.hold(self)
-            if guard not in self._guards:
-                self._guards.append(guard)
+        with ExitStack() as undo:
+            for guard in guards:
+                before = guard.hold(self)
+                undo.callback(guard.give_back, self, before)
+            undo.pop_all()
+        self._guards = [*dict.fromkeys([*self._guards, *guards])]
         self._thread = threading.current_thread()
 
     def _drop_if_idle(self) -> None:

@@ -17,14 +17,26 @@ class ThreadGuard:
         self._lock = threading.Lock()
         self._threads: WeakKeyDictionary[object, threading.Thread] = WeakKeyDictionary()
 
-    def hold(self, user: object) -> None:
+    def hold(self, user: object) -> threading.Thread | None:
         """Note that `user` works with the model in the current thread, until `drop`.
+
+        Returns the thread that it worked in before, for `give_back`; None if it did not work with the model.
 
         Raises `NotSupported` if another user works in another thread that is alive.
         """
         with self._lock:
             self._check(user)
+            before = self._threads.get(user)
             self._threads[user] = threading.current_thread()
+            return before
+
+    def give_back(self, user: object, before: threading.Thread | None) -> None:
+        """Undo a `hold`, which returned `before`."""
+        with self._lock:
+            if before is None:
+                self._threads.pop(user, None)
+            else:
+                self._threads[user] = before
 
     def drop(self, user: object) -> None:
         """Note that `user` does not work with the model any more."""

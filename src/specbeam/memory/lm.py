@@ -14,6 +14,7 @@ from specbeam.core.forest import Forest
 from specbeam.engines.answers import scored_rows
 from specbeam.errors import BadHead, BadSetting, NotSupported
 from specbeam.lm.base import checked_needs
+from specbeam.lm.guard import ThreadGuard
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.memory.plan import MemoryPlan
 from specbeam.memory.recall import Recall
@@ -54,6 +55,9 @@ class MemoryLM:
 
     A pass of the tree over the end of a segment takes one more pass of the model: memories of full segments are rows of the
     first one, and the next segments begin in the second.
+
+    It keeps no beginnings of prompts (`HuggingFaceLM.remember_prompts`), and has no such method: a window begins with a
+    memory of its own text, so what two prompts have in common is not stored alike.
 
     Args:
         lm: the model.
@@ -101,6 +105,21 @@ class MemoryLM:
                 f"a window of segment {plan.segment} and sensory {plan.sensory} takes {needed} positions, and {name} has "
                 f"{most}; take shorter segments"
             )
+
+    @property
+    def guard(self) -> ThreadGuard:
+        """What keeps the model, whose cache its windows are in, to one thread at a time."""
+        return self.lm.guard
+
+    @property
+    def caches(self) -> list[list[Any]]:
+        """The caches of all windows in the model, see `HuggingFaceLM.caches`."""
+        return self.lm.caches
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of the keys and values of one row that a window stores."""
+        return self.lm.slot_bytes
 
     @property
     def passes(self) -> int:
