@@ -220,7 +220,17 @@ class MemoryLM:
         return place.opening is not None if is_full else self._begins_late(place.window.past, place.tokens)
 
     def _together(self, tasks: "Sequence[Task[Any]]") -> list[Any]:
-        """Run tasks to their ends, all together in each pass of the model; return their results."""
+        """Run tasks to their ends, all together in each pass of the model; return their results.
+
+        If a pass or a task fails, all tasks end there and close the windows that only they know.
+        """
+        try:
+            return self._run_together(tasks)
+        finally:
+            for task in tasks:
+                task.close()
+
+    def _run_together(self, tasks: "Sequence[Task[Any]]") -> list[Any]:
         results: list[Any] = [None] * len(tasks)
         waiting: dict[int, list[Ask]] = {}
 
@@ -249,11 +259,8 @@ class MemoryLM:
         """Score the new nodes of a session's forest, and return their logits."""
         tree = session.state.get(self)
         if tree is None:
-            tree = TextTree([])
+            tree = yield from self._begun(_texts_of(session, forest))
             session.state[self] = tree
-            for text in _texts_of(session, forest):
-                place = yield from self._read(text, tree)
-                tree.beams.append(Anchor(place, ()))
         first = len(tree.nodes)
         yield from self._placed(tree, tree.enter(forest))
         rows = []
@@ -262,6 +269,19 @@ class MemoryLM:
             assert node.place.row is not None
             rows.append(node.place.row)
         return torch.stack(rows) if rows else torch.zeros(0, self.vocab)
+
+    def _begun(self, texts: list[list[int]]) -> "Task[TextTree]":
+        """Read the texts of all beams. If that fails, no window of them stays open."""
+        tree = TextTree([])
+        try:
+            for text in texts:
+                place = yield from self._read(text, tree)
+                tree.beams.append(Anchor(place, ()))
+        except BaseException:
+            for window in tree.windows:
+                self._close_window(window)
+            raise
+        return tree
 
     def _read(self, text: list[int], tree: TextTree) -> "Task[TextPlace]":
         """Read a text, and return the place of its last token. Its full segments are read one after the other, in one pass
@@ -312,7 +332,11 @@ class MemoryLM:
         window = Window(owner, past, tokens[-1], None)
         place = TextPlace(window, 0, tokens)
         window.nodes = [place]
-        (answer,) = yield [Ask(owner, Forest.rooted([tokens[-1]]))]
+        try:
+            (answer,) = yield [Ask(owner, Forest.rooted([tokens[-1]]))]
+        except BaseException:
+            self._close_window(window)  # nobody else knows it yet
+            raise
         window.asked = 1
         place.row = answer.logits[0]
         tree.peak = max(tree.peak, self.lm.held(owner))
