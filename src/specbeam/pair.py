@@ -408,6 +408,13 @@ def _device(name: str | torch.device | None) -> torch.device:
     return device
 
 
+def load_model(
+    name: str, dtype: "str | torch.dtype" = "auto", device: str | torch.device | None = None
+) -> "PreTrainedModel":
+    """Return the model at a path or hub id, loaded as `load` loads it; see there for the arguments and errors."""
+    return _model(name, dtype, _device(device))
+
+
 def _model(
     source: Any, dtype: "str | torch.dtype", device: torch.device, quantize: "Quantize | None" = None
 ) -> "PreTrainedModel":

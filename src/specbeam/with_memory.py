@@ -11,7 +11,7 @@ from specbeam.memory.files import backbone_of, holds_memory, read_memory, warn_o
 from specbeam.memory.lm import MemoryLM
 from specbeam.memory.plan import MemoryPlan, Query
 from specbeam.memory.recall import Recall
-from specbeam.pair import Pair, load
+from specbeam.pair import Pair, load, load_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +44,8 @@ def hmt(
             "refresh" where that says "first_half", which no text can be drawn with.
 
     Raises:
-        BadSetting: nothing is given a memory, or an option is wrong or would be ignored.
+        BadSetting: nothing is given a memory, an option is wrong or would be ignored, or the target is given one and the
+            pair's draft is no model of its own (a head, or layers of the target).
         MissingFile: a folder holds no memory.
         BadHead: a memory cannot be read, or does not fit its model.
         NotSupported: a model takes no rows by embedding.
@@ -68,6 +69,11 @@ def hmt(
         raise BadSetting(
             "draft_window is for draft models without memory; leave out one of draft_memory and draft_window"
         )
+    if memory is not None and not isinstance(pair.draft, HuggingFaceLM | MemoryLM | None):
+        raise BadSetting(
+            f"the draft of this pair is {type(pair.draft).__name__}, which works on states or on the cache of the target "
+            "without its memory; load the pair without this draft, or with a draft model of its own"
+        )
     target = pair.target
     remembering = target if memory is None else _remembering(target, memory, query)
     draft: LM | None = pair.draft
@@ -82,9 +88,7 @@ def _backbone(name: str) -> "str | PreTrainedModel":
     """Return what `load` takes for the model of a memory: its name, or the model itself if its folder has no tokenizer."""
     if not Path(name).is_dir() or (Path(name) / "tokenizer_config.json").is_file():
         return name
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(name, dtype="float32")
+    return load_model(name)
 
 
 def _remembering(lm: HuggingFaceLM, memory: "str | Path | tuple[MemoryPlan, Recall]", query: Query | None) -> MemoryLM:

@@ -1,20 +1,27 @@
 """Models with memory by the doors that users have: real engines, recipes, batches, folders, and what is refused."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 import specbeam as sb
+from specbeam.core.forest import Forest
 from specbeam.errors import BadHead, BadSetting, MissingFile, NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.live_layers import LiveLayers
+from specbeam.lm.quantised import rounding_of
+from specbeam.lm.skipping import skipping_model
 from specbeam.memory.files import CONFIG, WEIGHTS, read_memory, save_memory
 from specbeam.memory.lm import MemoryLM
 from specbeam.memory.plan import MemoryPlan
 from specbeam.memory.recall import new_recall
+from specbeam.options.settings import Settings
 from specbeam.recipes.catalogue import RECIPES
 from specbeam.records import Needs
+from specbeam.request import Request
 from tests.support.remembered import Naive, tiny_memory, tiny_remembering
 from tests.support.tiny_models import tiny
 
@@ -113,6 +120,11 @@ def test_a_memory_is_written_and_read_again(pair, tmp_path):
     again = sb.hmt(folder)
     expected = generated(sb.hmt(loaded, (PLAN, recall)), sb.greedy())
     assert [one.tokens for one in generated(again, sb.greedy())] == [one.tokens for one in expected]
+    config = folder / "backbone" / "config.json"
+    config.rename(folder / "config.json")
+    with pytest.raises(MissingFile, match=r"has no config\.json"):
+        sb.hmt(folder)
+    (folder / "config.json").rename(config)
     by_tail = sb.hmt(loaded, folder, query="previous_tail")
     assert by_tail.target.plan.query == "previous_tail"
     other = sb.load(tiny("llama", seed=9, vocab_size=11))
@@ -173,6 +185,68 @@ def test_what_would_be_ignored_is_refused(pair):
     with pytest.raises(NotSupported, match="reads with memory"):
         _ = remembering.forgetful_target
     assert "no hidden states" in remembering.target.lacks(Needs(hidden=True))
+
+
+def test_a_pass_that_fails_leaves_nothing_stored_and_the_next_call_reads_the_text_again(pair, monkeypatch):
+    """At each pass in turn: of full segments, of the last one, of a wave over the end of a segment."""
+    loaded, recall, _ = pair
+    remembering = MemoryLM(loaded.target, PLAN, recall)
+    root = Forest.rooted([PROMPTS[0][-1]])
+    forest = root.grown([1, 2, 3, 4], [0, 1, 2, 3])
+    rows = {}
+    extend = HuggingFaceLM.extend
+    for fails_at in range(10):
+        left = [fails_at]
+
+        def fail(lm, *given, left=left):
+            left[0] -= 1
+            found = extend(lm, *given)
+            if left[0] == -1:
+                raise MemoryError("no room")
+            return found
+
+        request = Request(loaded, PROMPTS[:2], sb.greedy(), Settings.given({"max_new_tokens": 3}, None), 3)
+        one, other = request.sessions
+        monkeypatch.setattr(HuggingFaceLM, "extend", fail)
+        try:
+            remembering.extend([one, other], [forest, Forest.rooted([1])])
+            break
+        except MemoryError:
+            monkeypatch.setattr(HuggingFaceLM, "extend", extend)
+        was_read = remembering in one.state
+        rows[was_read] = rows.get(was_read, 0) + 1
+        if not was_read:
+            assert one.state == {}
+            (again,) = remembering.extend([one], [root])
+            assert torch.isfinite(again.logits).all()
+        for owner in (one, other):
+            remembering.close(owner)
+        assert loaded.target.caches == []
+    for owner in (one, other):
+        remembering.close(owner)
+    assert rows[False] >= 3
+    assert rows[True] >= 1
+    assert loaded.target.caches == []
+
+
+def test_a_target_with_memory_takes_no_draft_that_works_on_its_cache(pair):
+    loaded, recall, _ = pair
+    for draft in (skipping_model(loaded.target), LiveLayers(loaded.target, 1)):
+        with pytest.raises(BadSetting, match=f"{type(draft).__name__}.*without this draft"):
+            sb.hmt(replace(loaded, draft=draft), (PLAN, recall))
+    assert sb.hmt(replace(loaded, draft=None), (PLAN, recall)).draft is None
+
+
+def test_a_model_with_memory_is_rounded_as_its_model_is_and_takes_its_bytes(pair):
+    loaded, recall, _ = pair
+    remembering = MemoryLM(loaded.target, PLAN, recall)
+    assert remembering.slot_bytes == loaded.target.slot_bytes
+    assert not hasattr(remembering, "remember_prompts")
+    assert rounding_of(remembering) == ""
+    by_library = tiny("llama", seed=1, vocab_size=11)
+    object.__setattr__(by_library, "_specbeam_rounding", "torchao-int8")
+    lm = HuggingFaceLM(by_library, engine="plain")
+    assert rounding_of(MemoryLM(lm, MemoryPlan(4, 2, recall="initial"), None)) == "torchao-int8"
 
 
 def test_a_memory_trained_as_in_the_paper_is_decoded_by_a_causal_query(pair):

@@ -73,8 +73,10 @@ def _torchao_config(form: str) -> Any:
 def rounding_of(lm: Any) -> str:
     """Return how the weights of a language model are rounded, for its law: "int8", "torchao-int8", ...; "" if they are not.
 
-    Of files that hold rounded weights, the name is that of their method, as transformers knows it.
+    Of files that hold rounded weights, the name is that of their method, as transformers knows it. A model around another
+    one, such as one with memory, has that one in its attribute `lm`.
     """
+    lm = getattr(lm, "lm", lm)
     engine = getattr(lm, "engine", "")
     if engine in OWN:
         return str(engine)
