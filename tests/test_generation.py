@@ -26,7 +26,12 @@ from specbeam.heads.lm import TrunkLM
 from specbeam.laws.joint import all_pairs, support_of
 from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp, law_of_beams
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.skipping import Skipping, SkippingLM
 from specbeam.measure import kept_figures as measured
+from specbeam.memory.lm import MemoryLM
+from specbeam.memory.plan import MemoryPlan
+from specbeam.memory.recall import new_recall
 from specbeam.options.settings import Settings
 from specbeam.request import Request
 from tests.support import words
@@ -802,6 +807,32 @@ def test_auto_tells_heads_of_one_target_apart():
     drafts = [None, *(TrunkLM(head, VOCAB) for head in heads)]
     keys = [repr(fastest._key(replace(pair, draft=draft), Settings())) for draft in drafts]
     assert len(set(keys)) == 4
+
+
+def test_auto_tells_drafts_engines_roundings_and_memories_of_one_target_apart():
+    model = tiny("llama", vocab_size=VOCAB)
+    target, small = (HuggingFaceLM(model, engine=engine) for engine in ("plain", "compiled"))
+    pair = replace(sb.load(model, tiny("llama", seed=1, vocab_size=VOCAB)), target=target)
+    sets = [SkippingLM(small, Skipping(skip)) for skip in ("a0", "m0")]
+    by_library = tiny("llama", vocab_size=VOCAB)
+    object.__setattr__(by_library, "_specbeam_rounding", "torchao-int8")
+    recalls = [new_recall(model.get_input_embeddings().weight, 4, seed) for seed in (0, 1)]
+    with_memory = [MemoryLM(target, MemoryPlan(4, 2), recall) for recall in recalls]
+    remembering = [*with_memory, *(MemoryLM(target, MemoryPlan(4, 2, most), recalls[0]) for most in (3, 4))]
+    drafting = MemoryLM(pair.draft, MemoryPlan(4, 4, recall="initial"), None)
+    windowed = MemoryLM(target, MemoryPlan(4, 4, recall="initial"), None)
+    pairs = [
+        pair,
+        replace(pair, target=small),
+        replace(pair, target=HuggingFaceLM(by_library, engine="plain")),
+        replace(pair, draft=drafting),
+        replace(pair, target=windowed),
+        *(replace(pair, draft=draft) for draft in sets),
+        *(replace(pair, target=lm) for lm in remembering),
+    ]
+    keys = [repr(fastest._key(one, Settings())) for one in pairs]
+    assert len(set(keys)) == len(pairs)
+    assert keys[0] == repr(fastest._key(pair, Settings()))
 
 
 def test_what_a_pass_costs_is_known_by_what_the_model_is_and_not_by_where_it_was():

@@ -6,10 +6,13 @@ It is measured once and kept on disk.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from specbeam.heads.lm import HeadLM
+from specbeam.lm.base import LM
+from specbeam.lm.quantised import rounding_of
+from specbeam.lm.skipping import SkippingLM
 from specbeam.measure import kept_figures as measured
 from specbeam.memory.lm import MemoryLM
 from specbeam.options.settings import Settings
@@ -96,7 +99,9 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
         models,
         [measured.weights_key(model) for model in (pair.target_model, pair.draft_model)],  # they determine acceptance
         _head_key(pair),
-        *(lm.note for lm in (pair.target, pair.draft) if isinstance(lm, MemoryLM)),
+        str(pair.draft.settings) if isinstance(pair.draft, SkippingLM) else None,
+        [[getattr(lm, "engine", None), rounding_of(lm)] for lm in (pair.target, pair.draft)],
+        [_memory_key(lm) for lm in (pair.target, pair.draft)],
         settings.temperature,
         settings.top_k,
         settings.top_p,
@@ -106,6 +111,13 @@ def _key(pair: Pair, settings: Settings) -> list[Any]:
         settings.form_kind
         and [settings.form_kind, settings.grammar_backend],  # without its text, or each form would be measured anew
     ]
+
+
+def _memory_key(lm: LM | None) -> list[Any] | None:
+    """Return a key of how a model reads in segments, and of the weights of its memory; None if it does not."""
+    if not isinstance(lm, MemoryLM):
+        return None
+    return [lm.note, asdict(lm.plan), measured.weights_key(lm.recall)]
 
 
 def _head_key(pair: Pair) -> list[Any] | None:
