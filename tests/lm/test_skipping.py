@@ -403,6 +403,18 @@ def test_clasp_finds_the_layers_that_do_nothing():
     assert sets == {Sublayers.of_layers((2, 4))}
 
 
+def test_clasp_waits_until_a_token_after_the_first_is_stored():
+    lm = target_of(layers=6)
+    greedy = texts(sessions_of(lm, sb.greedy(), [[3], [3, 4]], tokens=6))
+    assert texts(sessions_of(lm, sb.swift("clasp", every=1), [[3], [3, 4]], tokens=6, temperature=0)) == greedy
+    (draft,) = lm.skipping.values()
+    request = Request(pair_of(lm), [[3], [3, 4]], sb.greedy(), Settings.given({"max_new_tokens": 2}, None), 3)
+    for session in request.sessions:
+        (cache,) = lm.caches_before_roots([session])
+        assert draft._by_states(session, cache) is None
+        lm.close(session)
+
+
 # What is refused.
 
 

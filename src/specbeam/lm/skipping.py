@@ -373,10 +373,15 @@ class SkippingLM:
         return float(np.mean(scored.logits.argmax(-1).numpy() == window[1:]))
 
     def _by_states(self, session: Session, cache: CpuCache) -> Sublayers | None:
-        """Return the layers without which the newest stored token's last state stays nearest; None if it is no token."""
+        """Return the layers without which the newest stored token's last state stays nearest.
+
+        None if no token is stored, if it is the first of the text, or if it is none, but a row by embedding.
+        """
         best = int(np.argmax(session.beams.scores))
         trie = cache.trie
         leaf = trie.leaf(best)
+        if leaf < 0 or trie.positions[leaf] < 1:
+            return None
         token = int(trie.tokens[leaf])
         if token < 0:
             return None
