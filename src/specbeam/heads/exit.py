@@ -208,7 +208,8 @@ class ExitLM(HeadLM):
 
     Args:
         head: the head.
-        target: the model that it is for, run by an engine that runs ranges of layers ("compiled", "int8" or "layers").
+        target: the model that it is for, run by an engine that runs ranges of layers: the compiled forward, rounded or not,
+            or "layers".
     """
 
     head: ExitHead

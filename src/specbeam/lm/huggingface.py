@@ -175,8 +175,8 @@ class HuggingFaceLM:
         """Return the reason why this model cannot provide what is needed; "" if it can."""
         if needs.exit_layer is not None and not isinstance(self.runner, PackedPasses):
             return (
-                "an exit layer on its cache is run by engines 'compiled' and 'layers', and this model is run by engine "
-                f"{self.engine!r}"
+                "an exit layer on its cache is run by the compiled forward, rounded or not, or 'layers', and this model is "
+                f"run by engine {self.engine!r}"
             )
         return self.runner.lacks(needs)
 

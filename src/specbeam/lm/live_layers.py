@@ -21,7 +21,7 @@ class LiveLayers:
     `early_layers` has a cache of its own, and works with every engine.
 
     Raises `BadSetting` unless 1 <= layers < the model's number of layers, and `NotSupported` unless the model is run by
-    engine "compiled" or "layers".
+    the compiled forward, rounded or not, or by engine "layers".
     """
 
     keeps_nodes = True
@@ -33,8 +33,8 @@ class LiveLayers:
             raise BadSetting(f"layers is {layers}; {name} has {total}, of which some have to be left")
         if not isinstance(lm.runner, PackedPasses):
             raise NotSupported(
-                f"a range of layers is run by engines 'compiled' and 'layers', and {name} is run by engine {lm.engine!r}; "
-                "early_layers(model, layers) takes every model, and computes their part twice"
+                f"a range of layers is run by the compiled forward, rounded or not, or 'layers', and {name} is run by "
+                f"engine {lm.engine!r}; early_layers(model, layers) takes every model, and computes their part twice"
             )
         self.lm = lm
         self.layers = layers
