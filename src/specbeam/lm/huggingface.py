@@ -21,7 +21,7 @@ from specbeam.engines.cpu.cache import CpuCache, Drafting
 from specbeam.engines.cpu.decoder import TILED_FROM, Rounding, compiled_decoder, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import is_llama_like, is_plain_llama
-from specbeam.engines.kv.prefix import KnownPrompts
+from specbeam.engines.kv.prefix import Beginning, KnownPrompts
 from specbeam.engines.kv.trie import BLOCK
 from specbeam.engines.pass_steps import CYCLES, PASSES, AnyCacheArrays, now
 from specbeam.engines.torch.lean import LARGEST, lean
@@ -129,6 +129,7 @@ class HuggingFaceLM:
         self.chunk = chunk
         self.guard = ThreadGuard()
         self.known_prompts: KnownPrompts | None = None
+        self._before_prompts: tuple[int, int | None] | None = None  # `chunk` and `share_from` before `remember_prompts`
         self.caches: list[list[Any]] = []  # those of the sessions in each row of the store
         self.engine, self.runner = _choose_engine(model, engine, self.caches)
         self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
@@ -148,15 +149,29 @@ class HuggingFaceLM:
         """Store prompts in chunks of this many tokens from now on, and keep the chunks for later prompts that begin alike.
 
         Sessions that are decoded side by side share no row of the store any more: a prompt copies what another one has
-        stored. Prompts of different `Session.namespace` are strangers.
+        stored. Prompts of different `Session.namespace` are strangers. All of this holds until `forget_prompts`, for
+        everybody who decodes with this object, and so for all pairs of this model object.
 
         Args:
             chunk: tokens of a chunk; equal beginnings are found at multiples of it.
             most_bytes: of the keys and values that are kept; 0: none are.
         """
+        if self._before_prompts is None:
+            self._before_prompts = self.chunk, self.share_from
         self.chunk = chunk
         self.share_from = None
         self.known_prompts = KnownPrompts(chunk, most_bytes) if most_bytes > 0 else None
+
+    def forget_prompts(self) -> None:
+        """Store prompts again as before the first `remember_prompts`, and drop what is kept; do nothing if there was none.
+
+        Sessions that are being decoded go on with what they have stored.
+        """
+        if self._before_prompts is None:
+            return
+        self.chunk, self.share_from = self._before_prompts
+        self._before_prompts = None
+        self.known_prompts = None
 
     def reserve(self, sessions: int, slots: int) -> None:
         """Make room for the keys and values of so many sessions with so many tokens each, so that it need not grow later."""
@@ -590,7 +605,7 @@ class HuggingFaceLM:
             if self not in cache.recalled:
                 known.asked += len(cache.prompt) - 1
                 cache.recalled[self] = 0
-            found = known.find(cache.namespace, cache.prompt, start)
+            found = known.find(self._beginning(cache), start)
             for first in range(0, len(found), COPIED_TOGETHER):
                 self._copy_chunks(cache, found[first : first + COPIED_TOGETHER], known.chunk)
 
@@ -613,7 +628,14 @@ class HuggingFaceLM:
         slots = np.flatnonzero(trie.seen[-1])
         slots = slots[trie.slot_position[slots] >= start]
         slots = slots[trie.slot_position[slots].argsort()]
-        known.keep(cache.namespace, cache.prompt, start, self.runner.store.take(cache.row, slots))
+        known.keep(self._beginning(cache), start, self.runner.store.take(cache.row, slots))
+
+    def _beginning(self, cache: Any) -> Beginning:
+        """Return how far the prompt of a cache was followed in the tree of those that are known."""
+        if cache.beginning is None:
+            cache.beginning = Beginning(cache.namespace, cache.prompt)
+        found: Beginning = cache.beginning
+        return found
 
 
 def _may_recall(cache: Any) -> bool:

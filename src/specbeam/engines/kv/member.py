@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int64
 
 from specbeam.engines.answers import LOGITS
+from specbeam.engines.kv.prefix import Beginning
 from specbeam.engines.kv.store import KVStore
 from specbeam.engines.kv.trie import KVTrie
 from specbeam.records import LEARNT, ExtraInputs
@@ -38,6 +39,7 @@ class RowMember:
         prompt_rows: hidden states of rows before the first root, until they are handed out.
         namespace: whose prompts it shares beginnings with.
         recalled: `Session.recalled` of the session, if it has any.
+        beginning: how far its prompt was followed among those that are known; None before it was looked up.
     """
 
     trie: KVTrie
@@ -57,6 +59,7 @@ class RowMember:
         self.prompt_rows: list[torch.Tensor] = []
         self.namespace = ""
         self.recalled: dict[Any, int] = {}
+        self.beginning: Beginning | None = None
 
     def follow_slots(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> None:
         """Follow tokens that are moved from slots to others between two turns: nothing here knows any slot."""

@@ -29,6 +29,23 @@ class PromptNode:
     after: dict[Any, "PromptNode"] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class Beginning:
+    """How far one prompt was followed in a tree of known ones, so that the next look-up need not begin at its first token.
+
+    Attributes:
+        namespace: whose prompts it shares beginnings with.
+        prompt: its tokens.
+        tokens: how many of them were followed.
+        node: the chunk that they end with; None before the first, and where the tree had no room for it.
+    """
+
+    namespace: str
+    prompt: Sequence[int]
+    tokens: int = 0
+    node: PromptNode | None = None
+
+
 class KnownPrompts:
     """A tree over chunks of prompts of one model, with the keys and values of each chunk.
 
@@ -61,14 +78,14 @@ class KnownPrompts:
     def __len__(self) -> int:
         return len(self._used)
 
-    def find(self, namespace: str, prompt: Sequence[int], start: int) -> list[Chunk]:
+    def find(self, beginning: Beginning, start: int) -> list[Chunk]:
         """Return the known chunks of a prompt from token `start` on, as far as they follow each other without a gap.
 
         The last token of a prompt is never in one, for its logits have to be computed.
         """
-        node = self._node(namespace, prompt, start)
+        node = self._node(beginning, start)
         found = []
-        for name in self._names(prompt, start):
+        for name in self._names(beginning.prompt, start):
             node = None if node is None else node.after.get(name)
             if node is None:
                 break
@@ -77,26 +94,33 @@ class KnownPrompts:
             last = node
         if found:
             self._touch(last)
+            beginning.tokens = start + self.chunk * len(found)
+            beginning.node = last
         self.found += self.chunk * len(found)
         return found
 
-    def keep(self, namespace: str, prompt: Sequence[int], start: int, chunk: Chunk) -> None:
+    def keep(self, beginning: Beginning, start: int, chunk: Chunk) -> None:
         """Keep the keys and values of the chunk of a prompt that begins at token `start`.
 
         Does nothing if the chunks before it are not there any more, or if it is larger than all that may be held.
         """
         size = sum(int(part.nbytes) for part in chunk)
-        above = self._node(namespace, prompt, start)
-        if start == 0 and above is None:
-            above = self._spaces[namespace] = PromptNode(None, namespace)
-        if above is None or size > self.most_bytes:
+        if size > self.most_bytes:
             return
-        name = _name(prompt[start : start + self.chunk])
+        above = self._node(beginning, start)
+        if start == 0 and above is None:
+            above = self._spaces[beginning.namespace] = PromptNode(None, beginning.namespace)
+        beginning.tokens = start + self.chunk
+        beginning.node = None
+        if above is None:
+            return
+        name = _name(beginning.prompt[start : start + self.chunk])
         node = above.after.get(name)
         if node is None:
             node = above.after[name] = PromptNode(above, name, chunk, size)
             self.size += size
         self._touch(node)
+        beginning.node = node
         while self.size > self.most_bytes:
             self._drop_one()
 
@@ -105,13 +129,16 @@ class KnownPrompts:
         for place in range(start, whole, self.chunk):
             yield _name(prompt[place : place + self.chunk])
 
-    def _node(self, namespace: str, prompt: Sequence[int], start: int) -> PromptNode | None:
+    def _node(self, beginning: Beginning, start: int) -> PromptNode | None:
         """Return the node of the first `start` tokens of a prompt; None if there is none."""
-        node = self._spaces.get(namespace)
+        if start and beginning.tokens == start:
+            is_there = beginning.node in self._used  # it may have been dropped since, or be of an earlier tree
+            return beginning.node if is_there else None
+        node = self._spaces.get(beginning.namespace)
         for place in range(0, start, self.chunk):
             if node is None:
                 return None
-            node = node.after.get(_name(prompt[place : place + self.chunk]))
+            node = node.after.get(_name(beginning.prompt[place : place + self.chunk]))
         return node
 
     def _touch(self, node: PromptNode) -> None:

@@ -115,6 +115,7 @@ class KVStore(Cache):
         self.caches = 1
         self.slots = 64
         self.place = Place(slice(0, 1), torch.zeros(1, 0, dtype=torch.long), 0)
+        self.model_layers = layers  # a store may get room for further ones, behind these
         super().__init__(layers=[StoreLayer(self) for _ in range(layers)])
 
     def reserve(self, caches: int, slots: int) -> None:
@@ -146,18 +147,23 @@ class KVStore(Cache):
 
     @torch.inference_mode()
     def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
-        """Return a copy of the keys and values in some slots of one row of the store, in all layers; see `put`."""
+        """Return a copy of the keys and values in some slots of one row of the store, in all layers of the model.
+
+        `put` writes them again.
+        """
         which = torch.from_numpy(slots)
-        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
-        return [buffer[cache, :, which.to(buffer.device)] for buffer in buffers]
+        return [buffer[cache, :, which.to(buffer.device)] for buffer in self._model_buffers()]
 
     @torch.inference_mode()
     def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
         """Write keys and values that `take` returned into as many slots of one row of the store, which has room for them."""
         which = torch.from_numpy(slots)
-        buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
-        for buffer, part in zip(buffers, taken, strict=True):
+        for buffer, part in zip(self._model_buffers(), taken, strict=True):
             buffer[cache, :, which.to(buffer.device)] = part
+
+    def _model_buffers(self) -> list[Tensor]:
+        """Return keys and values of each layer of the model."""
+        return [buffer for layer in self.layers[: self.model_layers] for buffer in (layer.keys, layer.values)]
 
     @torch.inference_mode()
     def move_cache(self, source: int, goal: int) -> None:

@@ -1,0 +1,82 @@
+"""Beginnings of prompts that are kept: their tree, what it costs to follow a long prompt in it, and the end of keeping them."""
+
+import numpy as np
+import pytest
+
+from specbeam.core.forest import Forest
+from specbeam.engines.kv.prefix import Beginning, KnownPrompts
+from specbeam.heads.exit import ExitHead
+from specbeam.lm.huggingface import HuggingFaceLM
+from tests.support.seats import seat
+from tests.support.tiny_models import tiny
+
+CHUNK = 4
+
+
+def chunk_of(size=8):
+    return [np.zeros(size, dtype=np.uint8)]
+
+
+def stored(known, prompt, namespace=""):
+    """Store a prompt chunk by chunk, and return how far its end is followed."""
+    beginning = Beginning(namespace, prompt)
+    for start in range(0, len(prompt) - CHUNK, CHUNK):
+        if not known.find(beginning, start):
+            known.keep(beginning, start, chunk_of())
+    return beginning
+
+
+def test_a_chunk_that_can_never_fit_leaves_no_trace():
+    known = KnownPrompts(CHUNK, 8)
+    known.keep(Beginning("somebody", [*range(9)]), 0, chunk_of(9))
+    assert len(known) == 0
+    assert known._spaces == {}
+
+
+@pytest.mark.parametrize("most", [10**6, 80], ids=["room for all", "room for ten chunks"])
+def test_a_long_prompt_is_named_once_and_not_from_its_beginning_for_each_chunk(most, monkeypatch):
+    known = KnownPrompts(CHUNK, most)
+    named = []
+    name = np.ndarray.tobytes
+    monkeypatch.setattr("specbeam.engines.kv.prefix._name", lambda tokens: named.append(1) or name(np.asarray(tokens)))
+    stored(known, [*range(50 * CHUNK + 1)])
+    assert len(known) == min(50, most // 8)
+    assert len(named) <= 2 * 50
+    known = KnownPrompts(CHUNK, most)
+    beginning = Beginning("", [*range(50 * CHUNK + 1)])
+    known.keep(beginning, 0, chunk_of())
+    other = KnownPrompts(CHUNK, most)  # of a tree that is another by now nothing is known
+    assert other.find(beginning, CHUNK) == []
+    other.keep(beginning, CHUNK, chunk_of())
+    assert len(other) == 0
+
+
+def test_keeping_prompts_has_an_end():
+    lm = HuggingFaceLM(tiny("llama"), chunk=32, engine="plain", share_from=5)
+    lm.forget_prompts()
+    assert (lm.chunk, lm.share_from) == (32, 5)
+    lm.remember_prompts(16, 0)
+    lm.remember_prompts(8, 10**6)
+    assert (lm.chunk, lm.share_from, lm.known_prompts.chunk) == (8, None, 8)
+    lm.forget_prompts()
+    assert (lm.chunk, lm.share_from, lm.known_prompts) == (32, 5, None)
+
+
+def test_of_a_prompt_the_layers_of_the_model_are_kept_and_no_exit_layer():
+    lm = HuggingFaceLM(tiny("llama"), engine="layers", share_from=None)
+    model_layers = lm.model.config.num_hidden_layers
+    head = ExitHead(lm.model, 1)
+    lm.runner.exit_layer(head.layer, head.norm, head.after)
+    lm.remember_prompts(CHUNK, 10**6)
+    prompt = [1 + place % 7 for place in range(3 * CHUNK)]
+    found = []
+    for _ in range(2):
+        one = seat(prompt)
+        one.namespace = ""
+        one.recalled = {}
+        (scored,) = lm.extend([one], [Forest.rooted(prompt[-1:])])
+        found.append(scored.logits.clone())
+        assert len(lm.runner.store.take(0, np.array([1]))) == 2 * model_layers
+        lm.close(one)
+    assert (found[0] == found[1]).all()
+    assert one.recalled[lm] == 2 * CHUNK
