@@ -1,10 +1,11 @@
 """The engine: one thread that owns a pair and decodes for all others, whose jobs join and leave between its turns."""
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,10 +27,16 @@ from specbeam.serve.line import Line
 from specbeam.serve.scoring import TokenScore, score_texts
 from specbeam.session import Session
 
+LOG = logging.getLogger("specbeam.serve")
 DELAY_S = 0.05  # seconds for which turns may be taken without looking up
 BEATS_S = 0.5  # seconds between two looks at the clock while nothing is to do
 RESTARTS = 3  # that are too many within `RESTARTS_S`
 RESTARTS_S = 60.0
+COMPILE_S = (
+    300.0  # seconds that the parts of a method may take to be compiled and measured before the engine counts as stuck
+)
+MOST_KNOWN = 4096  # methods, with their settings, whose parts were made
+CLOSE_S = 5.0  # seconds for which the end of a thread that was given up is waited for
 Result = TypeVar("Result")
 
 
@@ -43,6 +50,10 @@ class Draining(SpecbeamError):
 
 class EngineFailed(SpecbeamError, RuntimeError):
     """Something went wrong that was not the fault of one session: all that were being decoded are lost."""
+
+
+class QueueTimeout(TimedOut):
+    """A job waited as long as it may, and no place became free."""
 
 
 class NoRoom(SpecbeamError):
@@ -77,12 +88,13 @@ class Job:
     Args:
         session: what is decoded.
         watch: called with the job in the engine's thread after each step that moved it on, and when it is over. It must be
-            quick and must not raise.
+            quick; what it raises is logged.
         key: whose job it is.
         priority: lower is earlier.
         streams: whether `settled` is kept up to date.
-        see: called with each turn of the session, and it; None: turns need not be shown, which is faster.
-        start_by: clock time (`time.monotonic`) by which it has to be decoded, or it fails with `TimedOut`.
+        see: called with each turn of the session, and it; None: turns need not be shown, which is faster. If it raises, the
+            job fails.
+        start_by: clock time (`time.monotonic`) by which it has to be decoded, or it fails with `QueueTimeout`.
         end_by: clock time at which it ends: with `TimedOut` if it has no token, else with the text that there is.
 
     Attributes:
@@ -146,10 +158,15 @@ class Engine:
         pair: the models.
         limits: what it takes on.
         weights: by key, the share of the work that the key should get; 1 for all others.
+        most_running: by key, most of its sessions side by side; `limits.max_running_per_key` for all others.
     """
 
     def __init__(
-        self, pair: Pair, limits: EngineLimits | None = None, weights: Mapping[str, float] | None = None
+        self,
+        pair: Pair,
+        limits: EngineLimits | None = None,
+        weights: Mapping[str, float] | None = None,
+        most_running: Mapping[str, int] | None = None,
     ) -> None:
         self.pair = pair
         self.limits = limits or EngineLimits()
@@ -162,7 +179,10 @@ class Engine:
         self._condition = threading.Condition()
         self._inbox: deque[Callable[[], None]] = deque()
         self._queued = 0  # jobs that wait, those of the inbox included
-        self._tasks: deque[tuple[Generator[None, None, Any], Future[Any]]] = deque()
+        self._most_running = dict(most_running or {})
+        self._tasks: deque[_Task] = deque()
+        self._open: set[Future[Any]] = set()  # what is owed to other threads
+        self._patience_s = 0.0  # seconds that the piece of work under way may take besides the usual ones
         self._turn_s = 0.01  # seconds per turn of the sessions inside, lately
         self._restarted: deque[float] = deque(maxlen=RESTARTS)
         self._known: set[str] = set()  # methods whose parts were made before
@@ -211,25 +231,40 @@ class Engine:
     def cancel(self, jobs: Sequence[Job]) -> None:
         """End jobs at the next turn, wherever they are; those that are over stay as they are."""
 
-        def end_all() -> None:
-            for job in jobs:
-                self._end(job, Cancelled("it was cancelled"))
+        self._post(lambda: self._each(jobs, lambda job: self._end(job, Cancelled("it was cancelled"))))
 
-        self._post(end_all)
+    def share(self, weights: Mapping[str, float], most_running: Mapping[str, int]) -> None:
+        """Change by key the share of the work and the most sessions side by side, from the next turn on."""
 
-    def call(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Call a function in the engine's thread, between two turns; it may use the models."""
+        def change() -> None:
+            self._line.weights = dict(weights)
+            self._most_running = dict(most_running)
+
+        self._post(change)
+
+    def call(self, function: Callable[[], Result], patience_s: float = 0.0) -> "Future[Result]":
+        """Call a function in the engine's thread, between two turns; it may use the models.
+
+        Args:
+            patience_s: seconds that it may take besides those of a turn before the engine counts as stuck.
+        """
 
         def once() -> Generator[None, None, Result]:
             yield from ()
             return function()
 
-        return self.run(once())
+        return self.run(once(), patience_s)
 
-    def run(self, task: Generator[None, None, Result]) -> "Future[Result]":
-        """Run a generator in the engine's thread, one piece between each two turns; the future has what it returns."""
+    def run(self, task: Generator[None, None, Result], patience_s: float = 0.0) -> "Future[Result]":
+        """Run a generator in the engine's thread, one piece between each two turns; the future has what it returns.
+
+        If the future is cancelled, no further piece is run.
+        """
         future: Future[Result] = Future()
-        self._post(lambda: self._tasks.append((task, future)), lambda error: future.set_exception(error))
+        self._open.add(future)
+        future.add_done_callback(self._open.discard)
+        one = _Task(task, future, patience_s)
+        self._post(lambda: self._tasks.append(one), one.refuse)
         return future
 
     def score(
@@ -244,13 +279,31 @@ class Engine:
         What the parts of its method have to measure on the models is measured in the engine's thread.
         """
         prompts, method, *others = given
-        known = repr((method.name, method.law, method.beams, _settings_of(method)))
-        if known not in self._known:
-            self.call(lambda: method.parts(self.pair.target, self.pair.draft)).result()
-            if len(self._known) > 4096:
-                self._known.clear()
-            self._known.add(known)
+        making = self.prepare(method, _name_of(method))
+        if making is not None:
+            making.result()
         return Request(self.pair, prompts, method, *others)
+
+    def prepare(self, method: Method, key: str) -> "Future[None] | None":
+        """Let the engine's thread make the parts of a method once, with all that they measure; None if it has made them.
+
+        Args:
+            key: the same for all methods of these settings.
+        """
+        if self.knows(key):
+            return None
+
+        def make() -> None:
+            method.parts(self.pair.target, self.pair.draft)
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known.add(key)
+
+        return self.call(make, COMPILE_S)
+
+    def knows(self, key: str) -> bool:
+        """Whether the parts of a method of this key were made before."""
+        return key in self._known
 
     def generate(
         self,
@@ -268,7 +321,7 @@ class Engine:
         """
         settings = Settings.given(options, generation_config)
         resolve = partial(resolved_method, self.pair, prompts, method, settings, generation_config)
-        chosen = self.call(resolve).result()
+        chosen = self.call(resolve, COMPILE_S).result()
         request = self.request(prompts, chosen, settings, seed, audit)
         results: dict[int, list[Generation] | SpecbeamError] = {**request.refused}
         over: Queue[Job] = Queue()
@@ -296,8 +349,10 @@ class Engine:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the engine last showed that it lives, while it has anything to do."""
-        return time.monotonic() - self.last_beat if self.inside or self._queued or self._tasks else 0.0
+        """Seconds since the engine should have shown that it lives, while it has anything to do; 0 before that."""
+        if not (self.inside or self._queued or self._open):
+            return 0.0
+        return max(time.monotonic() - self.last_beat - self._patience_s, 0.0)
 
     def drain(self, timeout: float) -> None:
         """Take no further jobs, refuse those that wait, let the others end; cancel what is left after `timeout` seconds."""
@@ -318,7 +373,18 @@ class Engine:
                 self.state = "ended"
             self._condition.notify()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(CLOSE_S if self.state == "dead" else None)
+
+    def abandon(self, reason: str) -> None:
+        """Give the thread up, which shows no sign of life: the engine is dead, and whoever waits for a task is told so.
+
+        Jobs stay as they are, as only the thread may end them.
+        """
+        with self._condition:
+            self.state = "dead"
+            self._condition.notify()
+        for future in [*self._open]:
+            _fail(future, EngineFailed(reason))
 
     def __enter__(self) -> "Engine":
         return self.start()
@@ -356,19 +422,22 @@ class Engine:
 
     def _run(self) -> None:
         """Work until the engine is closed. Nothing that goes wrong in a session ends this thread."""
-        for lm in self._models():
-            if hasattr(lm, "guard"):
-                lm.guard.hold(self)
-            if hasattr(lm, "remember_prompts"):
-                lm.remember_prompts(self.limits.chunk, self.limits.prefix_bytes // len(self._models()))
         try:
+            for lm in self._models():
+                if hasattr(lm, "guard"):
+                    lm.guard.hold(self)
+                if hasattr(lm, "remember_prompts"):
+                    lm.remember_prompts(self.limits.chunk, self.limits.prefix_bytes // len(self._models()))
             while self.state in ("ready", "draining"):
-                self._wait_for_work()
                 try:
+                    self._wait_for_work()
                     self._work()
                 except Exception as error:  # of no session alone: out of memory, or a mistake of ours
                     self._restart(error)
         finally:
+            with self._condition:
+                if self.state in ("ready", "draining"):  # it left by an error: nobody may wait for it
+                    self.state = "dead"
             self._give_up()
 
     def _wait_for_work(self) -> None:
@@ -382,16 +451,48 @@ class Engine:
                 self.last_beat = time.monotonic()
             orders = [*self._inbox]
             self._inbox.clear()
+        self._obey(orders)
+
+    def _obey(self, orders: Sequence[Callable[[], Any]]) -> None:
+        """Carry out orders; one that goes wrong costs no other."""
         for order in orders:
-            order()
+            try:
+                order()
+            except Exception:
+                LOG.exception("an order to the engine failed")
+
+    def _each(self, jobs: Sequence[Job], do: Callable[[Job], None]) -> None:
+        """Do something to each of some jobs; those for which it goes wrong fail, and no others."""
+        for job in jobs:
+            try:
+                do(job)
+            except Exception as error:
+                LOG.exception("a request failed in the engine")
+                self._lose(job, error)
+
+    def _lose(self, job: Job, error: Exception) -> None:
+        """Fail a job for which something went wrong, whatever state it is in."""
+        if job.is_over:
+            return
+        job.session.fail(_failure_by(error), "")
+        if job in self.inside:
+            with suppress(Exception):
+                self._decoder.release(job.session)
+            self._finish(job)
+            return
+        self._line.remove(job)
+        with self._condition:
+            self._queued -= 1
+        self._tell_end(job)
 
     def _work(self) -> None:
         """Let jobs in and out, and take one step."""
         now = time.monotonic()
-        for job in [job for job in self._line if now > job.start_by or now > job.end_by]:
-            self._end(job, TimedOut("it waited too long for its turn; try again later, or ask for less"))
-        for job in [job for job in self.inside if now > job.end_by]:
-            self._end_late(job)
+        late = [job for job in self._line if now > job.end_by]
+        self._each(late, self._end_late)
+        waiting = [job for job in self._line if now > job.start_by]
+        self._each(waiting, lambda job: self._end(job, QueueTimeout("no place became free in time; try again later")))
+        self._each([job for job in self.inside if now > job.end_by], self._end_late)
         self._let_in(now)
         if self._tasks:
             self._step_task()
@@ -403,14 +504,14 @@ class Engine:
             time.sleep(0.001)
 
     def _take(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            if not job.is_over:
-                self._line.add(job)
+        self._each([job for job in jobs if not job.is_over], self._line.add)
 
     def _let_in(self, now: float) -> None:
         while len(self.inside) < self.limits.max_running:
             job = self._line.pop(
-                now, lambda job: self._has_room([*self.inside, job]), lambda key: self.limits.max_running_per_key
+                now,
+                lambda job: self._has_room([*self.inside, job]),
+                lambda key: self._most_running.get(key, self.limits.max_running_per_key),
             )
             if job is None:
                 return
@@ -439,13 +540,11 @@ class Engine:
         turns = [job.session.count.target_passes - earlier for job, earlier in zip(self.inside, before, strict=True)]
         if max(turns, default=0) > 0:
             self._turn_s = 0.5 * self._turn_s + 0.5 * seconds / max(turns)
+        passes_of = dict(zip(self.inside, turns, strict=True))
         by_session = {job.session: job for job in self.inside}
         for session, turn in shown:
-            job = by_session[session]
-            if job.see is not None:
-                job.see(session, turn)
-        for job, passes in zip([*self.inside], turns, strict=True):
-            self._look_at(job, passes)
+            self._each([by_session[session]], partial(_show, turn=turn))
+        self._each([*self.inside], lambda job: self._look_at(job, passes_of[job]))
 
     def _turns_ahead(self) -> int:
         """Return how many turns may be taken without looking up: as many as take `DELAY_S`; 0 if any have to be shown."""
@@ -470,7 +569,7 @@ class Engine:
                 job.first_token = time.monotonic()
             if job.streams:
                 job.settled = settled_tokens(session)
-            job.watch(job)
+            self._tell(job)
 
     def _share_energy(self, before: float | None) -> None:
         """Add the energy of a step to those that took part, by equal shares."""
@@ -519,22 +618,34 @@ class Engine:
     def _tell_end(self, job: Job) -> None:
         job.is_over = True
         job.ended = time.monotonic()
-        job.watch(job)
+        self._tell(job)
+
+    def _tell(self, job: Job) -> None:
+        """Let the owner of a job look at it. What the owner does wrong is not the engine's."""
+        try:
+            job.watch(job)
+        except Exception:
+            LOG.exception("the owner of a request could not be told of it")
 
     def _step_task(self) -> None:
         """Run one piece of the task that waits longest."""
-        task, future = self._tasks.popleft()
-        if future.cancelled():
-            task.close()
+        one = self._tasks.popleft()
+        if one.future.done():  # nobody wants it any more
+            one.close()
             return
+        self._patience_s = one.patience_s
         try:
-            next(task)
+            next(one.task)
         except StopIteration as end:
-            future.set_result(end.value)
+            with suppress(InvalidStateError):  # it was cancelled, or given up, in the meantime
+                one.future.set_result(end.value)
         except Exception as error:
-            future.set_exception(error)
+            _fail(one.future, error)
         else:
-            self._tasks.append((task, future))
+            self._tasks.append(one)
+        finally:
+            self.last_beat = time.monotonic()
+            self._patience_s = 0.0
 
     def _has_room(self, jobs: Sequence[Job]) -> bool:
         return self.limits.kv_bytes is None or self._bytes_of(jobs) <= self.limits.kv_bytes
@@ -551,8 +662,7 @@ class Engine:
     def _restart(self, error: Exception) -> None:
         """Fail all jobs inside, and go on with a new decoder."""
         self.counts.restarts += 1
-        failure = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
-        failure.__cause__ = error
+        failure = _failure_by(error)
         for job in [*self.inside]:
             if job.session.failure is None:
                 job.session.fail(failure, "")
@@ -569,22 +679,65 @@ class Engine:
             self.state = "dead"
 
     def _give_up(self) -> None:
-        """End all that is left, and let others use the models."""
+        """End all that is left, and let others use the models. Whatever goes wrong here, the rest is done."""
         with self._condition:
             orders = [*self._inbox]
             self._inbox.clear()
-        for order in orders:
-            order()
-        for job in [*self._line, *self.inside]:
-            self._end(job, Draining("the server has ended"))
-        for task, future in self._tasks:
-            task.close()
-            future.set_exception(EngineFailed("the engine has ended"))
+        self._obey(orders)
+        is_dead = self.state == "dead"
+        end = EngineFailed("the engine is dead") if is_dead else Draining("the server has ended")
+        self._each([*self._line, *self.inside], lambda job: self._end(job, end))
+        for one in self._tasks:
+            one.close()
+            one.refuse(EngineFailed("the engine has ended"))
         self._tasks.clear()
-        self._decoder.close()
+        for future in [*self._open]:
+            _fail(future, EngineFailed("the engine has ended"))
+        with suppress(Exception):
+            self._decoder.close()
         for lm in self._models():
             if hasattr(lm, "guard"):
                 lm.guard.drop(self)
+
+
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """Work for the engine's thread, in pieces.
+
+    Args:
+        patience_s: seconds that a piece may take besides those of a turn.
+    """
+
+    task: Generator[None, None, Any]
+    future: "Future[Any]"
+    patience_s: float = 0.0
+
+    def close(self) -> None:
+        """Let it put away what it holds."""
+        try:
+            self.task.close()
+        except Exception:
+            LOG.exception("a task could not be closed")
+
+    def refuse(self, error: Exception) -> None:
+        _fail(self.future, error)
+
+
+def _fail(future: "Future[Any]", error: Exception) -> None:
+    """Let a future end with an error, unless it has ended: whoever waits for it may leave at any moment."""
+    with suppress(InvalidStateError):
+        future.set_exception(error)
+
+
+def _failure_by(error: Exception) -> EngineFailed:
+    failure = EngineFailed(f"the engine failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _show(job: Job, turn: Turn) -> None:
+    if job.see is not None:
+        job.see(job.session, turn)
 
 
 def slots_of(session: Session) -> int:
@@ -594,6 +747,11 @@ def slots_of(session: Session) -> int:
     """
     beams = max(session.limits.keep, 1)
     return len(session.prompt) + session.limits.max_new_tokens + session.limits.max_new_tokens // 7 + 16 * beams + 64
+
+
+def _name_of(method: Method) -> str:
+    """Return what tells a method with its settings from all others."""
+    return repr((method.name, method.law, method.beams, _settings_of(method)))
 
 
 def _settings_of(method: Any) -> Any:

@@ -17,7 +17,7 @@ from specbeam.errors import (
     TimedOut,
     TooFewAnswers,
 )
-from specbeam.serve.engine import Draining, EngineFailed, NoRoom, QueueFull
+from specbeam.serve.engine import Draining, EngineFailed, NoRoom, QueueFull, QueueTimeout
 
 LONGEST = 200  # characters of a value that a message repeats
 MOST_PROBLEMS = 10
@@ -77,6 +77,7 @@ def shown(value: object) -> str:
 # By kind of error, the first that fits: status, type and code.
 _KINDS: tuple[tuple[type[Exception], int, str, str], ...] = (
     (QueueFull, 429, "rate_limit_error", "queue_full"),
+    (QueueTimeout, 429, "rate_limit_error", "queue_timeout"),
     (Draining, 503, "overloaded_error", "draining"),
     (EngineFailed, 500, "server_error", "engine_error"),
     (NoRoom, 400, "invalid_request_error", "context_length_exceeded"),
