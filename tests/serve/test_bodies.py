@@ -92,6 +92,42 @@ def test_every_recipe_can_be_asked_for_by_name_or_says_why_not(kitchen):
         assert isinstance(found, Order) or found.param == "specbeam", name
 
 
+NOT_HONOURED = [
+    ({"skip_special_tokens": False, "structured_outputs": {"regex": "a+"}}, "skip_special_tokens"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": False}}}, "response_format"),
+    ({"min_tokens": 20}, "min_tokens"),
+    ({"min_tokens": 20, "max_completion_tokens": 10}, "min_tokens"),
+    ({"stream": True, "specbeam": {"trace": True, "stream": "live"}}, "specbeam"),
+    ({"specbeam": {"method": "swift"}}, "specbeam"),
+    ({"specbeam": {"method": "swift", "skip": "random", "rule": "traversal"}}, "specbeam"),
+    ({"specbeam": {"method": "swift", "skip": "exit", "layers": 1, "task": "mine"}}, "specbeam"),
+    ({"specbeam": {"method": "swift", "rule": "match", "search": None, "task": "x"}}, "specbeam"),
+]
+
+
+def test_what_contradicts_itself_or_would_depend_on_others_is_refused_and_null_is_absent_everywhere(kitchen):
+    for body, param in NOT_HONOURED:
+        found = attempted(json.dumps({"prompt": "a"} | body).encode(), CompletionBody, kitchen)
+        assert isinstance(found, Refusal), body
+        assert (found.status, found.param) == (400, param), (body, found)
+    for own in ({"rule": "match"}, {"skip": "exit", "layers": 1}, {"skip": "clasp"}, {"skip": "a1 m1"}):
+        body = {"prompt": "a", "specbeam": {"method": "swift"} | own}
+        assert isinstance(attempted(json.dumps(body).encode(), CompletionBody, kitchen), Order), own
+    nulls = {
+        "stream": True, "stream_options": {"include_usage": None}, "response_format": {"type": "text", "json_schema": None},
+        "specbeam": {"method": None, "beams": None, "trace": None, "stream": None, "report": None, "depth": None},
+        "max_tokens": None, "stop": None,
+    }  # fmt: skip
+    order = attempted(json.dumps({"prompt": "a"} | nulls).encode(), CompletionBody, kitchen)
+    assert isinstance(order, Order), order
+    assert order.method is kitchen.method
+    schema = {"const": None, "properties": {"a": {"default": None}}}
+    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, "name": None}}}
+    order = attempted(json.dumps({"prompt": "a"} | form).encode(), CompletionBody, kitchen)
+    assert order.settings.json_schema == schema
+    assert order.form_field == "response_format"
+
+
 def test_errors_of_the_library_name_the_field_of_the_request(worded):
     from specbeam.errors import BadPrompt, BadSetting, BrokenLaw, TimedOut
 
@@ -133,6 +169,7 @@ def test_keys_have_names_weights_and_limits_and_are_never_kept_themselves(tmp_pa
     assert keys.client("bearer secret-b").weight == 1
     assert keys.client("Bearer secret-c").name == "key1"
     assert keys.weights == {"key1": 1.0, "ann": 2.5, "bob": 1.0}
+    assert keys.most_running == {"ann": 3}
     assert "secret" not in repr(vars(keys))
     for wrong in (None, "", "secret-a", "Basic secret-a", "Bearer", "Bearer secret"):
         with pytest.raises(Refusal) as caught:
@@ -141,6 +178,10 @@ def test_keys_have_names_weights_and_limits_and_are_never_kept_themselves(tmp_pa
     file.write_text("ann\n")
     with pytest.raises(sb.SpecbeamError, match="line 1 must be: name key"):
         Keys.of(ServerConfig(api_key_file=str(file)))
+    for line, match in (("key1 secret-a", "rename it"), ("ann secret-a 1 -1", "max_running must be")):
+        file.write_text(line)
+        with refused(match):
+            Keys.of(ServerConfig(api_key_file=str(file), api_keys=("secret-c",)))
     assert Keys({}).client(None).name == "anonymous"
 
 

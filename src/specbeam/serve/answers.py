@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from specbeam import __version__
+from specbeam.draft.beams import NoDraft
 from specbeam.errors import SpecbeamError, TooFewAnswers
 from specbeam.grammar.spelling import UNKNOWN, text_of_tokens
 from specbeam.measure.kept_figures import weights_key
@@ -133,15 +134,24 @@ def full_text(request: Request, order: Order, tokens: list[int]) -> str:
 def cut_text(request: Request, order: Order, tokens: list[int]) -> tuple[str, str | None, list[int]]:
     """Return a text up to the stop string that ended it, this string (None without one), and the tokens of what is left."""
     text = full_text(request, order, tokens)
-    found = [(text.find(stop), stop) for stop in as_texts(order.settings.stop_strings) if stop in text]
-    if not found:
+    cut, stop = cut_at(order, text)
+    if stop is None:
         return text, None, tokens
-    place, stop = min(found)
-    end = place + len(stop) if order.body.include_stop_str_in_output else place
+    end = len(cut)
     kept = len(tokens)
     while kept and len(full_text(request, order, tokens[: kept - 1])) >= end:
         kept -= 1
-    return text[:end], stop, tokens[:kept]
+    return cut, stop, tokens[:kept]
+
+
+def cut_at(order: Order, text: str) -> tuple[str, str | None]:
+    """Return a text up to the stop string that ended it, and this string; the text and None without one."""
+    found = [(text.find(stop), stop) for stop in as_texts(order.settings.stop_strings) if stop in text]
+    if not found:
+        return text, None
+    place, stop = min(found)
+    end = place + len(stop) if order.body.include_stop_str_in_output else place
+    return text[:end], stop
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:
@@ -165,9 +175,13 @@ def _byte_of() -> dict[str, int]:
 
 def token_text(pair: Pair, token: int) -> tuple[str, bytes]:
     """Return the text of a token within a text, and its bytes, which may be a part of a character."""
-    tokenizer = pair.tokenizer
-    if tokenizer is None:
+    if pair.tokenizer is None:
         return str(token), str(token).encode()
+    return _token_text(pair.tokenizer, token)
+
+
+@lru_cache(maxsize=2**17)
+def _token_text(tokenizer: Any, token: int) -> tuple[str, bytes]:
     text = text_of_tokens(tokenizer, [token])
     if text == "":  # special tokens are no text
         text = str(tokenizer.decode([token], skip_special_tokens=False))
@@ -416,12 +430,20 @@ def _beams_json(order: Order, outcome: AnsweredRequest) -> list[dict[str, Any]]:
     return found
 
 
+def drafting_passes(job: Job) -> int:
+    """Return the number of target passes over drafts; 0 for a method that drafts nothing.
+
+    A turn for which a method found nothing to draft counts, too: compiled turns do not note it.
+    """
+    return 0 if isinstance(job.session.parts.drafter, NoDraft) else job.session.count.target_passes
+
+
 def metrics_json(jobs: Sequence[Job], completion_tokens: int) -> dict[str, Any]:
     """Return the figures of a request under vLLM's names."""
     first = _span(jobs, "arrived", "first_token", first=True)
     whole = _span(jobs, "started", "ended")
     queue = _span(jobs, "arrived", "started", first=True)
-    passes = sum(job.session.count.target_passes for job in jobs)
+    passes = sum(map(drafting_passes, jobs))
     accepted = sum(job.session.count.accepted for job in jobs)
     rows = sum(job.session.count.rows.scored for job in jobs)
     return {

@@ -7,6 +7,7 @@ import inspect
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,12 +21,15 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 from specbeam import __version__
+from specbeam.core.constraint import Form
 from specbeam.decode import decode
-from specbeam.errors import MissingFile, SpecbeamError
+from specbeam.errors import MissingFile, NotSupported, SpecbeamError
 from specbeam.generation import chosen_by_speed
+from specbeam.grammar.compiled import compiled
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.beams import dsbd, sampling
+from specbeam.recipes.catalogue import HEAD_RECIPES
 from specbeam.recipes.method import Method, recipe_of
 from specbeam.recipes.search import beam_search, speculative_beam_search
 from specbeam.recipes.sequence import speculative_sampling
@@ -33,12 +37,21 @@ from specbeam.recipes.settings_text import method_from
 from specbeam.request import Request as SessionRequest
 from specbeam.runs import TURNS
 from specbeam.serve.answers import fingerprint, token_text
-from specbeam.serve.asking import DONE, Asking, as_event
+from specbeam.serve.asking import DONE, Asking, FormPool, as_event, new_number
 from specbeam.serve.auth import Client, Keys
 from specbeam.serve.config import MIB, ServerConfig
-from specbeam.serve.engine import Engine, EngineLimits
+from specbeam.serve.engine import COMPILE_S, Engine, EngineLimits
 from specbeam.serve.guarding import Guarding
-from specbeam.serve.mapping import BUNDLED_TEMPLATE, RECIPE_OF, Served, chat_ids, order_of, text_ids
+from specbeam.serve.mapping import (
+    BUNDLED_TEMPLATE,
+    RECIPE_OF,
+    Order,
+    Served,
+    chat_ids,
+    check_model,
+    order_of,
+    text_ids,
+)
 from specbeam.serve.metrics import ServerMetrics
 from specbeam.serve.protocol import (
     Body,
@@ -54,6 +67,10 @@ from specbeam.serve.refusals import Refusal, invalid, refusal_of
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"
 WARM_TOKENS = 8  # of each text that is decoded before the server is ready
+MOST_SHOWN = 2  # requests side by side whose turns are shown or audited
+FORMS = 2  # forms that are compiled side by side
+MOST_NEW = 30  # methods with settings that nobody had before, of a key in `NEW_S` seconds
+NEW_S = 60.0
 BODY_S = 30.0  # seconds for which a body may take to arrive
 Result = TypeVar("Result")
 CSP = (
@@ -83,8 +100,12 @@ class BeamServer:
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="specbeam request")
         self._load = load
         self._served: Served | None = None
-        self._compiling = asyncio.Semaphore(2)
-        self._watching = asyncio.Semaphore(2)  # requests whose turns are shown
+        self._forms = FormPool(FORMS, config.compile_timeout, config.queue_timeout)
+        self._shown: set[Asking] = set()  # requests whose turns are shown or audited
+        self._unfit: frozenset[str] = (
+            frozenset()
+        )  # methods for which the pair lacks something, such as a head of their kind
+        self._new: dict[str, deque[float]] = {}  # times at which a key asked for a method that nobody had before
         self._service_s = 1.0  # seconds that a text takes, lately
 
     @property
@@ -101,9 +122,11 @@ class BeamServer:
             pair = self._load()
             self._served = served_of(self.config, pair)
             self.fingerprint = fingerprint(pair, self.config.chunk)
-            self.engine = Engine(pair, _engine_limits(self.config, pair), self.keys.weights).start()
+            limits = _engine_limits(self.config, pair)
+            self.engine = Engine(pair, limits, self.keys.weights, self.keys.most_running).start()
             served = self._served
-            self.engine.call(lambda: _warm_up(pair, served)).result()
+            self._unfit = self.engine.call(lambda: _unfit(pair)).result()
+            self.engine.call(lambda: _warm_up(pair, served), COMPILE_S).result()
         except Exception as error:
             self.failure = str(error)
             self.state = "failed"
@@ -118,6 +141,24 @@ class BeamServer:
         if self.engine is not None:
             self.engine.drain(self.config.drain_timeout)
             self.engine.close()
+
+    def close_pools(self) -> None:
+        """Let the threads for requests end when what they do is done."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        self._forms.pool.shutdown(wait=False, cancel_futures=True)
+
+    def give_up(self, reason: str) -> None:
+        """Answer nothing any more, as the engine shows no sign of life; whoever waits for it is told so."""
+        self.failure = reason
+        self.state = "failed"
+        if self.engine is not None:
+            self.engine.abandon(reason)
+
+    def read_keys(self) -> None:
+        """Read the file of keys again. Raises `SpecbeamError` if it is wrong; the keys then stay as they are."""
+        self.keys = Keys.of(self.config)
+        if self.engine is not None:
+            self.engine.share(self.keys.weights, self.keys.most_running)
 
     def client(self, http: Request) -> Client:
         """Return who sends a request. Raises `Refusal` if nobody known does."""
@@ -146,62 +187,103 @@ class BeamServer:
         note |= {"method": order.method.name, "prompts": len(order.prompts), "n": order.count}
         if self.config.log_texts:
             note["texts"] = order.texts
-        asking = Asking(order, served, self.engine, client, self.pool, http.scope["state"]["number"])
+        asking = Asking(order, served, self.engine, client, self.pool, self._free_number(http))
         asking.fingerprint = self.fingerprint
-        shows = order.options.trace or order.options.audit
-        if shows and self._watching.locked():
-            raise self._refuse_full("key_limit", "two requests with trace or audit run already; try again later")
+        self._check_new(order, client)
+        self._take(asking)
         try:
-            await asking.submit(self._compiling)
-        except SpecbeamError as error:
-            refusal = refusal_of(error, self._retry_after())
-            if refusal.status in (429, 503):
-                self.metrics.rejected[refusal.code] += 1
-            raise refusal from error
-        self.asking[asking.number] = asking
+            await asking.submit(self._forms)
+        except (Refusal, SpecbeamError) as error:
+            self._let_go(asking)
+            raise self._refusal(error) from error
+        except BaseException:
+            self._let_go(asking)
+            raise
         if order.streams:
-            body = self._events(asking, note, shows)
-            headers = {"x-accel-buffering": "no"}
-            return StreamingResponse(body, media_type="text/event-stream", headers=headers)
+            return _Stream(self._events(asking, note), lambda: self._forget(asking, note))
         try:
-            async with self._watching if shows else contextlib.nullcontext():
-                found = await _unless_gone(http, asking.answer())
+            found = await _unless_gone(http, asking.answer())
+        except (Refusal, SpecbeamError) as error:
+            refusal = self._refusal(error)
+            note["error"] = refusal.code
+            raise refusal from error
+        except Exception:
+            note["error"] = "engine_error"
+            raise
         finally:
             self._forget(asking, note)
         return JSONResponse(found)
 
-    async def _events(self, asking: Asking, note: dict[str, Any], shows: bool) -> AsyncIterator[bytes]:
-        """Yield the events of a stream. If nobody reads it for long, or goes away, the request is cancelled."""
+    def _free_number(self, http: Request) -> str:
+        """Return the name of a request: the one that its client chose, unless a request under way has it."""
+        number = str(http.scope["state"]["number"])
+        return f"{number}-{new_number()}" if number in self.asking else number
+
+    def _check_new(self, order: Order, client: Client) -> None:
+        """Raise `Refusal` if a key asks for too many methods that nobody had before: their parts may have to be compiled."""
+        assert self.engine is not None
+        if self.engine.knows(order.method_key):
+            return
+        now = time.monotonic()
+        times = self._new.setdefault(client.name, deque(maxlen=MOST_NEW))
+        if len(times) == MOST_NEW and now - times[0] < NEW_S:
+            raise self._refuse_full(
+                "key_limit",
+                f"{MOST_NEW} new settings of methods in {NEW_S:g} seconds are as many as may be; try again later",
+            )
+        times.append(now)
+
+    def _take(self, asking: Asking) -> None:
+        """Note that a request is under way. Raises `Refusal` if too many are whose turns are shown."""
+        options = asking.order.options
+        if options.trace or options.audit or options.stream == "live":
+            if len(self._shown) >= MOST_SHOWN:
+                raise self._refuse_full(
+                    "key_limit", f"{MOST_SHOWN} requests with trace, audit or live beams run already; try again later"
+                )
+            self._shown.add(asking)
+        self.asking[asking.number] = asking
+
+    def _let_go(self, asking: Asking) -> None:
+        """End a request, wherever it is."""
+        asking.cancel()
+        self._shown.discard(asking)
+        self.asking.pop(asking.number, None)
+
+    async def _events(self, asking: Asking, note: dict[str, Any]) -> AsyncIterator[bytes]:
+        """Yield the events of a stream. If nobody reads it for long, the request is cancelled."""
         reader = _Reader(asking, self.config.reader_timeout)
+
+        async def all_events() -> AsyncIterator[bytes]:
+            try:
+                async for chunk in asking.stream():
+                    yield as_event(chunk)
+            except (Refusal, SpecbeamError) as error:
+                refusal = self._refusal(error)
+                note["error"] = refusal.code
+                yield as_event(refusal.body)
+            except Exception as error:  # nothing more can be said to the client than that it failed
+                LOG.exception("request %s", asking.number)
+                note["error"] = "engine_error"
+                yield as_event(refusal_of(error).body)
+            yield DONE
+
         try:
-            async with self._watching if shows else contextlib.nullcontext():
-                try:
-                    async for chunk in asking.stream():
-                        reader.sends()
-                        yield as_event(chunk)
-                        reader.has_sent()
-                except (Refusal, SpecbeamError) as error:
-                    refusal = refusal_of(error, self._retry_after())
-                    note["error"] = refusal.code
-                    yield as_event(refusal.body)
-                except Exception as error:  # nothing more can be said to the client than that it failed
-                    LOG.exception("request %s", asking.number)
-                    note["error"] = "engine_error"
-                    yield as_event(refusal_of(error).body)
-                yield DONE
+            async for event in all_events():
+                reader.sends()
+                yield event
+                reader.has_sent()
         finally:
             reader.close()
-            self._forget(asking, note)
 
     def _forget(self, asking: Asking, note: dict[str, Any]) -> None:
-        """End a request, and count it."""
-        asking.cancel()
-        self.asking.pop(asking.number, None)
+        """End a request that was taken, and count it."""
+        self._let_go(asking)
         jobs = asking.jobs
         outcome = asking.outcome
-        if outcome is None:
-            self.metrics.finished["abort"] += 1
-            note.setdefault("error", "abort")
+        if outcome is None or note.get("error") is not None:
+            is_gone = note.setdefault("error", "abort") in ("abort", "cancelled")
+            self.metrics.finished["abort" if is_gone else "error"] += 1
             return
         tokens = sum(len(choice.tokens) for choice in outcome.choices)
         prompt_tokens = sum(map(len, asking.order.prompts))
@@ -213,6 +295,14 @@ class BeamServer:
         for job in jobs:
             if job.started is not None and job.ended is not None:
                 self._service_s = 0.9 * self._service_s + 0.1 * (job.ended - job.started)
+
+    def _refusal(self, error: Exception) -> Refusal:
+        """Return what to answer to a request that failed; one that found no place is counted, and may come again."""
+        refusal = refusal_of(error)
+        if refusal.status in (429, 503):
+            refusal.retry_after = self._retry_after()
+            self.metrics.rejected[refusal.code] += 1
+        return refusal
 
     def _retry_after(self) -> int:
         """Return after how many seconds a place may be free."""
@@ -230,34 +320,15 @@ class BeamServer:
         """Return the tokens of a text or a chat."""
         self.client(http)
         served = self.served
-        body = parse_body(TokenizeBody, await read_body(http, self.config.max_body))
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("give either prompt or messages", "prompt")
-
-        def tokens() -> list[int]:
-            if body.messages is not None:
-                return chat_ids(body, served)
-            return text_ids(body.prompt or "", served, body.add_special_tokens is not False)
-
-        ids = await self._in_pool(tokens)
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": served.room, "tokens": ids}
-        if body.return_token_strs:
-            found["token_strs"] = [token_text(served.pair, token)[0] for token in ids]
-        return found
+        raw = await read_body(http, self.config.max_body)
+        return await self._in_pool(lambda: _tokenized(raw, served))
 
     async def detokenize(self, http: Request) -> dict[str, Any]:
         """Return the text of tokens."""
         self.client(http)
         served = self.served
-        body = parse_body(DetokenizeBody, await read_body(http, self.config.max_body))
-        tokenizer = served.pair.tokenizer
-        if tokenizer is None:
-            raise invalid("this server has no tokenizer", "tokens", "not_supported")
-        if max(body.tokens) >= served.pair.target.vocab:
-            raise invalid(
-                f"tokens holds {max(body.tokens)}; the model knows 0 to {served.pair.target.vocab - 1}", "tokens"
-            )
-        return {"prompt": await self._in_pool(lambda: str(tokenizer.decode(body.tokens)))}
+        raw = await read_body(http, self.config.max_body)
+        return await self._in_pool(lambda: _detokenized(raw, served))
 
     def methods(self) -> list[dict[str, Any]]:
         """Return the methods that requests may name, with their laws and settings."""
@@ -274,12 +345,12 @@ class BeamServer:
                 needs = recipe.needs
                 found.append(
                     {"name": name, "law": recipe.law, "paper": recipe.paper, "exact": recipe.exact, "needs": needs,
-                     "lossless": recipe.lossless, "settings": settings, "available": self._is_available(needs)}
+                     "lossless": recipe.lossless, "settings": settings, "available": self._is_available(name)}
                 )  # fmt: skip
         return found
 
-    def _is_available(self, needs: str) -> bool:
-        return needs != "a draft model" or (self._served is not None and self._served.pair.draft is not None)
+    def _is_available(self, name: str) -> bool:
+        return name not in self._unfit
 
     def requests(self, client: Client) -> list[dict[str, Any]]:
         """Return the requests of a client that are under way."""
@@ -296,6 +367,53 @@ class BeamServer:
             for number, asking in self.asking.items()
             if asking.client.name == client.name
         ]
+
+
+class _Stream(StreamingResponse):
+    """A stream of events that is ended whatever happens, also if its client has left before the first of them.
+
+    Args:
+        events: the events.
+        end: called when nothing more is sent.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        self._end = end
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # that of the generator does not run if it was never started
+            self._end()
+
+
+def _tokenized(raw: bytes, served: Served) -> dict[str, Any]:
+    """Return the answer to a body of /tokenize."""
+    body = parse_body(TokenizeBody, raw)
+    check_model(body.model, served)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("give either prompt or messages", "prompt")
+    if body.messages is not None:
+        ids = chat_ids(body, served)
+    else:
+        ids = text_ids(body.prompt or "", served, body.add_special_tokens is not False)
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": served.room, "tokens": ids}
+    if body.return_token_strs:
+        found["token_strs"] = [token_text(served.pair, token)[0] for token in ids]
+    return found
+
+
+def _detokenized(raw: bytes, served: Served) -> dict[str, Any]:
+    """Return the answer to a body of /detokenize."""
+    body = parse_body(DetokenizeBody, raw)
+    check_model(body.model, served)
+    tokenizer = served.pair.tokenizer
+    if tokenizer is None:
+        raise invalid("this server has no tokenizer", "tokens", "not_supported")
+    if max(body.tokens) >= served.pair.target.vocab:
+        raise invalid(f"tokens holds {max(body.tokens)}; the model knows 0 to {served.pair.target.vocab - 1}", "tokens")
+    return {"prompt": str(tokenizer.decode(body.tokens))}
 
 
 class _Reader:
@@ -428,6 +546,8 @@ def _warm_up(pair: Pair, served: Served) -> None:
             lm.reserve(config.max_running + 1, min(served.room or 512, 512))
     if not config.warm_up:
         return
+    with contextlib.suppress(SpecbeamError):  # what the first form would wait for: the spellings of all tokens
+        compiled(Form("regex", "a+"), "llguidance", pair.tokenizer, pair.target.vocab, tuple(pair.eos))
     beams = min(config.default_beams, config.max_beams)
     usual = [served.method, beam_search(beams)]
     if pair.draft is not None:
@@ -440,6 +560,20 @@ def _warm_up(pair: Pair, served: Served) -> None:
                 pass
 
 
+def _unfit(pair: Pair) -> frozenset[str]:
+    """Return the names of the recipes that do not work with a pair, whatever their settings.
+
+    Most only want some draft model. Those for heads want one of their kind, and say so before their parts are made.
+    """
+    names = {name for name, make in RECIPE_OF.items() if pair.draft is None and make().needs_draft}
+    for make in HEAD_RECIPES:
+        try:
+            make().parts(pair.target, pair.draft)
+        except NotSupported:
+            names.add(make.__name__)
+    return frozenset(names)
+
+
 def make_app(server: BeamServer) -> Any:
     """Return the routes of a server, as an ASGI application."""
 
@@ -449,7 +583,7 @@ def make_app(server: BeamServer) -> Any:
         loading.add_done_callback(_log_failure)
         yield
         await asyncio.get_running_loop().run_in_executor(None, server.drain)
-        server.pool.shutdown(wait=False, cancel_futures=True)
+        server.close_pools()
 
     app = FastAPI(
         title="specbeam", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from specbeam.errors import Cancelled
@@ -23,7 +24,7 @@ from specbeam.serve.answers import (
     choice_json,
     choices_of,
     completion_logprobs,
-    cut_text,
+    cut_at,
     extras_of,
     full_text,
     generations_of,
@@ -37,7 +38,8 @@ from specbeam.serve.answers import (
 from specbeam.serve.auth import Client
 from specbeam.serve.engine import Engine, Job
 from specbeam.serve.mapping import Order, Served
-from specbeam.serve.refusals import invalid, refusal_of
+from specbeam.serve.refusals import Refusal, invalid, refusal_of
+from specbeam.serve.running_text import RunningText
 from specbeam.serve.scoring import TokenScore
 from specbeam.serve.trace import turn_record
 from specbeam.session import Session
@@ -80,7 +82,7 @@ class Asking:
         self._turns = 0
         self._last_turn = time.monotonic()
         self._last_live = 0.0
-        self._words: dict[int, str] = {}
+        self._texts: dict[int, RunningText] = {}  # of what was streamed, by place of a session
 
     @property
     def request(self) -> Request:
@@ -92,20 +94,32 @@ class Asking:
         """The id of the answer."""
         return f"{'chatcmpl' if self.order.is_chat else 'cmpl'}-{self.number}"
 
-    async def submit(self, compiling: asyncio.Semaphore) -> None:
+    async def submit(self, forms: "FormPool") -> None:
         """Let the request wait for its turn. Raises `Refusal` if that cannot be.
 
         Args:
-            compiling: limits how many forms are compiled side by side.
+            forms: where forms are compiled.
         """
         order = self.order
-        given = (order.prompts, order.method, order.settings, order.seed, order.options.audit)
-        if order.settings.form_kind is None:
-            self._request = await self._in_pool(lambda: self.engine.request(*given))
-        else:
-            async with compiling:
-                making = self._in_pool(lambda: self.engine.request(*given))
-                self._request = await _in_time(making, self.served.config.compile_timeout)
+        making = self.engine.prepare(order.method, order.method_key)
+        if making is not None:
+            await asyncio.wrap_future(making)
+
+        def make() -> Request:
+            return Request(
+                self.engine.pair, order.prompts, order.method, order.settings, order.seed, order.options.audit
+            )
+
+        try:
+            if order.form_field is None:
+                self._request = await self._in_pool(make)
+            else:
+                self._request = await forms.make(make, order.form_field)
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal.code == "bad_grammar" and order.form_field is not None:
+                refusal.param = order.form_field
+            raise refusal from error
         for error in self.request.refused.values():
             raise refusal_of(error)
         if order.body.max_tokens == 0:
@@ -116,8 +130,7 @@ class Asking:
     def _job(self, session: Session) -> Job:
         config = self.served.config
         order = self.order
-        own = "" if config.prefix_cache_shared else self.client.name
-        session.namespace = order.body.cache_salt or own
+        session.namespace = self._namespace
         now = time.monotonic()
         shows = order.options.trace or order.options.stream == "live"
         return Job(
@@ -130,6 +143,12 @@ class Asking:
             start_by=now + config.queue_timeout,
             end_by=now + config.request_timeout,
         )
+
+    @property
+    def _namespace(self) -> str:
+        """Whose beginnings of prompts are known: a key and a salt, written so that no salt can stand for another key."""
+        own = None if self.served.config.prefix_cache_shared else self.client.name
+        return json.dumps([own, self.order.body.cache_salt])
 
     def _watch(self, job: Job) -> None:
         """Wake up who waits for the job; called in the engine's thread."""
@@ -149,10 +168,8 @@ class Asking:
         self._last_turn = now
 
     def _word(self, token: int) -> str:
-        """Return the text of a token within a text; each is looked up once."""
-        if token not in self._words:
-            self._words[token] = token_text(self.served.pair, token)[0]
-        return self._words[token]
+        """Return the text of a token within a text."""
+        return token_text(self.served.pair, token)[0]
 
     def _live(self, session: Session) -> dict[str, Any]:
         settled = session.settled
@@ -227,9 +244,9 @@ class Asking:
         return found
 
     async def _score(self, prompt: list[int], texts: list[list[int]]) -> list[list[TokenScore]]:
-        space = self.order.body.cache_salt or ("" if self.served.config.prefix_cache_shared else self.client.name)
+        scoring = self.engine.score(prompt, texts, self.order.top or 0, self._namespace)
         try:
-            return await asyncio.wrap_future(self.engine.score(prompt, texts, self.order.top or 0, space))
+            return await asyncio.wrap_future(scoring)
         except Exception as error:
             raise refusal_of(error) from error
 
@@ -239,6 +256,15 @@ class Asking:
         outcome = await self.finish()
         order = self.order
         echoes = [await self._echo(number) for number in range(len(order.prompts))] if order.echo else []
+        return await self._in_pool(lambda: self._whole(outcome, echoes))
+
+    def _whole(self, outcome: AnsweredRequest, echoes: list[tuple[str, list[TokenScore | None]]]) -> dict[str, Any]:
+        """Return the answer as JSON.
+
+        Args:
+            echoes: text and scores of each prompt, if they are to be repeated.
+        """
+        order = self.order
         choices = []
         for choice in outcome.choices:
             one = choice_json(self.served.pair, order, choice)
@@ -261,7 +287,7 @@ class Asking:
     async def _echo(self, number: int) -> tuple[str, list[TokenScore | None]]:
         """Return the text of a prompt, and the scores of its tokens if they are asked for."""
         ids = self.order.prompts[number]
-        text = self.order.texts[number] or full_text(self.request, self.order, ids)
+        text = self.order.texts[number] or await self._in_pool(lambda: full_text(self.request, self.order, ids))
         if self.order.top is None:
             return text, []
         rest = await self._score(ids[:1], [ids[1:]]) if len(ids) > 1 else [[]]
@@ -315,7 +341,8 @@ class Asking:
                 yield event
             if not waits_for_all and order.forced_tool is None:
                 for job in self.jobs:
-                    for delta in self._new_deltas(job, indices[job.session.place], sent):
+                    text = await self._settled_text(job) if indices[job.session.place] else ""
+                    for delta in self._new_deltas(text, indices[job.session.place], sent):
                         yield self._chunk([delta])
             if self.is_over:
                 break
@@ -327,7 +354,8 @@ class Asking:
             yield event
         outcome = await self.finish()
         for choice in outcome.choices:
-            yield self._chunk([self._last_delta(choice, sent.get(choice.index, ""))])
+            before = sent.get(choice.index, "")
+            yield self._chunk([await self._in_pool(partial(self._last_delta, choice, before))])
         async for chunk in self._end(outcome):
             yield chunk
 
@@ -354,13 +382,28 @@ class Asking:
             taken.append(self._head(self._kind) | {"choices": [], "specbeam": self._events.popleft()})
         return taken
 
-    def _new_deltas(self, job: Job, indices: list[int], sent: dict[int, str]) -> list[dict[str, Any]]:
-        """Return what is settled of a text and not sent yet, for each of its choices; and note that it is sent."""
-        if not indices or not job.settled:
+    async def _settled_text(self, job: Job) -> str:
+        """Return what may be sent of a text: what is settled, without what may become a stop string or a character."""
+        tokens = job.settled
+        if not tokens:
+            return ""
+        running = self._texts.setdefault(
+            job.session.place, RunningText(lambda some: full_text(self.request, self.order, some))
+        )
+
+        def shown() -> str:
+            text = running.text_of(tokens)
+            cut, stop = cut_at(self.order, text)
+            return (
+                text[: len(text) - held_back(text, as_texts(self.order.settings.stop_strings))] if stop is None else cut
+            )
+
+        return await self._in_pool(shown)
+
+    def _new_deltas(self, text: str, indices: list[int], sent: dict[int, str]) -> list[dict[str, Any]]:
+        """Return what of a text is not sent yet, for each of its choices; and note that it is sent."""
+        if not indices or not text:
             return []
-        text, stop, _ = cut_text(self.request, self.order, job.settled)
-        if stop is None:
-            text = text[: len(text) - held_back(text, as_texts(self.order.settings.stop_strings))]
         before = sent[indices[0]]
         if len(text) <= len(before) or not text.startswith(before):
             return []
@@ -433,17 +476,44 @@ def _likely_enough(choices: list[ReturnedText], order: Order) -> list[ReturnedTe
     return kept
 
 
-async def _in_time(making: "asyncio.Future[Result]", seconds: float) -> Result:
-    """Return what is being made. Raises `Refusal` if it takes too long; it then goes on without anybody waiting for it."""
-    done, _ = await asyncio.wait([making], timeout=seconds)
-    if not done:
-        making.add_done_callback(lambda one: one.exception())
-        raise invalid(
-            f"the form could not be compiled in {seconds:g} seconds; make it smaller",
-            "structured_outputs",
-            "bad_grammar",
-        )
-    return making.result()
+class FormPool:
+    """Threads in which forms are compiled, apart from all other work: a form may take long.
+
+    Args:
+        at_once: forms that are compiled side by side.
+        seconds: that each may take. A compilation cannot be ended: one that takes longer keeps its thread until it is over.
+        patience: seconds for which a form may wait for a thread.
+    """
+
+    def __init__(self, at_once: int, seconds: float, patience: float) -> None:
+        self.pool = ThreadPoolExecutor(at_once, thread_name_prefix="specbeam form")
+        self._free = asyncio.Semaphore(at_once)
+        self._seconds = seconds
+        self._patience = patience
+
+    async def make(self, function: Callable[[], Result], field: str) -> Result:
+        """Return what a function makes of the form in this field of a request.
+
+        Raises `Refusal` if that takes too long, or if no thread becomes free.
+        """
+        try:
+            await asyncio.wait_for(self._free.acquire(), self._patience)
+        except TimeoutError as error:
+            message = "other forms are being compiled, and none was ready in time; try again later"
+            raise Refusal(429, "rate_limit_error", "queue_timeout", message, field, 1) from error
+        making = asyncio.get_running_loop().run_in_executor(self.pool, function)
+        making.add_done_callback(self._is_over)
+        done, _ = await asyncio.wait([making], timeout=self._seconds)
+        if not done:
+            raise invalid(
+                f"the form could not be compiled in {self._seconds:g} seconds; make it smaller", field, "bad_grammar"
+            )
+        return making.result()
+
+    def _is_over(self, making: "asyncio.Future[Any]") -> None:
+        self._free.release()
+        if not making.cancelled():
+            making.exception()  # looked at, as nobody may be waiting for it any more
 
 
 def as_event(chunk: dict[str, Any] | None) -> bytes:

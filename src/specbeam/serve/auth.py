@@ -41,7 +41,12 @@ class Keys:
         """Return the keys of a configuration and of its file of keys."""
         clients = {digest(key): Client(f"key{number}") for number, key in enumerate(config.api_keys, 1)}
         if config.api_key_file:
-            clients |= _read(Path(config.api_key_file).expanduser())
+            named = _read(Path(config.api_key_file).expanduser())
+            if taken := {one.name for one in clients.values()} & {one.name for one in named.values()}:
+                raise BadSetting(
+                    f"{config.api_key_file} has {', '.join(sorted(taken))}, what a key of api_keys is called; rename it"
+                )
+            clients |= named
         return cls(clients)
 
     @property
@@ -53,6 +58,11 @@ class Keys:
     def weights(self) -> dict[str, float]:
         """The share of each client, by name."""
         return {client.name: client.weight for client in self._clients.values()}
+
+    @property
+    def most_running(self) -> dict[str, int]:
+        """The most texts of each client that are decoded side by side, by name, of those that have a limit of their own."""
+        return {client.name: client.max_running for client in self._clients.values() if client.max_running}
 
     def client(self, authorization: str | None) -> Client:
         """Return who has sent this header. Raises `Refusal` if it is nobody that is known."""
@@ -97,5 +107,7 @@ def _read(path: Path) -> dict[bytes, Client]:
             raise BadSetting(f"{path}, line {number} must be: name key [weight] [max_running] [priority]") from error
         if not weight > 0:
             raise BadSetting(f"{path}, line {number}: the weight must be above 0")
+        if running < 0 or running != int(running):
+            raise BadSetting(f"{path}, line {number}: max_running must be a whole number, or 0 for no limit of its own")
         clients[digest(key)] = Client(name, weight, int(running), int(priority))
     return clients

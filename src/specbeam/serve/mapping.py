@@ -72,9 +72,11 @@ class Order:
         prompts: token ids of each prompt.
         texts: their texts, where there are any.
         method, settings, seed: as for `Request`.
+        method_key: the name of the method with the settings that were given; "": the server's own.
         count: answers per prompt that are returned.
         drawn: independent answers per prompt of which the best are returned; `count` without a choice.
         top: likeliest tokens to report per token; None: no log-probabilities are asked for.
+        form_field: the field that says what form the texts must have; None: there is no form.
         warnings: what was done otherwise than asked.
     """
 
@@ -90,6 +92,8 @@ class Order:
     top: int | None
     echo: bool = False
     forced_tool: str | None = None
+    form_field: str | None = None
+    method_key: str = ""
     warnings: list[str] = field(default_factory=list)
 
     @property
@@ -105,16 +109,21 @@ def order_of(body: Body, served: Served) -> Order:
     """Return what a body asks for. Raises `Refusal` where it cannot be honoured, with the name of the field."""
     config = served.config
     options = body.specbeam or SpecbeamOptions()
-    _check_model(body.model, served)
+    check_model(body.model, served)
     _check_streaming(body, options)
     prompts, texts = _prompts(body, served)
     tool = _forced_tool(body) if isinstance(body, ChatBody) else None
-    form = _form(body, tool, config)
-    method, drawn = _method(body, options, served)
+    field_of_form, form = _form(body, tool, config)
+    method, drawn, method_key = _method(body, options, served)
     count = body.n or 1
     if body.max_tokens == 0 and not (isinstance(body, CompletionBody) and body.echo):
         raise invalid("max_tokens is 0; it must be at least 1, unless echo is true", "max_tokens")
     most = _new_tokens(body, prompts, served)
+    if body.max_tokens != 0 and (body.min_tokens or 0) > most:
+        raise invalid(
+            f"min_tokens is {body.min_tokens}, and there are at most {most} new tokens; lower it, or raise max_tokens",
+            "min_tokens",
+        )
     texts_in_all = len(prompts) * max(count, drawn, method.beams)
     if texts_in_all > config.max_texts:
         raise invalid(
@@ -137,11 +146,13 @@ def order_of(body: Body, served: Served) -> Order:
         raise refusal_of(error) from error
     echo = isinstance(body, CompletionBody) and bool(body.echo)
     return Order(
-        body, options, prompts, texts, method, settings, body.seed, count, drawn, _top(body), echo, tool, warnings
+        body, options, prompts, texts, method, settings, body.seed, count, drawn, _top(body), echo, tool, field_of_form,
+        method_key, warnings,
     )  # fmt: skip
 
 
-def _check_model(name: str | None, served: Served) -> None:
+def check_model(name: str | None, served: Served) -> None:
+    """Raise `Refusal` if a request names another model than there is."""
     if name is not None and name != served.name:
         raise invalid(
             f"there is no model {shown(name)} here; this server has {served.name!r}", "model", "model_not_found", 404
@@ -152,6 +163,8 @@ def _check_streaming(body: Body, options: SpecbeamOptions) -> None:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is for streams; leave it out, or set stream to true", "stream_options")
     shows = options.trace or options.stream == "live"
+    if options.trace and options.stream == "live":
+        raise invalid("specbeam.trace shows all beams of each turn, so specbeam.stream must not be 'live'", "specbeam")
     if shows and not body.stream:
         raise invalid("specbeam.trace and specbeam.stream are for streams; set stream to true", "specbeam")
     if shows and isinstance(body, CompletionBody) and _is_batch(body.prompt):
@@ -301,8 +314,8 @@ def _new_tokens(body: Body, prompts: Sequence[Sequence[int]], served: Served) ->
 # Methods.
 
 
-def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Method, int]:
-    """Return the method, and how many independent answers it draws for each prompt."""
+def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Method, int, str]:
+    """Return the method, how many independent answers it draws for each prompt, and its name with its settings."""
     config = served.config
     count = body.n or 1
     if count > config.max_n:
@@ -322,8 +335,9 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
                 "unknown_field",
             )
         method = served.method
+        key = ""
     else:
-        method = _named_method(body, options, further, width, served)
+        method, key = _named_method(body, options, further, width, served)
     if method.beams > 1:
         if method.beams > config.max_beams:
             raise invalid(
@@ -333,7 +347,7 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
             )
         if count > method.beams:
             raise invalid(f"n is {count}, and {method.name} keeps {method.beams} beams; ask for fewer answers", "n")
-        return method, count
+        return method, count, key
     drawn = body.best_of or count
     if drawn < count:
         raise invalid(f"best_of is {drawn} and n is {count}; best_of must be at least n", "best_of")
@@ -341,9 +355,9 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
         raise invalid(f"best_of is {drawn}; this server draws at most {config.max_n}", "best_of")
     if drawn > 1 and (method.greedy or body.temperature == 0):
         if body.best_of is not None and count == 1:
-            return method, 1  # all answers are the same
+            return method, 1, key  # all answers are the same
         raise invalid(f"{method.name} has one answer, as nothing is drawn; n is {count}: ask for beams", "n")
-    return method, drawn
+    return method, drawn, key
 
 
 def _width(body: Body, options: SpecbeamOptions, wants_beams: bool, count: int, config: ServerConfig) -> int | None:
@@ -374,8 +388,8 @@ def _width(body: Body, options: SpecbeamOptions, wants_beams: bool, count: int, 
 
 def _named_method(
     body: Body, options: SpecbeamOptions, further: dict[str, Any], width: int | None, served: Served
-) -> Method:
-    """Return the method that a request names, or the beam search that it asks for, with its settings."""
+) -> tuple[Method, str]:
+    """Return the method that a request names, or the beam search that it asks for, and its name with its settings."""
     has_draft = served.pair.draft is not None
     name = options.method or ("speculative_beam_search" if has_draft else "beam_search")
     allowed = served.config.methods or tuple(RECIPE_OF)
@@ -387,6 +401,7 @@ def _named_method(
     make = RECIPE_OF[name]
     known = inspect.signature(make).parameters
     chosen = {key: _setting(name, key, value, known) for key, value in further.items()}
+    _check_skipping(name, chosen)
     if width is not None:
         if "beams" not in known:
             raise invalid(f"{name} has no beams; leave the number of beams out, or choose another method", "specbeam")
@@ -404,10 +419,21 @@ def _named_method(
         raise Refusal(refusal.status, refusal.kind, refusal.code, refusal.message, "specbeam") from error
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
         raise invalid(f"specbeam holds settings that {name} does not take: {str(error)[:200]}", "specbeam") from error
-    return method
+    return method, repr((name, sorted(chosen.items())))
 
 
-_OBJECTS = ("trace",)  # settings that are not for requests
+_OBJECTS = ("trace", "task", "search")  # settings that are not for requests: objects, and names of what is kept on disk
+
+
+def _check_skipping(method: str, chosen: Mapping[str, Any]) -> None:
+    """Raise `Refusal` if a text would depend on what a search has learnt from the texts of other requests."""
+    skip = chosen.get("skip", "bayes")
+    if method == "swift" and skip in ("bayes", "random") and chosen.get("rule") != "match":
+        raise invalid(
+            f"swift with skip {skip!r} learns from all requests, and with rule {chosen.get('rule', 'path')!r} the text of a "
+            "seed depends on that; set specbeam.rule to 'match', or specbeam.skip to 'exit' with layers, 'clasp' or a set",
+            "specbeam",
+        )
 
 
 def _setting(method: str, key: str, value: Any, known: Mapping[str, inspect.Parameter]) -> Any:
@@ -471,9 +497,6 @@ def _settings(
         given["eos_token_id"] = list(more)
     elif more:
         given["eos_token_id"] = [*ends, *more]
-    least = body.min_tokens or 0
-    if least and body.max_tokens is not None and least > body.max_tokens:
-        raise invalid(f"min_tokens is {least} and max_tokens is {body.max_tokens}", "min_tokens")
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -511,8 +534,8 @@ def _top(body: Body) -> int | None:
 # Forms.
 
 
-def _form(body: Body, tool: str | None, config: ServerConfig) -> dict[str, Any]:
-    """Return the option of `Settings` that a form in a body stands for; {} without one."""
+def _form(body: Body, tool: str | None, config: ServerConfig) -> tuple[str | None, dict[str, Any]]:
+    """Return the field that says what form texts must have, and the option of `Settings` for it; None and {} without one."""
     forms: dict[str, dict[str, Any]] = {}
     wanted = body.response_format
     if wanted is not None and wanted.type != "text":
@@ -521,13 +544,19 @@ def _form(body: Body, tool: str | None, config: ServerConfig) -> dict[str, Any]:
         forms["structured_outputs"] = _structured(body.structured_outputs)
     if tool is not None:
         assert isinstance(body, ChatBody)
-        forms["tool_choice"] = {"json_schema": _parameters_of(body.tools or [], tool)}
+        forms["tools"] = {"json_schema": _parameters_of(body.tools or [], tool)}
     if len(forms) > 1:
         raise invalid(f"{' and '.join(forms)} both say what form the text must have; give one", [*forms][-1])
     for name, form in forms.items():
         _check_form(form, name, config)
-        return form
-    return {}
+        if body.skip_special_tokens is False:
+            raise invalid(
+                f"skip_special_tokens is false and {name} says what form the text has, which no special token is a part of; "
+                "leave one of them out",
+                "skip_special_tokens",
+            )
+        return name, form
+    return None, {}
 
 
 def _json_form(kind: str, schema: JsonSchema | None) -> dict[str, Any]:
@@ -535,6 +564,11 @@ def _json_form(kind: str, schema: JsonSchema | None) -> dict[str, Any]:
         return {"json_schema": True}
     if schema is None:
         raise invalid("response_format is a json_schema without json_schema.schema", "response_format", "bad_grammar")
+    if schema.strict is False:
+        raise invalid(
+            "response_format.json_schema.strict is false; here a text always keeps to its schema: leave it out",
+            "response_format",
+        )
     return {"json_schema": schema.schema_}
 
 

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from specbeam import __version__
+from specbeam.serve.answers import drafting_passes
 from specbeam.serve.engine import Engine, Job
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -59,7 +60,7 @@ class ServerMetrics:
         self.beams.observe(beams)
         for job in jobs:
             count = job.session.count
-            self.totals["drafts"] += count.target_passes
+            self.totals["drafts"] += drafting_passes(job)
             self.totals["accepted"] += count.accepted
             for width in count.widths:
                 self.width.observe(width)
@@ -101,7 +102,7 @@ class ServerMetrics:
     def _counters(self) -> Iterable[Metric]:
         yield self._counter("prompt_tokens", "Tokens of prompts.", self.totals["prompt_tokens"])
         yield self._counter("generation_tokens", "Tokens of returned texts.", self.totals["generation_tokens"])
-        yield self._counter("spec_decode_num_drafts", "Turns.", self.totals["drafts"])
+        yield self._counter("spec_decode_num_drafts", "Turns of texts whose method drafts.", self.totals["drafts"])
         yield self._counter("spec_decode_num_accepted_tokens", "Draft layers that passed.", self.totals["accepted"])
         yield self._by("request_success", "Texts that ended.", "finished_reason", self.finished)
         yield self._by("admission_rejections", "Requests that found no place.", "reason", self.rejected)

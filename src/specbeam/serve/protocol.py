@@ -183,11 +183,27 @@ def parse_body(kind: type[BodyKind], raw: bytes) -> BodyKind:
     value = _json(raw)
     if not isinstance(value, dict):
         raise invalid(f"the body is {shown(value)}; it must be a JSON object", code="bad_json")
-    value = {name: one for name, one in value.items() if one is not None}  # null means that it is not given
     try:
-        return kind.model_validate(value)
+        return kind.model_validate(_without_nulls(value))
     except ValidationError as error:
         raise _refusal_of(error, kind) from error
+
+
+# Parts of a body whose own names are not ours: what a null means there is for whoever reads them.
+_FOREIGN = frozenset(
+    {"schema", "json", "tools", "tool_calls", "tool_choice", "chat_template_kwargs", "metadata", "logit_bias"}
+)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a part of a body without the fields that are null: null means that a field is not given."""
+    if isinstance(value, dict):
+        return {
+            name: one if name in _FOREIGN else _without_nulls(one) for name, one in value.items() if one is not None
+        }
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    return value
 
 
 def _json(raw: bytes) -> Any:
