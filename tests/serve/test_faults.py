@@ -220,6 +220,21 @@ def test_a_stream_whose_client_leaves_before_it_begins_is_forgotten(plain):
         assert bad["error"]["code"] == "model_not_found"
 
 
+def test_keys_are_read_again_and_stay_as_they_are_if_the_file_is_wrong(plain, tmp_path):
+    file = tmp_path / "keys.txt"
+    file.write_text("ann old 1 2\n")
+    with started(plain, api_key_file=str(file)) as (server, app):
+        file.write_text("ann new 3 1\n")
+        server.read_keys()
+        server.engine.call(lambda: None).result()
+        assert (server.engine._line.weights, server.engine._most_running) == ({"ann": 3.0}, {"ann": 1})
+        file.write_text("ann\n")
+        with pytest.raises(sb.SpecbeamError, match="line 1"):
+            server.read_keys()
+        body = {"prompt": [3, 4], "max_tokens": 1}
+        assert [asyncio.run(told(app, body, key))[0]["status"] for key in ("old", "new")] == [401, 200]
+
+
 def test_no_salt_makes_one_key_know_what_another_one_asks(plain):
     with started(plain, api_keys=("first", "second")) as (_, app):
 

@@ -20,6 +20,32 @@ pytestmark = [
 BODY = {"prompt": "Ein Hund läuft durch den Wald.", "seed": 7, "num_beams": 4, "max_tokens": 60}
 
 
+HANGS = """
+import sys, threading, time
+import specbeam as sb
+from specbeam.serve import run
+from specbeam.serve.config import ServerConfig
+
+start = run.BeamServer.start
+
+def start_and_hang(server):
+    start(server)
+    waiting = server.engine.call(lambda: time.sleep(3600))  # as a step that never ends
+    server.pool.submit(waiting.result)
+    server.pool.submit(threading.Event().wait)  # a thread that nobody can wake up
+
+run.BeamServer.start = start_and_hang
+run.LAST_S = 1.0
+sys.exit(run.serve(ServerConfig(port=0, warm_up=False, stall_timeout=1.0)))
+"""
+
+
+def test_a_server_whose_engine_hangs_ends_with_an_error_for_its_supervisor():
+    process = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=300, check=False)
+    assert process.returncode == 1, process.stderr
+    assert "the engine is dead" in process.stderr
+
+
 class Process:
     """A server on a port that is free; its address as soon as it can answer."""
 

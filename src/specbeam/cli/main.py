@@ -257,6 +257,21 @@ def serve(
         str | None,
         typer.Option(help="A file with the keys of clients, a line each: name key [weight] [max_running] [priority]."),
     ] = None,
+    api_key: Annotated[
+        list[str],
+        typer.Option(
+            help="A key that clients must have; may be given more than once. Others on this machine may see it."
+        ),
+    ] = [],
+    metrics_key: Annotated[
+        str | None, typer.Option(help="The key for /metrics; by default they are for this machine, or for any key.")
+    ] = None,
+    allowed_host: Annotated[
+        list[str], typer.Option(help="A name by which a server on this machine alone may be called; may be repeated.")
+    ] = [],
+    cors_origin: Annotated[
+        list[str], typer.Option(help="An origin whose pages may call the server; may be repeated.")
+    ] = [],
     no_auth: Annotated[
         bool, typer.Option("--no-auth", help="Let everybody in though others than this machine can reach the server.")
     ] = False,
@@ -264,6 +279,27 @@ def serve(
     max_waiting: Annotated[int | None, typer.Option(help="Texts that may wait besides; by default 64.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Most new tokens of a text; by default 4096.")] = None,
     max_beams: Annotated[int | None, typer.Option(help="Most beams of a request; by default 16.")] = None,
+    max_n: Annotated[int | None, typer.Option(help="Most answers to a prompt; by default 16.")] = None,
+    max_prompts: Annotated[int | None, typer.Option(help="Most prompts of a request; by default 64.")] = None,
+    max_body: Annotated[int | None, typer.Option(help="Most bytes of a request; by default 1 MiB.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Most tokens of prompt and text together; by default the model's positions.")
+    ] = None,
+    queue_timeout: Annotated[
+        float | None, typer.Option(help="Seconds for which a request may wait for a place; by default 60.")
+    ] = None,
+    request_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that a request may take; by default 300.")
+    ] = None,
+    drain_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that texts may take to end after a signal; by default 30.")
+    ] = None,
+    kv_gb: Annotated[
+        float | None, typer.Option(help="Memory in GB for keys and values; by default half of what is free at start.")
+    ] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt that are stored between turns of others; by default 64.")
+    ] = None,
     prefix_cache_mb: Annotated[
         int | None,
         typer.Option(help="Memory in MiB for beginnings of prompts that come again; by default 256; 0: none."),
@@ -282,6 +318,10 @@ def serve(
         "name": name, "api_key_file": api_key_file, "no_auth": no_auth or None, "max_running": max_running,
         "max_waiting": max_waiting, "max_tokens": max_tokens, "max_beams": max_beams,
         "prefix_cache_mb": prefix_cache_mb, "chat_template": chat_template, "quantize": quantize,
+        "api_keys": api_key or None, "metrics_key": metrics_key, "allowed_hosts": allowed_host or None,
+        "cors_origins": cors_origin or None, "max_n": max_n, "max_prompts": max_prompts, "max_body": max_body,
+        "max_model_len": max_model_len, "queue_timeout": queue_timeout, "request_timeout": request_timeout,
+        "drain_timeout": drain_timeout, "kv_gb": kv_gb, "chunk": chunk,
     }  # fmt: skip
     raise typer.Exit(run(config, given))
 

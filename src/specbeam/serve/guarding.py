@@ -83,7 +83,7 @@ class Guarding:
             if host not in own:
                 return Refusal(
                     403, "permission_error", "forbidden",
-                    f"this server does not answer for host {host[:100]!r}; start it with --allowed-host to allow that",
+                    f"this server does not answer for host {host[:100]!r}; start it with --allowed-host NAME to allow that",
                 )  # fmt: skip
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self.config.max_body:

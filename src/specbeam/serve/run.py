@@ -1,21 +1,25 @@
 """Running the server: signals, the end, and what is printed."""
 
 import logging
+import os
 import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from specbeam.errors import SpecbeamError
 from specbeam.pair import load
 from specbeam.serve.app import BeamServer, make_app
 from specbeam.serve.config import ServerConfig
 
 LOG = logging.getLogger("specbeam.serve")
 WATCH_S = 1.0  # seconds between two looks at the engine
+LAST_S = 5.0  # seconds in which the last answers may be sent before the process ends, whatever its threads wait for
 
 
 class _Uvicorn(uvicorn.Server):
@@ -42,15 +46,23 @@ class _Uvicorn(uvicorn.Server):
         self.should_exit = True
 
     def watch(self) -> None:
-        """End the process with an error if the engine is dead: whoever supervises it starts a new one."""
+        """End the process with an error if the engine is dead: whoever supervises it starts a new one.
+
+        Threads that wait for an engine that hangs never end, and Python would wait for them: the process ends without.
+        """
         while not self.should_exit:
             time.sleep(WATCH_S)
             status, found = self.beams.health()
             if status == 503 and found["status"] == "engine_dead":
-                LOG.error("the engine is dead: %s", found.get("message") or "no step for long")
+                reason = found.get("message") or "the engine has made no step for long"
+                LOG.error("the engine is dead: %s", reason)
                 self.code = 1
+                self.beams.give_up(reason)
                 self.force_exit = True
                 self.should_exit = True
+        if self.force_exit:
+            time.sleep(LAST_S)
+            _end_now(self.code)
 
 
 def serve(config: ServerConfig) -> int:
@@ -84,8 +96,28 @@ def serve(config: ServerConfig) -> int:
     runner = _Uvicorn(options, server)
     threading.Thread(target=runner.watch, name="specbeam watch", daemon=True).start()
     threading.Thread(target=_say_when_ready, args=(server, runner), name="specbeam greeting", daemon=True).start()
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        signal.signal(signal.SIGHUP, lambda *_: _read_keys(server))
     runner.run()
     return runner.code
+
+
+def _end_now(code: int) -> None:
+    """End the process with what was written to its streams, and without waiting for its threads."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(code)
+
+
+def _read_keys(server: BeamServer) -> None:
+    """Read the file of keys again; if it is wrong, the keys stay as they are."""
+    try:
+        server.read_keys()
+    except SpecbeamError as error:
+        LOG.error("the keys stay as they are: %s", error)
+        return
+    LOG.info("the keys were read again")
 
 
 def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
