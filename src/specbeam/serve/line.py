@@ -24,8 +24,8 @@ class Line(Generic[Job]):
 
     Each key has a clock that `charge` moves on by the work done for it. Of the jobs with the best priority the one comes
     next whose key has the lowest clock; jobs of one key keep their order. Waiting lifts low priorities to the usual one,
-    0, so nobody starves. A key that comes back after a pause starts at the lowest clock of those that are busy: a pause
-    saves nothing up.
+    0, so these do not wait for ever; jobs with a number below 0 that keep coming hold up all others. A key that comes back
+    after a pause starts at the lowest clock of those that are busy: a pause saves nothing up.
 
     Args:
         weights: by key, the share of the work that it should get; 1 for all others.
