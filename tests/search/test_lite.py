@@ -26,6 +26,9 @@ PROMPTS = ["abc", "Hello"]
 SETTINGS = {"separator": "e", "step_tokens": 16, "max_new_tokens": 32, "seed": 5, "temperature": 1.5}
 
 
+OF_TEXTS = {"max_new_tokens": 12, "seed": 5}
+
+
 @pytest.fixture(scope="module")
 def pair():
     return words.pair()
@@ -277,7 +280,28 @@ def test_what_searches_are_compared_with(pair):
     (first,) = best_of(pair, "abc", lambda texts: [1.0] * len(texts), 40, threshold=0.5, max_new_tokens=60, seed=1)
     assert first.ended == "value"
     assert first.nodes[-1].status == FINISHED
+    assert best.ended == "exhausted"
     (beams,) = step_beams(pair, "abc", by_letters, 2, 3, **SETTINGS)
     for depth in {node.depth for node in beams.nodes[1:]}:
         assert sum(node.times for node in beams.nodes if node.depth == depth) <= 6
     assert all(node.status != OPEN or node.value <= 1 for node in beams.nodes)
+
+
+def test_what_searches_are_compared_with_fails_as_they_do(pair, tmp_path):
+    """Failures of decoding are raised with all that was drawn, and settings are those of `lite_search`."""
+
+    def raising(tokens, scores):
+        if tokens.shape[1] > 6:
+            raise RuntimeError("the processor is broken")
+        return scores
+
+    for compared, counts in ((best_of, (2,)), (step_beams, (2, 2))):
+        with pytest.raises(SearchFailed, match="the processor is broken") as caught:
+            compared(pair, "abc", by_letters, *counts, **OF_TEXTS, logits_processor=[raising])
+        assert [result.ended for result in caught.value.results] == ["failed"]
+        with pytest.raises(MissingFile, match="no sequence classifier"):
+            compared(pair, "abc", tmp_path / "nothing", *counts)
+        with pytest.raises(MissingFile):
+            compared(str(tmp_path / "no models"), "abc", by_letters, *counts)
+        with pytest.raises(BadSetting, match="threshold is"):
+            compared(pair, "abc", by_letters, *counts, threshold=1.2)

@@ -1,22 +1,22 @@
 """What a search is compared with: the best of several whole texts, and beams of steps of a fixed width."""
 
-import math
+from pathlib import Path
 from typing import Any
 
 from specbeam.pair import Pair
 from specbeam.recipes.catalogue import resolve
-from specbeam.recipes.method import Method, require_at_least_one
-from specbeam.search.grow import GrowingTrees, Wish, given_seed
+from specbeam.recipes.method import Method
+from specbeam.search.grow import GrowingTrees, Wish, as_pair, given_seed, require_counts, require_odds
 from specbeam.search.tree import OPEN, SearchResult
-from specbeam.search.value import Value
+from specbeam.search.value import Value, as_value
 
 WHOLE = 2**30  # tokens of a step that is a whole text
 
 
 def best_of(
-    pair: Pair,
+    pair: Pair | str,
     prompts: Any,
-    value: Value,
+    value: "Value | str | Path",
     count: int,
     method: Method | str = "sampling",
     *,
@@ -32,27 +32,33 @@ def best_of(
         threshold: texts are drawn one after the other, and the first whose value reaches this is the answer. None: all are
             drawn.
         The others are those of `lite_search`.
+
+    Raises as `lite_search` does. Where no text is finished within its tokens, the answer is "".
     """
-    require_at_least_one(count=count)
+    require_counts(count=count)
+    if threshold is not None:
+        require_odds(threshold=threshold)
     # texts are one step: a separator that no text holds
     growth = GrowingTrees(
-        pair, value, resolve(method), "\0", None, WHOLE, max_new_tokens, given_seed(seed), batch_size, options
+        as_pair(pair), as_value(value), resolve(method), "\0", None, WHOLE, max_new_tokens, given_seed(seed), batch_size,
+        options,
     )  # fmt: skip
     growth.begin(prompts)
     wave = count if threshold is None else 1
     for _ in range(0, count, wave):
         wishes = [Wish(number, 0, wave) for number, result in enumerate(growth.results) if not result.ended]
+        if not wishes:
+            break
         growth.extend(wishes)
-        for result in growth.results:
-            if threshold is not None and result.value >= threshold:
-                result.ended = "value"
-    return growth.results
+        _end_found(growth, threshold)
+    _end_exhausted(growth)
+    return growth.checked()  # no separator is to blame for texts that were cut off
 
 
 def step_beams(
-    pair: Pair,
+    pair: Pair | str,
     prompts: Any,
-    value: Value,
+    value: "Value | str | Path",
     width: int,
     children: int,
     method: Method | str = "sampling",
@@ -69,18 +75,20 @@ def step_beams(
 
     A search ends at a depth with a finished text whose value reaches the threshold, or where no beginning is left.
 
-    The arguments are those of `lite_search`.
+    The arguments are those of `lite_search`, and it raises as that does.
     """
-    require_at_least_one(width=width, children=children)
+    require_counts(width=width, children=children)
+    require_odds(threshold=threshold)
     growth = GrowingTrees(
-        pair, value, resolve(method), separator, None, step_tokens, max_new_tokens, given_seed(seed), batch_size, options
+        as_pair(pair), as_value(value), resolve(method), separator, None, step_tokens, max_new_tokens, given_seed(seed),
+        batch_size, options,
     )  # fmt: skip
     growth.begin(prompts)
     depth = 0
     while True:
         wishes = []
         for number, result in enumerate(growth.results):
-            if result.ended or result.value >= threshold:
+            if result.ended:
                 continue
             live = [place for place, node in enumerate(result.nodes) if node.depth == depth and node.status == OPEN]
             live.sort(key=lambda place: -result.nodes[place].value)
@@ -88,9 +96,21 @@ def step_beams(
         if not wishes:
             break
         growth.extend(wishes)
+        _end_found(growth, threshold)
         depth += 1
+    _end_exhausted(growth)
+    return growth.end()
+
+
+def _end_found(growth: GrowingTrees, threshold: float | None) -> None:
+    """End the searches whose answer reaches the threshold."""
+    for result in growth.results:
+        if not result.ended and threshold is not None and result.value >= threshold:  # not if it is NaN
+            result.ended = "value"
+
+
+def _end_exhausted(growth: GrowingTrees) -> None:
+    """End the searches that nothing else has ended."""
     for result in growth.results:
         if not result.ended:
-            is_found = not math.isnan(result.value) and result.value >= threshold
-            result.ended = "value" if is_found else "exhausted"
-    return growth.results
+            result.ended = "exhausted"

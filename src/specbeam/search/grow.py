@@ -12,7 +12,7 @@ from specbeam.errors import BadSetting, BrokenValue, NotSupported, SearchFailed,
 from specbeam.generation import Prompt
 from specbeam.options.checks import is_integer, require
 from specbeam.options.settings import Settings
-from specbeam.pair import Pair
+from specbeam.pair import Pair, load
 from specbeam.recipes.method import Method
 from specbeam.request import Request, as_prompts
 from specbeam.search.draws import Draw, Drawn, drawn, seed_of
@@ -64,11 +64,10 @@ class GrowingTrees:
         """Raise `BadSetting` or `NotSupported` for settings that make no search."""
         require(isinstance(self.separator, str) and bool(self.separator), "separator", self.separator, "a text")
         if self.budget is not None:
-            _require_count("budget", self.budget)
-        _require_count("step_tokens", self.step_tokens)
+            require_counts(budget=self.budget)
+        require_counts(step_tokens=self.step_tokens, batch_size=self.batch_size)
         if self.max_new_tokens is not None:
-            _require_count("max_new_tokens", self.max_new_tokens)
-        _require_count("batch_size", self.batch_size)
+            require_counts(max_new_tokens=self.max_new_tokens)
         require(
             callable(self.value), "value", self.value, "a function of a list of texts, or the folder of a classifier"
         )
@@ -260,7 +259,7 @@ class GrowingTrees:
         self.results[number].ended = "failed"
 
     def end(self) -> list[SearchResult]:
-        """Return the results of all prompts. Raises `SearchFailed`, which holds them, if any has failed."""
+        """Return the results of all prompts. Searches of which no step has come to its end have failed; see `checked`."""
         for number, result in enumerate(self.results):
             steps = result.nodes[1:]
             if not result.failure and not result.tokens and steps and all(node.status == CUT_OFF for node in steps):
@@ -272,6 +271,10 @@ class GrowingTrees:
                         "or a larger budget"
                     ),
                 )
+        return self.checked()
+
+    def checked(self) -> list[SearchResult]:
+        """Return the results of all prompts. Raises `SearchFailed`, which holds them, if any has failed."""
         failures = [result.failure for result in self.results if result.failure is not None]
         if failures:
             raise SearchFailed(failures, self.results)
@@ -284,5 +287,23 @@ def given_seed(seed: int | None) -> int:
     return int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else abs(int(seed))
 
 
-def _require_count(name: str, value: object) -> None:
-    require(is_integer(value) and int(value) >= 1, name, value, "an integer of at least 1")  # type: ignore[call-overload]
+def as_pair(pair: Pair | str) -> Pair:
+    """Return the models of a search: `pair` itself, or those that this name loads."""
+    return load(pair) if isinstance(pair, str) else pair
+
+
+def require_counts(**counts: object) -> None:
+    """Raise `BadSetting` for the first of the named values that is not an integer of at least 1."""
+    for name, count in counts.items():
+        require(is_integer(count) and int(count) >= 1, name, count, "an integer of at least 1")  # type: ignore[call-overload]
+
+
+def require_odds(**odds: object) -> None:
+    """Raise `BadSetting` for the first of the named values that is not a number from 0 to 1."""
+    for name, value in odds.items():
+        require(is_number(value) and 0 <= value <= 1, name, value, "a number from 0 to 1")  # type: ignore[operator]
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a finite number of Python; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from specbeam.errors import one_of
-from specbeam.options.checks import is_integer, require
-from specbeam.pair import Pair, load
+from specbeam.options.checks import require
+from specbeam.pair import Pair
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
-from specbeam.search.grow import GrowingTrees, Wish, given_seed
+from specbeam.search.grow import GrowingTrees, Wish, as_pair, given_seed, is_number, require_counts, require_odds
 from specbeam.search.tree import CLOSED, OPEN, BudgetRule, SearchResult, calibrated
 from specbeam.search.value import Value, as_value
 
@@ -83,16 +83,14 @@ def lite_search(
         SearchFailed: the value function failed (`BrokenValue` is its cause), or the searches of some prompts did. All that
             was drawn is in its `results`.
     """
-    if isinstance(pair, str):
-        pair = load(pair)
     one_of("expand", expand, ("incremental", "batch"))
-    _check_counts(iterations=iterations, children=children)
-    require(_is_between(confidence) and 0 < confidence < 1, "confidence", confidence, "a number between 0 and 1")
-    require(_is_between(threshold), "threshold", threshold, "a number from 0 to 1")
-    require(_is_number(progress) and progress >= 0, "progress", progress, "a number of at least 0")
+    require_counts(iterations=iterations, children=children)
+    require(is_number(confidence) and 0 < confidence < 1, "confidence", confidence, "a number between 0 and 1")
+    require_odds(threshold=threshold)
+    require(is_number(progress) and progress >= 0, "progress", progress, "a number of at least 0")
     growth = GrowingTrees(
-        pair, as_value(value), resolve(method), separator, budget, step_tokens, max_new_tokens, given_seed(seed),
-        batch_size, options, ends,
+        as_pair(pair), as_value(value), resolve(method), separator, budget, step_tokens, max_new_tokens,
+        given_seed(seed), batch_size, options, ends,
     )  # fmt: skip
     rule = BudgetRule(confidence, children)
     growth.begin(prompts)
@@ -161,16 +159,3 @@ def _end_if_over(growth: GrowingTrees, number: int, threshold: float) -> None:
         result.ended = "value"
     elif growth.left(number) < 1:
         result.ended = "budget"
-
-
-def _check_counts(**counts: object) -> None:
-    for name, count in counts.items():
-        require(is_integer(count) and int(count) >= 1, name, count, "an integer of at least 1")  # type: ignore[call-overload]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_between(value: object) -> bool:
-    return _is_number(value) and 0 <= value <= 1  # type: ignore[operator]

@@ -56,7 +56,7 @@ class SearchResult:
         draws: number of steps drawn.
         target_passes: number of passes of the target over all draws.
         ended: why the search ended: "value" (an answer reached the threshold), "budget" (no tokens are left), "iterations",
-            "exhausted" (no node can be continued any more), "failed", or "" while it goes on.
+            "exhausted" (no node can be continued any more, or all draws are done), "failed", or "" while it goes on.
         greedy_text, greedy_value, greedy_steps: the greedy text, its value (NaN if it was cut off), its number of steps.
         law: the law of each step given the text before it. The answer is chosen by value, so it has not the law of any plain
             decoding.
