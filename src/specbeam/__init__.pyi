@@ -8,6 +8,8 @@ from specbeam.errors import SpecbeamError as SpecbeamError
 from specbeam.generation import generate as generate
 from specbeam.generation import stream as stream
 from specbeam.generation import turns_of as turns_of
+from specbeam.lm.skip_search import SkipSearch as SkipSearch
+from specbeam.lm.skipping import Skipping as Skipping
 from specbeam.pair import Pair as Pair
 from specbeam.pair import load as load
 from specbeam.recipes.auto import auto as auto

@@ -29,6 +29,7 @@ from specbeam.pair import Pair
 from specbeam.request import Request
 from specbeam.session import Session
 from specbeam.tuning.costs import curve_of
+from tests.support.checking import refused
 from tests.support.seats import keeping, moved, node_paths, plain_logits, random_forest, random_turn, seat
 from tests.support.tiny_models import tiny
 
@@ -441,9 +442,23 @@ def test_what_cannot_work_is_refused_with_a_reason():
     ):
         with pytest.raises(BadSetting, match=why):
             sb.swift(**settings).parts(lm)
-    for wrong in ({"window": "last"}, {"context": 0}, {"enough": 2.0}, {"bayes_every": -1}):
-        with pytest.raises(BadSetting):
+    for wrong, why in (
+        ({"window": "last"}, "window"),
+        ({"context": 0}, "context is 0"),
+        ({"enough": 2.0}, "enough is 2.0"),
+        ({"bayes_every": -1}, "bayes_every is -1"),
+    ):
+        with refused(why):
             SkipSearch(**wrong)
+    for few, settings, why in (
+        (2, {}, "0.45 of the 0 sublayers"),
+        (2, {"skip": "random", "ratio": 0.9}, "0.9 of the 0 sublayers"),
+        (3, {}, "0.45 of the 2 sublayers"),
+        (2, {"skip": "clasp"}, "0.45 of the 2 layers"),
+    ):
+        with pytest.raises(NotSupported, match=f"{why}.* each draft would cost a whole pass"):
+            sb.swift(**settings).parts(target_of(layers=few))
+    assert sb.swift(ratio=0.5).parts(target_of(layers=3)).law  # one of the two
     shared = target_of(share_from=4)
     prompt = list(range(3, 12))
     request = Request(pair_of(shared), [prompt, prompt], sb.swift("a1"), Settings.given({"max_new_tokens": 3}, None), 3)

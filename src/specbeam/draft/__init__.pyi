@@ -4,6 +4,7 @@ from specbeam.draft.beams import BeamDrafter as BeamDrafter
 from specbeam.draft.beams import NoDraft as NoDraft
 from specbeam.draft.best_first import BestFirst as BestFirst
 from specbeam.draft.best_first import BestFirstDraws as BestFirstDraws
+from specbeam.draft.caterpillar import Caterpillar as Caterpillar
 from specbeam.draft.children import Best as Best
 from specbeam.draft.children import BestAndOne as BestAndOne
 from specbeam.draft.children import Children as Children

@@ -50,7 +50,8 @@ class TheoryRow:
     """One figure of the theory beside what was counted; 95 % intervals by bootstrap over prompts.
 
     Attributes:
-        check: "acceptance", "rejections", "rejections of other texts", "accepted tokens", "optimum", "relaxed" or "batch".
+        check: "acceptance", "rejections", "rejections of other texts", "accepted tokens", "optimum", "optimum of a chain",
+            "relaxed" or "batch".
         method: the recipe whose runs were counted.
         bucket: "all", or the odds with which a draft is rejected in the contexts counted, as "0.2 to 0.4": their total
             variation; for "optimum" the odds with which even the best rule rejects all drafts.

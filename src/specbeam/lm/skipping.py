@@ -22,7 +22,7 @@ from specbeam.lm.base import checked_needs
 from specbeam.lm.clasp import dispensable_layers
 from specbeam.lm.huggingface import CacheForSteps, HuggingFaceLM
 from specbeam.lm.skip_search import Found, SkipMemory, SkipSearch
-from specbeam.lm.sublayers import Choice, Sublayers, alternate, chosen, count_of
+from specbeam.lm.sublayers import Choice, Sublayers, alternate, choices_of, chosen, count_of
 from specbeam.measure import kept_figures
 from specbeam.records import Needs, Scored, Turn
 from specbeam.session import CacheOwner, Session
@@ -126,7 +126,8 @@ class SkippingLM:
         search_passes, search_rows: number of passes and rows with which sublayers were chosen.
         memory: what a search has found; None if none chooses.
 
-    Raises `NotSupported` unless the model is run by the compiled forward, and `BadSetting` if it lacks a sublayer.
+    Raises `NotSupported` unless the model is run by the compiled forward, or if it has so few layers that a share of them is
+    none, and `BadSetting` if it lacks a sublayer.
     """
 
     keeps_nodes = True
@@ -143,6 +144,7 @@ class SkippingLM:
         self.vocab = lm.vocab
         self.max_positions = lm.max_positions
         self.layers = len(lm.runner.decoder.kinds)
+        self._check_share()
         self.passes = 0
         self.rows = 0
         self.search_passes = 0
@@ -153,6 +155,28 @@ class SkippingLM:
         self._first = self._first_skipped()
         self._first.check(self.layers)
         self._passes: dict[Sublayers, PackedPasses] = {}
+
+    def _check_share(self) -> None:
+        """Raise `NotSupported` if the share that is to be left out is less than one sublayer, or one layer for "clasp".
+
+        Each draft would cost a whole pass of the target.
+        """
+        if self.settings.searches:
+            most = choices_of(self.layers)
+            count = count_of(self.layers, self.ratio)
+            parts = "sublayers between the first layer and the last"
+        elif self.settings.skip == "clasp":
+            most = self.layers
+            count = int(self.layers * self.ratio)
+            parts = "layers"
+        else:
+            return
+        if count == 0 and self.ratio > 0:
+            raise NotSupported(
+                f"skip {self.settings.skip!r} leaves out {self.ratio:g} of the {most} {parts} of {self.lm.model_name}, "
+                "which is none: each draft would cost a whole pass; give a larger ratio if there are any, or "
+                "skip='exit' with layers, or draft by prompt_lookup"
+            )
 
     def _search(self) -> SkipSearch:
         """Return the settings of a search by random sets, or by Bayesian optimisation too."""

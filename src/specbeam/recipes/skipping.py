@@ -46,7 +46,7 @@ def swift(
         layers: number of first layers that run, for "exit".
         every: number of turns after which "clasp" chooses anew. None: 16.
         task: a name for the kind of texts; of each kind a target keeps on disk what a search has found.
-        search: settings of a search (`specbeam.lm.skip_search.SkipSearch`). None: those of the paper.
+        search: settings of a search (`specbeam.SkipSearch`). None: those of the paper.
         depth: maximum number of layers of a draft.
         siblings: whether each token of a draft has siblings, the more the less sure the draft is (at most nine).
         sure: for controller="confidence": a draft ends after a token of lower odds. None: 0.8.

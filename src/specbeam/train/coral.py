@@ -144,7 +144,7 @@ class LearntWindow(HiddenTransfer):
     def rows(
         self, trees: ScoredTrees, anchors: Int64[Tensor, "rows anchors"], depth: int
     ) -> Float[Tensor, "rows anchors depth width"]:
-        """See `ProbeHead.rows`. Gradients flow to the layers."""
+        """See `ExtraHead.rows`. Gradients flow to the layers."""
         _, window = self._after_last_layers(trees, anchors, depth)
         return window
 
