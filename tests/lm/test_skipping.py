@@ -505,5 +505,16 @@ def test_a_set_is_found_on_prompts_and_is_what_texts_begin_with():
 def test_the_command_line_names_sets_and_searches(capsys):
     assert method_from("swift", ["skip=exit", "layers=2", "depth=4"]).name == "swift"
     assert method_from("swift", ["skip=a1 m2", "siblings=false"]).exact
+    lm = target_of()
+    method_from("swift", ["task=2024"]).parts(lm)
+    (settings,) = lm.skipping
+    assert settings.task == "2024"
+    with pytest.raises(BadSetting, match="search of swift is '8'; it takes a SkipSearch, for which no text stands"):
+        method_from("swift", ["search=8"])
+    with pytest.raises(BadSetting, match="takes a Sequence"):
+        method_from("multi_draft", ["others=x"])
+    with pytest.raises(BadSetting, match="the setting 'task' has no value"):
+        method_from("swift", ["task"])
+    assert method_from("sequoia", ["acceptance=0.7,0.2"]).name == "sequoia"  # as `specbeam bench acceptance` says
     with pytest.raises(BadSetting, match="give both"):
         tune.run("bundled", None, [64], 4, None, 0.6, False, [], [], (None, "x"), True)

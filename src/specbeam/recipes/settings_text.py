@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from specbeam.errors import BadSetting
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES, resolve
@@ -13,7 +14,8 @@ def method_from(name: str, settings: Sequence[str]) -> Method:
     """Return a method by its name, with settings from NAME=VALUE texts.
 
     Methods that draft with a head have settings as all others. Each value is read as the type of its setting. Raises
-    `BadSetting` if there is no such method or setting, or if a text has no value.
+    `BadSetting` if there is no such method or setting, if a text has no value, or if the setting takes an object that no text
+    stands for.
     """
     make = {recipe.__name__: recipe for recipe in (*RECIPES, *HEAD_RECIPES)}.get(name)
     if make is None:
@@ -23,11 +25,38 @@ def method_from(name: str, settings: Sequence[str]) -> Method:
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
-            raise BadSetting(f"--set {setting!r} has no value; write NAME=VALUE")
+            raise BadSetting(f"the setting {setting!r} has no value; write NAME=VALUE")
         if key not in known:
             raise BadSetting(f"{name} has no setting {key!r}; it has {', '.join(known) or 'none'}")
-        chosen[key] = value if value in _words(known[key].annotation) else _read(key, value, _example(known[key]))
+        chosen[key] = _value_of(name, known[key], value)
     return make(**chosen)
+
+
+def _value_of(name: str, parameter: inspect.Parameter, value: str) -> Any:
+    """Return the value of a setting of the method `name` that a text stands for."""
+    if value in _words(parameter.annotation):
+        return value
+    kinds = _kinds(parameter.annotation)
+    example = _example(parameter)
+    if kinds == {str}:
+        return value
+    if kinds and not example and not kinds & {bool, int, float, str, tuple}:
+        wanted = " or ".join(sorted(kind.__name__ for kind in kinds))
+        raise BadSetting(
+            f"{parameter.name} of {name} is {value!r}; it takes a {wanted}, for which no text stands: leave it out here, or "
+            "make the method in Python"
+        )
+    return _read(parameter.name, value, example)
+
+
+def _kinds(annotation: Any) -> set[type]:
+    """Return the classes of which a type allows values, `None` and words aside; none if it is not known as such a type."""
+    if get_origin(annotation) in (Union, UnionType):
+        return {kind for argument in get_args(annotation) for kind in _kinds(argument)}
+    if get_origin(annotation) is Literal:
+        return {type(word) for word in get_args(annotation)}
+    kind = get_origin(annotation) or annotation
+    return {kind} if isinstance(kind, type) and kind is not NoneType else set()
 
 
 def _words(annotation: Any) -> list[str]:
@@ -39,10 +68,15 @@ def _words(annotation: Any) -> list[str]:
 
 
 def _example(parameter: inspect.Parameter) -> Any:
-    """Return a value of a parameter's type: its default, or zero if the type allows numbers, or None."""
+    """Return a value of a parameter's type: its default, or zero, or zeros, if the type allows numbers, or None."""
     if parameter.default is not None:
         return parameter.default
-    return next((kind() for kind in get_args(parameter.annotation) if kind in (int, float)), None)
+    for kind in get_args(parameter.annotation):
+        if kind in (int, float):
+            return kind()
+        if get_origin(kind) is Sequence and get_args(kind)[0] in (int, float):
+            return (get_args(kind)[0](),)
+    return None
 
 
 def _read(key: str, value: str, default: Any) -> Any:
