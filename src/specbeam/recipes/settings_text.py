@@ -14,8 +14,8 @@ def method_from(name: str, settings: Sequence[str]) -> Method:
     """Return a method by its name, with settings from NAME=VALUE texts.
 
     Methods that draft with a head have settings as all others. Each value is read as the type of its setting. Raises
-    `BadSetting` if there is no such method or setting, if a text has no value, or if the setting takes an object that no text
-    stands for.
+    `BadSetting` if there is no such method or setting, if a text has no value, or if the setting takes an object that no
+    text stands for.
     """
     make = {recipe.__name__: recipe for recipe in (*RECIPES, *HEAD_RECIPES)}.get(name)
     if make is None:

@@ -120,8 +120,8 @@ class Asking:
             if refusal.code == "bad_grammar" and order.form_field is not None:
                 refusal.param = order.form_field
             raise refusal from error
-        for error in self.request.refused.values():
-            raise refusal_of(error)
+        for refused in self.request.refused.values():
+            raise refusal_of(refused)
         if order.body.max_tokens == 0:
             return
         self.jobs = [self._job(session) for session in self.request.sessions]

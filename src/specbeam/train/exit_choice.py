@@ -107,7 +107,9 @@ def tried_exit(
     _teach(student, [batch.to(pair.target.device) for batch in batches], schedule)
     held_out = lessons.held_out.first(HELD_OUT_TREES)
     acceptance, *_ = acceptances(student, held_out, schedule.batch_tokens, pair.target.device)
-    head.requires_grad_(False).to(pair.target_model.dtype)  # as it would draft: one model with the target's first layers
+    head.requires_grad_(False).to(
+        pair.target_model.dtype
+    )  # as it would draft: one model with the target's first layers
     draft = exit_model(head, pair.forgetful_target)
     return expected_speed(pair.forgetful_target, draft, head.after, acceptance)
 
