@@ -104,6 +104,17 @@ def test_a_second_thread_on_a_pair_is_refused_by_name(pair):
     assert len(failures) == 1  # nobody else decodes any more
 
 
+def test_an_engine_that_has_ended_leaves_its_models_as_they_were(pair):
+    models = (pair.target, pair.draft)
+    before = [(lm.chunk, lm.share_from) for lm in models]
+    with Engine(pair, EngineLimits(chunk=2 * CHUNK)) as engine:
+        engine.call(lambda: None).result()  # its thread has begun
+        assert [lm.chunk for lm in models] == [2 * CHUNK, 2 * CHUNK]
+        assert all(lm.known_prompts is not None for lm in models)
+    assert [(lm.chunk, lm.share_from) for lm in models] == before
+    assert all(lm.known_prompts is None for lm in models)
+
+
 def test_a_decoder_that_is_alone_may_change_its_thread(pair):
     (session,) = sessions_of(pair, [[3, 4]], sb.greedy())
     decoder = Decoder(pair.target)

@@ -426,8 +426,9 @@ class Engine:
             for lm in self._models():
                 if hasattr(lm, "guard"):
                     lm.guard.hold(self)
-                if hasattr(lm, "remember_prompts"):
-                    lm.remember_prompts(self.limits.chunk, self.limits.prefix_bytes // len(self._models()))
+            remembering = [lm for lm in self._models() if hasattr(lm, "remember_prompts")]
+            for lm in remembering:
+                lm.remember_prompts(self.limits.chunk, self.limits.prefix_bytes // len(remembering))
             while self.state in ("ready", "draining"):
                 try:
                     self._wait_for_work()
@@ -696,6 +697,8 @@ class Engine:
         with suppress(Exception):
             self._decoder.close()
         for lm in self._models():
+            if hasattr(lm, "forget_prompts"):
+                lm.forget_prompts()
             if hasattr(lm, "guard"):
                 lm.guard.drop(self)
 
