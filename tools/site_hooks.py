@@ -178,7 +178,7 @@ def _default(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|").replace("[", "\\[")  # brackets of a usage are no links
 
 
 def as_page(notebook: Path) -> str:
