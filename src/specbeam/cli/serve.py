@@ -18,7 +18,7 @@ def run(config: Path | None, given: dict[str, Any]) -> int:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise MissingPackage(f"serve needs {error.name}: pip install 'specbeam[serve]'") from error
+        raise MissingPackage(f"serve needs {error.name}: pip install fastapi uvicorn prometheus-client") from error
     from specbeam.serve.config import read_config
     from specbeam.serve.run import serve
 

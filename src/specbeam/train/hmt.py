@@ -147,7 +147,7 @@ def _student(model: "PreTrainedModel") -> "PreTrainedModel":
 
 def _check_fits(lm: HuggingFaceLM, plan: MemoryPlan, recall: Any) -> None:
     """Raise an error if the model cannot be decoded with such a memory, before anything is trained."""
-    decodable = plan if plan.query != "first_half" else MemoryPlan(**{**asdict(plan), "query": "previous_tail"})
+    decodable = plan if plan.query != "first_half" else MemoryPlan(**{**asdict(plan), "query": "refresh"})
     MemoryLM(lm if lm.runner.takes_vectors else HuggingFaceLM(lm.model, engine="plain"), decodable, recall)
 
 
