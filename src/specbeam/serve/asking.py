@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from specbeam.errors import Cancelled
+from specbeam.errors import Cancelled, SpecbeamError
 from specbeam.options.checks import as_texts
 from specbeam.records import Generation, Turn
 from specbeam.request import Request
@@ -115,7 +115,7 @@ class Asking:
                 self._request = await self._in_pool(make)
             else:
                 self._request = await forms.make(make, order.form_field)
-        except Exception as error:
+        except (Refusal, SpecbeamError) as error:
             refusal = refusal_of(error)
             if refusal.code == "bad_grammar" and order.form_field is not None:
                 refusal.param = order.form_field
@@ -247,7 +247,7 @@ class Asking:
         scoring = self.engine.score(prompt, texts, self.order.top or 0, self._namespace)
         try:
             return await asyncio.wrap_future(scoring)
-        except Exception as error:
+        except SpecbeamError as error:
             raise refusal_of(error) from error
 
     async def answer(self) -> dict[str, Any]:
