@@ -12,14 +12,20 @@ from typer.testing import CliRunner
 
 import specbeam as sb
 from specbeam.cli import heads
+from specbeam.cli import train as train_commands
 from specbeam.cli.main import PLAN_OPTIONS, app
 from specbeam.errors import BadSetting
 from specbeam.heads.exit import ExitHead
 from specbeam.heads.own import extra_rows_config, own_config
+from specbeam.options.head_kinds import WINDOW_KIND
 from specbeam.pair import BUNDLED
+from specbeam.train.course import Trained
+from specbeam.train.drawing import DrawPlan
+from specbeam.train.fitting import Point, Schedule
 from specbeam.train.head_files import write_head
 from specbeam.train.heads import KINDS
 from specbeam.train.plan import HeadPlan, planned
+from tests.support import words
 from tests.support.extra_rows import extra_head
 from tests.support.mtp import tiny_target, with_modules
 
@@ -115,16 +121,42 @@ def test_heads_in_the_targets_own_pass_are_described(kind, parts, target, tmp_pa
     assert len(found["as stated"]) == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "coral"])
 def test_the_help_of_a_training_lists_what_the_kind_takes(kind):
     """And no option of another kind; what is usual is what it is in Python."""
+    known = WINDOW_KIND if kind == "coral" else KINDS[kind]
     text = CliRunner().invoke(app, ["train", kind, "--help"], env={"COLUMNS": "200"}).output
     for name in PLAN_OPTIONS:
         option = "--tap " if name == "taps" else f"--{name.replace('_', '-')} "
-        assert (option in text) == (name in KINDS[kind].takes), option
+        assert (option in text) == (name in known.takes), option
     for name in ("rate", "embedding_rate", "batch_tokens"):
         (line,) = [one for one in text.splitlines() if f"--{name.replace('_', '-')} " in one]
-        assert f"[default: {KINDS[kind].schedule[name]}]" in line
+        assert f"[default: {known.schedule[name]}]" in line
+
+
+def test_the_options_of_a_window_reach_its_training(tmp_path, monkeypatch):
+    """And what is printed loads the taught copy of the target with its window."""
+    given = {}
+
+    def train_coral(target, prompts, out, **more):
+        given.update(more, target=target, prompts=prompts)
+        return Trained(out, 7, (Point(0, 0.0, float("nan"), 1.0, (0.1,)),))
+
+    monkeypatch.setattr(train_commands, "train_coral", train_coral)
+    pair = words.pair()
+    monkeypatch.setattr(train_commands, "quiet_load", lambda model, draft: {"target": pair}[model])
+    (tmp_path / "prompts.txt").write_text("abc\ncab\n")
+    options = ["--depth", "2", "--enters", "4", "--variation", "0.25", "--epochs", "3", "--beams", "2", "--seed", "5"]
+    places = ["-m", "target", "-f", str(tmp_path / "prompts.txt"), "-o", "taught", "--trees", "trees"]
+    done = CliRunner().invoke(app, ["train", "coral", *places, *options], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert given["target"] is pair
+    assert given["prompts"] == ["abc", "cab"]
+    assert given["trees"] == Path("trees")
+    assert given["plan"] == {"depth": 2, "enters": 4, "decay": None, "variation": 0.25}
+    assert given["draws"] == DrawPlan(beams=2, seed=5)
+    assert given["schedule"] == Schedule(3, **WINDOW_KIND.schedule, seed=5)
+    assert 'sb.load("taught", draft="taught/window")' in done.output
 
 
 def test_each_option_of_a_plan_is_on_the_command_line():

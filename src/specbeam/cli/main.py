@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specbeam.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, HeadKind
+from specbeam.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, WINDOW_KIND, HeadKind
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -910,7 +910,8 @@ PLAN_OPTIONS: dict[str, Any] = {
     "enters": Annotated[
         int | None,
         typer.Option(
-            help="Layer at which rows enter that are made of states there, counted from 0; by default the middle one."
+            help="Layer at which rows enter that are made of states there, counted from 0; by default the middle one, or, "
+            "where the layers from there on are taught, the last but one."
         ),
     ],
     "exit_layer": Annotated[
@@ -951,18 +952,19 @@ def _train_head(
     json: Json = False,
 ) -> None:
     """Train a head; of this function's parameters all but the first two are options of each command, see `_add_head`."""
-    from specbeam.cli.train import TrainingOptions, run_head
+    from specbeam.cli.train import TrainingOptions, run_head, run_window
     from specbeam.train.drawing import DrawPlan
     from specbeam.train.fitting import Schedule
 
     draws = DrawPlan(beams, temperature, top_k, top_p, max_new_tokens, seed)
     schedule = Schedule(epochs, rate, embedding_rate, batch_tokens, seed=seed)
     options = TrainingOptions(model, data, columns, rows, out, trees, draws, schedule, threads, json)
-    raise typer.Exit(run_head(options, kind, {**plan, "variation": variation}))
+    chosen = {**plan, "variation": variation}
+    raise typer.Exit(run_window(options, chosen) if kind == "coral" else run_head(options, kind, chosen))
 
 
-def _add_head(kind: str, known: HeadKind) -> None:
-    """Add the command that trains heads of a kind: with the options that the kind takes, and what is usual for it."""
+def _add_head(kind: str, known: HeadKind, help: str) -> None:
+    """Add the command that trains heads of a kind, or a window: with its own options alone, and what is usual for it."""
     common = dict(list(signature(_train_head).parameters.items())[2:])
     for name, value in known.schedule.items():
         common[name] = common[name].replace(default=value)
@@ -982,11 +984,12 @@ def _add_head(kind: str, known: HeadKind) -> None:
     place = list(common).index("beams")  # the kind's own options stand before those of the draws
     parameters[place:place] = own.values()
     train_head.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    train.command(kind, help=f"Train {known.about}, for any target from prompts alone.")(train_head)
+    train.command(kind, help=help)(train_head)
 
 
 for _kind, _known in HEAD_KINDS.items():
-    _add_head(_kind, _known)
+    _add_head(_kind, _known, f"Train {_known.about}, for any target from prompts alone.")
+_add_head("coral", WINDOW_KIND, f"Teach {WINDOW_KIND.about}, from prompts alone: a Llama, Mistral or Qwen2.")
 
 
 @train.command("hmt")

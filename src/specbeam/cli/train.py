@@ -1,4 +1,4 @@
-"""The commands `specbeam train ...`: a draft model or a head for a target, from prompts alone."""
+"""The commands `specbeam train ...`: a draft model, a head or a window for a target, from prompts alone."""
 
 import json as json_format
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from specbeam.cli.common import quiet_load
 from specbeam.errors import BadSetting
 from specbeam.pair import Pair
 from specbeam.prompts import read, spread
+from specbeam.train.coral import WINDOW, train_coral
 from specbeam.train.course import Trained
 from specbeam.train.draft import train_draft
 from specbeam.train.drawing import DrawPlan
@@ -61,8 +62,30 @@ def run_head(options: TrainingOptions, kind: str, plan: dict[str, Any]) -> int:
     return _run(options, train)
 
 
-def _run(options: TrainingOptions, train: Callable[[Pair, list[str], Report], Trained]) -> int:
-    """Train with progress bars, print the curve, and return the exit code."""
+def run_window(options: TrainingOptions, plan: dict[str, Any]) -> int:
+    """Teach a copy of the target a window (COrAL), print its curve, and return the exit code."""
+
+    def train(target: Pair, prompts: list[str], report: Report) -> Trained:
+        return train_coral(
+            target, prompts, options.out, trees=options.trees, plan=plan, draws=options.draws,
+            schedule=options.schedule, report=report,
+        )  # fmt: skip
+
+    return _run(options, train, str(options.out), str(options.out / WINDOW))
+
+
+def _run(
+    options: TrainingOptions,
+    train: Callable[[Pair, list[str], Report], Trained],
+    target_folder: str | None = None,
+    draft_folder: str | None = None,
+) -> int:
+    """Train with progress bars, print the curve, and return the exit code.
+
+    Args:
+        target_folder: that of the target that was written; None: the target stays what it was.
+        draft_folder: that of what drafts for it; None: the one that is written.
+    """
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -94,6 +117,9 @@ def _run(options: TrainingOptions, train: Callable[[Pair, list[str], Report], Tr
     printed = Console(highlight=False)
     _print_exits(printed, trained.folder / "training" / "exits.json")
     _print_curve(printed, trained)
+    source = "target" if target_folder is None else f'"{target_folder}"'
+    loading = f'sb.load({source}, draft="{draft_folder or trained.folder}")'
+    printed.print(f"use it: {loading}; {trained.folder / 'training'} can be deleted")
     return 0
 
 
@@ -142,4 +168,3 @@ def _print_curve(console: "Console", trained: Trained) -> None:
     console.print(
         "acceptance: the mean odds that a draft token is accepted, at beams that the target drew below prompts held out"
     )
-    console.print(f'use it: sb.load(target, draft="{trained.folder}"); {trained.folder / "training"} can be deleted')

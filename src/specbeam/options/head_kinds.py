@@ -84,3 +84,11 @@ HEAD_KINDS = {
         ("depth", "decay", "enters"),
     ),
 }
+
+# A window is taught to a copy of the target itself (`train_coral`): its options are those of a head, and it is none.
+WINDOW_KIND = HeadKind(
+    "a copy of the target a window of tokens ahead (COrAL)",
+    {"depth": 3},
+    ("depth", "enters", "decay"),
+    {"rate": 0.02, "embedding_rate": 0.005, "batch_tokens": 8_000},
+)

@@ -24,6 +24,7 @@ from specbeam.heads.hidden_transfer import HiddenTransfer
 from specbeam.heads.own import extra_rows_config
 from specbeam.heads.trees import ScoredTrees
 from specbeam.lm.early_layers import last_norm
+from specbeam.options.head_kinds import WINDOW_KIND
 from specbeam.pair import Pair, load
 from specbeam.train.course import Trained, take_course
 from specbeam.train.drawing import DrawPlan, Prompt
@@ -37,9 +38,7 @@ from specbeam.train.plan import HeadPlan, planned
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TAKES = ("depth", "enters", "decay", "variation")  # options of `HeadPlan`
 WINDOW = "window"  # the folder of the head, in that of the model
-CORAL_SCHEDULE = {"rate": 0.02, "embedding_rate": 0.005, "batch_tokens": 8_000}  # what is usual
 LAYERS = 2  # last layers that are learnt, if nothing else is asked for
 
 
@@ -59,7 +58,7 @@ def train_coral(
     `load(out, draft=Path(out) / "window")` takes both. What is written is another model than the target: its last layers,
     and the norm behind them, have learnt to say the target's law of the next token as before, and those of the tokens after
     it. In the curve of training, the acceptance of drafts one deep is the overlap of the new law with the target's, which is
-    the price; the deeper ones are those of the window.
+    the price; the deeper ones are those of the window. A run that was killed goes on where it was; see `train_draft`.
 
     Args:
         target: the target, loaded or a path or hub id: a Llama, Mistral or Qwen2.
@@ -81,17 +80,17 @@ def train_coral(
     check_optimizers()
     check_prompts(prompts)
     draws = draws or DrawPlan()
-    schedule = (schedule or Schedule()).filled(CORAL_SCHEDULE)
+    schedule = (schedule or Schedule()).filled(WINDOW_KIND.schedule)
     pair = target if isinstance(target, Pair) else load(target)
     if not is_llama_like(pair.target_model):
         raise NotSupported(
             f"a window is taught to Llama, Mistral and Qwen2 models; this is {type(pair.target_model).__name__}"
         )
     asked = {name: value for name, value in (plan or {}).items() if value is not None}
-    if ignored := [name for name in asked if name not in TAKES]:
+    if ignored := [name for name in asked if name not in (*WINDOW_KIND.takes, "variation")]:
         raise BadSetting(f"{ignored[0]} is {asked[ignored[0]]!r}, and a window has no use for it; leave it out")
     last = max(len(layers_of(pair.target_model)) - LAYERS, 1)
-    options = planned(pair.target_model, {"depth": 3, "enters": last}, asked)
+    options = planned(pair.target_model, {**WINDOW_KIND.usual, "enters": last}, asked)
     folder = Path(out)
     said = {
         "kind": "coral",
