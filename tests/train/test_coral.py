@@ -10,7 +10,7 @@ from specbeam.errors import BadSetting, NotSupported
 from specbeam.heads.hidden_transfer import HiddenTransfer
 from specbeam.heads.trees import chain_of
 from specbeam.pair import language_model
-from specbeam.train import DrawPlan, Schedule, train_coral
+from specbeam.train import DrawPlan, MemorySchedule, Schedule, train_coral
 from specbeam.train.coral import LearntWindow
 from tests.support import words
 from tests.support.checking import refused
@@ -78,3 +78,8 @@ def test_what_cannot_be_taught_is_refused(tmp_path):
     with pytest.raises(NotSupported, match="GPT2LMHeadModel"):
         train_coral(other, ["abc", "cab"], tmp_path)
     assert language_model(pair.target_model) is pair.target
+    rounded = sb.load(tiny("llama"), tokenizer=words.tokenizer(), quantize="int8")
+    with pytest.warns(UserWarning, match="rounded to int8"), refused("rank is 4"):
+        train_coral(rounded, ["abc", "cab"], tmp_path, plan={"rank": 4})
+    with pytest.raises(BadSetting, match="a frozen model does not learn"):
+        MemorySchedule(frozen=True, rate=1e-3)

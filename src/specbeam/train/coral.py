@@ -32,7 +32,7 @@ from specbeam.train.fitting import FilledSchedule, Schedule, check_optimizers
 from specbeam.train.folders import keep_options, open_folder
 from specbeam.train.head_files import write_head
 from specbeam.train.heads import ExtraStudent
-from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options
+from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options, warn_of_rounding
 from specbeam.train.plan import HeadPlan, planned
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def train_coral(
     draws = draws or DrawPlan()
     schedule = (schedule or Schedule()).filled(WINDOW_KIND.schedule)
     pair = target if isinstance(target, Pair) else load(target)
+    warn_of_rounding(pair)
     if not is_llama_like(pair.target_model):
         raise NotSupported(
             f"a window is taught to Llama, Mistral and Qwen2 models; this is {type(pair.target_model).__name__}"

@@ -31,7 +31,7 @@ from specbeam.train.fitting import Schedule, check_optimizers
 from specbeam.train.folders import keep_options, open_folder
 from specbeam.train.fspad import new_fspad, save_fspad
 from specbeam.train.head_files import as_written
-from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options
+from specbeam.train.lessons import Lessons, Report, check_prompts, drawn_lessons, lesson_options, warn_of_rounding
 from specbeam.train.losses import Lesson, draft_loss, overlap
 from specbeam.train.medusa import new_medusa, save_medusa
 from specbeam.train.peagle import new_peagle, save_peagle
@@ -142,6 +142,7 @@ def train_head(
     draws = draws or DrawPlan()
     schedule = (schedule or Schedule()).filled(KINDS[kind].schedule)
     pair = target if isinstance(target, Pair) else load(target)
+    warn_of_rounding(pair)
     asked = {name: value for name, value in (plan or {}).items() if value is not None}
     options = planned(pair.target_model, KINDS[kind].usual, asked)
     if ignored := [name for name in asked if name not in (*KINDS[kind].takes, "variation")]:

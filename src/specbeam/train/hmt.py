@@ -22,7 +22,7 @@ from specbeam.options.checks import is_integer, require
 from specbeam.pair import Pair, load
 from specbeam.prompts import OPENERS
 from specbeam.train.folders import keep_options, open_folder
-from specbeam.train.lessons import Report
+from specbeam.train.lessons import Report, warn_of_rounding
 from specbeam.train.remembering import MemoryDocument, MemoryPoint, MemorySchedule, MemoryTraining
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def train_hmt(
     pair = target if isinstance(target, Pair) else load(target)
     if not isinstance(pair.target, HuggingFaceLM):
         raise BadSetting("the target of this pair has a memory already; give the pair that `load` returned")
+    warn_of_rounding(pair)
     size = int(pair.target_model.get_input_embeddings().weight.shape[1])
     width = size if width is None else width
     require(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from specbeam.errors import BadPrompt, BadSetting
+from specbeam.lm.quantised import OWN
 from specbeam.measure import kept_figures
 from specbeam.pair import Pair
 from specbeam.train.drawing import DrawPlan, Prompt, draw_files, drawn_trees
@@ -79,6 +81,17 @@ def lesson_options(pair: Pair, prompts: Sequence[Prompt], draws: DrawPlan, seed:
         "seed": int(seed),
         **{f"draws.{name}": value for name, value in asdict(draws).items()},
     }
+
+
+def warn_of_rounding(pair: Pair) -> None:
+    """Warn if what learns from the hidden states of a target learns from other weights than the target is run with."""
+    engine = pair.forgetful_target.engine
+    if engine in OWN:
+        warnings.warn(
+            f"the target runs with weights rounded to {engine}, and what is trained reads the model's own, unrounded ones: "
+            "drafts may fit worse; load the target without quantize to train for the model itself",
+            stacklevel=3,
+        )
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> None:

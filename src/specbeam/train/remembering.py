@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LossOn = Literal["all", "last"]
+RATE = 1e-5  # of the model, as is usual
 STATE_S = 60.0  # seconds between two states on disk
 CHECK_BATCH = 16  # texts of a pass in a check
 
@@ -52,7 +53,7 @@ class MemorySchedule:
         previous_steps: steps before these, with two segments of which the second sees the memory of the first (RMT): the
             first stage of the paper.
         batch: number of texts of a step.
-        rate: learning rate of the model.
+        rate: learning rate of the model; a frozen one has none.
         memory_rate: learning rate of the memory's own weights.
         frozen: leave the model as it is, and train the memory's own weights alone.
         loss_on: "all": all tokens. "last": those of the last segment of a text.
@@ -66,7 +67,7 @@ class MemorySchedule:
     stages: tuple[tuple[int, int], ...] = ((2, 200), (4, 300))
     previous_steps: int = 0
     batch: int = 8
-    rate: float = 1e-5
+    rate: float = RATE
     memory_rate: float = 1e-3
     frozen: bool = False
     loss_on: LossOn = "all"
@@ -93,6 +94,10 @@ class MemorySchedule:
         is_count = is_integer(self.previous_steps) and self.previous_steps >= 0
         require(is_count, "previous_steps", self.previous_steps, "an integer of at least 0")
         require(self.rate > 0, "rate", self.rate, "above 0")
+        if self.frozen and self.rate != RATE:
+            raise BadSetting(
+                f"rate is {self.rate}, and a frozen model does not learn; leave it out, or give memory_rate"
+            )
         require(self.memory_rate > 0, "memory_rate", self.memory_rate, "above 0")
         one_of("loss_on", self.loss_on, get_args(LossOn))
         is_depth = self.depth is None or (is_integer(self.depth) and self.depth >= 1)
