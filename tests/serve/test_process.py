@@ -41,7 +41,7 @@ sys.exit(run.serve(ServerConfig(port=0, warm_up=False, stall_timeout=1.0)))
 
 
 def test_a_server_whose_engine_hangs_ends_with_an_error_for_its_supervisor():
-    process = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=300, check=False)
+    process = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=600, check=False)
     assert process.returncode == 1, process.stderr
     assert "the engine is dead" in process.stderr
 
