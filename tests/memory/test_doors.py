@@ -13,7 +13,7 @@ from specbeam.errors import BadHead, BadSetting, MissingFile, NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.live_layers import LiveLayers
 from specbeam.lm.quantised import rounding_of
-from specbeam.lm.skipping import skipping_model
+from specbeam.lm.skipping import Skipping, skipping_model
 from specbeam.memory.files import CONFIG, WEIGHTS, read_memory, save_memory
 from specbeam.memory.lm import MemoryLM
 from specbeam.memory.plan import MemoryPlan
@@ -231,7 +231,7 @@ def test_a_pass_that_fails_leaves_nothing_stored_and_the_next_call_reads_the_tex
 
 def test_a_target_with_memory_takes_no_draft_that_works_on_its_cache(pair):
     loaded, recall, _ = pair
-    for draft in (skipping_model(loaded.target), LiveLayers(loaded.target, 1)):
+    for draft in (skipping_model(loaded.target, Skipping("m1")), LiveLayers(loaded.target, 1)):
         with pytest.raises(BadSetting, match=f"{type(draft).__name__}.*without this draft"):
             sb.hmt(replace(loaded, draft=draft), (PLAN, recall))
     assert sb.hmt(replace(loaded, draft=None), (PLAN, recall)).draft is None

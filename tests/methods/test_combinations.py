@@ -74,6 +74,8 @@ def combinations():
 
 def made(name, rule, controller):
     more = {} if rule is None else {"rule": rule}
+    if name == "swift":  # a search has nothing to leave out of two layers
+        more["skip"] = "m1"
     return DRAFTING[name](controller=controller, **more)
 
 
