@@ -53,6 +53,8 @@ def test_a_target_in_int4_has_the_law_of_the_rounded_model():
         ({"draft": "int8", "quantize_draft": "int4"}, "quantize_draft='int4' contradicts it"),
         ({"quantize": "torchao-int8"}, "give its folder or hub id, or 'int8' or 'int4'"),
         ({"draft": "torchao-int8"}, "the model is an object already"),
+        ({"draft": "int5"}, "draft is 'int5'; weights can be rounded as 'int8', 'int4'"),
+        ({"draft": "torchao-int2"}, "there is no folder of this name"),
         ({"quantize": "int2"}, "'int8', 'int4', 'torchao-int8', 'torchao-int4', 'bitsandbytes-int8', 'bitsandbytes-nf4'"),
     ],
 )  # fmt: skip

@@ -23,7 +23,7 @@ from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
-from specbeam.lm.quantised import BY_LIBRARY, OWN, Quantize, check_rounding, is_rounding, library_config
+from specbeam.lm.quantised import BY_LIBRARY, OWN, Quantize, check_is_model, check_rounding, is_rounding, library_config
 from specbeam.lm.skipping import Skipping, skipping_model
 from specbeam.memory.lm import MemoryLM
 from specbeam.options.checks import is_integer
@@ -136,6 +136,7 @@ def load(
     torch_device = _device(device)
     _check_options(quantize, share_from)
     _check_options(quantize_draft, share_from, "quantize_draft")
+    check_is_model(draft)
     target_model = _model(target, dtype, torch_device, quantize)
     skipping = Skipping() if isinstance(draft, str) and draft == "swift" else draft
     if isinstance(skipping, Skipping):

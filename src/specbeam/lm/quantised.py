@@ -3,7 +3,9 @@
 A model of rounded weights is another model, with a law of its own. A target gives that law; a draft changes none.
 """
 
+import re
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -16,6 +18,8 @@ ByLibrary = Literal["torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsan
 Quantize = Literal[Rounding, ByLibrary]
 OWN: tuple[str, ...] = get_args(Rounding)
 BY_LIBRARY: tuple[str, ...] = get_args(ByLibrary)
+_KNOWN = ", ".join(repr(one) for one in (*OWN, *BY_LIBRARY))
+_LIKE_A_ROUNDING = re.compile(r"(u?int|fp|nf|float)\d+|(torchao|bitsandbytes)-[\w-]+", re.IGNORECASE)
 GROUP = 32  # numbers that share a scale where a library rounds to 4 bits, as in the compiled forward
 
 
@@ -28,8 +32,15 @@ def check_rounding(name: object, option: str) -> None:
     """Raise `BadSetting`, which names the option, if a value is no name of a way to round weights, nor None."""
     if name is None or is_rounding(name):
         return
-    known = ", ".join(repr(one) for one in (*OWN, *BY_LIBRARY))
-    raise BadSetting(f"{option} is {name!r}; it must be one of {known}, or None")
+    raise BadSetting(f"{option} is {name!r}; it must be one of {_KNOWN}, or None")
+
+
+def check_is_model(name: object) -> None:
+    """Raise `BadSetting` if the name of a draft reads like a way to round weights that is none, and is no folder either."""
+    if not isinstance(name, str) or is_rounding(name) or Path(name).is_dir():
+        return
+    if _LIKE_A_ROUNDING.fullmatch(name):
+        raise BadSetting(f"draft is {name!r}; weights can be rounded as {_KNOWN}, and there is no folder of this name")
 
 
 def library_config(name: str, dtype: "str | torch.dtype") -> Any:

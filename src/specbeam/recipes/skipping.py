@@ -69,7 +69,10 @@ def swift(
 
     def build(target: LM | None, draft: LM | None) -> Parts:
         if not isinstance(target, HuggingFaceLM):
-            raise NotSupported("swift leaves sublayers of the target out; that needs a transformers model")
+            raise NotSupported(
+                "swift leaves sublayers of the target out; that needs a transformers model without a memory, and this is "
+                f"{type(target).__name__}"
+            )
         model = skipping_model(target, settings)
         return Parts(TreeDrafter(model, growth), judge, make_controller(target, model), law)
 

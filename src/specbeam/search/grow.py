@@ -76,7 +76,7 @@ class GrowingTrees:
         for name in TAKEN:
             if self.options.get(name) is not None:
                 raise NotSupported(f"a search sets {name} by itself; leave it out, or give step_tokens or separator")
-        if self.method.greedy or Settings(**self.options).temperature == 0:
+        if self.method.greedy or Settings.given(self.options).temperature == 0:
             raise BadSetting(
                 f"{self.method.name} draws the same step again and again at temperature 0; give a method that draws, "
                 "such as 'sampling', and a temperature"
