@@ -41,13 +41,16 @@ def shell(*arguments, stdin=None):
 def specbeam(*arguments):
     """The same in this process: a new one needs seconds to import torch and transformers."""
     code, out, err = 0, io.StringIO(), io.StringIO()
+    environment = dict(os.environ)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setattr(sys, "argv", ["specbeam", *arguments])
-        patch.setattr(os, "environ", os.environ.copy())
         try:
             main()
         except SystemExit as end:
             code = end.code or 0
+        finally:  # the same mapping stays, as what is imported by then may have kept it
+            os.environ.clear()
+            os.environ.update(environment)
     return code, out.getvalue(), err.getvalue()
 
 
