@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "specbeam"
 FLOORS = [
-    {"errors", "kernels", "lazy", "measure"},
+    {"errors", "kernels", "lazy", "measure", "whole_files"},
     {"core"},
     {"laws"},
     {"audit"},
@@ -44,7 +44,7 @@ INSIDE_ENGINES = [
     {"by_layer", "pass_steps"},
 ]
 INSIDE_LM = [
-    {"base", "clasp", "guard", "quantised", "sublayers"},
+    {"base", "clasp", "guard", "made_up", "quantised", "sublayers"},
     {"self_draft", "skip_search", "table"},
     {"huggingface"},
     {"early_layers", "skipping"},

@@ -275,7 +275,11 @@ def test_models_whose_states_are_no_embeddings_are_refused():
 
 
 CHANGE_THE_LAW = ("mtad", "mjsd", "mmtad", "mtjd")
-REFUSED = ("propd", "multi_draft", "swift")  # early layers, a second cache of the draft, and skipped layers are without memory
+REFUSED = (
+    "propd",
+    "multi_draft",
+    "swift",
+)  # early layers, a second cache of the draft, and skipped layers are without memory
 TAKES_ANOTHER = ("auto",)
 
 

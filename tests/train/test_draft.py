@@ -89,10 +89,10 @@ def test_a_half_written_file_is_none(pair, small_files, tmp_path):
     trained(pair, tmp_path)
     trees = tmp_path / "training" / "trees"
     whole = (trees / "trees-00000.npz").read_bytes()
-    (trees / "trees-00000.npz").rename(trees / "trees-00000.part")
-    (trees / "trees-00000.part").write_bytes(whole[:100])
+    (trees / "trees-00000.npz").rename(trees / "trees-00000.npz.part")
+    (trees / "trees-00000.npz.part").write_bytes(whole[:100])
     trained(pair, tmp_path)
-    assert not (trees / "trees-00000.part").exists()
+    assert not (trees / "trees-00000.npz.part").exists()
     np.testing.assert_array_equal(np.load(trees / "trees-00000.npz")["tokens"], np.load(io.BytesIO(whole))["tokens"])
 
 

@@ -24,12 +24,13 @@ from specbeam.engines.kv.masks import Masks
 from specbeam.errors import BadHead, NotSupported
 from specbeam.heads.files import HeadFiles
 from specbeam.heads.head import DraftRows, Head, wanted_below
-from specbeam.heads.lm import HeadLM, TimedPrompt, made_up_prompt
+from specbeam.heads.lm import HeadLM, TimedPrompt
 from specbeam.heads.reading import fill
 from specbeam.heads.trees import ScoredTrees
 from specbeam.lm.base import checked_needs
 from specbeam.lm.early_layers import last_norm, with_exit
 from specbeam.lm.huggingface import CacheForSteps, HuggingFaceLM
+from specbeam.lm.made_up import made_up_prompt
 from specbeam.records import Needs, Scored, Turn
 from specbeam.session import CacheOwner
 

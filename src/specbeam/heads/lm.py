@@ -40,6 +40,7 @@ from specbeam.heads.modules import ModulesInARow
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import checked_needs
 from specbeam.lm.huggingface import CacheForSteps
+from specbeam.lm.made_up import made_up_prompt, made_up_rows
 from specbeam.records import FINAL, Needs, Scored, Turn
 from specbeam.session import CacheOwner
 
@@ -54,19 +55,13 @@ class TimedPrompt:
     def pass_s(self, rows: int) -> float:
         """Return the seconds of a pass over `rows` rows, which are taken back after it."""
         root = Forest.rooted(self.session.prompt[-1:])
-        nodes = np.arange(rows, dtype=np.int64)
-        forest = root.grown(nodes % self.lm.vocab, np.zeros_like(nodes))
+        forest = made_up_rows(root, rows, self.lm.vocab)
         began = time.perf_counter()
         (scored,) = self.lm.extend([self.session], [forest])
         scored.logits[:1, :1].cpu()  # waits for a device
         seconds = time.perf_counter() - began
         self.lm.take_back(self.session, root)
         return seconds
-
-
-def made_up_prompt(length: int, vocab: int) -> list[int]:
-    """Return a prompt of `length` tokens on which passes are timed."""
-    return [(7 * place + 3) % vocab for place in range(length)]
 
 
 class HeadLM:

@@ -21,6 +21,7 @@ from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import checked_needs
 from specbeam.lm.clasp import dispensable_layers
 from specbeam.lm.huggingface import CacheForSteps, HuggingFaceLM
+from specbeam.lm.made_up import made_up_prompt, made_up_rows
 from specbeam.lm.skip_search import Found, SkipMemory, SkipSearch
 from specbeam.lm.sublayers import Choice, Sublayers, alternate, choices_of, chosen, count_of
 from specbeam.measure import kept_figures
@@ -287,7 +288,7 @@ class SkippingLM:
     @contextmanager
     def stored(self, length: int) -> Iterator["TimedDrafts"]:
         """Yield a prompt of `length` tokens in the target's cache, on which passes are timed."""
-        prompt = [(7 * place + 3) % self.vocab for place in range(length)]
+        prompt = made_up_prompt(length, self.vocab)
         session: Any = SimpleNamespace(prompt=prompt, state={})
         try:
             yield TimedDrafts(self, session)
@@ -444,8 +445,7 @@ class TimedDrafts:
     def pass_s(self, rows: int) -> float:
         """Return the seconds of a pass over `rows` rows, which are taken back after it."""
         root = Forest.rooted(self.session.prompt[-1:])
-        nodes = np.arange(rows, dtype=np.int64)
-        forest = root.grown(nodes % self.lm.vocab, np.zeros_like(nodes))
+        forest = made_up_rows(root, rows, self.lm.vocab)
         self.lm.extend([self.session], [root])
         began = time.perf_counter()
         self.lm.extend([self.session], [forest])

@@ -12,6 +12,7 @@ from specbeam.errors import BadHead, BadSetting, MissingFile
 from specbeam.measure.kept_figures import weights_key
 from specbeam.memory.plan import MemoryPlan
 from specbeam.memory.recall import Recall
+from specbeam.whole_files import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,14 +42,8 @@ def save_memory(folder: Path, recall: Recall, plan: MemoryPlan, model: "PreTrain
         "weights": weights_key(model),
     }
     tensors = {key: value.detach().float().cpu().contiguous() for key, value in recall.state_dict().items()}
-    _write(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
-    _write(folder / CONFIG, (json.dumps(described, indent=2) + "\n").encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    part.replace(path)
+    write_whole(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
+    write_whole(folder / CONFIG, (json.dumps(described, indent=2) + "\n").encode())
 
 
 def holds_memory(source: Any) -> bool:

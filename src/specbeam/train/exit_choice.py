@@ -19,10 +19,10 @@ from specbeam.pair import Pair
 from specbeam.train.batches import TreeBatch, batches_of
 from specbeam.train.course import Student, acceptances
 from specbeam.train.fitting import FilledSchedule, new_optimizers
-from specbeam.train.head_files import write_whole
 from specbeam.train.lessons import Lessons, Report
 from specbeam.train.trees import Trees, read_or_refuse
 from specbeam.tuning.costs import curve_of, rest_curve
+from specbeam.whole_files import write_whole
 
 TRIAL_BATCHES = 24  # that the layer of each number learns from
 HELD_OUT_TREES = 64  # on which it is then tried

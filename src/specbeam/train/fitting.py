@@ -1,6 +1,5 @@
 """The loop of training: batches of files of trees, two optimizers, a state on disk that a killed run goes on from."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +15,20 @@ from specbeam.engines.cpu import tiles
 from specbeam.errors import NotSupported
 from specbeam.options.checks import is_integer, require
 from specbeam.train.batches import TreeBatch, batches_of
-from specbeam.train.trees import Trees, read_or_refuse
+from specbeam.train.state import STATE_S, keep_state, resume_from, write_curve
+from specbeam.train.trees import Trees
 
 HEADS = {"lm_head", "embed_out", "matrices", "markov_w2"}  # names of modules that make logits, or of lists of such
-STATE_S = 60.0  # seconds between two states on disk
+
+
+def rate_factor(part: float, warm: float, decay: float) -> float:
+    """Return what rates are multiplied with after a part of all steps: they rise, stay, and fall to zero.
+
+    Args:
+        warm: the part of all steps in which they rise.
+        decay: the part of all steps, at the end, in which they fall.
+    """
+    return min(1.0, part / warm, (1 - part) / decay)
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,7 @@ class Schedule:
 
     def rate_factor(self, part: float) -> float:
         """Return what the rates are multiplied with after this part of all steps: they rise, stay, and fall to zero."""
-        return min(1.0, part / self.warm, (1 - part) / self.decay)
+        return rate_factor(part, self.warm, self.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +205,7 @@ class Training:
     def _add_point(self, loss: float) -> None:
         acceptance, *deeper = self.check()
         self.curve.append(Point(self.epoch, round(self.seconds, 1), loss, acceptance, tuple(deeper)))
-        lines = [json.dumps(asdict(point)) for point in self.curve]
-        (self.folder / "curve.jsonl").write_text("\n".join(lines) + "\n")
+        write_curve(self.folder, self.curve)
 
     def keep(self) -> None:
         """Write the state to disk: a whole file, or the one before stays."""
@@ -211,17 +219,11 @@ class Training:
             "seconds": self.seconds,
             "curve": [asdict(point) for point in self.curve],
         }
-        part = self.folder / "state.part"
-        torch.save(state, part)
-        part.replace(self.folder / "state.pt")
+        keep_state(self.folder, state)
 
     def resume(self) -> bool:
         """Go on from the state on disk. Returns False if there is none; raises `BadSetting` if it is broken."""
-        path = self.folder / "state.pt"
-        if not path.exists():
-            return False
-        read_or_refuse(path, lambda: self._restore(torch.load(path, map_location=self.device)))
-        return True
+        return resume_from(self.folder, self.device, self._restore)
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state["model"])

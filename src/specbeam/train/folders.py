@@ -6,6 +6,7 @@ from typing import Any
 
 from specbeam.errors import BadSetting
 from specbeam.train.trees import read_or_refuse
+from specbeam.whole_files import write_whole
 
 OPTIONS = "options.json"
 
@@ -40,7 +41,4 @@ def open_folder(folder: Path, options: dict[str, Any], leftovers: str) -> None:
 
 def keep_options(folder: Path, options: dict[str, Any]) -> None:
     """Write the options of a folder, once all that can be wrong with them has been tried."""
-    path = folder / OPTIONS
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(options, indent=2) + "\n")
-    part.replace(path)
+    write_whole(folder / OPTIONS, (json.dumps(options, indent=2) + "\n").encode())

@@ -10,6 +10,7 @@ from torch import Tensor
 from specbeam.heads.head import Head
 from specbeam.heads.layers import LayerSizes, Rotary
 from specbeam.train.plan import HeadPlan
+from specbeam.whole_files import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -111,10 +112,3 @@ def as_written(weight: Tensor) -> Tensor:
     wide = weight.detach().float().cpu().contiguous()
     short = wide.bfloat16()
     return short if weight.requires_grad or torch.equal(short.float(), wide) else wide
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is either whole or not there."""
-    part = path.with_name(path.name + ".part")
-    part.write_bytes(content)
-    part.replace(path)

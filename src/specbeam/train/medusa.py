@@ -11,8 +11,9 @@ from specbeam.heads.feature import FeatureSizes
 from specbeam.heads.head import Head
 from specbeam.heads.medusa import Medusa
 from specbeam.train.eagle3 import own_head
-from specbeam.train.head_files import as_written, write_whole
+from specbeam.train.head_files import as_written
 from specbeam.train.plan import HeadPlan
+from specbeam.whole_files import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

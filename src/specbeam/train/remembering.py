@@ -1,6 +1,5 @@
 """The loop that trains a memory (HMT), through segments, with a state on disk that a killed run goes on from."""
 
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -19,14 +18,14 @@ from specbeam.memory.plan import MemoryPlan
 from specbeam.memory.reading import SegmentReader
 from specbeam.memory.recall import Recall
 from specbeam.options.checks import is_integer, require
-from specbeam.train.trees import read_or_refuse
+from specbeam.train.fitting import rate_factor
+from specbeam.train.state import STATE_S, keep_state, resume_from, write_curve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LossOn = Literal["all", "last"]
 RATE = 1e-5  # of the model, as is usual
-STATE_S = 60.0  # seconds between two states on disk
 CHECK_BATCH = 16  # texts of a pass in a check
 
 
@@ -124,7 +123,7 @@ class MemorySchedule:
 
     def rate_factor(self, part: float) -> float:
         """Return what rates are multiplied with after this part of all steps: they rise, stay, and fall to zero."""
-        return min(1.0, part / self.warm, (1 - part) / self.decay)
+        return rate_factor(part, self.warm, self.decay)
 
 
 @dataclass(frozen=True)
@@ -219,8 +218,7 @@ class MemoryTraining:
         loss = sum(self.losses) / len(self.losses) if self.losses else math.nan
         self.losses = []
         self.curve.append(MemoryPoint(self.step, round(self.seconds, 1), loss, *figures))
-        lines = [json.dumps(asdict(point)) for point in self.curve]
-        (self.folder / "curve.jsonl").write_text("\n".join(lines) + "\n")
+        write_curve(self.folder, self.curve)
 
     def keep(self) -> None:
         """Write the state to disk: a whole file, or the one before stays."""
@@ -233,17 +231,11 @@ class MemoryTraining:
             "losses": self.losses,
             "curve": [asdict(point) for point in self.curve],
         }
-        part = self.folder / "state.part"
-        torch.save(state, part)
-        part.replace(self.folder / "state.pt")
+        keep_state(self.folder, state)
 
     def resume(self) -> bool:
         """Go on from the state on disk. Returns False if there is none; raises `BadSetting` if it is broken."""
-        path = self.folder / "state.pt"
-        if not path.exists():
-            return False
-        read_or_refuse(path, lambda: self._restore(torch.load(path, map_location=self.device)))
-        return True
+        return resume_from(self.folder, self.device, self._restore)
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.recall.load_state_dict(state["recall"])

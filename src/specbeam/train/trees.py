@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int64
 
 from specbeam.errors import BadSetting
+from specbeam.whole_files import whole
 
 Read = TypeVar("Read")
 
@@ -51,10 +52,8 @@ class Trees(NamedTuple):
 
     def save(self, path: Path) -> None:
         """Write a file that is either whole or not there."""
-        part = path.with_suffix(".part")
-        with part.open("wb") as file:
+        with whole(path) as part, part.open("wb") as file:
             np.savez(file, **self._asdict())
-        part.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> "Trees":

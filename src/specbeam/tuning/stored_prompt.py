@@ -12,6 +12,7 @@ import torch
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import Forest
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.made_up import made_up_prompt, made_up_rows
 from specbeam.records import Scored, Shape, Turn, Verdict
 
 
@@ -44,7 +45,7 @@ class StoredPrompt:
     def __init__(self, lm: HuggingFaceLM, length: int) -> None:
         """Store a prompt of `length` tokens, at least 1."""
         self.lm = lm
-        prompt = [(7 * place + 3) % lm.vocab for place in range(length)]
+        prompt = made_up_prompt(length, lm.vocab)
         self.session: Any = SimpleNamespace(prompt=prompt, state={})
         self.root = Forest.rooted(prompt[-1:])
         lm.extend([self.session], [self.root])
@@ -57,7 +58,7 @@ class StoredPrompt:
         """
         self.lm.extend([self.session], [self.root])  # runs no pass, because the root's row is known
         nodes = np.arange(rows, dtype=np.int64)
-        forest = self.root.grown(nodes % self.lm.vocab, np.zeros_like(nodes))
+        forest = made_up_rows(self.root, rows, self.lm.vocab)
         turn = _turn(forest, np.append(0, np.full(rows, -1)), np.append(0, 1 + nodes // 2))
         pass_s = seconds_of(self.lm.device, lambda: self.lm.extend([self.session], [forest]))
         kv_tokens = self.lm.held(self.session)

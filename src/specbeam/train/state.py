@@ -1,0 +1,36 @@
+"""The state of a training on disk, from which a killed one goes on, and its curve beside it."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbeam.train.trees import read_or_refuse
+from specbeam.whole_files import whole
+
+STATE_S = 60.0  # seconds between two states on disk
+STATE = "state.pt"
+
+
+def keep_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the state of a training: a whole file, or the one before stays."""
+    with whole(folder / STATE) as part:
+        torch.save(state, part)
+
+
+def resume_from(folder: Path, device: torch.device, restore: Callable[[dict[str, Any]], None]) -> bool:
+    """Hand the state on disk to `restore`. Returns False if there is none; raises `BadSetting` if it is broken."""
+    path = folder / STATE
+    if not path.exists():
+        return False
+    read_or_refuse(path, lambda: restore(torch.load(path, map_location=device)))
+    return True
+
+
+def write_curve(folder: Path, points: Sequence[Any]) -> None:
+    """Write the curve of a training, a line of JSON for each point, which is a dataclass."""
+    lines = [json.dumps(asdict(point)) for point in points]
+    (folder / "curve.jsonl").write_text("\n".join(lines) + "\n")
