@@ -95,7 +95,7 @@ coverage: $(VENV)/dev
 	@echo "Covered. Next: open build/coverage/index.html."
 
 lint: $(VENV)/dev
-	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/python tools/hygiene.py
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pre-commit run --all-files
 	@echo "Clean. Next: make test."
 
 $(VENV)/docs: $(VENV)/demo

@@ -1,13 +1,15 @@
 """What the repository shows to people: versions that agree, files that can be read, extras that are used."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
-from tools import hygiene
 
 import specbeam
 from specbeam.lazy import homes_in
@@ -16,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 in_clone = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no clone of the repository")
 TOOLS = {  # packages of extras that are run and not imported
-    "ruff", "mypy", "pre-commit", "pytest-xdist", "pytest-cov", "mkdocs-material", "mkdocstrings"
+    "ruff", "mypy", "pre-commit", "pre-commit-hooks", "pytest-xdist", "pytest-cov", "mkdocs-material", "mkdocstrings"
 }  # fmt: skip
 IMPORTED_AS = {"nvidia-ml-py": "pynvml"}
 
@@ -29,25 +31,18 @@ def test_versions_agree():
 
 
 @in_clone
-def test_files_are_clean():
-    assert [fault for file in hygiene.tracked() for fault in hygiene.faults(file)] == []
-
-
-def test_what_is_wrong_with_a_file_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(hygiene, "ROOT", tmp_path)
-    wrong = {
-        "a.md": b"a \n",
-        "b.md": b"b",
-        "c.py": b"<<<<<<< HEAD\n",
-        "d.toml": b"d = [\n",
-        "e.json": b"{\n",
-        "f.yml": b"f: [\n",
-        "g.txt": b"\xff\n",
-        "h.bin": bytes(hygiene.MOST_BYTES + 1),
+def test_files_are_clean(tmp_path):
+    """The hooks of .pre-commit-config.yaml for files of all kinds; formatting, lint and types are left to `make lint`."""
+    tools = Path(sys.executable).parent
+    environment = os.environ | {
+        "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
+        "PRE_COMMIT_HOME": str(tmp_path),
+        "SKIP": "ruff-format,ruff,mypy",
     }
-    for name, content in wrong.items():
-        (tmp_path / name).write_bytes(content)
-        assert len(list(hygiene.faults(tmp_path / name))) == 1, name
+    command = [sys.executable, "-m", "pre_commit", "run", "--all-files"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("Passed") >= 7
 
 
 def test_each_package_of_an_extra_is_imported_somewhere():

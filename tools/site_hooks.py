@@ -200,25 +200,11 @@ def as_page(notebook: Path) -> str:
 def _fill(nav: list[Any], files: Files) -> None:
     """Put pages in the place of folders, and pages that stand nowhere into a section at the end."""
     pages = sorted(file.src_uri for file in files.documentation_pages())
-    _drop_missing(nav, pages)
     listed = set(_listed(nav))
     _expand(nav, pages, listed)
     left = [page for page in pages if page not in listed]
     if left:
         nav.append({"More": left})
-
-
-def _drop_missing(entries: list[Any], pages: list[str]) -> None:
-    """Drop entries whose names end with "?" if there is no such page; of the others drop the mark."""
-    for place, entry in reversed(list(enumerate(entries))):
-        if not isinstance(entry, dict):
-            continue
-        for title, inside in entry.items():
-            if isinstance(inside, list):
-                _drop_missing(inside, pages)
-            elif inside.endswith("?"):
-                name = inside.removesuffix("?")
-                entries[place : place + 1] = [{title: name}] if name in pages else []
 
 
 def _listed(entry: Any) -> list[str]:
