@@ -193,9 +193,9 @@ def _draft_nothing(
 
 
 # What does a verb for each kind of spec; where none is named, that of drafts and rules of layers.
-_NODES_OF = {TreeSpec: _nodes_of_tree, NoDraftSpec: _nodes_of_nothing}
-_DRAFT_BY = {TreeSpec: _draft_tree, NoDraftSpec: _draft_nothing}
-_VERIFY_BY = {WalkSpec: walk_down, ClimbSpec: climb}
+_NODES_OF: dict[type, Any] = {TreeSpec: _nodes_of_tree, NoDraftSpec: _nodes_of_nothing}
+_DRAFT_BY: dict[type, Any] = {TreeSpec: _draft_tree, NoDraftSpec: _draft_nothing}
+_VERIFY_BY: dict[type, Any] = {WalkSpec: walk_down, ClimbSpec: climb}
 
 
 def nodes_of(drafts: Any, roots: int, depth: int, width: int) -> int:

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+import specbeam as sb
 from specbeam.bench.acceptance import acceptance
 from specbeam.errors import BadPrompt
 from specbeam.generation import Prompt, turns_of
 from specbeam.heads.head import Head
 from specbeam.pair import Pair
-from specbeam.recipes import catalogue as recipes
 from specbeam.recipes.heads import paper_of
 from specbeam.recipes.method import Method
 from specbeam.tuning.acceptance import with_guess
@@ -58,23 +58,23 @@ def contenders(
     beams = BEAMS[budget]
     depth = 2 if budget < 14 else 3
     found: dict[str, dict[str, Callable[[], Method]]] = {
-        "speculative_sampling": {f"{n}": partial(recipes.speculative_sampling, n) for n in chains},
-        "block_verification": {f"{n}": partial(recipes.block_verification, n) for n in chains},
-        "specinfer": {f"{c}": partial(recipes.specinfer, c) for c in counts},
-        "rsd_c": {f"{c}": partial(recipes.rsd_c, c) for c in counts},
-        "rsd_s": {f"{w} x {d}": partial(recipes.rsd_s, w, d) for w, d in beams},
-        "sequoia": {f"{budget} nodes": partial(recipes.sequoia, budget, 8, odds, cost=None)},
-        "spechub": {f"depth {depth}": partial(recipes.spechub, depth)} if budget > 5 else {},
-        "traversal": {f"{c}": partial(recipes.traversal, c) for c in counts},
-        "traversal, best and one": {f"{c}": partial(recipes.traversal, c, "best_and_one") for c in counts},
-        "multi_draft": {f"2 x {n}": partial(recipes.multi_draft, [], (1,) * n) for n in [min(budget // 2, 8)]},
-        "opt_tree": {f"{budget} nodes": partial(recipes.opt_tree, budget, 8)},
-        "dyspec": {f"{budget} nodes": partial(recipes.dyspec, budget, 8)},
-        "gsd": {f"{budget} nodes": partial(recipes.gsd, 5, 3, 0, budget)},
-        "propd": {f"{budget} nodes": partial(recipes.propd, budget, 6, controller="fixed")},
-        "prompt_lookup": {f"{budget}": partial(recipes.prompt_lookup, budget)},
-        "suffix_match": {f"{budget}": partial(recipes.suffix_match, budget)},
-        "token_recycling": {f"{budget} nodes": partial(recipes.token_recycling, 6, None, 8, budget)},
+        "speculative_sampling": {f"{n}": partial(sb.speculative_sampling, n) for n in chains},
+        "block_verification": {f"{n}": partial(sb.block_verification, n) for n in chains},
+        "specinfer": {f"{c}": partial(sb.specinfer, c) for c in counts},
+        "rsd_c": {f"{c}": partial(sb.rsd_c, c) for c in counts},
+        "rsd_s": {f"{w} x {d}": partial(sb.rsd_s, w, d) for w, d in beams},
+        "sequoia": {f"{budget} nodes": partial(sb.sequoia, budget, 8, odds, cost=None)},
+        "spechub": {f"depth {depth}": partial(sb.spechub, depth)} if budget > 5 else {},
+        "traversal": {f"{c}": partial(sb.traversal, c) for c in counts},
+        "traversal, best and one": {f"{c}": partial(sb.traversal, c, "best_and_one") for c in counts},
+        "multi_draft": {f"2 x {n}": partial(sb.multi_draft, [], (1,) * n) for n in [min(budget // 2, 8)]},
+        "opt_tree": {f"{budget} nodes": partial(sb.opt_tree, budget, 8)},
+        "dyspec": {f"{budget} nodes": partial(sb.dyspec, budget, 8)},
+        "gsd": {f"{budget} nodes": partial(sb.gsd, 5, 3, 0, budget)},
+        "propd": {f"{budget} nodes": partial(sb.propd, budget, 6, controller="fixed")},
+        "prompt_lookup": {f"{budget}": partial(sb.prompt_lookup, budget)},
+        "suffix_match": {f"{budget}": partial(sb.suffix_match, budget)},
+        "token_recycling": {f"{budget} nodes": partial(sb.token_recycling, 6, None, 8, budget)},
     }
     if head is not None:
         del found["multi_draft"]
@@ -85,21 +85,21 @@ def contenders(
 def of_paper(name: str, budget: int) -> dict[str, dict[str, Callable[[], Method]]]:
     """Return the shapes of the recipe for a head, by its name; none if there is no recipe for such heads."""
     trees: dict[str, tuple[Callable[..., Method], int]] = {
-        "eagle": (recipes.eagle, 8),
-        "fspad": (recipes.fspad, 8),
-        "mtp": (partial(recipes.mtp, top=10), 8),
-        "medusa": (recipes.medusa, 4),
-        "chimera": (recipes.chimera, 4),
-        "bita": (recipes.bita, 3),
-        "hidden_transfer": (recipes.hidden_transfer, 3),
+        "eagle": (sb.eagle, 8),
+        "fspad": (sb.fspad, 8),
+        "mtp": (partial(sb.mtp, top=10), 8),
+        "medusa": (sb.medusa, 4),
+        "chimera": (sb.chimera, 4),
+        "bita": (sb.bita, 3),
+        "hidden_transfer": (sb.hidden_transfer, 3),
     }
     if name in trees:
         make, depth = trees[name]
         return {name: {f"{budget} nodes": partial(make, budget, depth)}}
     if name == "specdiff":
-        return {name: {f"{min(budget, 5)}": partial(recipes.specdiff, 1, min(budget, 5))}}
+        return {name: {f"{min(budget, 5)}": partial(sb.specdiff, 1, min(budget, 5))}}
     if name == "eesd":
-        return {name: {f"{min(budget, 8)}": partial(recipes.eesd, min(budget, 8))}}
+        return {name: {f"{min(budget, 8)}": partial(sb.eesd, min(budget, 8))}}
     return {}
 
 

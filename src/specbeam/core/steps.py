@@ -3,9 +3,9 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
-from specbeam.kernels.compiling import AVAILABLE, BLOCK, Array, compiled
+from specbeam.kernels.compiling import AVAILABLE, BLOCK, Array, Compiled, compiled
 
 if AVAILABLE:
     from numba.extending import overload
@@ -42,11 +42,11 @@ def compiled_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
     return decorate
 
 
-def open_step(function: Callable[..., Any]) -> Callable[..., Any]:
+def open_step(function: Compiled) -> Compiled:
     """Return a step of which compiled steps run the compiled form, while Python runs its source.
 
     For steps that pass on what may be a Python object, such as the rows of a turn that go through logits processors.
     """
-    source = inspect.unwrap(function)
+    source = cast(Compiled, inspect.unwrap(function))
     compiled_as(source)(lambda *kinds: source)
     return source

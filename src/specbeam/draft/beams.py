@@ -360,7 +360,7 @@ def draft_drawn(spec: DrawnLayers, drafted: Drafted, law: JointLaw, width: int, 
     return add_drafted_layer(drafted, choice, draws, counts, kind, pairs, odds, law.logits.shape[1])
 
 
-LAYERS_BY_SPEC = {SharedLayers: draft_shared, SearchedLayers: draft_searched, DrawnLayers: draft_drawn}
+LAYERS_BY_SPEC: dict[type, Any] = {SharedLayers: draft_shared, SearchedLayers: draft_searched, DrawnLayers: draft_drawn}
 
 
 @compiled_as(draft_layer)

@@ -19,7 +19,7 @@ from specbeam.engines.gpu.cache import GpuCacheArrays, extend_gpu_cache
 AnyCacheArrays = CacheArrays | GpuCacheArrays | HeadArrays
 
 # What does a verb for each kind of cache; where none is named, that of `CacheArrays`.
-_EXTEND_BY = {GpuCacheArrays: extend_gpu_cache, HeadArrays: extend_head_cache}
+_EXTEND_BY: dict[type, Any] = {GpuCacheArrays: extend_gpu_cache, HeadArrays: extend_head_cache}
 _HAS_ROOM_BY: dict[type, Any] = {HeadArrays: head_has_room}
 _REWIND_BY: dict[type, Any] = {HeadArrays: rewind_head_cache}
 

@@ -5,7 +5,7 @@ Heads whose weights are elsewhere or in another type, and those with modules tha
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -251,7 +251,8 @@ class CompiledHead:
         ])  # fmt: skip
         x = np.empty((ends[-1], self.width), dtype=np.float32)
         first = busy[0]
-        pair_layers(x, self.model, tokens, given, positions, rows, slots, seen, first.keys, first.values, first.threads)
+        model = cast(TrunkModel, self.model)  # blocks are drafted one session at a time
+        pair_layers(x, model, tokens, given, positions, rows, slots, seen, first.keys, first.values, first.threads)
         for arrays, start, stop in zip(busy, ends, ends[1:], strict=False):
             finish_pairs(arrays, x[start:stop])
 

@@ -5,7 +5,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -33,9 +33,10 @@ if numba is not None:
 AVAILABLE = numba is not None and os.environ.get("SPECBEAM_KERNELS") != "off"
 Array = Any  # numba finds the types by itself
 BLOCK = 64  # values that are summed or compared together
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])  # a compiled function is called as its source is
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def compiled(function: Compiled, **options: Any) -> Compiled:
     """Return the function compiled by numba; without numba, return the function itself, as silent about overflow.
 
     numba compiles one form of a function for each combination of argument types, at the first call with these types, and
@@ -55,7 +56,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     entry._cache = CodeCache(entry.py_func)
     link_by_name(made)
     add_python_entry(made, entry)
-    return made
+    return cast(Compiled, made)
 
 
 def compiled_only(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,12 +69,12 @@ def compiled_only(function: Callable[..., Any]) -> Callable[..., Any]:
     return refuse
 
 
-def compiled_in_any_order(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_in_any_order(function: Compiled) -> Compiled:
     """Return the function compiled so that sums may be reordered into vector instructions; NaN stays NaN."""
     return compiled(function, fastmath={"reassoc", "nsz", "contract"})
 
 
-def compiled_loosely(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_loosely(function: Compiled) -> Compiled:
     """Return the function compiled so that sums may be reordered into vector instructions; inputs must not hold NaN."""
     return compiled(function, fastmath={"reassoc", "nsz", "contract", "nnan"})
 

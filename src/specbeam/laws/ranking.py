@@ -41,7 +41,7 @@ def insert(values: Array, pairs: Array, held: int, value: float, pair: int) -> i
 
 
 @step
-def _reaches(block: Array, base: float, edge: float) -> bool:
+def _reaches(block: Array, base: float | np.float32, edge: float | np.float32) -> bool:
     """Return whether some value + `base` is at least `edge`; always True for a block of fewer than `BLOCK` values.
 
     A loop over exactly `BLOCK` values becomes vector instructions, so blocks without such a value cost little.

@@ -22,7 +22,7 @@ from specbeam.engines.cpu.decoder import TILED_FROM, Rounding, compiled_decoder,
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import is_llama_like, is_plain_llama
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
-from specbeam.engines.kv.trie import BLOCK
+from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.pass_steps import CYCLES, PASSES, AnyCacheArrays, now
 from specbeam.engines.torch.lean import LARGEST, lean
 from specbeam.engines.torch.passes import PaddedPasses

@@ -223,7 +223,7 @@ def draw_layer(
 
     For transformers' beam modes these are candidates, of which some go on (`settle_layer`).
     """
-    draw = {SharedSpec: draw_shared, TriedSpec: draw_tried, SearchSpec: draw_candidates}[type(spec)]
+    draw: Any = {SharedSpec: draw_shared, TriedSpec: draw_tried, SearchSpec: draw_candidates}[type(spec)]
     return draw(spec, law, live, forest, number, width, dice, evidence)
 
 
@@ -314,7 +314,11 @@ def draw_among_known(spec: Any, law: JointLaw, known: Beams, width: int) -> Choi
     Args:
         law: the law of the pairs of `known` alone.
     """
-    draw = {SharedSpec: draw_shared_among_known, TriedSpec: draw_nothing, SearchSpec: draw_candidates_among_known}
+    draw: dict[type, Any] = {
+        SharedSpec: draw_shared_among_known,
+        TriedSpec: draw_nothing,
+        SearchSpec: draw_candidates_among_known,
+    }
     return draw[type(spec)](spec, law, known, width)
 
 

@@ -116,7 +116,7 @@ def softmax(scores: Array, seen: Array, powers: Array) -> None:
 
 @compiled
 def _gather_queries(
-    q: Array, first: int, queries: int, kv: int, group: int, size: int, scale: float, out: Array
+    q: Array, first: int, queries: int, kv: int, group: int, size: int, scale: np.float32, out: Array
 ) -> None:
     """Write the queries of one kv head, scaled, to `out`, float32[queries, size]: those of a row follow each other.
 
@@ -141,7 +141,15 @@ def _extent_of(first: int, start: int, stop: int, group: int, reach: Array) -> i
 
 @compiled
 def attend(
-    q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int, scale: float, out: Array
+    q: Array,
+    keys: Array,
+    values: Array,
+    rows: Array,
+    seen: Array,
+    reach: Array,
+    group: int,
+    scale: np.float32,
+    out: Array,
 ) -> None:
     """Write the attention of all rows to their sessions' caches to `out`.
 

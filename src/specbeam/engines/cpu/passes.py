@@ -21,7 +21,8 @@ from specbeam.engines.eligibility import lacks_taps
 from specbeam.engines.kv.cache import Logits, Nodes, hand_out
 from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Masks
-from specbeam.engines.kv.trie import BLOCK, Feed
+from specbeam.engines.kv.steps import BLOCK
+from specbeam.engines.kv.trie import Feed
 from specbeam.measure.profiler import span
 from specbeam.records import FINAL, ExtraInputs, Needs, Scored
 

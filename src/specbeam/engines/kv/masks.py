@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int32, Int64
 
-from specbeam.engines.kv.trie import WASTE, Feed
+from specbeam.engines.kv.steps import WASTE
+from specbeam.engines.kv.trie import Feed
 
 
 @runtime_checkable

@@ -20,8 +20,9 @@ from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Mask, Masks, SlotPositions
 from specbeam.engines.kv.member import as_they_are
 from specbeam.engines.kv.rows import rows_at
+from specbeam.engines.kv.steps import BLOCK, WASTE
 from specbeam.engines.kv.store import KVStore, Place
-from specbeam.engines.kv.trie import BLOCK, WASTE, Feed
+from specbeam.engines.kv.trie import Feed
 from specbeam.engines.torch.captured import WIDEST, CapturedForward, Forward
 from specbeam.engines.torch.lean import LeanDecoder
 from specbeam.engines.torch.sizes import rounded_up
