@@ -37,14 +37,15 @@ FLOORS = [
     {"__main__"},
 ]
 INSIDE_ENGINES = [
-    {"answers", "eligibility"},
+    {"answers", "families"},
+    {"eligibility"},
     {"kv"},
     {"torch"},
     {"cpu", "gpu"},
     {"by_layer", "pass_steps"},
 ]
 INSIDE_LM = [
-    {"base", "clasp", "guard", "made_up", "quantised", "sublayers"},
+    {"base", "clasp", "engines", "guard", "made_up", "quantised", "sublayers"},
     {"self_draft", "skip_search", "table"},
     {"huggingface"},
     {"early_layers", "skipping"},

@@ -59,15 +59,38 @@ def test_logits_are_those_of_the_model(name, engine):
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [("gpt2", {}), ("qwen3", {}), ("gemma", {}), ("llama", {"hidden_act": "gelu"}), ("llama", {"mlp_bias": True})],
+    ("family", "changes", "reason"),
+    [
+        ("opt", {}, "of no family that they know"),
+        ("falcon", {}, "of no family that they know"),
+        ("llama", {"hidden_act": "relu"}, "its activation is 'relu'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "of kind 'dynamic'"),
+    ],
 )
-def test_models_that_they_do_not_fit_are_called_as_they_are(family, changes):
+def test_models_that_they_do_not_fit_are_called_as_they_are_and_it_is_said_why(family, changes, reason):
     model = tiny(family, **changes)
-    assert HuggingFaceLM(model).engine == "plain"
+    lm = HuggingFaceLM(model)
+    assert lm.engine == "plain"
+    assert lm.engine_note.startswith(
+        f"transformers' own forward runs this {type(model).__name__}, and not the compiled"
+    )
+    assert reason in lm.engine_note or not kernels.AVAILABLE
     for engine in ("lean", "compiled"):
         with pytest.raises(NotSupported, match=f"the {engine} forward"):
             HuggingFaceLM(model, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("gpt2", {}), ("llama", {"hidden_act": "gelu"}), ("llama", {"mlp_bias": True})]
+)
+def test_the_lean_forward_is_for_llamas_alone(family, changes):
+    with pytest.raises(NotSupported, match=r"the lean forward cannot run this .*: it is for Llama, Mistral and Qwen2"):
+        HuggingFaceLM(tiny(family, **changes), engine="lean")
+
+
+def test_an_engine_that_does_not_exist_is_refused_by_name():
+    with pytest.raises(NotSupported, match=r"no engine is called 'fast'; there are gpu, compiled, int8, int4, lean"):
+        HuggingFaceLM(tiny("llama"), engine="fast")
 
 
 def test_models_with_hooks_or_other_types_are_called_as_they_are():
@@ -160,8 +183,8 @@ def test_int8_keeps_the_promises_of_its_own_law():
 
 
 def test_int8_is_refused_where_it_cannot_be(monkeypatch):
-    with pytest.raises(NotSupported, match="Llama, Mistral and Qwen2"):
-        language_model(tiny("gpt2"), quantize="int8")
+    with pytest.raises(NotSupported, match=r"quantize='int8', which needs numba .*Llama, Mistral"):
+        language_model(tiny("opt"), quantize="int8")
     with refused("one of 'int8', 'int4'"):
         sb.load(tiny("llama"), quantize="int3")
     with pytest.raises(NotSupported, match=r"32, 48, 32 deep.*multiples of 32"):

@@ -33,6 +33,18 @@ FAMILIES = {
     "opt": ("opt", _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "gpt2": ("gpt2", _GPT2),
     "gpt_neox": ("gpt_neox", _SMALL),
+    "smollm3": ("smollm3", _SMALL | {"no_rope_layers": [1, 0]}),
+    "granite": (
+        "granite",
+        _SMALL
+        | {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "olmo2": ("olmo2", _SMALL),
     "phi": ("phi", _SMALL),
     "phi3": ("phi3", _SMALL),
     "falcon": ("falcon", _SMALL | {"alibi": False, "new_decoder_architecture": False, "multi_query": True}),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from specbeam.engines.eligibility import head_size
+from specbeam.engines.families import head_size
 from specbeam.errors import BadSetting, NotSupported
 
 if TYPE_CHECKING:

@@ -37,6 +37,7 @@ def run(
         cells = passes(lm, plan, partial(progress.advance, bar))
     fitted = fits(cells, plan)
     origin = provenance() | {"engine": lm.engine, "vocabulary": lm.vocab, "positions": positions}
+    origin |= {"engine note": lm.engine_note} if lm.engine_note else {}
     if json:
         for record in as_records(cells, fitted):
             print(json_format.dumps({**record, "provenance": origin}))

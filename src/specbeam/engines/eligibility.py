@@ -1,51 +1,39 @@
-"""A test of which models compute what a Llama does, so that the engines here can run their layers themselves."""
+"""Tests of which models the engines here can run, and what they can hand out."""
 
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from specbeam.engines.families import misfit_of_family
 from specbeam.errors import NotSupported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_FAMILIES = ("llama", "mistral", "qwen2")
-FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
-
-
-def head_size(config: Any) -> int:
-    """Return the number of dimensions of one attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+_LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 
 def is_plain_llama(model: "PreTrainedModel") -> bool:
     """Return whether a model passes `is_llama_like`, is in float32 and is on a CPU."""
-    return is_llama_like(model) and model.dtype == torch.float32 and model.device.type == "cpu"
+    return is_llama_like(model) and not misfit_of_float32(model)
 
 
 def is_llama_like(model: "PreTrainedModel") -> bool:
     """Return whether a model computes just what a Llama, Mistral or Qwen2 does, without hooks, adapters or quantisation."""
     config = model.config
-    if (
-        config.model_type not in _FAMILIES
-        or type(model).__name__.removesuffix("ForCausalLM").lower() != config.model_type
-    ):
+    if config.model_type not in _LLAMA_LIKE or misfit_of_family(model):
         return False
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    modules = list(model.modules())
-    linears = [module for module in modules if hasattr(module, "weight") and hasattr(module, "in_features")]
-    # Adapters and quantised layers are modules of their own; torchao leaves the modules, and puts its own tensors in them.
-    plain = all(type(linear) is nn.Linear and type(linear.weight) is nn.Parameter for linear in linears)
-    hooked = any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules)
-    return (
-        plain
-        and not hooked
-        and config.hidden_act == "silu"
-        and not getattr(config, "mlp_bias", False)
-        and model.model.layers[0].self_attn.o_proj.bias is None
-        and rope.get("rope_type", "default") in FIXED_ROPES
-    )
+    first: Any = layers_of(model)[0]
+    has_more_biases = first.self_attn.o_proj.bias is not None or first.mlp.down_proj.bias is not None
+    return config.hidden_act == "silu" and not has_more_biases
+
+
+def misfit_of_float32(model: "PreTrainedModel") -> str:
+    """Return the reason why a model is none of a known family in float32 on a CPU; "" if it is one."""
+    if model.dtype != torch.float32 or model.device.type != "cpu":
+        return f"it is in {model.dtype} on {model.device}, and they are for float32 on a CPU"
+    return misfit_of_family(model)
 
 
 def layers_of(model: "PreTrainedModel") -> nn.ModuleList:

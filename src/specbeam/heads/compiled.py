@@ -52,8 +52,8 @@ from specbeam.engines.cpu.head_steps import (
 from specbeam.engines.cpu.layers import all_layers, score_rows
 from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_panels
 from specbeam.engines.cpu.sums import STEP, WIDTH
-from specbeam.engines.cpu.weights import Weights, layers_of_weights
-from specbeam.engines.eligibility import FIXED_ROPES
+from specbeam.engines.cpu.weights import layers_of_weights
+from specbeam.engines.families import FIXED_ROPES, Architecture, llama_architecture
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.kv.store import PanelStore
 from specbeam.engines.kv.trie import KVTrie, widened
@@ -172,8 +172,8 @@ class CompiledHead:
         block = block_size(self.model)
         cache.make_room(fresh, more, block)
         positions = int(cache.trie.positions.max()) + fresh + more + block + 2
-        if positions > self.model.angles.shape[1]:
-            angles = angles_of(self.rotary.angles, 2 * positions, self.rotary.sizes.head_size)
+        if positions > self.model.angles.shape[2]:
+            angles = angles_of(self.rotary.angles, 2 * positions)[None]
             self.model = self.model._replace(angles=angles)
         slots = cache.trie.capacity + -(-len(cache.blocks.base) // BLOCK) * BLOCK
         self.store.reserve(self.rows, slots)
@@ -373,13 +373,18 @@ def _tokens_of(head: Head) -> np.ndarray:
     return _NO_TOKENS if head.tokens is None else head.tokens.cpu().numpy().astype(np.int64)
 
 
+def _architecture_of(sizes: LayerSizes, layers: int) -> Architecture:
+    """Return the architecture of so many layers of a head, which are those of a Llama."""
+    return llama_architecture(layers, sizes.heads, sizes.kv_heads, sizes.head_size, sizes.eps)
+
+
 def _no_panels(kind: Kind) -> np.ndarray:
     """Return a matrix without columns, as panels of a kind."""
     return in_panels(np.zeros((WIDTH, STEP), dtype=np.float32), kind)[:0]
 
 
 def _first_angles(head: Any) -> np.ndarray:
-    return angles_of(head.rotary.angles, SHORT, head.rotary.sizes.head_size)
+    return angles_of(head.rotary.angles, SHORT)[None]
 
 
 @torch.inference_mode()
@@ -413,8 +418,10 @@ def _trunk_model(head: PairTrunk, vocab: int) -> TrunkModel:
     if shape.pairs == "normed projection":
         embedding_norm = _norm_of(known.enorm)
         feature_norm = _norm_of(known.hnorm)
-    first = weights_of(layers[:1], kind)
-    others: Weights = weights_of(layers[1:], kind) if len(layers) > 1 else layers_of_weights(first, 0, 0)
+    first = weights_of(layers[:1], kind, _architecture_of(shape.sizes, 1))
+    others = layers_of_weights(first, 0, 0)
+    if len(layers) > 1:
+        others = weights_of(layers[1:], kind, _architecture_of(shape.sizes, len(layers) - 1))
     return TrunkModel(
         features=features,
         embedding=numbers_of(known.embed_tokens.weight),
@@ -468,7 +475,7 @@ def _block_model(head: BlockHead, vocab: int) -> BlockModel:
         mask=head.mask,
         rows=shape.rows,
         first_row=shape.first_row,
-        weights=weights_of(layers, kind),
+        weights=weights_of(layers, kind, _architecture_of(shape.sizes, len(layers))),
         kinds=np.zeros(len(layers), dtype=np.int64),
         angles=_first_angles(head),
         eps=float(shape.sizes.eps),

@@ -1,12 +1,10 @@
 """SCORE: any causal language model of transformers, which scores the forests of many sessions in one pass."""
 
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -16,18 +14,16 @@ from jaxtyping import Int64
 
 from specbeam.core.forest import Forest
 from specbeam.engines.answers import LOGITS
-from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.cpu.cache import CpuCache, Drafting
-from specbeam.engines.cpu.decoder import TILED_FROM, Rounding, compiled_decoder, misfit
+from specbeam.engines.cpu.decoder import TILED_FROM
 from specbeam.engines.cpu.passes import PackedPasses
-from specbeam.engines.eligibility import is_llama_like, is_plain_llama
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
 from specbeam.engines.kv.steps import BLOCK
 from specbeam.engines.pass_steps import CYCLES, PASSES, AnyCacheArrays, now
-from specbeam.engines.torch.lean import LARGEST, lean
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.errors import NotSupported, UnsupportedModel
 from specbeam.lm.base import checked_needs
+from specbeam.lm.engines import COMPILED, choose_engine
 from specbeam.lm.guard import ThreadGuard
 from specbeam.measure.profiler import record_share
 from specbeam.records import ExtraInputs, Needs, Scored, Turn
@@ -35,8 +31,6 @@ from specbeam.session import CacheOwner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from specbeam.engines.gpu.passes import GpuPasses
 
 CHUNK = 512  # prompt tokens of one session per pass
 MOST_ROWS_IN_STEPS = 512  # pending tokens and new nodes of one session in a pass that steps run
@@ -112,6 +106,8 @@ class HuggingFaceLM:
 
     Attributes:
         passes: the number of passes so far.
+        engine: the name of the engine that runs the model, of the table in `lm.engines`.
+        engine_note: where "auto" left the model to transformers, a sentence that says so and why; "" otherwise.
         guard: keeps the model to one thread at a time.
         known_prompts: the beginnings of earlier prompts; None if they are not kept.
     """
@@ -131,7 +127,7 @@ class HuggingFaceLM:
         self.known_prompts: KnownPrompts | None = None
         self._before_prompts: tuple[int, int | None] | None = None  # `chunk` and `share_from` before `remember_prompts`
         self.caches: list[list[Any]] = []  # those of the sessions in each row of the store
-        self.engine, self.runner = _choose_engine(model, engine, self.caches)
+        self.engine, self.runner, self.engine_note = choose_engine(model, engine, self.caches)
         self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
         self.heads: dict[Any, Any] = {}  # draft heads that were read for this model, see `load`
         self.head: Any = None  # the exit head whose layer is this model's last one; see `heads.exit`
@@ -663,7 +659,7 @@ def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 def _default_share_from(engine: str) -> int | None:
     """Return the number of common tokens from which on prefixes are shared with `share_from="auto"`; None: never."""
-    return None if engine in _COMPILED else SHARE_FROM
+    return None if engine in COMPILED else SHARE_FROM
 
 
 def _needs_a_pass(cache: Any, forest: Forest) -> bool:
@@ -672,83 +668,10 @@ def _needs_a_pass(cache: Any, forest: Forest) -> bool:
     return trie.pending > 0 or forest.size > trie.known or bool(getattr(cache, "unfinished", 0))
 
 
-def _choose_engine(
-    model: "PreTrainedModel", wanted: str, caches: list[Any]
-) -> "tuple[str, PaddedPasses | PackedPasses | GpuPasses]":
-    """Return the name of the engine that runs the model, and its passes; `caches` are those of `HuggingFaceLM.caches`.
-
-    Raises `NotSupported` if the wanted engine cannot run the model.
-    """
-    on_gpu = model.device.type == "cuda"
-    if wanted == "gpu" or (wanted == "auto" and on_gpu):
-        passes = _gpu_passes(model, caches, capture=on_gpu)
-        if passes is not None:
-            return "gpu", passes
-    small = model.num_parameters() <= LARGEST
-    rounding = _ROUNDINGS.get(wanted)
-    if wanted in _COMPILED or (wanted == "auto" and small):
-        compiled = compiled_decoder(model, rounding)
-        if compiled is not None:
-            return "compiled" if wanted == "auto" else wanted, PackedPasses(model, compiled, caches)
-    if wanted == "lean" or (wanted == "auto" and small):
-        decoder = lean(model)
-        if decoder is not None:
-            return "lean", PaddedPasses(model, decoder, caches)
-    if wanted == "layers":
-        by_layer = layer_decoder(model)
-        if by_layer is not None:
-            return "layers", PackedPasses(model, by_layer, caches)
-    if wanted == "torch":
-        if on_gpu:
-            raise NotSupported(
-                "compile=True is for a CPU; on a GPU passes are captured as graphs already: leave it out"
-            )
-        return "torch", PaddedPasses(model, None, caches, compile=True)
-    if wanted not in ("auto", "plain"):
-        where = "" if wanted in ("gpu", "layers") else " in float32 on a CPU"
-        name = type(model).__name__
-        if wanted in _COMPILED and is_plain_llama(model) and (why := misfit(model, rounding)):
-            raise NotSupported(f"{_NAMES[wanted]} cannot run this {name}: {why}")
-        raise NotSupported(
-            f"{_NAMES[wanted]} is for Llama, Mistral and Qwen2 models{where}; this is {name} in {model.dtype} on "
-            f"{model.device}"
-        )
-    return "plain", PaddedPasses(model, None, caches)
-
-
-def _gpu_passes(model: "PreTrainedModel", caches: list[Any], capture: bool) -> "GpuPasses | None":
-    """Return passes on a GPU, or None if Triton is missing or does not work here, or the model is not like a Llama."""
-    if not is_llama_like(model) or find_spec("triton") is None:
-        return None
-    from specbeam.engines.gpu.decoder import GpuDecoder
-    from specbeam.engines.gpu.passes import GpuPasses
-
-    # GpuDecoder moves the weights. Outside of inference mode they can still be trained afterwards.
-    with torch.inference_mode(False), torch.no_grad():
-        passes = GpuPasses(model, GpuDecoder(model), caches, capture)
-    try:
-        passes.try_out()
-    except Exception as error:  # Triton has no C compiler, does not know the GPU, ...
-        warnings.warn(f"Triton does not work here, so transformers runs the model: {error!r}", stacklevel=2)
-        return None
-    return passes
-
-
-_ROUNDINGS: dict[str, Rounding] = {"int8": "int8", "int4": "int4"}
-_COMPILED = ("compiled", *_ROUNDINGS)  # engines that are the compiled forward
-_NUMBA = ", which needs numba (pip install 'numba>=0.62'),"
 _NO_VECTORS = (
     "the forward for GPUs looks every token up, and takes no rows by embedding: "
     "HuggingFaceLM(model, engine='plain') does"
 )
-_NAMES = {
-    "gpu": "the forward for GPUs, which needs triton,",
-    "int8": f"quantize='int8'{_NUMBA}",
-    "int4": f"quantize='int4'{_NUMBA}",
-    "lean": "the lean forward",
-    "layers": "the forward that calls layers one by one",
-    "compiled": f"the compiled forward{_NUMBA}",
-}
 
 
 def max_positions_of(config: object) -> int | None:

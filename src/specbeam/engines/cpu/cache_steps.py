@@ -17,6 +17,7 @@ from specbeam.engines.cpu.early import (
     rename_early,
     take_back_drafts,
 )
+from specbeam.engines.cpu.layers import shape_logits
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.weights import layers_of_weights
 from specbeam.engines.kv.steps import (
@@ -102,7 +103,7 @@ def _feed(cache: CacheArrays) -> PassRows:
     feed_slots(trie, slots)
     tokens = trie.nodes[0][start:stop]
     positions = trie.nodes[2][start:stop]
-    if positions.max() >= cache.model.angles.shape[1]:
+    if positions.max() >= cache.model.angles.shape[2]:
         raise IndexError("a position is beyond those of the model")
     if tokens.min() < 0 or tokens.max() >= len(cache.model.embedding):
         raise IndexError("a token is beyond those of the model")
@@ -113,10 +114,14 @@ def _feed(cache: CacheArrays) -> PassRows:
 def _embedded(cache: CacheArrays, count: int) -> Array:
     """Return what the first layer reads of the nodes that were stored last, float32[count, hidden]."""
     trie = cache.trie
-    stored = trie.counts[STORED]
-    x = np.empty((count, cache.model.embedding.shape[1]), dtype=np.float32)
+    model = cache.model
+    first = trie.counts[STORED] - count
+    x = np.empty((count, model.embedding.shape[1]), dtype=np.float32)
     for row in range(count):
-        x[row] = cache.model.embedding[trie.nodes[0, stored - count + row]]
+        x[row] = model.embedding[trie.nodes[0, first + row]] * model.embedding_scale
+    if len(model.places) > 0:
+        for row in range(count):
+            x[row] += model.places[trie.nodes[2, first + row]]
     return x
 
 
@@ -246,6 +251,7 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
     logits = np.empty((len(x), len(model.head) * WIDTH), dtype=np.float32)
     if len(x) > 0:
         call_at(cache.score_rows_at, (x, norm, model.eps, model.head, logits, cache.threads))
+        shape_logits(logits, model.logits_divisor, model.logits_cap)
     if logits.shape[1] > model.vocab:
         logits = logits[:, : model.vocab].copy()
     return logits

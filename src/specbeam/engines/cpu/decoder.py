@@ -1,4 +1,4 @@
-"""The compiled forward of Llama-like models on a CPU, which reads the weights in panels.
+"""The compiled forward of models on a CPU, which reads the weights in panels; engines/families.py says which models.
 
 The rows of all sessions are in one pass without padding; each row attends to its own session's cache. The results equal
 those of the model's own forward up to rounding; `load` compares both on a token tree.
@@ -6,7 +6,7 @@ those of the model's own forward up to rounding; `load` compares both on a token
 
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,11 +22,13 @@ from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
 from specbeam.engines.cpu.early import ExitLayer, ExitWeights
-from specbeam.engines.cpu.layers import NO_ATTENTION, NO_INNER, all_layers, normalise, score_rows
+from specbeam.engines.cpu.extras import extras_of
+from specbeam.engines.cpu.layers import NO_ATTENTION, NO_INNER, all_layers, normalise, score_rows, shape_logits
 from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_lines, in_panels, steps_in
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.weights import Weights, layers_of_weights
-from specbeam.engines.eligibility import head_size, is_plain_llama
+from specbeam.engines.eligibility import misfit_of_float32
+from specbeam.engines.families import Architecture, architecture_of, head_size, norm_of, parts_of
 from specbeam.engines.kv.store import PanelStore
 from specbeam.kernels.compiling import Array, address_of
 from specbeam.kernels.threads import allowed_threads
@@ -46,14 +48,18 @@ class Model(NamedTuple):
     """The weights and settings of a model, as compiled layers read them."""
 
     embedding: Array  # float32[vocab, hidden]
+    embedding_scale: float  # float32: what embeddings of tokens are multiplied with
+    places: Array  # float32[positions, hidden], which are added to embeddings; of no positions if they are rotary
     weights: Weights
-    angles: Array  # float32[2, positions, size / 2]
+    angles: Array  # float32[tables, 2, positions, pairs], see `layers.write_qkv`
     eps: float
     heads: int
     kinds: Array  # int64[layers]: the kind of attention of each layer, an index into `CompiledDecoder.names`
-    last_norm: Array  # float32[hidden]
+    last_norm: Array  # see `Weights`
     head: Array  # in panels
     vocab: int
+    logits_divisor: float  # float32, see `layers.shape_logits`
+    logits_cap: float  # float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,31 +84,38 @@ _NO_VECTORS: Mapping[int, Float32[np.ndarray, " hidden"]] = {}
 
 
 class CompiledDecoder:
-    """The compiled forward of one model. `compiled_decoder` makes it, and checks that it fits the model.
+    """The compiled forward of one model, which `misfit` has no reason against.
 
     Args:
-        rounding: what to round the matrices to; None: they stay as they are.
+        rounding: what to round all matrices but the embedding to, which makes it another model: "int8" weights are read in a
+            quarter of the time of float32, "int4" weights in less than a sixth. None: they stay as they are.
     """
 
     takes_steps = True  # compiled steps can run it
 
     def __init__(self, model: "PreTrainedModel", rounding: Rounding | None = None) -> None:
-        config = model.config
-        inner = model.model
+        architecture = architecture_of(model)
+        numbers = architecture.numbers
+        body: Any = model.base_model
+        layers = list(getattr(body, architecture.family.layers))
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
         self.threads = start_threads_beside_torch()
-        self.heads = config.num_attention_heads
-        self.kv_heads = config.num_key_value_heads
-        self.size = head_size(config)
-        self.eps = float(config.rms_norm_eps)
-        self.vocab = model.lm_head.weight.shape[0]
-        self.embedding = numbers_of(inner.embed_tokens.weight)
-        self.angles = angles_of(inner.rotary_emb, config.max_position_embeddings, self.size)
-        head = numbers_of(model.lm_head.weight)
-        exact = fits_bfloat16(head) and all(
-            fits_bfloat16(numbers_of(module.weight))
-            for module in inner.layers.modules()
-            if isinstance(module, nn.Linear)
-        )
+        self.architecture = architecture
+        self.heads = architecture.heads
+        self.kv_heads = architecture.kv_heads
+        self.size = architecture.size
+        self.eps = architecture.eps
+        self.vocab = head.weight.shape[0]
+        self.embedding = numbers_of(embedding.weight)
+        own_scale = getattr(embedding, "embed_scale", None)
+        self.embedding_scale = np.float32(1 if own_scale is None else own_scale.to(embedding.weight.dtype))
+        self.vector_scale = np.float32(numbers.embedding)  # of embeddings that are given
+        self.places = places_of(body, architecture)
+        self.angles = angles_of_model(model, architecture)
+        head_matrix = numbers_of(head.weight)
+        matrices = [matrix for layer in layers for matrix in _matrices_of(layer, architecture)]
+        exact = fits_bfloat16(head_matrix) and all(fits_bfloat16(numbers_of(matrix)) for matrix in matrices)
         tiled = model.num_parameters() >= TILED_FROM and tiles.available()
         kind: Kind
         if rounding == "int4":
@@ -114,22 +127,25 @@ class CompiledDecoder:
         else:
             kind = "float32"
         self.kind = kind
-        self.weights = weights_of(list(inner.layers), kind)
-        self.last_norm = numbers_of(inner.norm.weight)
-        self.head = in_panels(head, kind)
-        named = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        self.names = list(dict.fromkeys(named))
-        self.kinds = np.array([self.names.index(name) for name in named])
+        self.weights = weights_of(layers, kind, architecture)
+        self.last_norm = numbers_of(norm_of(getattr(body, architecture.family.final_norm), architecture.family))
+        self.head = in_panels(head_matrix, kind)
+        self.names = architecture.names
+        self.kinds = np.array([self.names.index(name) for name in architecture.kinds])
         self.model = Model(
-            self.embedding,
-            self.weights,
-            self.angles,
-            self.eps,
-            self.heads,
-            self.kinds,
-            self.last_norm,
-            self.head,
-            self.vocab,
+            embedding=self.embedding,
+            embedding_scale=self.embedding_scale * self.vector_scale,  # type: ignore[arg-type]
+            places=self.places,
+            weights=self.weights,
+            angles=self.angles,
+            eps=self.eps,
+            heads=self.heads,
+            kinds=self.kinds,
+            last_norm=self.last_norm,
+            head=self.head,
+            vocab=self.vocab,
+            logits_divisor=np.float32(numbers.logits_divisor),  # type: ignore[arg-type]
+            logits_cap=np.float32(numbers.logits_cap),  # type: ignore[arg-type]
         )
 
     def store(self) -> PanelStore:
@@ -137,7 +153,7 @@ class CompiledDecoder:
         return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH)
 
     def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "CompiledDecoder":
-        """Return this forward without the attention and without the gated inner layer of some layers.
+        """Return this forward without the attention and without the inner layer of some layers.
 
         It shares the weights. What is left out changes no hidden state, and stores no keys and values.
         """
@@ -172,9 +188,9 @@ class CompiledDecoder:
 
         Raises `IndexError` for tokens and positions that the model does not have: the layers would read beyond its arrays.
         """
-        if rows.positions.max() >= self.angles.shape[1]:
-            raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[1]}")
-        x = self._embedded(rows.tokens, vectors) if states is None else states.copy()
+        if rows.positions.max() >= self.angles.shape[2]:
+            raise IndexError(f"position {rows.positions.max()} is beyond the model's {self.angles.shape[2]}")
+        x = self._embedded(rows, vectors) if states is None else states.copy()
         first, stop, _ = layers.indices(len(self.kinds))
         weights = self.weights if stop - first == len(self.kinds) else layers_of_weights(self.weights, first, stop)
         tapped = self._run(x, rows, weights, self.kinds[layers], store, layers, taps)
@@ -226,23 +242,23 @@ class CompiledDecoder:
             layer, norm = (copy.deepcopy(module).bfloat16().float() for module in (layer, norm))
         return ExitLayer(
             after=after,
-            weights=weights_of([layer], self.kind),
-            norm=numbers_of(norm.weight),
+            weights=weights_of([layer], self.kind, self.architecture.at(-1)),
+            norm=numbers_of(norm_of(norm, self.architecture.family)),
             kinds=self.kinds[-1:],
             place=place,
         )
 
     def _embedded(
-        self, tokens: Int64[np.ndarray, " n"], vectors: Mapping[int, Float32[np.ndarray, " hidden"]]
+        self, rows: Rows, vectors: Mapping[int, Float32[np.ndarray, " hidden"]]
     ) -> Float32[np.ndarray, "n hidden"]:
         """Return what the first layer reads; raise `IndexError` if a token is negative and its row is not in `vectors`."""
-        negative = tokens < 0
+        negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
             raise IndexError("a token is beyond those of the model")
-        x = self.embedding.take(np.maximum(tokens, 0), 0)
+        x = self.embedding.take(np.maximum(rows.tokens, 0), 0) * self.model.embedding_scale
         for row, vector in vectors.items():
-            x[row] = vector
-        return x
+            x[row] = vector * self.vector_scale
+        return x + self.places[rows.positions] if len(self.places) else x
 
     @contextmanager
     def arrays_for_steps(
@@ -286,6 +302,7 @@ class CompiledDecoder:
         if len(x):
             with on_threads(self.threads) as threads:
                 score_rows(x, self.last_norm if norm is None else norm, self.eps, self.head, logits, threads)
+            shape_logits(logits, self.model.logits_divisor, self.model.logits_cap)
         return np.ascontiguousarray(logits[:, : self.vocab])
 
     def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
@@ -336,42 +353,45 @@ def on_threads(most: int) -> Iterator[int]:
         yield threads
 
 
-def weights_of(layers: list[Any], kind: Kind) -> Weights:
+def weights_of(layers: list[Any], kind: Kind, of: Architecture) -> Weights:
     """Return the weights of these layers, with matrices in panels of a kind.
 
     Args:
-        layers: of a transformers model, or of a draft head, whose modules have the same names; at least one.
+        layers: of a transformers model, or of a draft head, whose modules have the names of a Llama's; at least one.
+        of: their architecture.
     """
+    parts = [parts_of(layer, of) for layer in layers]
 
-    def panels(linears: Callable[[Any], list[nn.Linear]]) -> np.ndarray:
+    def stacked(name: str) -> np.ndarray:
+        return np.stack([numbers_of(getattr(one, name)) for one in parts])
+
+    def panels(name: str) -> np.ndarray:
         each = []
-        for layer in layers:
-            matrix = np.concatenate([numbers_of(linear.weight) for linear in linears(layer)])
+        for one in parts:
+            found = getattr(one, name)
+            joined = found if isinstance(found, list) else [found]
+            matrix = np.concatenate([numbers_of(part) for part in joined])
             each.append(in_panels(matrix, kind))
         return in_lines(np.stack(each))
 
-    def qkv(layer: Any) -> list[nn.Linear]:
-        return [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]
-
-    def norm(module: Any) -> np.ndarray:
-        weight = getattr(module, "weight", None)
-        return np.zeros(0, dtype=np.float32) if weight is None else numbers_of(weight)
-
-    def head_norms(layer: Any) -> list[np.ndarray]:
-        return [norm(getattr(layer.self_attn, name, None)) for name in ("q_norm", "k_norm")]
-
-    biases = [[numbers_of(linear.bias) for linear in qkv(layer) if linear.bias is not None] for layer in layers]
     return Weights(
-        before_attention=np.stack([norm(layer.input_layernorm) for layer in layers]),
-        before_inner=np.stack([norm(layer.post_attention_layernorm) for layer in layers]),
-        bias=np.stack([np.concatenate([np.zeros(0, dtype=np.float32), *bias]) for bias in biases]),
-        head_norms=np.array([head_norms(layer) for layer in layers]),
-        qkv=panels(qkv),
-        out=panels(lambda layer: [layer.self_attn.o_proj]),
-        gate_up=panels(lambda layer: [layer.mlp.gate_proj, layer.mlp.up_proj]),
-        down=panels(lambda layer: [layer.mlp.down_proj]),
-        inner=layers[0].mlp.gate_proj.weight.shape[0],
+        before_attention=stacked("before_attention"),
+        before_inner=stacked("before_inner"),
+        bias=stacked("qkv_bias"),
+        head_norms=stacked("head_norms"),
+        qkv=panels("qkv"),
+        out=panels("out"),
+        gate_up=panels("up"),
+        down=panels("down"),
+        inner=parts[0].down.shape[1],
+        extras=extras_of(parts, of),
     )
+
+
+def _matrices_of(layer: Any, of: Architecture) -> list[Tensor]:
+    """Return the matrices of a layer."""
+    parts = parts_of(layer, of)
+    return [*parts.qkv, parts.out, *parts.up, parts.down]
 
 
 def numbers_of(weight: Tensor) -> Float32[np.ndarray, "..."]:
@@ -379,31 +399,48 @@ def numbers_of(weight: Tensor) -> Float32[np.ndarray, "..."]:
     return weight.detach().contiguous().numpy()
 
 
-def angles_of(rotary: Any, positions: int, size: int) -> Float32[np.ndarray, "2 positions half"]:
-    """Return the cosine and the sine of each rotary pair's angle at each position."""
-    cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None])
-    return np.ascontiguousarray(torch.stack([cos[0, :, : size // 2], sin[0, :, : size // 2]]).numpy())
-
-
-@torch.inference_mode()
-def compiled_decoder(model: "PreTrainedModel", rounding: Rounding | None = None) -> CompiledDecoder | None:
-    """Return the compiled forward of a model; None if numba is missing, or if it would not compute the same as the model.
+def angles_of(rotary: Any, positions: int, *kind: str) -> Float32[np.ndarray, "2 positions pairs"]:
+    """Return the cosine and the sine of each rotary pair's angle at each position.
 
     Args:
-        rounding: what to round all matrices but the embedding to, which makes it another model: "int8" weights are read in a
-            quarter of the time of float32, "int4" weights in less than a sixth. None: they stay as they are.
+        kind: of layers, where each has angles of its own.
     """
-    if not kernels.AVAILABLE or not is_plain_llama(model) or misfit(model, rounding):
-        return None
-    return CompiledDecoder(model, rounding)
+    cos, sin = rotary(torch.zeros(1), torch.arange(positions)[None], *kind)
+    pairs = cos.shape[-1] // 2
+    return np.ascontiguousarray(torch.stack([cos[0, :, :pairs], sin[0, :, :pairs]]).numpy())
+
+
+def angles_of_model(model: "PreTrainedModel", of: Architecture) -> Float32[np.ndarray, "tables 2 positions pairs"]:
+    """Return all tables of angles of a model; one without pairs if its positions are learned."""
+    positions = model.config.max_position_embeddings
+    if of.family.positions:
+        return np.zeros((1, 2, positions, 0), dtype=np.float32)
+    body: Any = model.base_model
+    return np.stack([angles_of(body.rotary_emb, positions, *([kind] if kind else [])) for kind in of.tables])
+
+
+def places_of(body: Any, of: Architecture) -> Float32[np.ndarray, "positions hidden"]:
+    """Return the learned positions of a model; none if its positions are rotary."""
+    if of.family.positions:
+        return numbers_of(getattr(body, of.family.positions).weight)
+    return np.zeros((0, 0), dtype=np.float32)
 
 
 def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:
-    """Return the reason why the sizes of a Llama-like model do not fit panels; "" if they do."""
+    """Return the reason why the compiled forward cannot run a model, its matrices rounded or not; "" if it can."""
+    if not kernels.AVAILABLE:
+        return "numba is missing, or switched off"
+    return misfit_of_float32(model) or _misfit_of_sizes(model, rounding)
+
+
+def _misfit_of_sizes(model: "PreTrainedModel", rounding: Rounding | None) -> str:
+    """Return the reason why the sizes of a model do not fit panels; "" if they do."""
     unit = steps_in("int4" if rounding == "int4" else "float32")
     config = model.config
     size = head_size(config)
-    depths = config.hidden_size, getattr(config, "intermediate_size", 1), config.num_attention_heads * size
+    architecture = architecture_of(model)
+    first = getattr(model.base_model, architecture.family.layers)[0]
+    depths = config.hidden_size, parts_of(first, architecture).down.shape[1], config.num_attention_heads * size
     if size % steps_in("float32") or any(depth % unit for depth in depths):
         deep = ", ".join(map(str, depths))
         return f"its matrices are {deep} deep, with heads of {size}; the depths must be multiples of {unit}"

@@ -1,4 +1,7 @@
-"""The compiled layers of a Llama-like model: norms, rotary positions, attention, the gated inner layer.
+"""The compiled layers of a model: norms, rotary positions, attention, the inner layer.
+
+There is one body for all families (engines/families.py): what a family has besides is in `Extras`, and asked for outside of
+loops over numbers.
 
 A row gets the same numbers, to the last bit, whatever other rows are in the pass: each sum is added up in an order that the
 source fixes, and no option lets the compiler change that order or what is rounded.
@@ -8,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam.engines.cpu.extras import GELU_TANH, SILU, Extras
 from specbeam.engines.cpu.panels import multiply, part_count
 from specbeam.engines.cpu.sums import MOST, WIDTH, write_row_sums
 from specbeam.kernels.compiling import Array, compiled
@@ -23,6 +27,15 @@ _LN2_REST = np.float32(-2.12194440e-4)
 NO_ATTENTION = 1 << 20  # more than there are kinds of layers
 NO_INNER = 1 << 21
 _HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
+_TANH_3, _TANH_5, _TANH_7, _TANH_9 = (np.float32(n) for n in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))
+_TANH_NEAR = np.float32(0.0625)  # the square of what is near 0
+_GELU_CUBE, _GELU_SCALE = (np.float32(n) for n in (0.044715, -2 * 0.7978845608028654))
+_ROOT_HALF = np.float32(0.7071067811865476)
+# exp(-z^2) times a polynomial in 1 / (1 + p z) is erfc(z) up to 1.5e-7 (Abramowitz and Stegun, 7.1.26).
+_ERF_P = np.float32(0.3275911)
+_ERF_1, _ERF_2, _ERF_3, _ERF_4, _ERF_5 = (
+    np.float32(n) for n in (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
+)
 
 
 @compiled
@@ -45,19 +58,74 @@ def exponential(x: Array, powers: Array) -> None:
 
 
 @compiled
+def tanh(x: Array, powers: Array, scratch: Array) -> None:
+    """Replace x, float32[n], by its hyperbolic tangent, with a relative error below 1e-6.
+
+    Near 0, where 1 - exp(-2 |x|) has few digits, by the first terms of its series.
+
+    Args:
+        powers: int32[n or more], and `scratch`, float32[n or more], are overwritten.
+    """
+    count = len(x)
+    falling = scratch[:count]
+    for place in range(count):
+        falling[place] = -2 * abs(x[place])
+    exponential(falling, powers[:count])
+    for place in range(count):
+        y = x[place]
+        size = (_F1 - falling[place]) / (_F1 + falling[place])
+        far = -size if y < 0 else size
+        square = y * y
+        near = y * (_F1 + square * (_TANH_3 + square * (_TANH_5 + square * (_TANH_7 + square * _TANH_9))))
+        x[place] = near if square < _TANH_NEAR else far
+
+
+@compiled
+def cap_scores(x: Array, cap: float, powers: Array, scratch: Array) -> None:
+    """Replace x, float32[n], by cap * tanh(x / cap); for the other arguments see `tanh`."""
+    for place in range(len(x)):
+        x[place] = x[place] / cap
+    tanh(x, powers, scratch)
+    for place in range(len(x)):
+        x[place] = x[place] * cap
+
+
+@compiled
 def normalise(x: Array, weight: Array, eps: float, out: Array) -> None:
-    """Write the RMSNorm of each row of x to `out`."""
+    """Write the norm of each row of x to `out`; see `normalise_row`."""
     for row in range(len(x)):
         normalise_row(x[row], weight, eps, out[row])
 
 
 @compiled
 def normalise_row(x: Array, weight: Array, eps: float, out: Array) -> None:
-    """Write the RMSNorm of x, float32[n], contiguous, to `out`, which may be x."""
-    square = sum_of_squares(x)
+    """Write the norm of x, float32[n], contiguous, to `out`, which may be x.
+
+    Args:
+        weight: float32[n] of an RMSNorm; float32[2 * n], weight and bias of a LayerNorm; of no numbers: x stays as it is.
+    """
+    if len(weight) == len(x):
+        square = sum_of_squares(x)
+        factor = np.float32(1 / np.sqrt(square / len(x) + eps))
+        for place in range(len(x)):
+            out[place] = x[place] * factor * weight[place]
+    elif len(weight) == 0:
+        for place in range(len(x)):
+            out[place] = x[place]
+    else:
+        _centre_and_scale(x, weight, eps, out)
+
+
+@compiled
+def _centre_and_scale(x: Array, weight: Array, eps: float, out: Array) -> None:
+    """Write the LayerNorm of x to `out`; see `normalise_row`."""
+    mean = np.float32(sum_of(x) / len(x))
+    for place in range(len(x)):
+        out[place] = x[place] - mean
+    square = sum_of_squares(out)
     factor = np.float32(1 / np.sqrt(square / len(x) + eps))
     for place in range(len(x)):
-        out[place] = x[place] * factor * weight[place]
+        out[place] = out[place] * factor * weight[place] + weight[len(x) + place]
 
 
 @compiled
@@ -65,16 +133,16 @@ def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions
     """Apply rotary positions, in place, to `heads` heads of x from column `first` on.
 
     Args:
-        angles: float32[2, positions, size / 2], cosines and sines.
+        angles: float32[2, positions, pairs], cosines and sines; what is behind the first `pairs` pairs of a head stays.
     """
-    half = size // 2
+    half = angles.shape[2]
     for row in range(len(x)):
         cos = angles[0, positions[row]]
         sin = angles[1, positions[row]]
         for head in range(heads):
             start = first + head * size
             lower = x[row, start : start + half]
-            upper = x[row, start + half : start + size]
+            upper = x[row, start + half : start + 2 * half]
             for place in range(half):
                 a = lower[place]
                 b = upper[place]
@@ -141,16 +209,9 @@ def _extent_of(first: int, start: int, stop: int, group: int, reach: Array) -> i
 
 @compiled
 def attend(
-    q: Array,
-    keys: Array,
-    values: Array,
-    rows: Array,
-    seen: Array,
-    reach: Array,
-    group: int,
-    scale: np.float32,
+    q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int, scale: np.float32, cap: np.float32,
     out: Array,
-) -> None:
+) -> None:  # fmt: skip
     """Write the attention of all rows to their sessions' caches to `out`.
 
     Args:
@@ -161,7 +222,8 @@ def attend(
         seen: bool[rows, slots]: which slots each row looks at.
         reach: int64[rows]: one past the last slot that each row looks at.
         group: query heads per kv head.
-        scale: what scores are multiplied with, 1 / sqrt(size).
+        scale: what scores are multiplied with.
+        cap: what bounds the size of scores, see `cap_scores`; 0: nothing.
         out: float32[rows, heads * size].
     """
     kv_heads = keys.shape[1]
@@ -179,6 +241,7 @@ def attend(
     mixed = np.empty((MOST, width), dtype=np.float32)
     flat_mixed = mixed.reshape(-1)
     powers = np.empty(most, dtype=np.int32)
+    spare = np.empty(most if cap > 0 else 0, dtype=np.float32)
     for session in range(len(rows)):
         cache, first, last = rows[session]
         queries = (last - first) * group
@@ -195,6 +258,9 @@ def attend(
                         count, flat_keys, (head_at * panels + panel) * size * WIDTH, WIDTH, flat_scaled, start * size, size,
                         flat_scores, panel * WIDTH, most, size,
                     )  # fmt: skip
+                if cap > 0:
+                    for query in range(count):
+                        cap_scores(scores[query, :extent], cap, powers, spare)
                 for query in range(count):
                     softmax(scores[query, :extent], seen[first + (start + query) // group], powers)
                 for panel in range(width // WIDTH):
@@ -209,16 +275,53 @@ def attend(
 
 
 @compiled
-def gate(both: Array, inner: int, out: Array) -> None:
-    """Write SiLU of the first `inner` columns of `both` times the next `inner` columns to `out`."""
+def activate(both: Array, inner: int, extras: Extras, out: Array) -> None:
+    """Write the activation of the first `inner` columns of `both` to `out`; with a gate, times the next `inner` columns."""
     powers = np.empty(inner, dtype=np.int32)
-    falling = np.empty(inner, dtype=np.float32)
+    scratch = np.empty(inner, dtype=np.float32)
     for row in range(len(both)):
-        for place in range(inner):
-            falling[place] = -both[row, place]
-        exponential(falling, powers)
-        for place in range(inner):
-            out[row, place] = both[row, place] / (_F1 + falling[place]) * both[row, inner + place]
+        x = both[row][:inner]
+        if extras.activation == SILU:
+            _silu(x, powers, scratch, out[row])
+        elif extras.activation == GELU_TANH:
+            _gelu_tanh(x, powers, scratch, out[row])
+        else:
+            _gelu(x, powers, scratch, out[row])
+        if extras.gated:
+            for place in range(inner):
+                out[row, place] *= both[row, inner + place]
+
+
+@compiled
+def _silu(x: Array, powers: Array, falling: Array, out: Array) -> None:
+    """Write x / (1 + exp(-x)) to `out`; `powers` and `falling` are overwritten."""
+    for place in range(len(x)):
+        falling[place] = -x[place]
+    exponential(falling, powers)
+    for place in range(len(x)):
+        out[place] = x[place] / (_F1 + falling[place])
+
+
+@compiled
+def _gelu_tanh(x: Array, powers: Array, falling: Array, out: Array) -> None:
+    """Write x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3) to `out`, which is x / (1 + exp(-2 u))."""
+    for place in range(len(x)):
+        falling[place] = _GELU_SCALE * (x[place] + _GELU_CUBE * x[place] * x[place] * x[place])
+    exponential(falling, powers)
+    for place in range(len(x)):
+        out[place] = x[place] / (_F1 + falling[place])
+
+
+@compiled
+def _gelu(x: Array, powers: Array, falling: Array, out: Array) -> None:
+    """Write x times the odds of a normal number below x to `out`; its error is below 2e-7 times the size of x."""
+    for place in range(len(x)):
+        falling[place] = -_HALF * x[place] * x[place]
+    exponential(falling, powers)
+    for place in range(len(x)):
+        t = _F1 / (_F1 + _ERF_P * _ROOT_HALF * abs(x[place]))
+        tail = _HALF * falling[place] * t * (_ERF_1 + t * (_ERF_2 + t * (_ERF_3 + t * (_ERF_4 + t * _ERF_5))))
+        out[place] = x[place] * (tail if x[place] < 0 else _F1 - tail)
 
 
 @compiled
@@ -242,7 +345,8 @@ def store_keys_and_values(qkv: Array, heads: int, rows: Array, slots: Array, key
 class LayerRoom(NamedTuple):
     """Arrays that layers write into, with a row for each row of the pass."""
 
-    normed: Array  # float32[rows, hidden]: what attention or the gated inner layer reads
+    normed: Array  # float32[rows, hidden]: what attention or the inner layer reads
+    beside: Array  # the same: what the inner layer reads where it does not wait for attention; else of no rows
     qkv: Array
     mixed: Array  # float32[rows, heads * size]
     out: Array
@@ -255,6 +359,7 @@ def layer_room(count: int, hidden: int, weights: Any, heads: int, size: int) -> 
     """Return room for passes of `count` rows through layers of these weights."""
     return LayerRoom(
         np.empty((count, hidden), dtype=np.float32),
+        np.empty((count if weights.extras.parallel else 0, hidden), dtype=np.float32),
         np.empty((count, weights.qkv.shape[1] * WIDTH), dtype=np.float32),
         np.empty((count, heads * size), dtype=np.float32),
         np.empty((count, weights.out.shape[1] * WIDTH), dtype=np.float32),
@@ -273,14 +378,40 @@ def write_qkv(
     Args:
         h: what attention reads, normed.
         weights: `decoder.Weights`.
+        angles: float32[tables, 2, positions, pairs]: for each table those that `rotate` takes.
     """
     multiply(h, weights.qkv[layer], qkv, threads)
-    for place in range(weights.bias.shape[1]):
-        for row in range(len(h)):
-            qkv[row, place] += weights.bias[layer, place]
+    add_bias(qkv, weights.bias[layer])
     if weights.head_norms.shape[2] > 0:
         _norm_heads(qkv, heads, kv_heads, size, weights.head_norms[layer], eps)
-    rotate(qkv, 0, heads + kv_heads, size, angles, positions)
+    if weights.extras.wide_norms.shape[1] > 0:
+        _norm_all_heads(qkv, heads * size, weights.extras.wide_norms[layer], eps)
+    rope = weights.extras.ropes[layer]
+    if rope >= 0:
+        rotate(qkv, 0, heads + kv_heads, size, angles[rope], positions)
+
+
+@compiled
+def add_bias(x: Array, bias: Array) -> None:
+    """Add a bias, which may have no numbers, to the first columns of each row of x."""
+    if len(bias) > 0:
+        for row in range(len(x)):
+            for place in range(len(bias)):
+                x[row, place] += bias[place]
+
+
+@compiled
+def _norm_all_heads(qkv: Array, queries: int, norms: Array, eps: float) -> None:
+    """Replace all queries of a row by their RMSNorm, and all its keys by theirs.
+
+    Args:
+        queries: number of columns of the queries.
+        norms: the weights of both, one after the other.
+    """
+    for row in range(len(qkv)):
+        for start, stop in ((0, queries), (queries, len(norms))):
+            one = qkv[row][start:stop]
+            normalise_row(one, norms[start:stop], eps, one)
 
 
 @compiled
@@ -306,6 +437,8 @@ def run_layer(
         keys, values: of the layer, as in `attend`.
         room: see `layer_room`.
     """
+    if weights.extras.parallel:
+        normalise(x, weights.before_inner[layer], eps, room.beside)
     run_attention(
         x, h, weights, layer, angles, eps, heads, positions, rows, slots, seen, reach, keys, values, room, threads
     )
@@ -320,22 +453,32 @@ def run_attention(
     """Run the attention of one layer on x, in place, and store keys and values; see `run_layer`."""
     kv_heads = keys.shape[1]
     size = keys.shape[3]
-    scale = np.float32(1 / np.sqrt(size))
+    extras = weights.extras
     write_qkv(h, weights, layer, angles, eps, heads, kv_heads, size, positions, room.qkv, threads)
     store_keys_and_values(room.qkv, heads, rows, slots, keys, values)
-    attend(room.qkv, keys, values, rows, seen, reach, heads // kv_heads, scale, room.mixed)
+    scale = extras.scales[layer]
+    attend(room.qkv, keys, values, rows, seen, reach, heads // kv_heads, scale, extras.cap, room.mixed)
     multiply(room.mixed, weights.out[layer], room.out, threads)
-    add(x, room.out)
+    add_sublayer(x, room.out, extras.out_bias[layer], extras.after_attention[layer], eps, extras.residual)
 
 
 @compiled
 def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom, threads: int) -> None:
-    """Run the gated inner layer of one layer on x, in place; see `run_layer`."""
-    normalise(x, weights.before_inner[layer], eps, room.normed)
-    multiply(room.normed, weights.gate_up[layer], room.both, threads)
-    gate(room.both, weights.inner, room.wide)
+    """Run the inner layer of one layer on x, in place; see `run_layer`.
+
+    If it does not wait for attention, what it reads is in `room.beside`.
+    """
+    extras = weights.extras
+    reads = room.normed
+    if extras.parallel:
+        reads = room.beside
+    else:
+        normalise(x, weights.before_inner[layer], eps, reads)
+    multiply(reads, weights.gate_up[layer], room.both, threads)
+    add_bias(room.both, extras.up_bias[layer])
+    activate(room.both, weights.inner, extras, room.wide)
     multiply(room.wide, weights.down[layer], room.out, threads)
-    add(x, room.out)
+    add_sublayer(x, room.out, extras.down_bias[layer], extras.after_inner[layer], eps, extras.residual)
 
 
 @compiled
@@ -347,7 +490,7 @@ def all_layers(
 
     Args:
         weights: `decoder.Weights`.
-        angles: see `rotate`.
+        angles: see `write_qkv`.
         positions, slots: int64[rows]: position in the text, and slot for keys and values.
         rows: see `attend`.
         seen: bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind.
@@ -363,6 +506,8 @@ def all_layers(
     for layer in range(len(kinds)):
         _keep_taps(x, taps, layer, tapped)
         kind = kinds[layer] % NO_ATTENTION
+        if weights.extras.parallel:
+            normalise(x, weights.before_inner[layer], eps, room.beside)
         if kinds[layer] & NO_ATTENTION == 0:
             normalise(x, weights.before_attention[layer], eps, room.normed)
             run_attention(
@@ -403,7 +548,7 @@ def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, 
 
     Args:
         x: float32[rows, hidden], the output of the last layer.
-        weight: float32[hidden] of the final norm; of no numbers if there is none.
+        weight: of the final norm, see `normalise_row`; of no numbers if there is none.
         head: the head's matrix in panels.
     """
     h = x
@@ -414,10 +559,36 @@ def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, 
 
 
 @compiled
-def add(x: Array, more: Array) -> None:
-    """Add `more` to x in place; `more` may have more columns, which are ignored."""
+def shape_logits(logits: Array, divisor: float, cap: float) -> None:
+    """Divide logits by `divisor`, and then cap their size, see `cap_scores`; 1 and 0 change nothing."""
+    if divisor != 1:
+        for row in range(len(logits)):
+            for place in range(logits.shape[1]):
+                logits[row, place] /= divisor
+    if cap > 0:
+        powers = np.empty(logits.shape[1], dtype=np.int32)
+        scratch = np.empty(logits.shape[1], dtype=np.float32)
+        for row in range(len(logits)):
+            cap_scores(logits[row], cap, powers, scratch)
+
+
+@compiled
+def add_sublayer(x: Array, more: Array, bias: Array, norm: Array, eps: float, factor: float) -> None:
+    """Add what leaves a sublayer, float32[rows, hidden or more columns], to x in place.
+
+    Args:
+        more: overwritten if it has a bias or a norm.
+        bias: float32[hidden] that is added to it; or of no numbers.
+        norm: of what leaves the sublayer, see `normalise_row`.
+        factor: float32, what it is multiplied with after all of these.
+    """
+    add_bias(more, bias)
+    if len(norm) > 0:
+        for row in range(len(x)):
+            one = more[row][: x.shape[1]]
+            normalise_row(one, norm, eps, one)
     for row in range(len(x)):
         here = x[row]
         there = more[row]
         for place in range(len(here)):
-            here[place] += there[place]
+            here[place] += there[place] * factor

@@ -2,22 +2,28 @@
 
 from typing import NamedTuple
 
+from specbeam.engines.cpu.extras import Extras, layers_of_extras
 from specbeam.kernels.compiling import Array, compiled
 
 
 class Weights(NamedTuple):
-    """The weights of all layers, stacked. Matrices are in panels; those that read the same rows are joined to one."""
+    """The weights of all layers, stacked. Matrices are in panels; those that read the same rows are joined to one.
 
-    before_attention: Array  # float32[layers, hidden]: weights of the norm before attention
-    before_inner: Array  # float32[layers, hidden]: weights of the norm before the gated inner layer
+    The weight of a norm is that of an RMSNorm, float32[hidden]; of a LayerNorm it is the weight and then the bias,
+    float32[2 * hidden]; where there is no norm it has no numbers.
+    """
+
+    before_attention: Array  # float32[layers, ...]: weights of the norm before attention
+    before_inner: Array  # float32[layers, ...]: weights of the norm before the inner layer
     bias: Array  # float32[layers, columns] of qkv; no columns if the model has no bias
     # float32[layers, 2, size]: weights of the norms of each head's queries and keys; of no size if there are none
     head_norms: Array
     qkv: Array  # float32, uint32, uint16, int32, int16 or int8[layers, panels, words], see `in_panels`
     out: Array
-    gate_up: Array
+    gate_up: Array  # without a gate: up alone
     down: Array
-    inner: int  # columns of the gated inner layer
+    inner: int  # columns of the inner layer
+    extras: Extras
 
 
 @compiled
@@ -33,4 +39,5 @@ def layers_of_weights(weights: Weights, first: int, stop: int) -> Weights:
         weights.gate_up[first:stop],
         weights.down[first:stop],
         weights.inner,
+        layers_of_extras(weights.extras, first, stop),
     )

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from specbeam.engines.eligibility import head_size
+from specbeam.engines.families import head_size
 from specbeam.engines.gpu.kernels import attended, gated, normed, rotate_and_store
 from specbeam.engines.gpu.staging import Inputs
 from specbeam.engines.kv.store import SlotStore

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
-from specbeam.engines.eligibility import head_size, is_plain_llama
+from specbeam.engines.families import head_size
 from specbeam.engines.kv.late import LateRows
 from specbeam.engines.kv.store import KVStore
 from specbeam.records import FINAL
@@ -95,7 +95,7 @@ class Grid:
 
 
 class LeanDecoder:
-    """The lean forward of one model. `lean` makes it, and checks that it fits the model."""
+    """The lean forward of one model, which passes `is_plain_llama`."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
         config = model.config
@@ -226,9 +226,3 @@ def _rotations(rotary: nn.Module, positions: int, size: int) -> Tensor:
     places = torch.arange(positions)[None]
     cos, sin = rotary(torch.zeros(1), places)
     return torch.complex(cos[0, :, : size // 2], sin[0, :, : size // 2])
-
-
-@torch.inference_mode()
-def lean(model: "PreTrainedModel") -> LeanDecoder | None:
-    """Return the lean forward of a model; None if that would not compute the same as the model."""
-    return LeanDecoder(model) if is_plain_llama(model) else None

@@ -1,0 +1,373 @@
+"""The families of models whose layers the engines here run themselves: a table of what the layers of each have.
+
+A row of `FAMILIES` says how transformers calls the parts of a layer and which of them there are; `architecture_of` reads the
+numbers of one model from its configuration; `parts_of` returns the weights of a layer in one order, whatever their names.
+An engine has one forward, which looks at these and at nothing else of a model.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Activation = Literal["silu", "gelu tanh", "gelu"]
+
+# The activations by the names that transformers has for them; several names are the same function.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu tanh",
+    "gelu_new": "gelu tanh",
+    "gelu_fast": "gelu tanh",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+}
+FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
+
+
+class Numbers(NamedTuple):
+    """The constants of a model besides its weights, where they are not those of a Llama.
+
+    Attributes:
+        attention: what scores of attention are multiplied with, in each layer; None: 1 / sqrt(size of a head).
+        attention_cap: c where a score s becomes c * tanh(s / c); 0: no cap.
+        embedding: what embeddings are multiplied with, those of tokens and those that are given.
+        residual: what leaves a sublayer is multiplied with this before it is added.
+        logits_divisor: what logits are divided by.
+        logits_cap: as `attention_cap`, of logits.
+    """
+
+    attention: tuple[float, ...] | None = None
+    attention_cap: float = 0.0
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits_divisor: float = 1.0
+    logits_cap: float = 0.0
+
+
+class Norms(NamedTuple):
+    """The names of the norms of a layer in its module; "" for one that it lacks."""
+
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_inner: str = "post_attention_layernorm"
+    after_inner: str = ""
+
+
+_LLAMA_NORMS = Norms()
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the layers of a family of models have, and how transformers calls their parts. What is left out is a Llama's.
+
+    Attributes:
+        name: of the family.
+        kind: `model_type` of its configurations.
+        model: the class of its models.
+        layers: the list of layers in the model's body, `final_norm` the norm behind them.
+        attention, inner: the two sublayers of a layer.
+        qkv: the matrices of queries, keys and values, or the one that holds all of them.
+        out: the matrix behind attention.
+        up: the matrices of the inner layer: gate and up, or the one that holds both, or the one of a layer without a gate.
+        down: the matrix behind these.
+        norms: the norms of a layer.
+        norm: "rms"; "rms + 1", whose weight is stored less one; "layer", a LayerNorm with a bias.
+        gated: whether the inner layer has a gate.
+        activation: the name of the activation in the configuration.
+        head_norms: norms of queries and keys behind their matrices: "no", of each "head", of the "whole" width.
+        transposed: whether matrices are stored as [inputs, outputs].
+        kv_heads: the setting with the number of heads of keys and values; "": as many as of queries.
+        by_head: whether the rows of `qkv` are those of each head's query, key and value, one head after the other.
+        parallel: the setting that lets the inner layer read what attention reads, in place of its output; "": none.
+        positions: the module of learned positions; "": there is none, and positions are rotary.
+        numbers: reads the constants from a configuration.
+        refuses: returns the reason why a model of this configuration has something that no row here describes.
+    """
+
+    name: str
+    kind: str
+    model: str
+    layers: str = "layers"
+    final_norm: str = "norm"
+    attention: str = "self_attn"
+    inner: str = "mlp"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    norms: Norms = _LLAMA_NORMS
+    norm: Literal["rms", "rms + 1", "layer"] = "rms"
+    gated: bool = True
+    activation: str = "hidden_act"
+    head_norms: Literal["no", "head", "whole"] = "no"
+    transposed: bool = False
+    kv_heads: str = "num_key_value_heads"
+    by_head: bool = False
+    parallel: str = ""
+    positions: str = ""
+    numbers: Callable[[Any], Numbers] = lambda config: Numbers()
+    refuses: Callable[[Any], str] = lambda config: ""
+
+
+LLAMA = Family("Llama", "llama", "LlamaForCausalLM")
+FAMILIES = (
+    LLAMA,  # SmolLM and SmolLM2 are Llamas, too
+    Family("Mistral", "mistral", "MistralForCausalLM"),
+    Family("Qwen2", "qwen2", "Qwen2ForCausalLM"),
+)
+
+
+def family_of(model: "PreTrainedModel") -> Family | None:
+    """Return the row of a model in the table; None if it has none."""
+    for family in FAMILIES:
+        if (model.config.model_type, type(model).__name__) == (family.kind, family.model):
+            return family
+    return None
+
+
+def known_families() -> str:
+    """Return the names of all families, for messages."""
+    *names, last = [family.name for family in FAMILIES]
+    return f"{', '.join(names)} and {last}"
+
+
+def head_size(config: Any) -> int:
+    """Return the number of dimensions of one attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+@dataclass(frozen=True, eq=False)
+class Architecture:
+    """What an engine has to know of a model besides its weights.
+
+    Attributes:
+        family: its row of the table.
+        heads, kv_heads: numbers of heads.
+        size: dimensions of a head.
+        eps: what norms add to the mean square.
+        activation: of the inner layer.
+        parallel: see `Family.parallel`.
+        scales: what scores of attention are multiplied with, by layer.
+        ropes: the table of rotary angles of each layer, an index into `tables`; -1: the layer has no positions.
+        tables: the kind of layers that each table of angles is for; "" where all have the same.
+        kinds: the kind of attention of each layer, which says what a row may look at.
+        numbers: further constants.
+    """
+
+    family: Family
+    heads: int
+    kv_heads: int
+    size: int
+    eps: float
+    activation: Activation
+    parallel: bool
+    scales: tuple[float, ...]
+    ropes: tuple[int, ...]
+    tables: tuple[str, ...]
+    kinds: tuple[str, ...]
+    numbers: Numbers
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The different kinds of attention, in the order of their first layers."""
+        return list(dict.fromkeys(self.kinds))
+
+    def at(self, layer: int) -> "Architecture":
+        """Return the same with a single layer, that of this number."""
+        return Architecture(
+            self.family,
+            self.heads,
+            self.kv_heads,
+            self.size,
+            self.eps,
+            self.activation,
+            self.parallel,
+            (self.scales[layer],),
+            (self.ropes[layer],),
+            self.tables,
+            (self.kinds[layer],),
+            self.numbers,
+        )
+
+
+def llama_architecture(layers: int, heads: int, kv_heads: int, size: int, eps: float) -> Architecture:
+    """Return the architecture of layers that are a Llama's, such as those of draft heads."""
+    every = (1 / size**0.5,) * layers
+    full = ("full_attention",) * layers
+    return Architecture(LLAMA, heads, kv_heads, size, eps, "silu", False, every, (0,) * layers, ("",), full, Numbers())
+
+
+def architecture_of(model: "PreTrainedModel") -> Architecture:
+    """Return the architecture of a model that `misfit_of_family` has no reason against."""
+    family = family_of(model)
+    assert family is not None
+    config: Any = model.config
+    layers = config.num_hidden_layers
+    heads = config.num_attention_heads
+    size = head_size(config)
+    numbers = family.numbers(config)
+    kinds = tuple(getattr(config, "layer_types", None) or ["full_attention"] * layers)
+    scales = numbers.attention or (1 / size**0.5,) * layers
+    ropes, tables = _ropes_of(config, family, kinds)
+    return Architecture(
+        family=family,
+        heads=heads,
+        kv_heads=(getattr(config, family.kv_heads) if family.kv_heads else None) or heads,
+        size=size,
+        eps=_eps_of(getattr(model.base_model, family.final_norm)),
+        activation=ACTIVATIONS[getattr(config, family.activation)],
+        parallel=bool(family.parallel and getattr(config, family.parallel)),
+        scales=scales,
+        ropes=ropes,
+        tables=tables,
+        kinds=kinds,
+        numbers=numbers,
+    )
+
+
+def _ropes_of(config: Any, family: Family, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return `Architecture.ropes` and `Architecture.tables`."""
+    if family.positions:
+        return (-1,) * len(kinds), ("",)
+    tables = tuple(sorted({*kinds})) if len(_ropes_by_kind(config)) > 1 else ("",)
+    turned = getattr(config, "no_rope_layers", None) or [1] * len(kinds)
+    ropes = [tables.index(kind) if len(tables) > 1 else 0 for kind in kinds]
+    return tuple(rope if turns else -1 for rope, turns in zip(ropes, turned, strict=False)), tables
+
+
+def _ropes_by_kind(config: Any) -> list[Any]:
+    """Return the parameters of rotary positions, one for each kind of layers if these differ."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_kind = [one for one in found.values() if isinstance(one, dict)]
+    return by_kind or [found]
+
+
+def _eps_of(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def misfit_of_family(model: "PreTrainedModel") -> str:
+    """Return the reason why no row of the table describes a model; "" if one does.
+
+    A model with hooks, adapters or rounded weights computes something else than its family does.
+    """
+    family = family_of(model)
+    if family is None:
+        return f"it is of no family that they know: {known_families()}"
+    config: Any = model.config
+    if why := family.refuses(config):
+        return why
+    if (named := getattr(config, family.activation)) not in ACTIVATIONS:
+        return f"its activation is {named!r}, and they know {', '.join(ACTIVATIONS)}"
+    for rope in _ropes_by_kind(config):
+        if (kind := rope.get("rope_type", "default")) not in FIXED_ROPES:
+            return f"its positions are of kind {kind!r}, and they know {', '.join(FIXED_ROPES)}"
+    head: Any = model.get_output_embeddings()
+    if head.bias is not None:
+        return "its last matrix has a bias"
+    return _misfit_of_modules(model, family)
+
+
+def _misfit_of_modules(model: "PreTrainedModel", family: Family) -> str:
+    """Return the reason why modules of a model are not as its family has them; "" if they are."""
+    from transformers.pytorch_utils import Conv1D
+
+    modules = list(model.modules())
+    if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules):
+        return "its modules have hooks, or a forward of their own"
+    own = (nn.Linear, Conv1D) if family.transposed else (nn.Linear,)
+    holds_matrix = [one for one in modules if hasattr(one, "weight") and hasattr(one, "in_features")]
+    holds_matrix += [one for one in modules if isinstance(one, Conv1D)]
+    # Adapters and quantised layers are modules of their own; torchao leaves the modules, and puts its own tensors in them.
+    if any(type(one) not in own or type(one.weight) is not nn.Parameter for one in holds_matrix):
+        return "its matrices have adapters or are rounded"
+    return ""
+
+
+class Parts(NamedTuple):
+    """The weights of one layer. Those that a layer lacks have no numbers.
+
+    The weight of a norm is that of an RMSNorm, [width]; for a LayerNorm it is the weight and then the bias, [2 * width].
+    Matrices are [outputs, inputs].
+    """
+
+    before_attention: Tensor
+    after_attention: Tensor
+    before_inner: Tensor
+    after_inner: Tensor
+    head_norms: Tensor  # [2, size]: of each head's queries and keys
+    wide_norms: Tensor  # [(heads + kv_heads) * size]: of all queries, and of all keys
+    qkv: list[Tensor]  # matrices that are joined: queries, keys, values
+    qkv_bias: Tensor
+    out: Tensor
+    out_bias: Tensor
+    up: list[Tensor]  # joined: gate and up, or up alone
+    up_bias: Tensor
+    down: Tensor
+    down_bias: Tensor
+
+
+def parts_of(layer: Any, of: Architecture) -> Parts:
+    """Return the weights of a layer of a model, or of a draft head whose layers are a Llama's."""
+    family = of.family
+    attention = getattr(layer, family.attention)
+    inner = getattr(layer, family.inner)
+    norms = [norm_of(getattr(layer, name, None) if name else None, family) for name in family.norms]
+    qkv = [getattr(attention, name) for name in family.qkv]
+    up = [getattr(inner, name) for name in family.up]
+    out = getattr(attention, family.out)
+    down = getattr(inner, family.down)
+    nothing = norms[0].new_zeros(0)
+    of_heads = [norm_of(getattr(attention, name, None), family) for name in ("q_norm", "k_norm")]
+    whole = family.head_norms == "whole"
+    before_attention, after_attention, before_inner, after_inner = norms
+    return Parts(
+        before_attention=before_attention,
+        after_attention=after_attention,
+        before_inner=before_inner,
+        after_inner=after_inner,
+        head_norms=torch.stack([nothing, nothing] if whole else of_heads),
+        wide_norms=torch.cat(of_heads) if whole else nothing,
+        qkv=[_rows_in_order(_matrix(one, family), of) for one in qkv],
+        qkv_bias=torch.cat([nothing, *(_rows_in_order(one.bias, of) for one in qkv if one.bias is not None)]),
+        out=_matrix(out, family),
+        out_bias=nothing if out.bias is None else out.bias,
+        up=[_matrix(one, family) for one in up],
+        up_bias=torch.cat([nothing, *(one.bias for one in up if one.bias is not None)]),
+        down=_matrix(down, family),
+        down_bias=nothing if down.bias is None else down.bias,
+    )
+
+
+def norm_of(module: Any, family: Family) -> Tensor:
+    """Return the weight of a norm, see `Parts`; no numbers if it is none, or has none."""
+    weight = getattr(module, "weight", None)
+    if weight is None:
+        return torch.zeros(0)
+    if family.norm == "rms + 1":
+        return 1 + weight.float()
+    if family.norm == "layer":
+        bias = torch.zeros_like(weight) if module.bias is None else module.bias
+        return torch.cat([weight, bias])
+    found: Tensor = weight
+    return found
+
+
+def _matrix(module: Any, family: Family) -> Tensor:
+    weight: Tensor = module.weight
+    return weight.t() if family.transposed else weight
+
+
+def _rows_in_order(rows: Tensor, of: Architecture) -> Tensor:
+    """Return the rows of a joined matrix as all queries, all keys and all values, if they are stored head by head."""
+    if not of.family.by_head:
+        return rows
+    by_head = rows.unflatten(0, (of.heads, 3, of.size))
+    return by_head.transpose(0, 1).flatten(0, 2)

@@ -1,0 +1,200 @@
+"""The table of engines: which of them can run a model, why not, and which one "auto" takes."""
+
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from specbeam.engines.by_layer import layer_decoder
+from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
+from specbeam.engines.cpu.passes import PackedPasses
+from specbeam.engines.eligibility import is_llama_like, is_plain_llama
+from specbeam.engines.torch.lean import LARGEST, LeanDecoder
+from specbeam.engines.torch.passes import PaddedPasses
+from specbeam.errors import NotSupported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specbeam.engines.gpu.passes import GpuPasses
+
+ROUNDINGS: dict[str, Rounding] = {"int8": "int8", "int4": "int4"}
+COMPILED = ("compiled", *ROUNDINGS)  # engines that are the compiled forward
+_NUMBA = ", which needs numba (pip install 'numba>=0.62'),"
+
+
+class EngineKind(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        name: of the engine.
+        described: what messages call it.
+        fits: returns the reason why it cannot run a model; "" if it can.
+        waits: returns the reason why "auto" does not take it although it fits; "" if it does.
+        passes: makes the passes of a model, given `HuggingFaceLM.caches`; None if it turns out not to work on this machine,
+            which it then says in a warning.
+    """
+
+    name: str
+    described: str
+    fits: "Callable[[PreTrainedModel], str]"
+    waits: "Callable[[PreTrainedModel], str]"
+    passes: "Callable[[PreTrainedModel, list[Any]], Any]"
+
+
+class ChosenEngine(NamedTuple):
+    """The engine that runs a model, and in a sentence why transformers does; "" if an engine of our own does."""
+
+    name: str
+    passes: "PaddedPasses | PackedPasses | GpuPasses"
+    note: str
+
+
+def choose_engine(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> ChosenEngine:
+    """Return the engine that runs a model: the wanted one, or with "auto" the first of the table that fits.
+
+    Args:
+        caches: those of `HuggingFaceLM.caches`.
+
+    Raises `NotSupported` if the wanted engine cannot run the model.
+    """
+    if wanted != "auto":
+        return ChosenEngine(wanted, _wanted_passes(model, wanted, caches), "")
+    reasons: dict[str, str] = {}
+    for kind in ENGINES:
+        why = kind.fits(model) or kind.waits(model)
+        if not why:
+            passes = kind.passes(model, caches)
+            if passes is not None:
+                return ChosenEngine(kind.name, passes, _note(model, reasons) if kind.name == "plain" else "")
+            why = "it does not work on this machine"
+        reasons[kind.name] = f"{kind.described}: {why}"
+    raise NotSupported(f"no engine fits this {type(model).__name__}: {'; '.join(reasons.values())}")
+
+
+def _wanted_passes(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> Any:
+    """Return the passes of a model by the engine of this name. Raises `NotSupported` if it cannot run the model."""
+    found = [kind for kind in ENGINES if kind.name == wanted]
+    if not found:
+        raise NotSupported(f"no engine is called {wanted!r}; there are {', '.join(kind.name for kind in ENGINES)}")
+    kind = found[0]
+    why = kind.fits(model)
+    passes = None if why else kind.passes(model, caches)
+    if passes is None:
+        raise NotSupported(f"{kind.described} cannot run this {type(model).__name__}: {why or 'it does not work here'}")
+    return passes
+
+
+def _note(model: "PreTrainedModel", reasons: dict[str, str]) -> str:
+    """Return a sentence that says that transformers runs a model, and why the engine for this device does not."""
+    ours = reasons["gpu" if model.device.type == "cuda" else "compiled"]
+    return f"transformers' own forward runs this {type(model).__name__}, and not {ours}"
+
+
+def _always(model: "PreTrainedModel") -> str:
+    return ""
+
+
+def _on_request(model: "PreTrainedModel") -> str:
+    return "it is taken on request alone"
+
+
+def _too_large(model: "PreTrainedModel") -> str:
+    count = model.num_parameters()
+    if count <= LARGEST:
+        return ""
+    millions = LARGEST // 1_000_000
+    return (
+        f"it has {count // 1_000_000:,} M parameters, and beyond {millions} M a second copy of the weights is too large"
+    )
+
+
+def _off_gpu(model: "PreTrainedModel") -> str:
+    return "" if model.device.type == "cuda" else f"it is on {model.device}, where this is for tests"
+
+
+def _misfit_of_gpu(model: "PreTrainedModel") -> str:
+    if find_spec("triton") is None:
+        return "triton is missing"
+    return "" if is_llama_like(model) else _of_llamas(model, "")
+
+
+def _of_llamas(model: "PreTrainedModel", where: str) -> str:
+    found = f"this is in {model.dtype} on {model.device}" if where else f"this is a {type(model).__name__}"
+    return f"it is for Llama, Mistral and Qwen2 models{where} without changes; {found}"
+
+
+def _misfit_of_lean(model: "PreTrainedModel") -> str:
+    if is_plain_llama(model):
+        return ""
+    return _of_llamas(model, " in float32 on a CPU" if is_llama_like(model) else "")
+
+
+def _misfit_of_layers(model: "PreTrainedModel") -> str:
+    return "" if is_llama_like(model) else _of_llamas(model, "")
+
+
+def _misfit_of_torch(model: "PreTrainedModel") -> str:
+    on_gpu = model.device.type == "cuda"
+    return "it is for a CPU; on a GPU passes are captured as graphs already: leave it out" if on_gpu else ""
+
+
+def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> EngineKind:
+    """Return the row of the compiled forward with matrices that are rounded, or not."""
+
+    def fits(model: "PreTrainedModel") -> str:
+        return misfit(model, rounding)
+
+    def passes(model: "PreTrainedModel", caches: list[Any]) -> PackedPasses:
+        with torch.inference_mode():
+            return PackedPasses(model, CompiledDecoder(model, rounding), caches)
+
+    return EngineKind(name, f"{described}{_NUMBA}", fits, _on_request if rounding else _too_large, passes)
+
+
+def _gpu_passes(model: "PreTrainedModel", caches: list[Any]) -> "GpuPasses | None":
+    """Return passes on a GPU, or None, with a warning, if Triton does not work here."""
+    from specbeam.engines.gpu.decoder import GpuDecoder
+    from specbeam.engines.gpu.passes import GpuPasses
+
+    # GpuDecoder moves the weights. Outside of inference mode they can still be trained afterwards.
+    with torch.inference_mode(False), torch.no_grad():
+        passes = GpuPasses(model, GpuDecoder(model), caches, model.device.type == "cuda")
+    try:
+        passes.try_out()
+    except Exception as error:  # Triton has no C compiler, does not know the GPU, ...
+        warnings.warn(f"Triton does not work here, so transformers runs the model: {error!r}", stacklevel=2)
+        return None
+    return passes
+
+
+def _lean_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
+    with torch.inference_mode():
+        return PaddedPasses(model, LeanDecoder(model), caches)
+
+
+def _passes_by_layer(model: "PreTrainedModel", caches: list[Any]) -> PackedPasses:
+    return PackedPasses(model, layer_decoder(model), caches)
+
+
+def _torch_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
+    return PaddedPasses(model, None, caches, compile=True)
+
+
+def _plain_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
+    return PaddedPasses(model, None, caches)
+
+
+# In the order in which "auto" asks them.
+ENGINES = (
+    EngineKind("gpu", "the forward for GPUs, which needs triton,", _misfit_of_gpu, _off_gpu, _gpu_passes),
+    _compiled_kind("compiled", "the compiled forward", None),
+    _compiled_kind("int8", "quantize='int8'", "int8"),
+    _compiled_kind("int4", "quantize='int4'", "int4"),
+    EngineKind("lean", "the lean forward", _misfit_of_lean, _too_large, _lean_passes),
+    EngineKind("layers", "the forward that calls layers one by one", _misfit_of_layers, _on_request, _passes_by_layer),
+    EngineKind("torch", "compile=True", _misfit_of_torch, _on_request, _torch_passes),
+    EngineKind("plain", "transformers' forward", _always, _always, _plain_passes),
+)
