@@ -17,7 +17,7 @@ from specbeam.core.forest import Forest
 from specbeam.engines.gpu import passes
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
 from specbeam.engines.gpu.graphs import FEW, CapturedGraphs, Graphs
-from specbeam.engines.gpu.kernels import attended, gated, normed, rotate_and_store
+from specbeam.engines.gpu.kernels import activated, attended, normed, rotate_and_store
 from specbeam.engines.gpu.staging import Inputs, Staging
 from specbeam.engines.kv.store import SlotStore
 from specbeam.engines.torch.captured import MOST_GRAPHS
@@ -25,6 +25,8 @@ from specbeam.engines.torch.sizes import rounded_up
 from specbeam.errors import NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import Pair, check_scores_forests, language_model
+from tests.lm.test_families import MODELS as FAMILY_MODELS
+from tests.lm.test_families import model_of
 from tests.lm.test_huggingface import check_random_turns
 from tests.lm.test_lean import MODELS, scored
 from tests.support import words
@@ -54,7 +56,7 @@ def test_norms_and_gates(kind, width):
     plain = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6) * weight.float()
     assert_near(normed(x, weight, 1e-6), plain, kind)
     gate, up = both.float().chunk(2, -1)
-    assert_near(gated(both), torch.nn.functional.silu(gate) * up, kind)
+    assert_near(activated(both), torch.nn.functional.silu(gate) * up, kind)
 
 
 def assert_near(found, plain, kind):
@@ -120,6 +122,8 @@ def test_keys_are_turned_and_stored_but_not_in_the_waste_slot(kind):
 
 ON_GPU = pytest.mark.gpu  # what takes the interpreter too long
 QUICK = ("qwen2-window",)
+QUICK_TOO = ("gemma3",)
+OTHERS = sorted({*FAMILY_MODELS} - {"llama", "mistral", "qwen2"})
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in QUICK else ON_GPU) for one in MODELS])
@@ -133,6 +137,18 @@ def test_logits_are_those_of_the_model(name):
     lm = HuggingFaceLM(model, chunk=5, engine="gpu")
     assert lm.engine == "gpu"
     check_random_turns(lm, model, turns=6 if DEVICE == "cuda" else 2)
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=() if one in QUICK_TOO else ON_GPU) for one in OTHERS])
+def test_logits_of_every_family_are_those_of_the_model(name):
+    """Of all that the table says of a family: norms, caps, windows, multipliers, positions, gates."""
+    model = model_of(name).to(DEVICE)
+    lm = HuggingFaceLM(model, engine="gpu")
+    prompt = torch.randint(3, 61, (7,)).tolist()
+    forest = Forest.rooted([prompt[-1]]).grown([7, 8], [0, 0])
+    found = scored(lm, prompt, forest)
+    expected = plain_logits(model, [prompt + forest.path(node) for node in range(forest.size)])
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
 def test_prompts_are_split_where_their_masks_are_large(monkeypatch):
@@ -188,7 +204,7 @@ def test_the_model_stays_what_it_was(tmp_path):
     for (name, one), (_, other) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
         assert torch.equal(one, other), name
     again = HuggingFaceLM(model, engine="gpu").runner.decoder.layers[0]
-    for name in ("qkv", "bias", "gate_up"):
+    for name in ("qkv", "qkv_bias", "up"):
         assert getattr(again, name).data_ptr() == getattr(lm.runner.decoder.layers[0], name).data_ptr()
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).to(DEVICE)

@@ -35,7 +35,6 @@ class Numbers(NamedTuple):
     """The constants of a model besides its weights, where they are not those of a Llama.
 
     Attributes:
-        attention: what scores of attention are multiplied with, in each layer; None: 1 / sqrt(size of a head).
         attention_cap: c where a score s becomes c * tanh(s / c); 0: no cap.
         embedding: what embeddings are multiplied with, those of tokens and those that are given.
         residual: what leaves a sublayer is multiplied with this before it is added.
@@ -43,7 +42,6 @@ class Numbers(NamedTuple):
         logits_cap: as `attention_cap`, of logits.
     """
 
-    attention: tuple[float, ...] | None = None
     attention_cap: float = 0.0
     embedding: float = 1.0
     residual: float = 1.0
@@ -116,11 +114,111 @@ class Family:
     refuses: Callable[[Any], str] = lambda config: ""
 
 
+def _gemma_numbers(config: Any) -> Numbers:
+    return Numbers(
+        # transformers caps the scores of Gemma 2 alone, whatever the configuration of a Gemma 3 says.
+        attention_cap=float(config.attn_logit_softcapping or 0) if config.model_type == "gemma2" else 0.0,
+        logits_cap=float(config.final_logit_softcapping or 0),
+    )
+
+
+def _granite_numbers(config: Any) -> Numbers:
+    return Numbers(
+        embedding=float(config.embedding_multiplier),
+        residual=float(config.residual_multiplier),
+        logits_divisor=float(config.logits_scaling),
+    )
+
+
+def _refuses_both_ways(config: Any) -> str:
+    if getattr(config, "use_bidirectional_attention", None):
+        return "its tokens look at what follows them (use_bidirectional_attention)"
+    return ""
+
+
+def _refuses_another_text(config: Any) -> str:
+    return "it reads another text, too (add_cross_attention)" if config.add_cross_attention else ""
+
+
+_GEMMA_NORMS = Norms(
+    after_attention="post_attention_layernorm",
+    before_inner="pre_feedforward_layernorm",
+    after_inner="post_feedforward_layernorm",
+)
 LLAMA = Family("Llama", "llama", "LlamaForCausalLM")
 FAMILIES = (
     LLAMA,  # SmolLM and SmolLM2 are Llamas, too
     Family("Mistral", "mistral", "MistralForCausalLM"),
     Family("Qwen2", "qwen2", "Qwen2ForCausalLM"),
+    Family("Qwen3", "qwen3", "Qwen3ForCausalLM", head_norms="head"),
+    Family("SmolLM3", "smollm3", "SmolLM3ForCausalLM"),
+    Family("Granite", "granite", "GraniteForCausalLM", numbers=_granite_numbers),
+    Family("Phi-3", "phi3", "Phi3ForCausalLM", qkv=("qkv_proj",), up=("gate_up_proj",)),
+    Family(
+        "OLMo 2",
+        "olmo2",
+        "Olmo2ForCausalLM",
+        head_norms="whole",
+        norms=Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    ),
+    Family("Gemma", "gemma", "GemmaForCausalLM", norm="rms + 1", refuses=_refuses_both_ways),
+    Family(
+        "Gemma 2",
+        "gemma2",
+        "Gemma2ForCausalLM",
+        norm="rms + 1",
+        norms=_GEMMA_NORMS,
+        activation="hidden_activation",
+        numbers=_gemma_numbers,
+        refuses=_refuses_both_ways,
+    ),
+    Family(
+        "Gemma 3",
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        norm="rms + 1",
+        norms=_GEMMA_NORMS,
+        activation="hidden_activation",
+        head_norms="head",
+        numbers=_gemma_numbers,
+        refuses=_refuses_both_ways,
+    ),
+    Family(
+        "GPT-2",
+        "gpt2",
+        "GPT2LMHeadModel",
+        layers="h",
+        final_norm="ln_f",
+        attention="attn",
+        qkv=("c_attn",),
+        out="c_proj",
+        up=("c_fc",),
+        down="c_proj",
+        norms=Norms("ln_1", "", "ln_2", ""),
+        norm="layer",
+        gated=False,
+        activation="activation_function",
+        transposed=True,
+        kv_heads="",
+        positions="wpe",
+        refuses=_refuses_another_text,
+    ),
+    Family(
+        "GPT-NeoX",
+        "gpt_neox",
+        "GPTNeoXForCausalLM",
+        final_norm="final_layer_norm",
+        attention="attention",
+        qkv=("query_key_value",),
+        out="dense",
+        up=("dense_h_to_4h",),
+        down="dense_4h_to_h",
+        norm="layer",
+        gated=False,
+        kv_heads="",
+        by_head=True,
+        parallel="use_parallel_residual",
+    ),
 )
 
 
@@ -209,23 +307,24 @@ def architecture_of(model: "PreTrainedModel") -> Architecture:
     family = family_of(model)
     assert family is not None
     config: Any = model.config
-    layers = config.num_hidden_layers
     heads = config.num_attention_heads
     size = head_size(config)
     numbers = family.numbers(config)
-    kinds = tuple(getattr(config, "layer_types", None) or ["full_attention"] * layers)
-    scales = numbers.attention or (1 / size**0.5,) * layers
+    kinds = tuple(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    body: Any = model.base_model
+    modules = [getattr(layer, family.attention) for layer in getattr(body, family.layers)]
     ropes, tables = _ropes_of(config, family, kinds)
+    turned = [getattr(module, "use_rope", True) for module in modules]
     return Architecture(
         family=family,
         heads=heads,
         kv_heads=(getattr(config, family.kv_heads) if family.kv_heads else None) or heads,
         size=size,
-        eps=_eps_of(getattr(model.base_model, family.final_norm)),
+        eps=_eps_of(getattr(body, family.final_norm)),
         activation=ACTIVATIONS[getattr(config, family.activation)],
         parallel=bool(family.parallel and getattr(config, family.parallel)),
-        scales=scales,
-        ropes=ropes,
+        scales=tuple(float(getattr(module, "scaling", 1 / size**0.5)) for module in modules),
+        ropes=tuple(rope if turns else -1 for rope, turns in zip(ropes, turned, strict=True)),
         tables=tables,
         kinds=kinds,
         numbers=numbers,
@@ -233,13 +332,11 @@ def architecture_of(model: "PreTrainedModel") -> Architecture:
 
 
 def _ropes_of(config: Any, family: Family, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return `Architecture.ropes` and `Architecture.tables`."""
+    """Return the table of angles of each layer, as if all layers had positions, and `Architecture.tables`."""
     if family.positions:
         return (-1,) * len(kinds), ("",)
     tables = tuple(sorted({*kinds})) if len(_ropes_by_kind(config)) > 1 else ("",)
-    turned = getattr(config, "no_rope_layers", None) or [1] * len(kinds)
-    ropes = [tables.index(kind) if len(tables) > 1 else 0 for kind in kinds]
-    return tuple(rope if turns else -1 for rope, turns in zip(ropes, turned, strict=False)), tables
+    return tuple(tables.index(kind) if len(tables) > 1 else 0 for kind in kinds), tables
 
 
 def _ropes_by_kind(config: Any) -> list[Any]:

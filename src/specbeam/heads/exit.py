@@ -122,6 +122,7 @@ class ExitHead(Head):
         rows = nn.functional.linear(
             normed, head.weight.detach().to(normed.dtype), None if bias is None else bias.detach().to(normed.dtype)
         )
+        rows = rows / getattr(self.target.config, "logits_scaling", 1.0)
         cap = getattr(self.target.config, "final_logit_softcapping", None)
         return rows if cap is None else torch.tanh(rows / cap) * cap
 

@@ -11,6 +11,7 @@ from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import is_llama_like, is_plain_llama
+from specbeam.engines.families import misfit_of_family
 from specbeam.engines.torch.lean import LARGEST, LeanDecoder
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.errors import NotSupported
@@ -118,7 +119,7 @@ def _off_gpu(model: "PreTrainedModel") -> str:
 def _misfit_of_gpu(model: "PreTrainedModel") -> str:
     if find_spec("triton") is None:
         return "triton is missing"
-    return "" if is_llama_like(model) else _of_llamas(model, "")
+    return misfit_of_family(model)
 
 
 def _of_llamas(model: "PreTrainedModel", where: str) -> str:

@@ -1,4 +1,4 @@
-"""Triton kernels for all operations of a Llama-like layer but the matrix products.
+"""Triton kernels for all operations of a layer but the matrix products; what a family lacks is not compiled into them.
 
 The rows of all sessions follow each other; each has its position, its row of the store and its slot. Attention reads keys
 and values in place, and a mask says which slots each row may look at. Numbers that change from pass to pass are read on the
@@ -15,6 +15,7 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 
+from specbeam.engines.families import Activation
 from specbeam.engines.gpu.staging import Inputs
 
 WASTE = tl.constexpr(0)  # a slot that no row looks at, and where nothing is written here; see engines/kv/steps.py
@@ -29,69 +30,103 @@ def step(function: Callable[..., Any]) -> Any:
 
 
 @step
-def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr):
-    """Write the RMSNorm of one row of x, [rows, width], to `out`."""
+def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr, CENTRED: tl.constexpr):
+    """Write the norm of one row of x, [rows, width], to `out`: an RMSNorm, or, centred, a LayerNorm with a bias."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
     value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        value = tl.where(inside, value - tl.sum(value) / width, 0.0)
     factor = 1 / tl.sqrt(tl.sum(value * value) / width + eps)
     scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, (value * factor * scale).to(out.dtype.element_ty), mask=inside)
+    value = value * factor * scale
+    if CENTRED:
+        value += tl.load(weight + width + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @step
-def _gate(both, out, width, BLOCK: tl.constexpr):
-    """Write SiLU of the first half of one row of `both`, [rows, 2 * width], times the second half to `out`."""
+def _norm_part(x, weight, pitch, groups, width, eps, BLOCK: tl.constexpr):
+    """Replace a group of `width` columns of one row of x, [rows, pitch], by its RMSNorm.
+
+    Groups below `groups` have the first weight, the others the second one.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    place = x + row * pitch + group * width + at
+    value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    factor = 1 / tl.sqrt(tl.sum(value * value) / width + eps)
+    scale = tl.load(weight + tl.where(group < groups, 0, width) + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, (value * factor * scale).to(x.dtype.element_ty), mask=inside)
+
+
+@step
+def _activate(both, out, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    """Write the activation of the first `width` numbers of one row of `both` to `out`; gated, times the next `width`."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
-    gate = tl.load(both + row * 2 * width + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * width + width + at, mask=inside, other=0.0).to(tl.float32)
-    value = gate / (1 + tl.exp(-gate)) * up
+    source = both + row * (2 * width if GATED else width) + at
+    x = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        value = x / (1 + tl.exp(-x))
+    elif ACTIVATION == "gelu tanh":
+        value = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        value = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    if GATED:
+        value = value * tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * width + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 @step
 def _rotate_and_store(
     qkv, q, keys, values, cos, sin, positions, caches, places, slots,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, BY_HEAD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Apply rotary positions to one head of one row; write a query to `q`, a key or a value to its slot."""
+    """Apply rotary positions to one head of one row; write a query to `q`, a key or a value to its slot.
+
+    The first HALF numbers of a head turn with the next HALF, and the others stay. If the rows are laid out by head, the
+    query, key and value of a head follow each other.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     at = tl.arange(0, BLOCK)
-    inside = at < HALF
-    source = qkv + (row * (HEADS + 2 * KV_HEADS) + head) * 2 * HALF + at
-    lower = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    upper = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-    angle = tl.load(positions + row) * HALF + at
-    c = tl.load(cos + angle, mask=inside, other=1.0)
-    s = tl.load(sin + angle, mask=inside, other=0.0)
-    rotated_lower = lower * c - upper * s
-    rotated_upper = upper * c + lower * s
+    inside = at < SIZE
+    column = head % HEADS * 3 + head // HEADS if BY_HEAD else head
+    source = qkv + (row * (HEADS + 2 * KV_HEADS) + column) * SIZE
+    value = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    turned = value
+    if HALF > 0:
+        turns = at < 2 * HALF
+        other = tl.where(at < HALF, at + HALF, at - HALF)
+        partner = tl.load(source + other, mask=turns, other=0.0).to(tl.float32)
+        angle = tl.load(positions + row) * HALF + at % HALF
+        c = tl.load(cos + angle, mask=turns, other=1.0)
+        s = tl.load(sin + angle, mask=turns, other=0.0)
+        turned = value * c + tl.where(at < HALF, -partner, partner) * s
     slot = tl.load(places + row)
     kv_head = (head - HEADS) % KV_HEADS
-    place = ((tl.load(caches + row).to(tl.int64) * KV_HEADS + kv_head) * slots + slot) * 2 * HALF + at
+    place = ((tl.load(caches + row).to(tl.int64) * KV_HEADS + kv_head) * slots + slot) * SIZE + at
     stored = inside & (at * 0 + slot > WASTE)
     kind = q.dtype.element_ty
     if head < HEADS:
-        goal = q + (row * HEADS + head) * 2 * HALF + at
-        tl.store(goal, rotated_lower.to(kind), mask=inside)
-        tl.store(goal + HALF, rotated_upper.to(kind), mask=inside)
+        tl.store(q + (row * HEADS + head) * SIZE + at, turned.to(kind), mask=inside)
     elif head < HEADS + KV_HEADS:
-        tl.store(keys + place, rotated_lower.to(kind), mask=stored)
-        tl.store(keys + place + HALF, rotated_upper.to(kind), mask=stored)
+        tl.store(keys + place, turned.to(kind), mask=stored)
     else:
-        tl.store(values + place, lower.to(kind), mask=stored)
-        tl.store(values + place + HALF, upper.to(kind), mask=stored)
+        tl.store(values + place, value.to(kind), mask=stored)
 
 
 @step
 def _attend(
-    q, keys, values, seen, sessions, out, sums, tops, scale, slots, kind, session_room,
+    q, keys, values, seen, sessions, out, sums, tops, scale, cap, slots, kind, session_room,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
+    AT_ONCE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for rows of one session and all query heads of one key-value head, over one part of the slots.
 
@@ -129,6 +164,8 @@ def _attend(
             stored = known[:, None] & inside[None, :]
             key = tl.load(keys + source, mask=stored, other=0.0)
             score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+            if CAPPED:
+                score = cap * (1 - 2 / (tl.exp(2 * score / cap) + 1))
             open_ = tl.load(look + slot[None, :], mask=real[:, None] & known[None, :], other=0) != 0
             score = tl.where(open_, score, UNSEEN)
             higher = tl.maximum(top, tl.max(score, 1))
@@ -163,20 +200,39 @@ def _join(parts, sums, tops, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT
     tl.store(out + head_of_row * SIZE + at, value, mask=at < SIZE)
 
 
-def normed(x: Float[Tensor, "rows width"], weight: Float[Tensor, " width"], eps: float) -> Float[Tensor, "rows width"]:
-    """Return the RMSNorm of each row, computed in float32."""
+def normed(x: Float[Tensor, "rows width"], weight: Float[Tensor, " any"], eps: float) -> Float[Tensor, "rows width"]:
+    """Return the norm of each row, computed in float32; x itself if there is none.
+
+    Args:
+        weight: see `families.Parts`.
+    """
+    if not weight.numel():
+        return x
     out = torch.empty_like(x)
     width = x.shape[1]
-    _norm[(len(x),)](x, weight, out, width, eps, triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4)
+    warps = 8 if width > 2048 else 4
+    _norm[(len(x),)](x, weight, out, width, eps, triton.next_power_of_2(width), weight.numel() > width, num_warps=warps)
     return out
 
 
-def gated(both: Float[Tensor, "rows twice"]) -> Float[Tensor, "rows width"]:
-    """Return SiLU of the first half of each row times the second half."""
-    rows = both.shape[0]
-    width = both.shape[1] // 2
+def norm_heads(
+    qkv: Float[Tensor, "rows all"], weight: Float[Tensor, "2 size"], heads: tuple[int, int], eps: float
+) -> None:
+    """Replace the queries and keys of each head by their RMSNorm."""
+    rows, pitch = qkv.shape
+    size = weight.shape[1]
+    block = triton.next_power_of_2(size)
+    _norm_part[(rows, sum(heads))](qkv, weight, pitch, heads[0], size, eps, block, num_warps=1)
+
+
+def activated(
+    both: Float[Tensor, "rows all"], activation: Activation = "silu", gated: bool = True
+) -> Float[Tensor, "rows width"]:
+    """Return the activation of each row; if gated, that of its first half times the second half."""
+    rows, columns = both.shape
+    width = columns // 2 if gated else columns
     out = both.new_empty(rows, width)
-    _gate[(rows, triton.cdiv(width, 1024))](both, out, width, 1024)
+    _activate[(rows, triton.cdiv(width, 1024))](both, out, width, 1024, activation, gated)
     return out
 
 
@@ -187,14 +243,21 @@ def rotate_and_store(
     inputs: Inputs,
     keys: Float[Tensor, "caches kv_heads slots size"],
     values: Float[Tensor, "caches kv_heads slots size"],
+    by_head: bool = False,
 ) -> Float[Tensor, "rows heads size"]:
-    """Store keys, with rotary positions, and values in their slots; return the queries with rotary positions."""
+    """Store keys, with rotary positions, and values in their slots; return the queries with rotary positions.
+
+    Args:
+        angles: of the pairs that turn, which may be none.
+        by_head: see `Family.by_head`.
+    """
     rows = len(qkv)
     half = angles.shape[2]
-    q = qkv.new_empty(rows, heads[0], 2 * half)
+    size = keys.shape[3]
+    q = qkv.new_empty(rows, heads[0], size)
     _rotate_and_store[(rows, heads[0] + 2 * heads[1])](
         qkv, q, keys, values, angles[0], angles[1], inputs.positions, inputs.caches, inputs.slots, keys.shape[2],
-        *heads, half, triton.next_power_of_2(half), num_warps=1,
+        *heads, size, half, by_head, triton.next_power_of_2(size), num_warps=1,
     )  # fmt: skip
     return q
 
@@ -208,6 +271,8 @@ def attended(
     sessions: int,
     most: int,
     processors: int,
+    scale: float | None = None,
+    cap: float = 0.0,
 ) -> Float[Tensor, "rows all"]:
     """Return the attention of every row over the slots that it may look at.
 
@@ -216,6 +281,8 @@ def attended(
         sessions: number of sessions in the pass.
         most: the most rows of one session.
         processors: number of multiprocessors of the device; the slots are split so that all of them have work.
+        scale: what scores are multiplied with; None: 1 / sqrt(size).
+        cap: see `families.Numbers.attention_cap`.
     """
     rows, heads, size = q.shape
     kv_heads = keys.shape[1]
@@ -234,8 +301,9 @@ def attended(
         sums, tops = q.new_empty(2, rows, heads, splits, dtype=torch.float32)
     _attend[(kv_heads * splits, triton.cdiv(places, at_once), sessions)](
         q, keys, values, inputs.seen, inputs.sessions, out if splits == 1 else parts, sums, tops,
-        size**-0.5, keys.shape[2], kind, inputs.sessions.shape[1], heads, kv_heads, size, block, at_once, slots_at_once,
-        splits, "ieee" if q.dtype == torch.float32 else "tf32", num_warps=4,
+        size**-0.5 if scale is None else scale, cap or 1.0, keys.shape[2], kind, inputs.sessions.shape[1],
+        heads, kv_heads, size, block, at_once, slots_at_once, splits, "ieee" if q.dtype == torch.float32 else "tf32", cap > 0,
+        num_warps=4,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](parts, sums, tops, out, size, block, splits, num_warps=1)

@@ -1,0 +1,271 @@
+"""Every family of the table: its compiled logits are those of transformers, in every word size, company and length."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers.pytorch_utils import Conv1D
+
+import specbeam as sb
+from specbeam import kernels
+from specbeam.core.forest import Forest
+from specbeam.engines.cpu import decoder as compiled
+from specbeam.engines.cpu.layers import activate, tanh
+from specbeam.engines.cpu.rounding import rounded
+from specbeam.engines.families import ACTIVATIONS, FAMILIES, family_of, known_families
+from specbeam.errors import NotSupported
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.pair import check_scores_forests, language_model
+from tests.lm.test_huggingface import check_random_turns
+from tests.lm.test_lean import in_steps, scored
+from tests.support.seats import plain_logits, seat
+from tests.support.tiny_models import tiny
+
+if not kernels.AVAILABLE:
+    pytest.skip("needs numba", allow_module_level=True)
+
+# A tiny model of each family in which all that it has counts: caps that bind, windows of four tokens, layers of two kinds.
+MODELS = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "smollm3": {},
+    "granite": {},
+    "phi3": {},
+    "olmo2": {},
+    "gemma": {},
+    "gemma2": {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gemma3": {"final_logit_softcapping": 5.0, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt2": {},
+    "gpt_neox": {},
+}
+# What configurations of these families may have besides.
+VARIANTS = [
+    ("llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "attention_bias": True}),
+    ("phi3", {"sliding_window": 4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    ("olmo2", {"num_key_value_heads": 4, "hidden_act": "gelu_pytorch_tanh"}),
+    ("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 4}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "activation_function": "silu", "n_inner": 40}),
+    ("gpt_neox", {"use_parallel_residual": False, "hidden_act": "gelu_fast", "attention_bias": False}),
+    ("gemma3", {"layer_types": ["sliding_attention"] * 2}),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}}),
+    ("mistral", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+]  # fmt: skip
+
+
+def model_of(name, **changes):
+    """A tiny model whose vectors of weights, norms and biases, are at random, too."""
+    model = tiny(name, **(MODELS[name] | changes))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight += 0.3 * torch.randn_like(weight)
+    return model
+
+
+def last_row(lm, prompt):
+    return scored(lm, prompt, Forest.rooted([prompt[-1]]))[0]
+
+
+def spreads_off(found, expected):
+    """The largest difference, in standard deviations of what is expected."""
+    return float((found - expected).abs().max() / expected.std())
+
+
+# Both add a few thousand float32 products, each in its own order: differences of some 1e-6 of the spread are found, and the
+# smallest mistake below makes a thousand times as much.
+CLOSE = 3e-5
+
+
+@pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in MODELS), *VARIANTS], ids=str)
+def test_logits_are_those_of_transformers_on_trees_in_any_company(name, changes):
+    model = model_of(name, **changes)
+    lm = HuggingFaceLM(model, chunk=5)
+    assert lm.engine == "compiled"
+    assert lm.engine_note == ""
+    check_random_turns(lm, model, turns=4)
+    check_scores_forests(lm)
+    text = np.random.default_rng(3).integers(0, lm.vocab, 150).tolist()  # far beyond windows of four tokens
+    assert spreads_off(last_row(lm, text), plain_logits(model, [text])[0]) < CLOSE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_has_the_same_bits_in_every_company_and_in_every_chunk(name):
+    model = model_of(name)
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 61, length).tolist() for length in (23, 2, 40)]
+    for dtype in ("float32", "bfloat16"):
+        if dtype == "bfloat16":
+            model = model.bfloat16().float()
+        alone = [last_row(HuggingFaceLM(model), prompt) for prompt in prompts]
+        for chunk in (5, 512):
+            lm = HuggingFaceLM(model, chunk=chunk)
+            assert lm.runner.decoder.kind == dtype
+            seats = [seat(prompt) for prompt in prompts]
+            forests = [Forest.rooted([prompt[-1]]) for prompt in prompts]
+            for row, found in zip(alone, lm.extend(seats, forests), strict=True):
+                assert torch.equal(found.logits[0], row)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_that_bfloat16_holds_are_kept_in_it_and_are_the_same_model(name):
+    model = model_of(name).bfloat16().float()
+    lm = HuggingFaceLM(model, chunk=5)
+    assert lm.runner.decoder.kind == "bfloat16"
+    check_random_turns(lm, model, turns=2)
+
+
+def on_the_grid(model):
+    """The model whose matrices are what whole numbers and scales can say, and whose rows before each what int8 can say."""
+    twin = copy.deepcopy(model)
+    for one in twin.modules():
+        if isinstance(one, (torch.nn.Linear, Conv1D)):
+            matrix = one.weight.detach()
+            matrix = matrix.T if isinstance(one, Conv1D) else matrix
+            numbers, scales = rounded(matrix.contiguous().numpy())
+            weight = torch.from_numpy(numbers * scales[:, None])
+            one.weight = torch.nn.Parameter(weight.T if isinstance(one, Conv1D) else weight, requires_grad=False)
+            one.register_forward_pre_hook(lambda _, inputs: (in_steps(inputs[0]),))
+    return twin
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_in_int8_are_the_model_on_the_grid_and_the_same_in_every_batch(name):
+    """A row that falls between two steps of the grid may be rounded to the other one, so differences are those of steps."""
+    model = model_of(name)
+    lm = language_model(model, quantize="int8")
+    twin = on_the_grid(model)
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(0, 61, length).tolist() for length in (9, 30)]
+    seats = [seat(prompt) for prompt in prompts]
+    together = lm.extend(seats, [Forest.rooted([prompt[-1]]) for prompt in prompts])
+    for one in seats:
+        lm.close(one)
+    for prompt, found in zip(prompts, together, strict=True):
+        assert torch.equal(found.logits[0], last_row(lm, prompt))
+        expected = plain_logits(twin, [prompt])[0]
+        exact = plain_logits(model, [prompt])[0]
+        assert (found.logits[0] - expected).std() < 0.02 * expected.std()
+        assert (found.logits[0] - exact).std() < 0.2 * exact.std()
+
+
+def mistaken(**changes):
+    return lambda of: replace(of, **changes)
+
+
+def other_numbers(**changes):
+    return lambda of: replace(of, numbers=of.numbers._replace(**changes))
+
+
+def other_family(**changes):
+    return lambda of: replace(of, family=replace(of.family, **changes))
+
+
+MISTAKES = [
+    ("gemma2", other_numbers(attention_cap=0.0)),
+    ("gemma2", other_numbers(logits_cap=0.0)),
+    ("gemma2", mistaken(scales=(1.0, 1.0))),
+    ("gemma2", other_family(norm="rms")),
+    ("gemma2", other_family(norms=FAMILIES[0].norms)),
+    ("gemma2", mistaken(kinds=("full_attention",) * 2)),
+    ("gemma3", mistaken(ropes=(1, 1))),
+    ("gemma3", other_family(head_norms="whole", norms=FAMILIES[0].norms)),
+    ("smollm3", mistaken(ropes=(0, 0))),
+    ("granite", other_numbers(embedding=1.0)),
+    ("granite", other_numbers(residual=1.0)),
+    ("granite", other_numbers(logits_divisor=1.0)),
+    ("granite", mistaken(scales=(8**-0.5, 8**-0.5))),
+    ("gpt_neox", mistaken(parallel=False)),
+    ("gpt_neox", mistaken(activation="gelu tanh")),
+    ("gpt_neox", other_family(by_head=False)),
+    ("gpt2", mistaken(activation="gelu")),
+]
+
+
+@pytest.mark.parametrize(("name", "mistake"), MISTAKES)
+def test_each_thing_that_a_family_has_counts(name, mistake, monkeypatch):
+    """A forward that forgets one of them is off by more than the tests above allow."""
+    model = model_of(name)
+    if name == "gemma3":  # whose angles differ little within a few tokens
+        model = model_of(name, rope_parameters={kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (("full_attention", 1e6), ("sliding_attention", 10.0))})  # fmt: skip
+    text = np.random.default_rng(7).integers(0, 61, 40).tolist()
+    expected = plain_logits(model, [text])[0]
+    assert spreads_off(last_row(HuggingFaceLM(model), text), expected) < CLOSE
+    right = compiled.architecture_of
+    monkeypatch.setattr(compiled, "architecture_of", lambda model: mistake(right(model)))
+    assert spreads_off(last_row(HuggingFaceLM(model), text), expected) > 5 * CLOSE
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("gpt2", {"add_cross_attention": True}, "reads another text"),
+        ("gemma3", {"use_bidirectional_attention": True}, "look at what follows"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}}, "kind 'longrope'"),
+        ("gpt_neox", {"hidden_act": "relu"}, "activation is 'relu'"),
+    ],
+)  # fmt: skip
+def test_what_no_row_of_the_table_describes_is_refused_by_name(name, changes, reason):
+    with pytest.raises(NotSupported, match=reason):
+        HuggingFaceLM(tiny(name, **changes), engine="compiled")
+
+
+def test_positions_that_are_learned_end():
+    lm = HuggingFaceLM(tiny("gpt2", n_positions=16))
+    with pytest.raises(IndexError, match="beyond"):
+        scored(lm, [3] * 17, Forest.rooted([3]))
+
+
+def test_a_tiny_model_of_every_row_is_tried_here():
+    """And the doors that draft with the model's own layers and read its states are tried with every family, too."""
+    assert {family_of(tiny(name)) for name in MODELS} == {*FAMILIES}
+    assert all(family.name in known_families() for family in FAMILIES)
+    assert family_of(tiny("opt")) is None
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"llama", "mistral", "qwen2", "gpt2", "gpt_neox"}))
+def test_beam_search_finds_the_tokens_of_transformers(name):
+    target = model_of(name)
+    pair = sb.load(target, model_of(name, num_hidden_layers=1, **one_layer(name)))
+    prompt = [3, 7, 11]
+    options = {"num_beams": 3, "do_sample": False, "max_new_tokens": 12, "pad_token_id": 2}
+    expected = target.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    expected = expected[: expected.index(2)] if 2 in expected else expected
+    for method in (sb.beam_search(3), sb.speculative_beam_search(3, 4, 2)):
+        found = sb.generate(pair, [prompt], method, max_new_tokens=12)[0].tokens
+        assert found == expected
+
+
+def one_layer(name):
+    """What a configuration says of layers one by one, for a model of one layer."""
+    if name == "smollm3":
+        return {"no_rope_layers": [1]}
+    return {"layer_types": ["sliding_attention"]} if name in ("gemma2", "gemma3") else {}
+
+
+def test_activations_are_those_of_transformers():
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-12, 12, 4096).reshape(1, -1)
+    plain = HuggingFaceLM(tiny("llama")).runner.decoder.weights.extras
+    numbers = {"silu": 0, "gelu tanh": 1, "gelu": 2}
+    for name, activation in ACTIVATIONS.items():
+        if name not in ACT2FN:
+            continue
+        out = np.empty((1, 4096), dtype=np.float32)
+        extras = plain._replace(activation=numbers[activation], gated=False)
+        activate(x.numpy(), 4096, extras, out)
+        expected = ACT2FN[name](x.double()).float()
+        torch.testing.assert_close(torch.from_numpy(out), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_hyperbolic_tangents_are_those_of_numpy():
+    x = np.concatenate([np.linspace(-20, 20, 3000), np.geomspace(1e-20, 1, 1000)]).astype(np.float32)
+    found = x.copy()
+    tanh(found, np.empty(len(x), dtype=np.int32), np.empty(len(x), dtype=np.float32))
+    np.testing.assert_allclose(found, np.tanh(x.astype(float)), rtol=1e-6)
