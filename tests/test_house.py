@@ -37,7 +37,7 @@ FLOORS = [
     {"__main__"},
 ]
 INSIDE_ENGINES = [
-    {"answers", "families"},
+    {"answers", "families", "mapped"},
     {"eligibility"},
     {"kv"},
     {"torch"},
@@ -45,7 +45,7 @@ INSIDE_ENGINES = [
     {"by_layer", "pass_steps"},
 ]
 INSIDE_LM = [
-    {"base", "clasp", "engines", "guard", "made_up", "quantised", "sublayers"},
+    {"base", "clasp", "engines", "guard", "kept", "made_up", "quantised", "sublayers"},
     {"self_draft", "skip_search", "table"},
     {"huggingface"},
     {"early_layers", "skipping"},

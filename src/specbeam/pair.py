@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from specbeam.core.forest import Forest
+from specbeam.engines.mapped import is_kept, mapped_files, mark_kept
+from specbeam.engines.torch.in_float32 import InFloat32
 from specbeam.errors import (
     BadSetting,
     MissingFile,
@@ -23,6 +25,7 @@ from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
+from specbeam.lm.kept import kept_type
 from specbeam.lm.quantised import BY_LIBRARY, OWN, Quantize, check_is_model, check_rounding, is_rounding, library_config
 from specbeam.lm.skipping import Skipping, skipping_model
 from specbeam.memory.lm import MemoryLM
@@ -101,10 +104,13 @@ def load(
             of its sublayers (docs/methods/swift.md; a folder of this name is "./swift"). Or one of the names of `quantize`:
             the target itself with rounded weights, and a cache of its own.
         tokenizer: a path, a hub id or an object; None: the target's tokenizer.
-        dtype: "auto" is float32 on a CPU and the checkpoint's own type elsewhere. Ignored for model objects.
+        dtype: "auto" is the checkpoint's own type on a GPU. On a CPU it is float32: in arithmetic for every model, and in
+            memory up to 300 M parameters. A larger one that the compiled forward runs stays in the type of its files, mapped
+            to memory: then the engine's own copy of the weights, as large as the files (or rounded), is all that stays in
+            memory, and at most 100 MB more are used while it is made. Ignored for model objects.
         device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
         quantize: "int8" and "int4" round the target's weights to 8 or 4 bits. This is faster on a CPU, but it is another
-            model: the output has the law of the rounded model, and reports say so. For Llama, Mistral and Qwen2 in float32.
+            model: the output has the law of the rounded model, and reports say so. For Llama, Mistral and Qwen2.
             "torchao-int8", "torchao-int4", "bitsandbytes-int8" and "bitsandbytes-nf4" let these libraries round any model,
             while transformers loads it from files. Files that hold rounded weights need no option.
         quantize_draft: the same for the draft, which does not change the law of the output.
@@ -137,7 +143,7 @@ def load(
     _check_options(quantize, share_from)
     _check_options(quantize_draft, share_from, "quantize_draft")
     check_is_model(draft)
-    target_model = _model(target, dtype, torch_device, quantize)
+    target_model = _model(target, dtype, torch_device, quantize, may_keep=True)
     skipping = Skipping() if isinstance(draft, str) and draft == "swift" else draft
     if isinstance(skipping, Skipping):
         draft = None
@@ -146,7 +152,9 @@ def load(
     if is_rounding(draft):
         draft, quantize_draft = _rounded_target(draft, quantize, quantize_draft, target, target_model)
     head = draft if draft is not None and is_head(draft) else None
-    draft_model = None if draft is None or head is not None else _model(draft, dtype, torch_device, quantize_draft)
+    draft_model = None
+    if draft is not None and head is None:
+        draft_model = _model(draft, dtype, torch_device, quantize_draft, may_keep=True)
     loaded_tokenizer = _tokenizer(tokenizer if tokenizer is not None else target)
     if draft_model is not None:
         _check_same_vocabulary(target_model, draft_model, loaded_tokenizer, draft)
@@ -268,6 +276,7 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
         # The fingerprint is taken again, because an engine may have changed the layout of the weights.
         cached = _CachedLM((_fingerprint(model), options), lm)
         object.__setattr__(model, "_specbeam", cached)
+        mapped_files(model).release(model.parameters())
     assert cached.lm is not None
     return cached.lm
 
@@ -327,7 +336,11 @@ def _sample(model: "PreTrainedModel") -> bytes:
         for weight in model.parameters()
         if type(weight) is torch.nn.Parameter and weight.device.type == "cpu" and weight.is_floating_point()
     ]
-    sums = [weight[:: max(len(weight) // _SAMPLED, 1)].sum(dtype=torch.float64) for weight in weights]
+    files = mapped_files(model)
+    sums = []
+    for weight in weights:
+        sums.append(weight[:: max(len(weight) // _SAMPLED, 1)].sum(dtype=torch.float64))
+        files.release([weight])
     return torch.stack(sums).numpy().tobytes() if sums else b""
 
 
@@ -349,7 +362,7 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
     try:
         found = lm.extend([owner], [forest])[0].logits.float()
         paths = [prompt + forest.path(node) for node in range(forest.size)]
-        plain = [_plain_logits(lm, path) for path in paths]
+        plain = _kept_logits(lm, paths) if is_kept(lm.model) else [_plain_logits(lm, path) for path in paths]
     except SpecbeamError:
         raise
     except Exception as error:
@@ -366,7 +379,7 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
     expected = torch.stack(plain).float().to(found.device)
     spread = expected.std().clamp_min(1e-6)
     error_in_spreads = float((found - expected).abs().max() / spread)
-    limit = 1e-3 if lm.model.dtype == torch.float32 else 0.3
+    limit = 1e-3 if is_kept(lm.model) or lm.model.dtype == torch.float32 else 0.3
     if not error_in_spreads <= limit:
         raise UnsupportedModel(
             f"{name} does not honour masks and positions: on a token tree its logits are off by {error_in_spreads:.2g} of "
@@ -387,6 +400,21 @@ def _plain_logits(lm: HuggingFaceLM, path: list[int]) -> torch.Tensor:
         return lm.extend([owner], [Forest.rooted([path[-1]])])[0].logits[0].clone()
     finally:
         lm.close(owner)
+
+
+@torch.inference_mode()
+def _kept_logits(lm: HuggingFaceLM, paths: list[list[int]]) -> list[torch.Tensor]:
+    """Return the logits after each path, as `_plain_logits` does, of a model that is kept as its files are.
+
+    The model object is called once, in float32 as the engine computes, so that its files are read once.
+    """
+    if lm.engine in OWN:
+        return [_plain_logits(lm, path) for path in paths]
+    longest = max(len(path) for path in paths)
+    rows = [path + [path[-1]] * (longest - len(path)) for path in paths]  # no row looks at what follows it
+    with InFloat32(mapped_files(lm.model)):
+        logits = lm.model(input_ids=torch.tensor(rows, device=lm.device), use_cache=False).logits
+    return [logits[place, len(path) - 1] for place, path in enumerate(paths)]
 
 
 def _device(name: str | torch.device | None) -> torch.device:
@@ -417,9 +445,17 @@ def load_model(
 
 
 def _model(
-    source: Any, dtype: "str | torch.dtype", device: torch.device, quantize: "Quantize | None" = None
+    source: Any,
+    dtype: "str | torch.dtype",
+    device: torch.device,
+    quantize: "Quantize | None" = None,
+    may_keep: bool = False,
 ) -> "PreTrainedModel":
-    """Return a model object as it is, or load the model at a path or hub id; see `load`."""
+    """Return a model object as it is, or load the model at a path or hub id; see `load`.
+
+    Args:
+        may_keep: whether a large model on a CPU may stay in the type of its files (lm/kept.py), for the compiled forward.
+    """
     by_library = quantize if quantize in BY_LIBRARY else None
     if isinstance(source, torch.nn.Module):
         if by_library is not None and vars(source).get("_specbeam_rounding") != by_library:
@@ -436,9 +472,12 @@ def _model(
             raise UnsupportedModel(
                 f"{source} is an encoder-decoder model ({config.model_type}); specbeam decodes causal language models"
             )
-        if dtype == "auto" and device.type == "cpu":
-            dtype = torch.float32
         is_stored_rounded = getattr(config, "quantization_config", None) is not None
+        kept = None
+        if dtype == "auto" and device.type == "cpu":
+            if may_keep and by_library is None and not is_stored_rounded:
+                kept = kept_type(name, config)
+            dtype = kept or torch.float32
         if by_library is not None and is_stored_rounded:
             raise BadSetting(f"the weights of {source} are rounded in its files already; leave {by_library!r} out")
         options: dict[str, Any] = {}
@@ -459,6 +498,8 @@ def _model(
         raise NotSupported(f"{source} could not be loaded with {how} on {device}: {error}") from error
     if by_library is not None:
         object.__setattr__(model, "_specbeam_rounding", by_library)
+    if kept is not None:
+        mark_kept(model)
     return model if options else model.to(device)
 
 

@@ -1,6 +1,8 @@
 """Products from panels against those of numpy, and what the compiled forward makes of them."""
 
 import inspect
+import os
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ if not kernels.AVAILABLE:
 import numba
 
 from specbeam.core.forest import Forest
-from specbeam.engines.cpu import decoder, sums, tiles
+from specbeam.engines.cpu import decoder, shares, sums, team, tiles
 from specbeam.engines.cpu import layers as loops
 from specbeam.engines.cpu import panels as panels_module
 from specbeam.engines.cpu.panels import fits_bfloat16, in_panels, multiply
@@ -24,13 +26,8 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
 
-KINDS = ["float32", "bfloat16", "int8", "int4"] + ["tiles", "int8 tiles"] * tiles.available()
+KINDS = ["float32", "bfloat16", "float16", "int8", "int4"] + ["tiles", "int8 tiles"] * tiles.available()
 needs_tiles = pytest.mark.skipif(not tiles.available(), reason="the processor has no tile registers")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def threads():
-    return kernels.start_threads()
 
 
 def product(x, panels, threads=1):
@@ -48,6 +45,8 @@ def test_products_are_those_of_numpy(rows, columns, depth, kind):
     matrix = in_bfloat16(rng.standard_normal((columns, depth)))
     assert fits_bfloat16(matrix)
     x = rng.standard_normal((rows, depth)).astype(np.float32)
+    if kind == "float16":
+        matrix = in_float16(matrix)
     expected, given = x, matrix
     if kind.startswith("int8"):
         numbers, scales = rounded(matrix)
@@ -70,6 +69,12 @@ def test_products_are_those_of_numpy(rows, columns, depth, kind):
     expected = expected.astype(float) @ matrix.T.astype(float)
     np.testing.assert_allclose(found[:, :columns], expected, atol=2e-5 * depth**0.5)
     assert not found[:, columns:].any()
+
+
+def in_float16(matrix):
+    """Numbers that float16 has and bfloat16 has not, some of them too small for its full precision."""
+    small = np.where(np.arange(matrix.shape[1]) % 7 == 3, np.float32(1e-6), np.float32(1.001))
+    return (matrix * small).astype(np.float16).astype(np.float32)
 
 
 def on_the_grid(x):
@@ -123,14 +128,58 @@ def test_bfloat16_is_rounded_to_as_torch_does():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_change_nothing(threads, kind):
+def test_threads_change_nothing(kind, monkeypatch):
+    """Three threads, more than this machine may have processors, over and over: shares are never lost nor done twice."""
+    monkeypatch.setattr(team, "allowed_threads", lambda: 3)
     rng = np.random.default_rng(0)
     matrix, x = rng.standard_normal((2400, 512)).astype(np.float32), rng.standard_normal((37, 512)).astype(np.float32)
     assert not fits_bfloat16(matrix)
     panels = in_panels(matrix if kind == "float32" else in_bfloat16(matrix), kind)
     assert panels.size >= panels_module._SHARED_FROM
-    kernels.use_threads(threads)
-    assert (product(x, panels, threads=2) == product(x, panels)).all()
+    helping = team.Team()
+    helping.learn(panels)
+    expected = {rows: product(x[:rows], panels) for rows in (1, 5, 37)}
+    with helping.threads(3) as threads:
+        assert threads == helping.address
+        for turn in range(300):
+            rows = (1, 5, 37)[turn % 3]
+            assert (product(x[:rows], panels, threads) == expected[rows]).all()
+        until = time.monotonic() + 20
+        while helping.memory[shares.HELPED] == 0 and time.monotonic() < until:
+            product(x, panels, threads)
+    assert helping.memory[shares.HELPED] > 0
+    assert helping.memory[shares.OPEN] == 0
+
+
+def test_a_product_waits_for_no_thread_that_does_not_come(monkeypatch):
+    monkeypatch.setattr(team, "allowed_threads", lambda: 2)
+    monkeypatch.setattr(team, "_help", lambda memory, waker: None)
+    panels = in_panels(np.ones((2400, 512), dtype=np.float32))
+    helping = team.Team()
+    helping.learn(panels)
+    with helping.threads(2) as threads:
+        assert (product(np.ones((1, 512), dtype=np.float32), panels, threads) == 512).all()
+
+
+def test_panels_that_the_helpers_do_not_know_are_multiplied_by_one_thread(monkeypatch):
+    monkeypatch.setattr(team, "allowed_threads", lambda: 2)
+    helping = team.Team()
+    panels = in_panels(np.ones((2400, 512), dtype=np.float32))
+    with helping.threads(2) as threads:
+        assert (product(np.ones((1, 512), dtype=np.float32), panels, threads) == 512).all()
+    assert helping.memory[shares.TICKET] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+def test_a_forked_process_has_a_team_of_its_own(monkeypatch):
+    monkeypatch.setattr(team, "allowed_threads", lambda: 2)
+    helping = team.Team()
+    with helping.threads(2) as before:
+        pass
+    monkeypatch.setattr(helping, "process", 0)
+    with helping.threads(2) as after:
+        assert after != before
+        assert len(helping.wakers) == 1
 
 
 def test_loading_leaves_the_threads_of_torch_alone():
@@ -147,6 +196,36 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind):
     together = product(x, panels)
     for row in range(len(x)):
         assert (product(x[row : row + 1], panels) == together[row]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_matrix_that_is_laid_out_in_parts_has_the_same_panels(kind, monkeypatch):
+    matrix = in_bfloat16(np.random.default_rng(0).standard_normal((200, 64)))
+    whole = in_panels(matrix, kind)
+    monkeypatch.setattr(panels_module, "_LAID_OUT_TOGETHER", 1)
+    assert in_panels(matrix, kind).tobytes() == whole.tobytes()
+    assert whole.ctypes.data % panels_module.LINE == 0
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", *["tiles"] * tiles.available()])
+def test_bits_of_two_bytes_are_laid_out_like_the_numbers_that_they_stand_for(kind):
+    matrix = in_bfloat16(np.random.default_rng(0).standard_normal((40, 64)))
+    words = torch.float16 if kind == "float16" else torch.bfloat16
+    parts = [torch.from_numpy(part).to(words) for part in (matrix[:13], matrix[13:])]
+    (panels,) = decoder.panels_of([parts], kind)
+    assert panels.tobytes() == in_panels(torch.cat(parts).float().numpy(), kind).tobytes()
+
+
+def test_float16_is_widened_alike_with_and_without_an_instruction_for_it():
+    """All numbers that float16 has, by the forms of a few rows and of many, which widen them in different ways."""
+    bits = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    numbers = bits[np.isfinite(bits)].astype(np.float32)
+    matrix = np.resize(numbers, (len(numbers) // 4 + 1, 4))
+    panels = in_panels(matrix, "float16")
+    one = np.eye(4, dtype=np.float32)
+    assert (product(one, panels)[:, : len(matrix)] == matrix.T).all()
+    many = np.resize(one, (200, 4))
+    assert (product(many, panels)[:4, : len(matrix)] == matrix.T).all()
 
 
 def test_odd_depths_are_refused():

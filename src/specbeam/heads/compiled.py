@@ -19,8 +19,6 @@ from specbeam.engines.cpu.decoder import (
     TILED_FROM,
     angles_of,
     numbers_of,
-    on_threads,
-    start_threads_beside_torch,
     weights_of,
 )
 from specbeam.engines.cpu.head_steps import (
@@ -52,6 +50,7 @@ from specbeam.engines.cpu.head_steps import (
 from specbeam.engines.cpu.layers import all_layers, score_rows
 from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_panels
 from specbeam.engines.cpu.sums import STEP, WIDTH
+from specbeam.engines.cpu.team import TEAM
 from specbeam.engines.cpu.weights import layers_of_weights
 from specbeam.engines.families import FIXED_ROPES, Architecture, llama_architecture
 from specbeam.engines.kv.steps import BLOCK
@@ -126,7 +125,7 @@ class CompiledHead:
     """
 
     def __init__(self, head: Head, vocab: int) -> None:
-        self.threads = start_threads_beside_torch()
+        self.threads = kernels.most_threads()
         self.is_trunk = isinstance(head, PairTrunk)
         rotary: Any = head.rotary
         self.rotary = rotary
@@ -138,6 +137,9 @@ class CompiledHead:
         layers = len(model.kinds) + self.is_trunk
         self.store = PanelStore(layers, sizes.kv_heads, sizes.head_size, WIDTH)
         self.columns = len(model.head) * WIDTH
+        if self.threads > 1:
+            TEAM.learn(model.head)
+            TEAM.learn(model.features.matrix)
         self.rows = 0  # of the store that were given out
         self.free_rows: list[int] = []
         self.addresses = self._addresses()
@@ -156,7 +158,7 @@ class CompiledHead:
         states_width = self.width if self.is_trunk else 0
         cache = CompiledCache(self.free_rows.pop(), tokens, self.width, states_width, self.columns)
         cache.make_room(0, 0, 0)
-        with on_threads(self.threads) as threads:
+        with TEAM.threads(self.threads) as threads:
             features = make_features(self.model.features, self.model.eps, states, threads)
         cache.features[first : first + len(features)] = features
         cache.is_scored[first : first + len(features)] = True
@@ -177,7 +179,7 @@ class CompiledHead:
             self.model = self.model._replace(angles=angles)
         slots = cache.trie.capacity + -(-len(cache.blocks.base) // BLOCK) * BLOCK
         self.store.reserve(self.rows, slots)
-        with on_threads(self.threads) as threads:
+        with TEAM.threads(self.threads) as threads:
             yield HeadArrays(
                 cache.trie.arrays, cache.features, cache.is_scored, cache.states, cache.blocks, self.model,
                 self.store.keys_by_panel, self.store.values_by_slot, cache.row, threads, *self.addresses,
@@ -218,7 +220,7 @@ class CompiledHead:
                 pass
         passes = 0
         nodes = []
-        with on_threads(self.threads):
+        with TEAM.threads(self.threads):
             each: list[HeadArrays] = []
             for cache, forest, asked in zip(caches, forests, wanted, strict=True):
                 with self.arrays_for_steps(cache, forest.size - cache.trie.known) as arrays:

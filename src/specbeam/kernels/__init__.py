@@ -1,5 +1,5 @@
 """The compilation of steps, and compiled sums over the vocabulary."""
 
-from specbeam.kernels.compiling import AVAILABLE, start_threads, use_threads
+from specbeam.kernels.compiling import AVAILABLE, most_threads
 
-__all__ = ["AVAILABLE", "start_threads", "use_threads"]
+__all__ = ["AVAILABLE", "most_threads"]

@@ -79,19 +79,9 @@ def compiled_loosely(function: Compiled) -> Compiled:
     return compiled(function, fastmath={"reassoc", "nsz", "contract", "nnan"})
 
 
-def start_threads() -> int:
-    """Start numba's threads, and return the most that compiled functions may use.
-
-    Call this before any function that was compiled for several threads: numba looks up its threading layer when it loads
-    the function from disk.
-    """
-    numba.get_num_threads()
+def most_threads() -> int:
+    """Return the most threads that compiled functions may use: the processors of this process, or NUMBA_NUM_THREADS."""
     return int(numba.config.NUMBA_NUM_THREADS)
-
-
-def use_threads(count: int) -> None:
-    """Set the number of threads, at most `start_threads()`, of functions that are compiled for several."""
-    numba.set_num_threads(count)
 
 
 def address_of(function: Any, *arguments: Any) -> int:

@@ -12,6 +12,7 @@ from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.eligibility import is_llama_like, is_plain_llama
 from specbeam.engines.families import misfit_of_family
+from specbeam.engines.mapped import is_kept
 from specbeam.engines.torch.lean import LARGEST, LeanDecoder
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.errors import NotSupported
@@ -112,6 +113,17 @@ def _too_large(model: "PreTrainedModel") -> str:
     )
 
 
+def _waits_for_compiled(model: "PreTrainedModel") -> str:
+    """Return the reason why a model is not worth a second copy of its weights, in panels; "" if it is."""
+    if is_kept(model):
+        return ""
+    if model.dtype != torch.float32:
+        return (
+            f"it is in {model.dtype}, and its panels are a second copy of the weights: load it from its files instead"
+        )
+    return _too_large(model)
+
+
 def _off_gpu(model: "PreTrainedModel") -> str:
     return "" if model.device.type == "cuda" else f"it is on {model.device}, where this is for tests"
 
@@ -152,7 +164,7 @@ def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> Engi
         with torch.inference_mode():
             return PackedPasses(model, CompiledDecoder(model, rounding), caches)
 
-    return EngineKind(name, f"{described}{_NUMBA}", fits, _on_request if rounding else _too_large, passes)
+    return EngineKind(name, f"{described}{_NUMBA}", fits, _on_request if rounding else _waits_for_compiled, passes)
 
 
 def _gpu_passes(model: "PreTrainedModel", caches: list[Any]) -> "GpuPasses | None":

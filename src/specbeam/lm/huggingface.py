@@ -180,7 +180,9 @@ class HuggingFaceLM:
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        return int(2 * config.num_hidden_layers * kv_heads * size * self.model.dtype.itemsize)
+        # The compiled forward computes in float32.
+        number = 4 if self.engine in COMPILED else self.model.dtype.itemsize
+        return int(2 * config.num_hidden_layers * kv_heads * size * number)
 
     def lacks(self, needs: Needs) -> str:
         """Return the reason why this model cannot provide what is needed; "" if it can."""

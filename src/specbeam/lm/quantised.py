@@ -57,7 +57,7 @@ def library_config(name: str, dtype: "str | torch.dtype") -> Any:
         if find_spec(package) is None:
             raise NotSupported(
                 f"{name!r} needs {package} (pip install {package}); 'int8' and 'int4' need no further package, for Llama, "
-                "Mistral and Qwen2 models in float32 on a CPU"
+                "Mistral and Qwen2 models on a CPU"
             )
     if library == "torchao":
         return _torchao_config(form)

@@ -17,6 +17,7 @@ from specbeam.engines.cpu.early import (
     rename_early,
     take_back_drafts,
 )
+from specbeam.engines.cpu.embedding import look_up
 from specbeam.engines.cpu.layers import shape_logits
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.weights import layers_of_weights
@@ -118,7 +119,8 @@ def _embedded(cache: CacheArrays, count: int) -> Array:
     first = trie.counts[STORED] - count
     x = np.empty((count, model.embedding.shape[1]), dtype=np.float32)
     for row in range(count):
-        x[row] = model.embedding[trie.nodes[0, first + row]] * model.embedding_scale
+        look_up(model.embedding, trie.nodes[0, first + row], x[row])
+        x[row] *= model.embedding_scale
     if len(model.places) > 0:
         for row in range(count):
             x[row] += model.places[trie.nodes[2, first + row]]

@@ -5,16 +5,16 @@ those of the model's own forward up to rounding; `load` compares both on a token
 """
 
 import copy
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Int64
+from jaxtyping import Bool, Float32, Int64, Shaped
 from torch import Tensor, nn
 
 from specbeam import kernels
@@ -22,16 +22,17 @@ from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
 from specbeam.engines.cpu.early import ExitLayer, ExitWeights
+from specbeam.engines.cpu.embedding import embedded_rows, table_of
 from specbeam.engines.cpu.extras import extras_of
 from specbeam.engines.cpu.layers import NO_ATTENTION, NO_INNER, all_layers, normalise, score_rows, shape_logits
-from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_lines, in_panels, steps_in
+from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, steps_in, write_panels
 from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.cpu.team import TEAM
 from specbeam.engines.cpu.weights import Weights, layers_of_weights
-from specbeam.engines.eligibility import misfit_of_float32
-from specbeam.engines.families import Architecture, architecture_of, head_size, norm_of, parts_of
+from specbeam.engines.families import Architecture, architecture_of, head_size, misfit_of_family, norm_of, parts_of
 from specbeam.engines.kv.store import PanelStore
+from specbeam.engines.mapped import NOTHING_MAPPED, MappedFiles, mapped_files
 from specbeam.kernels.compiling import Array, address_of
-from specbeam.kernels.threads import allowed_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,13 +43,20 @@ if TYPE_CHECKING:
 TILED_FROM = 30_000_000
 
 Rounding = Literal["int8", "int4"]
+_WORDS = (torch.float32, torch.bfloat16, torch.float16)  # the types that panels keep
+# The types whose bits are laid out in panels of a kind without a detour by float32.
+_TYPE_IN_WORDS: dict[Kind, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "tiles": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 class Model(NamedTuple):
     """The weights and settings of a model, as compiled layers read them."""
 
-    embedding: Array  # float32[vocab, hidden]
-    embedding_scale: float  # float32: what embeddings of tokens are multiplied with
+    embedding: Array  # float32, uint16 or int16[vocab, hidden], see `table_of`
+    embedding_scale: np.float32  # what embeddings of tokens are multiplied with
     places: Array  # float32[positions, hidden], which are added to embeddings; of no positions if they are rotary
     weights: Weights
     angles: Array  # float32[tables, 2, positions, pairs], see `layers.write_qkv`
@@ -58,8 +66,8 @@ class Model(NamedTuple):
     last_norm: Array  # see `Weights`
     head: Array  # in panels
     vocab: int
-    logits_divisor: float  # float32, see `layers.shape_logits`
-    logits_cap: float  # float32
+    logits_divisor: np.float32  # see `layers.shape_logits`
+    logits_cap: np.float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,41 +108,33 @@ class CompiledDecoder:
         layers = list(getattr(body, architecture.family.layers))
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
-        self.threads = start_threads_beside_torch()
+        self.threads = kernels.most_threads()
         self.architecture = architecture
         self.heads = architecture.heads
         self.kv_heads = architecture.kv_heads
         self.size = architecture.size
         self.eps = architecture.eps
         self.vocab = head.weight.shape[0]
-        self.embedding = numbers_of(embedding.weight)
+        self.embedding = table_of(embedding.weight)
         own_scale = getattr(embedding, "embed_scale", None)
         self.embedding_scale = np.float32(1 if own_scale is None else own_scale.to(embedding.weight.dtype))
         self.vector_scale = np.float32(numbers.embedding)  # of embeddings that are given
         self.places = places_of(body, architecture)
         self.angles = angles_of_model(model, architecture)
-        head_matrix = numbers_of(head.weight)
-        matrices = [matrix for layer in layers for matrix in _matrices_of(layer, architecture)]
-        exact = fits_bfloat16(head_matrix) and all(fits_bfloat16(numbers_of(matrix)) for matrix in matrices)
+        files = mapped_files(model)
         tiled = model.num_parameters() >= TILED_FROM and tiles.available()
-        kind: Kind
-        if rounding == "int4":
-            kind = "int4"
-        elif rounding == "int8":
-            kind = "int8 tiles" if tiled else "int8"
-        elif exact:
-            kind = "tiles" if tiled else "bfloat16"
-        else:
-            kind = "float32"
-        self.kind = kind
-        self.weights = weights_of(layers, kind, architecture)
+        matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() == 2]
+        self.kind = kind = _kind_of([head.weight, *matrices], rounding, tiled, files)
+        self.weights = weights_of(layers, kind, architecture, files)
         self.last_norm = numbers_of(norm_of(getattr(body, architecture.family.final_norm), architecture.family))
-        self.head = in_panels(head_matrix, kind)
+        self.head = panels_of([[head.weight]], kind, files)[0]
+        if self.threads > 1:
+            TEAM.learn(self.head)
         self.names = architecture.names
         self.kinds = np.array([self.names.index(name) for name in architecture.kinds])
         self.model = Model(
             embedding=self.embedding,
-            embedding_scale=self.embedding_scale * self.vector_scale,  # type: ignore[arg-type]
+            embedding_scale=self.embedding_scale * self.vector_scale,
             places=self.places,
             weights=self.weights,
             angles=self.angles,
@@ -144,8 +144,8 @@ class CompiledDecoder:
             last_norm=self.last_norm,
             head=self.head,
             vocab=self.vocab,
-            logits_divisor=np.float32(numbers.logits_divisor),  # type: ignore[arg-type]
-            logits_cap=np.float32(numbers.logits_cap),  # type: ignore[arg-type]
+            logits_divisor=np.float32(numbers.logits_divisor),
+            logits_cap=np.float32(numbers.logits_cap),
         )
 
     def store(self) -> PanelStore:
@@ -220,7 +220,7 @@ class CompiledDecoder:
         """
         seen = np.array([rows.seen[name] for name in self.names])
         tapped = np.empty((len(x), len(taps) * x.shape[1]), dtype=np.float32)
-        with on_threads(self.threads) as threads:
+        with TEAM.threads(self.threads) as threads:
             all_layers(
                 x, weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen, kinds,
                 store.keys_by_panel[places], store.values_by_slot[places], np.array(taps, dtype=np.int64), tapped, threads,
@@ -255,7 +255,7 @@ class CompiledDecoder:
         negative = rows.tokens < 0
         if negative.any() and {*np.flatnonzero(negative).tolist()} != {*vectors}:
             raise IndexError("a token is beyond those of the model")
-        x = self.embedding.take(np.maximum(rows.tokens, 0), 0) * self.model.embedding_scale
+        x = embedded_rows(self.embedding, np.maximum(rows.tokens, 0)) * self.model.embedding_scale
         for row, vector in vectors.items():
             x[row] = vector * self.vector_scale
         return x + self.places[rows.positions] if len(self.places) else x
@@ -269,7 +269,7 @@ class CompiledDecoder:
         Args:
             windows, part: see `CacheArrays`.
         """
-        with on_threads(self.threads) as threads:
+        with TEAM.threads(self.threads) as threads:
             taps = np.array(cache.needs.taps if part == ALL else (), dtype=np.int64)
             yield CacheArrays(
                 cache.trie.arrays, cache.outputs, cache.taps, taps, self.model, windows, store.keys_by_panel,
@@ -300,7 +300,7 @@ class CompiledDecoder:
         """
         logits = np.empty((len(x), len(self.head) * WIDTH), dtype=np.float32)
         if len(x):
-            with on_threads(self.threads) as threads:
+            with TEAM.threads(self.threads) as threads:
                 score_rows(x, self.last_norm if norm is None else norm, self.eps, self.head, logits, threads)
             shape_logits(logits, self.model.logits_divisor, self.model.logits_cap)
         return np.ascontiguousarray(logits[:, : self.vocab])
@@ -324,41 +324,74 @@ class CompiledDecoder:
         return layers, address_of(score_rows, floats, self.last_norm, self.eps, self.head, floats, 1)
 
 
-_ONE_AT_A_TIME = threading.RLock()  # numba's threads serve one caller at a time, which may run two models
+def _kind_of(weights: list[Tensor], rounding: Rounding | None, tiled: bool, files: MappedFiles) -> Kind:
+    """Return the kind of panels that holds matrices exactly, or as `rounding` says, and is read soonest.
 
-
-def start_threads_beside_torch() -> int:
-    """Start numba's threads, and return the most that there are, without a change of torch's number of threads.
-
-    numba and torch may share a pool of threads; to start it sets torch's number.
+    Args:
+        tiled: whether tiles are used.
+        files: what leaves memory once it was looked at.
     """
-    before = torch.get_num_threads()
-    most = kernels.start_threads()
-    torch.set_num_threads(before)
-    return most
+    if rounding == "int4":
+        return "int4"
+    if rounding == "int8":
+        return "int8 tiles" if tiled else "int8"
+    types = {weight.dtype for weight in weights}
+    if types == {torch.float16}:
+        return "float16"
+    exact = types == {torch.bfloat16}
+    if not exact:
+        for weight in weights:
+            exact = fits_bfloat16(numbers_of(weight))
+            files.release([weight])
+            if not exact:
+                return "float32"
+    return "tiles" if tiled else "bfloat16"
 
 
-@contextmanager
-def on_threads(most: int) -> Iterator[int]:
-    """Set numba's threads to those that compiled code may use, at most `most`, and yield their number.
+def panels_of(
+    matrices: Sequence[Sequence[Tensor]], kind: Kind, files: MappedFiles = NOTHING_MAPPED
+) -> Shaped[np.ndarray, "matrices panels words"]:
+    """Return matrices in panels of a kind.
 
-    With more than one thread, other callers wait until this context is left.
+    Args:
+        matrices: of one shape; each consists of tensors, float[columns, depth], one after the other.
+        files: what leaves memory once it was laid out.
     """
-    threads = min(allowed_threads(), most)
-    if threads == 1:
-        yield 1
-        return
-    with _ONE_AT_A_TIME:
-        kernels.use_threads(threads)
-        yield threads
+    columns = sum(len(part) for part in matrices[0])
+    depth = matrices[0][0].shape[1]
+    panels = empty_panels(len(matrices), columns, depth, kind)
+    for parts, goal in zip(matrices, panels, strict=True):
+        write_panels(goal, partial(_columns_of, parts, kind, files), columns, depth, kind)
+        files.release(parts)  # the pages between the columns that were read together
+    return panels
 
 
-def weights_of(layers: list[Any], kind: Kind, of: Architecture) -> Weights:
+def _columns_of(
+    parts: Sequence[Tensor], kind: Kind, files: MappedFiles, first: int, stop: int
+) -> Shaped[np.ndarray, "some depth"]:
+    """Return a copy of some columns of a matrix, as `write_panels` takes them; those in a file leave memory."""
+    starts = accumulate((len(part) for part in parts), initial=0)
+    pieces = [
+        part.detach()[max(first - start, 0) : max(stop - start, 0)] for part, start in zip(parts, starts, strict=False)
+    ]
+    in_words = [
+        piece.view(torch.int16).numpy().view(np.uint16)
+        if piece.dtype == _TYPE_IN_WORDS.get(kind)
+        else piece.float().numpy()
+        for piece in pieces
+    ]
+    columns = np.concatenate(in_words)
+    files.release(pieces)
+    return columns
+
+
+def weights_of(layers: list[Any], kind: Kind, of: Architecture, files: MappedFiles = NOTHING_MAPPED) -> Weights:
     """Return the weights of these layers, with matrices in panels of a kind.
 
     Args:
         layers: of a transformers model, or of a draft head, whose modules have the names of a Llama's; at least one.
         of: their architecture.
+        files: what leaves memory once it was laid out.
     """
     parts = [parts_of(layer, of) for layer in layers]
 
@@ -366,13 +399,8 @@ def weights_of(layers: list[Any], kind: Kind, of: Architecture) -> Weights:
         return np.stack([numbers_of(getattr(one, name)) for one in parts])
 
     def panels(name: str) -> np.ndarray:
-        each = []
-        for one in parts:
-            found = getattr(one, name)
-            joined = found if isinstance(found, list) else [found]
-            matrix = np.concatenate([numbers_of(part) for part in joined])
-            each.append(in_panels(matrix, kind))
-        return in_lines(np.stack(each))
+        found = [getattr(one, name) for one in parts]
+        return panels_of([one if isinstance(one, list) else [one] for one in found], kind, files)
 
     return Weights(
         before_attention=stacked("before_attention"),
@@ -388,15 +416,9 @@ def weights_of(layers: list[Any], kind: Kind, of: Architecture) -> Weights:
     )
 
 
-def _matrices_of(layer: Any, of: Architecture) -> list[Tensor]:
-    """Return the matrices of a layer."""
-    parts = parts_of(layer, of)
-    return [*parts.qkv, parts.out, *parts.up, parts.down]
-
-
 def numbers_of(weight: Tensor) -> Float32[np.ndarray, "..."]:
-    """Return a weight as a contiguous array, without a copy if it is contiguous."""
-    return weight.detach().contiguous().numpy()
+    """Return a weight as a contiguous array, without a copy if it is contiguous and float32."""
+    return weight.detach().contiguous().float().numpy()
 
 
 def angles_of(rotary: Any, positions: int, *kind: str) -> Float32[np.ndarray, "2 positions pairs"]:
@@ -428,9 +450,16 @@ def places_of(body: Any, of: Architecture) -> Float32[np.ndarray, "positions hid
 
 def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:
     """Return the reason why the compiled forward cannot run a model, its matrices rounded or not; "" if it can."""
+    if model.device.type != "cpu" or model.dtype not in _WORDS:
+        return f"it is in {model.dtype} on {model.device}, and it is for float32, bfloat16 and float16 on a CPU"
+    return misfit_of_shape(model, rounding)
+
+
+def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
+    """Do `misfit` for a model without looking at its weights, which may not be there yet."""
     if not kernels.AVAILABLE:
         return "numba is missing, or switched off"
-    return misfit_of_float32(model) or _misfit_of_sizes(model, rounding)
+    return misfit_of_family(model) or _misfit_of_sizes(model, rounding)
 
 
 def _misfit_of_sizes(model: "PreTrainedModel", rounding: Rounding | None) -> str:

@@ -25,8 +25,8 @@ class Extras(NamedTuple):
     down_bias: Array  # float32[layers, hidden]
     scales: Array  # float32[layers]: what scores of attention are multiplied with
     ropes: Array  # int64[layers]: the table of rotary angles; -1: no positions
-    cap: float  # float32, see `families.Numbers.attention_cap`
-    residual: float  # float32: what leaves a sublayer is multiplied with this
+    cap: np.float32  # see `families.Numbers.attention_cap`
+    residual: np.float32  # what leaves a sublayer is multiplied with this
     activation: int  # SILU, GELU_TANH or GELU
     gated: bool  # whether the inner layer has a gate
     parallel: bool  # whether the inner layer reads what attention reads
@@ -36,7 +36,7 @@ def extras_of(parts: list[Parts], of: Architecture) -> Extras:
     """Return the extras of layers, given the weights of each."""
 
     def stacked(name: str) -> np.ndarray:
-        return np.stack([getattr(one, name).detach().contiguous().numpy() for one in parts])
+        return np.stack([getattr(one, name).detach().contiguous().float().numpy() for one in parts])
 
     return Extras(
         after_attention=stacked("after_attention"),
@@ -47,8 +47,8 @@ def extras_of(parts: list[Parts], of: Architecture) -> Extras:
         down_bias=stacked("down_bias"),
         scales=np.array(of.scales, dtype=np.float32),
         ropes=np.array(of.ropes, dtype=np.int64),
-        cap=np.float32(of.numbers.attention_cap),  # type: ignore[arg-type]
-        residual=np.float32(of.numbers.residual),  # type: ignore[arg-type]
+        cap=np.float32(of.numbers.attention_cap),
+        residual=np.float32(of.numbers.residual),
         activation=_NUMBER_OF[of.activation],
         gated=of.family.gated,
         parallel=of.parallel,

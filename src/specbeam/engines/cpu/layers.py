@@ -81,7 +81,7 @@ def tanh(x: Array, powers: Array, scratch: Array) -> None:
 
 
 @compiled
-def cap_scores(x: Array, cap: float, powers: Array, scratch: Array) -> None:
+def cap_scores(x: Array, cap: np.float32, powers: Array, scratch: Array) -> None:
     """Replace x, float32[n], by cap * tanh(x / cap); for the other arguments see `tanh`."""
     for place in range(len(x)):
         x[place] = x[place] / cap
@@ -209,8 +209,8 @@ def _extent_of(first: int, start: int, stop: int, group: int, reach: Array) -> i
 
 @compiled
 def attend(
-    q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int, scale: np.float32, cap: np.float32,
-    out: Array,
+    q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int, scale: np.float32,
+    cap: np.float32, out: Array,
 ) -> None:  # fmt: skip
     """Write the attention of all rows to their sessions' caches to `out`.
 
@@ -559,7 +559,7 @@ def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, 
 
 
 @compiled
-def shape_logits(logits: Array, divisor: float, cap: float) -> None:
+def shape_logits(logits: Array, divisor: np.float32, cap: np.float32) -> None:
     """Divide logits by `divisor`, and then cap their size, see `cap_scores`; 1 and 0 change nothing."""
     if divisor != 1:
         for row in range(len(logits)):

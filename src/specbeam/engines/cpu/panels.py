@@ -5,39 +5,91 @@ Here a matrix is laid out once in panels of a few columns. A panel is streamed t
 `MOST` rows stay in other registers (engines/cpu/sums.py).
 
 Weights that bfloat16 represents exactly, as those of most checkpoints, are kept in it: they are read in half the time, with
-the same products. If the processor has tile registers, sixteen rows are multiplied at once (engines/cpu/tiles.py), which
-pays for matrices that are too large for its caches. Weights rounded to 8 bits are read in a quarter of the time, those of
-4 bits, in groups with a scale each, in less than a sixth. Then each row of x is rounded to 8 bits, relative to its own
-largest number, so that a row takes a quarter of the arithmetic.
+the same products. Those of a float16 checkpoint are kept in float16. If the processor has tile registers, sixteen rows are
+multiplied at once (engines/cpu/tiles.py), which pays for matrices that are too large for its caches. Weights rounded to 8
+bits are read in a quarter of the time; those of 4 bits, in groups with a scale each, in less than a sixth. Then each row of
+x is rounded to 8 bits, relative to its own largest number, so that a row takes a quarter of the arithmetic.
 
 The functions above `_source_of` stand for several compiled forms: numba chooses one by the dtype of the panels.
 """
 
 import inspect
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float32, Int8, Shaped
 
 from specbeam import kernels
 from specbeam.engines.cpu import tiles
-from specbeam.engines.cpu.rounding import GROUP, ZERO, Scales, rounded, rounded_groups, rounded_row
-from specbeam.engines.cpu.sums import MOST, STEP, WIDTH, write_sums
+from specbeam.engines.cpu.rounding import BYTES_PER_WORD, GROUP, ZERO, Scales, rounded, rounded_groups, rounded_row
+from specbeam.engines.cpu.shares import (
+    COLUMNS,
+    COUNT,
+    DEPTH,
+    FORMS,
+    FUNCTION,
+    LENGTH,
+    OUT,
+    PACKED,
+    PANELS,
+    ROWS,
+    SHARES,
+    SIZE,
+    THREADS,
+    WORDS,
+    finish,
+    publish,
+    shares_of,
+    take,
+    wait_for_all,
+)
+from specbeam.engines.cpu.sums import FLOAT16_SCALE, MOST, STEP, WIDTH, write_sums
 from specbeam.kernels.compiling import compiled, compiled_only
 
 if kernels.AVAILABLE:
-    from numba import prange, types
+    from numba import carray, types
     from numba.extending import overload
+
+    from specbeam.kernels.atomics import pointer_to
 else:
-    prange = range
+    carray = None  # never called without numba
+    pointer_to = None
 
 LINE = 64  # bytes of a cache line
 _UNPACKED_FROM = 16  # parts of rows; from here on the bfloat16 of a panel are unpacked once, not for each part
 _TILES_FROM = 6  # rows of bytes; fewer are multiplied by vectors as soon, and no tile has to be filled
 _SHARED_FROM = 300_000  # numbers of the dtype of the panels, from which on they are shared among threads
 
-Kind = Literal["float32", "bfloat16", "tiles", "int8", "int8 tiles", "int4"]
+_LAID_OUT_TOGETHER = 1 << 22  # numbers of a matrix; what lies between the matrix and its panels has room for as many
+
+Kind = Literal["float32", "bfloat16", "float16", "tiles", "int8", "int8 tiles", "int4"]
 Array = Any  # numba finds the types by itself
+
+
+class Words(NamedTuple):
+    """How the numbers of a kind of panels lie in memory."""
+
+    stored: Any  # dtype of what is written: 2- and 4-byte words
+    read_as: Any  # dtype of the panels, by which numba chooses the compiled form of a product
+    steps: int  # of depth that are written together
+    words: int  # that these take in a column
+    after: int = 0  # words that follow each column
+
+    def of_column(self, depth: int) -> int:
+        """Return the number of words that are written for a column."""
+        return depth // self.steps * self.words + self.after
+
+
+_WORDS: dict[Kind, Words] = {
+    "float32": Words(np.float32, np.float32, 1, 1),
+    "bfloat16": Words(np.uint32, np.uint32, 2, 1),
+    "float16": Words(np.uint16, np.uint8, 1, 1),
+    "tiles": Words(np.uint32, np.uint16, 2, 1),
+    "int8": Words(np.int32, np.int32, BYTES_PER_WORD, 1, after=2),
+    "int8 tiles": Words(np.int32, np.int8, BYTES_PER_WORD, 1, after=2),
+    "int4": Words(np.int32, np.int16, GROUP, GROUP // 8 + 1),
+}
 
 
 @compiled_only
@@ -84,6 +136,11 @@ def unpacked(panel: Array, depth: int) -> Array:
     """Return the numbers of one panel as float32; a panel of rounded numbers is returned as it is."""
 
 
+@compiled_only
+def form_of(panels: Array) -> Array:
+    """Return the number of the form of products with these panels; see `FORM_OF`."""
+
+
 def _source_of(function: Any) -> Any:
     """Return the function without the type checks that tests wrap it into, as numba needs its source."""
     return inspect.unwrap(function)
@@ -128,8 +185,15 @@ if kernels.AVAILABLE:
     def _compiled_for_few_rows(panels: Any) -> Any:
         return _source_of(_in_words if panels.dtype == types.int8 else _as_they_are)
 
+    @overload(form_of, strict=False)
+    def _compiled_form_of(panels: Any) -> Any:
+        number = FORM_OF[panels.dtype.name]
+        return _source_of(lambda panels: number)
+
     @overload(unpacked, strict=False)
     def _compiled_unpacked(panel: Any, depth: Any) -> Any:
+        if panel.dtype == types.uint8:
+            return _source_of(_halves_as_float32)
         return _source_of(_unchanged if panel.dtype in _ROUNDED else _as_float32)
 
 
@@ -183,6 +247,19 @@ def _as_float32(panel: Array, depth: int) -> Array:
             words[2 * pair, column] = packed[pair, column] << np.uint32(16)
             words[2 * pair + 1, column] = packed[pair, column] & np.uint32(0xFFFF0000)
     return words.reshape(-1).view(np.float32)
+
+
+def _halves_as_float32(panel: Array, depth: int) -> Array:
+    halves = panel.view(np.uint16)
+    words = np.empty(len(halves), dtype=np.uint32)
+    found = words.view(np.float32)
+    for place in range(len(halves)):
+        words[place] = (np.uint32(halves[place]) & np.uint32(0x7FFF)) << np.uint32(13)
+    for place in range(len(halves)):
+        found[place] *= FLOAT16_SCALE
+    for place in range(len(halves)):
+        words[place] |= (np.uint32(halves[place]) & np.uint32(0x8000)) << np.uint32(16)
+    return found
 
 
 @compiled
@@ -246,48 +323,121 @@ def _release_tiles(panels: Array) -> None:
     tiles.release_tiles()
 
 
-def _multiplier(name: str, panel_range: Any, **options: Any) -> Any:
-    """Return `multiply` with a loop over `panel_range` of the panels, `range` or numba's `prange`.
+@compiled
+def _multiply_alone(x: Array, panels: Array, out: Array) -> None:
+    """Do `multiply` by the products of these panels, on one thread."""
+    rows, depth = x.shape
+    packed = packed_rows(x, panels)
+    _multiply_some(panels, 0, len(panels), packed, rows, depth, out)
+
+
+@compiled
+def _multiply_some(panels: Array, first: int, stop: int, packed: Array, rows: int, depth: int, out: Array) -> None:
+    """Write the products of all rows with the panels first .. stop."""
+    begin_products(packed, panels)
+    for panel in range(first, stop):
+        multiply_panel(panels, panel, packed, rows, depth, out)
+    end_products(panels)
+
+
+@compiled
+def _multiply_share(team: Array, share: int, panels: Array, packed: Array, rows: int, depth: int, out: Array) -> None:
+    """Write the products of all rows with the panels of a share."""
+    count = len(panels)
+    each = team[SHARES]
+    _multiply_some(panels, share * count // each, (share + 1) * count // each, packed, rows, depth, out)
+
+
+@compiled
+def _multiply_with_team(x: Array, panels: Array, out: Array, address: int) -> None:
+    """Do `multiply` by the products of these panels, with the team whose memory is at this address."""
+    team = carray(pointer_to(address), (WORDS,), np.int64)
+    rows, depth = x.shape
+    packed = packed_rows(x, panels)
+    team[FUNCTION] = team[FORMS + form_of(panels)]
+    team[PANELS] = panels.ctypes.data
+    team[COUNT] = panels.shape[0]
+    team[SIZE] = panels.shape[1]
+    team[PACKED] = packed.ctypes.data
+    team[LENGTH] = len(packed)
+    team[ROWS] = rows
+    team[DEPTH] = depth
+    team[OUT] = out.ctypes.data
+    team[COLUMNS] = out.shape[1]
+    _share_out(team, panels, packed, rows, depth, out)
+
+
+@compiled
+def _share_out(team: Array, panels: Array, packed: Array, rows: int, depth: int, out: Array) -> None:
+    """Do the product that the memory of the team describes, with whoever helps. The caller keeps the arrays until then."""
+    shares = shares_of(len(panels), panels.itemsize * panels.shape[1], team[THREADS])
+    publish(team, shares)
+    share = take(team)
+    while share >= 0:
+        _multiply_share(team, share, panels, packed, rows, depth, out)
+        finish(team)
+        share = take(team)
+    wait_for_all(team, shares)
+
+
+def _share_function(kind: Any, of_rows: Any) -> Any:
+    """Return the compiled function that does a share of the product that the memory of a team describes.
 
     Args:
-        name: of the compiled function, by which numba finds its code in memory and on disk.
+        kind: dtype of the panels.
+        of_rows: dtype of the packed rows.
     """
-    serial = panel_range is range  # with several threads, each has to configure its tiles anew for every panel
 
-    def _multiply(x: Array, panels: Array, out: Array) -> None:
-        rows, depth = x.shape
-        packed = packed_rows(x, panels)
-        if serial:
-            begin_products(packed, panels)
-        for panel in panel_range(len(panels)):
-            if not serial:
-                begin_products(packed, panels)
-            multiply_panel(panels, panel, packed, rows, depth, out)
-            if not serial:
-                end_products(panels)
-        if serial:
-            end_products(panels)
+    def do_share(address: int, share: int) -> None:
+        team = carray(pointer_to(address), (WORDS,), np.int64)
+        panels = carray(pointer_to(team[PANELS]), (team[COUNT], team[SIZE]), kind)
+        packed = carray(pointer_to(team[PACKED]), (team[LENGTH],), of_rows)
+        out = carray(pointer_to(team[OUT]), (team[ROWS], team[COLUMNS]), np.float32)
+        _multiply_share(team, share, panels, packed, team[ROWS], team[DEPTH], out)
 
-    _multiply.__name__ = _multiply.__qualname__ = name
-    return compiled(_multiply, **options)
+    source = _source_of(do_share)
+    source.__name__ = f"do_share_{np.dtype(kind).name}"  # by which numba finds its code in memory and on disk
+    source.__qualname__ = source.__name__
+    return compiled(source)
 
 
-_multiply_on_one_thread = _multiplier("multiply_on_one_thread", range)
-_multiply_on_threads = _multiplier("multiply_on_threads", prange, parallel=True)
+# Each dtype of panels, and that of the rows which they are multiplied with.
+_ROWS_FOR = {
+    np.float32: np.float32,
+    np.uint32: np.float32,
+    np.uint8: np.float32,
+    np.int32: np.int32,
+    np.int16: np.int32,
+    np.uint16: np.uint32,
+    np.int8: np.uint32,
+}
+FORM_OF = {np.dtype(kind).name: number for number, kind in enumerate(_ROWS_FOR)}
+share_functions = {np.dtype(kind).name: _share_function(kind, rows) for kind, rows in _ROWS_FOR.items()}
 
 
 @compiled
 def _multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
-    """Do `multiply` by the products of these panels, on one thread or several."""
-    if threads > 1 and panels.size >= _SHARED_FROM:
-        _multiply_on_threads(x, panels, out)
+    """Do `multiply` by the products of these panels."""
+    if threads > 1 and panels.size >= _SHARED_FROM and has_form(threads, form_of(panels)):
+        _multiply_with_team(x, panels, out, threads)
     else:
-        _multiply_on_one_thread(x, panels, out)
+        _multiply_alone(x, panels, out)
+
+
+@compiled
+def has_form(address: int, form: int) -> bool:
+    """Return whether the helpers of a team know what to do with panels of a form."""
+    team = carray(pointer_to(address), (WORDS,), np.int64)
+    return bool(team[FORMS + form] != 0)
 
 
 @compiled
 def multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
-    """Write x[rows, depth] @ matrix to out[rows, columns], given the `panels` of the matrix; `WIDTH` divides columns."""
+    """Write x[rows, depth] @ matrix to out[rows, columns], given the `panels` of the matrix; `WIDTH` divides columns.
+
+    Args:
+        threads: 1, or the address of the memory of a team (engines/cpu/team.py), which then helps.
+    """
     if len(x) < _TILES_FROM:
         _multiply(x, for_few_rows(panels), out, threads)
     else:
@@ -296,7 +446,12 @@ def multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
 
 def fits_bfloat16(matrix: Float[np.ndarray, "columns depth"]) -> bool:
     """Return whether bfloat16 represents every number exactly, and the depth is even, so that two steps share a word."""
-    return matrix.shape[1] % 2 == 0 and not (np.ascontiguousarray(matrix).view(np.uint32) & 0xFFFF).any()
+    columns, depth = matrix.shape
+    if depth % 2:
+        return False
+    each = max(_LAID_OUT_TOGETHER // depth, 1)
+    parts = (matrix[first : first + each] for first in range(0, columns, each))
+    return not any((np.ascontiguousarray(part).view(np.uint32) & 0xFFFF).any() for part in parts)
 
 
 def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32") -> Shaped[np.ndarray, "panels words"]:
@@ -304,31 +459,75 @@ def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32"
 
     Args:
         kind: "float32"; "bfloat16", two steps of depth in each uint32, for numbers that bfloat16 represents exactly;
-            "tiles", the same as uint16, for processors with tile registers (engines/cpu/tiles.py); "int8", a rounded matrix
-            (`rounded`), four steps of depth in each int32, followed by the scales and 128 times the sums of the columns;
-            "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups (`rounded_groups`), eight
-            steps of depth in a word, as int16, see `_panels_of_nibbles`.
+            "float16", two bytes for each step, as uint8, for numbers that float16 represents exactly;
+            "tiles", the same as "bfloat16" as uint16, for processors with tile registers (engines/cpu/tiles.py); "int8", a
+            rounded matrix (`rounded`), four steps of depth in each int32, followed by the scales and 128 times the sums of
+            the columns; "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups
+            (`rounded_groups`), eight steps of depth in a word, as int16, see `_panels_of_nibbles`.
 
     Raises `ValueError` if the depth is no multiple of `STEP`, for int4 of `GROUP`.
     """
     columns, depth = matrix.shape
+    (panels,) = empty_panels(1, columns, depth, kind)
+    write_panels(panels, lambda first, stop: matrix[first:stop], columns, depth, kind)
+    return panels
+
+
+def empty_panels(matrices: int, columns: int, depth: int, kind: Kind) -> Shaped[np.ndarray, "matrices panels words"]:
+    """Return room for the panels of matrices of one shape, from a line of the processor's cache on; see `in_panels`."""
     unit = steps_in(kind)
     if depth % unit:
         raise ValueError(f"the depth of a matrix in panels must be a multiple of {unit}, found {depth}")
     count = -(-columns // WIDTH)
-    padded = np.zeros((count * WIDTH, depth), dtype=np.float32)
-    padded[:columns] = matrix
+    words = _WORDS[kind]
+    room = empty_in_lines((matrices, count, words.of_column(depth) * WIDTH), words.stored)
+    return room.view(words.read_as)
+
+
+def write_panels(
+    panels: Shaped[np.ndarray, "panels words"],
+    columns_of: Callable[[int, int], Shaped[np.ndarray, "some depth"]],
+    columns: int,
+    depth: int,
+    kind: Kind,
+) -> None:
+    """Lay a matrix out in its panels, some columns at a time, so that nothing else takes much memory.
+
+    Args:
+        panels: written; see `empty_panels`.
+        columns_of: returns the columns first .. stop of the matrix: float32; of kinds of two bytes also uint16, their bits.
+    """
+    each = max(_LAID_OUT_TOGETHER // (depth * WIDTH), 1)
+    for first in range(0, len(panels), each):
+        goal = panels[first : first + each]
+        stop = min((first + len(goal)) * WIDTH, columns)
+        some = np.ascontiguousarray(columns_of(first * WIDTH, stop))
+        if some.dtype != np.uint16:
+            some = some.astype(np.float32, copy=False)
+        missing = len(goal) * WIDTH - len(some)
+        if missing:
+            some = np.concatenate([some, np.zeros((missing, depth), dtype=some.dtype)])
+        _lay_out(goal.view(_WORDS[kind].stored), some, kind)
+
+
+def _lay_out(
+    panels: Shaped[np.ndarray, "panels words"], matrix: Shaped[np.ndarray, "columns depth"], kind: Kind
+) -> None:
+    """Write whole panels; see `write_panels`."""
+    count = len(panels)
     if kind == "int4":
-        return in_lines(_panels_of_nibbles(*rounded_groups(padded))).view(np.int16)
+        panels[...] = _panels_of_nibbles(*rounded_groups(matrix))
+        return
     if kind in ("int8", "int8 tiles"):
-        rounded_panels = in_lines(_panels_of_bytes(*rounded(padded)))
-        return rounded_panels if kind == "int8" else rounded_panels.view(np.int8)
-    panels = np.ascontiguousarray(padded.reshape(count, WIDTH, depth).transpose(0, 2, 1))
-    if kind == "float32":
-        return in_lines(panels.reshape(count, -1))
-    bits = panels.view(np.uint32)
-    words = in_lines(((bits[:, 0::2] >> 16) | bits[:, 1::2]).reshape(count, -1))
-    return words.view(np.uint16) if kind == "tiles" else words
+        panels[...] = _panels_of_bytes(*rounded(matrix))
+        return
+    if kind == "float16" and matrix.dtype != np.uint16:
+        matrix = matrix.astype(np.float16).view(np.uint16)
+    if kind in ("bfloat16", "tiles"):
+        bits = matrix if matrix.dtype == np.uint16 else (matrix.view(np.uint32) >> 16).astype(np.uint16)
+        matrix = bits.view(np.uint32)  # the earlier of two steps is in the lower half
+    by_column = matrix.reshape(count, WIDTH, -1)
+    panels.reshape(count, -1, WIDTH)[...] = by_column.transpose(0, 2, 1)
 
 
 def steps_in(kind: Kind) -> int:
@@ -336,13 +535,12 @@ def steps_in(kind: Kind) -> int:
     return GROUP if kind == "int4" else STEP
 
 
-def in_lines(array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
-    """Return a copy that begins at a line of the processor's cache: otherwise each register is read from two lines."""
-    room = np.empty(array.nbytes + LINE, dtype=np.uint8)
+def empty_in_lines(shape: tuple[int, ...], dtype: Any) -> Shaped[np.ndarray, "..."]:
+    """Return room that begins at a line of the processor's cache: otherwise each register is read from two lines."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    room = np.empty(size + LINE, dtype=np.uint8)
     start = -room.ctypes.data % LINE
-    lines = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    lines[...] = array
-    return lines
+    return room[start : start + size].view(dtype).reshape(shape)
 
 
 def _panels_of_bytes(numbers: Int8[np.ndarray, "columns depth"], scales: Scales) -> Shaped[np.ndarray, "panels words"]:

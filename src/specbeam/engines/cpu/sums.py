@@ -6,6 +6,8 @@ that the result of a row does not depend on the other rows.
 
 from typing import Any
 
+import numpy as np
+
 from specbeam import kernels
 from specbeam.engines.cpu.rounding import GROUP
 
@@ -33,6 +35,7 @@ STEP = 4  # steps of depth in a round of the loop; every depth is a multiple of 
 _AHEAD = 32  # words of a column by which prefetching is ahead of the sums
 _STEPS_PER_NIBBLES = 8  # steps of depth in a word of numbers of 4 bits
 _UPPER = 0xF0F0F0F0  # the upper half of each byte
+FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those of float16 from 15
 
 
 class _Loop:
@@ -148,6 +151,31 @@ class _Loop:
     def _function(self, name: str, result: Any, arguments: list[Any]) -> Any:
         known = self.builder.module.globals.get(name)
         return known or ir.Function(self.builder.module, ir.FunctionType(result, arguments), name)
+
+
+class _LoopOfHalves(_Loop):
+    """A `_Loop` for panels of float16, which become float32 as they are loaded."""
+
+    def __init__(self, builder: Any, rows: int) -> None:
+        super().__init__(builder, rows, steps_per_word=1)
+
+    def _columns_of(self, weights: Any, stride: Any, word: Any) -> list[list[Any]]:
+        b = self.builder
+        half = ir.IntType(16)
+        kind = ir.VectorType(half, LANES)
+        loaded = self._loaded(weights, b.mul(word, stride), stride, kind)
+        if LANES > 4:  # one instruction does it
+            halves = ir.VectorType(ir.HalfType(), LANES)
+            return [[b.fpext(b.bitcast(bits, halves), self.vector) for bits in loaded]]
+        scale = ir.Constant(self.vector, [float(FLOAT16_SCALE)] * LANES)
+        found = []
+        for bits in loaded:
+            wide = b.zext(bits, self.words)
+            size = b.bitcast(b.shl(b.and_(wide, self._all(0x7FFF)), self._all(13)), self.vector)
+            sign = b.shl(b.and_(wide, self._all(0x8000)), self._all(16))
+            number = b.bitcast(b.fmul(size, scale), self.words)
+            found.append(b.bitcast(b.or_(number, sign), self.vector))
+        return [found]
 
 
 class _LoopOfBytes(_Loop):
@@ -279,8 +307,8 @@ if kernels.AVAILABLE:
         out[out_at + row * out_stride + column] = sum over steps of x[x_at + step * rows + row] *
         weights[at + step * stride + column]
 
-        Weights are float32; or uint32 with two bfloat16 each; or int32 with four int8 each, or int16 with four numbers of 4
-        bits each, and x int32 as `panels.write_transposed` makes it.
+        Weights are float32; or uint32 with two bfloat16 each; or uint8, of which two are a float16; or int32 with four int8
+        each, or int16 with four numbers of 4 bits each, and x int32 as `panels.write_transposed` makes it.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -289,6 +317,8 @@ if kernels.AVAILABLE:
             kind = signature.args[1].dtype
             if kind == types.int16:  # the registers are words in any case
                 weights = builder.bitcast(weights, ir.IntType(32).as_pointer())
+            if kind == types.uint8:
+                weights = builder.bitcast(weights, ir.IntType(16).as_pointer())
 
             def write(rows: int) -> None:
                 _loop(builder, rows, kind).write(weights, stride, x, out, out_stride, depth)
@@ -357,4 +387,6 @@ def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
         return _LoopOfBytes(builder, rows)
     if kind == types.int16:
         return _LoopOfNibbles(builder, rows)
+    if kind == types.uint8:
+        return _LoopOfHalves(builder, rows)
     return _Loop(builder, rows, {types.float32: 1, types.uint32: 2}[kind])

@@ -1,0 +1,86 @@
+"""Tables of embeddings in the type that they were read in, whose rows become float32 as they are looked up."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int64, Shaped
+from torch import Tensor
+
+from specbeam import kernels
+from specbeam.engines.cpu.sums import FLOAT16_SCALE
+from specbeam.kernels.compiling import Array, compiled, compiled_only
+
+if kernels.AVAILABLE:
+    from numba import types
+    from numba.extending import overload
+
+# What stands for a type that numpy or numba does not know: an integer of its size.
+_BITS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
+
+Table = Shaped[np.ndarray, "vocab hidden"]
+
+
+def table_of(weight: Tensor) -> Table:
+    """Return a table of embeddings, without a copy if it is contiguous.
+
+    It is float32, or uint16, the bits of bfloat16 numbers, or int16, those of float16 numbers.
+    """
+    rows = weight.detach().contiguous()
+    if rows.dtype in _BITS:
+        return rows.view(torch.int16).numpy().view(_BITS[rows.dtype])
+    return rows.float().numpy()
+
+
+@compiled_only
+def look_up(table: Array, token: int, out: Array) -> None:
+    """Write the embedding of a token, as float32, to out[hidden]."""
+
+
+@compiled
+def look_up_rows(table: Array, tokens: Array, out: Array) -> None:
+    """Write the embeddings of tokens, as float32, to out[tokens, hidden]."""
+    for row in range(len(tokens)):
+        look_up(table, tokens[row], out[row])
+
+
+def embedded_rows(table: Table, tokens: Int64[np.ndarray, " n"]) -> Float32[np.ndarray, "n hidden"]:
+    """Return the embeddings of tokens as float32; raise `IndexError` if the table has no such token."""
+    if table.dtype == np.float32:
+        return table.take(tokens, 0)
+    if len(tokens) and not 0 <= tokens.min() <= tokens.max() < len(table):
+        raise IndexError("a token is beyond those of the model")
+    out = np.empty((len(tokens), table.shape[1]), dtype=np.float32)
+    look_up_rows(table, tokens, out)
+    return out
+
+
+def _copy_row(table: Array, token: int, out: Array) -> None:
+    out[:] = table[token]
+
+
+def _widen_bfloat16(table: Array, token: int, out: Array) -> None:
+    row = table[token]
+    bits = out.view(np.uint32)
+    for place in range(len(row)):
+        bits[place] = np.uint32(row[place]) << np.uint32(16)
+
+
+def _widen_float16(table: Array, token: int, out: Array) -> None:
+    row = table[token].view(np.uint16)
+    bits = out.view(np.uint32)
+    for place in range(len(row)):
+        bits[place] = (np.uint32(row[place]) & np.uint32(0x7FFF)) << np.uint32(13)
+    for place in range(len(row)):
+        out[place] *= FLOAT16_SCALE
+    for place in range(len(row)):
+        bits[place] |= (np.uint32(row[place]) & np.uint32(0x8000)) << np.uint32(16)
+
+
+if kernels.AVAILABLE:
+    _BY_TYPE = {types.uint16: _widen_bfloat16, types.int16: _widen_float16}
+
+    @overload(look_up, strict=False)
+    def _compiled_look_up(table: Any, token: Any, out: Any) -> Any:
+        return inspect.unwrap(_BY_TYPE.get(table.dtype, _copy_row))

@@ -1,0 +1,125 @@
+"""The split of a product into shares of its panels, which threads take one after the other.
+
+Whoever asks for a product takes shares as everybody else, and waits only for shares that another thread is at. So a thread
+that the operating system has put aside delays nobody, and a product costs no barrier: helpers look for shares in memory, and
+are not woken. Each panel is multiplied by one thread, in the order of a single one, so the numbers are the same with any
+number of threads.
+
+The memory of a team is int64[`WORDS`]. Its ticket holds the number of shares of the present product, and of those that are
+taken: both are read and counted up in one operation. What else describes the product is written before its ticket, and stays
+until all of its shares are done.
+"""
+
+
+import numpy as np
+
+from specbeam import kernels
+from specbeam.kernels.compiling import Array, compiled
+
+if kernels.AVAILABLE:
+    from specbeam.kernels.atomics import add_shared, load_shared, pause, store_shared
+    from specbeam.kernels.compiling import call_at, call_c
+else:
+    add_shared = None  # never called without numba
+    load_shared = None
+    pause = None
+    store_shared = None
+
+# Places in the memory of a team. What different threads change lies in different lines of a cache.
+TICKET = 0
+DONE = 8  # shares of the present product that are done
+OPEN = 16  # helpers look for shares while it is not 0
+HELPED = 17  # shares that helpers have done so far
+FUNCTION = 24  # address of the function that does a share of the present product
+PANELS = 25  # address of its panels, their number, and numbers of a panel
+COUNT = 26
+SIZE = 27
+PACKED = 28  # address of the packed rows, and their words
+LENGTH = 29
+ROWS = 30
+DEPTH = 31
+OUT = 32  # address of the result, and its columns
+COLUMNS = 33
+SHARES = 34
+THREADS = 40  # that the team has
+YIELD = 41  # address of the C function that lets other threads run; 0: there is none
+FORMS = 48  # addresses of the functions that do shares, by the kind of panels
+WORDS = 64
+
+_HALF = 32  # bits of a ticket that count the shares that are taken
+_TAKEN = (1 << _HALF) - 1
+_SPINS = 2000  # looks at a number before other threads may run in between
+_SHARES_EACH = 8  # of a product for each thread
+_LEAST_BYTES = 1 << 16  # of the panels in a share
+
+
+@compiled
+def shares_of(count: int, panel_bytes: int, threads: int) -> int:
+    """Return into how many shares panels are split."""
+    least = max(_LEAST_BYTES // panel_bytes, 1)
+    return max(min(threads * _SHARES_EACH, count // least), 1)
+
+
+@compiled
+def publish(team: Array, shares: int) -> None:
+    """Let all threads take shares of the product that the memory of the team describes."""
+    team[SHARES] = shares
+    store_shared(team, DONE, 0)
+    store_shared(team, TICKET, shares << _HALF)
+
+
+@compiled
+def take(team: Array) -> int:
+    """Return the number of a share that no other thread has taken; -1 if there is none."""
+    ticket = load_shared(team, TICKET)
+    if ticket & _TAKEN >= ticket >> _HALF:
+        return -1
+    ticket = add_shared(team, TICKET, 1)
+    share = ticket & _TAKEN
+    return share if share < ticket >> _HALF else -1
+
+
+@compiled
+def finish(team: Array) -> None:
+    """Say that a share is done."""
+    add_shared(team, DONE, 1)
+
+
+@compiled
+def wait_for_all(team: Array, shares: int) -> None:
+    """Wait until all shares are done."""
+    looks = 0
+    while load_shared(team, DONE) < shares:
+        looks = rest(team, looks)
+
+
+@compiled
+def rest(team: Array, looks: int) -> int:
+    """Let time pass between two looks at a number; return how many looks there were."""
+    if looks < _SPINS or team[YIELD] == 0:
+        pause()
+    else:
+        call_c(team[YIELD], ())
+    return looks + 1
+
+
+@compiled
+def help_team(team: Array, address: int) -> None:
+    """Do shares of the team's products until the team is closed; `address` is that of its memory."""
+    looks = 0
+    while load_shared(team, OPEN) != 0:
+        share = take(team)
+        if share < 0:
+            looks = rest(team, looks)
+            continue
+        call_at(team[FUNCTION], (address, share))
+        finish(team)
+        add_shared(team, HELPED, 1)
+        looks = 0
+
+
+def new_memory() -> np.ndarray:
+    """Return the memory of a new team, from a line of the processor's cache on."""
+    room = np.zeros(WORDS + 8, dtype=np.int64)
+    start = -room.ctypes.data % 64 // 8
+    return room[start : start + WORDS]

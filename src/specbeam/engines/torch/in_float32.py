@@ -1,0 +1,58 @@
+"""A way to call a model whose weights have two bytes in float32 arithmetic, without a copy of the weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from specbeam.engines.mapped import MappedFiles
+
+_HALVES = (torch.bfloat16, torch.float16)
+_TOGETHER = 1 << 22  # numbers of a matrix that are float32 at a time
+
+
+class InFloat32(TorchFunctionMode):
+    """A context in which every operation takes two-byte tensors as float32; matrices become float32 part by part.
+
+    Args:
+        files: what leaves memory once it was multiplied with.
+    """
+
+    def __init__(self, files: MappedFiles) -> None:
+        super().__init__()
+        self.files = files
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation; see the class."""
+        named = kwargs or {}
+        if function is functional.linear:
+            return self._product(*args, **named)
+        if function in (functional.embedding, torch.embedding):
+            return widened(function(*args, **named))
+        if getattr(function, "__name__", "") == "__get__":
+            found = function(*args, **named)
+            return torch.float32 if found in _HALVES else found
+        return function(*tree_map(widened, args), **tree_map(widened, named))
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x times the matrix, plus the bias."""
+        each = max(_TOGETHER // weight.shape[1], 1)
+        rows = widened(x)
+        parts = []
+        for part in weight.split(each):
+            parts.append(functional.linear(rows, widened(part)))
+            self.files.release([part])
+        self.files.release([weight])  # the pages between the parts
+        found = torch.cat(parts, -1)
+        return found if bias is None else found + widened(bias)
+
+
+def widened(value: Any) -> Any:
+    """Return a tensor of two-byte numbers as float32, anything else as it is."""
+    return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value

@@ -1,0 +1,70 @@
+"""Numbers that several threads read and change, addresses as arrays, and what a thread does while it waits."""
+
+from typing import Any
+
+from specbeam.kernels.compiling import AVAILABLE
+
+if AVAILABLE:
+    from llvmlite import ir
+    from numba import types
+    from numba.extending import intrinsic
+
+    _WORD = ir.IntType(64)
+    _ALIGN = 8
+
+    def _place(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        """Return the address of a number in an int64 array, given the array and the index as the first arguments."""
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.gep(data, [args[1]])
+
+    @intrinsic
+    def load_shared(typing: Any, array: Any, place: Any) -> Any:
+        """Return array[place] of an int64 array, as the thread that changed it last has left it."""
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.load_atomic(_place(context, builder, signature, args), "seq_cst", _ALIGN)
+
+        return types.int64(array, types.int64), code
+
+    @intrinsic
+    def store_shared(typing: Any, array: Any, place: Any, value: Any) -> Any:
+        """Set array[place] of an int64 array, for all threads; they then see all that was written before, too."""
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            builder.store_atomic(args[2], _place(context, builder, signature, args), "seq_cst", _ALIGN)
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64, types.int64), code
+
+    @intrinsic
+    def add_shared(typing: Any, array: Any, place: Any, value: Any) -> Any:
+        """Add to array[place] of an int64 array, and return what it was before; no two threads get the same."""
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            where = _place(context, builder, signature, args)
+            return builder.atomic_rmw("add", where, args[2], "seq_cst")
+
+        return types.int64(array, types.int64, types.int64), code
+
+    @intrinsic
+    def pointer_to(typing: Any, address: Any) -> Any:
+        """Return an address as the pointer that `numba.carray` takes."""
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+        return types.voidptr(types.int64), code
+
+    @intrinsic
+    def pause(typing: Any) -> Any:
+        """Let a processor that waits in a loop rest for some ten cycles; do nothing on those that are not x86."""
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            if context.codegen().target_data is not None and "x86" in builder.module.triple:
+                kind = ir.FunctionType(ir.VoidType(), [])
+                name = "llvm.x86.sse2.pause"
+                known = builder.module.globals.get(name)
+                builder.call(known or ir.Function(builder.module, kind, name), [])
+            return context.get_dummy_value()
+
+        return types.void(), code

@@ -1,0 +1,85 @@
+"""Which models of a CPU keep the words of their files: large ones that the compiled forward runs.
+
+Smaller ones become float32 as they are loaded, and the compiled forward's copy of their weights is a second one. A large one
+stays as its files are, which are mapped to memory, and the compiled forward's copy is the only one that stays there.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specbeam import kernels
+from specbeam.engines.cpu.decoder import misfit_of_shape
+from specbeam.engines.torch import lean
+
+_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_ONE_FILE = "model.safetensors"
+_SEVERAL = "model.safetensors.index.json"
+
+
+def kept_type(name: str, config: Any) -> torch.dtype | None:
+    """Return the type that the weights of a model keep; None if they become float32.
+
+    They keep the type of their files, if that is one for all of them, if they are more than `lean.LARGEST`, and if the
+    compiled forward runs the model.
+
+    Args:
+        name: a folder or hub id.
+        config: the model's configuration.
+    """
+    if not kernels.AVAILABLE:
+        return None
+    try:
+        types, numbers = _stored(_files_of(name))
+    except OSError:
+        return None
+    if len(types) != 1 or numbers <= lean.LARGEST or not types <= _TYPES.keys():
+        return None
+    kept = _TYPES[types.pop()]
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=kept)
+    return None if misfit_of_shape(model, None) else kept
+
+
+def _files_of(name: str) -> list[Path]:
+    """Return the safetensors files of a model; none if its weights are in other files."""
+    whole = _file(name, _ONE_FILE)
+    if whole is not None:
+        return [whole]
+    index = _file(name, _SEVERAL)
+    if index is None:
+        return []
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    found = [_file(name, one) for one in names]
+    return [one for one in found if one is not None]
+
+
+def _file(name: str, file: str) -> Path | None:
+    """Return a file of a folder or hub id; None if it has no such file."""
+    folder = Path(name)
+    if folder.is_dir():
+        path = folder / file
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def _stored(files: list[Path]) -> tuple[set[str], int]:
+    """Return the names of the types in safetensors files, and how many numbers they hold."""
+    types: set[str] = set()
+    numbers = 0
+    for path in files:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        header.pop("__metadata__", None)
+        types |= {entry["dtype"] for entry in header.values()}
+        numbers += sum(math.prod(entry["shape"]) for entry in header.values())
+    return types, numbers

@@ -1,0 +1,170 @@
+"""Large models that stay in memory as their files are, and are laid out once, for the compiled forward."""
+
+import numpy as np
+import pytest
+import torch
+
+import specbeam as sb
+from specbeam import kernels
+
+if not kernels.AVAILABLE:
+    pytest.skip("needs numba", allow_module_level=True)
+
+from safetensors.torch import load_file, save_file
+
+from specbeam.core.forest import Forest
+from specbeam.engines.cpu.embedding import embedded_rows, table_of
+from specbeam.engines.mapped import is_kept, mapped_files
+from specbeam.engines.torch.in_float32 import InFloat32
+from specbeam.errors import UnsupportedModel
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.pair import language_model
+from tests.lm.test_lean import scored
+from tests.support.tiny_models import tiny
+
+KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+PATH = [3, 4, 5]
+
+
+@pytest.fixture(autouse=True)
+def all_are_large(monkeypatch):
+    monkeypatch.setattr("specbeam.engines.torch.lean.LARGEST", 0)
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """Write a tiny model in a type of floats; the tokenizer of the bundled pair, which has more tokens, is not needed."""
+
+    def write(words, family="llama", **changes):
+        tiny(family, **changes).to(words).save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    return write
+
+
+def loaded(folder, **options):
+    return sb.load(folder, tokenizer=False, **options)
+
+
+def logits_of(lm):
+    return scored(lm, PATH, Forest.rooted([5]))[0]
+
+
+@pytest.mark.parametrize("words", KINDS, ids=KINDS.values())
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}], ids=["", "tied"])
+def test_weights_stay_in_the_words_of_their_files_and_arithmetic_is_float32(folder_of, words, changes):
+    folder = folder_of(words, **changes)
+    target = loaded(folder).target
+    assert target.engine == "compiled"
+    assert target.model.dtype == words
+    assert target.runner.decoder.kind == KINDS[words]
+    assert is_kept(target.model)
+    wide = loaded(folder, dtype="float32")
+    assert wide.target_model.dtype == torch.float32
+    expected = wide.target_model(torch.tensor([PATH])).logits[0, -1]
+    torch.testing.assert_close(logits_of(target), expected, atol=2e-4, rtol=2e-4)
+    config = target.model.config
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    assert target.slot_bytes == 4 * numbers  # keys and values are float32, whatever the weights are
+
+
+def test_a_type_that_is_asked_for_is_the_one_that_transformers_computes_in(folder_of):
+    target = loaded(folder_of(torch.bfloat16), dtype="bfloat16").target
+    assert target.engine == "plain"
+    assert not is_kept(target.model)
+
+
+def test_files_of_several_types_become_float32(folder_of):
+    folder = folder_of(torch.bfloat16)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].float() * 1.0001
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    target = loaded(folder).target
+    assert target.model.dtype == torch.float32
+    assert torch.equal(target.model.model.norm.weight, weights["model.norm.weight"])
+
+
+def test_models_that_the_compiled_forward_does_not_run_become_float32(folder_of):
+    pair = loaded(folder_of(torch.bfloat16, "gpt2"))
+    assert pair.target_model.dtype == torch.float32
+    assert pair.target.engine == "plain"
+
+
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+def test_rounded_weights_are_those_of_the_same_model_in_float32(folder_of, rounding):
+    folder = folder_of(torch.bfloat16, intermediate_size=64)
+    kept = loaded(folder, quantize=rounding).target
+    wide = loaded(folder, quantize=rounding, dtype="float32").target
+    assert kept.model.dtype == torch.bfloat16
+    for name in ("qkv", "out", "gate_up", "down"):
+        assert np.array_equal(getattr(kept.runner.decoder.weights, name), getattr(wide.runner.decoder.weights, name))
+    assert torch.equal(logits_of(kept), logits_of(wide))
+
+
+def test_weights_lie_in_their_file_and_have_left_memory(folder_of):
+    model = loaded(folder_of(torch.bfloat16)).target_model
+    files = mapped_files(model)
+    weights = list(model.parameters())
+    assert all(files.holds(weight) for weight in weights)
+    before = [weight.clone() for weight in weights]
+    files.release(weights)
+    assert all(torch.equal(weight, other) for weight, other in zip(weights, before, strict=True))
+
+
+def test_what_was_written_into_a_mapped_weight_is_not_given_back(folder_of):
+    """A part of memory that the process has written to is no copy of its file."""
+    pair = loaded(folder_of(torch.bfloat16))
+    model = pair.target_model
+    before = logits_of(pair.target)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-3.0)
+    changed = model.model.layers[0].mlp.down_proj.weight.clone()
+    assert not mapped_files(model).holds(model.model.layers[0].mlp.down_proj.weight)
+    again = language_model(model)
+    assert again is not pair.target
+    assert torch.equal(model.model.layers[0].mlp.down_proj.weight, changed)
+    assert not torch.allclose(logits_of(again), before)
+
+
+def test_the_check_of_load_computes_in_float32_and_finds_a_mistake_of_a_hundredth(folder_of, monkeypatch):
+    from specbeam.engines.cpu import decoder
+
+    folder = folder_of(torch.bfloat16)
+    panels_of = decoder.panels_of
+
+    def wrong(matrices, kind, files):
+        return panels_of([[part * 1.01 for part in parts] for parts in matrices], kind, files)
+
+    monkeypatch.setattr(decoder, "panels_of", wrong)
+    with pytest.raises(UnsupportedModel, match="off by"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize("words", [torch.bfloat16, torch.float16])
+def test_a_model_of_two_bytes_can_be_called_in_float32(folder_of, words):
+    model = tiny("llama").to(words)
+    tokens = torch.tensor([PATH])
+    with InFloat32(mapped_files(model)), torch.inference_mode():
+        found = model(tokens).logits
+    expected = model.float()(tokens).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("words", KINDS)
+def test_embeddings_are_looked_up_as_float32(words):
+    weight = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)).to(words)
+    weight[7, :4] = torch.tensor([0.0, -0.0, 6e-8, -6e-5])
+    table = table_of(weight)
+    assert table.nbytes == weight.nbytes
+    found = embedded_rows(table, np.array([7, 49, 0]))
+    assert np.array_equal(found, weight[[7, 49, 0]].float().numpy())
+    with pytest.raises(IndexError):
+        embedded_rows(table, np.array([50]))
+
+
+def test_a_model_object_of_two_bytes_is_laid_out_on_request(folder_of):
+    model = tiny("llama").to(torch.bfloat16)
+    assert HuggingFaceLM(model).engine == "plain"
+    lm = HuggingFaceLM(model, engine="compiled")
+    expected = model.float()(torch.tensor([PATH])).logits[0, -1]
+    torch.testing.assert_close(logits_of(lm), expected, atol=2e-4, rtol=2e-4)
