@@ -110,7 +110,8 @@ def load(
             memory, and at most 100 MB more are used while it is made. Ignored for model objects.
         device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
         quantize: "int8" and "int4" round the target's weights to 8 or 4 bits. This is faster on a CPU, but it is another
-            model: the output has the law of the rounded model, and reports say so. For Llama, Mistral and Qwen2.
+            model: the output has the law of the rounded model, and reports say so. For the families in
+            docs/models.md.
             "torchao-int8", "torchao-int4", "bitsandbytes-int8" and "bitsandbytes-nf4" let these libraries round any model,
             while transformers loads it from files. Files that hold rounded weights need no option.
         quantize_draft: the same for the draft, which does not change the law of the output.

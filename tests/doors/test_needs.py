@@ -119,7 +119,11 @@ def test_a_model_that_is_asked_for_hidden_states_gives_the_same_logits(engine):
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize(
     ("family", "engine"),
-    [*((family, "plain") for family in sorted(FAMILIES)), ("llama", "lean"), ("llama", "compiled")],
+    [
+        *((family, "plain") for family in sorted(FAMILIES)),
+        ("llama", "lean"),
+        *((family, "compiled") for family in ("llama", "gemma2", "gpt2", "gpt_neox", "granite", "olmo2")),
+    ],
 )
 def test_taps_are_the_states_between_layers(family, engine, hidden):
     """Of drafts and of the prompt, which comes in chunks; several sessions side by side, turn after turn."""

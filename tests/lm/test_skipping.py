@@ -90,7 +90,9 @@ def bytes_of(lm, cache):
     return counts, trie.seen.copy(), trie.used.copy(), trie.local.copy(), keys, values
 
 
-@pytest.mark.parametrize(("family", "keeps"), [("llama", True), ("llama", False), ("qwen2", False)])
+@pytest.mark.parametrize(
+    ("family", "keeps"), [("llama", True), ("llama", False), ("qwen2", False), ("phi3", True), ("gemma3", False)]
+)
 def test_drafts_are_plain_forwards_after_the_whole_models_text_and_leave_no_trace(family, keeps):
     """Over turns of trees with several roots, stored ones and kept nodes among them: rows of drafts, what is in the target's
     cache before and after them bit by bit (SW-2), rows of the target afterwards, and the most tokens stored at once."""

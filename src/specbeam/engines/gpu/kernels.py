@@ -302,9 +302,8 @@ def attended(
     _attend[(kv_heads * splits, triton.cdiv(places, at_once), sessions)](
         q, keys, values, inputs.seen, inputs.sessions, out if splits == 1 else parts, sums, tops,
         size**-0.5 if scale is None else scale, cap or 1.0, keys.shape[2], kind, inputs.sessions.shape[1],
-        heads, kv_heads, size, block, at_once, slots_at_once, splits, "ieee" if q.dtype == torch.float32 else "tf32",
-        cap > 0,
-        num_warps=4,
+        heads, kv_heads, size, block, at_once, slots_at_once, splits,
+        "ieee" if q.dtype == torch.float32 else "tf32", cap > 0, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](parts, sums, tops, out, size, block, splits, num_warps=1)
