@@ -291,12 +291,12 @@ class CompiledDecoder:
         return ExitWeights(none, self.last_norm, self.kinds[:0], -1)
 
     def logits(
-        self, x: Float32[np.ndarray, "m hidden"], norm: Float32[np.ndarray, " hidden"] | None = None
+        self, x: Float32[np.ndarray, "m hidden"], norm: Float32[np.ndarray, " weight"] | None = None
     ) -> Float32[np.ndarray, "m vocab"]:
         """Return the logits of rows, given the output of the last layer for them.
 
         Args:
-            norm: the weight of the norm in front of the head; None: that of the model.
+            norm: the weight of the norm in front of the head, see `Weights`; None: that of the model.
         """
         logits = np.empty((len(x), len(self.head) * WIDTH), dtype=np.float32)
         if len(x):

@@ -65,14 +65,14 @@ class ExitLayer:
     Attributes:
         after: the number of layers that run before it.
         weights: its weights, as `Weights` of one layer.
-        norm: float32[hidden], the weight of its norm.
+        norm: the weight of its norm, see `Weights`.
         kinds: int64[1], the kind of its attention, an index into `CompiledDecoder.names`.
         place: its layer in the store.
     """
 
     after: int
     weights: Any
-    norm: Float32[np.ndarray, " hidden"]
+    norm: Float32[np.ndarray, " weight"]
     kinds: Int64[np.ndarray, " 1"]
     place: int
 
