@@ -62,7 +62,7 @@ _LLAMA_NORMS = Norms()
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """What the layers of a family of models have, and how transformers calls their parts. What is left out is a Llama's.
 
     Attributes:
@@ -145,24 +145,24 @@ _GEMMA_NORMS = Norms(
     before_inner="pre_feedforward_layernorm",
     after_inner="post_feedforward_layernorm",
 )
-LLAMA = Family("Llama", "llama", "LlamaForCausalLM")
+LLAMA = ModelFamily("Llama", "llama", "LlamaForCausalLM")
 FAMILIES = (
     LLAMA,  # SmolLM and SmolLM2 are Llamas, too
-    Family("Mistral", "mistral", "MistralForCausalLM"),
-    Family("Qwen2", "qwen2", "Qwen2ForCausalLM"),
-    Family("Qwen3", "qwen3", "Qwen3ForCausalLM", head_norms="head"),
-    Family("SmolLM3", "smollm3", "SmolLM3ForCausalLM"),
-    Family("Granite", "granite", "GraniteForCausalLM", numbers=_granite_numbers),
-    Family("Phi-3", "phi3", "Phi3ForCausalLM", qkv=("qkv_proj",), up=("gate_up_proj",)),
-    Family(
+    ModelFamily("Mistral", "mistral", "MistralForCausalLM"),
+    ModelFamily("Qwen2", "qwen2", "Qwen2ForCausalLM"),
+    ModelFamily("Qwen3", "qwen3", "Qwen3ForCausalLM", head_norms="head"),
+    ModelFamily("SmolLM3", "smollm3", "SmolLM3ForCausalLM"),
+    ModelFamily("Granite", "granite", "GraniteForCausalLM", numbers=_granite_numbers),
+    ModelFamily("Phi-3", "phi3", "Phi3ForCausalLM", qkv=("qkv_proj",), up=("gate_up_proj",)),
+    ModelFamily(
         "OLMo 2",
         "olmo2",
         "Olmo2ForCausalLM",
         head_norms="whole",
         norms=Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     ),
-    Family("Gemma", "gemma", "GemmaForCausalLM", norm="rms + 1", refuses=_refuses_both_ways),
-    Family(
+    ModelFamily("Gemma", "gemma", "GemmaForCausalLM", norm="rms + 1", refuses=_refuses_both_ways),
+    ModelFamily(
         "Gemma 2",
         "gemma2",
         "Gemma2ForCausalLM",
@@ -172,7 +172,7 @@ FAMILIES = (
         numbers=_gemma_numbers,
         refuses=_refuses_both_ways,
     ),
-    Family(
+    ModelFamily(
         "Gemma 3",
         "gemma3_text",
         "Gemma3ForCausalLM",
@@ -183,7 +183,7 @@ FAMILIES = (
         numbers=_gemma_numbers,
         refuses=_refuses_both_ways,
     ),
-    Family(
+    ModelFamily(
         "GPT-2",
         "gpt2",
         "GPT2LMHeadModel",
@@ -203,7 +203,7 @@ FAMILIES = (
         positions="wpe",
         refuses=_refuses_another_text,
     ),
-    Family(
+    ModelFamily(
         "GPT-NeoX",
         "gpt_neox",
         "GPTNeoXForCausalLM",
@@ -222,7 +222,7 @@ FAMILIES = (
 )
 
 
-def family_of(model: "PreTrainedModel") -> Family | None:
+def family_of(model: "PreTrainedModel") -> ModelFamily | None:
     """Return the row of a model in the table; None if it has none."""
     for family in FAMILIES:
         if (model.config.model_type, type(model).__name__) == (family.kind, family.model):
@@ -251,7 +251,7 @@ class Architecture:
         size: dimensions of a head.
         eps: what norms add to the mean square.
         activation: of the inner layer.
-        parallel: see `Family.parallel`.
+        parallel: see `ModelFamily.parallel`.
         scales: what scores of attention are multiplied with, by layer.
         ropes: the table of rotary angles of each layer, an index into `tables`; -1: the layer has no positions.
         tables: the kind of layers that each table of angles is for; "" where all have the same.
@@ -259,7 +259,7 @@ class Architecture:
         numbers: further constants.
     """
 
-    family: Family
+    family: ModelFamily
     heads: int
     kv_heads: int
     size: int
@@ -331,7 +331,7 @@ def architecture_of(model: "PreTrainedModel") -> Architecture:
     )
 
 
-def _ropes_of(config: Any, family: Family, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _ropes_of(config: Any, family: ModelFamily, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the table of angles of each layer, as if all layers had positions, and `Architecture.tables`."""
     if family.positions:
         return (-1,) * len(kinds), ("",)
@@ -372,7 +372,7 @@ def misfit_of_family(model: "PreTrainedModel") -> str:
     return _misfit_of_modules(model, family)
 
 
-def _misfit_of_modules(model: "PreTrainedModel", family: Family) -> str:
+def _misfit_of_modules(model: "PreTrainedModel", family: ModelFamily) -> str:
     """Return the reason why modules of a model are not as its family has them; "" if they are."""
     from transformers.pytorch_utils import Conv1D
 
@@ -388,7 +388,7 @@ def _misfit_of_modules(model: "PreTrainedModel", family: Family) -> str:
     return ""
 
 
-class Parts(NamedTuple):
+class LayerParts(NamedTuple):
     """The weights of one layer. Those that a layer lacks have no numbers.
 
     The weight of a norm is that of an RMSNorm, [width]; for a LayerNorm it is the weight and then the bias, [2 * width].
@@ -411,7 +411,7 @@ class Parts(NamedTuple):
     down_bias: Tensor
 
 
-def parts_of(layer: Any, of: Architecture) -> Parts:
+def parts_of(layer: Any, of: Architecture) -> LayerParts:
     """Return the weights of a layer of a model, or of a draft head whose layers are a Llama's."""
     family = of.family
     attention = getattr(layer, family.attention)
@@ -425,7 +425,7 @@ def parts_of(layer: Any, of: Architecture) -> Parts:
     of_heads = [norm_of(getattr(attention, name, None), family) for name in ("q_norm", "k_norm")]
     whole = family.head_norms == "whole"
     before_attention, after_attention, before_inner, after_inner = norms
-    return Parts(
+    return LayerParts(
         before_attention=before_attention,
         after_attention=after_attention,
         before_inner=before_inner,
@@ -443,8 +443,8 @@ def parts_of(layer: Any, of: Architecture) -> Parts:
     )
 
 
-def norm_of(module: Any, family: Family) -> Tensor:
-    """Return the weight of a norm, see `Parts`; no numbers if it is none, or has none."""
+def norm_of(module: Any, family: ModelFamily) -> Tensor:
+    """Return the weight of a norm, see `LayerParts`; no numbers if it is none, or has none."""
     weight = getattr(module, "weight", None)
     if weight is None:
         return torch.zeros(0)
@@ -457,7 +457,7 @@ def norm_of(module: Any, family: Family) -> Tensor:
     return found
 
 
-def _matrix(module: Any, family: Family) -> Tensor:
+def _matrix(module: Any, family: ModelFamily) -> Tensor:
     weight: Tensor = module.weight
     return weight.t() if family.transposed else weight
 

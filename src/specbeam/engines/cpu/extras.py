@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specbeam.engines.families import Activation, Architecture, Parts
+from specbeam.engines.families import Activation, Architecture, LayerParts
 from specbeam.kernels.compiling import Array, compiled
 
 SILU, GELU_TANH, GELU = range(3)
@@ -32,7 +32,7 @@ class Extras(NamedTuple):
     parallel: bool  # whether the inner layer reads what attention reads
 
 
-def extras_of(parts: list[Parts], of: Architecture) -> Extras:
+def extras_of(parts: list[LayerParts], of: Architecture) -> Extras:
     """Return the extras of layers, given the weights of each."""
 
     def stacked(name: str) -> np.ndarray:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from specbeam.engines.families import Architecture, Family, architecture_of, norm_of, parts_of
+from specbeam.engines.families import Architecture, ModelFamily, architecture_of, norm_of, parts_of
 from specbeam.engines.gpu.kernels import activated, attended, norm_heads, normed, rotate_and_store
 from specbeam.engines.gpu.staging import Inputs
 from specbeam.engines.kv.store import SlotStore
@@ -34,7 +34,7 @@ class PassShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GpuLayer:
-    """The weights of one layer; matrices that read the same rows are joined. Norms are those of `families.Parts`."""
+    """The weights of one layer; matrices that read the same rows are joined. Norms are those of `families.LayerParts`."""
 
     before_attention: Tensor
     after_attention: Tensor
@@ -201,7 +201,7 @@ def _angle_tables(model: "PreTrainedModel", of: Architecture) -> list[Float[Tens
     return tables
 
 
-def _joined(weights: list[Tensor], family: Family) -> Tensor:
+def _joined(weights: list[Tensor], family: ModelFamily) -> Tensor:
     """Return these matrices as one, [outputs, inputs]; see `_join_rows`."""
     if len(weights) > 1:
         return _join_rows(weights)

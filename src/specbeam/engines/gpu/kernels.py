@@ -204,7 +204,7 @@ def normed(x: Float[Tensor, "rows width"], weight: Float[Tensor, " any"], eps: f
     """Return the norm of each row, computed in float32; x itself if there is none.
 
     Args:
-        weight: see `families.Parts`.
+        weight: see `families.LayerParts`.
     """
     if not weight.numel():
         return x
@@ -249,7 +249,7 @@ def rotate_and_store(
 
     Args:
         angles: of the pairs that turn, which may be none.
-        by_head: see `Family.by_head`.
+        by_head: see `ModelFamily.by_head`.
     """
     rows = len(qkv)
     half = angles.shape[2]
