@@ -116,7 +116,7 @@ def test_bytes_are_summed_alike_on_machines_that_have_no_instruction_for_it(kind
     times = numba.njit(error_model="numpy")(inspect.unwrap(panels_module._multiply_panel_in_parts.py_func))
     out = np.full((rows, len(panels) * WIDTH), np.nan, dtype=np.float32)
     for panel in range(len(panels)):
-        times(panels, panel, standing(x, panels), *x.shape, out)
+        times(panels, panel, standing(x, panels), *x.shape, out, 0)
     assert written
     assert (out == expected).all()
 

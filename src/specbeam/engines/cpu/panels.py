@@ -58,6 +58,7 @@ else:
 
 LINE = 64  # bytes of a cache line
 _UNPACKED_FROM = 16  # parts of rows; from here on the bfloat16 of a panel are unpacked once, not for each part
+_HELD_BYTES = 1 << 20  # of panels that stay in a processor's cache while the pieces of many rows go by
 _TILES_FROM = 6  # rows of bytes; fewer are multiplied by vectors as soon, and no tile has to be filled
 _SHARED_FROM = 300_000  # numbers of the dtype of the panels, from which on they are shared among threads
 
@@ -108,8 +109,13 @@ def end_products(panels: Array) -> None:
 
 
 @compiled_only
-def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array) -> None:
-    """Write the products of all rows with one panel to its columns of `out`."""
+def piece_count(panels: Array, rows: int) -> int:
+    """Return into how many pieces rows are cut, each of which the processor's cache holds beside some panels."""
+
+
+@compiled_only
+def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array, piece: int) -> None:
+    """Write the products of a piece of the rows with one panel to its columns of `out`; see `piece_count`."""
 
 
 @compiled_only
@@ -168,10 +174,19 @@ if kernels.AVAILABLE:
     def _compiled_end_products(panels: Any) -> Any:
         return _source_of(_release_tiles if panels.dtype in _BY_TILES else _end_nothing)
 
+    @overload(piece_count, strict=False)
+    def _compiled_piece_count(panels: Any, rows: Any) -> Any:
+        count = tiles.piece_count if panels.dtype in _BY_TILES else _one_piece
+        return _source_of(lambda panels, rows: count(rows))
+
     @overload(multiply_panel, strict=False)
-    def _compiled_multiply_panel(panels: Any, panel: Any, packed: Any, rows: Any, depth: Any, out: Any) -> Any:
+    def _compiled_multiply_panel(
+        panels: Any, panel: Any, packed: Any, rows: Any, depth: Any, out: Any, piece: Any
+    ) -> Any:
         _, by = _BY_TILES.get(panels.dtype, (None, _multiply_panel_in_parts))
-        return _source_of(lambda panels, panel, packed, rows, depth, out: by(panels, panel, packed, rows, depth, out))
+        return _source_of(
+            lambda panels, panel, packed, rows, depth, out, piece: by(panels, panel, packed, rows, depth, out, piece)
+        )
 
     @overload(write_transposed, strict=False)
     def _compiled_write_transposed(x: Any, start: Any, rows: Any, transposed: Any) -> Any:
@@ -282,8 +297,16 @@ def _transposed_parts(x: Array, panels: Array) -> Array:
 
 
 @compiled
-def _multiply_panel_in_parts(panels: Array, panel: int, transposed: Array, rows: int, depth: int, out: Array) -> None:
-    """Do `multiply_panel` for rows that were transposed part by part."""
+def _one_piece(rows: int) -> int:
+    """Return 1: rows that were transposed part by part are not cut."""
+    return 1
+
+
+@compiled
+def _multiply_panel_in_parts(
+    panels: Array, panel: int, transposed: Array, rows: int, depth: int, out: Array, piece: int
+) -> None:
+    """Do `multiply_panel` for all rows, which were transposed part by part."""
     words = panels.shape[1]
     columns = out.shape[1]
     count = part_count(rows)
@@ -335,8 +358,12 @@ def _multiply_alone(x: Array, panels: Array, out: Array) -> None:
 def _multiply_some(panels: Array, first: int, stop: int, packed: Array, rows: int, depth: int, out: Array) -> None:
     """Write the products of all rows with the panels first .. stop."""
     begin_products(packed, panels)
-    for panel in range(first, stop):
-        multiply_panel(panels, panel, packed, rows, depth, out)
+    pieces = piece_count(panels, rows)
+    together = max(_HELD_BYTES // (panels.itemsize * panels.shape[1]), 1)
+    for start in range(first, stop, together):
+        for piece in range(pieces):
+            for panel in range(start, min(start + together, stop)):
+                multiply_panel(panels, panel, packed, rows, depth, out, piece)
     end_products(panels)
 
 

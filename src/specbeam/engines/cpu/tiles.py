@@ -303,6 +303,13 @@ def blocks(rows: int) -> tuple[int, int]:
 
 
 @compiled
+def piece_count(rows: int) -> int:
+    """Return the number of pieces into which rows are cut: two blocks each, which are multiplied together."""
+    count, _ = blocks(rows)
+    return (count + 1) // 2
+
+
+@compiled
 def _start(block: int, each: int, rows: int) -> int:
     """Return the first row of a block of `each` rows."""
     return min(block * each, rows - each)
@@ -367,9 +374,9 @@ def packed_rows(x: Array, panels: Array) -> Array:
 
 @compiled
 def _multiply_blocks(
-    weights: Array, at: int, panel: int, words: int, parts: int, packed: Array, rows: int, out: Array
+    weights: Array, at: int, panel: int, words: int, parts: int, packed: Array, rows: int, out: Array, piece: int
 ) -> None:
-    """Write the products of all rows, block by block, with the panel that begins at weights[at].
+    """Write the products of a piece of the rows, block by block, with the panel that begins at weights[at].
 
     Args:
         panel: its number, which tells its columns of `out`.
@@ -381,10 +388,11 @@ def _multiply_blocks(
     result = out.reshape(-1)
     block_words = parts * each * words
     scales_at = _SHAPE + count * block_words
-    block = 0
-    while block < count:
+    block = 2 * piece
+    stop = min(block + 2, count)
+    while block < stop:
         start = _start(block, each, rows)
-        both = words % _WORDS == 0 and block + 1 < count and _start(block + 1, each, rows) == start + each
+        both = words % _WORDS == 0 and block + 1 < stop and _start(block + 1, each, rows) == start + each
         write_tile_sums(
             weights, at, words, packed, _SHAPE + block * block_words, each, both, scales_at + block * each, result,
             start * columns + panel * WIDTH, columns,
@@ -393,11 +401,11 @@ def _multiply_blocks(
 
 
 @compiled
-def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array) -> None:
-    """Write the products of all rows with one panel to its columns of `out`; call `begin_tiles` before."""
+def multiply_panel(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array, piece: int) -> None:
+    """Write the products of a piece of the rows with one panel to its columns of `out`; call `begin_tiles` before."""
     words = depth // 2
     weights = panels.reshape(-1).view(np.uint32)
-    _multiply_blocks(weights, panel * words * WIDTH, panel, words, PARTS, packed, rows, out)
+    _multiply_blocks(weights, panel * words * WIDTH, panel, words, PARTS, packed, rows, out, piece)
 
 
 @compiled
@@ -421,8 +429,10 @@ def packed_bytes(x: Array, panels: Array) -> Array:
 
 
 @compiled
-def multiply_panel_of_bytes(panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array) -> None:
-    """Write the products of all rows with one panel to its columns of `out`; call `begin_tiles` before."""
+def multiply_panel_of_bytes(
+    panels: Array, panel: int, packed: Array, rows: int, depth: int, out: Array, piece: int
+) -> None:
+    """Write the products of a piece of the rows with one panel to its columns of `out`; call `begin_tiles` before."""
     words = depth // BYTES_PER_WORD
     weights = panels.reshape(-1).view(np.int32)
-    _multiply_blocks(weights, panel * (words + _AFTER) * WIDTH, panel, words, 1, packed, rows, out)
+    _multiply_blocks(weights, panel * (words + _AFTER) * WIDTH, panel, words, 1, packed, rows, out, piece)
