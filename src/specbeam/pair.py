@@ -11,7 +11,7 @@ import torch
 
 from specbeam.core.forest import Forest
 from specbeam.engines.mapped import is_kept, mapped_files, mark_kept
-from specbeam.engines.torch.in_float32 import InFloat32
+from specbeam.engines.torch.in_float32 import as_loaded
 from specbeam.errors import (
     BadSetting,
     MissingFile,
@@ -107,7 +107,8 @@ def load(
         dtype: "auto" is the checkpoint's own type on a GPU. On a CPU it is float32: in arithmetic for every model, and in
             memory up to 300 M parameters. A larger one that the compiled forward runs stays in the type of its files, mapped
             to memory: then the engine's own copy of the weights, as large as the files (or rounded), is all that stays in
-            memory, and at most 100 MB more are used while it is made. Ignored for model objects.
+            memory, and at most 200 MB more are used while it is made. Called by itself, such a model object computes in the
+            type of its files. Ignored for model objects.
         device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
         quantize: "int8" and "int4" round the target's weights to 8 or 4 bits. This is faster on a CPU, but it is another
             model: the output has the law of the rounded model, and reports say so. For the families in
@@ -413,7 +414,7 @@ def _kept_logits(lm: HuggingFaceLM, paths: list[list[int]]) -> list[torch.Tensor
         return [_plain_logits(lm, path) for path in paths]
     longest = max(len(path) for path in paths)
     rows = [path + [path[-1]] * (longest - len(path)) for path in paths]  # no row looks at what follows it
-    with InFloat32(mapped_files(lm.model)):
+    with as_loaded(lm.model):
         logits = lm.model(input_ids=torch.tensor(rows, device=lm.device), use_cache=False).logits
     return [logits[place, len(path) - 1] for place, path in enumerate(paths)]
 

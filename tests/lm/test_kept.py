@@ -150,6 +150,15 @@ def test_a_model_of_two_bytes_can_be_called_in_float32(folder_of, words):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_the_likelihood_of_a_text_is_computed_in_float32(folder_of):
+    from specbeam.evaluate.perplexity import perplexity
+
+    folder = folder_of(torch.bfloat16)
+    texts = [[5, 6, 7, 8], [9, 10, 11]], [[3, 4], [7, 7, 5]]
+    kept, wide = (perplexity(loaded(folder, dtype=dtype), *texts) for dtype in ("auto", "float32"))
+    assert kept.perplexity == pytest.approx(wide.perplexity, rel=1e-5)
+
+
 @pytest.mark.parametrize("words", KINDS)
 def test_embeddings_are_looked_up_as_float32(words):
     weight = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)).to(words)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specbeam.engines.torch.in_float32 import as_loaded
 from specbeam.errors import BadPrompt
 from specbeam.evaluate.intervals import ratio_interval
 from specbeam.pair import Pair
@@ -200,6 +201,8 @@ def _logp_of(texts: list[Tokens], pair: Pair) -> list[torch.Tensor]:
         mask[row, : len(text)] = 1
     tokens = tokens.to(pair.target.device)
     mask = mask.to(pair.target.device)
-    logits = pair.target_model(input_ids=tokens, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+    with as_loaded(pair.target_model):
+        found = pair.target_model(input_ids=tokens, attention_mask=mask, use_cache=False)
+    logits = found.logits[:, :-1].float()
     logp = logits.gather(2, tokens[:, 1:, None])[..., 0].double() - logits.logsumexp(2).double()
     return list(logp.cpu())

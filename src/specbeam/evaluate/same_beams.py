@@ -15,6 +15,7 @@ import torch
 from specbeam.core.beams import Beams
 from specbeam.core.noise import gumbel, path_keys
 from specbeam.decode import decode
+from specbeam.engines.torch.in_float32 import as_loaded
 from specbeam.generation import Prompt, generate
 from specbeam.laws.joint import all_pairs, drawn_pairs, odds_among
 from specbeam.laws.ranking import cuts
@@ -125,7 +126,7 @@ def _gap(pair: Pair, session: Session, live: list[Path], beams: int) -> float:
     keys = []
     for path in live:
         ids = torch.tensor([[*session.prompt, *path]], device=pair.forgetful_target.device)
-        with torch.inference_mode():
+        with torch.inference_mode(), as_loaded(pair.target_model):
             logits = pair.target_model(ids).logits[0, len(session.prompt) - 1 :].float()
         logp = logits.double().log_softmax(-1)
         scores.append(float(sum(logp[place, token] for place, token in enumerate(path))))

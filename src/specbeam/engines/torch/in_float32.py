@@ -1,6 +1,7 @@
 """A way to call a model whose weights have two bytes in float32 arithmetic, without a copy of the weights."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from specbeam.engines.mapped import MappedFiles
+from specbeam.engines.mapped import MappedFiles, is_kept, mapped_files
 
 _HALVES = (torch.bfloat16, torch.float16)
 _TOGETHER = 1 << 22  # numbers of a matrix that are float32 at a time
@@ -51,6 +52,11 @@ class InFloat32(TorchFunctionMode):
         self.files.release([weight])  # the pages between the parts
         found = torch.cat(parts, -1)
         return found if bias is None else found + widened(bias)
+
+
+def as_loaded(model: Any) -> AbstractContextManager[Any]:
+    """Return a context in which a model object computes as `load` says: one that is kept as its files are, in float32."""
+    return InFloat32(mapped_files(model)) if is_kept(model) else nullcontext()
 
 
 def widened(value: Any) -> Any:
