@@ -43,14 +43,19 @@ class InFloat32(TorchFunctionMode):
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return x times the matrix, plus the bias."""
-        each = max(_TOGETHER // weight.shape[1], 1)
+        columns, depth = weight.shape
+        each = min(max(_TOGETHER // depth, 1), columns)
         rows = widened(x)
-        parts = []
-        for part in weight.split(each):
-            parts.append(functional.linear(rows, widened(part)))
+        found = rows.new_empty(*rows.shape[:-1], columns)
+        # One room for all parts: an allocator may not find the place of the last one again.
+        room = rows.new_empty(each, depth)
+        for first in range(0, columns, each):
+            part = weight[first : first + each]
+            wide = room[: len(part)]
+            wide.copy_(part)
+            found[..., first : first + each] = functional.linear(rows, wide)
             self.files.release([part])
         self.files.release([weight])  # the pages between the parts
-        found = torch.cat(parts, -1)
         return found if bias is None else found + widened(bias)
 
 
