@@ -5,10 +5,21 @@ from typing import Any
 from specbeam.kernels.compiling import AVAILABLE
 
 if AVAILABLE:
+    import numba
     from llvmlite import ir
     from numba import types
     from numba.extending import intrinsic
 
+    carray: Any = numba.carray
+else:
+    carray = None  # never called without numba
+    load_shared: Any = None
+    store_shared: Any = None
+    add_shared: Any = None
+    pointer_to: Any = None
+    pause: Any = None
+
+if AVAILABLE:
     _WORD = ir.IntType(64)
     _ALIGN = 8
 

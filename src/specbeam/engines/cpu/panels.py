@@ -45,16 +45,12 @@ from specbeam.engines.cpu.shares import (
     wait_for_all,
 )
 from specbeam.engines.cpu.sums import FLOAT16_SCALE, MOST, STEP, WIDTH, write_sums
+from specbeam.kernels.atomics import carray, pointer_to
 from specbeam.kernels.compiling import compiled, compiled_only
 
 if kernels.AVAILABLE:
-    from numba import carray, types
+    from numba import types
     from numba.extending import overload
-
-    from specbeam.kernels.atomics import pointer_to
-else:
-    carray = None  # never called without numba
-    pointer_to = None
 
 LINE = 64  # bytes of a cache line
 _UNPACKED_FROM = 16  # parts of rows; from here on the bfloat16 of a panel are unpacked once, not for each part
@@ -109,7 +105,7 @@ def end_products(panels: Array) -> None:
 
 
 @compiled_only
-def piece_count(panels: Array, rows: int) -> int:
+def piece_count(panels: Array, rows: int) -> Any:
     """Return into how many pieces rows are cut, each of which the processor's cache holds beside some panels."""
 
 
@@ -143,7 +139,7 @@ def unpacked(panel: Array, depth: int) -> Array:
 
 
 @compiled_only
-def form_of(panels: Array) -> Array:
+def form_of(panels: Array) -> Any:
     """Return the number of the form of products with these panels; see `FORM_OF`."""
 
 

@@ -10,20 +10,14 @@ taken: both are read and counted up in one operation. What else describes the pr
 until all of its shares are done.
 """
 
-
 import numpy as np
 
 from specbeam import kernels
+from specbeam.kernels.atomics import add_shared, load_shared, pause, store_shared
 from specbeam.kernels.compiling import Array, compiled
 
 if kernels.AVAILABLE:
-    from specbeam.kernels.atomics import add_shared, load_shared, pause, store_shared
     from specbeam.kernels.compiling import call_at, call_c
-else:
-    add_shared = None  # never called without numba
-    load_shared = None
-    pause = None
-    store_shared = None
 
 # Places in the memory of a team. What different threads change lies in different lines of a cache.
 TICKET = 0
