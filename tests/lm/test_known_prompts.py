@@ -5,6 +5,7 @@ import pytest
 
 from specbeam.core.forest import Forest
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
+from specbeam.engines.kv.store import PanelStore
 from specbeam.heads.exit import ExitHead
 from specbeam.lm.huggingface import HuggingFaceLM
 from tests.support.seats import seat
@@ -80,3 +81,26 @@ def test_of_a_prompt_the_layers_of_the_model_are_kept_and_no_exit_layer():
         lm.close(one)
     assert (found[0] == found[1]).all()
     assert one.recalled[lm] == 2 * CHUNK
+
+
+@pytest.mark.parametrize("slots", [range(1, 40), range(16, 32), [5], [3, 4, 9, 2, 40], [9, 8, 7]], ids=str)
+def test_panels_are_taken_and_put_slot_by_slot_or_in_slices_alike(slots):
+    """What is put elsewhere than it was taken from, by either way, is what the slots hold one by one."""
+    chance = np.random.default_rng(0)
+    store = PanelStore(3, 2, 6, 16)
+    store.reserve(2, 128)
+    store.keys_by_panel[:] = chance.random(store.keys_by_panel.shape)
+    store.values_by_slot[:] = chance.random(store.values_by_slot.shape)
+    source = np.array(slots)
+    before = store.keys_by_panel.copy(), store.values_by_slot.copy()
+    for goal in (np.arange(50, 50 + len(source)), 127 - 2 * np.arange(len(source))):
+        store.put(1, goal, store.take(0, source))
+        for one, other in zip(source.tolist(), goal.tolist(), strict=True):
+            key = store.keys_by_panel[:, 1, :, other // 16, :, other % 16]
+            assert (key == before[0][:, 0, :, one // 16, :, one % 16]).all()
+            assert (store.values_by_slot[:, 1, :, other] == before[1][:, 0, :, one]).all()
+        untouched = np.setdiff1d(np.arange(128), goal).astype(np.int64)
+        assert (store.values_by_slot[:, 1, :, untouched] == before[1][:, 1, :, untouched]).all()
+        panels, columns = divmod(untouched, 16)
+        assert (store.keys_by_panel[:, 1, :, panels, :, columns] == before[0][:, 1, :, panels, :, columns]).all()
+        store.keys_by_panel[:], store.values_by_slot[:] = before

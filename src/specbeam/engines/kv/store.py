@@ -3,6 +3,7 @@
 The dimension `caches` of a buffer counts the rows of the store. A session's cache is in one row, which sessions may share.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,17 +275,45 @@ class PanelStore(KVStore):
         self.values_by_slot[layer, cache][:, slots, : self.size] = values.detach().float().numpy()
 
     def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
-        panels, columns = divmod(slots, self.columns)
         own = slice(0, len(self.layers))
-        keys = self.keys_by_panel[own, cache][:, :, panels, :, columns]
-        return [keys, self.values_by_slot[own, cache][:, :, slots]]
+        by_panel = self.keys_by_panel[own, cache]
+        by_slot = self.values_by_slot[own, cache]
+        if not _are_neighbours(slots):
+            panels, columns = divmod(slots, self.columns)
+            return [np.moveaxis(by_panel[:, :, panels, :, columns], 0, -1).copy(), by_slot[:, :, slots]]
+        keys = np.empty((*by_panel.shape[:2], self.size, len(slots)), dtype=np.float32)
+        for panel, columns, part in self._panels_of(slots):
+            keys[..., part] = by_panel[:, :, panel, :, columns]
+        return [keys, by_slot[:, :, slots[0] : slots[-1] + 1].copy()]
 
     def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
-        panels, columns = divmod(slots, self.columns)
         own = slice(0, len(self.layers))
+        by_panel = self.keys_by_panel[own, cache]
+        by_slot = self.values_by_slot[own, cache]
         keys, values = taken
-        self.keys_by_panel[own, cache][:, :, panels, :, columns] = keys
-        self.values_by_slot[own, cache][:, :, slots] = values
+        if not _are_neighbours(slots):
+            panels, columns = divmod(slots, self.columns)
+            by_panel[:, :, panels, :, columns] = np.moveaxis(keys, -1, 0)
+            by_slot[:, :, slots] = values
+            return
+        for panel, columns, part in self._panels_of(slots):
+            by_panel[:, :, panel, :, columns] = keys[..., part]
+        by_slot[:, :, slots[0] : slots[-1] + 1] = values
+
+    def _panels_of(self, slots: Int64[np.ndarray, " n"]) -> Iterator[tuple[int, slice, slice]]:
+        """Yield of neighbouring slots the number of each panel, the columns in it, and which of the slots they are.
+
+        Slices are copied some times faster than slots that are named one by one.
+        """
+        first, stop = int(slots[0]), int(slots[-1]) + 1
+        for panel in range(first // self.columns, -(-stop // self.columns)):
+            start = max(first, panel * self.columns)
+            end = min(stop, (panel + 1) * self.columns)
+            yield (
+                panel,
+                slice(start - panel * self.columns, end - panel * self.columns),
+                slice(start - first, end - first),
+            )
 
     def move_cache(self, source: int, goal: int) -> None:
         for buffer in (self.keys_by_panel, self.values_by_slot):
@@ -296,6 +325,11 @@ class PanelStore(KVStore):
         values = self.values_by_slot[:, cache]
         keys[:, :, to_panels, :, to_columns] = keys[:, :, panels, :, columns]
         values[:, :, goal.numpy()] = values[:, :, source.numpy()]
+
+
+def _are_neighbours(slots: Int64[np.ndarray, " n"]) -> bool:
+    """Return whether slots follow each other without a gap."""
+    return len(slots) > 0 and bool((np.diff(slots) == 1).all())
 
 
 def _larger(buffer: Float[Tensor, "*layers caches heads slots size"], caches: int, slots: int) -> Tensor:
