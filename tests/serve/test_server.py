@@ -18,7 +18,7 @@ uvicorn = pytest.importorskip("uvicorn")
 httpx = pytest.importorskip("httpx2")
 
 from specbeam.bench.serving import Load, measure_load  # noqa: E402
-from specbeam.cli.bench_serve import run  # noqa: E402
+from specbeam.cli.bench_serve import PromptShape, run  # noqa: E402
 from specbeam.serve.app import BeamServer, make_app  # noqa: E402
 from specbeam.serve.config import ServerConfig  # noqa: E402
 
@@ -482,9 +482,10 @@ def test_a_load_is_counted_request_by_request(served, capsys):
         assert found.tokens_per_s > 0
         assert (found.first_s is not None) == stream
         assert all(one.waited_s >= (one.first_s or 0) for one in found.once)
-    assert run(url, 2, 4, None, 0.0, '{"n": 2}', [], 4, True, "", True) == 0
+    shape = PromptShape([], 3, "Hallo. ")
+    assert run(url, 2, 4, 60.0, None, 0.0, '{"n": 2}', shape, 4, True, "", True) == 0
     assert json.loads(capsys.readouterr().out)["answered"] == 4
-    assert run(url, 1, 1, None, 0.0, '{"model": "none"}', [], 4, True, "", False) == 1
+    assert run(url, 1, 1, None, None, 0.0, '{"model": "none"}', shape, 4, True, "", False) == 1
     assert "404" in capsys.readouterr().out
     settle(server)
 

@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,16 @@ class ServedOnce:
         waited_s: seconds from when it was due to its end; lateness of the load itself included.
         first_s: seconds to the first piece of text; None if there was none.
         tokens: new tokens of the answer.
+        number: of the request, from 0 on.
+        texts: those of the answer, by index; empty if it was not answered.
     """
 
     status: int
     waited_s: float
     first_s: float | None = None
     tokens: int = 0
+    number: int = 0
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,14 @@ class Load:
         prompts: taken in turn.
         body: fields of each request besides prompt and seed.
         clients: number of clients, each with one request at a time; with `rate` the most requests side by side.
-        requests: number of requests in all.
+        requests: most requests in all.
         rate: requests per second at random times (Poisson); None: each client asks again as soon as it has its answer.
         gone: share of the requests whose client goes away in the middle.
         stream: whether answers are streamed, which shows the time to the first piece of text.
         key: API key.
         seed: of the times, and of the first request; further ones count on.
+        seconds: after which no further request is sent; None: all are.
+        kinds: fields in addition to those of `body`, taken in turn; none: `body` is all.
     """
 
     prompts: Sequence[str]
@@ -73,6 +79,14 @@ class Load:
     stream: bool = True
     key: str = ""
     seed: int = 0
+    seconds: float | None = None
+    kinds: Sequence[dict[str, Any]] = ()
+
+    def fields(self, number: int) -> dict[str, Any]:
+        """Return the body of a request."""
+        own = self.kinds[number % len(self.kinds)] if self.kinds else {}
+        prompt = self.prompts[number % len(self.prompts)]
+        return {"prompt": prompt, "seed": self.seed + number, **self.body, **own}
 
     def __post_init__(self) -> None:
         if not self.prompts:
@@ -82,8 +96,10 @@ class Load:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.gone <= 1:
             raise BadSetting(f"gone is {self.gone}; it is a share, in [0, 1]")
-        if self.rate is not None and not self.rate > 0:
-            raise BadSetting(f"rate is {self.rate}; it must be above 0")
+        for name in ("rate", "seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise BadSetting(f"{name} is {value}; it must be above 0")
 
 
 def measure_load(url: str, load: Load) -> LoadReport:
@@ -98,27 +114,23 @@ def measure_load(url: str, load: Load) -> LoadReport:
 async def _measured(url: str, load: Load) -> LoadReport:
     import httpx2
 
-    chance = random.Random(load.seed)
     headers = {"authorization": f"Bearer {load.key}"} if load.key else {}
     limits = httpx2.Limits(max_connections=load.clients + 4)
     async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=600) as http:
         before = await _figures(http)
         began = time.perf_counter()
-        due = [0.0] * load.requests
-        if load.rate is not None:
-            for number in range(1, load.requests):
-                due[number] = due[number - 1] + chance.expovariate(load.rate)
-        leaves = [chance.random() < load.gone for _ in range(load.requests)]
-        numbers = iter(range(load.requests))
+        arrivals = _arrivals(load)
         once: list[ServedOnce] = []
 
         async def client() -> None:
-            for number in numbers:
+            for number, due, leaves in arrivals:
                 now = time.perf_counter() - began
-                if load.rate is not None and due[number] > now:
-                    await asyncio.sleep(due[number] - now)
-                since = began + due[number] if load.rate is not None else time.perf_counter()
-                once.append(await _ask(http, load, number, leaves[number], since))
+                if load.seconds is not None and max(due, now) > load.seconds:
+                    return
+                if due > now:
+                    await asyncio.sleep(due - now)
+                since = began + due if load.rate is not None else time.perf_counter()
+                once.append(await _ask(http, load, number, leaves, since))
 
         await asyncio.gather(*(client() for _ in range(load.clients)))
         seconds = time.perf_counter() - began
@@ -126,30 +138,52 @@ async def _measured(url: str, load: Load) -> LoadReport:
     return _report(load, once, seconds, before, after)
 
 
+def _arrivals(load: Load) -> Iterator[tuple[int, float, bool]]:
+    """Yield for each request its number, the seconds after which it is due, and whether its client goes away."""
+    chance = random.Random(load.seed)
+    due = 0.0
+    for number in range(load.requests):
+        if load.rate is not None and number > 0:
+            due += chance.expovariate(load.rate)
+        yield number, due, chance.random() < load.gone
+
+
 async def _ask(http: Any, load: Load, number: int, leaves: bool, since: float) -> ServedOnce:
     """Send one request, and return what came of it."""
-    body = {"prompt": load.prompts[number % len(load.prompts)], "seed": load.seed + number, **load.body}
+    body = load.fields(number)
     if not load.stream:
         answer = await http.post("/v1/completions", json=body)
-        tokens = answer.json()["usage"]["completion_tokens"] if answer.status_code == 200 else 0
-        return ServedOnce(answer.status_code, time.perf_counter() - since, None, tokens)
+        waited = time.perf_counter() - since
+        if answer.status_code != 200:
+            return ServedOnce(answer.status_code, waited, None, 0, number)
+        found = answer.json()
+        texts = tuple(choice["text"] for choice in found["choices"])
+        return ServedOnce(200, waited, None, found["usage"]["completion_tokens"], number, texts)
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     first: float | None = None
     tokens = 0
+    pieces: dict[int, str] = {}
     async with http.stream("POST", "/v1/completions", json=body) as answer:
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
                 continue
             chunk = json.loads(line[6:])
-            if any(choice.get("text") for choice in chunk.get("choices", ())):
-                first = time.perf_counter() - since if first is None else first
-                if leaves:
-                    return ServedOnce(0, time.perf_counter() - since, first)
+            for choice in chunk.get("choices", ()):
+                piece = choice.get("text") or ""
+                pieces[choice["index"]] = pieces.get(choice["index"], "") + piece
+                if piece and first is None:
+                    first = time.perf_counter() - since
+            if leaves and first is not None:
+                return ServedOnce(0, time.perf_counter() - since, first, 0, number)
             if chunk.get("usage"):
                 tokens = chunk["usage"]["completion_tokens"]
             if "error" in chunk:
-                return ServedOnce(500, time.perf_counter() - since, first)
-        return ServedOnce(answer.status_code, time.perf_counter() - since, first, tokens)
+                return ServedOnce(500, time.perf_counter() - since, first, 0, number)
+        waited = time.perf_counter() - since
+        if answer.status_code != 200:
+            return ServedOnce(answer.status_code, waited, first, 0, number)
+        texts = tuple(pieces[index] for index in sorted(pieces))
+        return ServedOnce(200, waited, first, tokens, number, texts)
 
 
 async def _figures(http: Any) -> dict[str, float]:
@@ -172,7 +206,7 @@ def _report(
     tokens = gained.get("generation_tokens_total", 0.0)
     return LoadReport(
         clients=load.clients,
-        requests=load.requests,
+        requests=len(once),
         seconds=seconds,
         answered=len(answered),
         gone=sum(one.status == 0 for one in once),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json as json_format
+from dataclasses import dataclass
 from pathlib import Path
 
 from specbeam.bench.serving import Load, LoadReport, measure_load
@@ -10,14 +11,35 @@ from specbeam.errors import BadSetting
 from specbeam.pair import BUNDLED
 
 
+@dataclass(frozen=True)
+class PromptShape:
+    """The prompts of a load.
+
+    Args:
+        files: where they are; none: the demo's sentences.
+        joined: number of these that make one prompt.
+        before: what each prompt begins with.
+    """
+
+    files: list[Path]
+    joined: int = 1
+    before: str = ""
+
+    def prompts(self) -> list[str]:
+        texts = [one.text for one in gather([], self.files)[0]] if self.files else _sentences()
+        starts = range(0, len(texts), self.joined)
+        return [self.before + " ".join(texts[start : start + self.joined]) for start in starts]
+
+
 def run(
     url: str,
     clients: int,
     requests: int,
+    seconds: float | None,
     rate: float | None,
     gone: float,
     body: str,
-    files: list[Path],
+    shape: PromptShape,
     max_new_tokens: int,
     stream: bool,
     key: str,
@@ -30,8 +52,8 @@ def run(
         raise BadSetting(f"--body is {body!r}; it must be JSON: {error}") from error
     if not isinstance(fields, dict):
         raise BadSetting(f"--body is {body!r}; it must be a JSON object")
-    prompts = [one.text for one in gather([], files)[0]] if files else _sentences()
-    load = Load(prompts, {"max_tokens": max_new_tokens} | fields, clients, requests, rate, gone, stream, key)
+    fields = {"max_tokens": max_new_tokens} | fields
+    load = Load(shape.prompts(), fields, clients, requests, rate, gone, stream, key, seconds=seconds)
     report = measure_load(url, load)
     if json:
         record = dataclasses.asdict(report)

@@ -7,6 +7,32 @@ from typing import Annotated, Any
 
 import typer
 
+from specbeam.cli.options import (
+    DemoPrompts,
+    Draft,
+    Grow,
+    GrowVocab,
+    Json,
+    Lengths,
+    MaxNewTokens,
+    MethodName,
+    Model,
+    PassRows,
+    Plot,
+    PromptFiles,
+    Prompts,
+    PromptTexts,
+    QuantizeTarget,
+    Rounds,
+    Settings,
+    SpacedRows,
+    StopTexts,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+)
+from specbeam.cli.serve_options import given_options, option, server_parameters
 from specbeam.options.head_kinds import DRAFT_SCHEDULE, HEAD_KINDS, WINDOW_KIND, HeadKind
 
 app = typer.Typer(
@@ -15,79 +41,6 @@ app = typer.Typer(
     add_completion=False,
     help="Decode language models with beams at the price of one sequence.",
 )
-
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="Target model: a path, a hub id, or 'bundled' for the bundled pair.")
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        "--draft",
-        "-d",
-        help="Draft model or head: a path or a hub id; 'mtp': the modules of multi-token prediction in the target's files; "
-        "'int8' or 'int4': the target itself with rounded weights. By default the bundled pair's draft, else none.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
-Grow = Annotated[
-    str | None,
-    typer.Option(
-        help="Enlarge the target to this many weights (100M, 1B, ...) without changing what it computes. By default not."
-    ),
-]
-QuantizeTarget = Annotated[
-    str | None,
-    typer.Option(
-        "--quantize",
-        help="'int8' or 'int4' rounds the target's weights to 8 or 4 bits for specbeam's methods. By default not.",
-    ),
-]
-GrowVocab = Annotated[
-    str | None,
-    typer.Option(
-        help="Enlarge the vocabulary of both models to this many words (128K, ...) without changing any text. By default "
-        "not."
-    ),
-]
-MethodName = Annotated[str, typer.Option("--method", help="Decoding method; `specbeam methods` lists them.")]
-Settings = Annotated[
-    list[str],
-    typer.Option("--set", "-s", metavar="NAME=VALUE", help="A setting of the method, e.g. -s beams=4 -s width=fixed."),
-]
-Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts. Without any they are read from standard input.")]
-DemoPrompts = Annotated[list[str] | None, typer.Argument(help="Prompts. Without any the demo's sentences are used.")]
-PromptTexts = Annotated[list[str], typer.Option("--prompt", "-p", help="A prompt. May be given several times.")]
-PromptFiles = Annotated[
-    list[Path],
-    typer.Option(
-        "--file",
-        "-f",
-        help="File of prompts: text with one per line, .tsv with the prompt in the first column, or .jsonl; plain, .gz or "
-        ".xz. Or a data set: gsm8k, humaneval, mt_bench, squad or spider. May be given several times.",
-    ),
-]
-MaxNewTokens = Annotated[int, typer.Option(help="Maximum number of new tokens per answer.")]
-Temperature = Annotated[
-    float | None,
-    typer.Option(help="Sampling temperature; by default the model's own, else 1. With 0 nothing is random."),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(help="Sample among the k likeliest tokens only; by default the model's own setting, else all."),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample among the fewest likeliest tokens with total probability p; by default the model's own, else 1."
-    ),
-]
-SpacedRows = Annotated[int, typer.Option(min=1, help="Maximum number of prompts, taken at even distances from all.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Number of CPU threads; by default as many as torch chooses.")]
-StopTexts = Annotated[list[str], typer.Option(help="End an answer after this text. May be given several times.")]
-PassRows = Annotated[list[int], typer.Option(help="Number of rows of a pass. May be given several times.")]
-Lengths = Annotated[list[int], typer.Option(help="Number of tokens in the KV cache. May be given several times.")]
-Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.")]
-Rounds = Annotated[int, typer.Option(help="Number of rounds that count; a warm-up runs before them.")]
 
 
 @app.callback()
@@ -228,102 +181,21 @@ def inspect(
     raise typer.Exit(run([*(prompts or []), *prompt], file, model, draft, setting, options, turn, seed, svg, json))
 
 
-@app.command()
-def serve(
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Target model: a path, a hub id, or 'bundled', the default.")
-    ] = None,
-    draft: Draft = None,
-    config: Annotated[
-        Path | None, typer.Option(help="A YAML file with these options and more (docs/serve.md); options go before it.")
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="Method of requests that name none; 'auto' measures the fastest exact one at start. By default "
-            "speculative_sampling, or sampling without a draft model."
-        ),
-    ] = None,
-    setting: Settings = [],
-    methods: Annotated[
-        str | None, typer.Option(help="Methods that requests may name, separated by commas; by default all.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen at; by default 127.0.0.1.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen at; by default 8000; 0: any that is free.")] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the model for requests; by default that of --model.")
-    ] = None,
-    api_key_file: Annotated[
-        str | None,
-        typer.Option(help="A file with the keys of clients, a line each: name key [weight] [max_running] [priority]."),
-    ] = None,
-    api_key: Annotated[
-        list[str],
-        typer.Option(
-            help="A key that clients must have; may be given more than once. Others on this machine may see it."
-        ),
-    ] = [],
-    metrics_key: Annotated[
-        str | None, typer.Option(help="The key for /metrics; by default they are for this machine, or for any key.")
-    ] = None,
-    allowed_host: Annotated[
-        list[str], typer.Option(help="A name by which a server on this machine alone may be called; may be repeated.")
-    ] = [],
-    cors_origin: Annotated[
-        list[str], typer.Option(help="An origin whose pages may call the server; may be repeated.")
-    ] = [],
-    no_auth: Annotated[
-        bool, typer.Option("--no-auth", help="Let everybody in though others than this machine can reach the server.")
-    ] = False,
-    max_running: Annotated[int | None, typer.Option(help="Texts decoded side by side; by default 8.")] = None,
-    max_waiting: Annotated[int | None, typer.Option(help="Texts that may wait besides; by default 64.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most new tokens of a text; by default 4096.")] = None,
-    max_beams: Annotated[int | None, typer.Option(help="Most beams of a request; by default 16.")] = None,
-    max_n: Annotated[int | None, typer.Option(help="Most answers to a prompt; by default 16.")] = None,
-    max_prompts: Annotated[int | None, typer.Option(help="Most prompts of a request; by default 64.")] = None,
-    max_body: Annotated[int | None, typer.Option(help="Most bytes of a request; by default 1 MiB.")] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Most tokens of prompt and text together; by default the model's positions.")
-    ] = None,
-    queue_timeout: Annotated[
-        float | None, typer.Option(help="Seconds for which a request may wait for a place; by default 60.")
-    ] = None,
-    request_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that a request may take; by default 300.")
-    ] = None,
-    drain_timeout: Annotated[
-        float | None, typer.Option(help="Seconds that texts may take to end after a signal; by default 30.")
-    ] = None,
-    kv_gb: Annotated[
-        float | None, typer.Option(help="Memory in GB for keys and values; by default half of what is free at start.")
-    ] = None,
-    chunk: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt that are stored between turns of others; by default 64.")
-    ] = None,
-    prefix_cache_mb: Annotated[
-        int | None,
-        typer.Option(help="Memory in MiB for beginnings of prompts that come again; by default 256; 0: none."),
-    ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="A file with a chat template, if the model has none.")
-    ] = None,
-    quantize: QuantizeTarget = None,
-) -> None:
-    """Serve OpenAI's API with beams over HTTP, and a page that shows forests."""
-    from specbeam.cli.serve import run
+def _add_serve() -> None:
+    """Add the command that serves, with an option for all that can be configured."""
 
-    given = {
-        "model": model, "draft": draft, "method": method, "settings": setting or None, "host": host, "port": port,
-        "methods": None if methods is None else [one.strip() for one in methods.split(",")],
-        "name": name, "api_key_file": api_key_file, "no_auth": no_auth or None, "max_running": max_running,
-        "max_waiting": max_waiting, "max_tokens": max_tokens, "max_beams": max_beams,
-        "prefix_cache_mb": prefix_cache_mb, "chat_template": chat_template, "quantize": quantize,
-        "api_keys": api_key or None, "metrics_key": metrics_key, "allowed_hosts": allowed_host or None,
-        "cors_origins": cors_origin or None, "max_n": max_n, "max_prompts": max_prompts, "max_body": max_body,
-        "max_model_len": max_model_len, "queue_timeout": queue_timeout, "request_timeout": request_timeout,
-        "drain_timeout": drain_timeout, "kv_gb": kv_gb, "chunk": chunk,
-    }  # fmt: skip
-    raise typer.Exit(run(config, given))
+    def serve(config: Path | None, **options: Any) -> None:
+        from specbeam.cli.serve import run
+
+        raise typer.Exit(run(config, given_options(options)))
+
+    help = "A YAML file with these options (docs/serve.md); what is given here goes before it."
+    file = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=option(Path | None, help))
+    serve.__signature__ = Signature([file, *server_parameters()])  # type: ignore[attr-defined]
+    app.command("serve", help="Serve OpenAI's API with beams over HTTP, and a page that shows forests.")(serve)
+
+
+_add_serve()
 
 
 evaluate = typer.Typer(no_args_is_help=True, help="Check and score the outputs of methods.")
@@ -677,7 +549,10 @@ def speed_cliffs(
 def serving(
     url: Annotated[str, typer.Argument(help="Address of a server that speaks OpenAI's API.")] = "http://127.0.0.1:8000",
     clients: Annotated[int, typer.Option(min=1, help="Number of clients, each with one request at a time.")] = 8,
-    requests: Annotated[int, typer.Option(min=1, help="Number of requests in all.")] = 100,
+    requests: Annotated[int, typer.Option(min=1, help="Most requests in all.")] = 100,
+    seconds: Annotated[
+        float | None, typer.Option(help="Seconds after which no further request is sent; by default all are.")
+    ] = None,
     rate: Annotated[
         float | None,
         typer.Option(help="Requests per second, at random times (Poisson); by default each client asks again at once."),
@@ -685,15 +560,18 @@ def serving(
     gone: Annotated[float, typer.Option(help="Share of the requests whose client goes away in the middle.")] = 0.0,
     body: Annotated[str, typer.Option(help="Fields of each request as JSON, like '{\"num_beams\": 4}'.")] = "{}",
     file: PromptFiles = [],
+    joined: Annotated[int, typer.Option(min=1, help="Number of prompts that are joined to one: long prompts.")] = 1,
+    before: Annotated[str, typer.Option(help="A text that all prompts begin with: shared prefixes.")] = "",
     max_new_tokens: MaxNewTokens = 64,
     stream: Annotated[bool, typer.Option(help="Let answers be streamed.")] = True,
     key: Annotated[str, typer.Option(help="API key.", envvar="SPECBEAM_API_KEY")] = "",
     json: Json = False,
 ) -> None:
     """Put a load of many clients on a server: requests and tokens per second, and how long clients wait."""
-    from specbeam.cli.bench_serve import run
+    from specbeam.cli.bench_serve import PromptShape, run
 
-    raise typer.Exit(run(url, clients, requests, rate, gone, body, file, max_new_tokens, stream, key, json))
+    shape = PromptShape(file, joined, before)
+    raise typer.Exit(run(url, clients, requests, seconds, rate, gone, body, shape, max_new_tokens, stream, key, json))
 
 
 @bench.command("passes")
