@@ -91,7 +91,7 @@ TURNS = 32  # most turns of a run: between runs a user can interrupt
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
 # of `RunRoom.numbers`; the last five are the counts of `RowCounts`
-DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, ACCEPTED, LAYERS, ROWS, SAVED, JUDGED, LAZY, FREE = range(11)
+DONE, DRAFT_PASSES, SCORED, DRAFT_SCORED, DRAFTED, LAYERS, ROWS, SAVED, JUDGED, LAZY, FREE = range(11)
 
 
 LOOK = 3  # a condition beside SOUND, DEAD and BROKEN: Python has to check whether a stop string ended a text
@@ -134,9 +134,10 @@ class RunRoom(NamedTuple):
     widths: Array  # int64[SPAN]: draws of each layer
     evidence: Evidence  # for audits
     fronts: Array  # float32[rows, vocab]: rows that layers are drawn from
-    # int64[11]: turns (DONE), passes as a session counts them and as the models do, layers that passed, layers with draws,
-    # and what `RowCounts` holds
+    # int64[11]: turns (DONE), passes as a session counts them and as the models do, draft nodes, layers with draws, and what
+    # `RowCounts` holds
     numbers: Array
+    passed: Array  # int64[SPAN]: of the turns, how often the layer of each depth passed
     cycles: Array  # int64[5], by `PARTS`
 
 
@@ -401,10 +402,11 @@ def settle_run_turn(target: Any, draft: Any, spec: RunSpec, turn: RunTurn, room:
 
 
 @step
-def count_turn(room: RunRoom, turn: RunTurn, was_waiting: bool) -> None:
+def count_turn(room: RunRoom, turn: RunTurn, begun: int, was_waiting: bool) -> None:
     """Add a turn to the numbers of a run.
 
     Args:
+        begun: number of nodes that its forest started with.
         was_waiting: whether the draft model had anything to run before its first pass.
     """
     numbers = room.numbers
@@ -416,11 +418,12 @@ def count_turn(room: RunRoom, turn: RunTurn, was_waiting: bool) -> None:
         if counted > 0:
             room.widths[numbers[LAYERS]] = counted
             numbers[LAYERS] += 1
-        numbers[ACCEPTED] += layers.passed[number]
+        room.passed[number] += layers.passed[number]
         sources = layers.sources[number]
         numbers[SAVED] += sources[FROM_BEFORE]
         numbers[LAZY] += sources[UNSEEN] > 0
         numbers[FREE] += sources[FROM_PASS] == 0 and sources[FROM_BEFORE] > 0
+    numbers[DRAFTED] += len(turn.draft.forest.tokens) - begun
     numbers[ROWS] += len(turn.rows.fresh)
     numbers[JUDGED] += len(layers.draw_ends)
     numbers[DONE] += 1
@@ -473,8 +476,9 @@ def run_turns(
                 rewind_any_cache(draft, len(start.tokens))
             return live, start, LOOK if turn.condition == LOOK else BROKEN
         began = cycles()
+        begun = len(start.tokens)
         live, start = settle_run_turn(target, draft, spec, turn, room)
-        count_turn(room, turn, was_waiting)
+        count_turn(room, turn, begun, was_waiting)
         over = is_session_over(room.finished, stop, live.scores, room.texts.sizes[LENGTH])
         if (
             spec.moved != 0
@@ -819,6 +823,7 @@ def _room_for(spec: RunSpec, session: Session) -> RunRoom:
         evidence=no_evidence(session.audited and not session.warp.greedy),
         fronts=np.empty((rows, vocab), dtype=np.float32),
         numbers=np.zeros(11, dtype=np.int64),
+        passed=np.zeros(SPAN, dtype=np.int64),
         cycles=np.zeros(5, dtype=np.int64),
     )
 
@@ -831,7 +836,8 @@ def _keep(session: Session, models: list[RunLM], room: RunRoom, live: Beams, sta
         lm.finish_run(session, int(passes), live.size)
     count.target_passes += int(numbers[DONE])
     count.draft_passes += int(numbers[DRAFT_PASSES])
-    count.accepted += int(numbers[ACCEPTED])
+    count.drafted += int(numbers[DRAFTED])
+    count.add_passed(room.passed)
     count.widths += room.widths[: numbers[LAYERS]].tolist()
     count.peak_kv_tokens = models[0].peak(session)
     session.audit += Audit.of(room.evidence)

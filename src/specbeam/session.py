@@ -1,6 +1,7 @@
 """A session: everything that changes during one generation (beams, scores, dice, limits, the state of each part)."""
 
 import time
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -187,7 +188,8 @@ class Parts:
 class Counters:
     target_passes: int = 0
     draft_passes: int = 0
-    accepted: int = 0
+    drafted: int = 0  # draft nodes
+    passed: Counter[int] = field(default_factory=Counter)  # by depth below the roots of a turn, layers that passed
     widths: list[int] = field(default_factory=list)
     peak_kv_tokens: int = 0
     rows: RowCounts = field(default_factory=RowCounts)
@@ -195,9 +197,19 @@ class Counters:
     seconds: float = 0.0
     began: float = field(default_factory=time.perf_counter)
 
+    @property
+    def accepted(self) -> int:
+        """The number of layers that passed."""
+        return self.passed.total()
+
     def restart(self) -> None:
         """Start the clock."""
         self.began = time.perf_counter()
+
+    def add_passed(self, passed: Int64[np.ndarray, " depths"] | Bool[np.ndarray, " depths"]) -> None:
+        """Count how often the layer of each depth passed."""
+        for depth in np.flatnonzero(passed).tolist():
+            self.passed[depth] += int(passed[depth])
 
     def add_sources(self, sources: Int64[np.ndarray, "layers 3"]) -> None:
         """Count where the rows of layers of beams came from; see `Layers.sources`."""
@@ -356,10 +368,11 @@ class Session:
             if stop > start:
                 self.count.widths.append(int(counts[start:stop].sum()))
             start = stop
+        self.count.drafted += turn.forest.size - len(self.start.tokens)
         self.beams = rooted_beams(verdict.beams)
         self.start = self._next_start(turn)
         self.count.add_sources(layers.sources)
-        self.count.accepted += verdict.accepted
+        self.count.add_passed(layers.passed)
         if verdict.audit is not None:
             self.audit += verdict.audit
         if verdict.certificate is not None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbeam.errors import BadSetting
 from specbeam.lm.base import LM
@@ -82,6 +82,23 @@ def hmt(
     elif isinstance(draft, HuggingFaceLM) and draft_window is not None:
         draft = MemoryLM(draft, MemoryPlan(draft_window, draft_window, recall="initial"), None)
     return replace(pair, target=remembering, draft=draft)
+
+
+def load_by_name(model: str, draft: str | None, **options: Any) -> Pair:
+    """Load a pair as `specbeam.load` does; the folder of a memory stands for its model with this memory.
+
+    Args:
+        model, draft: names for `load`, or folders that `specbeam train hmt` wrote.
+        options: of `load`.
+    """
+    memory = model if holds_memory(model) else None
+    draft_memory = draft if draft is not None and holds_memory(draft) else None
+    target_name = model if memory is None else backbone_of(memory)
+    draft_name = draft if draft_memory is None else backbone_of(draft_memory)
+    pair = load(target_name, draft_name, **options)
+    if memory is None and draft_memory is None:
+        return pair
+    return hmt(pair, memory, draft_memory=draft_memory)
 
 
 def _backbone(name: str) -> "str | PreTrainedModel":

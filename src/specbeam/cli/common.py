@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.errors import BadSetting, MissingFile
-from specbeam.memory.files import backbone_of, holds_memory
-from specbeam.pair import Pair, load
+from specbeam.pair import Pair
 from specbeam.recipes.settings_text import method_from as method_from
 from specbeam.records import Generation
-from specbeam.with_memory import hmt
+from specbeam.with_memory import load_by_name
 
 
 def quiet_load(
@@ -29,11 +28,7 @@ def quiet_load(
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    names = [None if name is None else backbone_of(name) if holds_memory(name) else name for name in (model, draft)]
-    assert names[0] is not None
-    pair = load(names[0], names[1], device=device, dtype=dtype, quantize=quantize, compile=compile)
-    memories = [name if name is not None and holds_memory(name) else None for name in (model, draft)]
-    return hmt(pair, memories[0], draft_memory=memories[1]) if any(memories) else pair
+    return load_by_name(model, draft, device=device, dtype=dtype, quantize=quantize, compile=compile)
 
 
 def text_or_file(value: str | None, mark: str, name: str) -> str | None:

@@ -122,6 +122,19 @@ class MemoryLM:
         return self.lm.slot_bytes
 
     @property
+    def window_slots(self) -> int:
+        """The number of rows that a window stores, without those of drafts."""
+        return max(self.plan.window, 2 + self.plan.summarised)
+
+    def windows_of(self, beams: int) -> int:
+        """Return the number of windows that a session of so many beams may have open at once.
+
+        Each beam may be in a window of its own, and cross the end of its segment: then the next window and a query of it are
+        open, too.
+        """
+        return 3 * beams
+
+    @property
     def passes(self) -> int:
         """The number of passes of the model so far."""
         return self.lm.passes

@@ -375,6 +375,7 @@ def report_json(request: Request, jobs: Sequence[Job], outcome: AnsweredRequest)
         "draft_passes": sum(count.draft_passes for count in counts),
         "passes_per_token": passes / tokens if tokens else None,
         "target_rows": sum(count.rows.scored for count in counts),
+        "drafted": sum(count.drafted for count in counts),
         "accepted": sum(count.accepted for count in counts),
         "widths": {str(width): number for width, number in sorted(widths.items())},
         "mean_width": sum(width * number for width, number in widths.items()) / steps if steps else None,
@@ -445,6 +446,7 @@ def metrics_json(jobs: Sequence[Job], completion_tokens: int) -> dict[str, Any]:
     queue = _span(jobs, "arrived", "started", first=True)
     passes = sum(map(drafting_passes, jobs))
     accepted = sum(job.session.count.accepted for job in jobs)
+    drafted = sum(job.session.count.drafted for job in jobs)
     rows = sum(job.session.count.rows.scored for job in jobs)
     return {
         "time_to_first_token_ms": None if first is None else 1000 * first,
@@ -454,6 +456,7 @@ def metrics_json(jobs: Sequence[Job], completion_tokens: int) -> dict[str, Any]:
         "speculative_decoding": {
             "mean_acceptance_length": 1 + accepted / passes if passes else None,
             "num_spec_steps": passes,
+            "num_draft_tokens": drafted,
             "num_accepted_draft_tokens": accepted,
             "num_scored_rows": rows,
         },

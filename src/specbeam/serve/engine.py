@@ -23,6 +23,7 @@ from specbeam.recipes.method import Method
 from specbeam.records import Generation, Turn
 from specbeam.request import Request
 from specbeam.runs import TURNS
+from specbeam.serve.buckets import SECONDS, Buckets
 from specbeam.serve.line import Line
 from specbeam.serve.scoring import TokenScore, score_texts
 from specbeam.session import Session
@@ -104,8 +105,8 @@ class Job:
         arrived, started, first_token, ended: clock times; None: not yet.
         joules: its share of the energy of the steps that it took part in; None without a counter.
         shared: whether others took part in any of these steps.
-        slots: tokens for which it may need room.
-        rows, length: what its session had when it was last looked at.
+        room: the keys and values for which it may need room, by model.
+        rows, length, moved: what its session had when it was last looked at, and when it had it.
     """
 
     session: Session
@@ -125,14 +126,34 @@ class Job:
     ended: float | None = None
     joules: float | None = None
     shared: bool = False
-    slots: int = 0
+    room: dict[Any, "StoreRoom"] = field(default_factory=dict)
     rows: int = 0
     length: int = 0
+    moved: float = 0.0
+
+
+@dataclass(frozen=True)
+class StoreRoom:
+    """Room in the store of a model, which is a rectangle.
+
+    Args:
+        rows: of the store.
+        slots: tokens of each row.
+    """
+
+    rows: int
+    slots: int
 
 
 @dataclass
 class EngineCounts:
-    """What the engine has done since it started; read by other threads, written by its own."""
+    """What the engine has done since it started; read by other threads, written by its own.
+
+    Attributes:
+        kv_tokens: tokens that are stored now, by model.
+        turn_seconds: how long turns took.
+        token_seconds: how long tokens took after the one before.
+    """
 
     steps: int = 0
     target_passes: int = 0
@@ -140,8 +161,12 @@ class EngineCounts:
     target_rows: int = 0
     cancelled: int = 0
     restarts: int = 0
+    audit_failures: int = 0
     step_seconds: float = 0.0
     joules: float | None = None
+    kv_tokens: dict[Any, int] = field(default_factory=dict)
+    turn_seconds: Buckets = field(default_factory=lambda: Buckets(SECONDS))
+    token_seconds: Buckets = field(default_factory=lambda: Buckets(SECONDS))
 
 
 class Engine:
@@ -206,7 +231,7 @@ class Engine:
             NoRoom: a job can never come in, as it needs more memory than there is.
         """
         for job in jobs:
-            job.slots = slots_of(job.session)
+            job.room = {lm: room_of(lm, job.session) for lm in self._models()}
             if not self._has_room([job]):
                 raise NoRoom(
                     f"a prompt of {len(job.session.prompt)} tokens with up to {job.session.limits.max_new_tokens} new ones "
@@ -503,6 +528,7 @@ class Engine:
             len(self._line) and not self._tasks
         ):  # nobody inside, and the first does not fit: cannot be, but must not spin
             time.sleep(0.001)
+        self.counts.kv_tokens = {lm: self._stored_in(lm) for lm in self._models()}
 
     def _take(self, jobs: Sequence[Job]) -> None:
         self._each([job for job in jobs if not job.is_over], self._line.add)
@@ -539,13 +565,21 @@ class Engine:
         self.counts.step_seconds += seconds
         self._share_energy(joules)
         turns = [job.session.count.target_passes - earlier for job, earlier in zip(self.inside, before, strict=True)]
-        if max(turns, default=0) > 0:
-            self._turn_s = 0.5 * self._turn_s + 0.5 * seconds / max(turns)
+        most = max(turns, default=0)
+        if most > 0:
+            self._turn_s = 0.5 * self._turn_s + 0.5 * seconds / most
+            self.counts.turn_seconds.add(seconds / most, most)
         passes_of = dict(zip(self.inside, turns, strict=True))
         by_session = {job.session: job for job in self.inside}
         for session, turn in shown:
             self._each([by_session[session]], partial(_show, turn=turn))
         self._each([*self.inside], lambda job: self._look_at(job, passes_of[job]))
+
+    def _stored_in(self, lm: Any) -> int:
+        """Return the number of tokens that a model stores for the jobs inside."""
+        if not hasattr(lm, "held"):
+            return 0
+        return sum(lm.held(job.session) for job in self.inside if lm in job.session.state)
 
     def _turns_ahead(self) -> int:
         """Return how many turns may be taken without looking up: as many as take `DELAY_S`; 0 if any have to be shown."""
@@ -561,16 +595,27 @@ class Engine:
         self.counts.target_passes += passes
         self.counts.target_rows += rows - job.rows
         job.rows = rows
+        self._note_tokens(job)
         if session.over:
             self._finish(job)
             return
         if session.length > job.length:
             job.length = session.length
-            if job.first_token is None:
-                job.first_token = time.monotonic()
             if job.streams:
                 job.settled = settled_tokens(session)
             self._tell(job)
+
+    def _note_tokens(self, job: Job) -> None:
+        """Note when the new tokens of a job came."""
+        fresh = job.session.length - job.length
+        if fresh <= 0:
+            return
+        now = time.monotonic()
+        if job.first_token is None:
+            job.first_token = now
+        else:
+            self.counts.token_seconds.add((now - job.moved) / fresh, fresh)
+        job.moved = now
 
     def _share_energy(self, before: float | None) -> None:
         """Add the energy of a step to those that took part, by equal shares."""
@@ -612,8 +657,8 @@ class Engine:
         self.inside.remove(job)
         self._line.leave(job.key)
         self.counts.draft_passes += job.session.count.draft_passes
-        if job.first_token is None and job.session.length:
-            job.first_token = time.monotonic()
+        self.counts.audit_failures += job.session.audit.suspicious
+        self._note_tokens(job)
         self._tell_end(job)
 
     def _tell_end(self, job: Job) -> None:
@@ -653,8 +698,20 @@ class Engine:
 
     def _bytes_of(self, jobs: Sequence[Job]) -> int:
         """Return the bytes of keys and values that jobs may need side by side: each model has one rectangle for all."""
-        slots = len(jobs) * max(job.slots for job in jobs)
-        return slots * sum(getattr(lm, "slot_bytes", 0) for lm in self._models())
+        whole = 0
+        for lm in self._models():
+            rows = sum(job.room[lm].rows for job in jobs)
+            slots = max(job.room[lm].slots for job in jobs)
+            whole += rows * slots * getattr(lm, "slot_bytes", 0)
+        return whole
+
+    @property
+    def kv_share(self) -> float | None:
+        """The share of the memory for keys and values that the jobs inside may need; None without a limit."""
+        inside = [*self.inside]
+        if self.limits.kv_bytes is None:
+            return None
+        return self._bytes_of(inside) / self.limits.kv_bytes if inside else 0.0
 
     def _refuse_waiting(self) -> None:
         for job in [*self._line]:
@@ -675,6 +732,7 @@ class Engine:
                 company.clear()
             getattr(lm, "caches", []).clear()
         self._decoder = self._new_decoder()
+        self.counts.kv_tokens = {}
         self._restarted.append(time.monotonic())
         if len(self._restarted) == RESTARTS and self._restarted[-1] - self._restarted[0] < RESTARTS_S:
             self.state = "dead"
@@ -743,13 +801,18 @@ def _show(job: Job, turn: Turn) -> None:
         job.see(job.session, turn)
 
 
-def slots_of(session: Session) -> int:
-    """Return the number of tokens that a session may store at once, as is to be expected.
+def room_of(lm: Any, session: Session) -> StoreRoom:
+    """Return the room that a session may need in the store of a model, as is to be expected.
 
-    Beams share their past, so what they have apart is a few tokens each, besides the drafts of a turn.
+    Beams share their past, so what they have apart is a few tokens each, besides the drafts of a turn. A model that reads in
+    segments has a row for each of its windows, and none of these grows with the text.
     """
     beams = max(session.limits.keep, 1)
-    return len(session.prompt) + session.limits.max_new_tokens + session.limits.max_new_tokens // 7 + 16 * beams + 64
+    apart = 16 * beams + 64
+    if hasattr(lm, "windows_of"):
+        return StoreRoom(lm.windows_of(beams), lm.window_slots + apart)
+    new = session.limits.max_new_tokens
+    return StoreRoom(1, len(session.prompt) + new + new // 7 + apart)
 
 
 def _name_of(method: Method) -> str:

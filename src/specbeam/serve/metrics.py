@@ -1,17 +1,17 @@
 """Figures for Prometheus, under vLLM's names where it has them."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from specbeam import __version__
 from specbeam.serve.answers import drafting_passes
+from specbeam.serve.buckets import SECONDS, Buckets
 from specbeam.serve.engine import Engine, Job
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 
@@ -30,6 +30,7 @@ class ServerMetrics:
         self.rejected: Counter[str] = Counter()
         self.http: Counter[tuple[str, int]] = Counter()
         self.totals: Counter[str] = Counter()
+        self.passed: Counter[int] = Counter()  # draft layers, by their depth
         self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", SECONDS)
         self.queue = self._histogram("request_queue_time_seconds", "From arrival to decoding.", SECONDS)
@@ -61,7 +62,9 @@ class ServerMetrics:
         for job in jobs:
             count = job.session.count
             self.totals["drafts"] += drafting_passes(job)
+            self.totals["drafted"] += count.drafted
             self.totals["accepted"] += count.accepted
+            self.passed.update(count.passed)
             for width in count.widths:
                 self.width.observe(width)
             if job.started is not None:
@@ -82,39 +85,80 @@ class ServerMetrics:
             return
         yield self._gauge("num_requests_running", "Texts that are decoded.", len(engine.inside))
         yield self._gauge("num_requests_waiting", "Texts that wait.", engine.waiting)
+        yield from self._engine_counters(engine)
+        yield from self._store(engine)
+
+    def _engine_counters(self, engine: Engine) -> Iterable[Metric]:
+        """Yield what the engine has done."""
         counts = engine.counts
         yield self._counter("target_passes", "Passes of the target, by texts.", counts.target_passes)
         yield self._counter("draft_passes", "Passes of the draft, by texts.", counts.draft_passes)
         yield self._counter("target_rows", "Rows that the target scored.", counts.target_rows)
         yield self._counter("cancelled", "Texts that were cancelled.", counts.cancelled)
         yield self._counter("engine_restarts", "Times that the engine had to begin anew.", counts.restarts)
+        yield self._counter("audit_failures", "Texts whose audit speaks against their law.", counts.audit_failures)
         yield self._counter("step_seconds", "Seconds of decoding.", counts.step_seconds)
         if counts.joules is not None:
-            yield self._counter("energy_joules", "Energy of the CPU packages while decoding.", counts.joules)
+            yield self._by("energy_joules", "Energy used while decoding.", "source", {"cpu_packages": counts.joules})
+        yield self._buckets(
+            "pass_seconds", "Seconds of a turn: drafts, a pass of the target, verdict.", counts.turn_seconds
+        )
+        yield self._buckets(
+            "inter_token_latency_seconds", "Seconds of a token after the one before.", counts.token_seconds
+        )
+
+    def _store(self, engine: Engine) -> Iterable[Metric]:
+        """Yield what is stored of prompts and texts."""
         known = getattr(engine.pair.target, "known_prompts", None)
         if known is not None:
             yield self._counter("prefix_cache_queries", "Tokens of prompts that could be known.", known.asked)
             yield self._counter("prefix_cache_hits", "Tokens of prompts that were known.", known.found)
             yield self._counter("prefix_cache_evictions", "Chunks that were dropped.", known.dropped)
             yield self._gauge("prefix_cache_bytes", "Memory of known prompts.", known.size)
-        yield self._gauge("lanes", "Rows of the store in use.", len(getattr(engine.pair.target, "caches", ())))
+        if engine.kv_share is not None:
+            yield self._gauge(
+                "kv_cache_usage_perc", "Share of the memory that texts may need, 0 to 1.", engine.kv_share
+            )
+        models = {"target": engine.pair.target, "draft": engine.pair.draft}
+        stored = engine.counts.kv_tokens
+        yield self._by_role("lanes", "Rows of the store in use.", {
+            role: len(getattr(lm, "caches", ())) for role, lm in models.items() if lm is not None
+        })  # fmt: skip
+        yield self._by_role("kv_tokens", "Tokens that are stored for texts.", {
+            role: stored.get(lm, 0) for role, lm in models.items() if lm is not None
+        })  # fmt: skip
 
     def _counters(self) -> Iterable[Metric]:
         yield self._counter("prompt_tokens", "Tokens of prompts.", self.totals["prompt_tokens"])
         yield self._counter("generation_tokens", "Tokens of returned texts.", self.totals["generation_tokens"])
         yield self._counter("spec_decode_num_drafts", "Turns of texts whose method drafts.", self.totals["drafts"])
+        yield self._counter("spec_decode_num_draft_tokens", "Draft nodes.", self.totals["drafted"])
         yield self._counter("spec_decode_num_accepted_tokens", "Draft layers that passed.", self.totals["accepted"])
-        yield self._by("request_success", "Texts that ended.", "finished_reason", self.finished)
-        yield self._by("admission_rejections", "Requests that found no place.", "reason", self.rejected)
+        by_depth = {str(depth): number for depth, number in sorted(self.passed.items())}
+        what = "Draft layers that passed, by depth."
+        yield self._by("spec_decode_num_accepted_tokens_per_pos", what, "position", by_depth)
+        yield self._by("request_success", "Texts that ended.", "finished_reason", _sorted(self.finished))
+        yield self._by("admission_rejections", "Requests that found no place.", "reason", _sorted(self.rejected))
         http = CounterMetricFamily("specbeam:http_requests", "Answers.", labels=["model_name", "path", "status"])
         for (path, status), number in sorted(self.http.items()):
             http.add_metric([self.name, path, str(status)], number)
         yield http
 
-    def _by(self, name: str, what: str, label: str, counts: Counter[str]) -> Metric:
+    def _by(self, name: str, what: str, label: str, counts: Mapping[str, float]) -> Metric:
         made = CounterMetricFamily(f"specbeam:{name}", what, labels=["model_name", label])
-        for value, number in sorted(counts.items()):
+        for value, number in counts.items():
             made.add_metric([self.name, value], number)
+        return made
+
+    def _by_role(self, name: str, what: str, values: Mapping[str, float]) -> Metric:
+        made = GaugeMetricFamily(f"specbeam:{name}", what, labels=["model_name", "role"])
+        for role, value in values.items():
+            made.add_metric([self.name, role], value)
+        return made
+
+    def _buckets(self, name: str, what: str, buckets: Buckets) -> Metric:
+        made = HistogramMetricFamily(f"specbeam:{name}", what, labels=["model_name"])
+        made.add_metric([self.name], buckets.cumulated, buckets.total)
         return made
 
     def _counter(self, name: str, what: str, value: float) -> Metric:
@@ -138,3 +182,7 @@ def _gauge(name: str, what: str, values: dict[tuple[tuple[str, str], ...], float
     for named, value in values.items():
         made.add_metric([text for _, text in named], value)
     return made
+
+
+def _sorted(counts: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(counts.items()))

@@ -13,9 +13,9 @@ from typing import Any
 import uvicorn
 
 from specbeam.errors import SpecbeamError
-from specbeam.pair import load
 from specbeam.serve.app import BeamServer, make_app
 from specbeam.serve.config import ServerConfig
+from specbeam.with_memory import load_by_name
 
 LOG = logging.getLogger("specbeam.serve")
 WATCH_S = 1.0  # seconds between two looks at the engine
@@ -79,7 +79,7 @@ def serve(config: ServerConfig) -> int:
         model_logging.set_verbosity_error()
         model_logging.disable_progress_bar()
         quantize: Any = config.quantize
-        return load(config.model, config.draft, quantize=quantize, share_from=None)
+        return load_by_name(config.model, config.draft, quantize=quantize, share_from=None)
 
     server = BeamServer(config, load_pair)
     options = uvicorn.Config(
