@@ -2,9 +2,11 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -81,3 +83,63 @@ def test_a_signal_lets_what_is_decoded_end_and_a_killed_server_comes_back_with_t
     assert httpx.post(server.url + "/v1/completions", json=BODY, timeout=120).json()["choices"][0]["text"] == first
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(timeout=60) == 0
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_a_signal_reads_the_keys_again_while_the_log_cannot_be_written(tmp_path):
+    """Standard error is a disk that is full: nothing that the server says is lost on anybody but its operator."""
+    keys = tmp_path / "keys.txt"
+    keys.write_text("ann old\n")
+    port = free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "specbeam",
+        "serve",
+        "--no-warm-up",
+        "--port",
+        str(port),
+        "--api-key-file",
+        str(keys),
+    ]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, stderr=full, stdout=full)
+    url = f"http://127.0.0.1:{port}"
+
+    def status(key):
+        body = {"prompt": "Ein Hund", "max_tokens": 2}
+        return httpx.post(
+            url + "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}, timeout=300
+        ).status_code
+
+    def is_ready():
+        try:
+            return httpx.get(url + "/health", timeout=60).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    try:
+        while not is_ready():
+            assert process.poll() is None
+            time.sleep(0.2)
+        assert [status(key) for key in ("old", "new")] == [200, 401]
+        keys.write_text("ann\n")  # no key: all stays as it is
+        process.send_signal(signal.SIGHUP)
+        time.sleep(1)
+        assert [status(key) for key in ("old", "new")] == [200, 401]
+        keys.write_text("ann new\n")
+        process.send_signal(signal.SIGHUP)
+        end = time.monotonic() + 60
+        while status("new") != 200:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert status("old") == 401
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0
+    finally:
+        process.kill()

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
@@ -78,6 +78,8 @@ class Asking:
         self._loop = asyncio.get_running_loop()
         self._moved = asyncio.Event()
         self._request: Request | None = None
+        self._make: Callable[[], Request] | None = None
+        self._began_again = False
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
         self._turns = 0
         self._last_turn = time.monotonic()
@@ -110,6 +112,7 @@ class Asking:
                 self.engine.pair, order.prompts, order.method, order.settings, order.seed, order.options.audit
             )
 
+        self._make = make
         try:
             if order.form_field is None:
                 self._request = await self._in_pool(make)
@@ -127,7 +130,33 @@ class Asking:
         self.jobs = [self._job(session) for session in self.request.sessions]
         self.engine.submit(self.jobs)
 
-    def _job(self, session: Session) -> Job:
+    async def _begins_again(self, sent: Iterable[str] = ()) -> bool:
+        """Begin again, once, if the texts were lost by a fault that may be another request's; return whether it does.
+
+        Each text is then decoded alone, so that what is at fault fails by itself. What was sent has to come again: only a
+        seed makes sure of that.
+
+        Args:
+            sent: what was sent of the texts.
+        """
+        is_lost = any(job.is_lost for job in self.jobs)
+        options = self.order.options
+        was_shown = options.trace or options.stream == "live"
+        comes_again = self.order.seed is not None or not any(sent)
+        if not is_lost or was_shown or not comes_again or self._began_again or self.engine.state != "ready":
+            return False
+        assert self._make is not None
+        self._began_again = True
+        self._texts.clear()
+        self._request = await self._in_pool(self._make)
+        self.jobs = [self._job(session, alone=True) for session in self.request.sessions]
+        try:
+            self.engine.submit(self.jobs)
+        except SpecbeamError as error:
+            raise refusal_of(error) from error
+        return True
+
+    def _job(self, session: Session, alone: bool = False) -> Job:
         config = self.served.config
         order = self.order
         session.namespace = self._namespace
@@ -138,6 +167,7 @@ class Asking:
             self._watch,
             key=self.client.name,
             priority=max(order.body.priority or 0, self.client.least_priority),
+            alone=alone,
             streams=order.streams,
             see=self._see if shows else None,
             start_by=now + config.queue_timeout,
@@ -253,6 +283,8 @@ class Asking:
     async def answer(self) -> dict[str, Any]:
         """Return the answer at once. Raises `Refusal` if there is none."""
         await self.wait()
+        if await self._begins_again():
+            await self.wait()
         outcome = await self.finish()
         order = self.order
         echoes = [await self._echo(number) for number in range(len(order.prompts))] if order.echo else []
@@ -334,6 +366,25 @@ class Asking:
                 text, _ = await self._echo(number)
                 for index in range(number * order.count, (number + 1) * order.count):
                     yield self._chunk([self._delta(index, text)])
+        async for chunk in self._growing(indices, sent):
+            yield chunk
+        if await self._begins_again(sent.values()):
+            async for chunk in self._growing(indices, sent):
+                yield chunk
+        for event in self._take_events():
+            yield event
+        outcome = await self.finish()
+        for choice in outcome.choices:
+            before = sent.get(choice.index, "")
+            yield self._chunk([await self._in_pool(partial(self._last_delta, choice, before))])
+        async for chunk in self._end(outcome):
+            yield chunk
+
+    async def _growing(
+        self, indices: dict[int, list[int]], sent: dict[int, str]
+    ) -> AsyncIterator[dict[str, Any] | None]:
+        """Yield chunks until all texts have ended, and note what was sent of each choice."""
+        order = self.order
         waits_for_all = order.method.beams == 1 and order.drawn > order.count
         while not self.is_over:
             self._moved.clear()
@@ -345,19 +396,11 @@ class Asking:
                     for delta in self._new_deltas(text, indices[job.session.place], sent):
                         yield self._chunk([delta])
             if self.is_over:
-                break
+                return
             try:
                 await asyncio.wait_for(self._moved.wait(), PING_S)
             except TimeoutError:
                 yield None
-        for event in self._take_events():
-            yield event
-        outcome = await self.finish()
-        for choice in outcome.choices:
-            before = sent.get(choice.index, "")
-            yield self._chunk([await self._in_pool(partial(self._last_delta, choice, before))])
-        async for chunk in self._end(outcome):
-            yield chunk
 
     def _indices(self) -> dict[int, list[int]]:
         """Return by place of a session the numbers of the choices that it makes."""

@@ -92,6 +92,7 @@ class Job:
             quick; what it raises is logged.
         key: whose job it is.
         priority: lower is earlier.
+        alone: whether nothing else is decoded meanwhile, as after a fault that may be its own.
         streams: whether `settled` is kept up to date.
         see: called with each turn of the session, and it; None: turns need not be shown, which is faster. If it raises, the
             job fails.
@@ -101,6 +102,7 @@ class Job:
     Attributes:
         settled: the new tokens that every possible answer begins with.
         cut: why the text was ended before its own end; "" if it was not.
+        is_lost: whether it failed by a fault that may be that of another job.
         is_over: whether the session is out of the engine; `session.failure` says whether it failed.
         arrived, started, first_token, ended: clock times; None: not yet.
         joules: its share of the energy of the steps that it took part in; None without a counter.
@@ -113,12 +115,14 @@ class Job:
     watch: Callable[["Job"], None]
     key: str = ""
     priority: int = 0
+    alone: bool = False
     streams: bool = False
     see: Callable[[Session, Turn], None] | None = None
     start_by: float = float("inf")
     end_by: float = float("inf")
     settled: list[int] = field(default_factory=list)
     cut: str = ""
+    is_lost: bool = False
     is_over: bool = False
     arrived: float = 0.0
     started: float | None = None
@@ -534,10 +538,10 @@ class Engine:
         self._each([job for job in jobs if not job.is_over], self._line.add)
 
     def _let_in(self, now: float) -> None:
-        while len(self.inside) < self.limits.max_running:
+        while len(self.inside) < self.limits.max_running and not any(job.alone for job in self.inside):
             job = self._line.pop(
                 now,
-                lambda job: self._has_room([*self.inside, job]),
+                lambda job: not (job.alone and self.inside) and self._has_room([*self.inside, job]),
                 lambda key: self._most_running.get(key, self.limits.max_running_per_key),
             )
             if job is None:
@@ -721,9 +725,12 @@ class Engine:
         """Fail all jobs inside, and go on with a new decoder."""
         self.counts.restarts += 1
         failure = _failure_by(error)
+        had_company = len(self.inside) > 1
+        is_ours = not any(job.alone for job in self.inside)  # what breaks when it is alone breaks nothing else
         for job in [*self.inside]:
             if job.session.failure is None:
                 job.session.fail(failure, "")
+                job.is_lost = had_company
             self._finish(job)
         with suppress(Exception):  # what is broken may break again: all that it holds is dropped below
             self._decoder.close()
@@ -733,8 +740,9 @@ class Engine:
             getattr(lm, "caches", []).clear()
         self._decoder = self._new_decoder()
         self.counts.kv_tokens = {}
-        self._restarted.append(time.monotonic())
-        if len(self._restarted) == RESTARTS and self._restarted[-1] - self._restarted[0] < RESTARTS_S:
+        if is_ours:
+            self._restarted.append(time.monotonic())
+        if is_ours and len(self._restarted) == RESTARTS and self._restarted[-1] - self._restarted[0] < RESTARTS_S:
             self.state = "dead"
 
     def _give_up(self) -> None:
