@@ -198,6 +198,39 @@ def _add_serve() -> None:
 _add_serve()
 
 
+@app.command()
+def chat(
+    model: Model = "bundled",
+    draft: Draft = None,
+    method: Annotated[
+        str,
+        typer.Option("--method", help="Decoding method; by default speculative_sampling, or sampling without a draft."),
+    ] = "",
+    setting: Settings = [],
+    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of each answer; by default each is drawn anew.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="A file with a chat template, if the model has none.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(help="Address of a server that speaks OpenAI's API, in place of a model here.")
+    ] = None,
+    key: Annotated[str, typer.Option(help="API key of that server.", envvar="SPECBEAM_API_KEY")] = "",
+    quantize: QuantizeTarget = None,
+) -> None:
+    """Talk with a model in the terminal; Ctrl-C ends an answer, Ctrl-D the chat."""
+    from specbeam.cli.chat import ChatOptions, run
+
+    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options = {name: value for name, value in given.items() if value is not None}
+    chosen = ChatOptions(method, tuple(setting), options, seed)
+    raise typer.Exit(run(model, draft, quantize, url, key, chat_template, system, chosen))
+
+
 evaluate = typer.Typer(no_args_is_help=True, help="Check and score the outputs of methods.")
 app.add_typer(evaluate, name="evaluate")
 

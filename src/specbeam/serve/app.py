@@ -43,7 +43,6 @@ from specbeam.serve.config import MIB, ServerConfig
 from specbeam.serve.engine import COMPILE_S, Engine, EngineLimits
 from specbeam.serve.guarding import Guarding
 from specbeam.serve.mapping import (
-    BUNDLED_TEMPLATE,
     RECIPE_OF,
     Order,
     Served,
@@ -63,6 +62,7 @@ from specbeam.serve.protocol import (
     parse_body,
 )
 from specbeam.serve.refusals import Refusal, invalid, refusal_of
+from specbeam.serve.templates import BUNDLED_TEMPLATE
 
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specbeam.errors import SpecbeamError
+from specbeam.errors import BadPrompt, SpecbeamError
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.catalogue import HEAD_RECIPES, RECIPES
@@ -24,16 +24,12 @@ from specbeam.serve.protocol import (
     StructuredOutputs,
 )
 from specbeam.serve.refusals import Refusal, invalid, refusal_of, shown
+from specbeam.serve.templates import prompt_of_messages
 
 RECIPE_OF = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES) if make.__name__ != "auto"}
 LARGEST_SETTING = 64  # of a method, where the server has no limit of its own
 DEEPEST_SCHEMA = 32
 MOST_PROPERTIES = 1000
-BUNDLED_TEMPLATE = (
-    "{% if messages|length != 1 or messages[0]['role'] != 'user' %}"
-    "{{ raise_exception('the bundled model translates one message of a user; it holds no conversation') }}"
-    "{% endif %}{{ messages[0]['content'] }}"
-)
 
 
 @dataclass(frozen=True)
@@ -242,33 +238,12 @@ def chat_ids(body: Any, served: Served) -> list[int]:
         raise invalid("continue_final_message and add_generation_prompt contradict each other", "add_generation_prompt")
     if wrong := {"tools", "chat_template", "tokenize", "conversation", "return_dict"} & set(further):
         raise invalid(f"chat_template_kwargs sets {', '.join(sorted(wrong))}; leave it out", "chat_template_kwargs")
+    messages = [_message(one) for one in body.messages]
+    adds_special = getattr(body, "add_special_tokens", None)
     try:
-        found = tokenizer.apply_chat_template(
-            [_message(one) for one in body.messages],
-            tools=tools or None,
-            chat_template=template,
-            add_generation_prompt=not goes_on if starts is None else starts,
-            continue_final_message=goes_on,
-            tokenize=False,
-            **further,
-        )
-        ids = list(tokenizer(found, add_special_tokens=_adds_special(body, found, tokenizer))["input_ids"])
-    except Exception as error:  # of the template: anything may be wrong with what it was given
-        raise invalid(
-            f"the chat template refuses these messages: {str(error)[:200]}", "messages", "bad_prompt"
-        ) from error
-    if not ids:
-        raise invalid("the messages have no tokens", "messages", "bad_prompt")
-    return ids
-
-
-def _adds_special(body: Any, text: str, tokenizer: Any) -> bool:
-    """Return whether special tokens are added: not those that the template has written already."""
-    stated = getattr(body, "add_special_tokens", None)
-    if stated is not None:
-        return bool(stated)
-    start = tokenizer.bos_token
-    return start is None or not text.startswith(start)
+        return prompt_of_messages(tokenizer, template, messages, tools, goes_on, starts, adds_special, further)
+    except BadPrompt as error:
+        raise invalid(str(error), "messages", "bad_prompt") from error
 
 
 def _message(message: Message) -> dict[str, Any]:

@@ -1,0 +1,235 @@
+"""A conversation in the terminal: what is streamed, what is known of it, and what ends an answer or the chat."""
+
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+import specbeam as sb
+from specbeam.cli import chat
+from specbeam.cli.chat import Chat, ChatOptions, PairSpeaker, ServerSpeaker
+from specbeam.errors import NotSupported, SpecbeamError
+from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.pair import BUNDLED, Pair
+from tests.support.tiny_models import tiny
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+CHUNK = 16
+OPTIONS = ChatOptions(settings={"max_new_tokens": 12}, seed=7)
+needs_bundled = pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="the bundled pair is not in this checkout")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    if not (BUNDLED / "target").is_dir():
+        pytest.skip("the bundled pair is not in this checkout")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED / "target")
+    models = [tiny("llama", seed=seed, vocab_size=len(tokenizer)) for seed in (1, 2)]
+    lms = [HuggingFaceLM(model, chunk=CHUNK, engine="plain", share_from=None) for model in models]
+    yield Pair(*models, tokenizer, *lms)
+    for lm in lms:
+        lm.forget_prompts()
+
+
+class Terminal(io.StringIO):
+    """A screen; `after` is called with what was written to it so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.after = None
+
+    def write(self, text):
+        size = super().write(text)
+        if self.after is not None:
+            self.after(self.getvalue())
+        return size
+
+
+class Keyboard:
+    """Types these lines; an exception among them is raised."""
+
+    def __init__(self, *lines):
+        self.lines = [*lines]
+
+    def __call__(self):
+        if not self.lines:
+            raise EOFError
+        line = self.lines.pop(0)
+        if isinstance(line, str):
+            return line
+        raise line
+
+
+def talk(speaker, *lines, options=OPTIONS, screen=None, system=""):
+    """A chat in which these lines are typed, and what its screen shows."""
+    screen = screen or Terminal()
+    one = Chat(speaker, options, Console(file=screen, width=200), Keyboard(*lines), system)
+    one.run()
+    return one, screen.getvalue()
+
+
+def test_a_conversation_streams_the_texts_of_the_library_and_computes_what_is_known_once(pair, monkeypatch):
+    monkeypatch.setattr(chat, "CHUNK", CHUNK)
+    speaker = PairSpeaker(pair, "tiny", TEMPLATE)
+    lines = ["Ein Hund läuft durch den Wald und sucht seinen Freund.", "Wo ist mein Hut?", "Ich habe Hunger."]
+    one, shown = talk(speaker, *lines, system="Antworte kurz.")
+    told = [{"role": "system", "content": "Antworte kurz."}]
+    for line in lines:
+        told.append({"role": "user", "content": line})
+        prompt = "".join(f"{one['role']}: {one['content']}\n" for one in told) + "assistant: "
+        (expected,) = sb.generate(pair, prompt, sb.speculative_sampling(), seed=7, max_new_tokens=12)
+        told.append({"role": "assistant", "content": expected.text})
+    assert one.messages == told
+    printable = "".join(letter for letter in told[2]["content"] if letter.isprintable() or letter in "\n\t")
+    assert printable in shown
+    known = [int(line.split("token, ")[1].split()[0]) for line in shown.splitlines() if "were known" in line]
+    assert len(known) == 3
+    assert known[0] == 0
+    assert 0 < known[1] < known[2]
+    assert all(count % CHUNK == 0 for count in known)
+
+
+def test_settings_change_between_messages_and_wrong_ones_change_nothing(pair):
+    speaker = PairSpeaker(pair, "tiny", TEMPLATE)
+    one, shown = talk(
+        speaker, "/method dsbd", "/set beams=3", "/set beams=2", "/set depth=x", "/set none=1", "/method nothing",
+        "/help", "Hallo.", "/new", "/unknown", "  ", "Hallo.",
+    )  # fmt: skip
+    assert one.options == ChatOptions("dsbd", ("beams=2",), OPTIONS.settings, 7)
+    assert "2 beams" in shown
+    assert shown.count("specbeam: ") == 3
+    assert "none" in shown
+    (expected,) = sb.generate(pair, "user: Hallo.\nassistant: ", sb.dsbd(beams=2), seed=7, max_new_tokens=12)
+    assert one.messages == [{"role": "user", "content": "Hallo."}, {"role": "assistant", "content": expected.text}]
+    assert shown.count("/quit") == 2  # the help, asked for and after what it does not know
+    reset, _ = talk(speaker, "/method dsbd", "/set beams=2", "/set", "/quit", "never read")
+    assert reset.options.method_settings == ()
+
+
+def test_an_interrupt_ends_an_answer_and_leaves_what_was_said_and_the_models_free(pair):
+    speaker = PairSpeaker(pair, "tiny", TEMPLATE)
+    screen = Terminal()
+    begun = []
+
+    def interrupt(shown):
+        if shown.partition("\n")[2] and not begun:  # the first piece of the answer, after the greeting
+            begun.append(shown)
+            signal.raise_signal(signal.SIGINT)
+
+    screen.after = interrupt
+    options = ChatOptions(settings={"max_new_tokens": 60}, seed=7)
+    one, shown = talk(speaker, "Hallo.", KeyboardInterrupt(), "Noch einmal.", options=options, screen=screen)
+    assert begun
+    assert "(ended)" in shown
+    assert "Ctrl-D" in shown.split("(ended)")[1]
+    assert [message["role"] for message in one.messages] == ["user", "assistant"] * 2
+    whole = sb.generate(pair, "user: Hallo.\nassistant: ", sb.speculative_sampling(), seed=7, max_new_tokens=60)[0].text
+    assert whole.startswith(one.messages[1]["content"])
+    assert whole != one.messages[1]["content"]
+    assert pair.target.caches + pair.draft.caches == []
+
+
+def test_an_error_costs_its_message_alone_and_control_characters_do_not_reach_the_terminal(pair):
+    class Breaks(PairSpeaker):
+        def answer(self, messages, options, cost):
+            yield "\x1b[2Jtext\r\x07 [bold]x"
+            if "break" in messages[-1]["content"]:
+                raise SpecbeamError("no more today")
+
+    one, shown = talk(Breaks(pair, "tiny", TEMPLATE), "break", "go on")
+    assert "specbeam: no more today" in shown
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+    assert "[2Jtext [bold]x" in shown
+    assert [message["content"] for message in one.messages] == ["go on", "\x1b[2Jtext\r\x07 [bold]x"]
+    too_long, shown = talk(PairSpeaker(pair, "tiny", TEMPLATE), "lang " * 2000, "Hallo.")
+    assert "specbeam: " in shown
+    assert len(too_long.messages) == 2
+    with pytest.raises(NotSupported, match="--chat-template"):
+        PairSpeaker(pair, "tiny", None)
+
+
+def test_the_bundled_model_answers_each_message_by_itself(pair):
+    one, shown = talk(PairSpeaker(pair, "bundled", None), "Hallo.", "Wo ist mein Hut?")
+    assert "each message is answered by itself" in shown
+    assert one.messages == []
+
+
+def test_a_server_is_talked_with_in_the_same_way(pair, tmp_path):
+    pytest.importorskip("uvicorn")
+    pytest.importorskip("httpx2")
+    from tests.serve.test_server import CONFIG, running
+
+    with pytest.raises(SpecbeamError, match="no server answers"):
+        ServerSpeaker("http://127.0.0.1:9", "")
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    lines = ["Hallo.", "Wo ist mein Hut?"]
+    expected, _ = talk(PairSpeaker(pair, "tiny", TEMPLATE), "/method dsbd", "/set beams=2", *lines)
+    config = CONFIG.__class__(**vars(CONFIG) | {"chat_template": str(template), "api_keys": ("secret",)})
+    with running(config, pair) as (url, _):
+        with pytest.raises(SpecbeamError, match="401"):
+            ServerSpeaker(url, "")
+        speaker = ServerSpeaker(url + "/v1", "secret")
+        one, shown = talk(speaker, "/set beams=2", "/method dsbd", "/set beams=2", *lines)
+        assert one.messages == expected.messages
+        assert "choose one first" in shown
+        assert "passes per token" in shown
+        _, shown = talk(speaker, "lang " * 2000, "Hallo.")
+        assert "the server refuses (400)" in shown
+
+
+class Screen:
+    """A command on a pseudo-terminal, as a user has it."""
+
+    def __init__(self, *arguments):
+        self.leader, follower = pty.openpty()
+        command = [sys.executable, "-m", "specbeam", "chat", *arguments]
+        environment = {**os.environ, "TERM": "dumb"}
+        self.process = subprocess.Popen(
+            command, stdin=follower, stdout=follower, stderr=follower, env=environment,
+            preexec_fn=lambda: os.login_tty(follower),
+        )  # fmt: skip
+        os.close(follower)
+        self.seen = ""
+
+    def wait_for(self, text, seconds=300):
+        """Read until the screen shows a text after what was waited for before."""
+        end = time.monotonic() + seconds
+        while text not in self.seen:
+            assert time.monotonic() < end, self.seen
+            if select.select([self.leader], [], [], 1)[0]:
+                self.seen += os.read(self.leader, 4096).decode(errors="replace")
+        _, _, self.seen = self.seen.partition(text)
+
+    def type(self, text):
+        os.write(self.leader, text.encode())
+
+
+@needs_bundled
+@pytest.mark.slow
+def test_on_a_terminal_control_c_ends_an_answer_and_control_d_the_chat():
+    screen = Screen("--max-new-tokens", "200", "--seed", "1")
+    screen.wait_for("> ")
+    screen.type("Ein Hund läuft.\n")
+    screen.wait_for("were known")
+    screen.wait_for("> ")
+    screen.type("\x03")
+    screen.wait_for("Ctrl-D ends the chat")
+    screen.wait_for("> ")
+    screen.type("Wo ist mein Hut?\n")
+    screen.wait_for("were known")
+    screen.type("\x04")
+    assert screen.process.wait(timeout=60) == 0
