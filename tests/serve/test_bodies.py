@@ -1,6 +1,8 @@
 """Bodies of requests: whatever comes, it is understood or refused by name, quickly, and nothing is ignored."""
 
 import json
+import os
+import random
 import time
 
 import pytest
@@ -84,6 +86,87 @@ def test_what_is_large_is_refused_in_little_time(raw):
         parse_body(CompletionBody, raw)
     assert time.process_time() - began < 1.0
     assert len(caught.value.message) < 2500
+
+
+def nested(depth, kind="object"):
+    schema = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}} if kind == "object" else {"anyOf": [schema]}
+    return schema
+
+
+def form_of(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+MALICIOUS = {
+    "n": {"n": 10**9},
+    "n and prompts": {"prompt": ["a"] * 64, "n": 16},
+    "beams": {"num_beams": 10**6},
+    "beams of a method": {"specbeam": {"method": "dsbd", "beams": 10**6}},
+    "drafts": {"specbeam": {"method": "dsbd", "draft_beams": 10**7}},
+    "depth": {"specbeam": {"method": "dsbd", "depth": 10**6}},
+    "tokens": {"max_tokens": 10**9},
+    "prompts": {"prompt": ["a"] * 100_000},
+    "prompts of ids": {"prompt": [[1]] * 20_000},
+    "ids": {"prompt": [2**40]},
+    "ids and a text": {"prompt": [1] * 20_000 + ["a"]},
+    "schema depth": form_of(nested(300)),
+    "schema depth by choices": form_of(nested(100, "any")),
+    "schema size": form_of({"type": "object", "properties": {f"a{n}": {} for n in range(2000)}}),
+    "schema elsewhere": form_of({"$ref": "http://169.254.169.254/latest"}),
+    "regex": {"structured_outputs": {"regex": "(a{0,100}){0,100}" * 1000}},
+    "grammar": {"structured_outputs": {"grammar": "start: " + "a " * 60_000}},
+    "stop strings": {"stop": ["a"] * 1000},
+    "unicode": {"prompt": "\ud800"},
+    "unicode in a name": {"\u202e\u0000" * 1000: 1},
+    "unicode in a key": {"specbeam": {"method": "\U0001f4a3" * 5000}},
+    "biases": {"logit_bias": {str(number): 1 for number in range(5000)}},
+    "numbers": {"temperature": 1e308},
+}
+
+
+@pytest.mark.parametrize("name", MALICIOUS)
+def test_what_means_harm_is_refused_within_a_twentieth_of_a_second(kitchen, name):
+    """By the processor time of the thread, the least of five tries: what others do on the machine does not count."""
+    raw = json.dumps({"prompt": "Ein Hund"} | MALICIOUS[name]).encode()
+    times = []
+    for _ in range(5):
+        began = time.thread_time()
+        found = attempted(raw, CompletionBody, kitchen)
+        times.append(time.thread_time() - began)
+        assert isinstance(found, Refusal), found
+    assert 400 <= found.status < 500
+    assert len(found.message) < 2500
+    assert min(times) < 0.05
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_spoilt_bodies_neither_crash_nor_hang(kitchen):
+    """Good bodies with some of their bytes, fields and values changed at random."""
+    chance = random.Random(0)
+    good = [
+        {"prompt": "Ein Hund", "n": 2, "temperature": 0.5, "stop": ["a"], "logprobs": 2},
+        {"prompt": [5, 6], "num_beams": 4, "specbeam": {"beams_returned": "all"}, "stream": True},
+        {"prompt": "a", "specbeam": {"method": "dsbd", "beams": 3, "depth": 2}, "seed": 7},
+        {"prompt": "a", "structured_outputs": {"regex": "a+"}, "logit_bias": {"5": -100}},
+        form_of(nested(3)) | {"prompt": "b", "max_tokens": 5},
+    ]
+    values = [None, True, -1, 0, 2**63, 1e300, "", "\u0000", "ä" * 300, [], [[]], {}, {"a": {}}, [None]]
+    kinds = {True: 0, False: 0}
+    for _ in range(int(os.environ.get("FUZZED", "100000"))):
+        body = dict(chance.choice(good))
+        for _ in range(chance.randrange(3)):
+            body[chance.choice(FIELDS)] = chance.choice(values)
+        raw = bytearray(json.dumps(body).encode())
+        for _ in range(chance.randrange(3)):
+            raw[chance.randrange(len(raw))] = chance.randrange(256)
+        began = time.thread_time()
+        found = attempted(bytes(raw), chance.choice([CompletionBody, ChatBody]), kitchen)
+        assert time.thread_time() - began < 1.0, bytes(raw)
+        kinds[isinstance(found, Refusal)] += 1
+        assert isinstance(found, Order) or 400 <= found.status < 500
+    assert all(count > 1000 for count in kinds.values())
 
 
 def test_every_recipe_can_be_asked_for_by_name_or_says_why_not(kitchen):

@@ -60,6 +60,24 @@ def test_the_page_is_one_valid_file_that_asks_nobody_but_its_server():
         assert media in text
 
 
+def brightness(colour):
+    """The relative luminance of a colour like #1f2328, by the WCAG."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(share * part for share, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_all_words_stand_out_from_their_ground_in_light_and_in_dark():
+    """A contrast of 4.5 at least, of the words in drawings, too, which tools for accessibility cannot tell."""
+    text = PAGE.read_text(encoding="utf-8")
+    for start in (text.index("--ground"), text.index("--ground", text.index("prefers-color-scheme: dark"))):
+        colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", text[start : text.index("}", start)]))
+        for word in ("text", "faint", "root", "accepted", "rejected", "resampled", "unused"):
+            for ground in ("ground", "panel"):
+                light, dark = sorted((brightness(colours[name]) for name in (word, ground)), reverse=True)
+                assert (light + 0.05) / (dark + 0.05) >= 4.5, (word, ground, colours)
+
+
 METHODS = [sb.dsbd(3, 4, 2), sb.beam_search(3), sb.speculative_beam_search(3, depth=2), sb.rsd_s(2, 2), sb.sampling()]
 
 
@@ -83,6 +101,15 @@ def test_each_node_of_a_turn_has_the_fate_that_the_verdict_gave_it(pair, method)
     assert count > 0
 
 
+def axe_source():
+    """The source of axe-core, if the package that carries it is installed."""
+    try:
+        import axe_playwright_python
+    except ImportError:
+        return None
+    return (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 def test_in_a_browser_the_page_shows_the_text_of_the_server_and_each_turn(worded, tmp_path):
     playwright = pytest.importorskip("playwright.sync_api")
@@ -91,13 +118,16 @@ def test_in_a_browser_the_page_shows_the_text_of_the_server_and_each_turn(worded
         pytest.skip("there is no Chromium")
     from tests.serve.test_server import CONFIG, PROMPT, running
 
+    axe = axe_source()
     expected = [sb.generate(worded, PROMPT, sb.dsbd(4), seed=7, max_new_tokens=24, top_k=10)[0].text]
     sizes = {"wide": (1280, 900, "light"), "narrow": (360, 800, "dark")}
     with running(CONFIG, worded) as (url, _), playwright.sync_playwright() as play:
         arguments = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         browser = play.chromium.launch(executable_path=chromium, args=arguments)
         for name, (width, height, scheme) in sizes.items():
-            page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page = browser.new_page(
+                viewport={"width": width, "height": height}, color_scheme=scheme, bypass_csp=axe is not None
+            )
             complaints = []
             page.on("console", lambda message, kept=complaints: kept.append(message.text))
             page.on("pageerror", lambda error, kept=complaints: kept.append(str(error)))
@@ -120,6 +150,9 @@ def test_in_a_browser_the_page_shows_the_text_of_the_server_and_each_turn(worded
             overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
             assert overflow <= 0
             assert complaints == []
+            if axe is not None:
+                page.evaluate(axe)
+                assert page.evaluate("axe.run(document).then((found) => found.violations)") == []
             page.screenshot(path=str(tmp_path / f"{name}.png"), full_page=True)
             page.close()
         browser.close()

@@ -114,17 +114,17 @@ class Recipe:
 
 
 def recipe_of(make: Callable[..., Method]) -> Recipe:
-    """Return the catalogue entry of a recipe, read from its signature and from the lines "Law:" and "Paper:" of its
-    docstring.
+    """Return the catalogue entry of a recipe, read from its signature and its docstring.
+
+    There "Law:" may go over several lines, and the line "Paper:" comes after it.
     """
-    lines = inspect.cleandoc(make.__doc__ or "").splitlines()
-    stated = {
-        line.split(":", 1)[0]: line.split(":", 1)[1].strip() for line in lines if line.startswith(("Law:", "Paper:"))
-    }
+    text = inspect.cleandoc(make.__doc__ or "")
+    law = " ".join(text.partition("Law:")[2].partition("\nPaper:")[0].split())
+    paper = text.partition("\nPaper:")[2].partition("\n")[0].strip()
     defaults = {name: parameter.default for name, parameter in inspect.signature(make).parameters.items()}
     method = make()
     needs = "a draft model" if method.needs_draft else "the target alone"
-    return Recipe(make.__name__, stated["Law"], stated["Paper"], needs, defaults, make, method.exact, method.lossless)
+    return Recipe(make.__name__, law, paper, needs, defaults, make, method.exact, method.lossless)
 
 
 def require_at_least_one(**values: int) -> None:

@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from specbeam.serve.refusals import MOST_PROBLEMS, Refusal, invalid, shown
 
 DEEPEST = 32  # brackets inside each other in a body
+MOST_PROMPTS = 4096  # prompts that are looked at one by one; a server's own limit is lower
 Text = Annotated[str, Field(max_length=2**20)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=2**20)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=2**20, fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -120,7 +121,12 @@ class Body(Strict):
 class CompletionBody(Body):
     """The body of a completion."""
 
-    prompt: Text | Ids | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Ids], Field(min_length=1)]
+    prompt: (
+        Text
+        | Ids
+        | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Ids], Field(min_length=1, fail_fast=True)]
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
 
@@ -183,10 +189,18 @@ def parse_body(kind: type[BodyKind], raw: bytes) -> BodyKind:
     value = _json(raw)
     if not isinstance(value, dict):
         raise invalid(f"the body is {shown(value)}; it must be a JSON object", code="bad_json")
+    _check_count(value.get("prompt"))
     try:
         return kind.model_validate(_without_nulls(value))
     except ValidationError as error:
         raise _refusal_of(error, kind) from error
+
+
+def _check_count(prompts: Any) -> None:
+    """Raise `Refusal` for prompts without end, before each of them is read in every way that it could be meant."""
+    is_list = isinstance(prompts, list) and not isinstance(next(iter(prompts), 0), int)
+    if is_list and len(prompts) > MOST_PROMPTS:
+        raise invalid(f"there are {len(prompts)} prompts; a request may have {MOST_PROMPTS} at the very most", "prompt")
 
 
 # Parts of a body whose own names are not ours: what a null means there is for whoever reads them.

@@ -70,6 +70,8 @@ def invalid(message: str, param: str | None = None, code: str = "bad_setting", s
 
 def shown(value: object) -> str:
     """Return a value for a message, cut if it is long."""
+    if isinstance(value, (str, list)):
+        value = value[: LONGEST + 1]  # each part has a character at least: the rest would be cut off anyway
     text = repr(value)
     return text if len(text) <= LONGEST else text[:LONGEST] + "..."
 
