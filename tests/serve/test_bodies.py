@@ -108,7 +108,7 @@ MALICIOUS = {
     "depth": {"specbeam": {"method": "dsbd", "depth": 10**6}},
     "tokens": {"max_tokens": 10**9},
     "prompts": {"prompt": ["a"] * 100_000},
-    "prompts of ids": {"prompt": [[1]] * 20_000},
+    "prompts of ids": {"prompt": [[1]] * 5000},
     "ids": {"prompt": [2**40]},
     "ids and a text": {"prompt": [1] * 20_000 + ["a"]},
     "schema depth": form_of(nested(300)),

@@ -5,6 +5,7 @@ import json
 import re
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specbeam.serve.refusals import MOST_PROBLEMS, Refusal, invalid, shown
@@ -242,22 +243,16 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 # A text to its end, or to that of the body if it has none: read once, whatever comes.
 _TEXTS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
-_BRACKETS = re.compile(rb"[\[\]{}]")
+_OPENING = np.frombuffer(b"[{", dtype=np.uint8)
+_CLOSING = np.frombuffer(b"]}", dtype=np.uint8)
 
 
 def _depth(raw: bytes) -> int:
-    """Return how many brackets are open at most; it stops counting beyond `DEEPEST`."""
-    depth = 0
-    deepest = 0
-    for bracket in _BRACKETS.finditer(_TEXTS.sub(b"", raw)):
-        if bracket.group() in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-            if deepest > DEEPEST:
-                break
-        else:
-            depth -= 1
-    return deepest
+    """Return how many brackets are open at most."""
+    letters = np.frombuffer(_TEXTS.sub(b"", raw), dtype=np.uint8)
+    opened = np.isin(letters, _OPENING).astype(np.int32)
+    closed = np.isin(letters, _CLOSING).astype(np.int32)
+    return int((opened - closed).cumsum().max(initial=0))
 
 
 def _refusal_of(error: ValidationError, kind: type[BaseModel]) -> Refusal:
