@@ -43,20 +43,23 @@ KINDS = [
 
 
 class Watch:
-    """Looks at the resident memory of a process, in MB, every `LOOK_S` seconds until it is closed."""
+    """Looks at the memory of a process, in MB, every `LOOK_S` seconds until it is closed.
+
+    What is its own counts, in memory or swapped out: pages of files come and go as the machine has room for them.
+    """
 
     def __init__(self, pid):
-        self.file = Path(f"/proc/{pid}/statm")
+        self.file = Path(f"/proc/{pid}/status")
         self.seen = []
         self.ends = threading.Event()
         self.thread = threading.Thread(target=self.look)
         self.thread.start()
 
     def look(self):
-        page = os.sysconf("SC_PAGE_SIZE") / 2**20
         began = time.monotonic()
         while not self.ends.wait(LOOK_S):
-            self.seen.append((time.monotonic() - began, int(self.file.read_text().split()[1]) * page))
+            sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", self.file.read_text()))
+            self.seen.append((time.monotonic() - began, (int(sizes["RssAnon"]) + int(sizes["VmSwap"])) / 1024))
 
     def close(self):
         self.ends.set()

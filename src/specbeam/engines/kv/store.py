@@ -282,8 +282,8 @@ class PanelStore(KVStore):
             panels, columns = divmod(slots, self.columns)
             return [np.moveaxis(by_panel[:, :, panels, :, columns], 0, -1).copy(), by_slot[:, :, slots]]
         keys = np.empty((*by_panel.shape[:2], self.size, len(slots)), dtype=np.float32)
-        for panel, columns, part in self._panels_of(slots):
-            keys[..., part] = by_panel[:, :, panel, :, columns]
+        for panel, span, part in self._panels_of(slots):
+            keys[..., part] = by_panel[:, :, panel, :, span]
         return [keys, by_slot[:, :, slots[0] : slots[-1] + 1].copy()]
 
     def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
@@ -296,8 +296,8 @@ class PanelStore(KVStore):
             by_panel[:, :, panels, :, columns] = np.moveaxis(keys, -1, 0)
             by_slot[:, :, slots] = values
             return
-        for panel, columns, part in self._panels_of(slots):
-            by_panel[:, :, panel, :, columns] = keys[..., part]
+        for panel, span, part in self._panels_of(slots):
+            by_panel[:, :, panel, :, span] = keys[..., part]
         by_slot[:, :, slots[0] : slots[-1] + 1] = values
 
     def _panels_of(self, slots: Int64[np.ndarray, " n"]) -> Iterator[tuple[int, slice, slice]]:
@@ -305,7 +305,8 @@ class PanelStore(KVStore):
 
         Slices are copied some times faster than slots that are named one by one.
         """
-        first, stop = int(slots[0]), int(slots[-1]) + 1
+        first = int(slots[0])
+        stop = int(slots[-1]) + 1
         for panel in range(first // self.columns, -(-stop // self.columns)):
             start = max(first, panel * self.columns)
             end = min(stop, (panel + 1) * self.columns)
