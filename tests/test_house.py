@@ -31,7 +31,7 @@ FLOORS = [
     {"pair"},
     {"fastest", "prompts", "request", "with_memory"},
     {"generation"},
-    {"hf", "evaluate", "search"},
+    {"hf", "evaluate", "jobs", "search"},
     {"bench", "train", "serve"},
     {"cli"},
     {"__main__"},

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,30 @@ def as_json(number: int, prompt: str, generation: Generation) -> str:
     record["prompt_tokens"] = len(generation.prompt)
     record["prompt"] = prompt  # the text, where `asdict` has put the token ids
     return json.dumps(record, ensure_ascii=False)
+
+
+class ProgressBar:
+    """A progress bar on standard error, shown if that is a terminal and there is more than one prompt."""
+
+    def __enter__(self) -> "ProgressBar":
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self.console = Console(stderr=True)
+        self.bar = Progress(console=self.console, transient=True, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("prompts", total=None)
+        return self
+
+    def show(self, finished: int, total: int) -> None:
+        """Show how many prompts of all are finished."""
+        if total > 1 and not self.bar.live.is_started:
+            self.bar.start()
+        self.bar.update(self.task, completed=finished, total=total)
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+
+def complain(text: str) -> None:
+    """Print a message on standard error."""
+    print(f"specbeam: {text}", file=sys.stderr, flush=True)

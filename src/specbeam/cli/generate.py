@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.audit import ALARM, Audit
-from specbeam.cli.common import as_json, method_from, quiet_load, text_or_file
+from specbeam.cli.common import ProgressBar, as_json, complain, method_from, quiet_load, text_or_file
 from specbeam.cli.profile import profile_if
 from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
 from specbeam.evaluate.lines import lines_of
@@ -116,11 +116,15 @@ def run(
     pair = quiet_load(model, draft, device, quantize=quantize, compile=compile)
     writer = Writer(sources, json, options["num_return_sequences"])
     if sources:
-        with _ProgressBar(len(sources)) as advance:
+        with ProgressBar() as bar:
+            finished = 0
+            bar.show(finished, len(sources))
 
             def take(number: int, result: Generation | SpecbeamError) -> None:
+                nonlocal finished
                 writer.take(number, result)
-                advance()
+                finished += 1
+                bar.show(finished, len(sources))
 
             try:
                 texts = [source.text for source in sources]
@@ -203,28 +207,3 @@ def _prompt_of(line: str) -> str:
     if not isinstance(text, str):
         raise ValueError(_NO_PROMPT)
     return text
-
-
-class _ProgressBar:
-    """A progress bar on standard error, shown if that is a terminal and there is more than one prompt."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-
-    def __enter__(self) -> Any:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        console = Console(stderr=True)
-        self.bar = Progress(console=console, transient=True, disable=not console.is_terminal or self.total < 2)
-        task = self.bar.add_task("prompts", total=self.total)
-        self.bar.start()
-        return lambda: self.bar.advance(task)
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
-
-
-def complain(text: str) -> None:
-    """Print a message on standard error."""
-    print(f"specbeam: {text}", file=sys.stderr, flush=True)

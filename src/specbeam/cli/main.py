@@ -8,21 +8,34 @@ from typing import Annotated, Any
 import typer
 
 from specbeam.cli.options import (
+    BatchSize,
+    Compile,
     DemoPrompts,
+    Device,
     Draft,
+    Grammar,
+    GrammarBackend,
     Grow,
     GrowVocab,
     Json,
+    JsonSchema,
+    LengthPenalty,
     Lengths,
     MaxNewTokens,
     MethodName,
+    MinP,
     Model,
+    MostNewTokens,
+    NumReturnSequences,
     PassRows,
     Plot,
     PromptFiles,
     Prompts,
     PromptTexts,
+    Quantize,
     QuantizeTarget,
+    Regex,
+    RepetitionPenalty,
     Rounds,
     Settings,
     SpacedRows,
@@ -68,61 +81,24 @@ def generate(
     setting: Settings = [],
     prompt: PromptTexts = [],
     file: PromptFiles = [],
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Maximum number of new tokens per answer; by default 256, or fewer if the model has no room."
-        ),
-    ] = None,
+    max_new_tokens: MostNewTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Sample among the tokens with at least p times the probability of the likeliest; by default the "
-            "model's own, else 0."
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(
-            help="Make tokens that occurred before less likely (above 1) or likelier (below 1); by default the model's "
-            "own, else 1."
-        ),
-    ] = None,
-    num_return_sequences: Annotated[int, typer.Option(help="Number of answers per prompt.")] = 1,
-    length_penalty: Annotated[
-        float | None,
-        typer.Option(help="A score is log-likelihood / length ** this exponent; by default the model's own, else 1."),
-    ] = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    num_return_sequences: NumReturnSequences = 1,
+    length_penalty: LengthPenalty = None,
     stop: StopTexts = [],
-    json_schema: Annotated[
-        str | None, typer.Option(help="Answer in JSON that fits this schema: the schema itself or a file with it.")
-    ] = None,
-    regex: Annotated[str | None, typer.Option(help="Answer with texts that match this regular expression.")] = None,
-    grammar: Annotated[
-        str | None, typer.Option(help="Answer with texts of this Lark grammar: the grammar itself or a file with it.")
-    ] = None,
-    grammar_backend: Annotated[
-        str, typer.Option(help="Library that applies schemas, expressions and grammars: llguidance or xgrammar.")
-    ] = "llguidance",
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    grammar: Grammar = None,
+    grammar_backend: GrammarBackend = "llguidance",
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers; by default random.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Number of prompts decoded side by side.")] = 32,
-    device: Annotated[
-        str | None, typer.Option(help="Device of the models: cpu, cuda, ...; by default a GPU if there is one.")
-    ] = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(
-            help="'int8' or 'int4' rounds the target's weights: faster, with the law of the rounded model; so do "
-            "'torchao-int8', 'bitsandbytes-nf4' and others, see docs/quantised.md. By default not."
-        ),
-    ] = None,
-    compile: Annotated[
-        bool,
-        typer.Option("--compile", help="Compile with torch.compile those models that transformers runs on a CPU."),
-    ] = False,
+    batch_size: BatchSize = 32,
+    device: Device = None,
+    quantize: Quantize = None,
+    compile: Compile = False,
     audit: Annotated[
         bool, typer.Option("--audit", help="Test while decoding that the output has the law that the method declares.")
     ] = False,
@@ -143,6 +119,60 @@ def generate(
     code = run(
         [*(prompts or []), *prompt], file, model, draft, device, quantize, compile, method, setting, options, seed,
         batch_size, audit, profile, json,
+    )  # fmt: skip
+    raise typer.Exit(code)
+
+
+@app.command()
+def batch(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Table of prompts: .jsonl, .csv or .parquet.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Table of answers, of one of these kinds.")],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with a job that was begun; begin it if there is none.")
+    ] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="With --resume: decode rows again whose answer is an error.")
+    ] = False,
+    model: Model = "bundled",
+    draft: Draft = None,
+    method: MethodName = "dsbd",
+    setting: Settings = [],
+    max_new_tokens: MostNewTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    num_return_sequences: NumReturnSequences = 1,
+    length_penalty: LengthPenalty = None,
+    stop: StopTexts = [],
+    json_schema: JsonSchema = None,
+    regex: Regex = None,
+    grammar: Grammar = None,
+    grammar_backend: GrammarBackend = "llguidance",
+    seed: Annotated[int, typer.Option(help="With the id of a row, the seed of its text.")] = 0,
+    batch_size: BatchSize = 32,
+    id_column: Annotated[str, typer.Option(help="Column of ids. Without it rows are numbered from 1.")] = "id",
+    prompt_column: Annotated[str, typer.Option(help="Column of prompts: texts, or lists of token ids.")] = "prompt",
+    device: Device = None,
+    quantize: Quantize = None,
+    compile: Compile = False,
+    json: Json = False,
+) -> None:
+    """Answer the prompts of a table, each once: a job that was killed goes on with --resume, and gives the same texts."""
+    from specbeam.cli.batch import run
+    from specbeam.jobs.rows import Columns
+
+    options = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "num_return_sequences": num_return_sequences,
+        "length_penalty": length_penalty, "stop_strings": stop or None, "json_schema": json_schema, "regex": regex,
+        "grammar": grammar, "grammar_backend": grammar_backend,
+    }  # fmt: skip
+    models = {"model": model, "draft": draft, "device": device, "quantize": quantize, "compile": compile}
+    columns = Columns(id=id_column, prompt=prompt_column)
+    code = run(
+        source, out, models, method, setting, options, seed, batch_size, columns, resume, retry_failed, json
     )  # fmt: skip
     raise typer.Exit(code)
 

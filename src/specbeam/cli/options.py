@@ -77,3 +77,51 @@ PassRows = Annotated[list[int], typer.Option(help="Number of rows of a pass. May
 Lengths = Annotated[list[int], typer.Option(help="Number of tokens in the KV cache. May be given several times.")]
 Plot = Annotated[Path | None, typer.Option(help="Also write a plot to this file.")]
 Rounds = Annotated[int, typer.Option(help="Number of rounds that count; a warm-up runs before them.")]
+MostNewTokens = Annotated[
+    int | None,
+    typer.Option(help="Maximum number of new tokens per answer; by default 256, or fewer if the model has no room."),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample among the tokens with at least p times the probability of the likeliest; by default the "
+        "model's own, else 0."
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Make tokens that occurred before less likely (above 1) or likelier (below 1); by default the model's "
+        "own, else 1."
+    ),
+]
+NumReturnSequences = Annotated[int, typer.Option(help="Number of answers per prompt.")]
+LengthPenalty = Annotated[
+    float | None,
+    typer.Option(help="A score is log-likelihood / length ** this exponent; by default the model's own, else 1."),
+]
+JsonSchema = Annotated[
+    str | None, typer.Option(help="Answer in JSON that fits this schema: the schema itself or a file with it.")
+]
+Regex = Annotated[str | None, typer.Option(help="Answer with texts that match this regular expression.")]
+Grammar = Annotated[
+    str | None, typer.Option(help="Answer with texts of this Lark grammar: the grammar itself or a file with it.")
+]
+GrammarBackend = Annotated[
+    str, typer.Option(help="Library that applies schemas, expressions and grammars: llguidance or xgrammar.")
+]
+BatchSize = Annotated[int, typer.Option(help="Number of prompts decoded side by side.")]
+Device = Annotated[
+    str | None, typer.Option(help="Device of the models: cpu, cuda, ...; by default a GPU if there is one.")
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        help="'int8' or 'int4' rounds the target's weights: faster, with the law of the rounded model; so do "
+        "'torchao-int8', 'bitsandbytes-nf4' and others, see docs/quantised.md. By default not."
+    ),
+]
+Compile = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile with torch.compile those models that transformers runs on a CPU."),
+]

@@ -1,0 +1,63 @@
+"""The command `specbeam batch`: answers to the prompts of a table, which survive the end of the process."""
+
+import json as json_format
+from pathlib import Path
+from typing import Any
+
+from specbeam.cli.common import ProgressBar, complain, method_from, quiet_load, text_or_file
+from specbeam.jobs.answering import Work, work_of
+from specbeam.jobs.batch import batch, settings_described
+from specbeam.jobs.journal import Progress
+from specbeam.jobs.rows import Columns
+
+
+def run(
+    source: Path,
+    out: Path,
+    models: dict[str, Any],
+    method_name: str,
+    settings: list[str],
+    options: dict[str, Any],
+    seed: int,
+    batch_size: int,
+    columns: Columns,
+    resume: bool,
+    retry_failed: bool,
+    json: bool,
+) -> int:
+    """Decode the rows of a table, and return the exit code: 0, or 1 if rows failed, or 130 after an interrupt.
+
+    Args:
+        models: the arguments of `quiet_load`.
+        options: as for `specbeam.generate`.
+    """
+    method = method_from(method_name, settings)
+    for name, mark in (("json_schema", "{"), ("grammar", ":")):
+        options[name] = text_or_file(options[name], mark, name)
+    described = settings_described(
+        {**models, "method": method_name, "settings": sorted(settings), **options, "seed": seed}
+    )
+    if not method.lossless:
+        complain(f"note: {method.name} is {method.law}")
+
+    def make_work() -> Work:
+        return work_of(quiet_load(**models), method, seed, batch_size, options)
+
+    shown = Progress(0, 0, 0)
+    with ProgressBar() as bar:
+
+        def show(progress: Progress) -> None:
+            nonlocal shown
+            shown = progress
+            bar.show(progress.done, progress.rows)
+
+        try:
+            shown = batch(make_work, source, out, described, columns, resume, retry_failed, show)
+        except KeyboardInterrupt:
+            complain(f"interrupted; {shown.done} of {shown.rows} rows are kept: go on with --resume")
+            return 130
+    if json:
+        print(json_format.dumps({"rows": shown.rows, "failed": shown.failed, "out": str(out)}))
+    else:
+        print(f"{out}: {shown.rows} rows, {shown.failed} of them with an error")
+    return int(shown.failed > 0)

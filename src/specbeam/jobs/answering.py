@@ -1,0 +1,195 @@
+"""Decoding the rows of a job side by side: each one with its seed and settings, and each error its own row's."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from specbeam.decoder import Decoder
+from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
+from specbeam.jobs.rows import JobRow, row_seed
+from specbeam.options.settings import Settings
+from specbeam.pair import Pair
+from specbeam.recipes.catalogue import resolve
+from specbeam.recipes.method import Method
+from specbeam.records import Beam, Generation
+from specbeam.request import Request
+from specbeam.runs import TURNS
+
+# The columns of an answer, with their types for tables that have such; `id` is a text or an integer.
+ANSWER_COLUMNS = {
+    "id": "text", "text": "text", "score": "number", "finish_reason": "text", "beams": "beams",
+    "prompt_tokens": "integer", "new_tokens": "integer", "target_passes": "integer", "draft_passes": "integer",
+    "accepted": "integer", "seed": "integer", "law": "text", "error": "text",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a job does with each row.
+
+    Attributes:
+        method: a recipe, or its name. Not "auto", which measures: a job that goes on could choose another one.
+        seed: with the id of a row, the seed of its text.
+        batch_size: number of texts that are decoded side by side.
+        options: those of `specbeam.generate`, for rows that do not say otherwise.
+    """
+
+    pair: Pair
+    method: Method
+    seed: int = 0
+    batch_size: int = 32
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def work_of(pair: Pair, method: Method | str, seed: int, batch_size: int, options: dict[str, Any]) -> Work:
+    """Return the work with checked settings. Raises `BadSetting` or `NotSupported` if no row could be decoded with them."""
+    resolved = resolve(method)
+    if resolved.name == "auto":
+        raise NotSupported(
+            "a job cannot decode by 'auto', which measures: once it goes on, or on another machine, it could choose another "
+            "method, and texts would differ; name one (`specbeam methods`)"
+        )
+    for name, value in (("batch_size", batch_size), ("seed", seed)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < (1 if name == "batch_size" else 0):
+            raise BadSetting(f"{name} is {value!r}; it must be an integer of at least {int(name == 'batch_size')}")
+    given = {name: value for name, value in options.items() if value is not None}
+    work = Work(pair, resolved, seed, batch_size, given)
+    Request(pair, [], resolved, Settings.given(given), seed)
+    return work
+
+
+class AnsweredRow(NamedTuple):
+    """A row with its answer, a value for each of `ANSWER_COLUMNS`."""
+
+    row: JobRow
+    record: dict[str, Any]
+
+
+class _Asked(NamedTuple):
+    """A row that is being decoded."""
+
+    row: JobRow
+    request: Request
+    seed: int
+
+
+def answer_rows(work: Work, rows: Iterable[JobRow]) -> Iterator[AnsweredRow]:
+    """Decode rows, and yield each with its answer as soon as there is one. Rows are taken when there is a place for them.
+
+    A row that fails has an answer, too, which says why; it costs no other row.
+    """
+    line = iter(rows)
+    under_way: list[_Asked] = []
+    with Decoder(work.pair.target, work.batch_size, TURNS, filling=work.batch_size) as decoder:
+        while True:
+            while decoder.free and (row := next(line, None)) is not None:
+                asked = _ask(work, row)
+                if isinstance(asked, AnsweredRow):
+                    yield asked
+                    continue
+                for session in asked.request.sessions:
+                    session.count.restart()
+                    decoder.add(session)
+                under_way.append(asked)
+            if not decoder.busy:
+                return
+            decoder.step()
+            over = [asked for asked in under_way if all(session.over for session in asked.request.sessions)]
+            under_way = [asked for asked in under_way if asked not in over]
+            for asked in over:
+                yield _answer(work, asked)
+
+
+def _ask(work: Work, row: JobRow) -> _Asked | AnsweredRow:
+    """Return a row with its sessions, or its answer if it is wrong."""
+    if row.error:
+        return failed_row(row, row.error)
+    seed = row_seed(work.seed, row)
+    try:
+        own = {name: value for name, value in row.settings.items() if name != "seed"}
+        prompt = chat_ids(work.pair, row.prompt) if row.is_chat else row.prompt
+        if isinstance(prompt, list) and not prompt:
+            raise BadPrompt("prompt 0 is empty; it must hold at least one token")
+        request = Request(work.pair, [prompt], work.method, Settings.given(work.options | own), seed)
+        for error in request.refused.values():
+            raise error
+    except SpecbeamError as error:
+        return failed_row(row, _said(error), seed)
+    except (TypeError, ValueError) as error:  # a setting of the row is of another kind
+        return failed_row(row, f"BadSetting: {error}", seed)
+    return _Asked(row, request, seed)
+
+
+def chat_ids(pair: Pair, messages: list[dict[str, Any]]) -> list[int]:
+    """Return the token ids of the messages of a chat, by the template of the tokenizer, with the beginning of an answer.
+
+    Raises `BadPrompt` if there is no template, or if it refuses the messages.
+    """
+    tokenizer = pair.tokenizer
+    if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
+        raise BadPrompt("the row has messages, and this model has no chat template; give it a prompt")
+    try:
+        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # of the template: anything may be wrong with what it was given
+        raise BadPrompt(f"the chat template refuses these messages: {error}") from error
+    start = tokenizer.bos_token
+    has_start = start is not None and text.startswith(start)
+    return list(tokenizer(text, add_special_tokens=not has_start)["input_ids"])
+
+
+def failed_row(row: JobRow, error: str, seed: int | None = None) -> AnsweredRow:
+    """Return a row whose answer is an error."""
+    record = dict.fromkeys(ANSWER_COLUMNS) | {"id": row.id, "seed": seed, "error": error}
+    return AnsweredRow(row, record)
+
+
+def _answer(work: Work, asked: _Asked) -> AnsweredRow:
+    """Return a row whose sessions are over with its answer."""
+    error = ""
+    of_sessions: list[list[Generation]] = []
+    for session in asked.request.sessions:
+        result = asked.request.result(session)
+        if isinstance(result, SpecbeamError):
+            error = error or _said(result)
+            result = result.generations if isinstance(result, TooFewAnswers) else []
+        of_sessions.append(list(result))
+    if not any(of_sessions):
+        return failed_row(asked.row, error, asked.seed)
+    beams = _beams(of_sessions)
+    first = next(generations[0] for generations in of_sessions if generations)
+    record = {
+        "id": asked.row.id,
+        "text": first.text,
+        "score": beams[0].score,
+        "finish_reason": _reason(beams[0]),
+        "beams": [_shown(beam) for beam in beams],
+        "prompt_tokens": len(first.prompt),
+        "new_tokens": len(first.tokens),
+    }
+    counts = [session.count for session in asked.request.sessions]
+    record["target_passes"] = sum(count.target_passes for count in counts)
+    record["draft_passes"] = sum(count.draft_passes for count in counts)
+    record["accepted"] = sum(count.accepted for count in counts)
+    record |= {"seed": asked.seed, "law": first.report.law, "error": error or None}
+    return AnsweredRow(asked.row, record)
+
+
+def _beams(of_sessions: list[list[Generation]]) -> list[Beam]:
+    """Return all beams, best first, of an answer that was decoded at once; of independent ones, one each, in their order."""
+    if len(of_sessions) == 1:
+        return of_sessions[0][0].beams
+    return [generations[0].beams[0] for generations in of_sessions if generations]
+
+
+def _shown(beam: Beam) -> dict[str, Any]:
+    return {"text": beam.text, "tokens": beam.tokens, "score": beam.score, "finish_reason": _reason(beam)}
+
+
+def _reason(beam: Beam) -> str:
+    """Return "stop" for a text that ended by itself, "length" for one that was cut off."""
+    return "stop" if beam.finished else "length"
+
+
+def _said(error: SpecbeamError) -> str:
+    """Return the kind of an error and what it says; a row is the only prompt of its request, so its number says nothing."""
+    return f"{type(error).__name__}: {str(error).replace('prompt 0', 'the prompt', 1)}"

@@ -1,0 +1,137 @@
+"""A job from a file to a file: decodes every row once, and goes on where it was ended."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from specbeam import __version__
+from specbeam.errors import BadPrompt, BadSetting
+from specbeam.jobs.answering import ANSWER_COLUMNS, Work, answer_rows
+from specbeam.jobs.journal import Journal, Progress
+from specbeam.jobs.rows import USUAL_COLUMNS, Columns, JobRow, row_of
+from specbeam.jobs.tables import kind_of, read_table, write_table
+from specbeam.measure.kept_figures import weights_key
+from specbeam.whole_files import whole
+
+COMMIT_S = 1.0  # seconds of work that the end of a process may cost
+
+
+def batch(
+    make_work: Callable[[], Work],
+    source: Path,
+    out: Path,
+    described: dict[str, Any] | None = None,
+    columns: Columns = USUAL_COLUMNS,
+    resume: bool = False,
+    retry_failed: bool = False,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Progress:
+    """Decode each row of a table, and write the answers to another one, in the order of the rows.
+
+    Until all are there, they are kept in a journal beside `out`, named `out` + ".job". A process that is killed at any
+    moment loses at most the work of `COMMIT_S` seconds, and with `resume` the next one goes on; the texts are those of a
+    job that was not disturbed, as the seed of a row is made of the job's seed and the row's id. Rows that were added or
+    changed since are decoded, too, and the answers to rows that are gone are dropped.
+
+    Args:
+        make_work: loads the models; called if there is anything to decode, after the rows were read once.
+        source, out: files whose names end in .jsonl (or .jsonl.gz, .jsonl.xz), .csv (the same) or .parquet.
+        described: what the answers depend on, by name; a job goes on only if it is the same.
+        columns: the names of the columns that are read.
+        resume: whether to go on with a job that was begun. If it is over, nothing is done.
+        retry_failed: whether rows whose answer is an error are decoded again.
+        on_progress: called when the number of answers has changed.
+
+    Returns:
+        The numbers of rows, answers and errors.
+
+    Raises:
+        BadSetting: a file has an unknown kind; `out` is there already; the job was begun otherwise, or is under way.
+        BadPrompt: the table cannot be read, or two rows have one id. What is wrong with a single row is its answer.
+        MissingFile, MissingPackage: there is no table, or no package that reads it.
+    """
+    kind = kind_of(out)
+    if out.resolve() == source.resolve():
+        raise BadSetting(f"{out} is the table of prompts itself; give the answers a file of their own")
+    path = out.with_name(out.name + ".job")
+    if out.exists() and not path.exists():
+        if not resume:
+            raise BadSetting(f"{out} is there already; delete it, or give another name")
+        return _count(out)
+    journal = Journal(path, {"specbeam": __version__, "columns": asdict(columns), **(described or {})}, resume)
+    try:
+        journal.note_rows(_rows(source, columns))
+        if retry_failed:
+            journal.forget_failed()
+        progress = journal.progress
+        on_progress(progress)
+        if progress.done < progress.rows:
+            progress = _decode(make_work(), journal, _missing(source, columns, journal), progress, on_progress)
+        types = ANSWER_COLUMNS | {"id": "integer" if journal.has_integer_ids else "text"}
+        with whole(out) as part:
+            write_table(part, kind, types, _typed(journal.records(), types))
+    except BaseException:
+        journal.close()
+        raise
+    journal.delete()
+    return progress
+
+
+def _decode(
+    work: Work,
+    journal: Journal,
+    rows: Iterator[JobRow],
+    progress: Progress,
+    on_progress: Callable[[Progress], None],
+) -> Progress:
+    models = {"target weights": work.pair.target_model, "draft weights": work.pair.draft_model}
+    journal.agree({name: weights_key(model) for name, model in models.items()})
+    committed = time.monotonic()
+    for row, record in answer_rows(work, rows):
+        journal.keep(row, record)
+        progress = Progress(progress.rows, progress.done + 1, progress.failed + bool(record["error"]))
+        on_progress(progress)
+        if time.monotonic() - committed > COMMIT_S:
+            journal.commit()
+            committed = time.monotonic()
+    return progress
+
+
+def _rows(source: Path, columns: Columns) -> Iterator[JobRow]:
+    for number, (fields, error) in enumerate(read_table(source), 1):
+        if fields is None:
+            yield JobRow(number, None, error=f"BadPrompt: {error}")
+        else:
+            yield row_of(number, fields, columns)
+
+
+def _missing(source: Path, columns: Columns, journal: Journal) -> Iterator[JobRow]:
+    return (row for row in _rows(source, columns) if not journal.has(row))
+
+
+def _typed(records: Iterator[dict[str, Any]], types: dict[str, str]) -> Iterator[dict[str, Any]]:
+    for record in records:
+        if types["id"] == "text" and record["id"] is not None:
+            record["id"] = str(record["id"])
+        yield record
+
+
+def _count(out: Path) -> Progress:
+    """Return the numbers of rows of a job that is over, read from its answers."""
+    rows = 0
+    failed = 0
+    for fields, error in read_table(out):
+        if fields is None or "error" not in fields:
+            raise BadPrompt(f"{out} is no table of answers ({error or 'it has no column error'}); give another name")
+        rows += 1
+        failed += bool(fields["error"])
+    return Progress(rows, rows, failed)
+
+
+def settings_described(names: dict[str, Any]) -> dict[str, Any]:
+    """Return settings as a description of a job holds them: what JSON has no form for as its text."""
+    described: dict[str, Any] = json.loads(json.dumps(names, default=str))
+    return described

@@ -1,0 +1,166 @@
+"""The rows of a job: a prompt in one of three forms, an id, and settings of its own."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specbeam.errors import BadPrompt, BadSetting
+from specbeam.options.checks import is_integer
+from specbeam.prompts import of_record
+
+# The settings that a row may have for itself; the form of texts among them, but nothing that is a Python object.
+OF_ROWS = (
+    "max_new_tokens", "max_length", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+    "no_repeat_ngram_size", "bad_words_ids", "eos_token_id", "stop_strings", "num_return_sequences", "length_penalty",
+    "early_stopping", "json_schema", "regex", "grammar", "seed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The names of the columns that are read; others are left alone."""
+
+    id: str = "id"
+    prompt: str = "prompt"  # a text, or a list of token ids
+    messages: str = "messages"  # a chat: dictionaries with "role" and "content"
+    token_ids: str = "prompt_token_ids"
+    settings: str = "settings"  # a dictionary
+
+
+USUAL_COLUMNS = Columns()
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """A prompt of a job.
+
+    Attributes:
+        number: of the row in its source, from 1 on.
+        id: a text or an integer; None: the row cannot be read so far.
+        prompt: a text, token ids, or messages.
+        is_chat: whether the prompt is messages.
+        settings: those of the row, by the names in `OF_ROWS`.
+        error: why the row cannot be decoded; "" if it can.
+    """
+
+    number: int
+    id: str | int | None
+    prompt: Any = None
+    is_chat: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        """The text by which the row is known, and its chance is seeded: its id, or else its number."""
+        return f"row {self.number}" if self.id is None else str(self.id)
+
+    @property
+    def digest(self) -> str:
+        """A hash of all that its answer depends on."""
+        read = [self.id, self.prompt, self.is_chat, dict(self.settings), self.error]
+        content = json.dumps(read, sort_keys=True, ensure_ascii=False)
+        return hashlib.blake2b(content.encode("utf-8"), digest_size=16).hexdigest()
+
+
+def row_of(number: int, fields: Mapping[str, Any], columns: Columns) -> JobRow:
+    """Return the row with these fields; if they cannot be read, it has an error.
+
+    Lists and dictionaries may be given as JSON texts, as in tables that hold texts alone; a prompt in its own column is a
+    text as it stands. Without a column of ids the number is the id.
+    """
+    identity: str | int | None = None
+    try:
+        identity = _id_in(fields, columns, number)
+        prompt, is_chat = _prompt_in(fields, columns)
+        settings = _settings_in(fields, columns)
+        row = JobRow(number, identity, prompt, is_chat, settings)
+        assert row.digest  # it cannot be made if anything is no JSON
+    except (BadPrompt, BadSetting) as error:
+        return JobRow(number, identity, error=f"{type(error).__name__}: {error}")
+    except UnicodeEncodeError:
+        return JobRow(number, identity, error="BadPrompt: the row holds half a character; write proper Unicode")
+    except (TypeError, ValueError, RecursionError) as error:
+        return JobRow(number, identity, error=f"BadPrompt: a field of the row is no JSON: {error}")
+    return row
+
+
+def _id_in(fields: Mapping[str, Any], columns: Columns, number: int) -> str | int:
+    if columns.id not in fields:
+        return number
+    found = fields[columns.id]
+    if isinstance(found, str) and found:
+        found.encode("utf-8")
+        return found
+    if is_integer(found):
+        return int(found)
+    raise BadPrompt(f"the {columns.id} of the row is {found!r}; it must be a text or an integer")
+
+
+def _prompt_in(fields: Mapping[str, Any], columns: Columns) -> tuple[Any, bool]:
+    """Return the prompt of a row, and whether it is messages."""
+    names = (columns.prompt, columns.messages, columns.token_ids)
+    given = [name for name in names if fields.get(name) is not None and _is_filled(fields[name])]
+    if len(given) > 1:
+        raise BadPrompt(f"the row has {' and '.join(given)}; leave all but one of them empty")
+    if not given:
+        try:
+            return of_record(dict(fields)).prompt, False  # the fields of published sets
+        except (KeyError, TypeError, IndexError) as error:
+            raise BadPrompt(f"the row has no {', '.join(names[:2])} or {names[2]}") from error
+    (name,) = given
+    if name == columns.prompt:
+        if not isinstance(fields[name], (str, list)):
+            raise BadPrompt(f"the {name} of the row is {fields[name]!r}; it must be a text or a list of token ids")
+        return fields[name], False
+    found = _from_json(fields[name], name)
+    if name == columns.token_ids:
+        return found, False
+    if not isinstance(found, list) or not all(isinstance(one, dict) and "role" in one for one in found):
+        raise BadPrompt(
+            f"the {name} of the row are {str(found)[:80]!r}; they must be a list of dictionaries with a role"
+        )
+    return found, True
+
+
+def _is_filled(value: Any) -> bool:
+    """Return whether a field holds anything; an empty field of a table is an empty text."""
+    return not (isinstance(value, (str, list)) and len(value) == 0)
+
+
+def _settings_in(fields: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    found = fields.get(columns.settings)
+    if found is None or found == "":
+        return {}
+    found = _from_json(found, columns.settings)
+    if not isinstance(found, dict):
+        raise BadSetting(f"the {columns.settings} of the row are {str(found)[:80]!r}; they must be a dictionary")
+    given = {name: value for name, value in found.items() if value is not None}
+    unknown = sorted(set(given) - set(OF_ROWS))
+    if unknown:
+        raise BadSetting(f"a row has no setting {', '.join(unknown)}; it has {', '.join(OF_ROWS)}")
+    seed = given.get("seed", 0)
+    if not is_integer(seed) or not 0 <= seed < 2**63:
+        raise BadSetting(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")
+    return given
+
+
+def _from_json(value: Any, name: str) -> Any:
+    """Return a value, or what it stands for if it is a JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise BadPrompt(f"the {name} of the row are no JSON: {error}") from error
+
+
+def row_seed(seed: int, row: JobRow) -> int:
+    """Return the seed of a row, of 63 bits: its own, or else one by the job's seed and the row's id."""
+    own = row.settings.get("seed")
+    if own is not None:
+        return int(own)
+    digest = hashlib.blake2b(f"{seed}\0{row.name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

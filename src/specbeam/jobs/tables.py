@@ -1,0 +1,189 @@
+"""Tables of rows in files, read and written row by row: lines of JSON, CSV and Parquet."""
+
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
+from specbeam.prompts import OPENERS
+
+KINDS = (".jsonl", ".csv", ".parquet")
+ROWS_AT_ONCE = 256  # of Parquet, in memory
+
+
+class Fields(NamedTuple):
+    """The fields of a row, by name; None and an error if it cannot be read."""
+
+    fields: dict[str, Any] | None
+    error: str = ""
+
+
+def kind_of(path: Path) -> str:
+    """Return the kind of table in a file, by its name. Raises `BadSetting` if the name says none."""
+    kind = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+    if kind not in KINDS or (kind == ".parquet" and path.suffix in OPENERS):
+        raise BadSetting(f"{path} is no table that is known; its name must end in {', '.join(KINDS)}, or .jsonl.gz")
+    if kind == ".parquet":
+        _pyarrow()
+    return kind
+
+
+def read_table(path: Path) -> Iterator[Fields]:
+    """Yield the rows of a table, without holding them; empty lines are none.
+
+    Raises:
+        BadSetting: the name of the file says no kind of table.
+        MissingFile: there is no such file.
+        MissingPackage: the table is in Parquet, and pyarrow is not installed.
+        BadPrompt: the file is no such table. A single row that cannot be read has an error instead.
+    """
+    if not path.is_file():
+        raise MissingFile(f"there is no file {path}; give a table of prompts: {', '.join(KINDS)}")
+    readers: dict[str, Callable[[Path], Iterator[Fields]]] = {
+        ".jsonl": _read_jsonl,
+        ".csv": _read_csv,
+        ".parquet": _read_parquet,
+    }
+    return readers[kind_of(path)](path)
+
+
+def _read_jsonl(path: Path) -> Iterator[Fields]:
+    with OPENERS.get(path.suffix, open)(path, "rb") as file:
+        for line in file:
+            if not line.strip():
+                continue
+            try:
+                found = json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError) as error:  # also of what is no UTF-8
+                yield Fields(None, f"the line is no JSON: {error}")
+                continue
+            if isinstance(found, str):
+                found = {"prompt": found}
+            is_object = isinstance(found, dict)
+            yield Fields(found) if is_object else Fields(None, f"the line is {str(found)[:60]!r}; it must be an object")
+
+
+def _read_csv(path: Path) -> Iterator[Fields]:
+    csv.field_size_limit(sys.maxsize)  # a prompt may be longer than the usual 128 KiB
+    opener = OPENERS.get(path.suffix, open)
+    with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        rows = csv.DictReader(file)
+        if not rows.fieldnames:
+            raise BadPrompt(f"{path} is empty; its first line must name the columns")
+        if len(set(rows.fieldnames)) < len(rows.fieldnames):
+            raise BadPrompt(f"{path} names a column twice: {', '.join(rows.fieldnames)}")
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                yield Fields(None, f"line {rows.line_num} is no CSV: {error}")
+                continue
+            yield _checked(row, len(rows.fieldnames))
+
+
+def _checked(row: dict[str | Any, Any], columns: int) -> Fields:
+    """Return the fields of a row of CSV, or what is wrong with it."""
+    further = row.get(None) or []
+    found = columns + len(further) - sum(value is None for value in row.values())
+    if found != columns:
+        return Fields(None, f"the row has {found} fields, and the table has {columns} columns")
+    try:
+        "".join(row.values()).encode("utf-8")
+    except UnicodeEncodeError:
+        return Fields(None, "the row is no UTF-8; save the table as UTF-8")
+    return Fields(row)
+
+
+def _read_parquet(path: Path) -> Iterator[Fields]:
+    arrow, parquet = _pyarrow()
+    try:
+        file = parquet.ParquetFile(path)
+    except arrow.ArrowInvalid as error:
+        raise BadPrompt(f"{path} is no Parquet: {error}") from error
+    with file:
+        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                yield Fields(row)
+
+
+def write_table(path: Path, kind: str, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows to a file, without holding them.
+
+    Args:
+        kind: one of `KINDS`.
+        columns: the type of each column: "text", "integer", "number" or "beams".
+    """
+    writers = {".jsonl": _write_jsonl, ".csv": _write_csv, ".parquet": _write_parquet}
+    writers[kind](path, columns, rows)
+
+
+def _write_jsonl(path: Path, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
+    with _opened(path) as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _write_csv(path: Path, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
+    with _opened(path) as file:
+        writer = csv.DictWriter(file, list(columns))
+        writer.writeheader()
+        for row in rows:
+            texts = {
+                name: json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+                for name, value in row.items()
+            }
+            writer.writerow(texts)
+
+
+def _opened(path: Path) -> Any:
+    """Open the part of a file to write text to, packed if the name of the whole file says so."""
+    name = path.name.removesuffix(".part")
+    opener = OPENERS.get(Path(name).suffix, open)
+    return opener(path, "wt", encoding="utf-8", newline="")
+
+
+def _write_parquet(path: Path, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
+    arrow, parquet = _pyarrow()
+    beam = arrow.struct(
+        [
+            ("text", arrow.string()),
+            ("tokens", arrow.list_(arrow.int64())),
+            ("score", arrow.float64()),
+            ("finish_reason", arrow.string()),
+        ]
+    )
+    types = {
+        "text": arrow.string(),
+        "integer": arrow.int64(),
+        "number": arrow.float64(),
+        "beams": arrow.list_(beam),
+    }
+    schema = arrow.schema([(name, types[kind]) for name, kind in columns.items()])
+    with parquet.ParquetWriter(path, schema) as writer:
+        for chunk in _chunks(rows, ROWS_AT_ONCE):
+            writer.write_table(arrow.Table.from_pylist(chunk, schema))
+
+
+def _chunks(rows: Iterable[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
+    chunk: list[dict[str, Any]] = []
+    for row in rows:
+        chunk.append(row)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingPackage("tables in Parquet need pyarrow: pip install pyarrow, or use .jsonl or .csv") from error
+    return pyarrow, pyarrow.parquet
