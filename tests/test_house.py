@@ -33,6 +33,7 @@ FLOORS = [
     {"generation"},
     {"hf", "evaluate", "jobs", "search"},
     {"bench", "train", "serve"},
+    {"ray"},
     {"cli"},
     {"__main__"},
 ]
@@ -48,7 +49,7 @@ INSIDE_LM = [
     {"base", "clasp", "engines", "guard", "kept", "made_up", "quantised", "sublayers"},
     {"self_draft", "skip_search", "table"},
     {"huggingface"},
-    {"early_layers", "skipping"},
+    {"early_layers", "skipping", "spread"},
     {"live_layers"},
 ]
 

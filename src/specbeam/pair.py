@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +16,7 @@ from specbeam.engines.torch.in_float32 import as_loaded
 from specbeam.errors import (
     BadSetting,
     MissingFile,
+    MissingPackage,
     NotSupported,
     SpecbeamError,
     UnsupportedModel,
@@ -28,6 +30,7 @@ from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
 from specbeam.lm.kept import kept_type
 from specbeam.lm.quantised import BY_LIBRARY, OWN, Quantize, check_is_model, check_rounding, is_rounding, library_config
 from specbeam.lm.skipping import Skipping, skipping_model
+from specbeam.lm.spread import TIMEOUT_S, end_together, spread_model
 from specbeam.memory.lm import MemoryLM
 from specbeam.options.checks import is_integer
 
@@ -93,6 +96,8 @@ def load(
     compile: bool = False,
     share_from: ShareFrom = "auto",
     probe: bool = True,
+    device_map: Any = None,
+    tensor_parallel: bool = False,
 ) -> Pair:
     """Load a target model, and optionally a draft model, with their tokenizer.
 
@@ -127,6 +132,12 @@ def load(
         probe: try a draft head on some 128 tokens that the target writes, read as its files say and in the other ways that
             writers of heads disagree about, and take the reading that fits clearly best. A warning says so if it is not that
             of the files, or if none fits. Takes as long as these passes of the target.
+        device_map: where transformers and accelerate put the layers of the target, such as "auto", or a dictionary from
+            names of modules to devices, "cpu" and "disk" among them. The target is then run by transformers. The draft is
+            put on `device`.
+        tensor_parallel: spread the target's weights over the processes that ``torchrun`` has started (docs/scale.md). Only
+            that of rank 0 returns; the others do as it says until it ends, and end then (`SystemExit`). The draft is whole,
+            and in rank 0 alone. `check` is not done.
 
     Raises:
         BadSetting: an option is wrong.
@@ -145,7 +156,12 @@ def load(
     _check_options(quantize, share_from)
     _check_options(quantize_draft, share_from, "quantize_draft")
     check_is_model(draft)
-    target_model = _model(target, dtype, torch_device, quantize, may_keep=True)
+    if device_map is not None or tensor_parallel:
+        _check_spread(target, quantize, compile, device_map, tensor_parallel)
+    if tensor_parallel:
+        target_model = spread_model(_name_or_path(target), dtype, torch_device, TIMEOUT_S)
+    else:
+        target_model = _model(target, dtype, torch_device, quantize, device_map is None, device_map)
     skipping = Skipping() if isinstance(draft, str) and draft == "swift" else draft
     if isinstance(skipping, Skipping):
         draft = None
@@ -160,7 +176,13 @@ def load(
     loaded_tokenizer = _tokenizer(tokenizer if tokenizer is not None else target)
     if draft_model is not None:
         _check_same_vocabulary(target_model, draft_model, loaded_tokenizer, draft)
-    target_lm = language_model(target_model, check, _own(quantize), compile, share_from)
+    if tensor_parallel:
+        target_lm = HuggingFaceLM(target_model, engine="parallel", share_from=share_from)
+        end_together(target_lm.runner.channel)  # type: ignore[union-attr]
+    elif device_map is not None:
+        target_lm = _placed_lm(target_model, check, share_from)
+    else:
+        target_lm = language_model(target_model, check, _own(quantize), compile, share_from)
     if draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
         engine = _own(quantize_draft) or ("torch" if target_lm.engine == "torch" else "auto")
         draft_lm: LM | None = HuggingFaceLM(draft_model, engine=engine, share_from=share_from)
@@ -181,6 +203,31 @@ def load(
             "already; leave it out"
         )
     return Pair(target_model, draft_model, loaded_tokenizer, target_lm, draft_lm)
+
+
+def _check_spread(target: Any, quantize: Any, compile: bool, device_map: Any, tensor_parallel: bool) -> None:
+    """Raise `BadSetting` if a target cannot be spread over devices or processes with these options."""
+    name = "tensor_parallel" if tensor_parallel else "device_map"
+    if device_map is not None and tensor_parallel:
+        raise BadSetting("device_map and tensor_parallel both say where weights are; give one of them")
+    if isinstance(target, torch.nn.Module):
+        raise BadSetting(f"{name} is for models that are loaded from files, and the target is an object already")
+    if compile or quantize is not None:
+        given = "compile" if compile else "quantize"
+        raise BadSetting(f"{name} is for targets that transformers runs as they are; leave {given} out")
+    if find_spec("accelerate") is None:
+        raise MissingPackage(f"{name} needs accelerate: pip install accelerate")
+
+
+def _placed_lm(model: "PreTrainedModel", check: bool, share_from: ShareFrom) -> HuggingFaceLM:
+    """Return the language model of a target whose layers are on several devices, which transformers has to run."""
+    check_decoder_only(model)
+    _use_a_backend_with_masks(model)
+    model.eval()
+    lm = HuggingFaceLM(model, engine="plain", share_from=share_from)
+    if check:
+        check_scores_forests(lm)
+    return lm
 
 
 def _rounded_target(
@@ -452,6 +499,7 @@ def _model(
     device: torch.device,
     quantize: "Quantize | None" = None,
     may_keep: bool = False,
+    device_map: Any = None,
 ) -> "PreTrainedModel":
     """Return a model object as it is, or load the model at a path or hub id; see `load`.
 
@@ -487,6 +535,8 @@ def _model(
             options["quantization_config"] = library_config(by_library, dtype)
         if by_library is not None or is_stored_rounded:
             options["device_map"] = {"": device}  # such models are made on their device, and stay there
+        if device_map is not None:
+            options["device_map"] = device_map
         with _ONE_AT_A_TIME:
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
     except (OSError, ValueError) as error:

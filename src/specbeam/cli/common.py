@@ -20,6 +20,8 @@ def quiet_load(
     dtype: str = "auto",
     quantize: Any = None,
     compile: bool = False,
+    tensor_parallel: bool = False,
+    device_map: str | None = None,
 ) -> Pair:
     """Load a pair as `specbeam.load` does, without the progress bars and messages of the model library.
 
@@ -29,7 +31,16 @@ def quiet_load(
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return load_by_name(model, draft, device=device, dtype=dtype, quantize=quantize, compile=compile)
+    return load_by_name(
+        model,
+        draft,
+        device=device,
+        dtype=dtype,
+        quantize=quantize,
+        compile=compile,
+        tensor_parallel=tensor_parallel,
+        device_map=device_map,
+    )
 
 
 def text_or_file(value: str | None, mark: str, name: str) -> str | None:

@@ -84,11 +84,7 @@ class Writer:
 def run(
     prompts: list[str],
     files: list[Path],
-    model: str,
-    draft: str | None,
-    device: str | None,
-    quantize: str | None,
-    compile: bool,
+    models: dict[str, Any],
     method_name: str,
     settings: list[str],
     options: dict[str, Any],
@@ -103,6 +99,7 @@ def run(
     The code is 0, or 1 if a prompt failed or could not be read or an audit is suspicious, or 130 after an interrupt.
 
     Args:
+        models: the arguments of `quiet_load`.
         options: as for `specbeam.generate`.
     """
     method = method_from(method_name, settings)
@@ -113,7 +110,7 @@ def run(
     sources, unreadable = gather(prompts, files)
     if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
-    pair = quiet_load(model, draft, device, quantize=quantize, compile=compile)
+    pair = quiet_load(**models)
     writer = Writer(sources, json, options["num_return_sequences"])
     if sources:
         with ProgressBar() as bar:

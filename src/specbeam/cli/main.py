@@ -12,6 +12,7 @@ from specbeam.cli.options import (
     Compile,
     DemoPrompts,
     Device,
+    DeviceMap,
     Draft,
     Grammar,
     GrammarBackend,
@@ -41,6 +42,7 @@ from specbeam.cli.options import (
     SpacedRows,
     StopTexts,
     Temperature,
+    TensorParallel,
     Threads,
     TopK,
     TopP,
@@ -99,6 +101,8 @@ def generate(
     device: Device = None,
     quantize: Quantize = None,
     compile: Compile = False,
+    tensor_parallel: TensorParallel = False,
+    device_map: DeviceMap = None,
     audit: Annotated[
         bool, typer.Option("--audit", help="Test while decoding that the output has the law that the method declares.")
     ] = False,
@@ -116,9 +120,12 @@ def generate(
         "length_penalty": length_penalty, "stop_strings": stop or None, "json_schema": json_schema, "regex": regex,
         "grammar": grammar, "grammar_backend": grammar_backend,
     }  # fmt: skip
+    models = {
+        "model": model, "draft": draft, "device": device, "quantize": quantize, "compile": compile,
+        "tensor_parallel": tensor_parallel, "device_map": device_map,
+    }  # fmt: skip
     code = run(
-        [*(prompts or []), *prompt], file, model, draft, device, quantize, compile, method, setting, options, seed,
-        batch_size, audit, profile, json,
+        [*(prompts or []), *prompt], file, models, method, setting, options, seed, batch_size, audit, profile, json
     )  # fmt: skip
     raise typer.Exit(code)
 
@@ -157,6 +164,8 @@ def batch(
     device: Device = None,
     quantize: Quantize = None,
     compile: Compile = False,
+    tensor_parallel: TensorParallel = False,
+    device_map: DeviceMap = None,
     json: Json = False,
 ) -> None:
     """Answer the prompts of a table, each once: a job that was killed goes on with --resume, and gives the same texts."""
@@ -169,7 +178,10 @@ def batch(
         "length_penalty": length_penalty, "stop_strings": stop or None, "json_schema": json_schema, "regex": regex,
         "grammar": grammar, "grammar_backend": grammar_backend,
     }  # fmt: skip
-    models = {"model": model, "draft": draft, "device": device, "quantize": quantize, "compile": compile}
+    models = {
+        "model": model, "draft": draft, "device": device, "quantize": quantize, "compile": compile,
+        "tensor_parallel": tensor_parallel, "device_map": device_map,
+    }  # fmt: skip
     columns = Columns(id=id_column, prompt=prompt_column)
     code = run(
         source, out, models, method, setting, options, seed, batch_size, columns, resume, retry_failed, json
@@ -251,6 +263,7 @@ def chat(
     ] = None,
     key: Annotated[str, typer.Option(help="API key of that server.", envvar="SPECBEAM_API_KEY")] = "",
     quantize: QuantizeTarget = None,
+    tensor_parallel: TensorParallel = False,
 ) -> None:
     """Talk with a model in the terminal; Ctrl-C ends an answer, Ctrl-D the chat."""
     from specbeam.cli.chat import ChatOptions, run
@@ -263,6 +276,14 @@ def chat(
 
 evaluate = typer.Typer(no_args_is_help=True, help="Check and score the outputs of methods.")
 app.add_typer(evaluate, name="evaluate")
+
+
+@evaluate.command("harness", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def evaluate_harness(context: typer.Context) -> None:
+    """Run lm-evaluation-harness by its own options, with one model more: run --model specbeam --tasks ..."""
+    from specbeam.cli.harness import run
+
+    raise typer.Exit(run(context.args))
 
 
 @evaluate.command("same-beams")
@@ -456,6 +477,41 @@ def acceptance(
     raise typer.Exit(
         run([*(prompts or []), *prompt], file, model, draft, children, temperature, rows, max_new_tokens, seed, json)
     )
+
+
+@bench.command("specbench")
+def spec_bench(
+    questions: Annotated[Path, typer.Argument(help="Spec-Bench's question.jsonl, plain or .gz.")],
+    contenders: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[METHOD]...", help="Methods, each with its settings: 'sequoia budget=21'."),
+    ] = None,
+    model: Model = "bundled",
+    draft: Draft = None,
+    each: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of questions of each task; by default all.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is Spec-Bench's greedy decoding.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Seed of the decoding.")] = 0,
+    threads: Threads = None,
+    processor_time: Annotated[
+        bool, typer.Option("--processor-time", help="Count the processor's time, for a machine with other work.")
+    ] = False,
+    answers: Annotated[
+        Path | None,
+        typer.Option(help="Also write a file per method that Spec-Bench's own scripts read to this folder."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Run methods on Spec-Bench's six tasks beside plain decoding: its statistics, and ours."""
+    from specbeam.cli.bench_specbench import run
+
+    code = run(
+        questions, contenders or [], model, draft, each, max_new_tokens, temperature, seed, threads, processor_time,
+        answers, json,
+    )  # fmt: skip
+    raise typer.Exit(code)
 
 
 @bench.command("methods")

@@ -125,3 +125,14 @@ Compile = Annotated[
     bool,
     typer.Option("--compile", help="Compile with torch.compile those models that transformers runs on a CPU."),
 ]
+TensorParallel = Annotated[
+    bool,
+    typer.Option(
+        "--tensor-parallel",
+        help="Spread the target over the processes that torchrun has started: torchrun --nproc-per-node 2 -m specbeam ...",
+    ),
+]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(help="Let accelerate place the target's layers on devices, memory and disk: 'auto'. By default not."),
+]

@@ -62,6 +62,11 @@ def choose_engine(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> C
 
     Raises `NotSupported` if the wanted engine cannot run the model.
     """
+    if wanted != "parallel" and any(hasattr(weight, "to_local") for weight in model.parameters()):
+        raise NotSupported(
+            "the weights of this model are spread over several processes, which all have to make each pass; load the target "
+            "by load(..., tensor_parallel=True), and drafts whole"
+        )
     if wanted != "auto":
         return ChosenEngine(wanted, _wanted_passes(model, wanted, caches), "")
     reasons: dict[str, str] = {}
@@ -196,6 +201,12 @@ def _torch_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
     return PaddedPasses(model, None, caches, compile=True)
 
 
+def _parallel_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
+    from specbeam.engines.torch.repeated import Channel, RepeatedPasses
+
+    return RepeatedPasses(model, caches, Channel())
+
+
 def _plain_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
     return PaddedPasses(model, None, caches)
 
@@ -209,5 +220,6 @@ ENGINES = (
     EngineKind("lean", "the lean forward", _misfit_of_lean, _too_large, _lean_passes),
     EngineKind("layers", "the forward that calls layers one by one", _misfit_of_layers, _on_request, _passes_by_layer),
     EngineKind("torch", "compile=True", _misfit_of_torch, _on_request, _torch_passes),
+    EngineKind("parallel", "the forward in several processes", _always, _on_request, _parallel_passes),
     EngineKind("plain", "transformers' forward", _always, _always, _plain_passes),
 )

@@ -96,8 +96,9 @@ class HuggingFaceLM:
         engine: what runs the model. "plain" calls it, "torch" calls it through torch.compile. "lean"
             (engines/torch/lean.py), "compiled" (engines/cpu/) and "gpu" (engines/gpu/) run its layers themselves. "int8" and
             "int4" are "compiled" with weights rounded to 8 or 4 bits, which makes it another model. "layers"
-            (engines/by_layer.py) calls its layers one by one, so that an exit layer can draft on its cache. "auto" takes the
-            fastest that fits, but never "torch", "int8", "int4" or "layers". Raises `NotSupported` if the engine cannot run
+            (engines/by_layer.py) calls its layers one by one, so that an exit layer can draft on its cache. "parallel"
+            (engines/torch/repeated.py) is "plain" for weights that are spread over processes. "auto" takes the fastest that
+            fits, but never "parallel", "torch", "int8", "int4" or "layers". Raises `NotSupported` if the engine cannot run
             the model.
         share_from: sessions whose prompts begin with at least this number of equal tokens compute and store those tokens
             once, unless the new texts may grow so long that attention to the slots of all of them costs more. None: never.

@@ -63,7 +63,10 @@ def weights_key(model: "torch.nn.Module | None") -> str | None:
     for weight in model.parameters():
         stride = max(weight.numel() // 16, 1)
         # Tensors of a library that rounds weights hold several plain ones, and cannot be flattened.
-        numbers = weight.dequantize() if is_traceable_wrapper_subclass(weight) else weight
+        if hasattr(weight, "to_local"):  # spread over several processes, of which each has a part
+            numbers = weight.to_local()
+        else:
+            numbers = weight.dequantize() if is_traceable_wrapper_subclass(weight) else weight
         samples.append(numbers.detach().flatten()[::stride][:16].double().cpu())
     return hashlib.blake2b(torch.cat(samples).numpy().tobytes(), digest_size=8).hexdigest()
 

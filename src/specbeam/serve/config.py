@@ -51,6 +51,7 @@ class ServerConfig:
         default_beams: of a request that asks for a beam search without a width.
         chat_template: a file with a chat template in Jinja.
         log_texts: whether the log has prompts and texts.
+        tensor_parallel: whether the target is spread over the processes that torchrun has started.
     """
 
     model: str = "bundled"
@@ -95,8 +96,14 @@ class ServerConfig:
     default_beams: int = 4
     chat_template: str = ""
     log_texts: bool = False
+    tensor_parallel: bool = False
 
     def __post_init__(self) -> None:
+        if self.tensor_parallel and self.prefix_cache_mb:
+            raise BadSetting(
+                "with tensor_parallel the beginnings of prompts are not kept: other ranks have parts of them; give "
+                "--prefix-cache-mb 0"
+            )
         for one in fields(self):
             value = getattr(self, one.name)
             expected = _EXPECTED.get(one.type)

@@ -79,8 +79,16 @@ def serve(config: ServerConfig) -> int:
         model_logging.set_verbosity_error()
         model_logging.disable_progress_bar()
         quantize: Any = config.quantize
-        return load_by_name(config.model, config.draft, quantize=quantize, share_from=None)
+        return load_by_name(
+            config.model,
+            config.draft,
+            quantize=quantize,
+            share_from=None,
+            tensor_parallel=config.tensor_parallel,
+        )
 
+    if config.tensor_parallel and os.environ.get("RANK", "0") != "0":
+        load_pair()  # does as rank 0 says, and ends the process when that ends
     server = BeamServer(config, load_pair)
     options = uvicorn.Config(
         make_app(server),

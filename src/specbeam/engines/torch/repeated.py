@@ -1,0 +1,260 @@
+"""Passes that every process of a group makes together: rank 0 decides what is run, the others run it on their shards.
+
+Tries, dice, clocks and requests live on rank 0 alone, so nothing has to be equal elsewhere. Before each pass, and before
+each change of the store, rank 0 tells the others what it is about to do; they hold a shard of the weights, and the keys
+and values of their heads.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from specbeam.engines.kv.masks import Mask
+from specbeam.engines.kv.store import KVStore, Place
+from specbeam.engines.torch.passes import PaddedPasses
+from specbeam.errors import NotSupported
+from specbeam.records import ExtraInputs, Needs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+END, AWAKE, RUN, RESERVE, MOVE_CACHE, MOVE_SLOTS = range(6)
+HEADER = 64  # numbers: the verb, the number of arrays, and the rank and dimensions of each
+TIMEOUT_S = 30.0
+NO_EXTRAS: Mapping[str, torch.Tensor] = {}
+
+
+class Channel:
+    """Tells the other ranks of the default group what rank 0 is about to do, in arrays of integers.
+
+    A rank that is lost ends the job: the process of each other rank prints a sentence and exits with code 1, within the
+    timeout. While nothing is told, rank 0 says three times in this time that it is there.
+
+    Args:
+        timeout_s: seconds for which a rank waits for another one.
+    """
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self.rank = dist.get_rank()
+        self.told = 0
+        self._timeout_s = timeout_s
+        # Apart from the group of the model: messages are on the host, whatever the model's tensors are on.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._lock = threading.Lock()
+        self._last = time.monotonic()
+        self._ended = threading.Event()
+        if self.rank == 0:
+            threading.Thread(target=self._stay_awake, name="specbeam ranks", daemon=True).start()
+
+    def tell(self, verb: int, *arrays: Sequence[Any] | np.ndarray) -> None:
+        """Tell the other ranks a verb and its int64 arrays."""
+        given = [np.ascontiguousarray(array, dtype=np.int64) for array in arrays]
+        shapes = [number for array in given for number in (array.ndim, *array.shape)]
+        header = np.zeros(HEADER, dtype=np.int64)
+        header[: 2 + len(shapes)] = [verb, len(given), *shapes]
+        content = np.concatenate([array.ravel() for array in given]) if given else np.zeros(0, dtype=np.int64)
+        with self._lock, ending_the_job("telling the other ranks"):
+            dist.broadcast(torch.from_numpy(header), 0, group=self._group)
+            if content.size:
+                dist.broadcast(torch.from_numpy(content), 0, group=self._group)
+            self._last = time.monotonic()
+            self.told += 1
+
+    def hear(self) -> tuple[int, list[np.ndarray]]:
+        """Wait for what rank 0 tells; return the verb and its arrays."""
+        header = torch.zeros(HEADER, dtype=torch.int64)
+        dist.broadcast(header, 0, group=self._group)
+        verb, count, *rest = header.tolist()
+        shapes = []
+        for _ in range(count):
+            ndim = rest[0]
+            shapes.append(rest[1 : 1 + ndim])
+            rest = rest[1 + ndim :]
+        sizes = [int(np.prod(shape)) for shape in shapes]
+        content = torch.zeros(sum(sizes), dtype=torch.int64)
+        if sum(sizes):
+            dist.broadcast(content, 0, group=self._group)
+        ends = np.cumsum([0, *sizes])
+        numbers = content.numpy()
+        return verb, [
+            numbers[start:stop].reshape(shape) for start, stop, shape in zip(ends[:-1], ends[1:], shapes, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Let the other ranks end. Once is enough."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self.tell(END)
+
+    def _stay_awake(self) -> None:
+        while not self._ended.wait(self._timeout_s / 6):
+            if time.monotonic() - self._last > self._timeout_s / 3:
+                self.tell(AWAKE)
+
+
+class ending_the_job:  # noqa: N801
+    """A context in which whatever goes wrong ends the process with a sentence.
+
+    The ranks are then in the middle of different things, and no session could go on; whoever started them may start them
+    again (``torchrun --max-restarts``).
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            end_job(self.what, error)
+
+
+def end_job(what: str, error: BaseException) -> NoReturn:
+    """Print what a rank was doing when it failed, and end the process, whatever its threads wait for."""
+    said = " ".join(str(error).split())[:300]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with suppress(OSError, ValueError):
+        print(
+            f"specbeam: rank {rank} failed while {what}, so the job ends; another rank was lost, or this one cannot go "
+            f"on: {type(error).__name__}: {said}",
+            file=sys.stderr,
+            flush=True,
+        )
+    os._exit(1)
+
+
+class RepeatedStore(KVStore):
+    """The keys and values of the heads of rank 0; the other ranks do with theirs what is done here."""
+
+    def __init__(self, layers: int, channel: Channel) -> None:
+        super().__init__(layers)
+        self._channel = channel
+
+    def grow(self, caches: int, slots: int) -> None:
+        self._channel.tell(RESERVE, [caches, slots])
+        super().grow(caches, slots)
+
+    def move_cache(self, source: int, goal: int) -> None:
+        self._channel.tell(MOVE_CACHE, [source, goal])
+        super().move_cache(source, goal)
+
+    def move_slots(self, cache: int, source: torch.Tensor, goal: torch.Tensor) -> None:
+        self._channel.tell(MOVE_SLOTS, [cache], source.cpu().numpy(), goal.cpu().numpy())
+        super().move_slots(cache, source, goal)
+
+    def take(self, cache: int, slots: np.ndarray) -> list[Any]:
+        raise NotSupported("the other ranks cannot keep beginnings of prompts; serve without them: --prefix-cache-mb 0")
+
+
+class RepeatedPasses(PaddedPasses):
+    """The passes of a model whose weights are spread over the ranks, on rank 0."""
+
+    takes_vectors = False
+
+    def __init__(self, model: "PreTrainedModel", caches: list[Any], channel: Channel) -> None:
+        super().__init__(model, None, caches)
+        self.channel = channel
+        self.store = RepeatedStore(model.config.get_text_config().num_hidden_layers, channel)
+        self.captured = None  # a graph cannot tell anybody what it runs
+
+    def lacks(self, needs: Needs) -> str:
+        """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        if needs.states:
+            return "hidden states of weights that are spread over several ranks are not read yet; draft with a model"
+        return super().lacks(needs)
+
+    def refuses(self, context: object) -> str:
+        return "the weights are spread over several ranks, which are told tokens alone"
+
+    def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
+        return "the weights are spread over several ranks, and rows of a draft head would enter on the first one alone"
+
+    def _call_model(
+        self,
+        ids: torch.Tensor,
+        places: torch.Tensor,
+        masks: Mask,
+        wanted: int,
+        extras: Mapping[str, torch.Tensor] = NO_EXTRAS,
+    ) -> torch.Tensor:
+        assert not extras
+        place = self.store.place
+        rows = place.caches
+        which = rows.cpu().numpy() if isinstance(rows, torch.Tensor) else np.arange(rows.start, rows.stop)
+        inputs = torch.stack([ids, places, place.slots]).cpu().numpy()
+        packed, kinds = _packed(masks)
+        numbers = [int(isinstance(rows, slice)), place.extent, wanted, kinds]
+        self.channel.tell(RUN, numbers, which, inputs, packed)
+        with ending_the_job("running a pass together"):
+            return super()._call_model(ids, places, masks, wanted)
+
+
+def _packed(masks: Mask) -> tuple[np.ndarray, int]:
+    """Return which slots each row may look at, 64 in a number, for each kind of layers; and the number of kinds."""
+    each = [*masks.values()] if isinstance(masks, dict) else [masks]
+    seen = [mask if mask.dtype == torch.bool else mask == 0 for mask in each]
+    bits = np.packbits(torch.stack(seen).cpu().numpy().ravel())
+    padded = np.zeros(-(-bits.size // 8) * 8, dtype=np.uint8)
+    padded[: bits.size] = bits
+    return padded.view(np.int64), len(each) if isinstance(masks, dict) else 0
+
+
+class Follower(PaddedPasses):
+    """The passes of a rank that is told what to run; it has no sessions, only the keys and values of its heads."""
+
+    def __init__(self, model: "PreTrainedModel", channel: Channel) -> None:
+        super().__init__(model, None, [])
+        self.captured = None
+        self._channel = channel
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Do what rank 0 tells until it is over. If anything goes wrong, the process ends with a sentence."""
+        with ending_the_job("waiting for rank 0, or doing as it says"):
+            while True:
+                verb, arrays = self._channel.hear()
+                if verb == END:
+                    return
+                self._do(verb, arrays)
+
+    def _do(self, verb: int, arrays: list[np.ndarray]) -> None:
+        if verb == RUN:
+            self._run_pass(*arrays)
+        elif verb == RESERVE:
+            caches, slots = arrays[0].tolist()
+            self.store.reserve(caches, slots)
+        elif verb == MOVE_CACHE:
+            self.store.move_cache(*arrays[0].tolist())
+        elif verb == MOVE_SLOTS:
+            source, goal = (torch.from_numpy(slots).to(self.device) for slots in arrays[1:])
+            self.store.move_slots(int(arrays[0][0]), source, goal)
+
+    def _run_pass(self, numbers: np.ndarray, which: np.ndarray, inputs: np.ndarray, packed: np.ndarray) -> None:
+        is_slice, extent, wanted, kinds = numbers.tolist()
+        ids, places, slots = torch.from_numpy(inputs).to(self.device)
+        batch, width = ids.shape
+        rows: Any = slice(int(which[0]), int(which[-1]) + 1) if is_slice else torch.from_numpy(which).to(self.device)
+        self.store.place = Place(rows, slots, extent)
+        shape = (max(kinds, 1), batch, 1, width, extent)
+        bits = np.unpackbits(packed.view(np.uint8), count=int(np.prod(shape)))
+        seen = torch.from_numpy(bits.astype(bool).reshape(shape)).to(self.device)
+        each = [self._native(one) for one in seen]
+        masks: Mask = dict(zip(self.masks.windows, each, strict=True)) if kinds else each[0]
+        self._call_model(ids, places, masks, wanted)
+
+    def _native(self, seen: torch.Tensor) -> torch.Tensor:
+        """Return a mask in the form that the model's attention takes."""
+        if self.masks.implementation != "eager":
+            return seen
+        dtype = self.masks.dtype
+        return torch.zeros(seen.shape, dtype=dtype, device=self.device).masked_fill_(~seen, torch.finfo(dtype).min)

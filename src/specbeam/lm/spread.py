@@ -1,0 +1,96 @@
+"""A target whose weights are spread over the processes that torchrun has started: tensor parallelism."""
+
+import atexit
+import os
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from specbeam.engines.torch.repeated import TIMEOUT_S, Channel, Follower, end_job
+from specbeam.errors import BadSetting, MissingFile, SpecbeamError, UnsupportedModel
+from specbeam.lm.huggingface import check_decoder_only
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["TIMEOUT_S", "end_together", "spread_model"]
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+
+
+def spread_model(
+    name: str, dtype: "str | torch.dtype", device: torch.device, timeout_s: float = TIMEOUT_S
+) -> "PreTrainedModel":
+    """Load this rank's part of a model, and return it on rank 0.
+
+    The other ranks do as rank 0 says until it ends, and end then by `SystemExit`. A rank that is lost ends all, within the
+    timeout.
+
+    Raises:
+        BadSetting: torchrun has not started this process.
+        MissingFile: the model cannot be loaded.
+        UnsupportedModel: transformers has no plan by which it would spread the model, or it is no causal decoder.
+    """
+    missing = [one for one in _RANKS if one not in os.environ]
+    if missing:
+        raise BadSetting(
+            f"tensor_parallel is for processes that torchrun starts, and {missing[0]} is not set: torchrun "
+            "--nproc-per-node 2 -m specbeam ... --tensor-parallel"
+        )
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    model = _part_of(name, dtype, on_gpu)
+    if dist.get_rank() == 0:
+        return model
+    try:
+        Follower(model, Channel(timeout_s)).follow()
+    except Exception as error:  # it says so before its process ends
+        end_job("following rank 0", error)
+    _leave()
+    raise SystemExit(0)
+
+
+def _part_of(name: str, dtype: "str | torch.dtype", on_gpu: bool) -> "PreTrainedModel":
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if dtype == "auto" and not on_gpu:
+        dtype = torch.float32
+    try:
+        config = AutoConfig.from_pretrained(name)
+        plan = DistributedConfig(tp_size=dist.get_world_size())
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, distributed_config=plan)
+    except (OSError, ValueError) as error:
+        if isinstance(error, SpecbeamError):
+            raise
+        raise MissingFile(f"could not spread a causal language model from {name}: {error}") from error
+    check_decoder_only(model)
+    if not any(hasattr(weight, "to_local") for weight in model.parameters()):
+        raise UnsupportedModel(
+            f"transformers has no plan by which it would spread {type(model).__name__}; load it on one device, or by "
+            "device_map"
+        )
+    if model.config._attn_implementation not in ("sdpa", "eager"):
+        model.set_attn_implementation("sdpa")
+    return model.eval()
+
+
+def end_together(channel: Channel) -> None:
+    """Let the other ranks end when the process of rank 0 ends."""
+
+    def end() -> None:
+        sys.stdout.flush()
+        channel.close()
+        _leave()
+
+    atexit.register(end)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
