@@ -1,6 +1,12 @@
-"""Modules are searched for examples that run; those of the server only where its packages are installed."""
+"""Modules are searched for examples that run; those that need packages of an extra only where these are installed."""
 
 from importlib.util import find_spec
 
-HAS_SERVER = all(find_spec(name) is not None for name in ("fastapi", "uvicorn", "prometheus_client"))
-collect_ignore_glob = [] if HAS_SERVER else ["src/specbeam/serve/*"]
+PACKAGES = {
+    "src/specbeam/serve/*": ("fastapi", "uvicorn", "prometheus_client"),
+    "src/specbeam/evaluate/harness.py": ("lm_eval",),
+    "src/specbeam/ray/*": ("ray",),
+}
+collect_ignore_glob = [
+    files for files, names in PACKAGES.items() if any(find_spec(name) is None for name in names)
+]  # fmt: skip

@@ -146,12 +146,12 @@ def log_likelihoods(
         _check(pair, prompt, output, number, f"{places[number]}: " if places else "")
     totals = [0.0] * len(outputs)
     texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
-    for batch in _batches([len(text) for text in texts], LOGITS_PER_PASS // pair.target.vocab):
-        logp = _logp_of([texts[number] for number in batch], pair)
-        for number, row in zip(batch, logp, strict=True):
+    for batch in batches_of([len(text) for text in texts], LOGITS_PER_PASS // pair.target.vocab):
+        scored = score_tokens([texts[number] for number in batch], pair)
+        for number, (logp, _) in zip(batch, scored, strict=True):
             start = len(prompts[number]) - 1
             length = len(outputs[number])
-            totals[number] = float(row[start : start + length].sum())
+            totals[number] = float(logp[start : start + length].sum())
     return totals
 
 
@@ -175,7 +175,7 @@ def _check(pair: Pair, prompt: Tokens, output: Tokens, number: int, place: str) 
         )
 
 
-def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+def batches_of(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
     """Yield the numbers of the texts of each batch: at most `most` tokens with padding, but at least one text."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):
@@ -188,8 +188,8 @@ def _batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 @torch.inference_mode()
-def _logp_of(texts: list[Tokens], pair: Pair) -> list[torch.Tensor]:
-    """Return log p of each token but the first, per text in float64.
+def score_tokens(texts: list[Tokens], pair: Pair) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return of each token but the first log p, float64[length - 1], and whether it is the likeliest, bool[length - 1].
 
     Padding comes after the texts, where no token that is scored attends to it.
     """
@@ -204,5 +204,7 @@ def _logp_of(texts: list[Tokens], pair: Pair) -> list[torch.Tensor]:
     with as_loaded(pair.target_model):
         found = pair.target_model(input_ids=tokens, attention_mask=mask, use_cache=False)
     logits = found.logits[:, :-1].float()
-    logp = logits.gather(2, tokens[:, 1:, None])[..., 0].double() - logits.logsumexp(2).double()
-    return list(logp.cpu())
+    following = tokens[:, 1:]
+    logp = logits.gather(2, following[..., None])[..., 0].double() - logits.logsumexp(2).double()
+    is_likeliest = logits.argmax(2) == following
+    return list(zip(logp.cpu(), is_likeliest.cpu(), strict=True))
