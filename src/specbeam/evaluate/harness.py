@@ -44,7 +44,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     def __init__(
         self,
-        pretrained: str = "bundled",
+        pretrained: "str | Pair" = "bundled",
         draft: str | None = None,
         method: str | None = None,
         temperature: float | None = None,

@@ -14,7 +14,7 @@ KINDS = (".jsonl", ".csv", ".parquet")
 ROWS_AT_ONCE = 256  # of Parquet, in memory
 
 
-class Fields(NamedTuple):
+class TableRow(NamedTuple):
     """The fields of a row, by name; None and an error if it cannot be read."""
 
     fields: dict[str, Any] | None
@@ -31,7 +31,7 @@ def kind_of(path: Path) -> str:
     return kind
 
 
-def read_table(path: Path) -> Iterator[Fields]:
+def read_table(path: Path) -> Iterator[TableRow]:
     """Yield the rows of a table, without holding them; empty lines are none.
 
     Raises:
@@ -42,7 +42,7 @@ def read_table(path: Path) -> Iterator[Fields]:
     """
     if not path.is_file():
         raise MissingFile(f"there is no file {path}; give a table of prompts: {', '.join(KINDS)}")
-    readers: dict[str, Callable[[Path], Iterator[Fields]]] = {
+    readers: dict[str, Callable[[Path], Iterator[TableRow]]] = {
         ".jsonl": _read_jsonl,
         ".csv": _read_csv,
         ".parquet": _read_parquet,
@@ -50,7 +50,7 @@ def read_table(path: Path) -> Iterator[Fields]:
     return readers[kind_of(path)](path)
 
 
-def _read_jsonl(path: Path) -> Iterator[Fields]:
+def _read_jsonl(path: Path) -> Iterator[TableRow]:
     with OPENERS.get(path.suffix, open)(path, "rb") as file:
         for line in file:
             if not line.strip():
@@ -58,15 +58,19 @@ def _read_jsonl(path: Path) -> Iterator[Fields]:
             try:
                 found = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:  # also of what is no UTF-8
-                yield Fields(None, f"the line is no JSON: {error}")
+                yield TableRow(None, f"the line is no JSON: {error}")
                 continue
             if isinstance(found, str):
                 found = {"prompt": found}
             is_object = isinstance(found, dict)
-            yield Fields(found) if is_object else Fields(None, f"the line is {str(found)[:60]!r}; it must be an object")
+            yield (
+                TableRow(found)
+                if is_object
+                else TableRow(None, f"the line is {str(found)[:60]!r}; it must be an object")
+            )
 
 
-def _read_csv(path: Path) -> Iterator[Fields]:
+def _read_csv(path: Path) -> Iterator[TableRow]:
     csv.field_size_limit(sys.maxsize)  # a prompt may be longer than the usual 128 KiB
     opener = OPENERS.get(path.suffix, open)
     with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -81,25 +85,25 @@ def _read_csv(path: Path) -> Iterator[Fields]:
             except StopIteration:
                 return
             except csv.Error as error:
-                yield Fields(None, f"line {rows.line_num} is no CSV: {error}")
+                yield TableRow(None, f"line {rows.line_num} is no CSV: {error}")
                 continue
             yield _checked(row, len(rows.fieldnames))
 
 
-def _checked(row: dict[str | Any, Any], columns: int) -> Fields:
+def _checked(row: dict[str | Any, Any], columns: int) -> TableRow:
     """Return the fields of a row of CSV, or what is wrong with it."""
     further = row.get(None) or []
     found = columns + len(further) - sum(value is None for value in row.values())
     if found != columns:
-        return Fields(None, f"the row has {found} fields, and the table has {columns} columns")
+        return TableRow(None, f"the row has {found} fields, and the table has {columns} columns")
     try:
         "".join(row.values()).encode("utf-8")
     except UnicodeEncodeError:
-        return Fields(None, "the row is no UTF-8; save the table as UTF-8")
-    return Fields(row)
+        return TableRow(None, "the row is no UTF-8; save the table as UTF-8")
+    return TableRow(row)
 
 
-def _read_parquet(path: Path) -> Iterator[Fields]:
+def _read_parquet(path: Path) -> Iterator[TableRow]:
     arrow, parquet = _pyarrow()
     try:
         file = parquet.ParquetFile(path)
@@ -108,7 +112,7 @@ def _read_parquet(path: Path) -> Iterator[Fields]:
     with file:
         for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
             for row in batch.to_pylist():
-                yield Fields(row)
+                yield TableRow(row)
 
 
 def write_table(path: Path, kind: str, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
