@@ -4,7 +4,7 @@ import json as json_format
 from pathlib import Path
 from typing import Any
 
-from specbeam.cli.common import ProgressBar, complain, method_from, quiet_load, text_or_file
+from specbeam.cli.common import ProgressBar, complain, follow_rank_0, method_from, quiet_load, text_or_file
 from specbeam.jobs.answering import Work, work_of
 from specbeam.jobs.batch import batch, settings_described
 from specbeam.jobs.journal import Progress
@@ -31,6 +31,7 @@ def run(
         models: the arguments of `quiet_load`.
         options: as for `specbeam.generate`.
     """
+    follow_rank_0(models)
     method = method_from(method_name, settings)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         options[name] = text_or_file(options[name], mark, name)

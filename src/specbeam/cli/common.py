@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,18 @@ def quiet_load(
         tensor_parallel=tensor_parallel,
         device_map=device_map,
     )
+
+
+def follow_rank_0(models: dict[str, Any]) -> None:
+    """End here, as soon as rank 0 ends, in a process that torchrun has started for another rank.
+
+    To be called before a command reads or writes anything, which rank 0 alone does.
+
+    Args:
+        models: the arguments of `quiet_load`.
+    """
+    if models.get("tensor_parallel") and os.environ.get("RANK", "0") != "0":
+        quiet_load(**models)
 
 
 def text_or_file(value: str | None, mark: str, name: str) -> str | None:

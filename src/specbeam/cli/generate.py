@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.audit import ALARM, Audit
-from specbeam.cli.common import ProgressBar, as_json, complain, method_from, quiet_load, text_or_file
+from specbeam.cli.common import ProgressBar, as_json, complain, follow_rank_0, method_from, quiet_load, text_or_file
 from specbeam.cli.profile import profile_if
 from specbeam.errors import BadPrompt, SpecbeamError, TooFewAnswers
 from specbeam.evaluate.lines import lines_of
@@ -102,6 +102,7 @@ def run(
         models: the arguments of `quiet_load`.
         options: as for `specbeam.generate`.
     """
+    follow_rank_0(models)
     method = method_from(method_name, settings)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         options[name] = text_or_file(options[name], mark, name)
