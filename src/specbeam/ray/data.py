@@ -1,0 +1,127 @@
+"""Jobs on a cluster: the rows of a Ray data set decoded by `map_batches`, with the columns and seeds of `specbeam batch`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specbeam.jobs.answering import ANSWER_COLUMNS, answer_rows, work_of
+from specbeam.jobs.rows import Columns, row_of
+from specbeam.pair import load
+from specbeam.recipes.settings_text import method_from
+
+ROWS_OF_BLOCK = 64  # a block is written whole, so that is what the end of a worker costs
+CPUS = 0.5  # of a worker, as Ray counts: when a job goes on, a filter that reads what is done needs a place, too
+
+
+class Decode:
+    """A callable class for ``Dataset.map_batches``: each worker loads the pair once, and decodes blocks of rows.
+
+    The columns of an answer are those of ``specbeam batch`` (`jobs.answering.ANSWER_COLUMNS`); `beams` is JSON text, so that
+    any file format can hold it. The seed of a row is made of `seed` and its id, so a block that is decoded again after a
+    worker was lost has the same texts. A row that cannot be decoded has an `error`, and costs no other row.
+
+    Args:
+        target, draft: as for `specbeam.load`; names or paths that each machine of the cluster can read.
+        method, settings: a recipe by name, and its settings as NAME=VALUE.
+        id_column, prompt_column: the columns that are read. Each row needs an id: blocks do not know their places.
+        seed, batch_size: see `jobs.answering.Work`.
+        device, dtype, quantize: see `specbeam.load`.
+        options: those of `specbeam.generate`, for rows that do not say otherwise in their column "settings".
+    """
+
+    def __init__(
+        self,
+        target: str = "bundled",
+        draft: str | None = None,
+        method: str = "dsbd",
+        settings: Sequence[str] = (),
+        id_column: str = "id",
+        prompt_column: str = "prompt",
+        seed: int = 0,
+        batch_size: int = 32,
+        device: str | None = None,
+        dtype: str = "auto",
+        quantize: Any = None,
+        **options: Any,
+    ) -> None:
+        pair = load(target, draft, device=device, dtype=dtype, quantize=quantize)
+        self.columns = Columns(id=id_column, prompt=prompt_column)
+        self.work = work_of(pair, method_from(method, settings), seed, batch_size, options)
+
+    def __call__(self, block: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the answers to the rows of a block, in their order."""
+        import json
+
+        fields = [dict(zip(block, values, strict=True)) for values in zip(*block.values(), strict=True)]
+        rows = [
+            row_of(number, {self.columns.id: None} | {name: _plain(value) for name, value in one.items()}, self.columns)
+            for number, one in enumerate(fields)
+        ]
+        answers: dict[int, dict[str, Any]] = {}
+        for row, record in answer_rows(self.work, rows):
+            beams = record["beams"]
+            answers[row.number] = record | {"beams": None if beams is None else json.dumps(beams, ensure_ascii=False)}
+        found = {name: [answers[row.number][name] for row in rows] for name in ANSWER_COLUMNS}
+        return {name: _column(values, ANSWER_COLUMNS[name]) for name, values in found.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a block as Python's own: lists of arrays, numbers of numpy's."""
+    if isinstance(value, np.ndarray):
+        return [_plain(one) for one in value.tolist()]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _column(values: list[Any], kind: str) -> np.ndarray:
+    """Return a column of the same type in each block, whatever rows are in it; without a number it is NaN or -1."""
+    if kind == "number":
+        return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    if kind == "integer":
+        return np.array([-1 if value is None else value for value in values], dtype=np.int64)
+    return np.array(["" if value is None else str(value) for value in values], dtype=object)
+
+
+def decode_table(
+    source: str | Path,
+    out: str | Path,
+    checkpoint: str | Path,
+    workers: int = 1,
+    rows_of_block: int = ROWS_OF_BLOCK,
+    id_column: str = "id",
+    num_cpus: float = CPUS,
+    num_gpus: float = 0.0,
+    **decode: Any,
+) -> None:
+    """Decode a table on a Ray cluster into a folder of Parquet files. Said again after an end of any kind, it goes on.
+
+    What is done is in Ray Data's checkpoint, by id. It is kept block by block: the end of the job costs the blocks that are
+    under way.
+
+    Args:
+        source: a table (.jsonl, .csv or .parquet) or a folder of them, that all machines can read.
+        out: a folder that all machines can write.
+        checkpoint: a folder for the ids that are done; delete it with `out` to begin anew.
+        workers: number of processes that each hold the models.
+        rows_of_block: rows that are decoded and written together.
+        num_cpus, num_gpus: what each worker takes of the cluster's, as Ray counts.
+        decode: the arguments of `Decode`.
+    """
+    import ray
+    from ray.data.checkpoint import CheckpointConfig
+
+    context = ray.data.DataContext.get_current()
+    context.checkpoint_config = CheckpointConfig(id_column=id_column, checkpoint_path=str(checkpoint))
+    readers = {".jsonl": ray.data.read_json, ".csv": ray.data.read_csv}
+    suffix = Path(source).suffix
+    rows = readers.get(suffix, ray.data.read_parquet)(str(source))
+    answers = rows.repartition(target_num_rows_per_block=rows_of_block).map_batches(
+        Decode,
+        fn_constructor_kwargs={"id_column": id_column, **decode},
+        batch_size=rows_of_block,
+        compute=ray.data.ActorPoolStrategy(size=workers),
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+    )
+    answers.write_parquet(str(out))

@@ -1,0 +1,110 @@
+"""Jobs by Ray Data: the answers of `specbeam batch`, block by block, and each id once after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from specbeam.jobs.answering import ANSWER_COLUMNS, work_of
+from specbeam.jobs.batch import batch
+from specbeam.recipes.settings_text import method_from
+from tests.jobs.test_batch import prompts, read_jsonl, write_jsonl
+from tests.support import words
+
+pytest.importorskip("ray", reason="ray is not installed (pip install 'ray[data]')")
+SETTINGS = ["beams=2", "depth=2"]
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory):
+    from specbeam.ray import Decode
+
+    target, draft = words.saved(tmp_path_factory.mktemp("pair"))
+    return Decode(target, draft, settings=SETTINGS, seed=3, batch_size=4, max_new_tokens=6)
+
+
+def answered(decode, rows):
+    """The rows of a block, as `map_batches` hands it over and takes it back."""
+    block = {name: np.array([row.get(name) for row in rows], dtype=object) for name in rows[0]}
+    found = decode(block)
+    assert set(found) == set(ANSWER_COLUMNS)
+    assert len({len(column) for column in found.values()}) == 1
+    return found
+
+
+def test_a_block_has_the_answers_of_a_batch_job_whatever_else_is_in_it(decode, tmp_path):
+    rows = prompts(7)
+    rows[2]["prompt"] = ""
+    rows[4]["prompt"] = np.array(decode.work.pair.tokenizer(rows[4]["prompt"])["input_ids"])
+    found = answered(decode, rows)
+    source = [row | {"prompt": list(map(int, row["prompt"])) if not isinstance(row["prompt"], str) else row["prompt"]}
+              for row in rows]  # fmt: skip
+    work = work_of(decode.work.pair, method_from("dsbd", SETTINGS), 3, 4, {"max_new_tokens": 6})
+    batch(lambda: work, write_jsonl(tmp_path / "in.jsonl", source), tmp_path / "out.jsonl")
+    expected = read_jsonl(tmp_path / "out.jsonl")
+    assert list(found["id"]) == [record["id"] for record in expected]
+    assert list(found["text"]) == [record["text"] or "" for record in expected]
+    assert list(found["error"]) == [record["error"] or "" for record in expected]
+    assert json.loads(found["beams"][0])[0]["tokens"] == expected[0]["beams"][0]["tokens"]
+    assert np.isnan(found["score"][2])
+    assert found["target_passes"][2] == -1
+    part = answered(decode, rows[3:5])
+    assert list(part["text"]) == list(found["text"][3:5])
+
+
+def test_columns_have_the_same_types_in_each_block_and_rows_need_ids(decode):
+    good = answered(decode, prompts(2))
+    bad = answered(decode, [{"id": "a", "prompt": ""}])
+    for name in ANSWER_COLUMNS:
+        assert good[name].dtype == bad[name].dtype, name
+    nameless = answered(decode, [{"prompt": "abc"}])
+    assert "the id of the row is None" in nameless["error"][0]
+
+
+JOB = """
+import glob, os, signal, sys, threading, time
+import ray
+
+ray.init(num_cpus=4, object_store_memory=100 * 2**20, include_dashboard=False, logging_level="ERROR")
+from specbeam.ray import decode_table
+
+folder, target, draft, kill = sys.argv[1:]
+
+def watch():
+    while len(glob.glob(folder + "/out/*.parquet")) < int(kill):
+        time.sleep(0.2)
+    os.kill(os.getpid(), 9)
+
+if int(kill):
+    threading.Thread(target=watch, daemon=True).start()
+decode_table(folder + "/in.jsonl", folder + "/out", folder + "/checkpoint", rows_of_block=8, target=target, draft=draft,
+             settings=["beams=2", "depth=2"], seed=3, max_new_tokens=6)
+ray.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_a_job_whose_driver_is_killed_goes_on_and_has_each_id_once(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    target, draft = words.saved(tmp_path)
+    source = write_jsonl(tmp_path / "in.jsonl", prompts(64))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["src", ".", *sys.path])}
+    command = [sys.executable, "-c", JOB, str(tmp_path), target, draft]
+    killed = subprocess.run([*command, "3"], env=environment, check=False, timeout=1200)
+    assert killed.returncode == -signal.SIGKILL
+    files = set((tmp_path / "out").glob("*.parquet"))
+    assert 0 < len(files) < 8
+    time.sleep(10)  # until the workers have seen that their driver is gone
+    assert subprocess.run([*command, "0"], env=environment, check=False, timeout=1200).returncode == 0
+    rows = [row for file in (tmp_path / "out").glob("*.parquet") for row in parquet.read_table(file).to_pylist()]
+    assert files <= set((tmp_path / "out").glob("*.parquet"))  # what was done is not done again
+    work = work_of(words.pair(check=False), method_from("dsbd", SETTINGS), 3, 4, {"max_new_tokens": 6})
+    batch(lambda: work, source, tmp_path / "alone.jsonl")
+    expected = {record["id"]: record["text"] for record in read_jsonl(tmp_path / "alone.jsonl")}
+    assert len(rows) == 64
+    assert {row["id"]: row["text"] for row in rows} == expected
