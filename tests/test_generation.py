@@ -653,16 +653,6 @@ def test_loading_says_what_is_wrong(tmp_path):
         sb.load(tmp_path)
     with pytest.raises(errors.VocabularyMismatch, match="draft has 50 tokens, target has 61"):
         sb.load(tiny("llama"), tiny("llama", vocab_size=50))
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM
-
-    seq2seq = AutoModelForSeq2SeqLM.from_config(
-        AutoConfig.for_model("t5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=61)
-    )
-    with pytest.raises(errors.UnsupportedModel, match="encoder-decoder"):
-        sb.load(seq2seq)
-    seq2seq.save_pretrained(tmp_path / "t5")
-    with pytest.raises(errors.UnsupportedModel, match="encoder-decoder"):
-        sb.load(tmp_path / "t5")
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])

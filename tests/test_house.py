@@ -29,6 +29,7 @@ FLOORS = [
     {"tuning"},
     {"recipes"},
     {"pair"},
+    {"sources"},
     {"fastest", "prompts", "request", "with_memory"},
     {"generation"},
     {"hf", "evaluate", "jobs", "search"},
@@ -38,7 +39,7 @@ FLOORS = [
     {"__main__"},
 ]
 INSIDE_ENGINES = [
-    {"answers", "families", "mapped"},
+    {"answers", "families", "mapped", "source"},
     {"eligibility"},
     {"kv"},
     {"torch"},
@@ -49,7 +50,7 @@ INSIDE_LM = [
     {"base", "clasp", "engines", "guard", "kept", "made_up", "quantised", "sublayers"},
     {"self_draft", "skip_search", "table"},
     {"huggingface"},
-    {"early_layers", "skipping", "spread"},
+    {"early_layers", "encoder_decoder", "skipping", "spread"},
     {"live_layers"},
 ]
 

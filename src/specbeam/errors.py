@@ -29,7 +29,7 @@ class BadPrompt(SpecbeamError, ValueError):
 
 
 class UnsupportedModel(SpecbeamError, ValueError):
-    """The model cannot score a forest: encoder-decoder, recurrent state, ALiBi."""
+    """The model cannot score a forest: recurrent state, ALiBi, positions that no caller can set."""
 
 
 class VocabularyMismatch(SpecbeamError, ValueError):

@@ -19,9 +19,10 @@ from specbeam.pair import Pair, load
 from specbeam.recipes.catalogue import resolve
 from specbeam.recipes.method import Method
 from specbeam.records import Generation, Report, Turn
-from specbeam.request import Request, as_prompts
+from specbeam.request import Request
 from specbeam.runs import TURNS
 from specbeam.session import Session
+from specbeam.sources import as_sources, source_length
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -46,7 +47,8 @@ def generate(
 
     Args:
         pair: the models, from `load`; or "bundled", the pair that comes with specbeam.
-        prompts: one prompt or many; each is a string, or a list, array or tensor of token ids.
+        prompts: one prompt or many; each is a string, or a list, array or tensor of token ids. For an encoder-decoder model
+            these are sources: what its encoder reads. A speech model reads features, float[channels, frames].
         method: a recipe (`sb.dsbd(beams=4)`) or its name; `sb.methods()` lists them.
         seed: the same seed gives the same answers, whatever else is in the batch. None: a random seed.
         batch_size: maximum number of prompts, or of independent return sequences, that are decoded side by side.
@@ -59,8 +61,10 @@ def generate(
         options: the fields of `Settings`: max_new_tokens (default: 256, or fewer if the models have fewer positions left),
             max_length, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, no_repeat_ngram_size,
             bad_words_ids, prefix_allowed_tokens_fn, num_return_sequences, eos_token_id, stop_strings, length_penalty,
-            early_stopping, logits_processor; and one of json_schema, regex and grammar, the form that every text must have,
-            with grammar_backend.
+            early_stopping, logits_processor, min_length, forced_bos_token_id, forced_eos_token_id, suppress_tokens,
+            begin_suppress_tokens, renormalize_logits; decoder_start_token_id and decoder_input_ids, what the decoder of an
+            encoder-decoder model begins with; and one of json_schema, regex and grammar, the form that every text must
+            have, with grammar_backend.
 
     Returns:
         One `Generation` per prompt and return sequence, in the order of the prompts. Its `beams` are all hypotheses at the
@@ -175,7 +179,7 @@ def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 
 
     If it is not known yet, the candidates are measured on the first two prompts with up to `tokens` new tokens each.
     """
-    sample = as_prompts(prompts)[:2]
+    sample = as_sources(prompts)[:2]
     short = replace(settings, max_new_tokens=tokens, num_return_sequences=1, stop_strings=None)
 
     def measure(method: Method) -> float:
@@ -190,10 +194,11 @@ def chosen_by_speed(pair: Pair, prompts: Any, settings: Settings, tokens: int = 
 def run(request: Request, batch_size: int, streamer: Any) -> Iterator[Session]:
     """Decode the sessions of a request, and yield each when it ends.
 
-    Sessions start in the order of falling prompt length: prompts of similar length share a pass, which saves padding.
+    Sessions start in the order of falling length of prompt and source: those of similar length share a pass, which saves
+    padding.
     """
     require(is_integer(batch_size) and batch_size >= 1, "batch_size", batch_size, "an integer of at least 1")
-    waiting = sorted(request.sessions, key=lambda session: -len(session.prompt))
+    waiting = sorted(request.sessions, key=lambda session: (-len(session.prompt), -source_length(session)))
     if streamer is not None:
         return (yield from _streamed(request, waiting[0], streamer))
     running: list[Session] = []

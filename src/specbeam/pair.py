@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from specbeam.core.forest import Forest
+from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.mapped import is_kept, mapped_files, mark_kept
+from specbeam.engines.source import Source
 from specbeam.engines.torch.in_float32 import as_loaded
 from specbeam.errors import (
     BadSetting,
@@ -26,7 +28,8 @@ from specbeam.heads.mtp import is_own_modules
 from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
 from specbeam.lm.base import LM
-from specbeam.lm.huggingface import HuggingFaceLM, check_decoder_only
+from specbeam.lm.encoder_decoder import EncoderDecoderLM, encoder_for
+from specbeam.lm.huggingface import HuggingFaceLM, check_keeps_tokens
 from specbeam.lm.kept import kept_type
 from specbeam.lm.quantised import BY_LIBRARY, OWN, Quantize, check_is_model, check_rounding, is_rounding, library_config
 from specbeam.lm.skipping import Skipping, skipping_model
@@ -102,12 +105,15 @@ def load(
     """Load a target model, and optionally a draft model, with their tokenizer.
 
     Args:
-        target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included).
+        target: a path, a hub id, a model object, or "bundled" (the pair that comes with specbeam, draft included). A causal
+            language model; or an encoder-decoder model for translation, summaries or speech, whose prompts are sources.
         draft: the same kinds of values; None for methods that need no draft model. It must have the target's vocabulary.
             Or a draft head for the target (docs/heads.md lists the kinds); "mtp": the modules of multi-token prediction that
             the target's own files hold (a folder of this name is "./mtp"). "swift", or a `Skipping`: the target without some
             of its sublayers (docs/methods/swift.md; a folder of this name is "./swift"). Or one of the names of `quantize`:
-            the target itself with rounded weights, and a cache of its own.
+            the target itself with rounded weights, and a cache of its own. The draft of an encoder-decoder model is another
+            one, which shares the target's encoder if its own has the same weights; the decoder of one without an encoder
+            (`WhisperForCausalLM`); or a causal language model, which does not see the source.
         tokenizer: a path, a hub id or an object; None: the target's tokenizer.
         dtype: "auto" is the checkpoint's own type on a GPU. On a CPU it is float32: in arithmetic for every model, and in
             memory up to 300 M parameters. A larger one that the compiled forward runs stays in the type of its files, mapped
@@ -162,6 +168,13 @@ def load(
         target_model = spread_model(_name_or_path(target), dtype, torch_device, TIMEOUT_S)
     else:
         target_model = _model(target, dtype, torch_device, quantize, device_map is None, device_map)
+    if reads_sources(target_model):
+        _check_draft_of_sources(target_model, draft, share_from)
+        if device_map is not None or tensor_parallel:
+            name = type(target_model).__name__
+            raise NotSupported(
+                f"device_map and tensor_parallel are for decoder-only models, and {name} has an encoder; leave them out"
+            )
     skipping = Skipping() if isinstance(draft, str) and draft == "swift" else draft
     if isinstance(skipping, Skipping):
         draft = None
@@ -183,9 +196,11 @@ def load(
         target_lm = _placed_lm(target_model, check, share_from)
     else:
         target_lm = language_model(target_model, check, _own(quantize), compile, share_from)
-    if draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
+    if draft_model is not None and reads_sources(draft_model):
+        draft_lm: LM | None = _reading_draft(draft_model, target_lm, check)
+    elif draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
         engine = _own(quantize_draft) or ("torch" if target_lm.engine == "torch" else "auto")
-        draft_lm: LM | None = HuggingFaceLM(draft_model, engine=engine, share_from=share_from)
+        draft_lm = HuggingFaceLM(draft_model, engine=engine, share_from=share_from)
     elif head is not None:
         if quantize_draft is not None:
             raise BadSetting("quantize_draft is for draft models, and the draft is a head; leave it out")
@@ -221,11 +236,47 @@ def _check_spread(target: Any, quantize: Any, compile: bool, device_map: Any, te
 
 def _placed_lm(model: "PreTrainedModel", check: bool, share_from: ShareFrom) -> HuggingFaceLM:
     """Return the language model of a target whose layers are on several devices, which transformers has to run."""
-    check_decoder_only(model)
+    check_keeps_tokens(model)
     _use_a_backend_with_masks(model)
     model.eval()
     lm = HuggingFaceLM(model, engine="plain", share_from=share_from)
     if check:
+        check_scores_forests(lm)
+    return lm
+
+
+def _check_draft_of_sources(model: "PreTrainedModel", draft: Any, share_from: ShareFrom) -> None:
+    """Raise `NotSupported` or `BadSetting` if a draft or an option is not for a target that reads sources."""
+    name = type(model).__name__
+    is_skipping = isinstance(draft, Skipping) or draft == "swift"
+    if is_skipping or (draft is not None and not is_rounding(draft) and is_head(draft)):
+        what = "leaving sublayers out" if is_skipping else f"{draft} is a draft head, which"
+        raise NotSupported(
+            f"{what} is for decoder-only models, and {name} has an encoder; draft with a smaller model of its family, or "
+            "without a model (prompt_lookup, suffix_match)"
+        )
+    if is_integer(share_from):
+        raise BadSetting(
+            f"share_from is for long prompts, and the decoder of {name} begins with a few tokens; leave it out"
+        )
+
+
+def _reading_draft(model: "PreTrainedModel", target: HuggingFaceLM, check: bool) -> EncoderDecoderLM:
+    """Return the language model of a draft that reads sources. Raises `NotSupported` if the target does not."""
+    if not isinstance(target, EncoderDecoderLM):
+        raise NotSupported(
+            f"the draft is {type(model).__name__}, which reads sources, and the target is {target.model_name}, which "
+            "continues prompts; both have to be of one kind"
+        )
+    encoder = encoder_for(model, target)
+    if encoder is None and model is not target.model:
+        own = language_model(model, check)
+        assert isinstance(own, EncoderDecoderLM)
+        if own.input_name != target.input_name:
+            raise NotSupported(f"the draft reads {own.input_name}, and the target reads {target.input_name}")
+        return own
+    lm = EncoderDecoderLM(model, encoder=target.encoder)  # it needs a cache of its own for each target
+    if check and model is not target.model:
         check_scores_forests(lm)
     return lm
 
@@ -314,10 +365,15 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
     quantize, compile, share_from = options
     cached = vars(model).get("_specbeam")
     if cached is None or cached.state != (_fingerprint(model), options):
-        check_decoder_only(model)
+        check_keeps_tokens(model)
         _use_a_backend_with_masks(model)
         model.eval()
-        lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from)
+        lm: HuggingFaceLM
+        if reads_sources(model):
+            _check_plain(model, quantize, compile)
+            lm = EncoderDecoderLM(model)
+        else:
+            lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from)
         if compile and lm.engine == "plain":
             lm = HuggingFaceLM(model, engine="torch", share_from=share_from)
         if check:
@@ -328,6 +384,15 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
         mapped_files(model).release(model.parameters())
     assert cached.lm is not None
     return cached.lm
+
+
+def _check_plain(model: "PreTrainedModel", quantize: "Quantize | None", compile: bool) -> None:
+    """Raise `NotSupported` for options that need an engine that runs no encoder-decoder models."""
+    for name, value in (("quantize", quantize), ("compile", compile or None)):
+        if value is not None:
+            raise NotSupported(
+                f"{name}={value!r} is for decoder-only models, and transformers runs {type(model).__name__}; leave it out"
+            )
 
 
 def _check_options(quantize: Any, share_from: Any, name: str = "quantize") -> None:
@@ -405,13 +470,20 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, lm.vocab, 5).tolist()
     tokens = rng.integers(0, lm.vocab, 6).tolist()
+    source = None
+    if isinstance(lm, EncoderDecoderLM):
+        source = lm.made_up_source()
+        prompt = _without_padding(prompt, lm)
+        tokens = _without_padding(tokens, lm)
     forest = Forest.rooted([prompt[-1]]).grown(tokens, [0, 0, 1, 2, 2, 4])
-    owner: Any = SimpleNamespace(prompt=prompt, state={})  # of the cache, in place of a session
+    owner: Any = SimpleNamespace(
+        prompt=prompt, state={}, context={lm: source} if source else {}
+    )  # in place of a session
     name = type(lm.model).__name__
     try:
         found = lm.extend([owner], [forest])[0].logits.float()
         paths = [prompt + forest.path(node) for node in range(forest.size)]
-        plain = _kept_logits(lm, paths) if is_kept(lm.model) else [_plain_logits(lm, path) for path in paths]
+        plain = _kept_logits(lm, paths) if is_kept(lm.model) else [_plain_logits(lm, path, source) for path in paths]
     except SpecbeamError:
         raise
     except Exception as error:
@@ -436,12 +508,21 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
         )
 
 
+def _without_padding(tokens: list[int], lm: EncoderDecoderLM) -> list[int]:
+    """Return the tokens with another one in place of padding, after which some decoders count positions in other ways."""
+    padding = lm.model.config.pad_token_id
+    return [(token + 1) % lm.vocab if token == padding else token for token in tokens]
+
+
 @torch.inference_mode()
-def _plain_logits(lm: HuggingFaceLM, path: list[int]) -> torch.Tensor:
+def _plain_logits(lm: HuggingFaceLM, path: list[int], source: Source | None = None) -> torch.Tensor:
     """Return the logits after a path, float[vocab], without a tree.
 
     They are those of the model object itself; with weights that the engine rounds those of `lm`, as that is another model.
     """
+    if source is not None:
+        assert isinstance(lm, EncoderDecoderLM)
+        return lm.plain_logits(source, path)
     if lm.engine not in OWN:
         return lm.model(input_ids=torch.tensor([path], device=lm.device)).logits[0, -1]
     owner: Any = SimpleNamespace(prompt=path, state={})  # of the cache, in place of a session
@@ -511,21 +592,18 @@ def _model(
         if by_library is not None and vars(source).get("_specbeam_rounding") != by_library:
             raise _cannot_round(by_library)
         return source
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise BadSetting(f"dtype is {dtype!r}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'")
     name = _name_or_path(source)
     try:
         config = AutoConfig.from_pretrained(name)
-        if getattr(config, "is_encoder_decoder", False):
-            raise UnsupportedModel(
-                f"{source} is an encoder-decoder model ({config.model_type}); specbeam decodes causal language models"
-            )
         is_stored_rounded = getattr(config, "quantization_config", None) is not None
         kept = None
         if dtype == "auto" and device.type == "cpu":
-            if may_keep and by_library is None and not is_stored_rounded:
+            has_encoder = getattr(config, "is_encoder_decoder", False)
+            if may_keep and by_library is None and not is_stored_rounded and not has_encoder:
                 kept = kept_type(name, config)
             dtype = kept or torch.float32
         if by_library is not None and is_stored_rounded:
@@ -538,11 +616,11 @@ def _model(
         if device_map is not None:
             options["device_map"] = device_map
         with _ONE_AT_A_TIME:
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+            model = _class_for(config).from_pretrained(name, dtype=dtype, **options)
     except (OSError, ValueError) as error:
         if isinstance(error, SpecbeamError):
             raise
-        raise MissingFile(f"could not load a causal language model from {source}: {error}") from error
+        raise MissingFile(f"could not load a language model from {source}: {error}") from error
     except (ImportError, RuntimeError, NotImplementedError) as error:
         if by_library is None and not is_stored_rounded:
             raise
@@ -553,6 +631,17 @@ def _model(
     if kept is not None:
         mark_kept(model)
     return model if options else model.to(device)
+
+
+def _class_for(config: Any) -> Any:
+    """Return the class of transformers that loads a model of this kind: causal, encoder-decoder, or one that hears."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+
+    if not getattr(config, "is_encoder_decoder", False):
+        return AutoModelForCausalLM
+    hears = config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    return AutoModelForSpeechSeq2Seq if hears else AutoModelForSeq2SeqLM
 
 
 def _cannot_round(quantize: str) -> BadSetting:

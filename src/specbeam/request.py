@@ -1,7 +1,6 @@
 """The checked input of one call: prompts as token ids, completed settings, and the sessions that decode them."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +13,25 @@ from specbeam.core.noise import request_key
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.grammar.compiled import compiled
 from specbeam.grammar.spelling import closing_tokens, text_of_tokens
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.quantised import rounding_of
 from specbeam.memory.lm import MemoryLM
-from specbeam.options.checks import as_texts, is_integer, require
+from specbeam.options.checks import as_list, as_texts, is_integer, require
+from specbeam.options.generation_config import OF_ENCODER_DECODERS
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.method import Method, RequestInfo
 from specbeam.records import Beam, Generation
 from specbeam.session import Session
+from specbeam.sources import (
+    as_prompts,
+    as_sources,
+    check_decoder_prompt,
+    decoder_prompt,
+    readers,
+    source_of,
+    token_ids,
+)
 
 
 class Request:
@@ -62,7 +72,8 @@ class Request:
         """
         _check(method, settings)
         config = getattr(pair.target_model, "generation_config", None)
-        settings = settings.completed(config, draws=not method.greedy)
+        also = OF_ENCODER_DECODERS if isinstance(pair.target, EncoderDecoderLM) else ()
+        settings = settings.completed(config, not method.greedy, also)
         require(seed is None or is_integer(seed), "seed", seed, "an integer, or None for a random seed")
         self.audit = audit
         self.pair = pair
@@ -111,10 +122,19 @@ class Request:
     def _add_prompts(self, prompts: Any, seed: int | None) -> None:
         """Add the sessions of each prompt; a prompt that cannot be decoded takes one place, and its error is stored."""
         earlier: Counter[tuple[int, ...]] = Counter()  # number of sessions so far, by prompt
-        for number, prompt in enumerate(as_prompts(prompts)):
+        reads = isinstance(self.pair.target, EncoderDecoderLM)
+        given = as_sources(prompts) if reads else as_prompts(prompts)
+        check_decoder_prompt(self.pair, self.settings, len(given))
+        for number, prompt in enumerate(given):
+            source = None
             try:
-                ids = _token_ids(self.pair, prompt, number)
-                room = _room(self.pair, self.method, ids, self.settings, number)
+                if reads:
+                    source, read = source_of(self.pair, prompt, number)
+                    start = decoder_prompt(self.pair, self.settings, number)
+                    ids = [*read, *start]
+                else:
+                    start = ids = token_ids(self.pair, prompt, number, self.pair.target.vocab)
+                room = _room(self.pair, self.method, start, self.settings, number)
             except BadPrompt as error:
                 self.refused[len(self.prompt_of)] = error
                 self.prompt_of.append(number)
@@ -122,7 +142,10 @@ class Request:
             for _ in range(self.settings.num_return_sequences // self.answers_per_session):
                 key = None if seed is None else request_key(int(seed), ids, earlier[tuple(ids)])
                 earlier[tuple(ids)] += 1
-                self.sessions.append(self._session(ids, number, room, key))
+                session = self._session(start, number, room, key)
+                if source is not None:
+                    session.context = dict.fromkeys(readers(self.pair), source)
+                self.sessions.append(session)
                 self.prompt_of.append(number)
 
     def _session(self, prompt: list[int], number: int, room: int | None, key: int | None) -> Session:
@@ -134,16 +157,22 @@ class Request:
             room: number of new tokens for which the models have positions; None if there is no limit.
             key: key of the session's chance; None: random.
         """
-        warp = self.settings.warp(
-            self.eos, self.method.greedy, len(prompt), number, self.method.search, self.constraint
-        )
         decoder = None if self.pair.tokenizer is None else self.pair.tokenizer.decode  # with its special tokens
-        fills_beams = self.method.fills_beams or warp.greedy
+        fills_beams = self.method.fills_beams or self.method.greedy or self.settings.temperature == 0
         keep = self.method.beams if fills_beams else self.settings.num_return_sequences
         limits = self.settings.limits(self.eos, len(prompt), room, decoder, keep)
         if self.method.beams == 1:  # greedy search and sampling are over at their first end
             limits = replace(limits, early_stopping=True)
         limits = replace(limits, closing=self._closing)
+        warp = self.settings.warp(
+            self.eos,
+            self.method.greedy,
+            len(prompt),
+            number,
+            self.method.search,
+            self.constraint,
+            limits.max_new_tokens,
+        )
         return Session(prompt, self.parts, warp, limits, key, len(self.prompt_of), self.audit, number)
 
     def text_of(self, tokens: list[int]) -> str:
@@ -223,52 +252,18 @@ def _check_tokens(settings: Settings, vocab: int) -> None:
     ends = [token for token in settings.eos(None) if not 0 <= token < vocab]
     if ends:
         raise BadSetting(f"eos_token_id is {ends[0]}; the model knows 0 to {vocab - 1} ([] for no end token)")
-    words = [token for word in settings.bad_words_ids or [] for token in word if token >= vocab]
-    if words:
-        raise BadSetting(f"bad_words_ids holds {words[0]}; the model knows 0 to {vocab - 1}")
-
-
-def as_prompts(prompts: Any) -> list[Any]:
-    """Return a list of prompts, from one prompt or several. Raises `BadSetting` if `prompts` is neither.
-
-    A prompt is a text or a list of token ids. A list of integers is one prompt; so is an array or tensor of one dimension.
-    """
-    if isinstance(prompts, str):
-        return [prompts]
-    if hasattr(prompts, "tolist"):  # an array or a tensor of ids
-        prompts = prompts.tolist()
-    if not isinstance(prompts, Iterable):
-        raise BadSetting(f"prompts is {prompts!r}; it must be a text, a list of token ids, or a list of these")
-    prompts = list(prompts)
-    if prompts and all(isinstance(prompt, int) for prompt in prompts):
-        return [prompts]
-    return prompts
-
-
-def _token_ids(pair: Pair, prompt: Any, number: int) -> list[int]:
-    """Return the token ids of prompt `number`. Raises `BadPrompt` if it is empty, or no text or list of token ids."""
-    if isinstance(prompt, str):
-        if pair.tokenizer is None:
-            raise BadPrompt(
-                f"prompt {number} is text, but there is no tokenizer; give load(tokenizer=...) or token ids"
-            )
-        if not prompt.strip():
-            raise BadPrompt(f"prompt {number} is empty; it must hold some text")
-        ids = list(pair.tokenizer(prompt)["input_ids"])
-    else:
-        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        if not isinstance(prompt, (list, tuple, range)) or not all(isinstance(token, int) for token in prompt):
-            raise BadPrompt(f"prompt {number} is {prompt!r}; it must be a text or a list of token ids")
-        ids = list(prompt)
-    if not ids:
-        raise BadPrompt(f"prompt {number} is empty; it must hold at least one token")
-    unknown = [token for token in ids if not 0 <= token < pair.target.vocab]
-    if unknown:
-        raise BadPrompt(
-            f"prompt {number} holds token id {unknown[0]}; the model knows 0 to {pair.target.vocab - 1}: "
-            "was it made with another tokenizer?"
-        )
-    return ids
+    words = [token for word in settings.bad_words_ids or [] for token in word]
+    named = {
+        "bad_words_ids": words,
+        "forced_bos_token_id": as_list(settings.forced_bos_token_id),
+        "forced_eos_token_id": as_list(settings.forced_eos_token_id),
+        "suppress_tokens": settings.suppress_tokens or [],
+        "begin_suppress_tokens": settings.begin_suppress_tokens or [],
+    }
+    for name, tokens in named.items():
+        unknown = [token for token in tokens if token is not None and token >= vocab]
+        if unknown:
+            raise BadSetting(f"{name} holds {unknown[0]}; the model knows 0 to {vocab - 1}")
 
 
 def _room(pair: Pair, method: Method, prompt: list[int], settings: Settings, number: int) -> int | None:

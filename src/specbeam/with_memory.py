@@ -12,6 +12,7 @@ from specbeam.memory.lm import MemoryLM
 from specbeam.memory.plan import MemoryPlan, Query
 from specbeam.memory.recall import Recall
 from specbeam.pair import Pair, load, load_model
+from specbeam.sources import require_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,13 +49,14 @@ def hmt(
             pair's draft is no model of its own (a head, or layers of the target).
         MissingFile: a folder holds no memory.
         BadHead: a memory cannot be read, or does not fit its model.
-        NotSupported: a model takes no rows by embedding.
+        NotSupported: a model takes no rows by embedding, or reads sources.
     """
     if not isinstance(pair, Pair):
         if holds_memory(pair):
             memory = memory if memory is not None else str(pair)
             pair = _backbone(backbone_of(str(pair)))
         pair = load(pair)
+    require_prompts(pair, "a model with memory")
     if memory is None and draft_memory is None:
         raise BadSetting("neither memory nor draft_memory is given; give the folder that `specbeam train hmt` wrote")
     if isinstance(pair.target, MemoryLM):

@@ -36,6 +36,16 @@ def misfit_of_float32(model: "PreTrainedModel") -> str:
     return misfit_of_family(model)
 
 
+def has_own_encoder(model: "PreTrainedModel") -> bool:
+    """Return whether a model is an encoder and a decoder."""
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def reads_sources(model: "PreTrainedModel") -> bool:
+    """Return whether the decoder of a model looks at a source: that of its own encoder, or of another model's."""
+    return has_own_encoder(model) or type(model).__name__ == "WhisperForCausalLM"
+
+
 def layers_of(model: "PreTrainedModel") -> nn.ModuleList:
     """Return the layers of a model, wherever it keeps them. Raises `NotSupported` if they are not all in one list."""
     total = model.config.get_text_config().num_hidden_layers

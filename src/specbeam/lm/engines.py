@@ -10,11 +10,12 @@ import torch
 from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
 from specbeam.engines.cpu.passes import PackedPasses
-from specbeam.engines.eligibility import is_llama_like, is_plain_llama
+from specbeam.engines.eligibility import is_llama_like, is_plain_llama, reads_sources
 from specbeam.engines.families import misfit_of_family
 from specbeam.engines.mapped import is_kept
 from specbeam.engines.torch.lean import LARGEST, LeanDecoder
 from specbeam.engines.torch.passes import PaddedPasses
+from specbeam.engines.torch.source_passes import SourcePasses
 from specbeam.errors import NotSupported
 
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ def choose_engine(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> C
 
     Raises `NotSupported` if the wanted engine cannot run the model.
     """
+    if reads_sources(model):
+        if wanted not in ("auto", "plain"):
+            raise NotSupported(f"engine {wanted!r} runs decoder-only models, and {type(model).__name__} reads sources")
+        return ChosenEngine("plain", SourcePasses(model, caches), "")
     if wanted != "parallel" and any(hasattr(weight, "to_local") for weight in model.parameters()):
         raise NotSupported(
             "the weights of this model are spread over several processes, which all have to make each pass; load the target "

@@ -685,12 +685,10 @@ def max_positions_of(config: object) -> int | None:
     return None
 
 
-def check_decoder_only(model: "PreTrainedModel") -> None:
+def check_keeps_tokens(model: "PreTrainedModel") -> None:
     """Raise `UnsupportedModel` for models that cannot score a forest, whatever masks and positions they are given."""
     config = model.config
     name = type(model).__name__
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name} is an encoder-decoder model; specbeam decodes causal language models")
     text = config.get_text_config()
     if getattr(text, "alibi", False) or config.model_type in ("bloom", "mpt"):
         raise UnsupportedModel(

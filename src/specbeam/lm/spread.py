@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from specbeam.engines.torch.repeated import TIMEOUT_S, Channel, Follower, end_job
 from specbeam.errors import BadSetting, MissingFile, SpecbeamError, UnsupportedModel
-from specbeam.lm.huggingface import check_decoder_only
+from specbeam.lm.huggingface import check_keeps_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +69,7 @@ def _part_of(name: str, dtype: "str | torch.dtype", on_gpu: bool) -> "PreTrained
         if isinstance(error, SpecbeamError):
             raise
         raise MissingFile(f"could not spread a causal language model from {name}: {error}") from error
-    check_decoder_only(model)
+    check_keeps_tokens(model)
     if not any(hasattr(weight, "to_local") for weight in model.parameters()):
         raise UnsupportedModel(
             f"transformers has no plan by which it would spread {type(model).__name__}; load it on one device, or by "

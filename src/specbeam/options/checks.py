@@ -63,12 +63,25 @@ def _are_texts(stops: object) -> bool:
     )
 
 
+def _are_tokens(tokens: object) -> bool:
+    """Return whether `tokens` is a list or tuple of token ids."""
+    return isinstance(tokens, (list, tuple)) and all(is_integer(token) and token >= 0 for token in tokens)
+
+
+def _are_prompts(prompts: object) -> bool:
+    """Return whether `prompts` is a list of at least one token id, or a list of such lists."""
+    if not isinstance(prompts, (list, tuple)) or not prompts:
+        return False
+    return _is_word(prompts) or all(map(_is_word, prompts))
+
+
 def _are_callables(processors: object) -> bool:
     return isinstance(processors, (list, tuple)) and all(map(callable, processors))
 
 
 _INTEGERS = (
-    "max_new_tokens", "max_length", "min_new_tokens", "top_k", "num_return_sequences", "no_repeat_ngram_size"
+    "max_new_tokens", "max_length", "min_new_tokens", "top_k", "num_return_sequences", "no_repeat_ngram_size", "min_length",
+    "forced_bos_token_id", "decoder_start_token_id"
 )  # fmt: skip
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty")
 _NEEDED = ("num_return_sequences", "grammar_backend")  # options that may not be None
@@ -100,6 +113,18 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("stop_strings", _are_texts, "texts of at least one character"),
     ("bad_words_ids", _are_words, "lists of token ids, one per word, like [[5], [6, 7]]"),
+    ("min_length", lambda count: count >= 0, ">= 0"),
+    ("forced_bos_token_id", lambda token: token >= 0, ">= 0"),
+    ("decoder_start_token_id", lambda token: token >= 0, ">= 0"),
+    (
+        "forced_eos_token_id",
+        lambda ends: all(is_integer(end) and end >= 0 for end in as_list(ends)),
+        "a token id or several",
+    ),
+    ("suppress_tokens", _are_tokens, "a list of token ids"),
+    ("begin_suppress_tokens", _are_tokens, "a list of token ids"),
+    ("renormalize_logits", lambda value: isinstance(value, bool), "True or False"),
+    ("decoder_input_ids", _are_prompts, "a list of token ids, or one such list for each source"),
     ("prefix_allowed_tokens_fn", callable, "a callable that takes the number of a prompt and its tokens"),
     ("logits_processor", _are_callables, "a list of callables that take input_ids and scores"),
     ("grammar_backend", lambda name: name in GRAMMAR_BACKENDS, " or ".join(map(repr, GRAMMAR_BACKENDS))),

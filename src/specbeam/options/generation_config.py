@@ -20,7 +20,15 @@ OF_MODELS = (
     "stop_strings",
     "length_penalty",
     "early_stopping",
+    "min_length",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "renormalize_logits",
 )
+# Settings that only encoder-decoder models have in their own config, or that transformers takes from it for them alone.
+OF_ENCODER_DECODERS = ("max_length", "decoder_start_token_id")
 # Fields of a generation config that do not change the text, or that the method decides.
 _HARMLESS = (
     "bos_token_id",
@@ -37,7 +45,6 @@ _HARMLESS = (
     "output_hidden_states",
     "output_logits",
     "disable_compile",
-    "decoder_start_token_id",
 )
 
 

@@ -25,6 +25,8 @@ DEFAULT_NEW_TOKENS = 256
 class Settings:
     """The options of `generate`, with the names and meanings of transformers; None means not set.
 
+    `decoder_start_token_id` and `decoder_input_ids` are for encoder-decoder models: what their decoder begins with.
+
     Options that transformers does not have:
         json_schema, regex, grammar: the form that every text must have; at most one of them (docs/constrained.md).
         grammar_backend: the library that enforces the form, "llguidance" or "xgrammar".
@@ -47,6 +49,14 @@ class Settings:
     bad_words_ids: Sequence[Sequence[int]] | None = None
     prefix_allowed_tokens_fn: "Callable[[int, Tensor], list[int]] | None" = None
     logits_processor: "LogitsProcessorList | Sequence[Any] | None" = None
+    min_length: int | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: SupportsIndex | Iterable[int] | None = None
+    suppress_tokens: Sequence[int] | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
+    renormalize_logits: bool | None = None
+    decoder_start_token_id: int | None = None
+    decoder_input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
     json_schema: str | bool | Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -94,7 +104,7 @@ class Settings:
             )
         return settings
 
-    def completed(self, config: "GenerationConfig | None", draws: bool) -> "Settings":
+    def completed(self, config: "GenerationConfig | None", draws: bool, also: tuple[str, ...] = ()) -> "Settings":
         """Return these settings, with those that are not set taken from the model's own generation config, as transformers
         does it.
 
@@ -103,6 +113,7 @@ class Settings:
         Args:
             config: the model's generation config, or None.
             draws: whether the method draws tokens; otherwise no warpers are taken from the config.
+            also: names of further settings that are taken from the config.
         """
         if config is None:
             return self
@@ -112,7 +123,7 @@ class Settings:
                 f"the model's generation_config sets {', '.join(unsupported)}, which specbeam does not honour",
                 stacklevel=2,
             )
-        names = (*OF_MODELS, *(WARPERS if draws else ()))
+        names = (*OF_MODELS, *(WARPERS if draws else ()), *also)
         missing = {name: from_config[name] for name in names if name in from_config and getattr(self, name) is None}
         return replace(self, **missing)
 
@@ -124,6 +135,7 @@ class Settings:
         prompt: int = 0,
         search: bool = False,
         constraint: Constraint | None = None,
+        most: int | None = None,
     ) -> Warp:
         """Return the warp that turns a model's logits into the law that these settings describe.
 
@@ -135,9 +147,10 @@ class Settings:
             search: whether warpers work as in transformers' beam modes: on each row like a processor, keeping at least two
                 tokens, and at least one more than there are end tokens, so that a beam can go on.
             constraint: applied after all processors; only warpers come after it.
+            most: maximum number of new tokens, of which `forced_eos_token_id` is the last.
         """
         greedy = greedy or self.temperature == 0
-        processors = self._processors(eos, prompt_length, prompt, search)
+        processors = self._processors(eos, prompt_length, prompt, search, most)
         bans = (
             None if constraint is None else Constrained(constraint, eos, prompt_length, self.form_kind or "constraint")
         )
@@ -145,6 +158,8 @@ class Settings:
             processors = _joined(processors, [bans])
         truncation = NO_TRUNCATION if greedy else self._truncation()
         if search:
+            if self.renormalize_logits:
+                processors = self._renormalised(processors, truncation)
             truncation = truncation._replace(least=max(2, 1 + len(eos)), by_row=True)
             return Warp(processors, truncation, greedy, True, bans)
         return Warp(processors, truncation, greedy, constraint=bans)
@@ -183,16 +198,37 @@ class Settings:
             return ()
         return tuple(as_list(chosen))
 
+    def _renormalised(
+        self, processors: "LogitsProcessorList | None", truncation: Truncation
+    ) -> "LogitsProcessorList | None":
+        """Return the processors of a search, with one that makes their scores log-probabilities again.
+
+        In other laws each row is normalised anyway. Raises `NotSupported` for warpers, which would have to come in between.
+        """
+        from transformers import LogitNormalization
+
+        if truncation != NO_TRUNCATION:
+            raise NotSupported(
+                "renormalize_logits comes after temperature, top_k, top_p and min_p, and in a search these come last; leave "
+                "one of them out"
+            )
+        return _joined(processors, [LogitNormalization()])
+
     def _processors(
-        self, eos: tuple[int, ...], prompt_length: int, prompt: int, search: bool
+        self, eos: tuple[int, ...], prompt_length: int, prompt: int, search: bool, most: int | None
     ) -> "LogitsProcessorList | None":
         """Return the logits processors of these settings, in the order of transformers; None if there are none."""
         from transformers import (
+            ForcedBOSTokenLogitsProcessor,
+            ForcedEOSTokenLogitsProcessor,
             LogitsProcessorList,
+            MinLengthLogitsProcessor,
             MinNewTokensLengthLogitsProcessor,
             NoBadWordsLogitsProcessor,
             NoRepeatNGramLogitsProcessor,
             RepetitionPenaltyLogitsProcessor,
+            SuppressTokensAtBeginLogitsProcessor,
+            SuppressTokensLogitsProcessor,
         )
 
         processors = LogitsProcessorList()
@@ -204,10 +240,24 @@ class Settings:
             processors.append(
                 NoBadWordsLogitsProcessor([list(words) for words in self.bad_words_ids], list(eos) or None)
             )
+        if self.min_length and eos:
+            processors.append(MinLengthLogitsProcessor(self.min_length, list(eos)))
         if self.min_new_tokens and eos:
             processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, self.min_new_tokens, list(eos)))
         if self.prefix_allowed_tokens_fn is not None:
             processors.append(allowed_after(self.prefix_allowed_tokens_fn, prompt, together=search))
+        if self.forced_bos_token_id is not None:
+            processors.append(ForcedBOSTokenLogitsProcessor(self.forced_bos_token_id))
+        if self.forced_eos_token_id is not None and most is not None:
+            ends = as_list(self.forced_eos_token_id)
+            processors.append(ForcedEOSTokenLogitsProcessor(prompt_length + most, ends))
+        if self.suppress_tokens:
+            processors.append(SuppressTokensLogitsProcessor(list(self.suppress_tokens)))
+        if self.begin_suppress_tokens:
+            begin = prompt_length
+            if prompt_length == 1 and self.forced_bos_token_id is not None:
+                begin += 1
+            processors.append(SuppressTokensAtBeginLogitsProcessor(list(self.begin_suppress_tokens), begin))
         processors.extend(self.logits_processor or [])
         return processors or None
 

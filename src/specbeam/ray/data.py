@@ -108,8 +108,9 @@ def decode_table(
         num_cpus, num_gpus: what each worker takes of the cluster's, as Ray counts.
         decode: the arguments of `Decode`.
     """
-    import ray
     from ray.data.checkpoint import CheckpointConfig
+
+    import ray
 
     context = ray.data.DataContext.get_current()
     context.checkpoint_config = CheckpointConfig(id_column=id_column, checkpoint_path=str(checkpoint))

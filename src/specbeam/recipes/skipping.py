@@ -8,6 +8,7 @@ from specbeam.draft.children import Independent
 from specbeam.draft.tree import Branching, TreeDrafter
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import LM
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.skip_search import SkipSearch
 from specbeam.lm.skipping import Skipping, skipping_model
@@ -72,6 +73,11 @@ def swift(
             raise NotSupported(
                 "swift leaves sublayers of the target out; that needs a transformers model without a memory, and this is "
                 f"{type(target).__name__}"
+            )
+        if isinstance(target, EncoderDecoderLM):
+            raise NotSupported(
+                f"swift leaves sublayers of decoder-only models out, and {target.model_name} has an encoder; take a method "
+                "with a draft model, or one that needs none"
             )
         model = skipping_model(target, settings)
         return Parts(TreeDrafter(model, growth), judge, make_controller(target, model), law)

@@ -14,10 +14,11 @@ from specbeam.options.checks import is_integer, require
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair, load
 from specbeam.recipes.method import Method
-from specbeam.request import Request, as_prompts
+from specbeam.request import Request
 from specbeam.search.draws import Draw, Drawn, drawn, seed_of
 from specbeam.search.tree import CLOSED, CUT_OFF, FINISHED, OPEN, Node, SearchResult
 from specbeam.search.value import Value, checked_values
+from specbeam.sources import as_prompts, require_prompts
 
 TAKEN = ("max_new_tokens", "stop_strings", "num_return_sequences", "max_length", "min_new_tokens")
 NO_LIMIT = 2**62  # tokens
@@ -62,6 +63,7 @@ class GrowingTrees:
 
     def __post_init__(self) -> None:
         """Raise `BadSetting` or `NotSupported` for settings that make no search."""
+        require_prompts(self.pair, "a search over steps")
         require(isinstance(self.separator, str) and bool(self.separator), "separator", self.separator, "a text")
         if self.budget is not None:
             require_counts(budget=self.budget)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_NO_EXTRAS: Mapping[str, torch.Tensor] = {}
+NO_EXTRAS: Mapping[str, torch.Tensor] = {}
 _NONE = torch.zeros(0)
 FEW = 16  # rows of the store that a captured pass may read even if only one of them is needed
 
@@ -194,17 +194,21 @@ class PaddedPasses:
     def _run(self, parts: list[Part], learns: bool) -> None:
         """Run the parts of all sessions, and keep the rows of their wanted nodes in the caches if `learns`.
 
-        Sessions whose contexts have different shapes cannot be in one batch: each shape gets a pass of its own.
+        Sessions whose batch keys differ cannot be in one batch: each key gets a pass of its own.
         """
         groups: dict[Any, list[Part]] = {}
         for part in parts:
-            groups.setdefault(_shapes(part.cache.context), []).append(part)
+            groups.setdefault(self._batch_key(part.cache), []).append(part)
         for group in groups.values():
             for part, (columns, prompt) in zip(group, self._forward(group), strict=True):
                 if part.cache.needs.prompt and len(prompt):
                     part.cache.prompt_rows.append(prompt)
                 if learns:
                     part.cache.learn(part.nodes, columns)
+
+    def _batch_key(self, cache: PaddedCache) -> Any:
+        """Return what sessions in one batch have in common: the shapes of their contexts."""
+        return _shapes(cache.context)
 
     @torch.inference_mode()
     def _forward(self, parts: list[Part]) -> list[tuple[Columns, torch.Tensor]]:
@@ -265,7 +269,7 @@ class PaddedPasses:
             inputs[0][inputs[0] <= LEARNT] = 0  # that they are no tokens is known by now
         with span("model"), self._recording(recorded), self._entering(entering):
             logits = self._logits(inputs, masks, last, run, recorded, entering)
-            if self.captured is not None:  # laws are made on the host
+            if self.device.type == "cuda":  # laws are made on the host
                 wanted = [rows.index(row) for row in by_row]
                 logits = logits[wanted].float().cpu()
                 recorded = {column: states[wanted].float().cpu() for column, states in recorded.items()}
@@ -290,15 +294,22 @@ class PaddedPasses:
         self, rows: Sequence[int], by_row: dict[int, SharedRow], width: int, extent: int
     ) -> tuple[Int64[np.ndarray, "3 batch width"], Mask]:
         """Return the tokens, positions and slots of a pass, aligned to the right, and its masks."""
-        filler = next(iter(by_row.values()))
-        feeds = [by_row[row].feed if row in by_row else _EMPTY_FEED for row in rows]
-        tries = [by_row.get(row, filler).table for row in rows]  # the table of a row without a feed is not read
+        feeds, tries = self._feeds_and_tables(rows, by_row)
         inputs = np.zeros((3, len(rows), width), dtype=np.int64)
         inputs[2] = WASTE
         for place, feed in enumerate(feeds):
             if len(feed):
                 inputs[:, place, -len(feed) :] = feed.tokens, feed.positions, feed.slots
         return inputs, self.masks.build(feeds, tries, width, extent, self.device, additive=self.lean is not None)
+
+    def _feeds_and_tables(
+        self, rows: Sequence[int], by_row: dict[int, SharedRow]
+    ) -> tuple[list[Feed], list[SlotPositions]]:
+        """Return what each row of the store brings to a pass, and the positions of the tokens in its slots."""
+        filler = next(iter(by_row.values()))
+        feeds = [by_row[row].feed if row in by_row else _EMPTY_FEED for row in rows]
+        tables = [by_row.get(row, filler).table for row in rows]  # the table of a row without a feed is not read
+        return feeds, tables
 
     def _logits(
         self,
@@ -393,7 +404,7 @@ class PaddedPasses:
         places: torch.Tensor,
         masks: Mask,
         wanted: int,
-        extras: Mapping[str, torch.Tensor] = _NO_EXTRAS,
+        extras: Mapping[str, torch.Tensor] = NO_EXTRAS,
     ) -> torch.Tensor:
         """Call the model, and return the logits of the last `wanted` rows of each sequence of the batch."""
         tokens = {} if "inputs_embeds" in extras else {"input_ids": ids}

@@ -1,0 +1,148 @@
+"""The store of the keys and values that a decoder's cross-attention reads: each source once, however many beams read it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class CrossLayer(CacheLayerMixin):
+    """The keys and values of one layer that the present pass reads, with the interface of a cache of transformers.
+
+    Layers read them in place and never update them.
+    """
+
+    is_sliding = False
+    is_initialized = True
+
+    def __init__(self, keys: Float[Tensor, "batch heads frames size"], values: Tensor) -> None:
+        super().__init__()
+        self.keys = keys
+        self.values = values
+        self.dtype = keys.dtype
+        self.device = keys.device
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the keys and values are there."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        raise AssertionError("the keys and values of a source are never updated")
+
+    def get_seq_length(self) -> int:
+        return int(self.keys.shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length(), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # the name before transformers 5.16
+
+
+class CrossStore:
+    """The keys and values of the sources of all sessions, in one buffer per layer.
+
+    The rows are those of sources, not of sessions: samples of one prompt read the same row. Rows in use stay side by side,
+    so that a pass over neighbouring sources reads them in place.
+
+    Attributes:
+        keys, values: by layer, [rows, heads, frames, size]; the frames beyond a source are zeros or what was there before,
+            and masked.
+        lengths: number of frames of each row in use.
+    """
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.lengths: list[int] = []
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in (*self.keys, *self.values))
+
+    @torch.inference_mode()
+    def add(self, keys: Sequence[Float[Tensor, "1 heads frames size"]], values: Sequence[Tensor]) -> int:
+        """Store the keys and values of one source, by layer, and return its row."""
+        row = len(self.lengths)
+        frames = int(keys[0].shape[2])
+        self._reserve(row + 1, frames, keys, values)
+        for buffers, given in ((self.keys, keys), (self.values, values)):
+            for buffer, part in zip(buffers, given, strict=True):
+                buffer[row, :, :frames] = part[0]
+        self.lengths.append(frames)
+        return row
+
+    def _reserve(self, rows: int, frames: int, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        """Make room for so many rows, which at least double, and for exactly so many frames: sources are long."""
+        if not self.keys:
+            self.keys = [one.new_zeros(rows, *one.shape[1:]) for one in keys]
+            self.values = [one.new_zeros(rows, *one.shape[1:]) for one in values]
+        known_rows, _, known_frames, _ = self.keys[0].shape
+        if rows <= known_rows and frames <= known_frames:
+            return
+        rows = known_rows if rows <= known_rows else max(rows, 2 * known_rows)
+        frames = max(frames, known_frames)
+        for buffers in (self.keys, self.values):
+            for layer, buffer in enumerate(buffers):
+                grown = buffer.new_zeros(rows, buffer.shape[1], frames, buffer.shape[3])
+                grown[:known_rows, :, :known_frames] = buffer
+                buffers[layer] = grown  # one after the other, so that only one layer is held twice
+
+    @torch.inference_mode()
+    def drop(self, row: int) -> int:
+        """Free a row: the last row moves there. Returns the row that has moved, which is `row` itself if none has."""
+        last = len(self.lengths) - 1
+        if row != last:
+            length = self.lengths[last]
+            for buffer in (*self.keys, *self.values):
+                buffer[row, :, :length] = buffer[last, :, :length]
+            self.lengths[row] = length
+        self.lengths.pop()
+        return last
+
+    def view(self, rows: Sequence[int]) -> "CrossView":
+        """Return what a pass reads whose sequences look at these rows, valid until a source is added or dropped."""
+        lengths = [self.lengths[row] for row in rows]
+        longest = max(lengths)
+        which: Any = _as_index(rows)
+        layers = []
+        for keys, values in zip(self.keys, self.values, strict=True):
+            seen = [buffer[which][:, :, :longest] for buffer in (keys, values)]
+            if len(seen[0]) < len(rows):  # all sequences look at one source
+                seen = [one.expand(len(rows), -1, -1, -1) for one in seen]
+            layers.append(CrossLayer(seen[0], seen[1]))
+        device = self.keys[0].device
+        frames = torch.arange(longest, device=device)
+        mask = frames[None] < torch.tensor(lengths, device=device)[:, None]
+        return CrossView(Cache(layers=layers), mask)
+
+
+class CrossView:
+    """What the cross-attention of one pass reads.
+
+    Attributes:
+        cache: the keys and values, as a cache of transformers.
+        mask: which frames belong to the source of each sequence.
+    """
+
+    def __init__(self, cache: Cache, mask: Bool[Tensor, "batch frames"]) -> None:
+        self.cache = cache
+        self.mask = mask
+
+
+def _as_index(rows: Sequence[int]) -> "slice | list[int]":
+    """Return an index that reads these rows: in place if they are one row or neighbours, and otherwise a copy."""
+    first = rows[0]
+    if all(row == first for row in rows):
+        return slice(first, first + 1)
+    if list(rows) == [*range(first, first + len(rows))]:
+        return slice(first, first + len(rows))
+    return list(rows)

@@ -1,0 +1,73 @@
+"""What the encoder of a model reads for a prompt: the source, with the states that encoders have made of it."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int64
+
+from specbeam.errors import NotSupported
+
+InputName = Literal["input_ids", "input_features"]
+
+
+@dataclass(eq=False)
+class Source:
+    """The source of one prompt. All sessions of the prompt, and all models that read it, hold the same object.
+
+    Attributes:
+        name: the argument of an encoder that takes the inputs.
+        inputs: token ids, or what a feature extractor makes of audio; None if only states are given.
+        states: what encoders have made of the inputs, by encoder.
+        given: states of an encoder that ran elsewhere; every encoder without inputs takes them for its own.
+    """
+
+    name: InputName
+    inputs: Int64[torch.Tensor, "1 length"] | Float[torch.Tensor, "1 channels frames"] | None
+    states: dict[Hashable, Float[torch.Tensor, "1 frames size"]] = field(default_factory=dict)
+    given: Float[torch.Tensor, "1 frames size"] | None = None
+
+    @classmethod
+    def of_tokens(cls, tokens: list[int]) -> "Source":
+        """Return the source of a text."""
+        return cls("input_ids", torch.tensor([tokens]))
+
+    @classmethod
+    def of_features(cls, features: Float[torch.Tensor, "channels frames"]) -> "Source":
+        """Return the source of a window of audio."""
+        return cls("input_features", features[None])
+
+    @classmethod
+    def of_states(cls, states: Float[torch.Tensor, "frames size"]) -> "Source":
+        """Return a source that an encoder has read already."""
+        return cls("input_ids", None, given=states[None])
+
+    @torch.inference_mode()
+    def states_of(self, encoder: Any) -> Float[torch.Tensor, "1 frames size"]:
+        """Return what an encoder makes of the source, which runs once.
+
+        A source is encoded by itself: the states do not depend on what else is decoded.
+
+        Raises `NotSupported` if the source holds states of another encoder alone.
+        """
+        if encoder not in self.states:
+            self.states[encoder] = self._encoded_by(encoder)
+        return self.states[encoder]
+
+    def _encoded_by(self, encoder: Any) -> torch.Tensor:
+        if self.inputs is None:
+            if self.given is None:
+                raise NotSupported("a source holds neither what an encoder reads nor what it has made of it")
+            return self.given
+        weight = next(encoder.parameters())
+        inputs = self.inputs.to(weight.device)
+        if self.name == "input_features":
+            inputs = inputs.to(weight.dtype)
+        output = encoder(**{self.name: inputs})
+        states: torch.Tensor = output[0]
+        return states
+
+    def forget(self, encoder: Any) -> None:
+        """Drop what an encoder has made of the source; it reads the source again if that is needed."""
+        self.states.pop(encoder, None)

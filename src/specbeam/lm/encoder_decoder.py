@@ -1,0 +1,151 @@
+"""SCORE: encoder-decoder models of transformers, whose decoder looks at a source: translation, summaries, speech."""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from specbeam.engines.answers import LOGITS
+from specbeam.engines.eligibility import has_own_encoder
+from specbeam.engines.source import Source
+from specbeam.engines.torch.source_passes import SourcePasses, decoder_layers
+from specbeam.errors import NotSupported
+from specbeam.lm.huggingface import CHUNK, HuggingFaceLM
+from specbeam.records import Needs
+from specbeam.session import CacheOwner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+MADE_UP_FRAMES = 24  # of a source on which passes are timed
+
+
+class EncoderDecoderLM(HuggingFaceLM):
+    """An encoder-decoder model that scores forests: `session.context` holds the source that its encoder reads.
+
+    The prompt of a session is that of the decoder: its start token, and what is forced to follow. The encoder reads a source
+    once. The keys and values of its cross-attention are stored once per source: beams, draft nodes and samples of the same
+    prompt look at the same ones.
+
+    Args:
+        chunk: prompt tokens of one session per pass.
+        encoder: an encoder that makes the states of a source, whose output is then shared with other models; None: the
+            model's own.
+
+    Attributes:
+        encoder: the encoder that reads sources for this model.
+        input_name: what the encoder reads: "input_ids", or "input_features" of audio.
+        most_source: the most tokens of a source, or the number of frames that each window of audio has; None: no limit.
+    """
+
+    runner: SourcePasses
+
+    def __init__(self, model: "PreTrainedModel", chunk: int = CHUNK, encoder: nn.Module | None = None) -> None:
+        if encoder is None and not has_own_encoder(model):
+            raise NotSupported(
+                f"{type(model).__name__} is a decoder without its encoder; it can only draft for a model that has one: "
+                "load(target, draft=...)"
+            )
+        super().__init__(model, chunk, "auto", None)
+        self.encoder: Any = model.get_encoder() if encoder is None else encoder
+        self.input_name: Literal["input_ids", "input_features"] = (
+            "input_features" if _hears(self.encoder) else "input_ids"
+        )
+        self.max_positions = self.runner.places.most
+        self.most_source = _most_source(self.encoder)
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of the keys and values of one token of the decoder."""
+        config = self.model.config
+        heads = int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
+        size = int(getattr(config, "d_kv", None) or config.d_model // heads)
+        return 2 * decoder_layers(self.model) * heads * size * int(self.model.dtype.itemsize)
+
+    def refuses(self, session: CacheOwner) -> str:
+        """Return the reason why this model cannot take what a session has for it; "" if it can."""
+        if self not in getattr(session, "context", {}):
+            return f"{self.model_name} reads a source for each prompt, and the session has none: session.context[lm]"
+        return super().refuses(session)
+
+    def source_of(self, session: CacheOwner) -> Source:
+        """Return the source of a session."""
+        source: Source = getattr(session, "context", {})[self]
+        return source
+
+    def made_up_source(self, frames: int = MADE_UP_FRAMES) -> Source:
+        """Return a source of made-up states, which no encoder has read, on which passes are checked and timed."""
+        generator = torch.Generator().manual_seed(0)
+        return Source.of_states(torch.randn(frames, self.model.config.d_model, generator=generator))
+
+    def plain_logits(self, source: Source, path: list[int]) -> torch.Tensor:
+        """Return the logits after a path, float[vocab], as the model gives them by itself."""
+        return self.runner.plain_logits(source.states_of(self.encoder), path)
+
+    def reads_with(self, other: "EncoderDecoderLM") -> bool:
+        """Return whether this model takes what the encoder of another one makes, so that a source is read once for both."""
+        return self.encoder is other.encoder
+
+    def _cache(self, session: CacheOwner, needs: Needs = LOGITS) -> Any:
+        """Return the session's cache; at first make it, and let the encoder read the source."""
+        is_new = self not in session.state
+        cache = super()._cache(session, needs)
+        if is_new:
+            self.runner.hold(cache, cache.context, self.encoder)
+        return cache
+
+    def close(self, session: CacheOwner) -> None:
+        cache = session.state.get(self)
+        super().close(session)
+        if cache is not None:
+            self.runner.let_go(cache, self.encoder)
+
+
+def _hears(encoder: Any) -> bool:
+    """Return whether an encoder reads features of audio."""
+    return getattr(encoder, "main_input_name", "input_ids") == "input_features"
+
+
+def _most_source(encoder: Any) -> int | None:
+    """Return the most tokens that an encoder reads, None if there is no limit; of audio the frames that it always reads."""
+    if _hears(encoder):
+        return 2 * int(encoder.config.max_source_positions)
+    positions = getattr(encoder, "embed_positions", None)
+    if not isinstance(positions, nn.Embedding):
+        return None
+    return int(positions.weight.shape[0]) - int(getattr(positions, "offset", 0))
+
+
+@torch.no_grad()
+def have_equal_encoders(first: "PreTrainedModel", second: "PreTrainedModel") -> bool:
+    """Return whether the encoders of two models have the same weights, as those of a distilled Whisper and its teacher."""
+    if not (has_own_encoder(first) and has_own_encoder(second)):
+        return False
+    weights = first.get_encoder().state_dict()
+    others = second.get_encoder().state_dict()
+    if weights.keys() != others.keys():
+        return False
+    return all(
+        weight.shape == others[name].shape
+        and weight.dtype == others[name].dtype
+        and weight.device == others[name].device
+        and torch.equal(weight, others[name])
+        for name, weight in weights.items()
+    )
+
+
+def encoder_for(draft: "PreTrainedModel", target: EncoderDecoderLM) -> nn.Module | None:
+    """Return the target's encoder if a draft model shares it; None if the draft model has an encoder of its own.
+
+    Raises `NotSupported` if a draft model without an encoder does not fit the target's.
+    """
+    shared: nn.Module = target.encoder
+    if has_own_encoder(draft):
+        return shared if have_equal_encoders(draft, target.model) else None
+    size = target.model.config.d_model
+    if draft.config.d_model != size:
+        raise NotSupported(
+            f"the draft is the decoder of a model of size {draft.config.d_model}, and the target's encoder makes states of "
+            f"{size}; give a draft that was distilled from this target, or one with its encoder"
+        )
+    return shared

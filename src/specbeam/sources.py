@@ -1,0 +1,224 @@
+"""What a caller gives for each text: prompts, or the sources of models whose encoder reads them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from specbeam.engines.source import Source
+from specbeam.errors import BadPrompt, BadSetting, NotSupported
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
+from specbeam.options.checks import as_list, is_integer
+from specbeam.options.settings import Settings
+from specbeam.pair import Pair
+from specbeam.session import Session
+
+
+def as_prompts(prompts: Any) -> list[Any]:
+    """Return a list of prompts, from one prompt or several. Raises `BadSetting` if `prompts` is neither.
+
+    A prompt is a text or a list of token ids. A list of integers is one prompt; so is an array or tensor of one dimension.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if hasattr(prompts, "tolist"):  # an array or a tensor of ids
+        prompts = prompts.tolist()
+    if not isinstance(prompts, Iterable):
+        raise BadSetting(f"prompts is {prompts!r}; it must be a text, a list of token ids, or a list of these")
+    prompts = list(prompts)
+    if prompts and all(isinstance(prompt, int) for prompt in prompts):
+        return [prompts]
+    return prompts
+
+
+def token_ids(pair: Pair, prompt: Any, number: int, vocab: int) -> list[int]:
+    """Return the token ids of prompt `number`. Raises `BadPrompt` if it is empty, or no text or list of token ids.
+
+    Args:
+        vocab: number of tokens that what reads the prompt knows.
+    """
+    if isinstance(prompt, str):
+        if pair.tokenizer is None:
+            raise BadPrompt(
+                f"prompt {number} is text, but there is no tokenizer; give load(tokenizer=...) or token ids"
+            )
+        if not prompt.strip():
+            raise BadPrompt(f"prompt {number} is empty; it must hold some text")
+        ids = list(pair.tokenizer(prompt)["input_ids"])
+    else:
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if not isinstance(prompt, (list, tuple, range)) or not all(isinstance(token, int) for token in prompt):
+            raise BadPrompt(f"prompt {number} is {prompt!r}; it must be a text or a list of token ids")
+        ids = list(prompt)
+    if not ids:
+        raise BadPrompt(f"prompt {number} is empty; it must hold at least one token")
+    unknown = [token for token in ids if not 0 <= token < vocab]
+    if unknown:
+        raise BadPrompt(
+            f"prompt {number} holds token id {unknown[0]}; the model knows 0 to {vocab - 1}: "
+            "was it made with another tokenizer?"
+        )
+    return ids
+
+
+def as_sources(sources: Any) -> list[Any]:
+    """Return a list of sources, from one source or several. Raises `BadSetting` if `sources` is neither.
+
+    A source is a text, a list of token ids, the features of a window of audio (two dimensions of floats), or a `Source`.
+    """
+    if isinstance(sources, Source):
+        return [sources]
+    if _are_features(sources):
+        return [sources] if sources.ndim == 2 else list(sources)
+    return as_prompts(sources)
+
+
+def _are_features(value: Any) -> bool:
+    """Return whether a value is the features of one or several windows of audio."""
+    if not hasattr(value, "ndim") or value.ndim not in (2, 3):
+        return False
+    return bool(torch.as_tensor(value).is_floating_point())
+
+
+def readers(pair: Pair) -> list[EncoderDecoderLM]:
+    """Return the models of a pair that read sources."""
+    return [lm for lm in (pair.target, pair.draft) if isinstance(lm, EncoderDecoderLM)]
+
+
+def source_length(session: Session) -> int:
+    """Return the length of what the encoder reads for a session; 0 if nothing is read."""
+    lengths = [
+        source.inputs.shape[-1]
+        for source in session.context.values()
+        if isinstance(source, Source) and source.inputs is not None
+    ]
+    return max(lengths, default=0)
+
+
+def source_of(pair: Pair, given: Any, number: int) -> tuple[Source, list[int]]:
+    """Return source `number`, and integers that stand for it, from which the chance of its sessions is made.
+
+    Raises `BadPrompt` if it is empty, too long or not what the encoder reads. Nothing is cut off.
+    """
+    target = pair.target
+    assert isinstance(target, EncoderDecoderLM)
+    if isinstance(given, Source):
+        return given, _digest(given)
+    if target.input_name == "input_features":
+        source = Source.of_features(_features(target, given, number))
+        return source, _digest(source)
+    vocab = min(_encoder_vocab(lm) for lm in readers(pair))
+    ids = token_ids(pair, given, number, vocab)
+    for lm in readers(pair):
+        if lm.most_source is not None and len(ids) > lm.most_source:
+            raise BadPrompt(
+                f"prompt {number} has {len(ids)} tokens, and the encoder of {lm.model_name} has {lm.most_source} positions; "
+                "shorten it, or split it into sentences"
+            )
+    return Source.of_tokens(ids), ids
+
+
+def _encoder_vocab(lm: EncoderDecoderLM) -> int:
+    """Return the number of tokens that an encoder knows, which may differ from that of its decoder."""
+    return int(lm.encoder.get_input_embeddings().weight.shape[0])
+
+
+def _features(lm: EncoderDecoderLM, given: Any, number: int) -> torch.Tensor:
+    """Return the features of a window of audio, float[channels, frames]. Raises `BadPrompt` if they do not fit the model."""
+    channels = int(lm.model.config.num_mel_bins)
+    wanted = (
+        f"{lm.model_name} reads features, float[{channels}, {lm.most_source}] (specbeam transcribe makes them of audio)"
+    )
+    if not _are_features(given) or given.ndim != 2:
+        raise BadPrompt(f"prompt {number} is {type(given).__name__}; {wanted}")
+    features = torch.as_tensor(given)
+    if [*features.shape] != [channels, lm.most_source]:
+        raise BadPrompt(f"prompt {number} has the shape {[*features.shape]}; {wanted}")
+    if not bool(features.isfinite().all()):
+        raise BadPrompt(f"prompt {number} holds numbers that are not finite; {wanted}")
+    return features.float()
+
+
+def _digest(source: Source) -> list[int]:
+    """Return integers that stand for a source that is no text."""
+    held = source.inputs if source.inputs is not None else source.given
+    assert held is not None
+    if not held.is_floating_point():
+        return [int(token) for token in held[0].tolist()]
+    numbers = held[0].double()
+    rows = torch.arange(1, numbers.shape[0] + 1, dtype=torch.float64, device=numbers.device)
+    columns = torch.arange(1, numbers.shape[1] + 1, dtype=torch.float64, device=numbers.device)
+    sums = torch.stack([numbers.sum(), (rows @ numbers) @ columns.cos(), rows.cos() @ (numbers @ columns)])
+    return [int(value) for value in sums.cpu().view(torch.int64).tolist()]
+
+
+def check_decoder_prompt(pair: Pair, settings: Settings, count: int) -> None:
+    """Raise an error if what the decoder is to begin with does not fit the models or the number of sources."""
+    given = settings.decoder_input_ids
+    if not isinstance(pair.target, EncoderDecoderLM):
+        for name in ("decoder_input_ids", "decoder_start_token_id"):
+            if getattr(settings, name) is not None:
+                raise NotSupported(
+                    f"{name} is for encoder-decoder models, and {type(pair.target_model).__name__} has no encoder; leave "
+                    "it out"
+                )
+        return
+    if given is not None and settings.decoder_start_token_id is not None and not _starts_of_model(pair, settings):
+        raise BadSetting("decoder_input_ids begins with the start token; leave decoder_start_token_id out")
+    if given is not None and not is_integer(given[0]) and len(given) != count:
+        raise BadSetting(f"decoder_input_ids holds {len(given)} prompts, and there are {count} sources")
+
+
+def _starts_of_model(pair: Pair, settings: Settings) -> bool:
+    """Return whether the start token is the one in the model's own generation config."""
+    config = getattr(pair.target_model, "generation_config", None)
+    return bool(settings.decoder_start_token_id == getattr(config, "decoder_start_token_id", None))
+
+
+def decoder_prompt(pair: Pair, settings: Settings, number: int) -> list[int]:
+    """Return the tokens that the decoder begins with for source `number`.
+
+    They are those of the settings; otherwise the start token of the settings, of the model's generation config, or of its
+    config, and otherwise the token at the beginning of texts, as in transformers. Raises `BadSetting` if there is none, or
+    one that the model does not know.
+    """
+    given = settings.decoder_input_ids
+    if given is not None:
+        first: Any = given[0]
+        tokens = as_list(given if is_integer(first) else given[number])
+    else:
+        start = _start_token(pair, settings)
+        if start is None:
+            raise BadSetting(
+                f"{type(pair.target_model).__name__} does not say which token its decoder begins with; give "
+                "decoder_start_token_id"
+            )
+        tokens = [start]
+    unknown = [token for token in tokens if not 0 <= token < pair.target.vocab]
+    if unknown:
+        raise BadSetting(
+            f"the decoder is to begin with token {unknown[0]}, and the model knows 0 to {pair.target.vocab - 1}"
+        )
+    return [int(token) for token in tokens]
+
+
+def _start_token(pair: Pair, settings: Settings) -> int | None:
+    """Return the token that the decoder begins with; None if nothing says."""
+    if settings.decoder_start_token_id is not None:
+        return settings.decoder_start_token_id
+    generation = getattr(pair.target_model, "generation_config", None)
+    for config in (generation, pair.target_model.config):
+        start = getattr(config, "decoder_start_token_id", None)
+        if start is not None:
+            return int(start)
+    begin = getattr(generation, "bos_token_id", None)
+    return None if begin is None else int(begin)
+
+
+def require_prompts(pair: Pair, who: str) -> None:
+    """Raise `NotSupported` if the target of a pair reads sources, for what continues prompts."""
+    if isinstance(pair.target, EncoderDecoderLM):
+        raise NotSupported(
+            f"{who} continues prompts, and {type(pair.target_model).__name__} reads a source and begins its text itself; "
+            "give a decoder-only model"
+        )

@@ -1,0 +1,364 @@
+"""Encoder-decoder models: texts that depend on a source, which is read and stored once."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import WhisperForCausalLM
+
+import specbeam as sb
+from specbeam import errors
+from specbeam.decode import Decoder
+from specbeam.options.settings import Settings
+from specbeam.pair import load
+from specbeam.request import Request
+from tests.support.tiny_models import tiny
+from tests.support.tiny_sources import ENDS, FAMILIES, FRAMES, MELS, PAD, VOCAB, searched, sources, tiny_reader
+
+
+def pair_of(family, attention="sdpa", **changes):
+    return sb.load(
+        tiny_reader(family, attention, **changes), tiny_reader(family, attention, seed=1, layers=1, **changes)
+    )
+
+
+@pytest.fixture(scope="module")
+def translator():
+    return pair_of("bart")
+
+
+@pytest.fixture(scope="module")
+def listener():
+    return pair_of("whisper")
+
+
+def check_searches(pair, given, **options):
+    """Both searches, all sources in one batch, against transformers' search of each source alone."""
+    ours = Settings.given(options)
+    theirs = [searched(pair.target_model, source, **options) for source in given]
+    wanted = ours.num_return_sequences
+    for method in (sb.beam_search(4), sb.speculative_beam_search(4, depth=3)):
+        found = sb.generate(pair, given, method, **({"eos_token_id": ENDS} | options))
+        assert len(found) == wanted * len(given)
+        for number, (texts, scores) in enumerate(theirs):
+            mine = found[number * wanted : (number + 1) * wanted]
+            assert [one.tokens for one in mine] == texts
+            for one, text, score in zip(mine, texts, scores, strict=True):
+                beam = next(beam for beam in one.beams if beam.tokens == text)
+                assert beam.score == pytest.approx(score, abs=2e-4)  # sums of logits that were scaled up
+    return theirs
+
+
+FORMS = [(1.0, False), (1.0, True), (0.6, "never"), (2.0, "never"), (-0.5, False)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_searches_find_the_beams_of_transformers_for_sources_of_mixed_lengths(family):
+    """In one batch, so that sources are padded; with several end tokens."""
+    pair = pair_of(family)
+    number = list(FAMILIES).index(family)
+    penalty, stopping = FORMS[number % len(FORMS)]
+    check_searches(pair, sources(family), max_new_tokens=10, length_penalty=penalty, early_stopping=stopping)
+    assert pair.target.runner.cross.lengths == pair.draft.runner.cross.lengths == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_searches_find_the_beams_of_transformers_with_every_form_of_stopping(family, attention):
+    pair = pair_of(family, attention)
+    for penalty, stopping in FORMS:
+        options = {"length_penalty": penalty, "early_stopping": stopping, "max_new_tokens": 20}
+        check_searches(pair, sources(family, 5), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_return_sequences": 3},
+        {"forced_bos_token_id": 17, "forced_eos_token_id": 2, "min_length": 6, "early_stopping": True},
+        {"suppress_tokens": [20, 21, 22, 30], "begin_suppress_tokens": [2, 5, 9, 31], "no_repeat_ngram_size": 2},
+        {"renormalize_logits": True, "bad_words_ids": [[PAD], [7]], "early_stopping": "never", "length_penalty": 0.8},
+        {"prompt": [2, 33, 34]},
+    ],
+    ids=["return sequences", "forced", "suppressed", "renormalised", "decoder prompt"],
+)
+def test_settings_mean_what_they_mean_in_transformers(translator, options):
+    options = {"max_new_tokens": 9} | options
+    prompt = options.pop("prompt", None)
+    if prompt is None:
+        check_searches(translator, sources("bart"), **options)
+        return
+    given = sources("bart")
+    ours = sb.generate(translator, given, sb.beam_search(4), eos_token_id=ENDS, decoder_input_ids=prompt, **options)
+    for source, one in zip(given, ours, strict=True):
+        assert [one.tokens] == searched(translator.target_model, source, prompt, **options)[0]
+
+
+def test_the_models_own_config_gives_what_transformers_takes_from_it():
+    model = tiny_reader("bart")
+    config = model.generation_config
+    config.update(forced_bos_token_id=17, forced_eos_token_id=2, max_length=9, decoder_start_token_id=8, min_length=5)
+    source = sources("bart")[1]
+    theirs = model.generate(torch.tensor([source]), num_beams=4, do_sample=False)[0].tolist()
+    (ours,) = sb.generate(sb.load(model), source, sb.beam_search(4))
+    assert theirs[0] == 8
+    assert ours.tokens == theirs[1:]
+    assert ours.tokens[0] == 17
+    assert ours.tokens[-1] == 2
+
+
+@pytest.mark.parametrize("family", ["bart", "m2m_100", "t5", "whisper"])
+def test_drafts_change_no_text_of_a_seed_and_neither_does_the_batch(family):
+    pair = pair_of(family)
+    given = sources(family)
+    options = {"max_new_tokens": 8, "seed": 5, "eos_token_id": ENDS}
+    plain = sb.generate(pair, given, sb.beam_sampling(4), **options)
+    drafted = sb.generate(pair, given, sb.dsbd(4, 6, 3, "fixed"), **options)
+    assert [one.tokens for one in plain] == [one.tokens for one in drafted]
+    (alone,) = sb.generate(pair, [given[1]], sb.dsbd(4, 6, 3, "fixed"), **options)
+    assert alone.tokens == drafted[1].tokens
+    assert len({tuple(one.tokens) for one in drafted}) > 1
+
+
+METHODS = [
+    sb.sampling(),
+    sb.speculative_sampling(3),
+    sb.dsbd(3, 4, 2, "dynamic"),
+    sb.dsbd(3, 4, 2, "fixed", coupling="rejection"),
+    sb.rsd_s(),
+    sb.traversal(),
+    sb.block_verification(),
+    sb.specinfer(),
+    sb.prompt_lookup(),
+    sb.suffix_match(),
+    sb.token_recycling(),
+    sb.mtad(),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_every_method_that_draws_reads_the_source(translator, method):
+    """At temperature 0 all of them write the greedy text of each source, or beams at least as likely."""
+    given = sources("bart", 2)
+    options = {"max_new_tokens": 6, "eos_token_id": []}
+    if method.name in ("mtad", "dsbd"):
+        answers = sb.generate(translator, given, method, seed=1, **options)
+        assert answers[0].tokens != answers[1].tokens
+        return
+    greedy = sb.generate(translator, given, sb.greedy(), **options)
+    found = sb.generate(translator, given, method, temperature=0, **options)
+    assert [one.tokens for one in found] == [one.tokens for one in greedy]
+
+
+def test_samples_of_a_prompt_read_one_source_and_a_batch_frees_what_it_read(translator):
+    given = sources("bart", 2)
+    options = {"max_new_tokens": 5, "num_return_sequences": 3, "eos_token_id": []}
+    request = Request(translator, given, sb.sampling(), Settings.given(options), 3)
+    decoder = Decoder(translator.target)
+    for session in request.sessions:
+        decoder.add(session)
+    decoder.step()
+    cross = translator.target.runner.cross
+    assert sorted(cross.lengths) == sorted(len(source) for source in given)
+    decoder.cancel(request.sessions[0])
+    assert len(cross.lengths) == 2
+    while decoder.busy:
+        decoder.step()
+    assert cross.lengths == []
+    assert all(not source.states for session in request.sessions for source in session.context.values())
+    texts = [request.answers(session)[0].tokens for session in request.sessions[1:]]
+    again = sb.generate(translator, given, sb.sampling(), seed=3, **options)
+    assert [one.tokens for one in again][1:] == texts
+    assert len({tuple(text) for text in texts}) > 2
+
+
+def test_sources_that_end_at_different_times_stay_where_their_sessions_look(translator):
+    """Rows of sources move when others are freed: some texts have one token, others ten."""
+    given = sources("bart", 5)
+    ends = {
+        tuple(source): sb.generate(translator, source, sb.greedy(), max_new_tokens=1)[0].tokens[0] for source in given
+    }
+    options = {"max_new_tokens": 10, "eos_token_id": [ends[tuple(given[0])], ends[tuple(given[3])]]}
+    together = sb.generate(translator, given, sb.greedy(), **options)
+    for source, one in zip(given, together, strict=True):
+        (alone,) = sb.generate(translator, source, sb.greedy(), **options)
+        assert one.tokens == alone.tokens
+    assert len({len(one.tokens) for one in together}) > 1
+
+
+def stored_bytes(beams):
+    """The bytes of stored sources while one source of 1,500 frames is decoded, and of transformers' cache for it."""
+    model = tiny_reader("whisper", max_source_positions=1500, decoder_layers=2)
+    pair = sb.load(model)
+    features = torch.randn(MELS, 3000, generator=torch.Generator().manual_seed(1))
+    settings = Settings.given({"max_new_tokens": 4, "eos_token_id": []})
+    (session,) = Request(pair, features, sb.beam_search(beams), settings, 0).sessions
+    decoder = Decoder(pair.target)
+    decoder.add(session)
+    most = 0
+    while decoder.busy:
+        decoder.step()
+        most = max(most, pair.target.runner.cross.bytes)
+    return most, model, features
+
+
+def test_sixteen_beams_store_a_source_of_1500_frames_once_and_transformers_sixteen_times():
+    once, model, features = stored_bytes(beams=16)
+    by_hand = 2 * 2 * 1500 * 32 * 4  # keys and values of two layers, 1,500 frames of 32 numbers of 4 bytes
+    assert once == by_hand
+    seen = []
+
+    def look(module, given, named, output):
+        layers = output.past_key_values.cross_attention_cache.layers
+        seen.append(sum(one.numel() * one.element_size() for layer in layers for one in (layer.keys, layer.values)))
+
+    handle = model.register_forward_hook(look, with_kwargs=True)
+    searched(model, features, num_beams=16, max_new_tokens=3)
+    handle.remove()
+    assert seen[-1] == 16 * by_hand
+
+
+# Drafts.
+
+
+def test_a_draft_whose_encoder_is_the_targets_shares_what_it_makes(listener):
+    target = listener.target_model
+    draft = tiny_reader("whisper", seed=1, layers=1)
+    draft.model.encoder.load_state_dict(target.model.encoder.state_dict())
+    pair = sb.load(target, draft)
+    assert pair.draft.encoder is pair.target.encoder
+    calls = []
+    handle = pair.target.encoder.register_forward_hook(lambda *given: calls.append(1))
+    other = draft.model.encoder.register_forward_hook(lambda *given: calls.append(2))
+    options = {"max_new_tokens": 8, "eos_token_id": []}
+    drafted = sb.generate(pair, sources("whisper", 2), sb.speculative_beam_search(3, depth=2), **options)
+    handle.remove()
+    other.remove()
+    assert calls == [1, 1]
+    plain = sb.generate(listener, sources("whisper", 2), sb.beam_search(3), **options)
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+
+
+def test_a_decoder_without_an_encoder_drafts_for_a_model_that_has_one(listener):
+    torch.manual_seed(2)
+    draft = WhisperForCausalLM(tiny_reader("whisper", layers=1).config).eval()
+    pair = sb.load(listener.target_model, draft)
+    options = {"max_new_tokens": 8, "eos_token_id": []}
+    drafted = sb.generate(pair, sources("whisper", 2), sb.dsbd(3, 4, 2, "fixed"), seed=4, **options)
+    plain = sb.generate(listener, sources("whisper", 2), sb.beam_sampling(3), seed=4, **options)
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+    with pytest.raises(errors.NotSupported, match="is a decoder without its encoder; it can only draft"):
+        sb.load(draft)
+
+
+def test_a_causal_model_that_sees_no_source_may_draft(translator):
+    pair = sb.load(translator.target_model, tiny("llama", vocab_size=VOCAB))
+    options = {"max_new_tokens": 6, "eos_token_id": [], "seed": 2}
+    drafted = sb.generate(pair, sources("bart", 2), sb.dsbd(3, 4, 2, "fixed"), **options)
+    plain = sb.generate(translator, sources("bart", 2), sb.beam_sampling(3), **options)
+    assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+
+
+def test_a_model_that_drafts_for_itself_has_a_cache_of_its_own(translator):
+    pair = sb.load(translator.target_model, translator.target_model)
+    assert pair.draft is not pair.target
+    found = sb.generate(pair, sources("bart", 1), sb.speculative_beam_search(3, depth=3), max_new_tokens=8)
+    plain = sb.generate(translator, sources("bart", 1), sb.beam_search(3), max_new_tokens=8)
+    assert found[0].tokens == plain[0].tokens
+    assert found[0].report.target_passes < plain[0].report.target_passes
+
+
+# What is refused.
+
+
+def test_what_cannot_read_a_source_is_refused_by_name(translator, tmp_path):
+    target = translator.target_model
+    for options, message in (
+        ({"draft": "swift"}, "leaving sublayers out is for decoder-only models, and BartForConditionalGeneration has"),
+        ({"draft": "mtp"}, "mtp is a draft head, which is for decoder-only models"),
+        ({"quantize": "int8"}, "quantize='int8' is for decoder-only models"),
+        ({"compile": True}, "compile=True is for decoder-only models"),
+    ):
+        with pytest.raises(errors.NotSupported, match=message):
+            sb.load(target, **options)
+    with pytest.raises(errors.NotSupported, match="reads sources, and the target is LlamaForCausalLM"):
+        sb.load(tiny("llama"), target)
+    with pytest.raises(errors.BadSetting, match="share_from is for long prompts"):
+        sb.load(target, share_from=10)
+    pair = load(target)
+    for call, message in (
+        (lambda: sb.generate(pair, [3, 4], sb.swift()), "swift leaves sublayers of decoder-only"),
+        (lambda: sb.hmt(pair), "a model with memory continues prompts"),
+        (lambda: sb.lite_search(pair, "a", lambda texts: [0.5] * len(texts)), "a search over steps continues prompts"),
+    ):
+        with pytest.raises(errors.NotSupported, match=message):
+            call()
+
+
+def test_a_decoder_that_looks_positions_up_in_an_unknown_way_is_refused():
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    config = AutoConfig.for_model("pegasus_x", **FAMILIES["pegasus"], block_size=4, num_global_tokens=2)
+    with pytest.raises(errors.UnsupportedModel, match="looks the positions of its decoder up in a way that"):
+        sb.load(AutoModelForSeq2SeqLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt 0 is empty"),
+        (
+            [*range(3, 60), *range(3, 20)],
+            "has 74 tokens, and the encoder of BartForConditionalGeneration has 64 positions",
+        ),
+        ([3, 99], "holds token id 99; the model knows 0 to 60"),
+        ("text", "there is no tokenizer"),
+    ],
+)
+def test_sources_that_the_encoder_cannot_read_are_refused(translator, prompt, message):
+    with pytest.raises(errors.BadPrompt, match=message):
+        sb.generate(translator, [prompt], sb.beam_search(2))
+
+
+def test_features_that_do_not_fit_are_refused(listener):
+    for features, message in (
+        ([3, 4], rf"prompt 0 is list; .* reads features, float\[{MELS}, {FRAMES}\]"),
+        (torch.zeros(MELS, 7), rf"has the shape \[{MELS}, 7\]"),
+        (torch.full((MELS, FRAMES), torch.nan), "not finite"),
+    ):
+        with pytest.raises(errors.BadPrompt, match=message):
+            sb.generate(listener, [features], sb.greedy(), max_new_tokens=2)
+
+
+def test_settings_that_do_not_fit_are_refused(translator):
+    for options, message in (
+        ({"decoder_input_ids": [[2], [2]]}, "holds 2 prompts, and there are 1 sources"),
+        ({"decoder_input_ids": [99]}, "the decoder is to begin with token 99"),
+        ({"suppress_tokens": [99]}, "suppress_tokens holds 99; the model knows 0 to 60"),
+        ({"forced_bos_token_id": -1}, "forced_bos_token_id is -1"),
+        ({"decoder_input_ids": []}, "a list of token ids, or one such list for each source"),
+    ):
+        with pytest.raises(errors.BadSetting, match=message):
+            sb.generate(translator, [[3, 4]], sb.beam_search(2), **options)
+    with pytest.raises(errors.NotSupported, match="decoder_input_ids is for encoder-decoder models"):
+        sb.generate(sb.load(tiny("llama")), [[3, 4]], sb.greedy(), decoder_input_ids=[3])
+    with pytest.raises(errors.BadPrompt, match="may get 70 new ones, but the model has 64 positions"):
+        sb.generate(translator, [[3, 4]], sb.greedy(), max_new_tokens=70)
+
+
+def test_the_model_is_left_as_it_was(translator):
+    """Outside of passes of ours its decoder looks positions up by itself, and a session that fails leaves no source."""
+    source = sources("bart", 1)[0]
+    before = searched(translator.target_model, source, max_new_tokens=6)
+    sb.generate(translator, source, sb.beam_search(3), max_new_tokens=4)
+    assert searched(translator.target_model, source, max_new_tokens=6) == before
+    assert "forward" not in vars(translator.target_model.model.decoder.embed_positions)
+    assert load(translator.target_model).target is translator.target
+
+    def broken(ids, scores):
+        raise RuntimeError("broken on purpose")
+
+    with pytest.raises(errors.BrokenProcessor):
+        sb.generate(translator, source, sb.beam_search(3), logits_processor=[broken], max_new_tokens=4)
+    assert translator.target.runner.cross.lengths == []
+    assert np.isfinite(translator.target.runner.cross.keys[0].sum())
