@@ -11,6 +11,7 @@ from specbeam.decode import Decoder
 from specbeam.options.settings import Settings
 from specbeam.pair import load
 from specbeam.request import Request
+from tests.support import words
 from tests.support.tiny_models import tiny
 from tests.support.tiny_sources import ENDS, FAMILIES, FRAMES, MELS, PAD, VOCAB, searched, sources, tiny_reader
 
@@ -362,3 +363,63 @@ def test_the_model_is_left_as_it_was(translator):
         sb.generate(translator, source, sb.beam_search(3), logits_processor=[broken], max_new_tokens=4)
     assert translator.target.runner.cross.lengths == []
     assert np.isfinite(translator.target.runner.cross.keys[0].sum())
+
+
+# Other doors.
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_a_custom_generate_function_writes_what_generate_writes(family):
+    """Padded sources in a batch, a draft with an encoder of its own, several return sequences, scores."""
+    model = tiny_reader(family)
+    draft = tiny_reader(family, seed=1, layers=1)
+    given = sources(family)
+    longest = max(map(len, given))
+    ids = torch.tensor([[*source, *[PAD] * (longest - len(source))] for source in given])
+    mask = (ids != PAD).long()
+    options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False, "max_new_tokens": 7, "eos_token_id": ENDS}
+    inputs = {"input_ids": ids, "attention_mask": mask, **options}
+    theirs = model.generate(**inputs, return_dict_in_generate=True, output_scores=True)
+    for more in ({}, {"draft_model": draft, "sources": ids, "depth": 2}):
+        ours = model.generate(**inputs, custom_generate=sb.hf.beam_search, return_dict_in_generate=True, **more)
+        assert torch.equal(ours.sequences, theirs.sequences[:, : ours.sequences.shape[1]])
+        torch.testing.assert_close(ours.sequences_scores, theirs.sequences_scores, atol=2e-4, rtol=0)
+    with pytest.raises(errors.NotSupported, match="has an encoder of its own, and generate hands over only"):
+        model.generate(**inputs, custom_generate=sb.hf.beam_search, draft_model=draft)
+
+
+def test_depths_and_methods_are_chosen_by_what_passes_over_a_source_cost(translator):
+    (one,) = sb.generate(translator, sources("bart", 1), sb.dsbd(3), max_new_tokens=5, seed=1)
+    (plain,) = sb.generate(translator, sources("bart", 1), sb.beam_sampling(3), max_new_tokens=5, seed=1)
+    assert one.tokens == plain.tokens
+    assert translator.target.runner.cross.lengths == []
+
+
+def reading_words(tmp_path, **changes):
+    """A saved T5 with the tokenizer of the tests."""
+    model = tiny_reader("t5", vocab_size=len(words.tokenizer()), **changes)
+    model.save_pretrained(tmp_path)
+    words.tokenizer().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_texts_go_in_and_come_out(tmp_path, capsys, monkeypatch):
+    folder = reading_words(tmp_path)
+    pair = sb.load(folder)
+    (one,) = sb.generate(pair, "abc", sb.beam_search(2), max_new_tokens=6)
+    assert one.text == pair.tokenizer.decode(one.tokens, skip_special_tokens=True)
+    assert "".join(sb.stream(pair, "abc", sb.beam_search(2), max_new_tokens=6)) == one.text
+    from specbeam.cli.main import main
+
+    for arguments, code in (
+        (["generate", "-m", folder, "--method", "beam_search", "-s", "beams=2", "--max-new-tokens", "6", "abc"], 0),
+        (["generate", "-m", folder, "--method", "greedy", "--target-language", "fra", "abc"], 2),
+        (["bench", "-m", folder], 2),
+    ):
+        monkeypatch.setattr("sys.argv", ["specbeam", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        shown = capsys.readouterr()
+        assert (ended.value.code or 0) == code, shown.err
+        if code == 0:
+            assert shown.out == f"{one.text}\n"

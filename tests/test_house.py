@@ -32,7 +32,7 @@ FLOORS = [
     {"sources"},
     {"fastest", "prompts", "request", "with_memory"},
     {"generation"},
-    {"hf", "evaluate", "jobs", "search"},
+    {"hf", "evaluate", "jobs", "search", "speech"},
     {"bench", "train", "serve"},
     {"ray"},
     {"cli"},

@@ -58,6 +58,9 @@ from specbeam.records import Report as Report
 from specbeam.search.lite import lite_search as lite_search
 from specbeam.search.tree import SearchResult as SearchResult
 from specbeam.session import Parts as Parts
+from specbeam.speech.records import Segment as Segment
+from specbeam.speech.records import Transcript as Transcript
+from specbeam.speech.transcribe import transcribe as transcribe
 from specbeam.with_memory import hmt as hmt
 
 __version__: str

@@ -28,6 +28,10 @@ class BadPrompt(SpecbeamError, ValueError):
     """A prompt is empty, too long, or holds tokens that the model does not know."""
 
 
+class BadAudio(SpecbeamError, ValueError):
+    """Audio is no audio, too short, or holds numbers that are no samples."""
+
+
 class UnsupportedModel(SpecbeamError, ValueError):
     """The model cannot score a forest: recurrent state, ALiBi, positions that no caller can set."""
 

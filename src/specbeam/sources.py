@@ -222,3 +222,34 @@ def require_prompts(pair: Pair, who: str) -> None:
             f"{who} continues prompts, and {type(pair.target_model).__name__} reads a source and begins its text itself; "
             "give a decoder-only model"
         )
+
+
+def set_languages(pair: Pair, options: dict[str, Any], source: str | None, target: str | None) -> None:
+    """Let the tokenizer read sources as this language, and let texts begin with the token of the other one.
+
+    Sets `forced_bos_token_id` in `options`. Raises `NotSupported` if the tokenizer has no languages, and `BadSetting` if it
+    does not know one of these.
+    """
+    tokenizer: Any = pair.tokenizer
+    name = type(tokenizer).__name__
+    if source is not None:
+        if not hasattr(tokenizer, "src_lang"):
+            raise NotSupported(f"{name} reads one language; leave the language of the source out")
+        _language_token(tokenizer, source)
+        tokenizer.src_lang = source
+    if target is not None:
+        if not hasattr(tokenizer, "src_lang"):
+            raise NotSupported(f"{name} writes one language; leave the language of the text out")
+        options["forced_bos_token_id"] = _language_token(tokenizer, target)
+
+
+def _language_token(tokenizer: Any, language: str) -> int:
+    """Return the token that stands for a language. Raises `BadSetting` if there is none."""
+    for name in (language, f"__{language}__"):
+        token = tokenizer.convert_tokens_to_ids(name)
+        if token is not None and token != tokenizer.unk_token_id:
+            return int(token)
+    raise BadSetting(
+        f"{type(tokenizer).__name__} does not know the language {language!r}; give it as the model names it, like fra_Latn "
+        "(NLLB), fr_XX (mBART) or fr (M2M100)"
+    )

@@ -11,6 +11,7 @@ from specbeam.errors import BadSetting, MissingFile
 from specbeam.pair import Pair
 from specbeam.recipes.settings_text import method_from as method_from
 from specbeam.records import Generation
+from specbeam.sources import require_prompts
 from specbeam.with_memory import load_by_name
 
 
@@ -23,16 +24,20 @@ def quiet_load(
     compile: bool = False,
     tensor_parallel: bool = False,
     device_map: str | None = None,
+    sources: bool = False,
 ) -> Pair:
     """Load a pair as `specbeam.load` does, without the progress bars and messages of the model library.
 
     The folder of a memory (`specbeam train hmt`) stands for its model with this memory, as target and as draft.
+
+    Args:
+        sources: whether the command takes encoder-decoder models; if not, they are refused with `NotSupported`.
     """
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return load_by_name(
+    pair = load_by_name(
         model,
         draft,
         device=device,
@@ -42,6 +47,9 @@ def quiet_load(
         tensor_parallel=tensor_parallel,
         device_map=device_map,
     )
+    if not sources:
+        require_prompts(pair, "this command")
+    return pair
 
 
 def follow_rank_0(models: dict[str, Any]) -> None:

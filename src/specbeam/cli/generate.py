@@ -15,6 +15,7 @@ from specbeam.evaluate.lines import lines_of
 from specbeam.generation import generate
 from specbeam.prompts import OPENERS, of_record, read
 from specbeam.records import Generation
+from specbeam.sources import set_languages
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def run(
     audit: bool,
     profile: bool,
     json: bool,
+    source_language: str | None = None,
+    target_language: str | None = None,
 ) -> int:
     """Answer prompts, and return the exit code.
 
@@ -101,6 +104,7 @@ def run(
     Args:
         models: the arguments of `quiet_load`.
         options: as for `specbeam.generate`.
+        source_language, target_language: the languages of a multilingual translation model, as its tokenizer names them.
     """
     follow_rank_0(models)
     method = method_from(method_name, settings)
@@ -111,7 +115,8 @@ def run(
     sources, unreadable = gather(prompts, files)
     if not sources and not unreadable:
         raise BadPrompt("there is no prompt; give one as an argument, with --file, or on standard input")
-    pair = quiet_load(**models)
+    pair = quiet_load(**models, sources=True)
+    set_languages(pair, options, source_language, target_language)
     writer = Writer(sources, json, options["num_return_sequences"])
     if sources:
         with ProgressBar() as bar:

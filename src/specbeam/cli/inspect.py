@@ -20,7 +20,7 @@ def run(
     sources, _ = gather(prompts, files)
     if len(sources) != 1:
         raise BadPrompt(f"inspect draws the forest of one prompt, and there are {len(sources)}; give one")
-    pair = quiet_load(model, draft)
+    pair = quiet_load(model, draft, sources=True)
     # With a fixed depth every machine draws the same forest; a depth by cost depends on the machine.
     method = method_from("dsbd", ["trace=true", "depth=4", *settings])
     turns = list(turns_of(pair, sources[0].text, method, seed=seed, **options))

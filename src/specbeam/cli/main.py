@@ -39,8 +39,10 @@ from specbeam.cli.options import (
     RepetitionPenalty,
     Rounds,
     Settings,
+    SourceLanguage,
     SpacedRows,
     StopTexts,
+    TargetLanguage,
     Temperature,
     TensorParallel,
     Threads,
@@ -96,6 +98,8 @@ def generate(
     regex: Regex = None,
     grammar: Grammar = None,
     grammar_backend: GrammarBackend = "llguidance",
+    source_language: SourceLanguage = None,
+    target_language: TargetLanguage = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers; by default random.")] = None,
     batch_size: BatchSize = 32,
     device: Device = None,
@@ -125,7 +129,8 @@ def generate(
         "tensor_parallel": tensor_parallel, "device_map": device_map,
     }  # fmt: skip
     code = run(
-        [*(prompts or []), *prompt], file, models, method, setting, options, seed, batch_size, audit, profile, json
+        [*(prompts or []), *prompt], file, models, method, setting, options, seed, batch_size, audit, profile, json,
+        source_language, target_language,
     )  # fmt: skip
     raise typer.Exit(code)
 
@@ -187,6 +192,70 @@ def batch(
         source, out, models, method, setting, options, seed, batch_size, columns, resume, retry_failed, json
     )  # fmt: skip
     raise typer.Exit(code)
+
+
+@app.command()
+def transcribe(
+    audio: Annotated[list[Path], typer.Argument(help="Audio files: WAV, FLAC, OGG, MP3 and others.")],
+    model: Annotated[str, typer.Option("--model", "-m", help="Whisper model: a path or a hub id.")],
+    draft: Draft = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Method at temperature 0; by default beam search with 5 beams, with drafts if there is a draft."
+        ),
+    ] = None,
+    setting: Settings = [],
+    language: Annotated[
+        str | None, typer.Option(help="Language of the speech, like 'de' or 'german'; by default the model detects it.")
+    ] = None,
+    task: Annotated[str, typer.Option(help="'transcribe', or 'translate' for English text.")] = "transcribe",
+    prompt: Annotated[
+        str | None, typer.Option(help="A text that the model takes for what was said before, for names and spelling.")
+    ] = None,
+    format: Annotated[
+        str, typer.Option("--format", "-f", help="Format of the output: text, json, verbose_json, srt or vtt.")
+    ] = "text",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for one file per audio; by default all is written to standard output.")
+    ] = None,
+    timestamps: Annotated[
+        bool, typer.Option(help="Whether the model writes timestamps, which cut the text into segments.")
+    ] = True,
+    temperature: Annotated[
+        list[float],
+        typer.Option(help="Temperature; if given several times, the next one is for texts that fail a threshold."),
+    ] = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0],
+    best_of: Annotated[int, typer.Option(help="Number of texts drawn above temperature 0.")] = 5,
+    compression_ratio_threshold: Annotated[
+        float, typer.Option(help="Texts that zlib makes smaller than by this factor are decoded again.")
+    ] = 2.4,
+    log_prob_threshold: Annotated[
+        float, typer.Option(help="Texts of less average log-likelihood per token are decoded again.")
+    ] = -1.0,
+    no_speech_threshold: Annotated[
+        float, typer.Option(help="Unlikely texts of windows with more probability of silence are left out.")
+    ] = 0.6,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="Maximum number of tokens per window; by default as many as the model has room for."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text; by default random.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device of the models: cpu, cuda, ...; by default a GPU if there is one.")
+    ] = None,
+) -> None:
+    """Write down what is said in audio files, by a Whisper model."""
+    from specbeam.cli.transcribe import run
+
+    options = {
+        "language": language, "task": task, "prompt": prompt, "timestamps": timestamps, "temperature": temperature,
+        "best_of": best_of, "compression_ratio_threshold": compression_ratio_threshold,
+        "log_prob_threshold": log_prob_threshold, "no_speech_threshold": no_speech_threshold, "seed": seed,
+    }  # fmt: skip
+    if max_new_tokens is not None:
+        options["max_new_tokens"] = max_new_tokens
+    raise typer.Exit(run(audio, model, draft, device, method, setting, options, format, output))
 
 
 @app.command()

@@ -136,3 +136,10 @@ DeviceMap = Annotated[
     str | None,
     typer.Option(help="Let accelerate place the target's layers on devices, memory and disk: 'auto'. By default not."),
 ]
+SourceLanguage = Annotated[
+    str | None,
+    typer.Option(help="Language of the prompts for a multilingual translation model, as it names it, like eng_Latn."),
+]
+TargetLanguage = Annotated[
+    str | None, typer.Option(help="Language that such a model is to translate to, like fra_Latn.")
+]

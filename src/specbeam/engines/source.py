@@ -21,12 +21,14 @@ class Source:
         inputs: token ids, or what a feature extractor makes of audio; None if only states are given.
         states: what encoders have made of the inputs, by encoder.
         given: states of an encoder that ran elsewhere; every encoder without inputs takes them for its own.
+        keeps: whether the states are kept when a session is over, for further sessions.
     """
 
     name: InputName
     inputs: Int64[torch.Tensor, "1 length"] | Float[torch.Tensor, "1 channels frames"] | None
     states: dict[Hashable, Float[torch.Tensor, "1 frames size"]] = field(default_factory=dict)
     given: Float[torch.Tensor, "1 frames size"] | None = None
+    keeps: bool = False
 
     @classmethod
     def of_tokens(cls, tokens: list[int]) -> "Source":
@@ -69,5 +71,6 @@ class Source:
         return states
 
     def forget(self, encoder: Any) -> None:
-        """Drop what an encoder has made of the source; it reads the source again if that is needed."""
-        self.states.pop(encoder, None)
+        """Drop what an encoder has made of the source, unless it is kept; it reads the source again if that is needed."""
+        if not self.keeps:
+            self.states.pop(encoder, None)

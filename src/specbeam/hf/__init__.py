@@ -53,6 +53,7 @@ def dsbd(
     mass: float | None = None,
     seed: int | None = None,
     stream_to: Any = None,
+    sources: torch.Tensor | None = None,
     **given: Any,
 ) -> Any:
     """Decode with `sb.dsbd` and ``num_beams`` beams, as a custom_generate function.
@@ -68,6 +69,7 @@ def dsbd(
             `sb.dsbd`, with the same defaults. `num_beams` has the place of `beams`.
         seed: the same seed gives the same text. None: drawn from torch's generator.
         stream_to: a streamer of transformers, for one prompt with one return sequence.
+        sources: for an encoder-decoder model whose draft model has an encoder of its own: the inputs of `generate`.
     """
     if draft_model is None:
         raise NotSupported(
@@ -88,7 +90,7 @@ def dsbd(
         semantics=semantics,
         mass=mass,
     )
-    return answer(call, draft_model, method, seed, stream_to)
+    return answer(call, draft_model, method, seed, stream_to, sources)
 
 
 def beam_sampling(
@@ -101,6 +103,7 @@ def beam_sampling(
     mass: float | None = None,
     seed: int | None = None,
     stream_to: Any = None,
+    sources: torch.Tensor | None = None,
     **given: Any,
 ) -> Any:
     """Decode with `sb.beam_sampling` and ``num_beams`` beams, as a custom_generate function: the paper's beam sampling,
@@ -109,11 +112,11 @@ def beam_sampling(
     Args:
         model, input_ids, given: passed by `generate`.
         replacement, semantics, width, min_beams, mass: as in `sb.beam_sampling`, with the same defaults.
-        seed, stream_to: as in `dsbd`.
+        seed, stream_to, sources: as in `dsbd`.
     """
     call = Call.of(model, input_ids, given)
     method = beam_sampling_recipe(call.beams, replacement, semantics, width, min_beams, mass)
-    return answer(call, None, method, seed, stream_to)
+    return answer(call, None, method, seed, stream_to, sources)
 
 
 def beam_search(
@@ -125,6 +128,7 @@ def beam_search(
     drafter: "DrafterName | Drafter" = "model",
     seed: int | None = None,
     stream_to: Any = None,
+    sources: torch.Tensor | None = None,
     **given: Any,
 ) -> Any:
     """Return what `generate` itself returns with ``num_beams``, but faster: beams share the prompt, and drafts save passes.
@@ -138,7 +142,7 @@ def beam_search(
         draft_model: the draft model, or the folder or hub id of one or of a draft head; None for no drafts, or for a drafter
             that needs no model.
         draft_beams, depth, drafter: as in `sb.speculative_beam_search`.
-        seed, stream_to: as in `dsbd`.
+        seed, stream_to, sources: as in `dsbd`.
     """
     call = Call.of(model, input_ids, given)
     with_drafts = draft_model is not None or drafter != "model"
@@ -151,7 +155,7 @@ def beam_search(
         method = speculative_beam_search_recipe(call.beams, draft_beams, depth, drafter)
     else:
         method = beam_search_recipe(call.beams)
-    return answer(call, draft_model, method, seed, stream_to)
+    return answer(call, draft_model, method, seed, stream_to, sources)
 
 
 def _one_beam_with_drafts(drafter: "DrafterName | Drafter", draft_beams: int | None, depth: int) -> Method:

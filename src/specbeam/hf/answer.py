@@ -1,5 +1,6 @@
 """Decoding for a custom_generate function, with a result in the form of `generate`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,8 @@ from specbeam.errors import NotSupported, SpecbeamError
 from specbeam.generation import run
 from specbeam.hf.call import Call
 from specbeam.hf.processors import warp_of
-from specbeam.pair import load
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
+from specbeam.pair import Pair, load
 from specbeam.recipes.method import Method
 from specbeam.records import Generation
 from specbeam.request import Request
@@ -24,6 +26,7 @@ def answer(
     method: Method,
     seed: int | None,
     stream_to: Any = None,
+    sources: "torch.Tensor | None" = None,
 ) -> Any:
     """Decode with `method`, and return the tensor or output of `generate`, with its order of rows.
 
@@ -33,6 +36,7 @@ def answer(
         method: the method.
         seed: None: drawn from torch's generator.
         stream_to: a streamer of transformers; None for none.
+        sources: the inputs of an encoder-decoder model, for a draft model with an encoder of its own.
 
     Raises:
         SpecbeamError: the first error of a prompt, because a row of a tensor cannot be missing.
@@ -43,7 +47,16 @@ def answer(
             f"stream_to follows one prompt with one return sequence; there are {len(prompts) * call.answers}"
         )
     seed = int(torch.randint(2**62, (1,))) if seed is None else seed
-    request = Request(load(call.model, draft_model), prompts, method, call.settings(), seed)
+    pair = load(call.model, draft_model)
+    settings = call.settings()
+    if isinstance(pair.target, EncoderDecoderLM):
+        read = call.sources(pair.target.encoder, sources)
+        _check_draft_reads(pair, sources is not None)
+        settings = replace(settings, decoder_input_ids=prompts)
+        request = Request(pair, read, method, settings, seed)
+    else:
+        call.sources(None, sources)
+        request = Request(pair, prompts, method, settings, seed)
     for session in request.sessions:
         number = request.prompt_of[session.place]
         session.pad(paddings[number])
@@ -52,6 +65,18 @@ def answer(
     for session in run(request, len(request.sessions) or 1, stream_to):
         results[session.place] = request.result(session)
     return _output(call, [_generations_or_raise(results[place]) for place in sorted(results)])
+
+
+def _check_draft_reads(pair: Pair, has_sources: bool) -> None:
+    """Raise `NotSupported` if a draft has an encoder of its own, and there is nothing for it to read."""
+    draft = pair.draft
+    assert isinstance(pair.target, EncoderDecoderLM)
+    if has_sources or not isinstance(draft, EncoderDecoderLM) or draft.reads_with(pair.target):
+        return
+    raise NotSupported(
+        f"the draft model {draft.model_name} has an encoder of its own, and generate hands over only what the target's "
+        'made; give the source too: sources=inputs["input_ids"]'
+    )
 
 
 def _generations_or_raise(result: list[Generation] | SpecbeamError) -> list[Generation]:
@@ -72,10 +97,11 @@ def _output(call: Call, results: list[list[Generation]]) -> Any:
     sequences = torch.cat([rows.repeat_interleave(call.answers, 0), tails.to(rows.device)], 1)
     if not call.config.return_dict_in_generate:
         return sequences
-    from transformers.generation import GenerateBeamDecoderOnlyOutput
+    from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateBeamEncoderDecoderOutput
 
+    kind = GenerateBeamEncoderDecoderOutput if call.reads else GenerateBeamDecoderOnlyOutput
     scores = torch.tensor([_score(generation) for generation in generations], device=rows.device)
-    return GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=scores)
+    return kind(sequences=sequences, sequences_scores=scores)
 
 
 def _score(generation: Generation) -> float:

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbeam.errors import NotSupported
+from specbeam.engines.eligibility import reads_sources
+from specbeam.engines.source import Source
+from specbeam.errors import BadSetting, NotSupported
 from specbeam.options.settings import Settings
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ _KNOWN_CRITERIA = {"MaxLengthCriteria", "EosTokenCriteria"}
 # Arguments of the model that `generate` adds by itself, or that change nothing.
 _WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "cache_position"}
 _CHECKED = {"attention_mask", "past_key_values", "position_ids", "token_type_ids"}
+_OF_SOURCES = {"encoder_outputs", "decoder_attention_mask"}  # of encoder-decoder models
 # Options of a generation config that are not supported: outputs that are not kept, and other decoding strategies.
 _OUTPUTS = ("output_logits", "output_attentions", "output_hidden_states")
 _OTHER_STRATEGIES = (
@@ -62,7 +65,8 @@ class Call:
             if getattr(self.config, name, None) not in (None, 0, 0.0, 1):
                 raise NotSupported(f"{name} is not honoured; leave it out")
         given = {name for name, value in self.model_kwargs.items() if value is not None}
-        unknown = given - _WITHOUT_EFFECT - _CHECKED
+        known = _WITHOUT_EFFECT | _CHECKED | (_OF_SOURCES if self.reads else set())
+        unknown = given - known
         if unknown:
             raise NotSupported(f"{', '.join(sorted(unknown))} would be ignored; leave it out")
         self._check_inputs()
@@ -78,11 +82,21 @@ class Call:
         if token_types is not None and bool(token_types.any()):
             raise NotSupported("token_type_ids would be ignored; leave it out")
         positions = self.model_kwargs.get("position_ids")
-        mask = self.model_kwargs.get("attention_mask")
+        mask = self.prompt_mask
         if positions is not None:
             visible = torch.ones_like(self.input_ids) if mask is None else mask.bool().long()
             if not torch.equal(positions * visible, (visible.cumsum(-1) - 1) * visible):
                 raise NotSupported("position_ids other than 0, 1, 2, ... are not honoured; leave it out")
+
+    @property
+    def reads(self) -> bool:
+        """Whether the model reads sources, so that the prompts are those of its decoder."""
+        return reads_sources(self.model)
+
+    @property
+    def prompt_mask(self) -> torch.Tensor | None:
+        """Which tokens of the prompts are none of the padding; None: all."""
+        return self.model_kwargs.get("decoder_attention_mask" if self.reads else "attention_mask")
 
     @property
     def config(self) -> "GenerationConfig":
@@ -115,6 +129,8 @@ class Call:
         """The prompts, each once, padded: int64[prompts, length]."""
         repeats = self.repeats
         ids = self.input_ids
+        if self.reads:
+            return ids[::repeats]
         if len(ids) % repeats == 0 and bool((ids.view(-1, repeats, ids.shape[1]) == ids[::repeats, None]).all()):
             return ids[::repeats]
         return ids
@@ -122,11 +138,43 @@ class Call:
     def prompts(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return the tokens of each prompt without padding, and the padding tokens of each prompt."""
         rows = self.rows
-        mask = self.model_kwargs.get("attention_mask")
+        mask = self.prompt_mask
         if mask is None:
             return [row.tolist() for row in rows], [[] for _ in rows]
         pairs = list(zip(rows, mask[:: len(mask) // len(rows)].bool(), strict=True))
         return [row[keep].tolist() for row, keep in pairs], [row[~keep].tolist() for row, keep in pairs]
+
+    def sources(self, encoder: Any, given: torch.Tensor | None) -> list[Source] | None:
+        """Return what the encoder made of each source, without padding; None for a model that reads none.
+
+        Args:
+            encoder: the target's encoder.
+            given: the padded sources themselves, int64[prompts, length], for a draft model that has another encoder.
+
+        Raises `NotSupported` or `BadSetting` if there are no states, or as many sources as there are prompts.
+        """
+        if not self.reads:
+            if given is not None:
+                raise NotSupported("sources is for encoder-decoder models; leave it out")
+            return None
+        output = self.model_kwargs.get("encoder_outputs")
+        if output is None:
+            raise NotSupported("encoder_outputs is missing; call this function by model.generate(custom_generate=...)")
+        states = output[0][:: self.repeats]
+        mask = self.model_kwargs.get("attention_mask")
+        kept = torch.ones(states.shape[:2], dtype=torch.bool)
+        if mask is not None and mask.ndim == 2 and mask.shape[1] == states.shape[1]:  # the mask of a text
+            kept = mask[:: self.repeats].bool()
+        if given is None:
+            return [Source.of_states(row[keep]) for row, keep in zip(states, kept.to(states.device), strict=True)]
+        if given.shape[:2] != states.shape[:2]:
+            raise BadSetting(f"sources is {[*given.shape]}; it must be the inputs of generate, {[*states.shape[:2]]}")
+        found = []
+        for row, keep, tokens in zip(states, kept.to(states.device), given, strict=True):
+            source = Source.of_tokens(tokens[keep.to(tokens.device)].tolist())
+            source.states[encoder] = row[keep][None]
+            found.append(source)
+        return found
 
     def settings(self) -> Settings:
         """Return the settings in the generation config that processors and warpers do not cover."""

@@ -45,6 +45,16 @@ _HARMLESS = (
     "output_hidden_states",
     "output_logits",
     "disable_compile",
+    # what speech models say of their tokens, which `transcribe` reads
+    "alignment_heads",
+    "is_multilingual",
+    "lang_to_id",
+    "max_initial_timestamp_index",
+    "median_filter_width",
+    "no_timestamps_token_id",
+    "prev_sot_token_id",
+    "return_timestamps",
+    "task_to_id",
 )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import Forest
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.made_up import made_up_prompt, made_up_rows
 from specbeam.records import Scored, Shape, Turn, Verdict
@@ -32,7 +33,7 @@ class TurnCost:
 
 
 class StoredPrompt:
-    """A prompt in the cache, on which turns are timed.
+    """A prompt in the cache, on which turns are timed. A model that reads sources has a short made-up one.
 
     The rows of a turn hang under the last token of the prompt, as beams that share the prompt do. The tokens that a
     turn stores are dropped after it, so that every turn meets the same cache.
@@ -46,7 +47,8 @@ class StoredPrompt:
         """Store a prompt of `length` tokens, at least 1."""
         self.lm = lm
         prompt = made_up_prompt(length, lm.vocab)
-        self.session: Any = SimpleNamespace(prompt=prompt, state={})
+        context = {lm: lm.made_up_source()} if isinstance(lm, EncoderDecoderLM) else {}
+        self.session: Any = SimpleNamespace(prompt=prompt, state={}, context=context)
         self.root = Forest.rooted(prompt[-1:])
         lm.extend([self.session], [self.root])
         self._keep_only(self.root)

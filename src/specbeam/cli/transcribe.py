@@ -1,0 +1,66 @@
+"""The command `specbeam transcribe`: what is said in audio files, in one of several formats."""
+
+from pathlib import Path
+from typing import Any
+
+from specbeam.cli.common import complain, method_from, quiet_load
+from specbeam.errors import BadAudio, BadSetting, MissingFile
+from specbeam.speech.formats import FORMATS, formatted
+from specbeam.speech.transcribe import transcribe
+from specbeam.whole_files import write_whole
+
+ENDINGS = {"text": "txt", "json": "json", "verbose_json": "json", "srt": "srt", "vtt": "vtt"}
+
+
+def run(
+    files: list[Path],
+    model: str,
+    draft: str | None,
+    device: str | None,
+    method_name: str | None,
+    settings: list[str],
+    options: dict[str, Any],
+    format: str,
+    output: Path | None,
+) -> int:
+    """Transcribe files one after the other, and return the exit code: 0, or 1 if a file could not be read.
+
+    Args:
+        options: as for `specbeam.transcribe`.
+        output: a folder for a file per audio; None: standard output.
+    """
+    if format not in FORMATS:
+        raise BadSetting(f"format is {format!r}; it must be {', '.join(FORMATS)}")
+    if settings and method_name is None:
+        raise BadSetting("--set is for the settings of a method; give --method too")
+    method = None if method_name is None else method_from(method_name, settings)
+    targets = [] if output is None else _targets(files, output, format)
+    pair = quiet_load(model, draft, device, sources=True)
+    failed = 0
+    for number, file in enumerate(files):
+        try:
+            (found,) = transcribe(pair, file, method, **options)
+        except (BadAudio, MissingFile) as error:
+            complain(str(error))
+            failed += 1
+            continue
+        text = formatted(found, format)
+        if output is None:
+            print(text, end="", flush=True)
+        else:
+            write_whole(targets[number], text.encode("utf-8"))
+    return 1 if failed else 0
+
+
+def _targets(files: list[Path], folder: Path, format: str) -> list[Path]:
+    """Return the file that the transcript of each audio is written to. Raises `BadSetting` if two have one name."""
+    if folder.exists() and not folder.is_dir():
+        raise BadSetting(f"{folder} is a file; give a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = [folder / f"{file.stem}.{ENDINGS[format]}" for file in files]
+    twice = {target for target in targets if targets.count(target) > 1}
+    if twice:
+        raise BadSetting(
+            f"several files would be written to {min(twice)}; give them other names, or transcribe them apart"
+        )
+    return targets

@@ -1,0 +1,107 @@
+"""Audio from files and arrays: one channel of 16 kHz."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float32
+
+from specbeam.errors import BadAudio, MissingFile, MissingPackage
+
+RATE = 16_000  # samples per second that speech models are made for
+LEAST_S = 0.1  # seconds; a window of less is no speech
+SILENCE = 2.0**-15  # the smallest step of 16-bit audio
+ZEROS = 24  # zero crossings of the filter on each side: a flat pass band and -80 dB beyond it
+ROLL_OFF = 0.945  # share of the lower of both pass bands that is kept
+
+Samples = Float32[np.ndarray, " _"]
+
+
+def read_audio(audio: Any, rate: int | None = None) -> Samples:
+    """Return audio as one channel of 16 kHz.
+
+    Args:
+        audio: a file that libsndfile reads (WAV, FLAC, OGG, MP3, ...), or samples in [-1, 1]: [samples], or
+            [samples, channels] whose mean is taken.
+        rate: samples per second of an array; None: 16,000. Files say it themselves.
+
+    Raises:
+        MissingFile: there is no such file.
+        MissingPackage: the package soundfile is not installed, which reads files.
+        BadAudio: the file cannot be read, or the audio is too short or holds numbers that are no samples.
+    """
+    if isinstance(audio, (str, Path)):
+        name = str(audio)
+        samples, found = _from_file(Path(audio))
+    else:
+        name = "the audio"
+        samples = np.asarray(audio)
+        found = RATE if rate is None else rate
+    if not isinstance(found, int) or found < 1:
+        raise BadAudio(f"rate is {found!r}; it must be a number of samples per second, an integer of at least 1")
+    mono = _one_channel(samples, name)
+    if len(mono) < LEAST_S * found:
+        raise BadAudio(f"{name} has {len(mono) / found:.3f} seconds; at least {LEAST_S} are needed")
+    return resampled(mono, found, RATE)
+
+
+def _from_file(path: Path) -> tuple[np.ndarray, int]:
+    """Return the samples of a file, float32[samples, channels], and how many there are per second."""
+    if not path.is_file():
+        raise MissingFile(f"there is no file {path}; give an audio file")
+    try:
+        import soundfile
+    except (ImportError, OSError) as error:  # OSError: without the library that it wraps
+        raise MissingPackage(f"audio files are read by soundfile: pip install 'specbeam[speech]' ({error})") from error
+    try:
+        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (RuntimeError, ValueError, TypeError) as error:  # what libsndfile raises is a RuntimeError
+        raise BadAudio(
+            f"{path} cannot be read as audio: {error}; convert it to WAV, FLAC, OGG or MP3, which libsndfile reads"
+        ) from error
+    return samples, int(rate)
+
+
+def _one_channel(samples: np.ndarray, name: str) -> Samples:
+    """Return the mean of the channels. Raises `BadAudio` for what is no audio."""
+    if samples.ndim not in (1, 2) or not np.issubdtype(samples.dtype, np.floating):
+        raise BadAudio(
+            f"{name} is {samples.dtype}{[*samples.shape]}; it must be floats in [-1, 1], [samples] or [samples, channels]"
+        )
+    if samples.ndim == 2 and samples.shape[1] > max(samples.shape[0], 1):
+        raise BadAudio(f"{name} is {[*samples.shape]}; the first dimension is that of samples: transpose it")
+    mono = samples if samples.ndim == 1 else samples.mean(1)
+    if not np.isfinite(mono).all():
+        raise BadAudio(f"{name} holds samples that are not finite")
+    return np.ascontiguousarray(mono, dtype=np.float32)
+
+
+def is_silent(samples: Samples) -> bool:
+    """Return whether no sample is louder than the smallest step of 16-bit audio."""
+    return bool(np.abs(samples).max(initial=0.0) <= SILENCE)
+
+
+def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
+    """Return samples at another rate, by a windowed sinc filter for each phase; ceil(samples * wanted / rate) of them.
+
+    Frequencies above the lower of both pass bands are removed, so that nothing is mirrored into it.
+    """
+    if rate == wanted:
+        return samples
+    divisor = math.gcd(rate, wanted)
+    step = rate // divisor
+    phases = wanted // divisor
+    band = min(step, phases) * ROLL_OFF
+    reach = math.ceil(ZEROS * step / band)
+    taps = torch.arange(-reach, reach + step, dtype=torch.float64)[None] / step
+    shifts = torch.arange(phases, dtype=torch.float64)[:, None] / phases
+    times = ((taps - shifts) * band).clamp(-ZEROS, ZEROS)
+    window = torch.cos(times * math.pi / ZEROS / 2) ** 2
+    kernels = (torch.sinc(times) * window * band / step).float()
+    padded = torch.nn.functional.pad(torch.from_numpy(samples)[None, None], (reach, reach + step))
+    found = torch.nn.functional.conv1d(padded, kernels[:, None], stride=step)
+    count = math.ceil(len(samples) * wanted / rate)
+    flat: Samples = found[0].T.reshape(-1)[:count].numpy()
+    return flat

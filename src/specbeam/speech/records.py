@@ -1,0 +1,50 @@
+"""What a transcription returns: segments with their times, and the whole text."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of speech and its text.
+
+    Attributes:
+        start, end: seconds from the beginning of the audio.
+        text: without timestamps; "" if the model has no tokenizer.
+        tokens: all tokens, timestamps included.
+        temperature: at which its window was decoded.
+        avg_logprob: of the window: log-likelihood of its text divided by its number of tokens, the end included.
+        compression_ratio: of the window: bytes of its text divided by those that zlib makes of them; high where a text
+            repeats itself. NaN without a tokenizer.
+        no_speech_prob: the probability, by the model, that the window holds no speech; NaN if nobody asked.
+    """
+
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """The text of one audio.
+
+    Attributes:
+        text: of all segments.
+        language: the code of the language, such as "en"; None for a model of one language.
+        duration: seconds of audio.
+        segments: in the order of time.
+        target_passes, draft_passes: passes of the decoders.
+        law: of the windows that were decoded at the first temperature; "" if nothing was decoded.
+    """
+
+    text: str
+    language: str | None
+    duration: float
+    segments: list[Segment] = field(default_factory=list)
+    target_passes: int = 0
+    draft_passes: int = 0
+    law: str = ""
