@@ -1,5 +1,7 @@
 """Encoder-decoder models: texts that depend on a source, which is read and stored once."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -7,13 +9,27 @@ from transformers import WhisperForCausalLM
 
 import specbeam as sb
 from specbeam import errors
-from specbeam.decode import Decoder
+from specbeam.decode import Decoder, decode
 from specbeam.options.settings import Settings
 from specbeam.pair import load
 from specbeam.request import Request
 from tests.support import words
+from tests.support.exact import beam_sampling_law, distance, exact_law
+from tests.support.programs import random_table, session_of, texts
 from tests.support.tiny_models import tiny
-from tests.support.tiny_sources import ENDS, FAMILIES, FRAMES, MELS, PAD, VOCAB, searched, sources, tiny_reader
+from tests.support.tiny_sources import (
+    ENDS,
+    FAMILIES,
+    FRAMES,
+    MELS,
+    PAD,
+    VOCAB,
+    SourceTable,
+    searched,
+    sources,
+    tiny_reader,
+)
+from tests.test_laws_on_models import p_value
 
 
 def pair_of(family, attention="sdpa", **changes):
@@ -40,10 +56,10 @@ def check_searches(pair, given, **options):
     for method in (sb.beam_search(4), sb.speculative_beam_search(4, depth=3)):
         found = sb.generate(pair, given, method, **({"eos_token_id": ENDS} | options))
         assert len(found) == wanted * len(given)
-        for number, (texts, scores) in enumerate(theirs):
+        for number, (tokens, scores) in enumerate(theirs):
             mine = found[number * wanted : (number + 1) * wanted]
-            assert [one.tokens for one in mine] == texts
-            for one, text, score in zip(mine, texts, scores, strict=True):
+            assert [one.tokens for one in mine] == tokens
+            for one, text, score in zip(mine, tokens, scores, strict=True):
                 beam = next(beam for beam in one.beams if beam.tokens == text)
                 assert beam.score == pytest.approx(score, abs=2e-4)  # sums of logits that were scaled up
     return theirs
@@ -167,10 +183,10 @@ def test_samples_of_a_prompt_read_one_source_and_a_batch_frees_what_it_read(tran
         decoder.step()
     assert cross.lengths == []
     assert all(not source.states for session in request.sessions for source in session.context.values())
-    texts = [request.answers(session)[0].tokens for session in request.sessions[1:]]
+    drawn = [request.answers(session)[0].tokens for session in request.sessions[1:]]
     again = sb.generate(translator, given, sb.sampling(), seed=3, **options)
-    assert [one.tokens for one in again][1:] == texts
-    assert len({tuple(text) for text in texts}) > 2
+    assert [one.tokens for one in again][1:] == drawn
+    assert len({tuple(text) for text in drawn}) > 2
 
 
 def test_sources_that_end_at_different_times_stay_where_their_sessions_look(translator):
@@ -423,3 +439,79 @@ def test_texts_go_in_and_come_out(tmp_path, capsys, monkeypatch):
         assert (ended.value.code or 0) == code, shown.err
         if code == 0:
             assert shown.out == f"{one.text}\n"
+
+
+# Laws.
+
+
+def law_beside_another_source(method, seeds, beams, steps):
+    """The law of the texts of source 0, decoded in one batch with those of source 1, whose chance is fixed."""
+    tables = [random_table(seed, 2) for seed in (1, 2)]
+    drafts = [random_table(seed, 2) for seed in (3, 4)]
+
+    def program(dice):
+        target = SourceTable(lambda source, path: tables[source](path), 2)
+        draft = SourceTable(lambda source, path: drafts[source](path), 2)
+        sessions = []
+        for number in (0, 1):
+            session = session_of(method, draft, dice if number == 0 else None, steps, (), key=7)
+            session.context = {target: seeds[number], draft: seeds[number]}
+            sessions.append(session)
+        for _ in decode(target, sessions):
+            pass
+        assert all(session.failure is None for session in sessions)
+        return texts(sessions[0])
+
+    return exact_law(program), beam_sampling_law(tables[0], beams, steps, replacement=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "beams"),
+    [(sb.dsbd(2, 2, 1, "fixed", coupling="rejection"), 2), (sb.speculative_sampling(2), 1), (sb.specinfer((2, 1)), 1)],
+    ids=["dsbd", "chain", "tree"],
+)
+def test_texts_have_the_law_of_their_own_source_in_a_batch_with_another(method, beams):
+    found, expected = law_beside_another_source(method, (0, 1), beams, 2)
+    assert distance(found, expected) < 1e-12
+    wrong, expected = law_beside_another_source(method, (1, 0), beams, 2)  # each reads what the other should
+    assert distance(wrong, expected) > 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "marian"])
+def test_texts_of_a_model_have_the_law_that_its_own_forward_gives_for_the_source(family):
+    """Whole texts by frequency: two sources and four methods mixed in every batch."""
+    small = {"vocab_size": 6, "eos_token_id": 5}
+    pair = sb.load(tiny_reader(family, scale=1.5, **small), tiny_reader(family, seed=1, layers=1, scale=1.5, **small))
+    methods = [sb.sampling(), sb.speculative_sampling(2), sb.rsd_s(3, 2), sb.traversal((2, 2))]
+    given = [[3, 4], [4, 3, 2, 3, 4]]
+    requests = [
+        Request(pair, given * 200, method, Settings(max_new_tokens=3, eos_token_id=[5]), 40 + number)
+        for number, method in enumerate(methods)
+    ]
+    line = [session for row in zip(*(request.sessions for request in requests), strict=True) for session in row]
+    for _ in decode(pair.target, line, at_once=200):
+        pass
+    for number, source in enumerate(given):
+        law = plain_law(pair.target_model, source, 3)
+        for request in requests:
+            drawn = [tuple(next(one.hypotheses()).tokens) for one in request.sessions[number::2]]
+            assert p_value(Counter(drawn), law) > 1e-4
+
+
+def plain_law(model, source, length):
+    """Odds of every text about a source, by plain forwards."""
+    law = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for text, odds in law.items():
+            if text and text[-1] == 5:
+                longer[text] = odds
+                continue
+            prompt = torch.tensor([[model.config.decoder_start_token_id, *text]])
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([source]), decoder_input_ids=prompt).logits[0, -1]
+            for token, chance in enumerate(logits.double().softmax(-1).tolist()):
+                longer[(*text, token)] = odds * chance
+        law = longer
+    return law

@@ -4,6 +4,8 @@ import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
 from transformers.generation import GenerationMixin
 
+from specbeam.lm.table import TableLM
+
 VOCAB = 61
 PAD = 1
 ENDS = [2, 5, 9]
@@ -56,18 +58,20 @@ FAMILIES = {
 }
 
 
-def tiny_reader(family, attention="sdpa", seed=0, layers=2, **changes):
+def tiny_reader(family, attention="sdpa", seed=0, layers=2, scale=None, **changes):
     """A random encoder-decoder model, float32, whose weights are scaled up so that its texts do not end at once.
 
     Args:
         layers: of the decoder; the encoder has three.
+        scale: of the weights; None: large, so that scores differ clearly.
     """
     torch.manual_seed(seed)
     name = "num_decoder_layers" if "num_decoder_layers" in FAMILIES[family] else "decoder_layers"
     config = AutoConfig.for_model(family, **(FAMILIES[family] | {name: layers} | changes))
     kind = AutoModelForSpeechSeq2Seq if family == "whisper" else AutoModelForSeq2SeqLM
     model = kind.from_config(config, attn_implementation=attention).eval()
-    scale = 2.5 if "t5" in family else 6.0
+    if scale is None:
+        scale = 2.5 if "t5" in family else 6.0
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -107,3 +111,18 @@ def _without_padding(text):
     """The tokens up to the first end token, or all."""
     ends = [place for place, token in enumerate(text) if token in ENDS]
     return text[: ends[0] + 1] if ends else text
+
+
+class SourceTable(TableLM):
+    """A table whose law is a function of the source and the new tokens: `session.context` holds the source."""
+
+    def __init__(self, law, vocab):
+        self._of_source = law
+        super().__init__(lambda path: [1.0] * vocab)
+
+    def refuses(self, session):
+        return "" if self in session.context else "the session has no source"
+
+    def _rows(self, session, forest):
+        self._law = lambda path: self._of_source(session.context[self], path)
+        return super()._rows(session, forest)
