@@ -177,6 +177,9 @@ def test_samples_of_a_prompt_read_one_source_and_a_batch_frees_what_it_read(tran
     decoder.step()
     cross = translator.target.runner.cross
     assert sorted(cross.lengths) == sorted(len(source) for source in given)
+    assert {translator.target.frames_of(session) for session in request.sessions} == {*cross.lengths}
+    stored = sum(one[:, :, :1].numel() // len(one) * 4 for one in (*cross.keys, *cross.values))
+    assert translator.target.slot_bytes == stored
     decoder.cancel(request.sessions[0])
     assert len(cross.lengths) == 2
     while decoder.busy:
@@ -187,6 +190,17 @@ def test_samples_of_a_prompt_read_one_source_and_a_batch_frees_what_it_read(tran
     again = sb.generate(translator, given, sb.sampling(), seed=3, **options)
     assert [one.tokens for one in again][1:] == drawn
     assert len({tuple(text) for text in drawn}) > 2
+
+
+def test_sources_can_be_dropped_where_decoding_broke(translator):
+    (session,) = Request(translator, [[3, 4]], sb.greedy(), Settings(max_new_tokens=4), 3).sessions
+    decoder = Decoder(translator.target)
+    decoder.add(session)
+    decoder.step()
+    decoder.close()
+    for lm in (translator.target, translator.draft):
+        lm.drop_sources()
+        assert (lm.runner.cross.lengths, lm.runner.readers, lm.caches) == ([], [], [])
 
 
 def test_sources_that_end_at_different_times_stay_where_their_sessions_look(translator):

@@ -73,6 +73,18 @@ class EncoderDecoderLM(HuggingFaceLM):
         source: Source = getattr(session, "context", {})[self]
         return source
 
+    def frames_of(self, session: CacheOwner) -> int:
+        """Return the number of frames that are stored of a session's source, each of which takes `slot_bytes`."""
+        source = self.source_of(session)
+        if source.inputs is None:
+            return 0 if source.given is None else int(source.given.shape[1])
+        length = int(source.inputs.shape[-1])
+        return length // 2 if self.input_name == "input_features" else length  # the encoder takes every other frame
+
+    def drop_sources(self) -> None:
+        """Free all sources, when no session is left that reads them."""
+        self.runner.drop_sources()
+
     def made_up_source(self, frames: int = MADE_UP_FRAMES) -> Source:
         """Return a source of made-up states, which no encoder has read, on which passes are checked and timed."""
         generator = torch.Generator().manual_seed(0)

@@ -16,6 +16,7 @@ from specbeam.decode import Decoder
 from specbeam.errors import Cancelled, SpecbeamError, TimedOut
 from specbeam.generation import in_prompt_order, resolved_method, settled_tokens
 from specbeam.lm.base import LM
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.measure.energy import joules_now
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
@@ -701,11 +702,16 @@ class Engine:
         return self.limits.kv_bytes is None or self._bytes_of(jobs) <= self.limits.kv_bytes
 
     def _bytes_of(self, jobs: Sequence[Job]) -> int:
-        """Return the bytes of keys and values that jobs may need side by side: each model has one rectangle for all."""
+        """Return the bytes of keys and values that jobs may need side by side: each model has one rectangle for all.
+
+        A model that reads sources has another one, for what its cross-attention reads.
+        """
         whole = 0
         for lm in self._models():
             rows = sum(job.room[lm].rows for job in jobs)
             slots = max(job.room[lm].slots for job in jobs)
+            if isinstance(lm, EncoderDecoderLM):
+                slots += max(lm.frames_of(job.session) for job in jobs)
             whole += rows * slots * getattr(lm, "slot_bytes", 0)
         return whole
 
@@ -738,6 +744,8 @@ class Engine:
             for company in [*getattr(lm, "caches", [])]:
                 company.clear()
             getattr(lm, "caches", []).clear()
+            if isinstance(lm, EncoderDecoderLM):
+                lm.drop_sources()
         self._decoder = self._new_decoder()
         self.counts.kv_tokens = {}
         if is_ours:
