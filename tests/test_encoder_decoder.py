@@ -10,6 +10,7 @@ from transformers import WhisperForCausalLM
 import specbeam as sb
 from specbeam import errors
 from specbeam.decode import Decoder, decode
+from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.options.settings import Settings
 from specbeam.pair import load
 from specbeam.request import Request
@@ -299,6 +300,25 @@ def test_a_model_that_drafts_for_itself_has_a_cache_of_its_own(translator):
     assert found[0].report.target_passes < plain[0].report.target_passes
 
 
+@pytest.mark.parametrize("method", [sb.prompt_lookup(3), sb.suffix_match(3)], ids=lambda method: method.name)
+def test_drafts_without_a_model_are_copied_from_the_source(translator, method):
+    """A text that is made to repeat its source takes fewer passes than it has tokens; one of another vocabulary does not."""
+    source = [7, 30, 31, 32, 33, 34, 35, 36, 37]
+
+    def copying(ids, scores):
+        wanted = source[1:][ids.shape[1] - 1]
+        return scores.where(torch.arange(scores.shape[1]) == wanted, -torch.inf)
+
+    options = {"max_new_tokens": 8, "eos_token_id": [], "logits_processor": [copying], "temperature": 0}
+    (copied,) = sb.generate(translator, [source], method, **options)
+    assert copied.tokens == source[1:]
+    assert copied.report.target_passes < 6
+    marian = sb.load(tiny_reader("marian", share_encoder_decoder_embeddings=False, decoder_vocab_size=VOCAB))
+    (alone,) = sb.generate(marian, [source], method, **options)
+    assert alone.tokens == source[1:]
+    assert alone.report.target_passes == 8
+
+
 # What is refused.
 
 
@@ -308,6 +328,7 @@ def test_what_cannot_read_a_source_is_refused_by_name(translator, tmp_path):
         ({"draft": "swift"}, "leaving sublayers out is for decoder-only models, and BartForConditionalGeneration has"),
         ({"draft": "mtp"}, "mtp is a draft head, which is for decoder-only models"),
         ({"quantize": "int8"}, "quantize='int8' is for decoder-only models"),
+        ({"draft": "int8"}, "quantize_draft='int8' is for decoder-only models"),
         ({"compile": True}, "compile=True is for decoder-only models"),
     ):
         with pytest.raises(errors.NotSupported, match=message):
@@ -320,6 +341,7 @@ def test_what_cannot_read_a_source_is_refused_by_name(translator, tmp_path):
     for call, message in (
         (lambda: sb.generate(pair, [3, 4], sb.swift()), "swift leaves sublayers of decoder-only"),
         (lambda: sb.hmt(pair), "a model with memory continues prompts"),
+        (lambda: log_likelihoods(pair, [[3]], [[4]]), "looks at the model as one that continues prompts"),
         (lambda: sb.lite_search(pair, "a", lambda texts: [0.5] * len(texts)), "a search over steps continues prompts"),
     ):
         with pytest.raises(errors.NotSupported, match=message):

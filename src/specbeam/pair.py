@@ -68,11 +68,16 @@ class Pair:
 
     @property
     def forgetful_target(self) -> HuggingFaceLM:
-        """The target, for what looks at its model itself. Raises `NotSupported` if it has a memory."""
+        """The target, for what looks at its model itself. Raises `NotSupported` if it has a memory, or reads sources."""
         if isinstance(self.target, MemoryLM):
             raise NotSupported(
                 "the target of this pair reads with memory (sb.hmt), and this looks at the model without it; give the pair "
                 "that sb.load returned"
+            )
+        if isinstance(self.target, EncoderDecoderLM):
+            raise NotSupported(
+                f"{self.target.model_name} reads sources, and this looks at the model as one that continues prompts; give a "
+                "decoder-only model"
             )
         return self.target
 
@@ -197,6 +202,7 @@ def load(
     else:
         target_lm = language_model(target_model, check, _own(quantize), compile, share_from)
     if draft_model is not None and reads_sources(draft_model):
+        _check_plain(draft_model, _own(quantize_draft), False, "quantize_draft")
         draft_lm: LM | None = _reading_draft(draft_model, target_lm, check)
     elif draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
         engine = _own(quantize_draft) or ("torch" if target_lm.engine == "torch" else "auto")
@@ -275,6 +281,9 @@ def _reading_draft(model: "PreTrainedModel", target: HuggingFaceLM, check: bool)
         if own.input_name != target.input_name:
             raise NotSupported(f"the draft reads {own.input_name}, and the target reads {target.input_name}")
         return own
+    check_keeps_tokens(model)
+    _use_a_backend_with_masks(model)
+    model.eval()
     lm = EncoderDecoderLM(model, encoder=target.encoder)  # it needs a cache of its own for each target
     if check and model is not target.model:
         check_scores_forests(lm)
@@ -386,9 +395,11 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
     return cached.lm
 
 
-def _check_plain(model: "PreTrainedModel", quantize: "Quantize | None", compile: bool) -> None:
+def _check_plain(
+    model: "PreTrainedModel", quantize: "Quantize | None", compile: bool, name_of_quantize: str = "quantize"
+) -> None:
     """Raise `NotSupported` for options that need an engine that runs no encoder-decoder models."""
-    for name, value in (("quantize", quantize), ("compile", compile or None)):
+    for name, value in ((name_of_quantize, quantize), ("compile", compile or None)):
         if value is not None:
             raise NotSupported(
                 f"{name}={value!r} is for decoder-only models, and transformers runs {type(model).__name__}; leave it out"

@@ -27,6 +27,7 @@ from specbeam.sources import (
     as_prompts,
     as_sources,
     check_decoder_prompt,
+    copied_tokens,
     decoder_prompt,
     readers,
     source_of,
@@ -145,6 +146,7 @@ class Request:
                 session = self._session(start, number, room, key)
                 if source is not None:
                     session.context = dict.fromkeys(readers(self.pair), source)
+                    session.read = copied_tokens(self.pair, source)
                 self.sessions.append(session)
                 self.prompt_of.append(number)
 

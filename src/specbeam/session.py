@@ -227,6 +227,7 @@ class Session:
         keeps_nodes: whether nodes are kept from turn to turn; see `keeps_nodes`.
         context: what a model needs besides tokens, by model: handed to that model's engine as it is. For what transformers
             runs these are keyword arguments of its forward, tensors with a first dimension of 1 (the states of an encoder).
+        read: tokens of a source that the decoder knows, too: drafts may copy from them.
         vectors: rows that are given by embedding, by model, float[rows, size]: the token -1 - k of a prompt, or of a
             drafter's extra rows, stands for row k. They are what the model's embedding would give (soft prompts, images).
         namespace: whose prompts it may share stored beginnings with; see `HuggingFaceLM.remember_prompts`.
@@ -263,6 +264,7 @@ class Session:
         self.beside = 1  # number of sessions in the current pass, itself included; set by the loop
         self.shape = Shape(0, 0)  # planned for the current turn; set by the loop
         self.context: Mapping[Any, Any] = {}
+        self.read: list[int] = []
         self.vectors: Mapping[Any, torch.Tensor] = {}
         self.namespace = ""
         self.recalled: dict[Any, int] = {}

@@ -123,6 +123,17 @@ def _encoder_vocab(lm: EncoderDecoderLM) -> int:
     return int(lm.encoder.get_input_embeddings().weight.shape[0])
 
 
+def copied_tokens(pair: Pair, source: Source) -> list[int]:
+    """Return the tokens of a source that its text may copy: none of audio, or if encoder and decoder have other tokens."""
+    target = pair.target
+    assert isinstance(target, EncoderDecoderLM)
+    if source.inputs is None or source.name != "input_ids":
+        return []
+    if not getattr(target.model.config, "share_encoder_decoder_embeddings", True):
+        return []
+    return [int(token) for token in source.inputs[0].tolist()] if _encoder_vocab(target) == target.vocab else []
+
+
 def _features(lm: EncoderDecoderLM, given: Any, number: int) -> torch.Tensor:
     """Return the features of a window of audio, float[channels, frames]. Raises `BadPrompt` if they do not fit the model."""
     channels = int(lm.model.config.num_mel_bins)

@@ -58,7 +58,7 @@ def run(
         raise BadSetting(
             f"--task {skipping[1]!r} names texts that --skip-ratio searches for; give both, or leave it out"
         )
-    pair = quiet_load(model, draft, sources=True)
+    pair = quiet_load(model, draft)
     models = {"target": pair.forgetful_target} | (
         {"draft": pair.draft} if isinstance(pair.draft, HuggingFaceLM) else {}
     )

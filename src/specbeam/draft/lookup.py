@@ -199,11 +199,11 @@ class _IndexReader:
 
 
 def _updated_index(key: Hashable, session: Session, make: Any) -> Any:
-    """Return the index of a session, after adding the prompt and the new tokens that all live beams share."""
+    """Return the index of a session, after adding source, prompt and the new tokens that all live beams share."""
     reader = session.state.get(key)
     if reader is None:
         reader = session.state[key] = _IndexReader(make(), [])
-    reader.catch_up([*session.prompt, *session.settled])
+    reader.catch_up([*session.read, *session.prompt, *session.settled])
     return reader.index
 
 
