@@ -166,7 +166,7 @@ def test_a_hundred_thousand_spoilt_bodies_neither_crash_nor_hang(kitchen):
         assert time.thread_time() - began < 1.0, bytes(raw)
         kinds[isinstance(found, Refusal)] += 1
         assert isinstance(found, Order) or 400 <= found.status < 500
-    assert all(count > 1000 for count in kinds.values())
+    assert all(count > 0.01 * sum(kinds.values()) for count in kinds.values())
 
 
 def test_every_recipe_can_be_asked_for_by_name_or_says_why_not(kitchen):
