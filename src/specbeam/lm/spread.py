@@ -2,7 +2,9 @@
 
 import atexit
 import os
+import signal
 import sys
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -47,6 +49,10 @@ def spread_model(
     model = _part_of(name, dtype, on_gpu)
     if dist.get_rank() == 0:
         return model
+    if threading.current_thread() is threading.main_thread():
+        # torchrun and terminals tell all ranks to end: rank 0 finishes what is under way, and this one has to help it.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     try:
         Follower(model, Channel(timeout_s)).follow()
     except Exception as error:  # it says so before its process ends
