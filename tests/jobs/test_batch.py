@@ -417,7 +417,7 @@ def test_the_command_survives_kills_at_random_moments(tmp_path):
     while True:
         process = subprocess.Popen([*shell, str(source), str(tmp_path / "out.jsonl"), *rest, "--resume"])
         try:
-            process.wait(6 + 4 * rng.random())
+            process.wait(6 + 4 * rng.random() + 4 * kills)  # longer each time, or a slow machine would never end
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.wait()
