@@ -2,6 +2,8 @@
 
 import inspect
 import os
+import signal
+import threading
 import time
 
 import numpy as np
@@ -171,15 +173,69 @@ def test_panels_that_the_helpers_do_not_know_are_multiplied_by_one_thread(monkey
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
-def test_a_forked_process_has_a_team_of_its_own(monkeypatch):
+@pytest.mark.parametrize("holder", ["another thread", "the one that forks"])
+def test_a_process_that_is_forked_while_the_team_works_has_a_team_of_its_own(holder, monkeypatch):
     monkeypatch.setattr(team, "allowed_threads", lambda: 2)
+    panels = in_panels(np.ones((2400, 512), dtype=np.float32))
+    x = np.ones((1, 512), dtype=np.float32)
+    team.TEAM.learn(panels)
+    product(x, panels)
+    taken = threading.Event()
+    ended = threading.Event()
+
+    def multiplied():
+        with team.TEAM.threads(2) as threads:
+            return threads, bool((product(x, panels, threads) == 512).all())
+
+    def hold():
+        with team.TEAM.threads(2):
+            taken.set()
+            ended.wait(30)
+
+    def fork(before=0):
+        child = os.fork()
+        if child:
+            return os.waitpid(child, 0)[1]
+        signal.alarm(20)  # a child that waits for ever ends, and has failed
+        alone = bool(before == 0 or (product(x, panels, before) == 512).all())
+        after, is_right = multiplied()
+        os._exit(0 if alone and is_right and after != before and len(team.TEAM.wakers) == 1 else 1)
+
+    if holder == "another thread":
+        thread = threading.Thread(target=hold)
+        thread.start()
+        taken.wait(30)
+        status = fork()
+        ended.set()
+        thread.join()
+    else:
+        with team.TEAM.threads(2) as before:
+            status = fork(before)
+    assert status == 0
+    assert multiplied()[1]
+    assert (team.TEAM.depth, team.TEAM.memory[shares.OPEN]) == (0, 0)
+
+
+def test_a_team_that_gets_no_thread_works_with_those_that_are_there(monkeypatch):
+    monkeypatch.setattr(team, "allowed_threads", lambda: 3)
+    start = threading.Thread.start
+
+    def fails_for_the_second(thread):
+        if thread.name == "specbeam-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    panels = in_panels(np.ones((2400, 512), dtype=np.float32))
     helping = team.Team()
-    with helping.threads(2) as before:
-        pass
-    monkeypatch.setattr(helping, "process", 0)
-    with helping.threads(2) as after:
-        assert after != before
-        assert len(helping.wakers) == 1
+    helping.learn(panels)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails_for_the_second)
+        with helping.threads(3) as threads:
+            assert helping.memory[shares.THREADS] == 2
+            assert (product(np.ones((1, 512), dtype=np.float32), panels, threads) == 512).all()
+    assert (helping.depth, helping.memory[shares.OPEN]) == (0, 0)
+    with helping.threads(3):
+        assert len(helping.wakers) == 2
 
 
 def test_loading_leaves_the_threads_of_torch_alone():

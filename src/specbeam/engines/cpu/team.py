@@ -23,12 +23,19 @@ class Team:
     """
 
     def __init__(self) -> None:
-        self._alone = threading.RLock()  # a team serves one caller at a time, who may run two models
         self._begin()
 
+    def begin_anew(self) -> None:
+        """Start without helpers in a forked process: the threads of its parent, who may hold the lock, do not run in it.
+
+        Whoever is in `threads` while it forks keeps the former memory, and does all shares by itself.
+        """
+        forms = self.memory[shares.FORMS :].copy()
+        self._begin()
+        self.memory[shares.FORMS :] = forms
+
     def _begin(self) -> None:
-        """Start without helpers, as a forked process has to: its parent's threads do not run in it."""
-        self.process = os.getpid()
+        self._alone = threading.RLock()  # a team serves one caller at a time, who may run two models
         self.memory = shares.new_memory()
         self.address = self.memory.ctypes.data
         self.memory[shares.YIELD] = _address_of_yield()
@@ -55,31 +62,33 @@ class Team:
             yield 1
             return
         with self._alone:
-            if self.process != os.getpid():
-                forms = self.memory[shares.FORMS :].copy()
-                self._begin()
-                self.memory[shares.FORMS :] = forms
-            self._open(count)
+            memory = self.memory  # which stays alive in here, also if this process forks meanwhile
+            self.depth += 1
             try:
-                yield self.address
+                if self.depth == 1:
+                    self._open(count)
+                yield memory.ctypes.data
             finally:
-                self.depth -= 1
-                if self.depth == 0:
-                    self.memory[shares.OPEN] = 0
+                if self.memory is memory:
+                    self.depth -= 1
+                if self.depth <= 0:
+                    memory[shares.OPEN] = 0
 
     def _open(self, count: int) -> None:
-        """Wake the helpers, and make those that are missing."""
-        self.depth += 1
-        if self.depth > 1:
-            return
-        self.memory[shares.THREADS] = count
-        self.memory[shares.OPEN] = 1
+        """Wake the helpers, and make those that are missing, as far as the system lets this process have threads."""
         while len(self.wakers) < count - 1:
             waker = threading.Event()
+            name = f"specbeam-{len(self.wakers) + 1}"
+            thread = threading.Thread(target=_help, args=(self.memory, waker), name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more threads: those that are there do the shares
+                break
             self.wakers.append(waker)
-            name = f"specbeam-{len(self.wakers)}"
-            threading.Thread(target=_help, args=(self.memory, waker), name=name, daemon=True).start()
-        for waker in self.wakers[: count - 1]:
+        helpers = self.wakers[: count - 1]
+        self.memory[shares.THREADS] = 1 + len(helpers)
+        self.memory[shares.OPEN] = 1
+        for waker in helpers:
             waker.set()
 
 
@@ -99,3 +108,5 @@ def _address_of_yield() -> int:
 
 
 TEAM = Team()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=TEAM.begin_anew)
