@@ -1,6 +1,7 @@
 """Encoder-decoder models: texts that depend on a source, which is read and stored once."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from transformers import WhisperForCausalLM
 
 import specbeam as sb
 from specbeam import errors
+from specbeam.core.forest import Forest
 from specbeam.decode import Decoder, decode
+from specbeam.engines.source import Source
 from specbeam.evaluate.perplexity import log_likelihoods
 from specbeam.options.settings import Settings
 from specbeam.pair import load
@@ -204,6 +207,21 @@ def test_sources_can_be_dropped_where_decoding_broke(translator):
         assert (lm.runner.cross.lengths, lm.runner.readers, lm.caches) == ([], [], [])
 
 
+def test_a_source_that_could_not_be_read_leaves_nothing_behind(translator, monkeypatch):
+    lm = translator.target
+    source = Source.of_tokens([3, 4])
+    owner = SimpleNamespace(prompt=[2], state={}, context={lm: source})
+    with monkeypatch.context() as patch:
+        patch.setattr(lm, "encoder", torch.nn.Linear(1, 1))
+        with pytest.raises(TypeError):
+            lm.extend([owner], [Forest.rooted([2])])
+    assert (owner.state, lm.caches, lm.runner.readers) == ({}, [], [])
+    found = lm.extend([owner], [Forest.rooted([2])])[0].logits
+    assert found.shape == (1, lm.vocab)
+    lm.close(owner)
+    assert lm.runner.cross.bytes == 0
+
+
 def test_sources_that_end_at_different_times_stay_where_their_sessions_look(translator):
     """Rows of sources move when others are freed: some texts have one token, others ten."""
     given = sources("bart", 5)
@@ -328,7 +346,7 @@ def test_what_cannot_read_a_source_is_refused_by_name(translator, tmp_path):
         ({"draft": "swift"}, "leaving sublayers out is for decoder-only models, and BartForConditionalGeneration has"),
         ({"draft": "mtp"}, "mtp is a draft head, which is for decoder-only models"),
         ({"quantize": "int8"}, "quantize='int8' is for decoder-only models"),
-        ({"draft": "int8"}, "quantize_draft='int8' is for decoder-only models"),
+        ({"draft": "int8"}, "^draft='int8' is for decoder-only models"),
         ({"compile": True}, "compile=True is for decoder-only models"),
     ):
         with pytest.raises(errors.NotSupported, match=message):
@@ -371,6 +389,11 @@ def test_a_decoder_that_looks_positions_up_in_an_unknown_way_is_refused():
 def test_sources_that_the_encoder_cannot_read_are_refused(translator, prompt, message):
     with pytest.raises(errors.BadPrompt, match=message):
         sb.generate(translator, [prompt], sb.beam_search(2))
+
+
+def test_a_source_made_by_hand_that_is_too_long_is_refused_before_the_encoder_reads_it(translator):
+    with pytest.raises(errors.BadPrompt, match="has 74 tokens, and the encoder"):
+        sb.generate(translator, [Source.of_tokens([5] * 74)], sb.beam_search(2))
 
 
 def test_features_that_do_not_fit_are_refused(listener):

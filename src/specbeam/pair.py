@@ -29,6 +29,7 @@ from specbeam.heads.probe import probed
 from specbeam.heads.read import head_model, is_head, read_head
 from specbeam.lm.base import LM
 from specbeam.lm.encoder_decoder import EncoderDecoderLM, encoder_for
+from specbeam.lm.engines import COMPILED
 from specbeam.lm.huggingface import HuggingFaceLM, check_keeps_tokens
 from specbeam.lm.kept import kept_type
 from specbeam.lm.quantised import BY_LIBRARY, OWN, Quantize, check_is_model, check_rounding, is_rounding, library_config
@@ -146,9 +147,9 @@ def load(
         device_map: where transformers and accelerate put the layers of the target, such as "auto", or a dictionary from
             names of modules to devices, "cpu" and "disk" among them. The target is then run by transformers. The draft is
             put on `device`.
-        tensor_parallel: spread the target's weights over the processes that ``torchrun`` has started (docs/scale.md). Only
-            that of rank 0 returns; the others do as it says until it ends, and end then (`SystemExit`). The draft is whole,
-            and in rank 0 alone. `check` is not done.
+        tensor_parallel: spread the target's weights over the processes that ``torchrun`` has started
+            (docs/guides/scale.md). Only that of rank 0 returns; the others do as it says until it ends, and end then
+            (`SystemExit`). The draft is whole, and in rank 0 alone. `check` is not done.
 
     Raises:
         BadSetting: an option is wrong.
@@ -170,21 +171,20 @@ def load(
     if device_map is not None or tensor_parallel:
         _check_spread(target, quantize, compile, device_map, tensor_parallel)
     if tensor_parallel:
+        tokenizer = _check_before_spreading(target, draft, tokenizer, quantize_draft)
         target_model = spread_model(_name_or_path(target), dtype, torch_device, TIMEOUT_S)
     else:
         target_model = _model(target, dtype, torch_device, quantize, device_map is None, device_map)
     if reads_sources(target_model):
         _check_draft_of_sources(target_model, draft, share_from)
         if device_map is not None or tensor_parallel:
-            name = type(target_model).__name__
-            raise NotSupported(
-                f"device_map and tensor_parallel are for decoder-only models, and {name} has an encoder; leave them out"
-            )
+            raise _has_encoder(type(target_model).__name__)
     skipping = Skipping() if isinstance(draft, str) and draft == "swift" else draft
     if isinstance(skipping, Skipping):
         draft = None
         if quantize_draft is not None:
             raise BadSetting("quantize_draft is for draft models, and the target drafts for itself; leave it out")
+    name_of_rounding = "draft" if is_rounding(draft) else "quantize_draft"
     if is_rounding(draft):
         draft, quantize_draft = _rounded_target(draft, quantize, quantize_draft, target, target_model)
     head = draft if draft is not None and is_head(draft) else None
@@ -202,14 +202,14 @@ def load(
     else:
         target_lm = language_model(target_model, check, _own(quantize), compile, share_from)
     if draft_model is not None and reads_sources(draft_model):
-        _check_plain(draft_model, _own(quantize_draft), False, "quantize_draft")
+        _check_plain(draft_model, _own(quantize_draft), False, name_of_rounding)
         draft_lm: LM | None = _reading_draft(draft_model, target_lm, check)
     elif draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
         engine = _own(quantize_draft) or ("torch" if target_lm.engine == "torch" else "auto")
         draft_lm = HuggingFaceLM(draft_model, engine=engine, share_from=share_from)
     elif head is not None:
         if quantize_draft is not None:
-            raise BadSetting("quantize_draft is for draft models, and the draft is a head; leave it out")
+            raise _not_for_heads()
         draft_lm = _head_of(target_lm, head, loaded_tokenizer, probe)
     elif isinstance(skipping, Skipping):
         draft_lm = skipping_model(target_lm, skipping)
@@ -238,6 +238,43 @@ def _check_spread(target: Any, quantize: Any, compile: bool, device_map: Any, te
         raise BadSetting(f"{name} is for targets that transformers runs as they are; leave {given} out")
     if find_spec("accelerate") is None:
         raise MissingPackage(f"{name} needs accelerate: pip install accelerate")
+
+
+def _check_before_spreading(target: Any, draft: Any, tokenizer: Any, quantize_draft: "Quantize | None") -> Any:
+    """Return the tokenizer; raise what `load` raises otherwise only when all processes have loaded their weights.
+
+    The other processes do as that of rank 0 says from then on, and would wait for it.
+    """
+    from transformers import AutoConfig
+
+    name = _name_or_path(target)
+    try:
+        config: Any = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise MissingFile(f"could not load a language model from {target}: {error}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise _has_encoder(f"the model in {target}")
+    if isinstance(draft, Skipping) or (isinstance(draft, str) and (draft == "swift" or draft in OWN)):
+        raise NotSupported(
+            f"draft={draft!r} is the target run by specbeam itself, which cannot run one whose weights are spread; give a "
+            "draft model of its own"
+        )
+    if draft is not None and not is_rounding(draft) and is_head(draft):
+        if quantize_draft is not None:
+            raise _not_for_heads()
+    elif isinstance(draft, (str, Path)) and not is_rounding(draft):
+        _name_or_path(draft)
+    return _tokenizer(tokenizer if tokenizer is not None else target)
+
+
+def _has_encoder(what: str) -> NotSupported:
+    return NotSupported(
+        f"device_map and tensor_parallel are for decoder-only models, and {what} has an encoder; leave them out"
+    )
+
+
+def _not_for_heads() -> BadSetting:
+    return BadSetting("quantize_draft is for draft models, and the draft is a head; leave it out")
 
 
 def _placed_lm(model: "PreTrainedModel", check: bool, share_from: ShareFrom) -> HuggingFaceLM:
@@ -491,10 +528,11 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
         prompt=prompt, state={}, context={lm: source} if source else {}
     )  # in place of a session
     name = type(lm.model).__name__
+    widened = is_kept(lm.model) and lm.engine in COMPILED  # the engine computes in float32, whatever the weights are in
     try:
         found = lm.extend([owner], [forest])[0].logits.float()
         paths = [prompt + forest.path(node) for node in range(forest.size)]
-        plain = _kept_logits(lm, paths) if is_kept(lm.model) else [_plain_logits(lm, path, source) for path in paths]
+        plain = _kept_logits(lm, paths) if widened else [_plain_logits(lm, path, source) for path in paths]
     except SpecbeamError:
         raise
     except Exception as error:
@@ -511,7 +549,7 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
     expected = torch.stack(plain).float().to(found.device)
     spread = expected.std().clamp_min(1e-6)
     error_in_spreads = float((found - expected).abs().max() / spread)
-    limit = 1e-3 if is_kept(lm.model) or lm.model.dtype == torch.float32 else 0.3
+    limit = 1e-3 if widened or lm.model.dtype == torch.float32 else 0.3
     if not error_in_spreads <= limit:
         raise UnsupportedModel(
             f"{name} does not honour masks and positions: on a token tree its logits are off by {error_in_spreads:.2g} of "
@@ -615,7 +653,8 @@ def _model(
         if dtype == "auto" and device.type == "cpu":
             has_encoder = getattr(config, "is_encoder_decoder", False)
             if may_keep and by_library is None and not is_stored_rounded and not has_encoder:
-                kept = kept_type(name, config)
+                with _ONE_AT_A_TIME:  # it makes a model without weights
+                    kept = kept_type(name, config)
             dtype = kept or torch.float32
         if by_library is not None and is_stored_rounded:
             raise BadSetting(f"the weights of {source} are rounded in its files already; leave {by_library!r} out")

@@ -103,19 +103,26 @@ def source_of(pair: Pair, given: Any, number: int) -> tuple[Source, list[int]]:
     target = pair.target
     assert isinstance(target, EncoderDecoderLM)
     if isinstance(given, Source):
+        if given.name == "input_ids" and given.inputs is not None:
+            _check_length(pair, int(given.inputs.shape[1]), number)
         return given, _digest(given)
     if target.input_name == "input_features":
         source = Source.of_features(_features(target, given, number))
         return source, _digest(source)
     vocab = min(_encoder_vocab(lm) for lm in readers(pair))
     ids = token_ids(pair, given, number, vocab)
+    _check_length(pair, len(ids), number)
+    return Source.of_tokens(ids), ids
+
+
+def _check_length(pair: Pair, length: int, number: int) -> None:
+    """Raise `BadPrompt` if an encoder has too few positions for the tokens of source `number`."""
     for lm in readers(pair):
-        if lm.most_source is not None and len(ids) > lm.most_source:
+        if lm.most_source is not None and length > lm.most_source:
             raise BadPrompt(
-                f"prompt {number} has {len(ids)} tokens, and the encoder of {lm.model_name} has {lm.most_source} positions; "
+                f"prompt {number} has {length} tokens, and the encoder of {lm.model_name} has {lm.most_source} positions; "
                 "shorten it, or split it into sentences"
             )
-    return Source.of_tokens(ids), ids
 
 
 def _encoder_vocab(lm: EncoderDecoderLM) -> int:

@@ -11,10 +11,11 @@ from importlib.util import find_spec
 import pytest
 
 import specbeam as sb
-from specbeam.errors import BadSetting, MissingPackage, NotSupported
+from specbeam.errors import BadSetting, MissingFile, MissingPackage, NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import Pair
 from tests.support import words
+from tests.support.tiny_sources import tiny_reader
 
 needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed")
 PROMPTS = ["abc def", "hello", "why, oh why", "x"]
@@ -139,6 +140,25 @@ def test_a_target_is_spread_by_torchrun_alone_and_from_files(tmp_path, monkeypat
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(BadSetting, match="RANK is not set: torchrun"):
         sb.load(target, tensor_parallel=True)
+
+
+def test_what_cannot_be_is_refused_before_weights_are_spread(tmp_path, monkeypatch):
+    """Other ranks would wait for that of rank 0. Without torchrun, spreading weights is refused in words of its own."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("specbeam.pair.find_spec", lambda name: True)  # nothing here gets as far as accelerate
+    target, _ = words.saved(tmp_path)
+    reader = tmp_path / "reader"
+    tiny_reader("bart").save_pretrained(reader)
+    for name, options, error, message in (
+        (reader, {}, NotSupported, "has an encoder; leave them out"),
+        (target, {"draft": "swift"}, NotSupported, "draft='swift' is the target run by specbeam itself"),
+        (target, {"draft": "int8"}, NotSupported, "draft='int8' is the target run by specbeam itself"),
+        (target, {"draft": tmp_path / "none"}, MissingFile, "there is no folder"),
+        (target, {"draft": "mtp", "quantize_draft": "int8"}, BadSetting, "the draft is a head"),
+        (target, {"tokenizer": tmp_path / "none"}, MissingFile, "there is no folder"),
+    ):
+        with pytest.raises(error, match=message):
+            sb.load(name, tensor_parallel=True, **options)
 
 
 def test_spread_weights_are_refused_where_one_process_would_run_them(monkeypatch):

@@ -99,11 +99,18 @@ class EncoderDecoderLM(HuggingFaceLM):
         return self.encoder is other.encoder
 
     def _cache(self, session: CacheOwner, needs: Needs = LOGITS) -> Any:
-        """Return the session's cache; at first make it, and let the encoder read the source."""
+        """Return the session's cache; at first make it, and let the encoder read the source.
+
+        A session whose source could not be read is left without a cache, as it came.
+        """
         is_new = self not in session.state
         cache = super()._cache(session, needs)
         if is_new:
-            self.runner.hold(cache, cache.context, self.encoder)
+            try:
+                self.runner.hold(cache, cache.context, self.encoder)
+            except BaseException:
+                self.close(session)
+                raise
         return cache
 
     def close(self, session: CacheOwner) -> None:

@@ -106,7 +106,15 @@ class CrossStore:
                 buffer[row, :, :length] = buffer[last, :, :length]
             self.lengths[row] = length
         self.lengths.pop()
+        if last == 0:
+            self.clear()
         return last
+
+    def clear(self) -> None:
+        """Free all rows and their buffers."""
+        self.keys = []
+        self.values = []
+        self.lengths = []
 
     def view(self, rows: Sequence[int]) -> "CrossView":
         """Return what a pass reads whose sequences look at these rows, valid until a source is added or dropped."""

@@ -112,7 +112,7 @@ class SourcePasses(PaddedPasses):
     def drop_sources(self) -> None:
         """Free all sources, when no session is left that reads them."""
         self.readers.clear()
-        self.cross.lengths.clear()
+        self.cross.clear()
 
     def _cross_layers(self, states: torch.Tensor) -> Sequence[Any]:
         """Return the keys and values of a source in each layer: the decoder makes them when it reads its first token."""
