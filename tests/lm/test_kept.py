@@ -18,7 +18,7 @@ from specbeam.engines.mapped import is_kept, mapped_files
 from specbeam.engines.torch.in_float32 import InFloat32
 from specbeam.errors import UnsupportedModel
 from specbeam.lm.huggingface import HuggingFaceLM
-from specbeam.pair import language_model
+from specbeam.pair import check_scores_forests, language_model
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
 
@@ -85,7 +85,7 @@ def test_files_of_several_types_become_float32(folder_of):
 
 
 def test_models_that_the_compiled_forward_does_not_run_become_float32(folder_of):
-    pair = loaded(folder_of(torch.bfloat16, "gpt2"))
+    pair = loaded(folder_of(torch.bfloat16, "opt"))
     assert pair.target_model.dtype == torch.float32
     assert pair.target.engine == "plain"
 
@@ -132,8 +132,8 @@ def test_the_check_of_load_computes_in_float32_and_finds_a_mistake_of_a_hundredt
     folder = folder_of(torch.bfloat16)
     panels_of = decoder.panels_of
 
-    def wrong(matrices, kind, files):
-        return panels_of([[part * 1.01 for part in parts] for parts in matrices], kind, files)
+    def wrong(matrices, *options):
+        return panels_of([[part * 1.01 for part in parts] for parts in matrices], *options)
 
     monkeypatch.setattr(decoder, "panels_of", wrong)
     with pytest.raises(UnsupportedModel, match="off by"):
@@ -177,3 +177,42 @@ def test_a_model_object_of_two_bytes_is_laid_out_on_request(folder_of):
     lm = HuggingFaceLM(model, engine="compiled")
     expected = model.float()(torch.tensor([PATH])).logits[0, -1]
     torch.testing.assert_close(logits_of(lm), expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma", "gemma2", "gemma3", "qwen3", "smollm3", "granite", "phi3", "olmo2", "gpt2", "gpt_neox"]
+)
+def test_every_family_is_laid_out_in_bfloat16_as_the_float32_of_its_weights(family, folder_of):
+    folder = folder_of(torch.bfloat16, family)
+    target = loaded(folder).target
+    assert (target.engine, target.runner.decoder.kind) == ("compiled", "bfloat16")
+    wide = loaded(folder, dtype="float32").target_model
+    embedding = wide.get_input_embeddings()
+    if hasattr(embedding, "embed_scale"):  # a kept Gemma scales embeddings by a number of the type of its files
+        embedding.embed_scale = embedding.embed_scale.bfloat16().float()
+    expected = wide(torch.tensor([PATH])).logits[0, -1]
+    torch.testing.assert_close(logits_of(target), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_a_kept_model_that_transformers_runs_is_checked_in_the_type_that_it_computes_in(folder_of):
+    model = loaded(folder_of(torch.bfloat16)).target_model
+    lm = HuggingFaceLM(model, engine="plain")
+    check_scores_forests(lm)
+
+
+def test_a_product_whose_arguments_are_named_is_computed_in_float32():
+    x, matrix = torch.randn(2, 8), torch.randn(3, 8, dtype=torch.bfloat16)
+    with InFloat32(mapped_files(tiny("llama"))):
+        found = torch.nn.functional.linear(input=x, weight=matrix, bias=None)
+    assert torch.equal(found, torch.nn.functional.linear(x, matrix.float()))
+
+
+def test_a_written_page_that_was_swapped_out_counts_as_no_file(folder_of, monkeypatch):
+    from specbeam.engines import mapped
+
+    model = loaded(folder_of(torch.bfloat16)).target_model
+    maps = list(mapped._maps())
+    swapped = [(first, stop, fields | {"Swap": "4 kB"}) for first, stop, fields in maps]
+    assert mapped_files(model).parts
+    monkeypatch.setattr(mapped, "_maps", lambda: swapped)
+    assert not mapped_files(model).parts

@@ -16,7 +16,7 @@ _LLAMA_LIKE = ("llama", "mistral", "qwen2")
 
 def is_plain_llama(model: "PreTrainedModel") -> bool:
     """Return whether a model passes `is_llama_like`, is in float32 and is on a CPU."""
-    return is_llama_like(model) and not misfit_of_float32(model)
+    return model.dtype == torch.float32 and model.device.type == "cpu" and is_llama_like(model)
 
 
 def is_llama_like(model: "PreTrainedModel") -> bool:
@@ -27,13 +27,6 @@ def is_llama_like(model: "PreTrainedModel") -> bool:
     first: Any = layers_of(model)[0]
     has_more_biases = first.self_attn.o_proj.bias is not None or first.mlp.down_proj.bias is not None
     return config.hidden_act == "silu" and not has_more_biases
-
-
-def misfit_of_float32(model: "PreTrainedModel") -> str:
-    """Return the reason why a model is none of a known family in float32 on a CPU; "" if it is one."""
-    if model.dtype != torch.float32 or model.device.type != "cpu":
-        return f"it is in {model.dtype} on {model.device}, and they are for float32 on a CPU"
-    return misfit_of_family(model)
 
 
 def has_own_encoder(model: "PreTrainedModel") -> bool:

@@ -357,15 +357,15 @@ def misfit_of_family(model: "PreTrainedModel") -> str:
     """
     family = family_of(model)
     if family is None:
-        return f"it is of no family that they know: {known_families()}"
+        return f"it is of no family that this engine knows: {known_families()}"
     config: Any = model.config
     if why := family.refuses(config):
         return why
     if (named := getattr(config, family.activation)) not in ACTIVATIONS:
-        return f"its activation is {named!r}, and they know {', '.join(ACTIVATIONS)}"
+        return f"its activation is {named!r}, and this engine knows {', '.join(ACTIVATIONS)}"
     for rope in _ropes_by_kind(config):
         if (kind := rope.get("rope_type", "default")) not in FIXED_ROPES:
-            return f"its positions are of kind {kind!r}, and they know {', '.join(FIXED_ROPES)}"
+            return f"its positions are of kind {kind!r}, and this engine knows {', '.join(FIXED_ROPES)}"
     head: Any = model.get_output_embeddings()
     if head.bias is not None:
         return "its last matrix has a bias"
@@ -401,7 +401,7 @@ class LayerParts(NamedTuple):
     after_inner: Tensor
     head_norms: Tensor  # [2, size]: of each head's queries and keys
     wide_norms: Tensor  # [(heads + kv_heads) * size]: of all queries, and of all keys
-    qkv: list[Tensor]  # matrices that are joined: queries, keys, values
+    qkv: list[Tensor]  # matrices that are joined: queries, keys, values; as they are stored, see `rows_in_order`
     qkv_bias: Tensor
     out: Tensor
     out_bias: Tensor
@@ -421,7 +421,7 @@ def parts_of(layer: Any, of: Architecture) -> LayerParts:
     up = [getattr(inner, name) for name in family.up]
     out = getattr(attention, family.out)
     down = getattr(inner, family.down)
-    nothing = norms[0].new_zeros(0)
+    nothing = out.weight.new_zeros(0)
     of_heads = [norm_of(getattr(attention, name, None), family) for name in ("q_norm", "k_norm")]
     whole = family.head_norms == "whole"
     before_attention, after_attention, before_inner, after_inner = norms
@@ -432,8 +432,8 @@ def parts_of(layer: Any, of: Architecture) -> LayerParts:
         after_inner=after_inner,
         head_norms=torch.stack([nothing, nothing] if whole else of_heads),
         wide_norms=torch.cat(of_heads) if whole else nothing,
-        qkv=[_rows_in_order(_matrix(one, family), of) for one in qkv],
-        qkv_bias=torch.cat([nothing, *(_rows_in_order(one.bias, of) for one in qkv if one.bias is not None)]),
+        qkv=[_matrix(one, family) for one in qkv],
+        qkv_bias=torch.cat([nothing, *(rows_in_order(one.bias, of) for one in qkv if one.bias is not None)]),
         out=_matrix(out, family),
         out_bias=nothing if out.bias is None else out.bias,
         up=[_matrix(one, family) for one in up],
@@ -462,8 +462,8 @@ def _matrix(module: Any, family: ModelFamily) -> Tensor:
     return weight.t() if family.transposed else weight
 
 
-def _rows_in_order(rows: Tensor, of: Architecture) -> Tensor:
-    """Return the rows of a joined matrix as all queries, all keys and all values, if they are stored head by head."""
+def rows_in_order(rows: Tensor, of: Architecture) -> Tensor:
+    """Return the rows of a joined matrix as all queries, all keys and all values: a copy if they are stored head by head."""
     if not of.family.by_head:
         return rows
     by_head = rows.unflatten(0, (of.heads, 3, of.size))

@@ -69,7 +69,10 @@ def mapped_files(model: "PreTrainedModel") -> MappedFiles:
     weights = [weight.data_ptr() for weight in model.parameters()]
     parts = []
     for first, stop, fields in _maps():
-        is_file = fields.get("Anonymous") == "0 kB" and fields["path"].startswith("/")
+        is_unwritten = (
+            fields.get("Anonymous") == "0 kB" and fields.get("Swap") == "0 kB"
+        )  # a written page may be swapped
+        is_file = is_unwritten and fields["path"].startswith("/")
         if is_file and any(first <= start < stop for start in weights):
             parts.append((first, stop))
     return MappedFiles(tuple(parts))

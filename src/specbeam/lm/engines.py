@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 ROUNDINGS: dict[str, Rounding] = {"int8": "int8", "int4": "int4"}
 COMPILED = ("compiled", *ROUNDINGS)  # engines that are the compiled forward
-_NUMBA = ", which needs numba (pip install 'numba>=0.62'),"
 
 
 class EngineKind(NamedTuple):
@@ -83,7 +82,7 @@ def choose_engine(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> C
                 return ChosenEngine(kind.name, passes, _note(model, reasons) if kind.name == "plain" else "")
             why = "it does not work on this machine"
         reasons[kind.name] = f"{kind.described}: {why}"
-    raise NotSupported(f"no engine fits this {type(model).__name__}: {'; '.join(reasons.values())}")
+    raise AssertionError("the last engine of the table runs every model")
 
 
 def _wanted_passes(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> Any:
@@ -129,7 +128,7 @@ def _waits_for_compiled(model: "PreTrainedModel") -> str:
         return ""
     if model.dtype != torch.float32:
         return (
-            f"it is in {model.dtype}, and its panels are a second copy of the weights: load it from its files instead"
+            f"it is in {model.dtype}, and its panels are a second copy of the weights; load it from its files instead"
         )
     return _too_large(model)
 
@@ -140,7 +139,7 @@ def _off_gpu(model: "PreTrainedModel") -> str:
 
 def _misfit_of_gpu(model: "PreTrainedModel") -> str:
     if find_spec("triton") is None:
-        return "triton is missing"
+        return "triton is missing (pip install triton)"
     return misfit_of_family(model)
 
 
@@ -174,7 +173,7 @@ def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> Engi
         with torch.inference_mode():
             return PackedPasses(model, CompiledDecoder(model, rounding), caches)
 
-    return EngineKind(name, f"{described}{_NUMBA}", fits, _on_request if rounding else _waits_for_compiled, passes)
+    return EngineKind(name, described, fits, _on_request if rounding else _waits_for_compiled, passes)
 
 
 def _gpu_passes(model: "PreTrainedModel", caches: list[Any]) -> "GpuPasses | None":
@@ -218,7 +217,7 @@ def _plain_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
 
 # In the order in which "auto" asks them.
 ENGINES = (
-    EngineKind("gpu", "the forward for GPUs, which needs triton,", _misfit_of_gpu, _off_gpu, _gpu_passes),
+    EngineKind("gpu", "the forward for GPUs", _misfit_of_gpu, _off_gpu, _gpu_passes),
     _compiled_kind("compiled", "the compiled forward", None),
     _compiled_kind("int8", "quantize='int8'", "int8"),
     _compiled_kind("int4", "quantize='int4'", "int4"),

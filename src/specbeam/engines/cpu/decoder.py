@@ -5,10 +5,11 @@ those of the model's own forward up to rounding; `load` compares both on a token
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -29,7 +30,15 @@ from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, steps
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.team import TEAM
 from specbeam.engines.cpu.weights import Weights, layers_of_weights
-from specbeam.engines.families import Architecture, architecture_of, head_size, misfit_of_family, norm_of, parts_of
+from specbeam.engines.families import (
+    Architecture,
+    architecture_of,
+    head_size,
+    misfit_of_family,
+    norm_of,
+    parts_of,
+    rows_in_order,
+)
 from specbeam.engines.kv.store import PanelStore
 from specbeam.engines.mapped import NOTHING_MAPPED, MappedFiles, mapped_files
 from specbeam.kernels.compiling import Array, address_of
@@ -117,7 +126,7 @@ class CompiledDecoder:
         self.vocab = head.weight.shape[0]
         self.embedding = table_of(embedding.weight)
         own_scale = getattr(embedding, "embed_scale", None)
-        self.embedding_scale = np.float32(1 if own_scale is None else own_scale.to(embedding.weight.dtype))
+        self.embedding_scale = np.float32(1 if own_scale is None else float(own_scale.to(embedding.weight.dtype)))
         self.vector_scale = np.float32(numbers.embedding)  # of embeddings that are given
         self.places = places_of(body, architecture)
         self.angles = angles_of_model(model, architecture)
@@ -230,7 +239,8 @@ class CompiledDecoder:
     def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
         """Return a layer of the model's own shape as its exit layer.
 
-        Its matrices are kept as those of the model are: rounded to bfloat16, 8 bits or 4, if these are.
+        Its matrices are kept as those of the model are: rounded to bfloat16, float16, 8 bits or 4, if these are. Its norms
+        are rounded to bfloat16 or float16 with them.
 
         Args:
             layer: the layer, of the class of the model's layers.
@@ -238,8 +248,9 @@ class CompiledDecoder:
             after: number of layers that run before it.
             place: its layer in the store.
         """
-        if self.kind in ("bfloat16", "tiles"):
-            layer, norm = (copy.deepcopy(module).bfloat16().float() for module in (layer, norm))
+        words = _TYPE_IN_WORDS.get(self.kind)
+        if words is not None:
+            layer, norm = (copy.deepcopy(module).to(words).float() for module in (layer, norm))
         return ExitLayer(
             after=after,
             weights=weights_of([layer], self.kind, self.architecture.at(-1)),
@@ -349,19 +360,24 @@ def _kind_of(weights: list[Tensor], rounding: Rounding | None, tiled: bool, file
 
 
 def panels_of(
-    matrices: Sequence[Sequence[Tensor]], kind: Kind, files: MappedFiles = NOTHING_MAPPED
+    matrices: Sequence[Sequence[Tensor]],
+    kind: Kind,
+    files: MappedFiles = NOTHING_MAPPED,
+    ordered: Callable[[Tensor], Tensor] = lambda part: part,
 ) -> Shaped[np.ndarray, "matrices panels words"]:
     """Return matrices in panels of a kind.
 
     Args:
         matrices: of one shape; each consists of tensors, float[columns, depth], one after the other.
         files: what leaves memory once it was laid out.
+        ordered: returns a tensor with its columns in another order; a copy is there while its matrix is laid out.
     """
     columns = sum(len(part) for part in matrices[0])
     depth = matrices[0][0].shape[1]
     panels = empty_panels(len(matrices), columns, depth, kind)
     for parts, goal in zip(matrices, panels, strict=True):
-        write_panels(goal, partial(_columns_of, parts, kind, files), columns, depth, kind)
+        read = partial(_columns_of, [ordered(part) for part in parts], kind, files)
+        write_panels(goal, read, columns, depth, kind)
         files.release(parts)  # the pages between the columns that were read together
     return panels
 
@@ -402,12 +418,14 @@ def weights_of(layers: list[Any], kind: Kind, of: Architecture, files: MappedFil
         found = [getattr(one, name) for one in parts]
         return panels_of([one if isinstance(one, list) else [one] for one in found], kind, files)
 
+    qkv = panels_of([one.qkv for one in parts], kind, files, partial(rows_in_order, of=of))
+
     return Weights(
         before_attention=stacked("before_attention"),
         before_inner=stacked("before_inner"),
         bias=stacked("qkv_bias"),
         head_norms=stacked("head_norms"),
-        qkv=panels("qkv"),
+        qkv=qkv,
         out=panels("out"),
         gate_up=panels("up"),
         down=panels("down"),
@@ -458,7 +476,9 @@ def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:
 def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
     """Do `misfit` for a model without looking at its weights, which may not be there yet."""
     if not kernels.AVAILABLE:
-        return "numba is missing, or switched off"
+        if find_spec("numba") is None:
+            return "numba is missing (pip install 'numba>=0.62')"
+        return "numba is older than 0.62, or switched off (SPECBEAM_KERNELS=off)"
     return misfit_of_family(model) or _misfit_of_sizes(model, rounding)
 
 

@@ -41,11 +41,11 @@ class InFloat32(TorchFunctionMode):
             return torch.float32 if found in _HALVES else found
         return function(*tree_map(widened, args), **tree_map(widened, named))
 
-    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x times the matrix, plus the bias."""
+    def _product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return the input times the matrix, plus the bias; the names are those of torch's `linear`."""
         columns, depth = weight.shape
         each = min(max(_TOGETHER // depth, 1), columns)
-        rows = widened(x)
+        rows = widened(input)
         found = rows.new_empty(*rows.shape[:-1], columns)
         # One room for all parts: an allocator may not find the place of the last one again.
         room = rows.new_empty(each, depth)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from specbeam.engines.kv.masks import Mask
 from specbeam.engines.kv.store import KVStore, Place
-from specbeam.engines.torch.passes import PaddedPasses
+from specbeam.engines.torch.passes import NO_EXTRAS, PaddedPasses
 from specbeam.errors import NotSupported
 from specbeam.records import ExtraInputs, Needs
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 END, AWAKE, RUN, RESERVE, MOVE_CACHE, MOVE_SLOTS = range(6)
 HEADER = 64  # numbers: the verb, the number of arrays, and the rank and dimensions of each
 TIMEOUT_S = 30.0
-NO_EXTRAS: Mapping[str, torch.Tensor] = {}
 
 
 class Channel:
