@@ -1,9 +1,12 @@
 """Heads that compiled layers run, on the bundled target: the texts of decoding without them, turn by turn, in runs, side by side."""
 
+import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import specbeam as sb
 from specbeam import kernels, runs
@@ -159,3 +162,40 @@ def test_heads_that_compiled_layers_cannot_run_are_run_by_torch():
         assert make("auto").engine == "torch"
         with pytest.raises(NotSupported, match=why):
             make("compiled")
+
+
+@pytest.fixture
+def beside_words(tmp_path, monkeypatch):
+    """Load a target that is kept in bfloat16, and the same in float32, each with a head of the same numbers."""
+    monkeypatch.setattr("specbeam.engines.torch.lean.LARGEST", 0)
+    tiny("llama", seed=1, vocab_size=VOCAB).bfloat16().save_pretrained(tmp_path / "target")
+
+    def load(kind):
+        torch.manual_seed(1)
+        kept = sb.load(tmp_path / "target", tokenizer=False)
+        made = KINDS[kind].new(kept.target_model, planned(kept.target_model, KINDS[kind].usual, {}), None).bfloat16()
+        wide = sb.load(tmp_path / "target", tokenizer=False, dtype="float32")
+        pairs = [
+            replace(pair, tokenizer=None, draft=head_model(head, pair.target))
+            for pair, head in ((kept, made), (wide, copy.deepcopy(made).float()))
+        ]
+        assert {weight.dtype for weight in pairs[0].draft.head.parameters()} == {torch.bfloat16}
+        return pairs
+
+    return load
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_heads_of_a_target_that_is_kept_in_bfloat16_are_the_same_in_compiled_layers_as_in_float32(kind, beside_words):
+    kept, wide = (pair.draft for pair in beside_words(kind))
+    assert (kept.engine, wide.engine) == ("compiled", "compiled")
+    found, expected = (tree_leaves(draft.compiled.model) for draft in (kept, wide))
+    assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_heads_draft_the_same_beside_a_target_that_is_kept_in_bfloat16(kind, beside_words):
+    kept, wide = (sb.generate(pair, [[3, 4, 5]], CHAIN, **OPTIONS)[0] for pair in beside_words(kind))
+    assert kept.report.draft_passes > 0
+    assert (kept.tokens, kept.report.draft_passes) == (wide.tokens, wide.report.draft_passes)

@@ -64,6 +64,7 @@ from specbeam.kernels.compiling import address_of
 from specbeam.records import FINAL, Turn
 
 SHORT = 4 * BLOCK  # tokens of a short text with the drafts of a turn, for which there is room from the start
+WORDS = (torch.float32, torch.bfloat16, torch.float16)  # types of weights that can become float32
 _NONE = np.zeros(0, dtype=np.float32)
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 _PAIRS = {"attention": ATTENTION, "projection": PROJECTION, "normed projection": NORMED_PROJECTION}
@@ -303,18 +304,19 @@ class CompiledHead:
         return layers, context, score
 
 
-def lacks_compiled_form(head: Head, vocab: int) -> str:
+def lacks_compiled_form(head: Head, vocab: int, types: tuple[torch.dtype, ...] = (torch.float32,)) -> str:
     """Return the reason why compiled layers cannot run a head; "" if they can.
 
     Args:
         vocab: number of tokens of the target.
+        types: that its weights may be in; the layers compute in float32.
     """
     if not kernels.AVAILABLE:
         return "numba is missing"
     if type(head) not in (PairTrunk, BlockHead):
         return f"compiled layers are for EAGLE, DFlash and DSpark heads, and this is a {type(head).__name__}"
     weights = list(head.parameters())
-    if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in weights):
+    if any(weight.dtype not in types or weight.device.type != "cpu" for weight in weights):
         return "its weights are not in float32 on a CPU"
     if any(module._forward_hooks or module._forward_pre_hooks for module in head.modules()):
         return "its modules have hooks"

@@ -86,8 +86,8 @@ class ExtraLM(HeadLM):
     head: ExtraHead
     reads_prompt = False
 
-    def __init__(self, head: ExtraHead, vocab: int, least: float = 0.0) -> None:
-        super().__init__(head, vocab)
+    def __init__(self, head: ExtraHead, vocab: int, least: float = 0.0, engine: str = "auto") -> None:
+        super().__init__(head, vocab, engine)
         self.needs_of_target = Needs(logits=True)
         self.extra_inputs = head.inputs
         self.least = least

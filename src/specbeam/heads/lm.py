@@ -31,7 +31,7 @@ from specbeam.heads.cache import (
     StateCache,
 )
 from specbeam.heads.chimera import Chimera
-from specbeam.heads.compiled import CompiledCache, CompiledHead, lacks_compiled_form
+from specbeam.heads.compiled import WORDS, CompiledCache, CompiledHead, lacks_compiled_form
 from specbeam.heads.denoiser import Denoiser
 from specbeam.heads.feature import FeatureHead
 from specbeam.heads.head import Head
@@ -74,7 +74,7 @@ class HeadLM:
         head: the head.
         vocab: number of tokens of the target.
         engine: what runs the head. "torch" calls its modules, "compiled" has compiled layers (heads/compiled.py), "auto"
-            takes these if it can.
+            takes these if it can, and "widened" does so for weights in bfloat16 and float16, too, as float32.
 
     Attributes:
         needs_of_target: what the target has to hand out for the head.
@@ -92,7 +92,8 @@ class HeadLM:
     def __init__(self, head: Head, vocab: int, engine: str = "auto") -> None:
         self.head = head.eval()
         self.vocab = vocab
-        why = "torch was asked for" if engine == "torch" else lacks_compiled_form(head, vocab)
+        types = WORDS if engine == "widened" else (torch.float32,)
+        why = "torch was asked for" if engine == "torch" else lacks_compiled_form(head, vocab, types)
         if engine == "compiled" and why:
             raise NotSupported(f"compiled layers cannot run this head: {why}; engine='torch' can")
         self.engine = "torch" if why else "compiled"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from specbeam.engines.mapped import is_kept
 from specbeam.errors import BadHead, NotSupported, SpecbeamError
 from specbeam.heads.block import BlockHead
 from specbeam.heads.blocks import is_block, read_block
@@ -35,6 +36,7 @@ from specbeam.heads.on_feature import kind_on_feature, read_on_feature
 from specbeam.heads.own import FIELD, read_own
 from specbeam.heads.trunk import PairTrunk
 from specbeam.lm.base import LM
+from specbeam.lm.engines import COMPILED
 from specbeam.lm.huggingface import HuggingFaceLM
 
 if TYPE_CHECKING:
@@ -147,7 +149,8 @@ def head_model(head: Head, target: HuggingFaceLM) -> LM:
         FeatureHead: FeatureLM,
         ExtraHead: ExtraLM,
     }
+    is_widened = is_kept(target.model) and target.engine in COMPILED  # in float32, whatever its weights are in
     for kind, model in kinds.items():
         if isinstance(head, kind):
-            return model(head, target.vocab)
+            return model(head, target.vocab, engine="widened" if is_widened else "auto")
     raise NotSupported(f"{type(head).__name__} is no kind of head that drafts")
