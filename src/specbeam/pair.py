@@ -124,8 +124,9 @@ def load(
         dtype: "auto" is the checkpoint's own type on a GPU. On a CPU it is float32: in arithmetic for every model, and in
             memory up to 300 M parameters. A larger one that the compiled forward runs stays in the type of its files, mapped
             to memory: then the engine's own copy of the weights, as large as the files (or rounded), is all that stays in
-            memory, and at most 200 MB more are used while it is made. Called by itself, such a model object computes in the
-            type of its files. Ignored for model objects.
+            memory, and while it is made some 200 MB more (a matrix that is stored head by head is copied besides). Its files
+            are read while it runs: write new weights to another folder, or rename them into place. Called by itself, such a
+            model object computes in the type of its files. Ignored for model objects.
         device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
         quantize: "int8" and "int4" round the target's weights to 8 or 4 bits. This is faster on a CPU, but it is another
             model: the output has the law of the rounded model, and reports say so. For the families in

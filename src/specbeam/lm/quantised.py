@@ -56,8 +56,8 @@ def library_config(name: str, dtype: "str | torch.dtype") -> Any:
     for package in (library, "accelerate"):
         if find_spec(package) is None:
             raise NotSupported(
-                f"{name!r} needs {package} (pip install {package}); 'int8' and 'int4' need no further package, for Llama, "
-                "Mistral and Qwen2 models on a CPU"
+                f"{name!r} needs {package} (pip install {package}); 'int8' and 'int4' need no further package, for the "
+                "families in docs/models.md on a CPU"
             )
     if library == "torchao":
         return _torchao_config(form)

@@ -137,7 +137,7 @@ class SkippingLM:
         if not isinstance(lm.runner, PackedPasses):
             raise NotSupported(
                 f"sublayers are left out by the compiled forward alone, and {lm.model_name} is run by engine {lm.engine!r}: "
-                "it is for the families in docs/models.md, in float32 on a CPU; elsewhere draft with a model of its own, or "
+                "it is for the families in docs/models.md, on a CPU; elsewhere draft with a model of its own, or "
                 "by prompt_lookup"
             )
         self.lm = lm
