@@ -625,6 +625,17 @@ def test_its_weights_are_rounded_as_those_of_the_target(kind, packed):
     assert float((found.logits - expected).abs().max() / expected.std()) < limit
 
 
+def test_its_norms_are_rounded_to_float16_with_its_matrices():
+    model = model_of()
+    head = head_of(model, 2, 0.01)
+    head.norm.weight.data += 0.0003
+    target = HuggingFaceLM(model_of().half(), engine="compiled")
+    assert target.runner.decoder.kind == "float16"
+    layer = target.runner.exit_layer(head.layer, head.norm, head.after)
+    assert np.array_equal(layer.norm, head.norm.weight.detach().half().float().numpy())
+    assert not np.array_equal(layer.norm, head.norm.weight.detach().numpy())
+
+
 def test_the_compiled_layers_are_the_same_function_for_both():
     """An exit layer asks for no compiled form of its own: its arrays have the types of those of the target."""
     draft = exit_of(2)
