@@ -771,12 +771,15 @@ def _gains_alone(run: Run) -> bool:
     """Return whether a run is faster than its share of a pass of many sessions, on a single thread.
 
     A shared pass reads the weights once for all, and Python takes the turn of each session. With drafts that is always
-    slower; without, only for beams of models so small that reading them takes less time than Python does.
+    slower; without, only for beams of models so small that reading them takes less time than Python does. False for a
+    session that fails, which keeps its error.
     """
-    spec = run.spec
-    if spec.drafting or edits_any(spec.edits):
-        return True
-    return spec.most_beams > 1 and run.models[0].weights < READ_IN_PYTHONS_TIME
+    with run.session.failing_alone():
+        spec = run.spec
+        if spec.drafting or edits_any(spec.edits):
+            return True
+        return spec.most_beams > 1 and run.models[0].weights < READ_IN_PYTHONS_TIME
+    return False
 
 
 def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:

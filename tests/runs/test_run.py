@@ -563,3 +563,20 @@ def test_what_goes_wrong_costs_one_prompt(pair, monkeypatch):
     with pytest.raises(SomeFailed, match=r"prompt 0.*IndexError: a token is beyond") as failed:
         sb.generate(pair, [PROMPTS[0]] * 2, METHODS["fixed"], max_new_tokens=4, batch_size=1)
     assert len(failed.value.generations[1].tokens) > 0
+
+
+def test_what_goes_wrong_before_a_run_costs_one_of_those_side_by_side(pair, monkeypatch):
+    edits_any = runs.edits_any
+    calls = []
+
+    def broken(edits):
+        calls.append(edits)
+        if len(calls) == 1:
+            raise OverflowError("too large for the loop")
+        return edits_any(edits)
+
+    monkeypatch.setattr(runs, "edits_any", broken)
+    monkeypatch.setattr(runs, "allowed_threads", lambda: 1)
+    with pytest.raises(SomeFailed, match=r"prompt 0.*OverflowError: too large") as failed:
+        sb.generate(pair, [PROMPTS[0]] * 2, METHODS["no draft"], max_new_tokens=4)
+    assert len(failed.value.generations[1].tokens) > 0

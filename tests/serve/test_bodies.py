@@ -188,6 +188,21 @@ NOT_HONOURED = [
 ]
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"top_k": 10**30},
+        {"max_tokens": 2**31},
+        {"stop_token_ids": [2**31]},
+        {"n": 2**31},
+        {"specbeam": {"no_repeat_ngram_size": 2**31}},
+    ],
+)
+def test_integers_that_the_loops_cannot_hold_are_refused(field):
+    with pytest.raises(Refusal, match=next(iter(field))):
+        parse_body(CompletionBody, json.dumps({"prompt": "a"} | field).encode())
+
+
 def test_what_contradicts_itself_or_would_depend_on_others_is_refused_and_null_is_absent_everywhere(kitchen):
     for body, param in NOT_HONOURED:
         found = attempted(json.dumps({"prompt": "a"} | body).encode(), CompletionBody, kitchen)

@@ -9,6 +9,7 @@ from typing import Any
 from specbeam.errors import BadSetting
 
 LARGEST_LENGTH_PENALTY = 32  # beyond it the scores of long texts leave the range of floats
+LARGEST_INTEGER = 2**31 - 1  # the compiled loops count in integers that a larger setting would leave
 FORMS = ("json_schema", "regex", "grammar")
 GRAMMAR_BACKENDS = ("llguidance", "xgrammar")
 
@@ -43,13 +44,30 @@ def is_integer(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def is_token(value: object) -> bool:
+    """Return whether `value` may be a token id: an integer from 0 to `LARGEST_INTEGER`."""
+    return is_integer(value) and 0 <= value <= LARGEST_INTEGER  # type: ignore[operator]
+
+
+def _is_small(value: int) -> bool:
+    return abs(value) <= LARGEST_INTEGER
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def _is_finite(value: Any) -> bool:
+    """Return whether a number is one that a float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of more than 300 digits
+        return False
+
+
 def _is_word(word: object) -> bool:
     """Return whether `word` is a list or tuple of at least one token id."""
-    return isinstance(word, (list, tuple)) and len(word) > 0 and all(is_integer(token) and token >= 0 for token in word)
+    return isinstance(word, (list, tuple)) and len(word) > 0 and all(map(is_token, word))
 
 
 def _are_words(words: object) -> bool:
@@ -65,7 +83,7 @@ def _are_texts(stops: object) -> bool:
 
 def _are_tokens(tokens: object) -> bool:
     """Return whether `tokens` is a list or tuple of token ids."""
-    return isinstance(tokens, (list, tuple)) and all(is_integer(token) and token >= 0 for token in tokens)
+    return isinstance(tokens, (list, tuple)) and all(map(is_token, tokens))
 
 
 def _are_prompts(prompts: object) -> bool:
@@ -88,6 +106,7 @@ _NEEDED = ("num_return_sequences", "grammar_backend")  # options that may not be
 # The checks in their order: name of the option, test of its value, and what the value must be.
 _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     *((name, is_integer, "an integer") for name in _INTEGERS),
+    *((name, _is_small, f"no larger than {LARGEST_INTEGER:,}") for name in _INTEGERS),
     *((name, _is_number, "a number") for name in _NUMBERS),
     ("max_new_tokens", lambda count: count >= 1, ">= 1"),
     ("min_new_tokens", lambda count: count >= 0, ">= 0"),
@@ -96,7 +115,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
     ("min_p", lambda value: 0 <= value <= 1, "in [0, 1]"),
     ("repetition_penalty", lambda value: value > 0, "> 0"),
-    *((name, math.isfinite, "a finite number") for name in ("temperature", "length_penalty", "repetition_penalty")),
+    *((name, _is_finite, "a finite number") for name in ("temperature", "length_penalty", "repetition_penalty")),
     ("temperature", lambda value: value == 0 or value >= 1e-4, "0 or at least 0.0001"),
     (
         "length_penalty",
@@ -108,7 +127,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("early_stopping", lambda value: isinstance(value, bool) or value == "never", "True, False or 'never'"),
     (
         "eos_token_id",
-        lambda ends: all(map(is_integer, as_list(ends))),
+        lambda ends: all(is_integer(end) and _is_small(end) for end in as_list(ends)),
         "a token id or several; to end at a text, use stop_strings",
     ),
     ("stop_strings", _are_texts, "texts of at least one character"),
@@ -118,7 +137,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("decoder_start_token_id", lambda token: token >= 0, ">= 0"),
     (
         "forced_eos_token_id",
-        lambda ends: all(is_integer(end) and end >= 0 for end in as_list(ends)),
+        lambda ends: all(map(is_token, as_list(ends))),
         "a token id or several",
     ),
     ("suppress_tokens", _are_tokens, "a list of token ids"),

@@ -149,29 +149,38 @@ class Asking:
         self._began_again = True
         self._texts.clear()
         self._request = await self._in_pool(self._make)
-        self.jobs = [self._job(session, alone=True) for session in self.request.sessions]
+        self.jobs = [
+            self._job(session, before) for session, before in zip(self.request.sessions, self.jobs, strict=True)
+        ]
         try:
             self.engine.submit(self.jobs)
         except SpecbeamError as error:
             raise refusal_of(error) from error
         return True
 
-    def _job(self, session: Session, alone: bool = False) -> Job:
+    def _job(self, session: Session, before: Job | None = None) -> Job:
+        """Return the job of a session.
+
+        Args:
+            before: the job that it repeats, alone; it has to end by when that one had to. None: it is the first.
+        """
         config = self.served.config
         order = self.order
         session.namespace = self._namespace
         now = time.monotonic()
+        end_by = now + config.request_timeout if before is None else before.end_by
         shows = order.options.trace or order.options.stream == "live"
         return Job(
             session,
             self._watch,
             key=self.client.name,
             priority=max(order.body.priority or 0, self.client.least_priority),
-            alone=alone,
+            alone=before is not None,
+            again_after=before.lost_at if before is not None else None,
             streams=order.streams,
             see=self._see if shows else None,
-            start_by=now + config.queue_timeout,
-            end_by=now + config.request_timeout,
+            start_by=now + config.queue_timeout if before is None else min(now + config.queue_timeout, end_by),
+            end_by=end_by,
         )
 
     @property

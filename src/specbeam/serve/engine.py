@@ -94,6 +94,7 @@ class Job:
         key: whose job it is.
         priority: lower is earlier.
         alone: whether nothing else is decoded meanwhile, as after a fault that may be its own.
+        again_after: clock time of that fault, the `lost_at` of the job that it repeats; None: it repeats none.
         streams: whether `settled` is kept up to date.
         see: called with each turn of the session, and it; None: turns need not be shown, which is faster. If it raises, the
             job fails.
@@ -104,6 +105,7 @@ class Job:
         settled: the new tokens that every possible answer begins with.
         cut: why the text was ended before its own end; "" if it was not.
         is_lost: whether it failed by a fault that may be that of another job.
+        lost_at: clock time of that fault; None without one.
         is_over: whether the session is out of the engine; `session.failure` says whether it failed.
         arrived, started, first_token, ended: clock times; None: not yet.
         joules: its share of the energy of the steps that it took part in; None without a counter.
@@ -117,6 +119,7 @@ class Job:
     key: str = ""
     priority: int = 0
     alone: bool = False
+    again_after: float | None = None
     streams: bool = False
     see: Callable[[Session, Turn], None] | None = None
     start_by: float = float("inf")
@@ -124,6 +127,7 @@ class Job:
     settled: list[int] = field(default_factory=list)
     cut: str = ""
     is_lost: bool = False
+    lost_at: float | None = None
     is_over: bool = False
     arrived: float = 0.0
     started: float | None = None
@@ -214,7 +218,8 @@ class Engine:
         self._open: set[Future[Any]] = set()  # what is owed to other threads
         self._patience_s = 0.0  # seconds that the piece of work under way may take besides the usual ones
         self._turn_s = 0.01  # seconds per turn of the sessions inside, lately
-        self._restarted: deque[float] = deque(maxlen=RESTARTS)
+        self._restarted: deque[float] = deque(maxlen=RESTARTS)  # clock times of the faults that speak against it
+        self._explained: set[float] = set()  # those that one job alone has shown to be its own
         self._known: set[str] = set()  # methods whose parts were made before
         self._thread = threading.Thread(target=self._run, name="specbeam engine", daemon=True)
 
@@ -732,11 +737,13 @@ class Engine:
         self.counts.restarts += 1
         failure = _failure_by(error)
         had_company = len(self.inside) > 1
-        is_ours = not any(job.alone for job in self.inside)  # what breaks when it is alone breaks nothing else
+        now = time.monotonic()
+        self._note_fault(now)
         for job in [*self.inside]:
             if job.session.failure is None:
                 job.session.fail(failure, "")
                 job.is_lost = had_company
+                job.lost_at = now if had_company else None
             self._finish(job)
         with suppress(Exception):  # what is broken may break again: all that it holds is dropped below
             self._decoder.close()
@@ -748,10 +755,28 @@ class Engine:
                 lm.drop_sources()
         self._decoder = self._new_decoder()
         self.counts.kv_tokens = {}
-        if is_ours:
-            self._restarted.append(time.monotonic())
-        if is_ours and len(self._restarted) == RESTARTS and self._restarted[-1] - self._restarted[0] < RESTARTS_S:
+        if len(self._restarted) == RESTARTS and self._restarted[-1] - self._restarted[0] < RESTARTS_S:
             self.state = "dead"
+
+    def _note_fault(self, now: float) -> None:
+        """Note a fault of the jobs inside, if it speaks against the engine.
+
+        What breaks when it is alone breaks nothing else: the fault in company for which it is repeated was its own, and is
+        taken back. If another one that was there breaks alone, too, the fault counts again: it may be the engine's.
+        """
+        alone = [job for job in self.inside if job.alone]
+        if not alone:
+            self._restarted.append(now)
+            self._explained = {fault for fault in self._explained if now - fault < RESTARTS_S}
+            return
+        for fault in {job.again_after for job in alone} - {None}:
+            assert fault is not None
+            if fault in self._explained:
+                self._explained.discard(fault)
+                self._restarted.append(now)
+            elif fault in self._restarted:
+                self._restarted.remove(fault)
+                self._explained.add(fault)
 
     def _give_up(self) -> None:
         """End all that is left, and let others use the models. Whatever goes wrong here, the rest is done."""

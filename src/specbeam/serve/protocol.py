@@ -8,12 +8,15 @@ from typing import Annotated, Any, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from specbeam.options.checks import LARGEST_INTEGER
 from specbeam.serve.refusals import MOST_PROBLEMS, Refusal, invalid, shown
 
 DEEPEST = 32  # brackets inside each other in a body
 MOST_PROMPTS = 4096  # prompts that are looked at one by one; a server's own limit is lower
 Text = Annotated[str, Field(max_length=2**20)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=2**20, fail_fast=True)]
+Ids = Annotated[
+    list[Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]], Field(min_length=1, max_length=2**20, fail_fast=True)
+]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 
 
@@ -63,9 +66,9 @@ class SpecbeamOptions(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     method: Annotated[str, Field(max_length=64)] | None = None
-    beams: Annotated[int, Field(ge=1)] | None = None
-    no_repeat_ngram_size: Annotated[int, Field(ge=0)] | None = None
-    beams_returned: Annotated[int, Field(ge=0)] | Literal["all"] = 0
+    beams: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
+    no_repeat_ngram_size: Annotated[int, Field(ge=0, le=LARGEST_INTEGER)] | None = None
+    beams_returned: Annotated[int, Field(ge=0, le=LARGEST_INTEGER)] | Literal["all"] = 0
     min_logp: Annotated[float, Field(le=0)] | None = None
     stream: Literal["settled", "live"] = "settled"
     trace: bool = False
@@ -77,12 +80,12 @@ class Body(Strict):
     """What completions and chats have in common."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=LARGEST_INTEGER)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=LARGEST_INTEGER)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST_INTEGER)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     length_penalty: float | None = None
@@ -90,16 +93,16 @@ class Body(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)] | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=8)] | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
     use_beam_search: bool | None = None
-    num_beams: Annotated[int, Field(ge=1)] | None = None
-    beam_width: Annotated[int, Field(ge=1)] | None = None
+    num_beams: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
+    beam_width: Annotated[int, Field(ge=1, le=LARGEST_INTEGER)] | None = None
     early_stopping: bool | Literal["never"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
