@@ -93,7 +93,13 @@ BAD = [
     ({"id": "chat", "messages": [{"role": "user", "content": "hi"}]}, "no chat template"),
     ({"id": "no chat", "messages": ["hi"]}, "dictionaries with a role"),
     ({"id": "half", "prompt": "\ud800"}, "half a character"),
-    ({"id": "unknown", "prompt": "abc", "settings": {"speed": 2}}, "no setting speed"),
+    ({"id": "half a name", "prompt": "abc", "settings": {"\ud800": 2}}, r"no setting '\ud800'"),
+    ({"id": 10**30, "prompt": "abc"}, "an integer has 64 bits"),
+    ({"id": "token", "prompt_token_ids": [5, 10**30]}, "token"),
+    ({"id": "large", "prompt": "abc", "settings": {"top_k": 10**30}}, "no larger than 2,147,483,647"),
+    ({"id": "huge", "prompt": "abc", "settings": {"temperature": 10**400}}, "BadSetting"),
+    ({"id": "texts", "prompt": "abc", "settings": {"num_return_sequences": 1025}}, "1,024 texts at the most"),
+    ({"id": "unknown", "prompt": "abc", "settings": {"speed": 2}}, "no setting 'speed'"),
     ({"id": "wrong", "prompt": "abc", "settings": {"top_k": "many"}}, "BadSetting"),
     ({"id": "seed", "prompt": "abc", "settings": {"seed": -1}}, "seed is -1"),
     ({"id": "no json", "prompt": "abc", "settings": "{"}, "no JSON"),
@@ -287,6 +293,57 @@ def test_a_job_refuses_to_go_on_with_other_weights_and_decodes_failed_rows_again
     done = batch(noting, source, out, resume=True, retry_failed=True)
     assert (done.rows, done.done, done.failed) == (5, 5, 1)
     assert len(decoded) == 1
+
+    whole = out.read_text()
+    assert batch(noting, source, out, resume=True) == done
+    assert out.read_text() == whole
+    assert len(decoded) == 1
+    batch(noting, source, out, resume=True, retry_failed=True)  # it is over, and is tried again all the same
+    assert len(decoded) == 2
+    job = tmp_path / "out.jsonl.job"
+    job.unlink()
+    with pytest.raises(BadSetting, match=r"its journal .* is gone"):
+        batch(noting, source, out, resume=True, retry_failed=True)
+
+
+def test_a_command_that_was_wrong_leaves_no_journal_behind(make_work, tmp_path):
+    def no_work():
+        raise MissingFile("there is no such model")
+
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(MissingFile, match="there is no file"):
+        batch(make_work, tmp_path / "none.jsonl", out, {"seed": 3})
+    source = write_jsonl(tmp_path / "in.jsonl", prompts(2))
+    with pytest.raises(MissingFile, match="no such model"):
+        batch(no_work, source, out, {"model": "wrong"})
+    assert not (tmp_path / "out.jsonl.job").exists()
+    Journal(tmp_path / "out.jsonl.job", {"model": "wrong"}, resume=False).close()  # as after a kill before any answer
+    done = batch(make_work, source, out, {"model": "right"}, resume=True)
+    assert (done.rows, done.done, done.failed) == (2, 2, 0)
+
+
+def test_damaged_tables_are_named(tmp_path):
+    packed = gzip.compress("".join(json.dumps(row) + "\n" for row in prompts(400)).encode())
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(BadPrompt, match=r"cut\.jsonl\.gz is damaged"):
+        list(read_table(cut))
+    plain = tmp_path / "plain.csv.gz"
+    plain.write_bytes(b"id,prompt\n1,a\n")
+    with pytest.raises(BadPrompt, match=r"plain\.csv\.gz is damaged"):
+        list(read_table(plain))
+    spoilt = tmp_path / "spoilt.jsonl.xz"
+    spoilt.write_bytes(b"no xz at all")
+    with pytest.raises(BadPrompt, match=r"spoilt\.jsonl\.xz is damaged"):
+        list(read_table(spoilt))
+    pytest.importorskip("pyarrow")
+    parquet = tmp_path / "spoilt.parquet"
+    rows = [{"id": str(number), "prompt": "abc" * number} for number in range(400)]
+    write_table(parquet, ".parquet", {"id": "text", "prompt": "text"}, rows)
+    whole = parquet.read_bytes()
+    parquet.write_bytes(whole[:4] + b"\xff" * 300 + whole[304:])
+    with pytest.raises(BadPrompt, match=r"spoilt\.parquet is damaged"):
+        list(read_table(parquet))
 
 
 KILLED = """

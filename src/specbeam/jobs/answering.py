@@ -1,6 +1,6 @@
 """Decoding the rows of a job side by side: each one with its seed and settings, and each error its own row's."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -73,10 +73,15 @@ class _Asked(NamedTuple):
     seed: int
 
 
-def answer_rows(work: Work, rows: Iterable[JobRow]) -> Iterator[AnsweredRow]:
+def answer_rows(
+    work: Work, rows: Iterable[JobRow], after_step: Callable[[], None] = lambda: None
+) -> Iterator[AnsweredRow]:
     """Decode rows, and yield each with its answer as soon as there is one. Rows are taken when there is a place for them.
 
     A row that fails has an answer, too, which says why; it costs no other row.
+
+    Args:
+        after_step: called after each step of the rows that are decoded side by side, whether it brought an answer or not.
     """
     line = iter(rows)
     under_way: list[_Asked] = []
@@ -94,6 +99,7 @@ def answer_rows(work: Work, rows: Iterable[JobRow]) -> Iterator[AnsweredRow]:
             if not decoder.busy:
                 return
             decoder.step()
+            after_step()
             over = [asked for asked in under_way if all(session.over for session in asked.request.sessions)]
             under_way = [asked for asked in under_way if asked not in over]
             for asked in over:
@@ -115,7 +121,7 @@ def _ask(work: Work, row: JobRow) -> _Asked | AnsweredRow:
             raise error
     except SpecbeamError as error:
         return failed_row(row, _said(error), seed)
-    except (TypeError, ValueError) as error:  # a setting of the row is of another kind
+    except (TypeError, ValueError, OverflowError) as error:  # a setting of the row is of another kind, or too large
         return failed_row(row, f"BadSetting: {error}", seed)
     return _Asked(row, request, seed)
 

@@ -16,7 +16,7 @@ from specbeam.jobs.tables import kind_of, read_table, write_table
 from specbeam.measure.kept_figures import weights_key
 from specbeam.whole_files import whole
 
-COMMIT_S = 1.0  # seconds of work that the end of a process may cost
+COMMIT_S = 1.0  # seconds after which an answer is on the disk, and one more step
 
 
 def batch(
@@ -32,24 +32,26 @@ def batch(
     """Decode each row of a table, and write the answers to another one, in the order of the rows.
 
     Until all are there, they are kept in a journal beside `out`, named `out` + ".job". A process that is killed at any
-    moment loses at most the work of `COMMIT_S` seconds, and with `resume` the next one goes on; the texts are those of a
-    job that was not disturbed, as the seed of a row is made of the job's seed and the row's id. Rows that were added or
-    changed since are decoded, too, and the answers to rows that are gone are dropped.
+    moment loses the rows under way, and answers not yet committed: those of the last `COMMIT_S` seconds and one step. With
+    `resume` the next one goes on; the texts are those of a job that was not disturbed, as the seed of a row is made of the
+    job's seed and the row's id. Rows that were added or changed since are decoded, too, and the answers to rows that are
+    gone are dropped. The journal of a job that is over stays there if rows failed, so that they can be decoded again.
 
     Args:
         make_work: loads the models; called if there is anything to decode, after the rows were read once.
         source, out: files whose names end in .jsonl (or .jsonl.gz, .jsonl.xz), .csv (the same) or .parquet.
         described: what the answers depend on, by name; a job goes on only if it is the same.
         columns: the names of the columns that are read.
-        resume: whether to go on with a job that was begun. If it is over, nothing is done.
-        retry_failed: whether rows whose answer is an error are decoded again.
+        resume: whether to go on with a job that was begun. If it is over, and no row failed, nothing is done.
+        retry_failed: whether rows whose answer is an error are decoded again, also those of a job that is over.
         on_progress: called when the number of answers has changed.
 
     Returns:
         The numbers of rows, answers and errors.
 
     Raises:
-        BadSetting: a file has an unknown kind; `out` is there already; the job was begun otherwise, or is under way.
+        BadSetting: a file has an unknown kind; `out` is there already; the job was begun otherwise, or is under way; rows
+            are to be decoded again, and their journal is gone.
         BadPrompt: the table cannot be read, or two rows have one id. What is wrong with a single row is its answer.
         MissingFile, MissingPackage: there is no table, or no package that reads it.
     """
@@ -60,7 +62,14 @@ def batch(
     if out.exists() and not path.exists():
         if not resume:
             raise BadSetting(f"{out} is there already; delete it, or give another name")
-        return _count(out)
+        found = _count(out)
+        if retry_failed and found.failed:
+            raise BadSetting(
+                f"{found.failed} rows of {out} failed, and its journal {path} is gone, which knows them; delete the answers "
+                "and begin anew"
+            )
+        return found
+    is_begun = path.exists()
     journal = Journal(path, {"specbeam": __version__, "columns": asdict(columns), **(described or {})}, resume)
     try:
         journal.note_rows(_rows(source, columns))
@@ -74,9 +83,15 @@ def batch(
         with whole(out) as part:
             write_table(part, kind, types, _typed(journal.records(), types))
     except BaseException:
-        journal.close()
+        if is_begun or journal.has_answers:
+            journal.close()
+        else:
+            journal.delete()  # nothing is lost, and a command that was wrong can be said again without the mistake
         raise
-    journal.delete()
+    if progress.failed:
+        journal.close()
+    else:
+        journal.delete()
     return progress
 
 
@@ -90,13 +105,18 @@ def _decode(
     models = {"target weights": work.pair.target_model, "draft weights": work.pair.draft_model}
     journal.agree({name: weights_key(model) for name, model in models.items()})
     committed = time.monotonic()
-    for row, record in answer_rows(work, rows):
-        journal.keep(row, record)
-        progress = Progress(progress.rows, progress.done + 1, progress.failed + bool(record["error"]))
-        on_progress(progress)
+
+    def commit_by_clock() -> None:
+        nonlocal committed
         if time.monotonic() - committed > COMMIT_S:
             journal.commit()
             committed = time.monotonic()
+
+    for row, record in answer_rows(work, rows, commit_by_clock):
+        journal.keep(row, record)
+        progress = Progress(progress.rows, progress.done + 1, progress.failed + bool(record["error"]))
+        on_progress(progress)
+        commit_by_clock()
     return progress
 
 

@@ -40,7 +40,8 @@ class Journal:
         resume: whether to go on with a job that was begun.
 
     Raises:
-        BadSetting: a job was begun and `resume` is False, or it has another description, or another process works on it.
+        BadSetting: a job was begun and `resume` is False, or its answers have another description, or another process
+            works on it.
     """
 
     def __init__(self, path: Path, description: dict[str, Any], resume: bool) -> None:
@@ -70,6 +71,8 @@ class Journal:
             for statement in _TABLES.split(";"):
                 self._base.execute(statement)
             self._base.execute("insert into job values (?)", [json.dumps(description)])
+        if not self.has_answers:  # so there is nothing that another description would spoil
+            self._base.execute("update job set description = ?", [json.dumps(description)])
         (kept,) = self._base.execute("select description from job").fetchone()
         known = json.loads(kept)
         given = json.loads(json.dumps(description))
@@ -130,6 +133,11 @@ class Journal:
         """Yield the answers in the order of the rows, without holding them."""
         for (record,) in self._base.execute(f"select record {_MATCH} order by number"):
             yield json.loads(record)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether there is any answer, valid or not."""
+        return self._base.execute("select 1 from answers limit 1").fetchone() is not None
 
     @property
     def has_integer_ids(self) -> bool:

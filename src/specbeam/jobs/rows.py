@@ -16,6 +16,7 @@ OF_ROWS = (
     "no_repeat_ngram_size", "bad_words_ids", "eos_token_id", "stop_strings", "num_return_sequences", "length_penalty",
     "early_stopping", "json_schema", "regex", "grammar", "seed",
 )  # fmt: skip
+MOST_TEXTS = 1024  # of a row: all of them are begun at once
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class JobRow:
 
     @property
     def digest(self) -> str:
-        """A hash of all that its answer depends on."""
+        """A hash of all that its answer depends on. Raises `TypeError` or `ValueError` if that is no JSON."""
         read = [self.id, self.prompt, self.is_chat, dict(self.settings), self.error]
         content = json.dumps(read, sort_keys=True, ensure_ascii=False)
-        return hashlib.blake2b(content.encode("utf-8"), digest_size=16).hexdigest()
+        return hashlib.blake2b(content.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
 
 
 def row_of(number: int, fields: Mapping[str, Any], columns: Columns) -> JobRow:
@@ -76,8 +77,9 @@ def row_of(number: int, fields: Mapping[str, Any], columns: Columns) -> JobRow:
         identity = _id_in(fields, columns, number)
         prompt, is_chat = _prompt_in(fields, columns)
         settings = _settings_in(fields, columns)
+        json.dumps([prompt, settings], ensure_ascii=False).encode("utf-8")  # raises if anything is no JSON, or no text
         row = JobRow(number, identity, prompt, is_chat, settings)
-        assert row.digest  # it cannot be made if anything is no JSON
+        assert row.digest
     except (BadPrompt, BadSetting) as error:
         return JobRow(number, identity, error=f"{type(error).__name__}: {error}")
     except UnicodeEncodeError:
@@ -94,6 +96,8 @@ def _id_in(fields: Mapping[str, Any], columns: Columns, number: int) -> str | in
     if isinstance(found, str) and found:
         found.encode("utf-8")
         return found
+    if is_integer(found) and not -(2**63) <= found < 2**63:
+        raise BadPrompt(f"the {columns.id} of the row is {found}; an integer has 64 bits, so write it as a text")
     if is_integer(found):
         return int(found)
     raise BadPrompt(f"the {columns.id} of the row is {found!r}; it must be a text or an integer")
@@ -140,10 +144,13 @@ def _settings_in(fields: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
     given = {name: value for name, value in found.items() if value is not None}
     unknown = sorted(set(given) - set(OF_ROWS))
     if unknown:
-        raise BadSetting(f"a row has no setting {', '.join(unknown)}; it has {', '.join(OF_ROWS)}")
+        raise BadSetting(f"a row has no setting {', '.join(map(repr, unknown))}; it has {', '.join(OF_ROWS)}")
     seed = given.get("seed", 0)
     if not is_integer(seed) or not 0 <= seed < 2**63:
         raise BadSetting(f"seed is {seed!r}; it must be an integer from 0 to 2**63 - 1")
+    count = given.get("num_return_sequences", 1)
+    if is_integer(count) and count > MOST_TEXTS:
+        raise BadSetting(f"num_return_sequences is {count}; a row may have {MOST_TEXTS:,} texts at the most")
     return given
 
 

@@ -1,8 +1,11 @@
 """Tables of rows in files, read and written row by row: lines of JSON, CSV and Parquet."""
 
 import csv
+import gzip
 import json
+import lzma
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +13,8 @@ from typing import Any, NamedTuple
 from specbeam.errors import BadPrompt, BadSetting, MissingFile, MissingPackage
 from specbeam.prompts import OPENERS
 
+# What is raised for a packed file that is cut off, spoilt, or not packed at all.
+DAMAGE = (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError)
 KINDS = (".jsonl", ".csv", ".parquet")
 ROWS_AT_ONCE = 256  # of Parquet, in memory
 
@@ -47,7 +52,15 @@ def read_table(path: Path) -> Iterator[TableRow]:
         ".csv": _read_csv,
         ".parquet": _read_parquet,
     }
-    return readers[kind_of(path)](path)
+    return _undamaged(path, readers[kind_of(path)](path))
+
+
+def _undamaged(path: Path, rows: Iterator[TableRow]) -> Iterator[TableRow]:
+    """Yield rows. Raises `BadPrompt` if the file cannot be unpacked so far."""
+    try:
+        yield from rows
+    except DAMAGE as error:
+        raise BadPrompt(f"{path} is damaged, or not packed as its name says: {error}; pack it anew") from error
 
 
 def _read_jsonl(path: Path) -> Iterator[TableRow]:
@@ -110,8 +123,15 @@ def _read_parquet(path: Path) -> Iterator[TableRow]:
     except arrow.ArrowInvalid as error:
         raise BadPrompt(f"{path} is no Parquet: {error}") from error
     with file:
-        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
-            for row in batch.to_pylist():
+        batches = iter(file.iter_batches(batch_size=ROWS_AT_ONCE))
+        while True:
+            try:
+                rows = next(batches).to_pylist()
+            except StopIteration:
+                return
+            except (arrow.ArrowException, OSError, ValueError) as error:  # ValueError: a text that is no UTF-8
+                raise BadPrompt(f"{path} is damaged: {error}; write it anew") from error
+            for row in rows:
                 yield TableRow(row)
 
 
