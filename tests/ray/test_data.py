@@ -10,8 +10,10 @@ import time
 import numpy as np
 import pytest
 
+from specbeam.errors import BadSetting
 from specbeam.jobs.answering import ANSWER_COLUMNS, work_of
 from specbeam.jobs.batch import batch
+from specbeam.jobs.rows import Columns
 from specbeam.recipes.settings_text import method_from
 from tests.jobs.test_batch import prompts, read_jsonl, write_jsonl
 from tests.support import words
@@ -32,7 +34,7 @@ def answered(decode, rows):
     """The rows of a block, as `map_batches` hands it over and takes it back."""
     block = {name: np.array([row.get(name) for row in rows], dtype=object) for name in rows[0]}
     found = decode(block)
-    assert set(found) == set(ANSWER_COLUMNS)
+    assert set(found) == set(ANSWER_COLUMNS) - {"id"} | {decode.columns.id}
     assert len({len(column) for column in found.values()}) == 1
     return found
 
@@ -62,8 +64,18 @@ def test_columns_have_the_same_types_in_each_block_and_rows_need_ids(decode):
     bad = answered(decode, [{"id": "a", "prompt": ""}])
     for name in ANSWER_COLUMNS:
         assert good[name].dtype == bad[name].dtype, name
+    numbered = decode({"id": np.array([4, 5]), "prompt": np.array(["abc", ""], dtype=object)})
+    assert (numbered["id"].dtype, numbered["id"].tolist()) == (np.dtype(np.int64), [4, 5])
     nameless = answered(decode, [{"prompt": "abc"}])
     assert "the id of the row is None" in nameless["error"][0]
+
+
+def test_ids_are_written_under_their_own_name(decode, monkeypatch):
+    monkeypatch.setattr(decode, "columns", Columns(id="key"))
+    found = answered(decode, [{"key": "a", "prompt": "abc"}, {"key": "b", "prompt": ""}])
+    assert list(found["key"]) == ["a", "b"]
+    with pytest.raises(BadSetting, match="id_column is 'text', which is a column of answers"):
+        type(decode)(id_column="text")
 
 
 JOB = """

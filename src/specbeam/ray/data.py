@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from specbeam.errors import BadSetting
 from specbeam.jobs.answering import ANSWER_COLUMNS, answer_rows, work_of
 from specbeam.jobs.rows import Columns, row_of
 from specbeam.pair import load
@@ -18,9 +19,10 @@ CPUS = 0.5  # of a worker, as Ray counts: when a job goes on, a filter that read
 class Decode:
     """A callable class for ``Dataset.map_batches``: each worker loads the pair once, and decodes blocks of rows.
 
-    The columns of an answer are those of ``specbeam batch`` (`jobs.answering.ANSWER_COLUMNS`); `beams` is JSON text, so that
-    any file format can hold it. The seed of a row is made of `seed` and its id, so a block that is decoded again after a
-    worker was lost has the same texts. A row that cannot be decoded has an `error`, and costs no other row.
+    The columns of an answer are those of ``specbeam batch`` (`jobs.answering.ANSWER_COLUMNS`). The id is that of the row,
+    with its type, in a column of the same name, so that answers can be joined and filtered by it; `beams` is JSON text, so
+    that any file format can hold it. The seed of a row is made of `seed` and its id, so a block that is decoded again after
+    a worker was lost has the same texts. A row that cannot be decoded has an `error`, and costs no other row.
 
     Args:
         target, draft: as for `specbeam.load`; names or paths that each machine of the cluster can read.
@@ -29,6 +31,9 @@ class Decode:
         seed, batch_size: see `jobs.answering.Work`.
         device, dtype, quantize: see `specbeam.load`.
         options: those of `specbeam.generate`, for rows that do not say otherwise in their column "settings".
+
+    Raises:
+        BadSetting: the column of ids has the name of another column of answers, or a setting is wrong.
     """
 
     def __init__(
@@ -46,6 +51,8 @@ class Decode:
         quantize: Any = None,
         **options: Any,
     ) -> None:
+        if id_column != "id" and id_column in ANSWER_COLUMNS:
+            raise BadSetting(f"id_column is {id_column!r}, which is a column of answers; give the column another name")
         pair = load(target, draft, device=device, dtype=dtype, quantize=quantize)
         self.columns = Columns(id=id_column, prompt=prompt_column)
         self.work = work_of(pair, method_from(method, settings), seed, batch_size, options)
@@ -64,7 +71,9 @@ class Decode:
             beams = record["beams"]
             answers[row.number] = record | {"beams": None if beams is None else json.dumps(beams, ensure_ascii=False)}
         found = {name: [answers[row.number][name] for row in rows] for name in ANSWER_COLUMNS}
-        return {name: _column(values, ANSWER_COLUMNS[name]) for name, values in found.items()}
+        columns = {name: _column(values, ANSWER_COLUMNS[name]) for name, values in found.items() if name != "id"}
+        ids = block.get(self.columns.id, np.full(len(rows), "", dtype=object))
+        return {self.columns.id: ids, **columns}
 
 
 def _plain(value: Any) -> Any:
@@ -100,7 +109,7 @@ def decode_table(
     under way.
 
     Args:
-        source: a table (.jsonl, .csv or .parquet) or a folder of them, that all machines can read.
+        source: a table (.jsonl, .csv or .parquet) or a folder of Parquet files, that all machines can read.
         out: a folder that all machines can write.
         checkpoint: a folder for the ids that are done; delete it with `out` to begin anew.
         workers: number of processes that each hold the models.
