@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForSpeechSeq2Seq, WhisperFeatureEx
 
 import specbeam as sb
 from specbeam import errors
+from specbeam.speech import audio
 from specbeam.speech.audio import RATE, read_audio, resampled
 from specbeam.speech.formats import formatted
 from specbeam.speech.records import Segment, Transcript
@@ -217,7 +218,15 @@ def test_formats_are_those_that_players_read():
 # Audio.
 
 
-@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 48_000])
+@pytest.mark.parametrize("rate", [8_000, 11_025, 44_100])
+def test_phases_in_blocks_are_the_phases(rate, monkeypatch):
+    sound = np.random.default_rng(3).uniform(-1, 1, rate // 4 + 7).astype(np.float32)
+    whole = resampled(sound, rate, RATE)
+    monkeypatch.setattr(audio, "MOST_WEIGHTS", 400)
+    np.testing.assert_allclose(resampled(sound, rate, RATE), whole, atol=1e-5)  # sums of some hundred float32
+
+
+@pytest.mark.parametrize("rate", [8_000, 22_050, 44_100, 44_101, 48_000])
 def test_a_tone_is_the_same_tone_at_another_rate(rate):
     """Within the band of both rates to 1e-3; a tone that 16 kHz cannot hold is gone."""
     times = np.arange(rate) / rate

@@ -9,11 +9,13 @@ import torch
 from jaxtyping import Float32
 
 from specbeam.errors import BadAudio, MissingFile, MissingPackage
+from specbeam.options.checks import is_integer
 
 RATE = 16_000  # samples per second that speech models are made for
 LEAST_S = 0.1  # seconds; a window of less is no speech
 SILENCE = 2.0**-15  # the smallest step of 16-bit audio
 ZEROS = 24  # zero crossings of the filter on each side: a flat pass band and -80 dB beyond it
+MOST_WEIGHTS = 2**20  # of filters at once: 8 MB in float64
 ROLL_OFF = 0.945  # share of the lower of both pass bands that is kept
 
 Samples = Float32[np.ndarray, " _"]
@@ -39,12 +41,12 @@ def read_audio(audio: Any, rate: int | None = None) -> Samples:
         name = "the audio"
         samples = np.asarray(audio)
         found = RATE if rate is None else rate
-    if not isinstance(found, int) or found < 1:
+    if not is_integer(found) or found < 1:
         raise BadAudio(f"rate is {found!r}; it must be a number of samples per second, an integer of at least 1")
     mono = _one_channel(samples, name)
     if len(mono) < LEAST_S * found:
         raise BadAudio(f"{name} has {len(mono) / found:.3f} seconds; at least {LEAST_S} are needed")
-    return resampled(mono, found, RATE)
+    return resampled(mono, int(found), RATE)
 
 
 def _from_file(path: Path) -> tuple[np.ndarray, int]:
@@ -54,7 +56,7 @@ def _from_file(path: Path) -> tuple[np.ndarray, int]:
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: without the library that it wraps
-        raise MissingPackage(f"audio files are read by soundfile: pip install 'specbeam[speech]' ({error})") from error
+        raise MissingPackage(f"audio files are read by soundfile: pip install '.[speech]' ({error})") from error
     try:
         samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
     except (RuntimeError, ValueError, TypeError) as error:  # what libsndfile raises is a RuntimeError
@@ -86,7 +88,8 @@ def is_silent(samples: Samples) -> bool:
 def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
     """Return samples at another rate, by a windowed sinc filter for each phase; ceil(samples * wanted / rate) of them.
 
-    Frequencies above the lower of both pass bands are removed, so that nothing is mirrored into it.
+    Frequencies above the lower of both pass bands are removed, so that nothing is mirrored into it. Rates with few common
+    factors have as many phases as samples per second; these are made in blocks of at most `MOST_WEIGHTS`.
     """
     if rate == wanted:
         return samples
@@ -95,13 +98,35 @@ def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
     phases = wanted // divisor
     band = min(step, phases) * ROLL_OFF
     reach = math.ceil(ZEROS * step / band)
-    taps = torch.arange(-reach, reach + step, dtype=torch.float64)[None] / step
-    shifts = torch.arange(phases, dtype=torch.float64)[:, None] / phases
-    times = ((taps - shifts) * band).clamp(-ZEROS, ZEROS)
-    window = torch.cos(times * math.pi / ZEROS / 2) ** 2
-    kernels = (torch.sinc(times) * window * band / step).float()
     padded = torch.nn.functional.pad(torch.from_numpy(samples)[None, None], (reach, reach + step))
-    found = torch.nn.functional.conv1d(padded, kernels[:, None], stride=step)
+    frames = len(samples) // step + 1  # places of a filter, one step apart
+    size = _phases_at_once(step, phases, reach)
+    blocks = []
+    for first in range(0, phases, size):
+        last = min(first + size, phases)
+        start = 0
+        stop = 2 * reach + step
+        if size < phases:  # the other taps have no weight
+            start = first * step // phases
+            stop = min(-(-(last - 1) * step // phases) + 2 * reach + 1, stop)
+        taps = torch.arange(start - reach, stop - reach, dtype=torch.float64)[None] / step
+        shifts = torch.arange(first, last, dtype=torch.float64)[:, None] / phases
+        times = ((taps - shifts) * band).clamp(-ZEROS, ZEROS)
+        window = torch.cos(times * math.pi / ZEROS / 2) ** 2
+        kernels = (torch.sinc(times) * window * band / step).float()
+        read = padded[:, :, start : stop + (frames - 1) * step]
+        blocks.append(torch.nn.functional.conv1d(read, kernels[:, None], stride=step)[0])
     count = math.ceil(len(samples) * wanted / rate)
-    flat: Samples = found[0].T.reshape(-1)[:count].numpy()
+    flat: Samples = torch.cat(blocks).T.reshape(-1)[:count].numpy()
     return flat
+
+
+def _phases_at_once(step: int, phases: int, reach: int) -> int:
+    """Return how many phases are filtered together, so that their filters have at most `MOST_WEIGHTS` weights, or it is one.
+
+    All of them for the usual rates of audio.
+    """
+    size = phases
+    while size > 1 and size * (2 * reach + step * size // phases) > MOST_WEIGHTS:
+        size = (size + 1) // 2
+    return size
