@@ -30,7 +30,7 @@ FLOORS = [
     {"recipes"},
     {"pair"},
     {"sources"},
-    {"fastest", "prompts", "request", "with_memory"},
+    {"chats", "fastest", "prompts", "request", "with_memory"},
     {"generation"},
     {"hf", "evaluate", "jobs", "search", "speech"},
     {"bench", "train", "serve"},

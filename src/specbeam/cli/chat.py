@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 
+from specbeam.chats import BUNDLED_TEMPLATE, prompt_of_messages
 from specbeam.cli.common import method_from, quiet_load
 from specbeam.decode import decode_live
 from specbeam.errors import MissingFile, MissingPackage, NotSupported, SpecbeamError
@@ -17,7 +18,6 @@ from specbeam.options.settings import Settings
 from specbeam.pair import Pair
 from specbeam.recipes.method import Method
 from specbeam.request import Request
-from specbeam.serve.templates import BUNDLED_TEMPLATE, prompt_of_messages
 
 CHUNK = 64  # tokens of the pieces in which beginnings of prompts are kept
 KEPT_BYTES = 256 * 2**20  # memory for these, of all models together

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from specbeam.chats import prompt_of_messages
 from specbeam.decoder import Decoder
 from specbeam.errors import BadPrompt, BadSetting, NotSupported, SpecbeamError, TooFewAnswers
 from specbeam.jobs.rows import JobRow, row_seed
@@ -129,18 +130,12 @@ def _ask(work: Work, row: JobRow) -> _Asked | AnsweredRow:
 def chat_ids(pair: Pair, messages: list[dict[str, Any]]) -> list[int]:
     """Return the token ids of the messages of a chat, by the template of the tokenizer, with the beginning of an answer.
 
-    Raises `BadPrompt` if there is no template, or if it refuses the messages.
+    Raises `BadPrompt` if there is no template, or if it refuses the messages or makes no tokens of them.
     """
     tokenizer = pair.tokenizer
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
         raise BadPrompt("the row has messages, and this model has no chat template; give it a prompt")
-    try:
-        text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except Exception as error:  # of the template: anything may be wrong with what it was given
-        raise BadPrompt(f"the chat template refuses these messages: {error}") from error
-    start = tokenizer.bos_token
-    has_start = start is not None and text.startswith(start)
-    return list(tokenizer(text, add_special_tokens=not has_start)["input_ids"])
+    return prompt_of_messages(tokenizer, None, messages)
 
 
 def failed_row(row: JobRow, error: str, seed: int | None = None) -> AnsweredRow:

@@ -21,6 +21,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from starlette.exceptions import HTTPException
 
 from specbeam import __version__
+from specbeam.chats import BUNDLED_TEMPLATE
 from specbeam.core.constraint import Form
 from specbeam.decode import decode
 from specbeam.errors import MissingFile, NotSupported, SpecbeamError
@@ -62,7 +63,6 @@ from specbeam.serve.protocol import (
     parse_body,
 )
 from specbeam.serve.refusals import Refusal, invalid, refusal_of
-from specbeam.serve.templates import BUNDLED_TEMPLATE
 
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specbeam.chats import prompt_of_messages
 from specbeam.errors import BadPrompt, SpecbeamError
 from specbeam.options.settings import Settings
 from specbeam.pair import Pair
@@ -24,7 +25,6 @@ from specbeam.serve.protocol import (
     StructuredOutputs,
 )
 from specbeam.serve.refusals import Refusal, invalid, refusal_of, shown
-from specbeam.serve.templates import prompt_of_messages
 
 RECIPE_OF = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES) if make.__name__ != "auto"}
 LARGEST_SETTING = 64  # of a method, where the server has no limit of its own

@@ -14,7 +14,7 @@ BUNDLED_TEMPLATE = (
 
 def prompt_of_messages(
     tokenizer: Any,
-    template: str,
+    template: str | None,
     messages: Sequence[Mapping[str, Any]],
     tools: Any = None,
     goes_on: bool = False,
@@ -25,7 +25,7 @@ def prompt_of_messages(
     """Return the token ids of the messages of a chat.
 
     Args:
-        template: in Jinja.
+        template: in Jinja; None: the tokenizer's own.
         goes_on: whether the last message is to be continued.
         starts: whether the template begins an answer; None: unless the last message is continued.
         adds_special: whether the tokenizer adds special tokens; None: unless the template has written them already.
