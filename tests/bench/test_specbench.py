@@ -18,7 +18,7 @@ from specbeam.bench.specbench import (
     specbench,
     write_answers,
 )
-from specbeam.errors import BadPrompt, MissingFile
+from specbeam.errors import BadPrompt, BadSetting, MissingFile
 from tests.support import words
 
 
@@ -40,8 +40,16 @@ def test_questions_are_read_by_their_six_tasks(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"prompt": "abc"}\n')
     with pytest.raises(BadPrompt, match="question_id"):
         read_questions(tmp_path / "other.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(BadPrompt, match="holds no questions"):
+        read_questions(tmp_path / "empty.jsonl")
     with pytest.raises(MissingFile, match="there is no file"):
         read_questions(tmp_path / "none.jsonl")
+
+
+def test_new_tokens_that_leave_no_room_for_a_prompt_are_refused(pair):
+    with pytest.raises(BadSetting, match=r"max_new_tokens is 999, and the models have \d+ positions"):
+        specbench(pair, [Question(1, "qa", ("abc",))], {}, max_new_tokens=999)
 
 
 def test_figures_are_theirs_and_ours_as_their_names_say():

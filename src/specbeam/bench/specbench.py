@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from specbeam.errors import BadPrompt, MissingFile
+from specbeam.chats import prompt_of_messages
+from specbeam.errors import BadPrompt, BadSetting, MissingFile
 from specbeam.evaluate.intervals import ratio_interval
 from specbeam.generation import generate, turns_of
 from specbeam.pair import Pair
@@ -95,6 +96,8 @@ def read_questions(path: Path, each: int | None = None) -> list[Question]:
         questions = [Question(one["question_id"], one["category"], tuple(one["turns"])) for one in found]
     except (ValueError, KeyError, TypeError) as error:
         raise BadPrompt(f"{path} does not hold lines with question_id, category and turns: {error}") from error
+    if not questions:
+        raise BadPrompt(f"{path} holds no questions; give Spec-Bench's question.jsonl")
     by_task = {task: [one for one in questions if one.task == task] for task in TASKS}
     return [one for task in TASKS for one in (by_task[task] if each is None else spread(by_task[task], each))]
 
@@ -142,7 +145,10 @@ def answer(
     temperature: float,
     clock: Callable[[], float],
 ) -> Reply:
-    """Answer the turns of a question, each after those before it."""
+    """Answer the turns of a question, each after those before it.
+
+    Raises `BadSetting` if `max_new_tokens` leaves no room for a prompt.
+    """
     options = _options(method, max_new_tokens, temperature)
     chat: list[dict[str, str]] = []
     reply = Reply([], [], [], [], 0)
@@ -150,7 +156,7 @@ def answer(
     for turn in question.turns:
         chat.append({"role": "user", "content": turn})
         prompt = prompt_of(pair, chat)
-        room = (pair.room(0) or len(prompt) + max_new_tokens) - max_new_tokens
+        room = _room_for_prompt(pair, prompt, max_new_tokens)
         cut += len(prompt) > room
         began = clock()
         (found,) = generate(pair, prompt[-room:], method, seed=seed, **options)
@@ -166,14 +172,26 @@ def _options(method: Method, max_new_tokens: int, temperature: float) -> dict[st
     return {"max_new_tokens": max_new_tokens} | ({} if method.greedy else {"temperature": temperature})
 
 
+def _room_for_prompt(pair: Pair, prompt: list[int], max_new_tokens: int) -> int:
+    """Return how many tokens of a prompt there is room for. Raises `BadSetting` if it is none."""
+    positions = pair.room(0)
+    if positions is None:
+        return len(prompt)
+    if positions <= max_new_tokens:
+        raise BadSetting(
+            f"max_new_tokens is {max_new_tokens}, and the models have {positions} positions; ask for fewer, so that a "
+            "prompt has room"
+        )
+    return positions - max_new_tokens
+
+
 def prompt_of(pair: Pair, chat: list[dict[str, str]]) -> list[int]:
     """Return the tokens of a chat by the tokenizer's template; without one, of its texts one after the other."""
     tokenizer = pair.tokenizer
     if tokenizer is None:
         raise BadPrompt("Spec-Bench's questions are texts, and this pair has no tokenizer")
     if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return prompt_of_messages(tokenizer, None, chat)
     return list(tokenizer("\n\n".join(one["content"] for one in chat))["input_ids"])
 
 
@@ -243,7 +261,7 @@ def write_answers(
             for turn, text in zip(question.turns, reply.texts, strict=True):
                 chat.append({"role": "user", "content": turn})
                 prompt = prompt_of(pair, chat)
-                room = (pair.room(0) or len(prompt) + max_new_tokens) - max_new_tokens
+                room = _room_for_prompt(pair, prompt, max_new_tokens)
                 turns = turns_of(pair, prompt[-room:], method, seed=seed, **options)
                 lengths += [one.verdict.layers.size for one in turns]
                 chat.append({"role": "assistant", "content": text})
