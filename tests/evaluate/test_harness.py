@@ -85,6 +85,12 @@ def test_texts_are_those_of_transformers_beam_search_and_end_at_stop_texts(pair,
     assert cut == whole.split(stop)[0]
 
 
+def test_an_empty_context_is_the_prefix_token(pair, model):
+    (found,) = model.generate_until([asked("", {"max_gen_toks": 4, "until": []})])
+    (alone,) = sb.generate(pair, [pair.tokenizer.bos_token_id], sb.greedy(), max_new_tokens=4)
+    assert found == alone.text
+
+
 def test_what_a_task_asks_for_chooses_the_method_or_is_refused(pair, model):
     from specbeam.evaluate.harness import HarnessModel
 

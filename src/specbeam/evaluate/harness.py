@@ -175,8 +175,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return answers
 
     def _prompt(self, context: str, new_tokens: int) -> list[int]:
-        """Return the last tokens of a context, as many as leave room for the text."""
-        ids = self.tok_encode(context)
+        """Return the last tokens of a context, as many as leave room for the text; of an empty one the prefix token."""
+        ids = self.tok_encode(context) or [self.prefix_token_id]
         room = self.max_length - new_tokens
         if room < 1:
             raise BadSetting(
