@@ -332,7 +332,6 @@ def chat(
     ] = None,
     key: Annotated[str, typer.Option(help="API key of that server.", envvar="SPECBEAM_API_KEY")] = "",
     quantize: QuantizeTarget = None,
-    tensor_parallel: TensorParallel = False,
 ) -> None:
     """Talk with a model in the terminal; Ctrl-C ends an answer, Ctrl-D the chat."""
     from specbeam.cli.chat import ChatOptions, run
