@@ -226,6 +226,20 @@ def test_what_breaks_the_decoder_costs_those_inside_and_nobody_later(pair, monke
         assert left(pair) == []
 
 
+def test_a_fault_that_one_job_alone_repeats_is_its_own_and_one_that_two_repeat_is_the_engines(pair):
+    engine = Engine(pair, LIMITS)
+    sessions = sessions_of(pair, [[3, 4], [3, 5], [3, 6]], METHODS[0])
+    engine.inside = [Job(session, print) for session in sessions]
+    engine._note_fault(1.0)
+    assert [*engine._restarted] == [1.0]
+    counted = []
+    for number, session in enumerate(sessions):
+        engine.inside = [Job(session, print, alone=True, again_after=1.0)]
+        engine._note_fault(2.0 + number)
+        counted.append(len(engine._restarted))
+    assert counted == [0, 1, 1]
+
+
 def test_a_drafter_that_raises_costs_its_own_request(pair):
     class Breaks:
         def draft(self, sessions, shapes):

@@ -93,8 +93,14 @@ def test_a_model_that_raises_in_one_request_fails_that_one_and_the_others_have_t
 
     monkeypatch.setattr(spoken.target, "extend", raises)
     with started(spoken, max_running=4) as (server, app):
+        submit = server.engine.submit
+        submitted = []
+        monkeypatch.setattr(server.engine, "submit", lambda jobs: submitted.extend(jobs) or submit(jobs))
         bodies = [body_of(POISON), body_of(PROMPTS[0]), body_of(PROMPTS[1], stream=True), body_of(PROMPTS[2])]
         poisoned, *others = asyncio.run(together(server, app, bodies))
+        ends = [job.end_by for job in submitted if not job.alone]
+        assert sum(job.alone for job in submitted) == 4
+        assert {job.end_by for job in submitted if job.alone} <= {*ends}  # no request gets more time than it had
         assert poisoned[0]["status"] == 500
         assert answer_of(poisoned)["error"]["code"] == "engine_error"
         assert [text_of(sent) for sent in others] == [expected[prompt] for prompt in PROMPTS]
