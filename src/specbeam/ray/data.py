@@ -122,7 +122,11 @@ def decode_table(
     import ray
 
     context = ray.data.DataContext.get_current()
-    context.checkpoint_config = CheckpointConfig(id_column=id_column, checkpoint_path=str(checkpoint))
+    context.checkpoint_config = CheckpointConfig(
+        id_column=id_column,
+        checkpoint_path=str(checkpoint),
+        delete_checkpoint_on_success=False,  # or a job that is over, said again, would write each answer twice
+    )
     readers = {".jsonl": ray.data.read_json, ".csv": ray.data.read_csv}
     suffix = Path(source).suffix
     rows = readers.get(suffix, ray.data.read_parquet)(str(source))
