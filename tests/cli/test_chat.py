@@ -1,5 +1,6 @@
 """A conversation in the terminal: what is streamed, what is known of it, and what ends an answer or the chat."""
 
+import importlib
 import io
 import os
 import pty
@@ -118,7 +119,9 @@ def test_settings_change_between_messages_and_wrong_ones_change_nothing(pair):
     assert reset.options.method_settings == ()
 
 
-def test_an_interrupt_ends_an_answer_and_leaves_what_was_said_and_the_models_free(pair):
+def test_an_interrupt_ends_an_answer_and_leaves_what_was_said_and_the_models_free(pair, monkeypatch):
+    # A fast machine would write the whole answer before it shows the first piece.
+    monkeypatch.setattr(importlib.import_module("specbeam.decode"), "DELAY_S", 0)
     speaker = PairSpeaker(pair, "tiny", TEMPLATE)
     screen = Terminal()
     begun = []
