@@ -437,7 +437,7 @@ def test_the_model_is_left_as_it_was(translator):
     with pytest.raises(errors.BrokenProcessor):
         sb.generate(translator, source, sb.beam_search(3), logits_processor=[broken], max_new_tokens=4)
     assert translator.target.runner.cross.lengths == []
-    assert np.isfinite(translator.target.runner.cross.keys[0].sum())
+    assert translator.target.runner.cross.bytes == 0  # the buffers go with the last source
 
 
 # Other doors.
