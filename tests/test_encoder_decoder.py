@@ -3,7 +3,6 @@
 from collections import Counter
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from transformers import WhisperForCausalLM
