@@ -97,7 +97,7 @@ def test_logits_are_those_of_transformers_on_trees_in_any_company(name, changes)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_row_has_the_same_bits_in_every_company_and_in_every_chunk(name):
+def test_a_row_has_the_same_bits_in_every_company_and_in_every_chunk(name, packed):
     model = model_of(name)
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 61, length).tolist() for length in (23, 2, 40)]
@@ -115,7 +115,7 @@ def test_a_row_has_the_same_bits_in_every_company_and_in_every_chunk(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_that_bfloat16_holds_are_kept_in_it_and_are_the_same_model(name):
+def test_weights_that_bfloat16_holds_are_kept_in_it_and_are_the_same_model(name, packed):
     model = model_of(name).bfloat16().float()
     lm = HuggingFaceLM(model, chunk=5)
     assert lm.runner.decoder.kind == "bfloat16"
