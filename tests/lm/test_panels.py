@@ -153,6 +153,15 @@ def test_threads_change_nothing(kind, monkeypatch):
     assert helping.memory[shares.OPEN] == 0
 
 
+def test_threads_help_large_models_alone(monkeypatch):
+    monkeypatch.setattr(team, "most_threads", lambda: 4)
+    assert [team.threads_for(weights) for weights in (8_000_000, 29_999_999, 30_000_000)] == [1, 1, 4]
+    model = tiny("llama")
+    assert HuggingFaceLM(model).runner.decoder.threads == 1
+    monkeypatch.setattr(team, "HELPED_FROM", 0)
+    assert HuggingFaceLM(model).runner.decoder.threads == 4
+
+
 def test_a_product_waits_for_no_thread_that_does_not_come(monkeypatch):
     monkeypatch.setattr(team, "allowed_threads", lambda: 2)
     monkeypatch.setattr(team, "_help", lambda memory, waker: None)

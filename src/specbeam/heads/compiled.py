@@ -50,7 +50,7 @@ from specbeam.engines.cpu.head_steps import (
 from specbeam.engines.cpu.layers import all_layers, score_rows
 from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_panels
 from specbeam.engines.cpu.sums import STEP, WIDTH
-from specbeam.engines.cpu.team import TEAM
+from specbeam.engines.cpu.team import TEAM, threads_for
 from specbeam.engines.cpu.weights import layers_of_weights
 from specbeam.engines.families import FIXED_ROPES, Architecture, llama_architecture
 from specbeam.engines.kv.steps import BLOCK
@@ -126,7 +126,7 @@ class CompiledHead:
     """
 
     def __init__(self, head: Head, vocab: int) -> None:
-        self.threads = kernels.most_threads()
+        self.threads = threads_for(sum(weight.numel() for weight in head.parameters()))
         self.is_trunk = isinstance(head, PairTrunk)
         rotary: Any = head.rotary
         self.rotary = rotary

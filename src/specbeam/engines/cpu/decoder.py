@@ -28,7 +28,7 @@ from specbeam.engines.cpu.extras import extras_of
 from specbeam.engines.cpu.layers import NO_ATTENTION, NO_INNER, all_layers, normalise, score_rows, shape_logits
 from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, steps_in, write_panels
 from specbeam.engines.cpu.sums import WIDTH
-from specbeam.engines.cpu.team import TEAM
+from specbeam.engines.cpu.team import TEAM, threads_for
 from specbeam.engines.cpu.weights import Weights, layers_of_weights
 from specbeam.engines.families import (
     Architecture,
@@ -117,7 +117,7 @@ class CompiledDecoder:
         layers = list(getattr(body, architecture.family.layers))
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
-        self.threads = kernels.most_threads()
+        self.threads = threads_for(model.num_parameters())
         self.architecture = architecture
         self.heads = architecture.heads
         self.kv_heads = architecture.kv_heads

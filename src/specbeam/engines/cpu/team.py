@@ -11,8 +11,17 @@ import numpy as np
 
 from specbeam.engines.cpu import shares
 from specbeam.engines.cpu.panels import FORM_OF, share_functions
-from specbeam.kernels.compiling import address_of
+from specbeam.kernels.compiling import address_of, most_threads
 from specbeam.kernels.threads import allowed_threads
+
+# From so many weights on other threads help: they look for shares all the time, and products of smaller models are over too
+# soon for it to pay.
+HELPED_FROM = 30_000_000
+
+
+def threads_for(weights: int) -> int:
+    """Return the most threads for a model of so many weights."""
+    return most_threads() if weights >= HELPED_FROM else 1
 
 
 class Team:
