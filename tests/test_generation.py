@@ -363,6 +363,8 @@ def test_bad_prompts_fail_alone(pair):
         (lambda: sb.beam_sampling(width="dynamic"), "'dynamic'"),
         (lambda: sb.beam_sampling(min_beams=2), "does not look at min_beams"),
         (lambda: sb.beam_sampling(width="auto", min_beams=0), "min_beams is 0"),
+        (lambda: sb.dsbd(beams=1_000_000), "beams is 1000000; it must be at most 65,536"),
+        (lambda: sb.speculative_sampling(depth=65_537), "depth is 65537; it must be at most 65,536"),
         (lambda: sb.beam_sampling(width="auto", semantics="hf"), "needs width='fixed'"),
         (lambda: sb.beam_sampling(-1), "beams is -1"),
     ],

@@ -21,6 +21,8 @@ class RequestInfo:
     audited: bool
 
 
+MOST = 65_536  # of beams, nodes, tokens ahead and the like: more is a slip of the pen
+
 Build = Callable[[LM | None, LM | None], Parts]  # takes the target and the draft model
 Check = Callable[[RequestInfo], None]  # raises an error if the method cannot serve the request
 
@@ -128,10 +130,12 @@ def recipe_of(make: Callable[..., Method]) -> Recipe:
 
 
 def require_at_least_one(**values: int) -> None:
-    """Raise `BadSetting` for the first of the named values that is not an integer of at least 1."""
+    """Raise `BadSetting` for the first of the named values that is not an integer from 1 to `MOST`."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise BadSetting(f"{name} is {value!r}; it must be a number of at least 1")
+        if value > MOST:
+            raise BadSetting(f"{name} is {value}; it must be at most {MOST:,}")
 
 
 def refuse_ignored(is_used: bool, user: str, **values: object) -> None:
