@@ -14,17 +14,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from batches import Batch, Rows
-from corpus import joined_at_random, sounds, translations
+from batches import Batch, Rows, SourceRows
+from corpus import Example, joined_at_random, sounds, translations
 from muon import Muon
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from vocabulary import train_tokenizer
 
 from specbeam.train.fitting import multiplies_bfloat16
@@ -82,7 +82,11 @@ def target(
         return functional.cross_entropy(answer_logits(model, batch).float(), next_tokens(batch))
 
     recipe = Recipe(epochs, rate, embedding_rate, tokens_per_batch, part, sounds_part, seed)
-    fit(model, vocabulary, loss, data, recipe, out / name, resume)
+
+    def rows(epoch: int) -> Rows:
+        return Rows(training_texts(data, recipe, epoch), vocabulary, DEVICE)
+
+    fit(model, vocabulary, loss, rows, Rows(heldout_texts(data), vocabulary, DEVICE), recipe, out / name, resume)
 
 
 @app.command()
@@ -96,19 +100,19 @@ def prompts(data: Data, out: Out, sentences: int = 54_000, words: int = 8_000, s
     (out / "prompts.txt").write_text("\n".join(texts) + "\n", encoding="utf-8")
 
 
-def training_rows(data: Path, vocabulary: PreTrainedTokenizerFast, recipe: Recipe, seed: int) -> Rows:
-    """The rows of one epoch; a sixth of the sentences are joined to paragraphs, others each epoch."""
-    rng = random.Random(seed)
+def training_texts(data: Path, recipe: Recipe, epoch: int) -> list[Example]:
+    """The texts of one epoch; a sixth of the sentences are joined to paragraphs, others each epoch."""
+    rng = random.Random(epoch)
     words = sounds(data, "train")
     words = rng.sample(words, int(recipe.sounds_part * len(words)))
     sentences = translations(data, "train")
     if recipe.part < 1:
         sentences = rng.sample(sentences, int(recipe.part * len(sentences)))
-    return Rows(joined_at_random(sentences, 1 / 6, seed) + words, vocabulary, DEVICE)
+    return joined_at_random(sentences, 1 / 6, epoch) + words
 
 
-def heldout_rows(data: Path, vocabulary: PreTrainedTokenizerFast) -> Rows:
-    return Rows(translations(data, "valid") + sounds(data, "valid")[:500], vocabulary, DEVICE)
+def heldout_texts(data: Path) -> list[Example]:
+    return translations(data, "valid") + sounds(data, "valid")[:500]
 
 
 def new_model(vocabulary: PreTrainedTokenizerFast, layers: int, hidden: int) -> LlamaForCausalLM:
@@ -163,23 +167,25 @@ def next_tokens(batch: Batch) -> Tensor:
 
 
 def fit(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     vocabulary: PreTrainedTokenizerFast,
-    loss: Callable[[Batch], Tensor],
-    data: Path,
+    loss: Callable[[Any], Tensor],
+    rows_of: Callable[[int], Rows | SourceRows],
+    heldout: Rows | SourceRows,
     recipe: Recipe,
     folder: Path,
     resume: bool,
 ) -> None:
-    """Train, print the loss of each epoch on training and held-out rows, save after each epoch."""
+    """Train, print the loss of each epoch on training and held-out rows, save after each epoch.
+
+    `rows_of` makes the rows of an epoch, which is given by its number.
+    """
     optimizers = new_optimizers(model, recipe)
-    heldout = heldout_rows(data, vocabulary)
     first = restore(folder, model, optimizers) if resume else 0
     began = time.monotonic()
     for epoch in range(first, recipe.epochs):
         rng = np.random.default_rng([recipe.seed, epoch])
-        rows = training_rows(data, vocabulary, recipe, seed=epoch)
-        batches = list(rows.epoch(recipe.tokens_per_batch, rng))
+        batches = list(rows_of(epoch).epoch(recipe.tokens_per_batch, rng))
         losses = []
         for number, batch in enumerate(batches):
             set_rates(optimizers, trapezoid((epoch + number / len(batches)) / recipe.epochs))
@@ -194,7 +200,7 @@ def fit(
         save(model, vocabulary, optimizers, epoch + 1, folder)
 
 
-def train_step(model: nn.Module, loss: Callable[[Batch], Tensor], batch: Batch, optimizers: list) -> float:
+def train_step(model: nn.Module, loss: Callable[[Any], Tensor], batch: Any, optimizers: list) -> float:
     with autocast():
         value = loss(batch)
     value.backward()
@@ -206,7 +212,7 @@ def train_step(model: nn.Module, loss: Callable[[Batch], Tensor], batch: Batch, 
 
 
 @torch.no_grad()
-def heldout_loss(loss: Callable[[Batch], Tensor], rows: Rows, tokens_per_batch: int) -> float:
+def heldout_loss(loss: Callable[[Any], Tensor], rows: Rows | SourceRows, tokens_per_batch: int) -> float:
     with autocast():
         values = [loss(batch) for batch in rows.epoch(tokens_per_batch, np.random.default_rng(0))]
     return torch.stack(values).mean().item()
@@ -217,9 +223,14 @@ def autocast() -> torch.autocast:
     return torch.autocast(DEVICE.type, torch.bfloat16, enabled=multiplies_bfloat16(DEVICE))
 
 
-def new_optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    inside = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.dim() != 2 or "embed" in name]
+def new_optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for the rest: embeddings, tables of positions, norms."""
+    inside, others = [], []
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        is_table = any(part in name for part in ("embed", "shared", "relative"))
+        (inside if parameter.dim() == 2 and not is_table else others).append(parameter)
     return [Muon(inside, recipe.rate), torch.optim.AdamW(others, recipe.embedding_rate, (0.9, 0.98), weight_decay=0.0)]
 
 
@@ -235,7 +246,7 @@ def trapezoid(part: float, warm: float = 0.02, decay: float = 0.5) -> float:
 
 
 def save(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     vocabulary: PreTrainedTokenizerFast,
     optimizers: list[torch.optim.Optimizer],
     epoch: int,
@@ -248,7 +259,7 @@ def save(
     torch.save(state, folder.with_suffix(".state"))
 
 
-def restore(folder: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> int:
+def restore(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
     """Load what `save` kept; return the number of finished epochs."""
     state = torch.load(folder.with_suffix(".state"), map_location=DEVICE)
     model.load_state_dict(state["model"])

@@ -1,0 +1,206 @@
+"""Train a pair of encoder-decoder models on the jobs of the bundled pair: `target`, then `draft`, then `score`.
+
+python encoder_decoder.py target --data DATA --out PAIR [--part 0 for letters to sounds alone]
+python encoder_decoder.py draft  --data DATA --out PAIR
+python encoder_decoder.py score  --data DATA --out PAIR
+
+`PAIR/tokenizer` is that of `train.py tokenizer`, or the bundled target's (PAIR/tokenizer may be a copy of its files). The
+draft has the target's encoder, which then reads for both, and one layer of a decoder that learns the target's law.
+"""
+
+import copy
+import random
+from pathlib import Path
+from typing import Annotated
+
+import sacrebleu
+import torch
+import typer
+from batches import SourceBatch, SourceRows
+from corpus import Example, joined_at_random, sounds, translations
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+
+import specbeam as sb
+from train import DEVICE, Data, Recipe, fit
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+Out = Annotated[Path, typer.Option(help="folder of the pair: tokenizer/ is in it, target/ and draft/ are made in it")]
+Part = Annotated[float, typer.Option(help="part of the sentences seen per epoch; 0: words alone")]
+SoundsPart = Annotated[float, typer.Option(help="part of the pronunciations seen per epoch")]
+Resume = Annotated[bool, typer.Option(help="go on behind the last finished epoch")]
+
+
+@app.command()
+def target(
+    data: Data,
+    out: Out,
+    layers: Annotated[int, typer.Option(help="layers of the encoder, and of the decoder")] = 4,
+    hidden: int = 256,
+    epochs: int = 3,
+    rate: float = 0.015,
+    embedding_rate: float = 0.02,
+    tokens_per_batch: int = 8_000,
+    part: Part = 1.0,
+    sounds_part: SoundsPart = 0.3,
+    seed: int = 1,
+    resume: Resume = False,
+) -> None:
+    """Train the target on the answers' negative log-likelihood."""
+    torch.manual_seed(seed)
+    vocabulary = AutoTokenizer.from_pretrained(out / "tokenizer")
+    model = new_model(vocabulary, layers, hidden).to(DEVICE)
+
+    def loss(batch: SourceBatch) -> Tensor:
+        return functional.cross_entropy(logits_of(model, batch).flatten(0, 1), batch.next_tokens.flatten())
+
+    recipe = Recipe(epochs, rate, embedding_rate, tokens_per_batch, part, sounds_part, seed)
+    train(model, vocabulary, loss, data, recipe, out / "target", resume)
+
+
+@app.command()
+def draft(
+    data: Data,
+    out: Out,
+    epochs: int = 1,
+    rate: float = 0.015,
+    embedding_rate: float = 0.003,
+    tokens_per_batch: int = 8_000,
+    part: Part = 1.0,
+    sounds_part: SoundsPart = 0.3,
+    seed: int = 2,
+    resume: Resume = False,
+) -> None:
+    """Train one decoder layer on the target's law: half the total variation and half the cross-entropy."""
+    torch.manual_seed(seed)
+    vocabulary = AutoTokenizer.from_pretrained(out / "target")
+    teacher = T5ForConditionalGeneration.from_pretrained(out / "target", dtype=torch.float32).to(DEVICE).eval()
+    model = small_sibling(teacher).to(DEVICE)
+
+    def loss(batch: SourceBatch) -> Tensor:
+        with torch.no_grad():
+            law = logits_of(teacher, batch).softmax(-1)
+        drafted = logits_of(model, batch).log_softmax(-1)
+        variation = (law - drafted.exp()).abs().sum(-1) / 2
+        cross_entropy = -(law * drafted).sum(-1)
+        each = (variation + cross_entropy) / 2
+        return each[batch.next_tokens >= 0].mean()
+
+    recipe = Recipe(epochs, rate, embedding_rate, tokens_per_batch, part, sounds_part, seed)
+    train(model, vocabulary, loss, data, recipe, out / "draft", resume)
+
+
+@app.command()
+def score(
+    data: Data,
+    out: Out,
+    rows: Annotated[int, typer.Option(help="held-out rows of each job, drawn at random")] = 1000,
+    sentences: Annotated[bool, typer.Option(help="score translation, too")] = True,
+) -> None:
+    """Print BLEU, exact match of words, and how many drafts are accepted."""
+    pair = sb.load(out / "target", draft=out / "draft")
+    rng = random.Random(0)
+    words = some(sounds(data, "valid"), rows, rng)
+    german = some(translations(data, "valid"), rows, rng) if sentences else []
+    for method in (sb.sampling(), sb.beam_search(beams=4), sb.speculative_beam_search(beams=4), sb.dsbd()):
+        spoken = answers(pair, words, method)
+        right = sum(text in one.answers for text, one in zip(spoken, words, strict=True)) / len(words)
+        line = f"{method.name:24} words right {right:.3f}"
+        if german:
+            references = [[one.answers[0] for one in german]]
+            line += f"  BLEU {sacrebleu.corpus_bleu(answers(pair, german, method), references).score:.2f}"
+        print(line, flush=True)
+
+
+def train(
+    model: T5ForConditionalGeneration,
+    vocabulary: PreTrainedTokenizerFast,
+    loss: object,
+    data: Path,
+    recipe: Recipe,
+    folder: Path,
+    resume: bool,
+) -> None:
+    def rows(epoch: int) -> SourceRows:
+        return SourceRows(training_texts(data, recipe, epoch), vocabulary, DEVICE)
+
+    heldout = SourceRows(heldout_texts(data, recipe), vocabulary, DEVICE)
+    fit(model, vocabulary, loss, rows, heldout, recipe, folder, resume)
+
+
+def training_texts(data: Path, recipe: Recipe, epoch: int) -> list[Example]:
+    """The texts of one epoch; a sixth of the sentences are joined to paragraphs, others each epoch."""
+    rng = random.Random(epoch)
+    words = some(sounds(data, "train"), recipe.sounds_part, rng)
+    sentences = some(translations(data, "train"), recipe.part, rng)
+    return joined_at_random(sentences, 1 / 6, epoch) + words
+
+
+def heldout_texts(data: Path, recipe: Recipe) -> list[Example]:
+    """Held-out texts of the jobs that are trained."""
+    sentences = translations(data, "valid") if recipe.part > 0 else []
+    words = sounds(data, "valid")[:500] if recipe.sounds_part > 0 else []
+    return sentences + words
+
+
+def some(examples: list[Example], count: float, rng: random.Random) -> list[Example]:
+    """Draw some examples: so many, or a part of them if the count is at most 1."""
+    if count <= 1:
+        count = count * len(examples)
+    return rng.sample(examples, min(int(count), len(examples)))
+
+
+def new_model(vocabulary: PreTrainedTokenizerFast, layers: int, hidden: int) -> T5ForConditionalGeneration:
+    """A T5 with heads of 64, gated layers and one embedding for all."""
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=len(vocabulary),
+            d_model=hidden,
+            d_kv=64,
+            d_ff=2 * hidden,
+            num_layers=layers,
+            num_decoder_layers=layers,
+            num_heads=hidden // 64,
+            dropout_rate=0.0,
+            feed_forward_proj="gated-gelu",
+            tie_word_embeddings=True,
+            decoder_start_token_id=vocabulary.bos_token_id,
+            bos_token_id=vocabulary.bos_token_id,
+            eos_token_id=vocabulary.eos_token_id,
+            pad_token_id=vocabulary.pad_token_id,
+        )
+    )
+
+
+def small_sibling(teacher: T5ForConditionalGeneration) -> T5ForConditionalGeneration:
+    """Build a model with the encoder and the embedding of another, which do not learn, and its first decoder layer."""
+    config = copy.deepcopy(teacher.config)
+    config.num_decoder_layers = 1
+    model = T5ForConditionalGeneration(config)
+    own = model.state_dict()
+    model.load_state_dict({name: value for name, value in teacher.state_dict().items() if name in own})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("decoder.") and "embed" not in name)
+    return model
+
+
+def logits_of(model: T5ForConditionalGeneration, batch: SourceBatch) -> Tensor:
+    """Return the logits of the tokens that come next, float32[rows, length, vocabulary]."""
+    output = model(
+        input_ids=batch.sources,
+        attention_mask=batch.is_source.long(),
+        decoder_input_ids=batch.tokens,
+        use_cache=False,
+    )
+    return output.logits.float()
+
+
+def answers(pair: sb.Pair, examples: list[Example], method: sb.Method) -> list[str]:
+    prompts = [one.prompt for one in examples]
+    made = sb.generate(pair, prompts, method, seed=0, max_new_tokens=80, batch_size=64)
+    return [one.text.strip() for one in made]
+
+
+if __name__ == "__main__":
+    app()
