@@ -191,6 +191,20 @@ def test_a_queue_that_is_full_refuses_and_a_deadline_ends_what_waits_or_runs(pai
             engine.submit(Ends(sessions_of(pair, [[5]], METHODS[0])).jobs)
 
 
+def test_who_ends_lets_a_request_end_of_which_a_text_has_begun_and_refuses_those_that_wait(pair):
+    with Engine(pair, EngineLimits(max_running=1, max_waiting=9, chunk=CHUNK)) as engine:
+        begun = Ends(sessions_of(pair, [[3, 4], [5, 6], [7, 8]], METHODS[0], max_new_tokens=60))
+        waiting = Ends(sessions_of(pair, [[9], [1]], METHODS[0]))
+        engine.submit(begun.jobs)
+        while not engine.inside:
+            time.sleep(0.001)
+        engine.submit(waiting.jobs)
+        engine.drain(60)
+        assert [(session.failure, session.length) for session in begun.wait()] == [(None, 60)] * 3
+        assert all(isinstance(session.failure, Draining) for session in waiting.wait())
+    assert left(pair) == []
+
+
 def test_a_job_that_can_never_fit_is_refused_and_others_wait_for_room(pair):
     per_text = (3 + 12 + 1 + 16 + 64) * (pair.target.slot_bytes + pair.draft.slot_bytes)
     with Engine(pair, EngineLimits(max_running=8, kv_bytes=2 * per_text, chunk=CHUNK)) as engine:

@@ -111,6 +111,7 @@ class Job:
         joules: its share of the energy of the steps that it took part in; None without a counter.
         shared: whether others took part in any of these steps.
         room: the keys and values for which it may need room, by model.
+        company: the jobs that were submitted with it, itself among them: the texts of one request.
         rows, length, moved: what its session had when it was last looked at, and when it had it.
     """
 
@@ -136,6 +137,7 @@ class Job:
     joules: float | None = None
     shared: bool = False
     room: dict[Any, "StoreRoom"] = field(default_factory=dict)
+    company: Sequence["Job"] = ()
     rows: int = 0
     length: int = 0
     moved: float = 0.0
@@ -260,6 +262,7 @@ class Engine:
             now = time.monotonic()
             for job in jobs:
                 job.arrived = now
+                job.company = jobs
             self._inbox.append(lambda: self._take(jobs))
             self._condition.notify()
 
@@ -390,7 +393,10 @@ class Engine:
         return max(time.monotonic() - self.last_beat - self._patience_s, 0.0)
 
     def drain(self, timeout: float) -> None:
-        """Take no further jobs, refuse those that wait, let the others end; cancel what is left after `timeout` seconds."""
+        """Take no further jobs, let those end of which one of their company has begun, and refuse all others that wait.
+
+        What is left after `timeout` seconds is ended by `close`.
+        """
         with self._condition:
             if self.state != "ready":
                 return
@@ -398,7 +404,9 @@ class Engine:
             self._inbox.append(self._refuse_waiting)
             self._condition.notify()
         end = time.monotonic() + timeout
-        while (self.inside or self._tasks or self._inbox) and time.monotonic() < end and self._thread.is_alive():
+        while time.monotonic() < end and self._thread.is_alive():
+            if not (self._queued or self.inside or self._tasks or self._inbox):
+                return
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -553,10 +561,10 @@ class Engine:
             if job is None:
                 return
             with self._condition:
+                self.inside.append(job)  # before it leaves the line, so that `drain` sees it in one of them
                 self._queued -= 1
             job.started = now
             job.session.count.restart()
-            self.inside.append(job)
             try:
                 self._decoder.add(job.session)
             except SpecbeamError as error:
@@ -730,7 +738,8 @@ class Engine:
 
     def _refuse_waiting(self) -> None:
         for job in [*self._line]:
-            self._end(job, Draining("the server is ending; try another one"))
+            if not any(other.started is not None for other in job.company):
+                self._end(job, Draining("the server is ending; try another one"))
 
     def _restart(self, error: Exception) -> None:
         """Fail all jobs inside, and go on with a new decoder."""
