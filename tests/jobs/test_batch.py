@@ -6,8 +6,11 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
+import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from specbeam.jobs.rows import USUAL_COLUMNS, row_of, row_seed
 from specbeam.jobs.tables import read_table, write_table
 from tests.cli.test_commands import specbeam
 from tests.support import words
+from tests.support.figures import show
 
 METHOD = sb.dsbd(beams=2, depth=2, width="fixed")
 OPTIONS = {"max_new_tokens": 6}
@@ -463,28 +467,42 @@ def test_the_command_decodes_and_says_what_it_did(tmp_path):
     assert (code, json.loads(out)["failed"]) == (1, 1)
 
 
+def answers_kept(path):
+    """The number of answers in the journal of a job that another process may be running."""
+    try:
+        with closing(sqlite3.connect(f"file:{path}?immutable=1", uri=True)) as journal:  # it is locked
+            return journal.execute("select count(*) from answers").fetchone()[0]
+    except sqlite3.DatabaseError:  # it is not made yet, or is being written
+        return 0
+
+
 @pytest.mark.slow
 def test_the_command_survives_kills_at_random_moments(tmp_path):
+    """Three kills, each up to two seconds after further answers were kept, however fast the machine is."""
     target, draft = words.saved(tmp_path)
-    source = write_jsonl(tmp_path / "in.jsonl", prompts(400))
+    source = write_jsonl(tmp_path / "in.jsonl", prompts(800))
     shell = [sys.executable, "-c", "from specbeam.cli.main import main; main()", "batch"]
     rest = ["-m", target, "-d", draft, "--max-new-tokens", "40", "--seed", "3", "--batch-size", "2"]
+    resumed = [*shell, str(source), str(tmp_path / "out.jsonl"), *rest, "--resume"]
+    journal = tmp_path / "out.jsonl.job"
     rng = random.Random(1)
-    kills = 0
-    while True:
-        process = subprocess.Popen([*shell, str(source), str(tmp_path / "out.jsonl"), *rest, "--resume"])
-        try:
-            process.wait(6 + 4 * rng.random() + 4 * kills)  # longer each time, or a slow machine would never end
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-            continue
-        assert process.returncode == 0
-        break
-    assert kills
+    kept = [0]
+    for _ in range(3):
+        process = subprocess.Popen(resumed)
+        while answers_kept(journal) == kept[-1]:
+            assert process.poll() is None
+            time.sleep(0.1)
+        time.sleep(2 * rng.random())
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it was over before it was killed three times; give it more rows"
+        kept.append(answers_kept(journal))
+    assert 0 < kept[1] < kept[2] < kept[3] < 800
+    assert subprocess.run(resumed, check=False).returncode == 0
     assert subprocess.run([*shell, str(source), str(tmp_path / "once.jsonl"), *rest], check=False).returncode == 0
-    assert texts_in(read_jsonl(tmp_path / "out.jsonl")) == texts_in(read_jsonl(tmp_path / "once.jsonl"))
+    records = read_jsonl(tmp_path / "out.jsonl")
+    assert [record["id"] for record in records] == [f"row-{number}" for number in range(800)]
+    assert texts_in(records) == texts_in(read_jsonl(tmp_path / "once.jsonl"))
+    show(f"answers kept at each kill: {kept[1:]}")
 
 
 MANY = """

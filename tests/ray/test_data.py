@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from specbeam.jobs.rows import Columns
 from specbeam.recipes.settings_text import method_from
 from tests.jobs.test_batch import prompts, read_jsonl, write_jsonl
 from tests.support import words
+from tests.support.figures import show
 
 pytest.importorskip("ray", reason="ray is not installed (pip install 'ray[data]')")
 SETTINGS = ["beams=2", "depth=2"]
@@ -85,11 +87,12 @@ import ray
 ray.init(num_cpus=4, object_store_memory=100 * 2**20, include_dashboard=False, logging_level="ERROR")
 from specbeam.ray import decode_table
 
-folder, target, draft, kill = sys.argv[1:]
+folder, target, draft, kill, delay = sys.argv[1:]
 
 def watch():
     while len(glob.glob(folder + "/out/*.parquet")) < int(kill):
-        time.sleep(0.2)
+        time.sleep(0.05)
+    time.sleep(float(delay))
     os.kill(os.getpid(), 9)
 
 if int(kill):
@@ -102,22 +105,31 @@ ray.shutdown()
 
 @pytest.mark.slow
 def test_a_job_whose_driver_is_killed_goes_on_and_has_each_id_once(tmp_path):
+    """Three kills, each at most half a second after further blocks were written."""
     parquet = pytest.importorskip("pyarrow.parquet")
     target, draft = words.saved(tmp_path)
-    source = write_jsonl(tmp_path / "in.jsonl", prompts(64))
+    source = write_jsonl(tmp_path / "in.jsonl", prompts(192))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(["src", ".", *sys.path])}
     command = [sys.executable, "-c", JOB, str(tmp_path), target, draft]
-    killed = subprocess.run([*command, "3"], env=environment, check=False, timeout=1200)
-    assert killed.returncode == -signal.SIGKILL
-    files = set((tmp_path / "out").glob("*.parquet"))
-    assert 0 < len(files) < 8
-    time.sleep(10)  # until the workers have seen that their driver is gone
+    rng = random.Random(2)
+    written = [set()]
+    for _ in range(3):
+        wanted = len(written[-1]) + rng.randrange(1, 4)
+        arguments = [str(wanted), str(0.5 * rng.random())]
+        killed = subprocess.run([*command, *arguments], env=environment, check=False, timeout=1200)
+        assert killed.returncode == -signal.SIGKILL
+        time.sleep(10)  # until the workers have seen that their driver is gone
+        files = set((tmp_path / "out").glob("*.parquet"))
+        assert written[-1] < files
+        written.append(files)
+    assert len(written[-1]) < 24
     for _ in range(2):  # said again after the end, it writes nothing twice
-        assert subprocess.run([*command, "0"], env=environment, check=False, timeout=1200).returncode == 0
+        assert subprocess.run([*command, "0", "0"], env=environment, check=False, timeout=1200).returncode == 0
     rows = [row for file in (tmp_path / "out").glob("*.parquet") for row in parquet.read_table(file).to_pylist()]
-    assert files <= set((tmp_path / "out").glob("*.parquet"))  # what was done is not done again
+    assert written[-1] <= set((tmp_path / "out").glob("*.parquet"))  # what was done is not done again
     work = work_of(words.pair(check=False), method_from("dsbd", SETTINGS), 3, 4, {"max_new_tokens": 6})
     batch(lambda: work, source, tmp_path / "alone.jsonl")
     expected = {record["id"]: record["text"] for record in read_jsonl(tmp_path / "alone.jsonl")}
-    assert len(rows) == 64
+    show(f"blocks of 8 rows written at each kill: {[len(one) for one in written[1:]]}")
+    assert len(rows) == 192
     assert {row["id"]: row["text"] for row in rows} == expected
