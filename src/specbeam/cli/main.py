@@ -792,6 +792,48 @@ def pass_cost(
     )
 
 
+@bench.command("scale")
+def scale(
+    measure: Annotated[
+        str | None,
+        typer.Option(help="A folder of a model whose passes are timed; start it by torchrun to spread them, too."),
+    ] = None,
+    samples: Annotated[
+        list[Path] | None, typer.Option(help="A file that --measure has printed; may be given several times.")
+    ] = None,
+    rows: Annotated[list[int], typer.Option(help="Rows of a pass that is timed; may be given several times.")] = [
+        1,
+        20,
+    ],
+    stored: Annotated[int, typer.Option(help="Number of tokens in the cache.")] = 128,
+    repeats: Rounds = 7,
+    ranks: Annotated[list[int], typer.Option(help="Devices that hold a target; may be given several times.")] = [
+        2,
+        4,
+        8,
+    ],
+    devices: Annotated[int, typer.Option(help="Devices in all: as many replicas as they hold.")] = 8,
+    beams: Annotated[int, typer.Option(help="Number of beams.")] = 4,
+    depth: Annotated[int, typer.Option(help="Draft passes of a turn.")] = 4,
+    kept: Annotated[float, typer.Option(help="Layers of text that a turn adds.")] = 3.0,
+    requests: Annotated[int, typer.Option(help="Texts side by side in a replica.")] = 1,
+    reduce_us: Annotated[float, typer.Option(help="Microseconds of a sum over the devices.")] = 10.0,
+    host_ms: Annotated[float, typer.Option(help="Milliseconds of the host in a turn.")] = 2.0,
+    json: Json = False,
+) -> None:
+    """Say what a target costs that is spread over devices: by assumption, or by a fit to passes that were timed here."""
+    from specbeam.bench.scale import Cluster, TurnPlan
+    from specbeam.cli import bench_scale
+
+    if measure is not None:
+        raise typer.Exit(bench_scale.measure(measure, rows, stored, repeats))
+    if samples:
+        raise typer.Exit(bench_scale.check(samples))
+    plan = TurnPlan(depth=depth, kept=kept, requests=requests, rows=beams * (depth + 1))
+    cluster = Cluster(reduce_s=1e-6 * reduce_us, host_s=1e-3 * host_ms)
+    raise typer.Exit(bench_scale.assume(ranks, devices, beams, plan, cluster, json))
+
+
 @app.command()
 def tune(
     model: Model = "bundled",
