@@ -148,7 +148,7 @@ def test_a_disk_that_is_full_for_the_log_ends_no_request(spoken, expected, monke
     log = logging.getLogger("specbeam.serve")
     before = (log.handlers[:], log.level, log.propagate, logging.raiseExceptions)
     monkeypatch.setattr("sys.stderr", Full())
-    run._set_up_log()
+    run.set_up_log()
     try:
         with started(spoken) as (_, app):
             found = [asyncio.run(told(app, body_of(prompt))) for prompt in PROMPTS]

@@ -579,8 +579,9 @@ def make_app(server: BeamServer) -> Any:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.get_running_loop().run_in_executor(None, server.start)
-        loading.add_done_callback(_log_failure)
+        if server.engine is None:  # whoever runs the routes may have waited until the server is ready
+            loading = asyncio.get_running_loop().run_in_executor(None, server.start)
+            loading.add_done_callback(_log_failure)
         yield
         await asyncio.get_running_loop().run_in_executor(None, server.drain)
         server.close_pools()

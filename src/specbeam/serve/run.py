@@ -7,12 +7,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from specbeam.errors import SpecbeamError
+from specbeam.pair import Pair
 from specbeam.serve.app import BeamServer, make_app
 from specbeam.serve.config import ServerConfig
 from specbeam.with_memory import load_by_name
@@ -71,25 +73,10 @@ def serve(config: ServerConfig) -> int:
     Raises `BadSetting` if others than this machine could call the server, and nobody said that they may.
     """
     config.check_open()
-    _set_up_log()
-
-    def load_pair() -> Any:
-        from transformers.utils import logging as model_logging
-
-        model_logging.set_verbosity_error()
-        model_logging.disable_progress_bar()
-        quantize: Any = config.quantize
-        return load_by_name(
-            config.model,
-            config.draft,
-            quantize=quantize,
-            share_from=None,
-            tensor_parallel=config.tensor_parallel,
-        )
-
+    set_up_log()
     if config.tensor_parallel and os.environ.get("RANK", "0") != "0":
-        load_pair()  # does as rank 0 says, and ends the process when that ends
-    server = BeamServer(config, load_pair)
+        load_pair(config)  # does as rank 0 says, and ends the process when that ends
+    server = BeamServer(config, partial(load_pair, config))
     options = uvicorn.Config(
         make_app(server),
         host=config.host,
@@ -108,6 +95,25 @@ def serve(config: ServerConfig) -> int:
         signal.signal(signal.SIGHUP, lambda *_: _read_keys(server))
     runner.run()
     return runner.code
+
+
+def load_pair(config: ServerConfig) -> Pair:
+    """Return the pair of a configuration, without progress bars and messages of the model library.
+
+    With `tensor_parallel`, other ranks than the first do as that says, and end by `SystemExit` when it ends.
+    """
+    from transformers.utils import logging as model_logging
+
+    model_logging.set_verbosity_error()
+    model_logging.disable_progress_bar()
+    quantize: Any = config.quantize
+    return load_by_name(
+        config.model,
+        config.draft,
+        quantize=quantize,
+        share_from=None,
+        tensor_parallel=config.tensor_parallel,
+    )
 
 
 def _end_now(code: int) -> None:
@@ -150,7 +156,7 @@ def _say_when_ready(server: BeamServer, runner: _Uvicorn) -> None:
     )
 
 
-def _set_up_log() -> None:
+def set_up_log() -> None:
     """Write the server's log to standard error, a line of JSON per request. A disk that is full ends no request."""
     logging.raiseExceptions = False
     handler = logging.StreamHandler(sys.stderr)

@@ -1,0 +1,153 @@
+"""The server on a cluster: replicas of `specbeam serve` as a deployment of Ray Serve, with a pair and an engine each."""
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import fields
+from functools import partial
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any
+
+from specbeam.errors import BadSetting, MissingPackage
+from specbeam.serve.config import ServerConfig, read_config
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+STICKY = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+RETRY_AFTER_S = 1.0  # what Ray says to a client for which it has no place
+MARGIN_S = 5.0  # seconds for the last answers to be sent, after the longest text has ended
+HEALTH_S = 2.0  # seconds between two looks at the engine of a replica
+CONSTRUCTIONS = 3  # of a replica that cannot start, before the deployment counts as failed
+
+
+class Replica:
+    """A server in a process of Ray Serve, which sends requests to it once its pair is loaded and its loops are compiled.
+
+    Args:
+        config: what the operator has set.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        from specbeam.serve.app import BeamServer
+        from specbeam.serve.run import load_pair, set_up_log
+
+        set_up_log()
+        self.server = BeamServer(config, partial(load_pair, config))
+        self.server.start()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """Return the routes. Ray runs their lifespan, whose end is that of the engine."""
+        from specbeam.serve.app import make_app
+
+        routes = make_app(self.server)
+        return near_clients_only(routes) if self.server.config.is_local else routes
+
+    def check_health(self) -> None:
+        """Raise `RuntimeError` if the engine is dead or stuck; Ray then puts another replica in the place of this one."""
+        status, found = self.server.health()
+        if status != 200 and found["status"] == "engine_dead":
+            reason = found.get("message") or "it has made no step for long"
+            self.server.give_up(reason)
+            raise RuntimeError(f"the engine of this replica is dead: {reason}")
+
+
+def near_clients_only(routes: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Return routes that refuse clients of other machines: Ray listens where it was told, not where `host` says."""
+
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        client = scope.get("client")
+        if scope["type"] != "http" or client is None or ip_address(client[0]).is_loopback:
+            await routes(scope, receive, send)
+            return
+        from specbeam.serve.refusals import Refusal
+
+        refusal = Refusal(
+            403,
+            "permission_error",
+            "forbidden",
+            "these replicas answer clients on their own machine alone; deploy them with the host that Ray listens at and "
+            "an api_key_file, or with no_auth if this is meant",
+        )
+        await send({"type": "http.response.start", "status": 403, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": json.dumps(refusal.body).encode()})
+
+    return guarded
+
+
+def deployment(config: ServerConfig | None = None, *, sticky: bool = True, **options: Any) -> "Application":
+    """Return replicas of a server for ``ray.serve.run``.
+
+    Each replica is a process with a pair, an engine and beginnings of prompts of its own. Ray sends it requests when it is
+    ready, takes it out when its engine is dead, and lets what it decodes end before it stops it. Texts are those of
+    `specbeam serve`: a seed gives the same one on each replica.
+
+    Limits are mapped: a replica takes `max_running` + `max_waiting` requests, `max_waiting` more wait in Ray's proxy, and
+    further ones are refused with status 429 and Retry-After. A replica that is stopped has `drain_timeout` seconds for what
+    it decodes.
+
+    Args:
+        config: as for `specbeam serve`; None: its defaults, the bundled pair. Ray listens, so `port` does nothing, and
+            `host` says who may call: clients of this machine alone, or with another address, which needs keys, all.
+        sticky: whether requests with the same header ``x-session-id`` go to the same replica while it lives, so that what a
+            conversation begins with is known there. Those without it are spread.
+        options: what ``ray.serve.deployment`` takes, in place of what is made of `config`: `num_replicas`,
+            `autoscaling_config`, `ray_actor_options`, `max_ongoing_requests`, and others.
+
+    Raises:
+        MissingPackage: ray[serve] is not installed.
+        BadSetting: others than this machine could call the server without a key, or the target would be spread over
+            processes that torchrun starts.
+    """
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise MissingPackage(f"replicas need {error.name}: pip install 'ray[serve]'") from error
+    config = config or ServerConfig()
+    config.check_open()
+    if config.tensor_parallel:
+        raise BadSetting("tensor_parallel is for processes that torchrun starts, and Ray starts these; leave it out")
+    made = serve.deployment(serve.ingress()(Replica), name="specbeam", **options_of(config, sticky, options))
+    return made.bind(config)
+
+
+def options_of(config: ServerConfig, sticky: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of Ray's deployment that follow from a configuration, with those that are given."""
+    own: dict[str, Any] = {
+        "max_ongoing_requests": config.max_running + config.max_waiting,
+        "max_queued_requests": max(config.max_waiting, 1),
+        "backpressure_config": {"status_code": 429, "retry_after_s": RETRY_AFTER_S},
+        "graceful_shutdown_timeout_s": config.drain_timeout + MARGIN_S,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "health_check_period_s": HEALTH_S,
+        "max_constructor_retry_count": CONSTRUCTIONS,
+    }
+    if sticky:
+        own["request_router_config"] = {"request_router_class": STICKY}
+    return own | dict(given)
+
+
+def app(arguments: Mapping[str, Any]) -> "Application":
+    """Return the deployment of these arguments, for ``serve run specbeam.ray:app model=TARGET num_replicas=2``.
+
+    Args:
+        arguments: those of `ServerConfig` and of `deployment`, by name, and `config`, a file with those of `ServerConfig`.
+            Texts are read as YAML, as a command line has nothing else.
+
+    Raises:
+        BadSetting, MissingFile: as `deployment` and `read_config`; also where a name is none of the server's and Ray knows
+            no such option.
+    """
+    import yaml
+
+    values = {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in arguments.items()}
+    own = {one.name for one in fields(ServerConfig)}
+    path = values.pop("config", None)
+    sticky = values.pop("sticky", True)
+    config = read_config(path, {name: value for name, value in values.items() if name in own})
+    options = {name: value for name, value in values.items() if name not in own}
+    try:
+        return deployment(config, sticky=sticky, **options)
+    except TypeError as error:  # what Ray says of an option that it does not know
+        raise BadSetting(
+            f"neither the server nor Ray's deployments have one of {', '.join(options)}: {error}"
+        ) from error
