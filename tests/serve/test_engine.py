@@ -173,10 +173,15 @@ def test_a_queue_that_is_full_refuses_and_a_deadline_ends_what_waits_or_runs(pai
         engine.submit(late.jobs)
         (session,) = late.wait()
         assert isinstance(session.failure, TimedOut)
+        refused = Ends(sessions_of(pair, [[5], [6], [7]], METHODS[0]))
         with pytest.raises(QueueFull, match="3 more would come, and 2 may wait"):
-            engine.submit(Ends(sessions_of(pair, [[5], [6], [7]], METHODS[0])).jobs)
+            engine.submit(refused.jobs)
+        engine.cancel(refused.jobs)  # who asked is gone: that makes no place in the line, as they never had one
+        refused.wait()
+        assert engine.waiting == 0
         engine.cancel(running.jobs)
         running.wait()
+        assert engine.counts.cancelled == 1
         cut = Ends(sessions_of(pair, [[3, 4]], METHODS[0], max_new_tokens=150))
         engine.submit(cut.jobs)
         while cut.jobs[0].first_token is None:

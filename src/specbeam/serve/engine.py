@@ -111,7 +111,8 @@ class Job:
         joules: its share of the energy of the steps that it took part in; None without a counter.
         shared: whether others took part in any of these steps.
         room: the keys and values for which it may need room, by model.
-        company: the jobs that were submitted with it, itself among them: the texts of one request.
+        company: the jobs that were taken with it, itself among them: the texts of one request; none before that
+            and when it is over.
         rows, length, moved: what its session had when it was last looked at, and when it had it.
     """
 
@@ -524,9 +525,7 @@ class Engine:
                 self._decoder.release(job.session)
             self._finish(job)
             return
-        self._line.remove(job)
-        with self._condition:
-            self._queued -= 1
+        self._leave_line(job)
         self._tell_end(job)
 
     def _work(self) -> None:
@@ -658,17 +657,25 @@ class Engine:
         """End a job with an error, wherever it is."""
         if job.is_over:
             return
-        self.counts.cancelled += isinstance(error, Cancelled)
+        self.counts.cancelled += isinstance(error, Cancelled) and bool(job.company)
         if job in self.inside:
             if not self._decoder.cancel(job.session, error) and job.session.failure is None:
                 job.session.fail(error, "")
             self._finish(job)
             return
-        self._line.remove(job)
-        with self._condition:
-            self._queued -= 1
+        self._leave_line(job)
         job.session.fail(error, "")
         self._tell_end(job)
+
+    def _leave_line(self, job: Job) -> None:
+        """Take a job out of the line that waits no longer.
+
+        One that `submit` has refused has no company, and was never counted.
+        """
+        self._line.remove(job)
+        if job.company:
+            with self._condition:
+                self._queued -= 1
 
     def _finish(self, job: Job) -> None:
         """Note that a job that was inside is over."""
@@ -681,6 +688,7 @@ class Engine:
 
     def _tell_end(self, job: Job) -> None:
         job.is_over = True
+        job.company = ()  # the last one lets all of them go
         job.ended = time.monotonic()
         self._tell(job)
 
