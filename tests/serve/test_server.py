@@ -21,6 +21,7 @@ from specbeam.bench.serving import Load, measure_load  # noqa: E402
 from specbeam.cli.bench_serve import PromptShape, run  # noqa: E402
 from specbeam.serve.app import BeamServer, make_app  # noqa: E402
 from specbeam.serve.config import ServerConfig  # noqa: E402
+from specbeam.serve.engine import QueueFull  # noqa: E402
 
 PROMPT = "Ein Hund läuft durch den Wald und sucht seinen Freund, der sich versteckt hat."
 OTHERS = ["Wo ist mein Hut?", "Ich habe Hunger."]
@@ -472,6 +473,31 @@ def test_a_prompt_that_comes_again_is_known_to_its_own_key_alone_and_gives_the_s
     settle(server)
 
 
+def test_a_client_of_openai_that_finds_no_place_comes_again_by_itself(served, expected, monkeypatch):
+    """After 429, as `retry-after` says; what cannot be honoured, 400, is not tried again."""
+    url, server = served
+    submit = server.engine.submit
+    refused = []
+
+    def full_at_first(jobs):
+        if len(refused) < 2:
+            refused.append(1)
+            raise QueueFull("full on purpose")
+        submit(jobs)
+
+    monkeypatch.setattr(server.engine, "submit", full_at_first)
+    monkeypatch.setattr(server, "_retry_after", lambda: 1)
+    with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=2) as patient:
+        found = ask(patient, KINDS["sampling"][1])
+        assert [choice.text for choice in found.choices] == [one.text for one in expected["sampling"][0]]
+        assert len(refused) == 2
+        before = sum(server.metrics.http.values())
+        with pytest.raises(openai.BadRequestError):
+            ask(patient, {"top_q": 1})
+        assert sum(server.metrics.http.values()) == before + 1
+    settle(server)
+
+
 def test_a_load_is_counted_request_by_request(served, capsys):
     url, server = served
     for stream, gone in ((True, 0.4), (False, 0.0)):
@@ -480,7 +506,7 @@ def test_a_load_is_counted_request_by_request(served, capsys):
         assert found.answered + found.gone == 12
         assert (found.gone > 0) == (gone > 0)
         assert found.tokens_per_s > 0
-        assert (found.first_s is not None) == stream
+        assert (found.first_s is not None) == (found.per_token_s is not None) == stream
         assert all(one.waited_s >= (one.first_s or 0) for one in found.once)
     shape = PromptShape([], 3, "Hallo. ")
     assert run(url, 2, 4, 60.0, None, 0.0, '{"n": 2}', shape, 4, True, "", True) == 0

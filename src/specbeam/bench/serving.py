@@ -36,7 +36,12 @@ class ServedOnce:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The figures of a load; seconds are medians and 99th percentiles over the requests that were answered."""
+    """The figures of a load; seconds are medians and 99th percentiles over the requests that were answered.
+
+    Attributes:
+        first_s: to the first text of a stream; None if nothing was streamed.
+        per_token_s: from there to the end, by further token; of streams with two tokens at least.
+    """
 
     clients: int
     requests: int
@@ -48,6 +53,7 @@ class LoadReport:
     tokens_per_s: float
     waited_s: tuple[float, float]
     first_s: tuple[float, float] | None
+    per_token_s: tuple[float, float] | None
     passes_per_token: float | None
     once: list[ServedOnce] = field(default_factory=list, repr=False)
 
@@ -202,6 +208,11 @@ def _report(
 ) -> LoadReport:
     answered = [one for one in once if one.status == 200]
     firsts = [one.first_s for one in answered if one.first_s is not None]
+    paces = [
+        (one.waited_s - one.first_s) / (one.tokens - 1)
+        for one in answered
+        if one.first_s is not None and one.tokens > 1
+    ]
     gained = {name: after[name] - before.get(name, 0.0) for name in after}
     tokens = gained.get("generation_tokens_total", 0.0)
     return LoadReport(
@@ -215,6 +226,7 @@ def _report(
         tokens_per_s=sum(one.tokens for one in answered) / seconds,
         waited_s=_middle_and_end([one.waited_s for one in answered]),
         first_s=_middle_and_end(firsts) if firsts else None,
+        per_token_s=_middle_and_end(paces) if paces else None,
         passes_per_token=gained["target_passes_total"] / tokens if tokens else None,
         once=once,
     )

@@ -82,6 +82,8 @@ def _show(report: LoadReport) -> None:
     table.add_row("seconds per request", "median {:.3f}, 99 % {:.3f}".format(*report.waited_s))
     if report.first_s is not None:
         table.add_row("seconds to first text", "median {:.3f}, 99 % {:.3f}".format(*report.first_s))
+    if report.per_token_s is not None:
+        table.add_row("seconds per further token", "median {:.4f}, 99 % {:.4f}".format(*report.per_token_s))
     if report.passes_per_token is not None:
         table.add_row("target passes per token", f"{report.passes_per_token:.2f}")
     Console().print(table)
