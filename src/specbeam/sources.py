@@ -85,6 +85,11 @@ def readers(pair: Pair) -> list[EncoderDecoderLM]:
     return [lm for lm in (pair.target, pair.draft) if isinstance(lm, EncoderDecoderLM)]
 
 
+def hears(pair: Pair) -> bool:
+    """Return whether what a pair reads is audio."""
+    return isinstance(pair.target, EncoderDecoderLM) and pair.target.input_name == "input_features"
+
+
 def source_length(session: Session) -> int:
     """Return the length of what the encoder reads for a session; 0 if nothing is read."""
     lengths = [

@@ -5,6 +5,7 @@ import contextlib
 import hmac
 import inspect
 import logging
+import math
 import secrets
 import time
 from collections import deque
@@ -12,8 +13,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
@@ -35,17 +37,18 @@ from specbeam.recipes.method import Method, recipe_of
 from specbeam.recipes.search import beam_search, speculative_beam_search
 from specbeam.recipes.sequence import speculative_sampling
 from specbeam.recipes.settings_text import method_from
+from specbeam.records import Generation
 from specbeam.request import Request as SessionRequest
 from specbeam.runs import TURNS
 from specbeam.serve.answers import fingerprint, token_text
 from specbeam.serve.asking import DONE, Asking, FormPool, as_event, new_number
 from specbeam.serve.auth import Client, Keys
+from specbeam.serve.bodies import read_body, unless_gone
 from specbeam.serve.config import MIB, ServerConfig
-from specbeam.serve.engine import COMPILE_S, Engine, EngineLimits
+from specbeam.serve.engine import COMPILE_S, Engine, EngineLimits, Job
 from specbeam.serve.guarding import Guarding
 from specbeam.serve.mapping import (
     RECIPE_OF,
-    Order,
     Served,
     chat_ids,
     check_model,
@@ -63,6 +66,11 @@ from specbeam.serve.protocol import (
     parse_body,
 )
 from specbeam.serve.refusals import Refusal, invalid, refusal_of
+from specbeam.serve.speech_desk import SpeechDesk
+from specbeam.serve.speech_orders import AudioBody
+from specbeam.sources import hears
+from specbeam.speech.audio import RATE
+from specbeam.speech.transcribe import TEMPERATURES, Thresholds, ears_of, extractor_of, methods_of
 
 LOG = logging.getLogger("specbeam.serve")
 PAGE = Path(__file__).parent / "page" / "index.html"
@@ -71,13 +79,24 @@ MOST_SHOWN = 2  # requests side by side whose turns are shown or audited
 FORMS = 2  # forms that are compiled side by side
 MOST_NEW = 30  # methods with settings that nobody had before, of a key in `NEW_S` seconds
 NEW_S = 60.0
-BODY_S = 30.0  # seconds for which a body may take to arrive
 Result = TypeVar("Result")
 CSP = (
     "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 OPEN = ("/", "/live", "/health", "/ready")
+
+
+class UnderWay(Protocol):
+    """What the server needs of a request under way."""
+
+    client: Client
+    jobs: list[Job]
+
+    @property
+    def method_name(self) -> str: ...
+
+    def cancel(self) -> None: ...
 
 
 class BeamServer:
@@ -94,10 +113,11 @@ class BeamServer:
         self.metrics = ServerMetrics(config.name or str(config.model))
         self.state = "loading"  # then "ready", "draining" or "failed"
         self.failure = ""
-        self.asking: dict[str, Asking] = {}
+        self.asking: dict[str, UnderWay] = {}
         self.engine: Engine | None = None
         self.fingerprint = ""
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="specbeam request")
+        self.speech = SpeechDesk(self)
         self._load = load
         self._served: Served | None = None
         self._forms = FormPool(FORMS, config.compile_timeout, config.queue_timeout)
@@ -126,6 +146,8 @@ class BeamServer:
             self.engine = Engine(pair, limits, self.keys.weights, self.keys.most_running).start()
             served = self._served
             self._unfit = self.engine.call(lambda: _unfit(pair)).result()
+            if served.hears:
+                self.speech.extractor = extractor_of(pair)
             self.engine.call(lambda: _warm_up(pair, served), COMPILE_S).result()
         except Exception as error:
             self.failure = str(error)
@@ -138,14 +160,18 @@ class BeamServer:
     def drain(self) -> None:
         """Refuse what is new, let what is decoded end, and end the engine."""
         self.state = "draining"
+        end = time.monotonic() + self.config.drain_timeout
+        while self.speech.under_way and time.monotonic() < end:  # each window is a text of its own for the engine
+            time.sleep(0.05)
         if self.engine is not None:
-            self.engine.drain(self.config.drain_timeout)
+            self.engine.drain(max(end - time.monotonic(), 0.0))
             self.engine.close()
 
     def close_pools(self) -> None:
         """Let the threads for requests end when what they do is done."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         self._forms.pool.shutdown(wait=False, cancel_futures=True)
+        self.speech.close()
 
     def give_up(self, reason: str) -> None:
         """Answer nothing any more, as the engine shows no sign of life; whoever waits for it is told so."""
@@ -183,28 +209,28 @@ class BeamServer:
         raw = await read_body(http, self.config.max_body)
         note = http.scope["state"]["note"]
         note["key"] = client.name
-        order = await self._in_pool(lambda: order_of(parse_body(kind, raw), served))
+        order = await self.in_pool(lambda: order_of(parse_body(kind, raw), served))
         note |= {"method": order.method.name, "prompts": len(order.prompts), "n": order.count}
         if self.config.log_texts:
             note["texts"] = order.texts
-        asking = Asking(order, served, self.engine, client, self.pool, self._free_number(http))
+        asking = Asking(order, served, self.engine, client, self.pool, self.free_number(http))
         asking.fingerprint = self.fingerprint
-        self._check_new(order, client)
+        self.check_new(order.method_key, client)
         self._take(asking)
         try:
             await asking.submit(self._forms)
         except (Refusal, SpecbeamError) as error:
             self._let_go(asking)
-            raise self._refusal(error) from error
+            raise self.refusal(error) from error
         except BaseException:
             self._let_go(asking)
             raise
         if order.streams:
             return _Stream(self._events(asking, note), lambda: self._forget(asking, note))
         try:
-            found = await _unless_gone(http, asking.answer())
+            found = await unless_gone(http, asking.answer())
         except (Refusal, SpecbeamError) as error:
-            refusal = self._refusal(error)
+            refusal = self.refusal(error)
             note["error"] = refusal.code
             raise refusal from error
         except Exception:
@@ -214,20 +240,20 @@ class BeamServer:
             self._forget(asking, note)
         return JSONResponse(found)
 
-    def _free_number(self, http: Request) -> str:
+    def free_number(self, http: Request) -> str:
         """Return the name of a request: the one that its client chose, unless a request under way has it."""
         number = str(http.scope["state"]["number"])
         return f"{number}-{new_number()}" if number in self.asking else number
 
-    def _check_new(self, order: Order, client: Client) -> None:
+    def check_new(self, method_key: str, client: Client) -> None:
         """Raise `Refusal` if a key asks for too many methods that nobody had before: their parts may have to be compiled."""
         assert self.engine is not None
-        if self.engine.knows(order.method_key):
+        if self.engine.knows(method_key):
             return
         now = time.monotonic()
         times = self._new.setdefault(client.name, deque(maxlen=MOST_NEW))
         if len(times) == MOST_NEW and now - times[0] < NEW_S:
-            raise self._refuse_full(
+            raise self.refuse_full(
                 "key_limit",
                 f"{MOST_NEW} new settings of methods in {NEW_S:g} seconds are as many as may be; try again later",
             )
@@ -238,7 +264,7 @@ class BeamServer:
         options = asking.order.options
         if options.trace or options.audit or options.stream == "live":
             if len(self._shown) >= MOST_SHOWN:
-                raise self._refuse_full(
+                raise self.refuse_full(
                     "key_limit", f"{MOST_SHOWN} requests with trace, audit or live beams run already; try again later"
                 )
             self._shown.add(asking)
@@ -259,7 +285,7 @@ class BeamServer:
                 async for chunk in asking.stream():
                     yield as_event(chunk)
             except (Refusal, SpecbeamError) as error:
-                refusal = self._refusal(error)
+                refusal = self.refusal(error)
                 note["error"] = refusal.code
                 yield as_event(refusal.body)
             except Exception as error:  # nothing more can be said to the client than that it failed
@@ -296,7 +322,14 @@ class BeamServer:
             if job.started is not None and job.ended is not None:
                 self._service_s = 0.9 * self._service_s + 0.1 * (job.ended - job.started)
 
-    def _refusal(self, error: Exception) -> Refusal:
+    def note_window(self, jobs: list[Job], texts: list[Generation]) -> None:
+        """Count a window of audio, of which these are the texts."""
+        prompt_tokens = sum(len(job.session.prompt) for job in jobs)
+        tokens = sum(len(text.tokens) for text in texts)
+        beams = max(job.session.limits.keep for job in jobs)
+        self.metrics.note(jobs, prompt_tokens, tokens, len(texts), beams, ["stop"] * len(texts))
+
+    def refusal(self, error: Exception) -> Refusal:
         """Return what to answer to a request that failed; one that found no place is counted, and may come again."""
         refusal = refusal_of(error)
         if refusal.status in (429, 503):
@@ -309,11 +342,11 @@ class BeamServer:
         waiting = self.engine.waiting if self.engine is not None else 1
         return int(min(max(waiting * self._service_s / self.config.max_running, 1), 60))
 
-    def _refuse_full(self, code: str, message: str) -> Refusal:
+    def refuse_full(self, code: str, message: str) -> Refusal:
         self.metrics.rejected[code] += 1
         return Refusal(429, "rate_limit_error", code, message, None, self._retry_after())
 
-    async def _in_pool(self, function: Callable[[], Result]) -> Result:
+    async def in_pool(self, function: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self.pool, function)
 
     async def tokenize(self, http: Request) -> dict[str, Any]:
@@ -321,14 +354,14 @@ class BeamServer:
         self.client(http)
         served = self.served
         raw = await read_body(http, self.config.max_body)
-        return await self._in_pool(lambda: _tokenized(raw, served))
+        return await self.in_pool(lambda: _tokenized(raw, served))
 
     async def detokenize(self, http: Request) -> dict[str, Any]:
         """Return the text of tokens."""
         self.client(http)
         served = self.served
         raw = await read_body(http, self.config.max_body)
-        return await self._in_pool(lambda: _detokenized(raw, served))
+        return await self.in_pool(lambda: _detokenized(raw, served))
 
     def methods(self) -> list[dict[str, Any]]:
         """Return the methods that requests may name, with their laws and settings."""
@@ -358,7 +391,7 @@ class BeamServer:
         return [
             {
                 "id": number,
-                "method": asking.order.method.name,
+                "method": asking.method_name,
                 "tokens": sum(job.session.length for job in asking.jobs),
                 "running": sum(job.started is not None and not job.is_over for job in asking.jobs),
                 "waiting": sum(job.started is None and not job.is_over for job in asking.jobs),
@@ -442,50 +475,6 @@ class _Reader:
             self._task.cancel()
 
 
-async def read_body(http: Request, most: int) -> bytes:
-    """Return the body of a request. Raises `Refusal` if it is too large, comes too slowly or is no JSON by its header."""
-    kind = http.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if kind not in ("application/json", ""):
-        raise invalid(f"the body is {kind[:100]!r}; send application/json", None, "not_json", 415)
-    parts: list[bytes] = []
-    size = 0
-
-    async def read() -> None:
-        nonlocal size
-        async for part in http.stream():
-            size += len(part)
-            if size > most:
-                raise invalid(
-                    f"the body has more than {most} bytes, which this server takes", None, "body_too_large", 413
-                )
-            parts.append(part)
-
-    try:
-        await asyncio.wait_for(read(), BODY_S)
-    except TimeoutError as error:
-        raise Refusal(408, "timeout_error", "request_timeout", f"the body took more than {BODY_S:g} seconds") from error
-    return b"".join(parts)
-
-
-async def _unless_gone(http: Request, answer: Any) -> Any:
-    """Return the answer, or raise `Refusal` as soon as the client is gone."""
-    working = asyncio.ensure_future(answer)
-
-    async def gone() -> None:
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-
-    leaving = asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Refusal(499, "server_error", "cancelled", "the client is gone")
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
@@ -528,11 +517,24 @@ def served_of(config: ServerConfig, pair: Pair) -> Served:
 
 def default_method(config: ServerConfig, pair: Pair) -> Method:
     """Return the method of requests that name none."""
+    if hears(pair):
+        if config.method == "auto":
+            raise NotSupported("method 'auto' is measured on texts, and the model reads audio; name a method")
+        return methods_of(pair, None if config.method == "" else method_from(config.method, list(config.settings)))[0]
     if config.method == "":
         return sampling() if pair.draft is None else speculative_sampling()
     if config.method == "auto":
         return chosen_by_speed(pair, ["Ein Hund läuft."] if pair.tokenizer is not None else [[1, 2, 3]], Settings())[0]
     return method_from(config.method, list(config.settings))
+
+
+def _warm_ears(pair: Pair, served: Served) -> None:
+    """Transcribe a second of noise at the first two temperatures. Runs in the engine's thread."""
+    noise = np.random.default_rng(0).normal(scale=0.1, size=RATE).astype(np.float32)
+    thresholds = Thresholds(compression_ratio=None, log_prob=math.inf, no_speech=None)  # each text fails
+    options = {"max_new_tokens": WARM_TOKENS, "eos_token_id": []}
+    ears = ears_of(pair, served.method, thresholds, TEMPERATURES[:2], seed=0, options=options)
+    ears.hear([ears.begin(extractor_of(pair), noise, None, "transcribe", None)])
 
 
 def _warm_up(pair: Pair, served: Served) -> None:
@@ -545,6 +547,9 @@ def _warm_up(pair: Pair, served: Served) -> None:
         if lm is not None and hasattr(lm, "reserve"):
             lm.reserve(config.max_running + 1, min(served.room or 512, 512))
     if not config.warm_up:
+        return
+    if served.hears:
+        _warm_ears(pair, served)
         return
     with contextlib.suppress(SpecbeamError):  # what the first form would wait for: the spellings of all tokens
         compiled(Form("regex", "a+"), "llguidance", pair.tokenizer, pair.target.vocab, tuple(pair.eos))
@@ -628,6 +633,11 @@ def _body(kind: type[BodyKind]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
 
 
+def _form() -> dict[str, Any]:
+    reference = {"$ref": "#/components/schemas/AudioBody"}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": reference}}}}
+
+
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": what, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for status, what in {
@@ -647,6 +657,16 @@ def _add_decoding(app: FastAPI, server: BeamServer) -> None:
     async def chat(http: Request) -> Response:
         """Answer messages."""
         return await server.answer(http, ChatBody)
+
+    @app.post("/v1/audio/transcriptions", responses=_ERRORS, openapi_extra=_form(), response_model=None)
+    async def transcriptions(http: Request) -> Response:
+        """Write down what is said."""
+        return await server.speech.answer(http, "transcribe")
+
+    @app.post("/v1/audio/translations", responses=_ERRORS, openapi_extra=_form(), response_model=None)
+    async def translations(http: Request) -> Response:
+        """Write down in English what is said."""
+        return await server.speech.answer(http, "translate")
 
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=_body(TokenizeBody))
     async def tokenize(http: Request) -> dict[str, Any]:
@@ -716,13 +736,18 @@ def _add_looking(app: FastAPI, server: BeamServer) -> None:
             "model": served.name,
             "engine": served.pair.target.engine,
             "has_draft": served.pair.draft is not None,
-            "has_chat": served.template is not None or bool(getattr(served.pair.tokenizer, "chat_template", None)),
+            "has_speech": served.hears,
+            "has_chat": not served.hears and _has_chat(served),
             "max_model_len": served.room,
             "default_method": served.method.name,
             "law": served.method.law,
             "limits": {name: getattr(config, name) for name in limits},
             "fingerprint": server.fingerprint,
         }
+
+
+def _has_chat(served: Served) -> bool:
+    return served.template is not None or bool(getattr(served.pair.tokenizer, "chat_template", None))
 
 
 def _model(server: BeamServer) -> dict[str, Any]:
@@ -791,6 +816,7 @@ def _schema(app: FastAPI) -> dict[str, Any]:
         made = kind.model_json_schema(ref_template="#/components/schemas/{model}", by_alias=True)
         schemas |= made.pop("$defs", {})
         schemas[kind.__name__] = made
+    schemas["AudioBody"] = _audio_schema(schemas)
     names = ("message", "type", "param", "code")
     schemas["Error"] = {
         "type": "object",
@@ -804,6 +830,15 @@ def _schema(app: FastAPI) -> dict[str, Any]:
         },
     }
     return found
+
+
+def _audio_schema(schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the description of a form about audio; what it refers to is added to the schemas."""
+    made = AudioBody.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas |= made.pop("$defs", {})
+    made["properties"] = {"file": {"type": "string", "format": "binary"}, **made["properties"]}
+    made["required"] = ["file"]
+    return made
 
 
 def with_pair(config: ServerConfig, pair: Pair) -> Any:

@@ -92,6 +92,10 @@ class Asking:
         return self._request
 
     @property
+    def method_name(self) -> str:
+        return self.order.method.name
+
+    @property
     def name(self) -> str:
         """The id of the answer."""
         return f"{'chatcmpl' if self.order.is_chat else 'cmpl'}-{self.number}"

@@ -42,6 +42,8 @@ class ServerConfig:
         max_beams, max_n, max_prompts: of a request.
         max_texts: most beams of a request, those of all prompts and answers together.
         max_body: bytes of a request.
+        max_audio_body, max_audio_seconds: bytes and seconds of audio of a request.
+        max_audio_at_once: requests about audio that are transcribed side by side.
         max_schema, max_regex, max_grammar: characters of a form.
         compile_timeout: seconds for which a form may be compiled.
         kv_gb: memory for keys and values in GB; 0: half of what is free at start.
@@ -85,6 +87,9 @@ class ServerConfig:
     max_prompts: int = 64
     max_texts: int = 256
     max_body: int = MIB
+    max_audio_body: int = 25 * MIB
+    max_audio_seconds: float = 600.0
+    max_audio_at_once: int = 2
     max_schema: int = 65536
     max_regex: int = 4096
     max_grammar: int = 65536
@@ -118,10 +123,19 @@ class ServerConfig:
             "max_texts",
             "chunk",
             "max_body",
+            "max_audio_body",
+            "max_audio_at_once",
         ):
             if getattr(self, name) < 1:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("queue_timeout", "request_timeout", "reader_timeout", "compile_timeout", "stall_timeout"):
+        for name in (
+            "queue_timeout",
+            "request_timeout",
+            "reader_timeout",
+            "compile_timeout",
+            "stall_timeout",
+            "max_audio_seconds",
+        ):
             if not getattr(self, name) > 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be more than 0 seconds")
         for name in (

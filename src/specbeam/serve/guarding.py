@@ -11,6 +11,7 @@ from specbeam.serve.asking import new_number
 from specbeam.serve.config import ServerConfig
 from specbeam.serve.metrics import ServerMetrics
 from specbeam.serve.refusals import Refusal, invalid
+from specbeam.serve.speech_orders import TASKS
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -54,7 +55,7 @@ class Guarding:
             await send(message)
 
         try:
-            refusal = self._refusal(headers)
+            refusal = self._refusal(scope["path"], headers)
             if refusal is not None:
                 await self._refuse(refusal, reply)
             elif scope["method"] == "OPTIONS" and headers.get("origin") in self.config.cors_origins:
@@ -75,7 +76,7 @@ class Guarding:
             found |= {"access-control-allow-origin": origin, "vary": "origin"}
         return [(name.encode(), value.encode("latin-1")) for name, value in found.items()]
 
-    def _refusal(self, headers: dict[str, str]) -> Refusal | None:
+    def _refusal(self, path: str, headers: dict[str, str]) -> Refusal | None:
         """Return why a request is refused before anything of it is read; None if it is not."""
         if self.config.is_local:
             host = re.sub(r":[0-9]+$", "", headers.get("host", "")).strip("[]").lower()
@@ -86,10 +87,9 @@ class Guarding:
                     f"this server does not answer for host {host[:100]!r}; start it with --allowed-host NAME to allow that",
                 )  # fmt: skip
         length = headers.get("content-length", "0")
-        if length.isdigit() and int(length) > self.config.max_body:
-            return invalid(
-                f"the body has {length} bytes; this server takes {self.config.max_body}", None, "body_too_large", 413
-            )
+        most = self.config.max_audio_body if path in TASKS else self.config.max_body
+        if length.isdigit() and int(length) > most:
+            return invalid(f"the body has {length} bytes; this server takes {most}", None, "body_too_large", 413)
         return None
 
     async def _allow(self, send: Send) -> None:

@@ -25,6 +25,7 @@ from specbeam.serve.protocol import (
     StructuredOutputs,
 )
 from specbeam.serve.refusals import Refusal, invalid, refusal_of, shown
+from specbeam.sources import hears
 
 RECIPE_OF = {make.__name__: make for make in (*RECIPES, *HEAD_RECIPES) if make.__name__ != "auto"}
 LARGEST_SETTING = 64  # of a method, where the server has no limit of its own
@@ -49,6 +50,11 @@ class Served:
     method: Method
     config: ServerConfig
     template: str | None = None
+
+    @property
+    def hears(self) -> bool:
+        """Whether the model reads audio."""
+        return hears(self.pair)
 
     @property
     def room(self) -> int | None:
@@ -106,6 +112,10 @@ def order_of(body: Body, served: Served) -> Order:
     config = served.config
     options = body.specbeam or SpecbeamOptions()
     check_model(body.model, served)
+    if served.hears:
+        raise invalid(
+            f"{served.name} writes down speech; send audio to /v1/audio/transcriptions", "model", "not_supported"
+        )
     _check_streaming(body, options)
     prompts, texts = _prompts(body, served)
     tool = _forced_tool(body) if isinstance(body, ChatBody) else None
@@ -312,7 +322,7 @@ def _method(body: Body, options: SpecbeamOptions, served: Served) -> tuple[Metho
         method = served.method
         key = ""
     else:
-        method, key = _named_method(body, options, further, width, served)
+        method, key = named_method(options, further, width, served)
     if method.beams > 1:
         if method.beams > config.max_beams:
             raise invalid(
@@ -361,10 +371,15 @@ def _width(body: Body, options: SpecbeamOptions, wants_beams: bool, count: int, 
     return None
 
 
-def _named_method(
-    body: Body, options: SpecbeamOptions, further: dict[str, Any], width: int | None, served: Served
+def named_method(
+    options: SpecbeamOptions, further: dict[str, Any], width: int | None, served: Served
 ) -> tuple[Method, str]:
-    """Return the method that a request names, or the beam search that it asks for, and its name with its settings."""
+    """Return the method that a request names, or the beam search that it asks for, and its name with its settings.
+
+    Args:
+        further: settings of the method besides its beams.
+        width: beams; None: as many as the method has by itself.
+    """
     has_draft = served.pair.draft is not None
     name = options.method or ("speculative_beam_search" if has_draft else "beam_search")
     allowed = served.config.methods or tuple(RECIPE_OF)

@@ -30,6 +30,7 @@ class ServerMetrics:
         self.rejected: Counter[str] = Counter()
         self.http: Counter[tuple[str, int]] = Counter()
         self.totals: Counter[str] = Counter()
+        self.audio_seconds = 0.0  # that were transcribed
         self.passed: Counter[int] = Counter()  # draft layers, by their depth
         self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
         self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", SECONDS)
@@ -131,6 +132,7 @@ class ServerMetrics:
     def _counters(self) -> Iterable[Metric]:
         yield self._counter("prompt_tokens", "Tokens of prompts.", self.totals["prompt_tokens"])
         yield self._counter("generation_tokens", "Tokens of returned texts.", self.totals["generation_tokens"])
+        yield self._counter("audio_seconds", "Seconds of audio that were transcribed.", self.audio_seconds)
         yield self._counter("spec_decode_num_drafts", "Turns of texts whose method drafts.", self.totals["drafts"])
         yield self._counter("spec_decode_num_draft_tokens", "Draft nodes.", self.totals["drafted"])
         yield self._counter("spec_decode_num_accepted_tokens", "Draft layers that passed.", self.totals["accepted"])

@@ -190,14 +190,26 @@ BodyKind = TypeVar("BodyKind", bound=BaseModel)
 
 def parse_body(kind: type[BodyKind], raw: bytes) -> BodyKind:
     """Return a body; raise `Refusal` that names the fields that are wrong."""
-    value = _json(raw)
-    if not isinstance(value, dict):
-        raise invalid(f"the body is {shown(value)}; it must be a JSON object", code="bad_json")
+    value = object_of(raw)
     _check_count(value.get("prompt"))
     try:
-        return kind.model_validate(_without_nulls(value))
+        return kind.model_validate(value)
     except ValidationError as error:
-        raise _refusal_of(error, kind) from error
+        raise refusal_of_fields(error, kind) from error
+
+
+def object_of(raw: bytes, what: str = "the body", param: str | None = None) -> dict[str, Any]:
+    """Return a JSON object, without what is null in it. Raises `Refusal` if it is none.
+
+    Args:
+        what: what it is called in messages.
+        param: the field that it is the value of; None: it is the whole body.
+    """
+    value = _json(raw, what, param)
+    if not isinstance(value, dict):
+        raise invalid(f"{what} is {shown(value)}; it must be a JSON object", param, "bad_json")
+    found: dict[str, Any] = _without_nulls(value)
+    return found
 
 
 def _check_count(prompts: Any) -> None:
@@ -224,13 +236,13 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _json(raw: bytes) -> Any:
+def _json(raw: bytes, what: str, param: str | None) -> Any:
     if _depth(raw) > DEEPEST:
-        raise invalid(f"the body has more than {DEEPEST} brackets inside each other; make it flatter", code="bad_json")
+        raise invalid(f"{what} has more than {DEEPEST} brackets inside each other; make it flatter", param, "bad_json")
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_without_twins)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"the body is no JSON: {str(error)[:200]}", code="bad_json") from error
+        raise invalid(f"{what} is no JSON: {str(error)[:200]}", param, "bad_json") from error
 
 
 def _refuse_constant(name: str) -> Any:
@@ -258,7 +270,7 @@ def _depth(raw: bytes) -> int:
     return int((opened - closed).cumsum().max(initial=0))
 
 
-def _refusal_of(error: ValidationError, kind: type[BaseModel]) -> Refusal:
+def refusal_of_fields(error: ValidationError, kind: type[BaseModel]) -> Refusal:
     """Return one refusal of all that is wrong in a body."""
     problems = error.errors(include_url=False, include_context=False)
     texts: list[str] = []

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbeam.errors import (
+    BadAudio,
     BadPrompt,
     BadSetting,
     BrokenLaw,
@@ -89,6 +90,7 @@ _KINDS: tuple[tuple[type[Exception], int, str, str], ...] = (
     (DeadEnd, 422, "decoding_error", "dead_end"),
     (BrokenLaw, 422, "decoding_error", "broken_law"),
     (BrokenPart, 500, "server_error", "broken_part"),
+    (BadAudio, 400, "invalid_request_error", "bad_audio"),
     (BadPrompt, 400, "invalid_request_error", "bad_prompt"),
     (LostLaw, 400, "invalid_request_error", "bad_setting"),
     (NotSupported, 400, "invalid_request_error", "not_supported"),
@@ -109,7 +111,7 @@ _NAMES = {
 }
 _SAME = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "length_penalty", "early_stopping", "seed",
-    "no_repeat_ngram_size",
+    "no_repeat_ngram_size", "language",
 )  # fmt: skip
 
 

@@ -1,6 +1,9 @@
 """Audio from files and arrays: one channel of 16 kHz."""
 
+import io
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,10 @@ SILENCE = 2.0**-15  # the smallest step of 16-bit audio
 ZEROS = 24  # zero crossings of the filter on each side: a flat pass band and -80 dB beyond it
 MOST_WEIGHTS = 2**20  # of filters at once: 8 MB in float64
 ROLL_OFF = 0.945  # share of the lower of both pass bands that is kept
+
+HIGHEST_RATE = 96_000  # samples per second of audio that comes as bytes
+MOST_CHANNELS = 8  # of audio that comes as bytes
+BLOCK = 2**18  # frames that are read at once
 
 Samples = Float32[np.ndarray, " _"]
 
@@ -49,21 +56,67 @@ def read_audio(audio: Any, rate: int | None = None) -> Samples:
     return resampled(mono, int(found), RATE)
 
 
+def read_audio_bytes(raw: bytes, most_seconds: float) -> Samples:
+    """Return the audio in the bytes of a file, from whoever sent them, as one channel of 16 kHz.
+
+    It is read block by block, and no further than it may go: what is small as a file may be large as samples.
+
+    Args:
+        raw: a whole file that libsndfile reads.
+        most_seconds: the longest audio that is taken.
+
+    Raises:
+        MissingPackage: the package soundfile is not installed.
+        BadAudio: the bytes cannot be read, or the audio is too long, too short, or has too many channels or samples.
+    """
+    if not raw:
+        raise BadAudio("the audio has no bytes; send the content of a file")
+    blocks: list[Samples] = []
+    count = 0
+    with _opened(io.BytesIO(raw), "the audio") as sound:
+        rate = int(sound.samplerate)
+        if not 1 <= rate <= HIGHEST_RATE:
+            raise BadAudio(f"the audio has {rate} samples per second; at most {HIGHEST_RATE} are taken: resample it")
+        if sound.channels > MOST_CHANNELS:
+            raise BadAudio(f"the audio has {sound.channels} channels; at most {MOST_CHANNELS} are taken: mix them")
+        most = int(most_seconds * rate)
+        while count <= most:
+            block = sound.read(min(BLOCK, most + 1 - count), dtype="float32", always_2d=True)
+            if len(block) == 0:
+                break
+            count += len(block)
+            blocks.append(_one_channel(block, "the audio"))
+    if count > most:
+        raise BadAudio(f"the audio has more than {most_seconds:g} seconds, which are taken; send it in parts")
+    return read_audio(np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.float32), rate)
+
+
 def _from_file(path: Path) -> tuple[np.ndarray, int]:
     """Return the samples of a file, float32[samples, channels], and how many there are per second."""
     if not path.is_file():
         raise MissingFile(f"there is no file {path}; give an audio file")
+    with _opened(path, str(path)) as sound:
+        samples: np.ndarray = sound.read(dtype="float32", always_2d=True)
+        return samples, int(sound.samplerate)
+
+
+@contextmanager
+def _opened(file: Path | io.BytesIO, name: str) -> Iterator[Any]:
+    """Open audio for reading. Raises `BadAudio` for what cannot be read, also while it is read."""
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: without the library that it wraps
         raise MissingPackage(f"audio files are read by soundfile: pip install '.[speech]' ({error})") from error
     try:
-        samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+        with soundfile.SoundFile(file) as sound:
+            yield sound
+    except BadAudio:
+        raise
     except (RuntimeError, ValueError, TypeError) as error:  # what libsndfile raises is a RuntimeError
+        reason = str(error) if isinstance(file, Path) else str(getattr(error, "error_string", error))
         raise BadAudio(
-            f"{path} cannot be read as audio: {error}; convert it to WAV, FLAC, OGG or MP3, which libsndfile reads"
+            f"{name} cannot be read as audio: {reason}; convert it to WAV, FLAC, OGG or MP3, which libsndfile reads"
         ) from error
-    return samples, int(rate)
 
 
 def _one_channel(samples: np.ndarray, name: str) -> Samples:

@@ -16,6 +16,7 @@ class Segment:
         compression_ratio: of the window: bytes of its text divided by those that zlib makes of them; high where a text
             repeats itself. NaN without a tokenizer.
         no_speech_prob: the probability, by the model, that the window holds no speech; NaN if nobody asked.
+        seek: the frame, of 10 ms, at which its window begins.
     """
 
     start: float
@@ -26,6 +27,7 @@ class Segment:
     avg_logprob: float
     compression_ratio: float
     no_speech_prob: float
+    seek: int = 0
 
 
 @dataclass(frozen=True)

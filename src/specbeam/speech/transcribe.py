@@ -157,16 +157,10 @@ def transcribe(
     and not of tokens as in transformers.
     """
     models = pair if isinstance(pair, Pair) else load(pair)
-    lm = _listener(models)
-    temperatures = _temperatures(temperature)
     thresholds = Thresholds(compression_ratio_threshold, log_prob_threshold, no_speech_threshold)
-    require(is_integer(best_of) and best_of >= 1, "best_of", best_of, "an integer of at least 1")
     require(is_integer(batch_size) and batch_size >= 1, "batch_size", batch_size, "an integer of at least 1")
-    tokens = speech_tokens(models)
-    ears = Ears(
-        models, lm, tokens, _methods(models, method), thresholds, temperatures, best_of, seed, options, timestamps
-    )
-    extractor = feature_extractor if feature_extractor is not None else _extractor(models, lm)
+    ears = ears_of(models, method, thresholds, temperature, best_of, seed, options, timestamps)
+    extractor = feature_extractor if feature_extractor is not None else extractor_of(models)
     given = audio if isinstance(audio, (list, tuple)) and not _is_samples(audio) else [audio]
     sounds = [read_audio(one, rate) for one in given]
     done: list[Transcript] = []
@@ -188,11 +182,50 @@ def _is_samples(audio: Sequence[Any]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
+class Models:
+    """What runs the models of a transcription.
+
+    Attributes:
+        generate: decodes windows, as `specbeam.generate` does.
+        call: calls a function that runs a model, and returns what it returns.
+    """
+
+    generate: Callable[..., list[Generation]] = generate
+    call: Callable[[Callable[[], Any]], Any] = lambda function: function()
+
+
+def ears_of(
+    pair: Pair,
+    method: Method | str | None = None,
+    thresholds: Thresholds | None = None,
+    temperature: float | Sequence[float] = TEMPERATURES,
+    best_of: int = 5,
+    seed: int | None = None,
+    options: dict[str, Any] | None = None,
+    timestamps: bool = True,
+    models: Models | None = None,
+) -> "Ears":
+    """Return the checked settings of a transcription; the arguments and errors are those of `transcribe`.
+
+    Args:
+        models: what runs the models; None: this thread does.
+    """
+    lm = listener_of(pair)
+    temperatures = _temperatures(temperature)
+    require(is_integer(best_of) and best_of >= 1, "best_of", best_of, "an integer of at least 1")
+    return Ears(
+        pair, lm, speech_tokens(pair), methods_of(pair, method), thresholds or Thresholds(), temperatures, best_of, seed,
+        options or {}, timestamps, models or Models(),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
 class Ears:
     """A model with all settings of a transcription.
 
     Attributes:
         methods: at temperature 0, and above.
+        models: what runs the models.
     """
 
     pair: Pair
@@ -205,6 +238,7 @@ class Ears:
     seed: int | None
     options: dict[str, Any]
     timestamps: bool
+    models: Models
 
     def begin(self, extractor: Any, samples: Samples, language: str | None, task: str, prompt: str | None) -> Listening:
         """Return the state of an audio of which nothing is transcribed yet. Silence is over already."""
@@ -220,10 +254,19 @@ class Ears:
         transcript = Transcript("", self.tokens.code_of(found), duration)
         return Listening(features, transcript, start, features.frames if silent else 0)
 
-    @torch.inference_mode()
+    def _logits(self, source: Source, path: list[int]) -> torch.Tensor:
+        """Return the logits after a path, float[vocab]."""
+
+        @torch.inference_mode()
+        def run() -> torch.Tensor:
+            return self.lm.plain_logits(source, path)
+
+        found: torch.Tensor = self.models.call(run)
+        return found
+
     def _detected(self, features: Features) -> str:
         """Return the likeliest language of the first window."""
-        logits = self.lm.plain_logits(Source.of_features(features.at(0)), [self.tokens.begin])
+        logits = self._logits(Source.of_features(features.at(0)), [self.tokens.begin])
         return max(self.tokens.languages, key=lambda name: float(logits[self.tokens.languages[name]]))
 
     def _prompt_tokens(self, prompt: str) -> list[int]:
@@ -258,14 +301,13 @@ class Ears:
         source.keeps = True  # it is decoded at several temperatures
         return SpeechWindow(listening, source, self._no_speech_prob(source, listening.start))
 
-    @torch.inference_mode()
     def _no_speech_prob(self, source: Source, start: list[int]) -> float:
         """Return the probability that a window holds no speech; NaN if there is no threshold for it."""
         token = self.tokens.no_speech
         if self.thresholds.no_speech is None or token is None:
             return math.nan
         until = start.index(self.tokens.begin) + 1
-        logits = self.lm.plain_logits(source, start[:until])
+        logits = self._logits(source, start[:until])
         return float(logits.float().softmax(-1)[token])
 
     def _decoded(self, windows: list[SpeechWindow], temperature: float) -> list[Heard]:
@@ -277,7 +319,7 @@ class Ears:
         for length, group in by_length.items():
             draws = temperature > 0
             options = self._options(temperature, length)
-            answers = generate(
+            answers = self.models.generate(
                 self.pair,
                 [window.source for window in group],
                 self.methods[draws],
@@ -361,6 +403,7 @@ class Ears:
                     avg_logprob=heard.avg_logprob,
                     compression_ratio=heard.compression_ratio,
                     no_speech_prob=window.no_speech_prob,
+                    seek=listening.seek,
                 )
             )
         listening.seek += frames if frames > 0 else left  # a pair of timestamps at 0 would never end
@@ -377,7 +420,7 @@ def compression_ratio(text: str) -> float:
     return len(raw) / len(zlib.compress(raw)) if raw else math.nan
 
 
-def _listener(pair: Pair) -> EncoderDecoderLM:
+def listener_of(pair: Pair) -> EncoderDecoderLM:
     """Return the target of a pair if it hears. Raises `NotSupported` if it does not, or is none of Whisper's kind."""
     target = pair.target
     if not isinstance(target, EncoderDecoderLM) or target.model.config.model_type != "whisper":
@@ -399,18 +442,19 @@ def _temperatures(given: float | Sequence[float]) -> tuple[float, ...]:
     return tuple(float(one) for one in temperatures)
 
 
-def _methods(pair: Pair, method: Method | str | None) -> tuple[Method, Method]:
-    """Return the methods at temperature 0 and above."""
+def methods_of(pair: Pair, method: Method | str | None) -> tuple[Method, Method]:
+    """Return the methods at temperature 0 and above; None for the usual ones."""
     drafts = pair.draft is not None
     usual = speculative_beam_search(BEAMS) if drafts else beam_search(BEAMS)
     first = usual if method is None else resolve(method)
     return first, speculative_sampling() if drafts else sampling()
 
 
-def _extractor(pair: Pair, lm: EncoderDecoderLM) -> Any:
+def extractor_of(pair: Pair) -> Any:
     """Return the feature extractor in the model's folder, or one of the model's shape."""
     from transformers import WhisperFeatureExtractor
 
+    lm = listener_of(pair)
     folder = Path(pair.target_model.name_or_path or "")
     if pair.target_model.name_or_path and (not folder.exists() or (folder / "preprocessor_config.json").is_file()):
         return WhisperFeatureExtractor.from_pretrained(pair.target_model.name_or_path)

@@ -1,0 +1,186 @@
+"""A transcription under way: a thread takes it from window to window, and the engine decodes each beside all else."""
+
+import threading
+import time
+from collections.abc import Callable
+from queue import Queue
+from typing import Any, TypeVar
+
+from specbeam.errors import Cancelled, TimedOut
+from specbeam.generation import in_prompt_order
+from specbeam.options.settings import Settings
+from specbeam.pair import Pair
+from specbeam.recipes.method import Method
+from specbeam.records import Generation
+from specbeam.request import Request
+from specbeam.serve.auth import Client
+from specbeam.serve.config import ServerConfig
+from specbeam.serve.engine import Engine, Job, QueueFull
+from specbeam.serve.speech_orders import SpeechOrder
+from specbeam.session import Session
+from specbeam.speech.audio import read_audio_bytes
+from specbeam.speech.records import Transcript
+from specbeam.speech.transcribe import Models, ears_of
+
+AGAIN_S = 0.05  # seconds after which a window asks for a place again
+Result = TypeVar("Result")
+Note = Callable[[list[Job], list[Generation]], None]
+
+
+class Hearing:
+    """A request about audio while it is transcribed.
+
+    Its methods but `cancel` are for one thread, which waits for the engine and never uses the models itself.
+
+    Args:
+        order: what is asked for.
+        config: what the operator has set.
+        engine: decodes windows.
+        client: who asks.
+        number: the name of the request, for its log.
+        note: called after each window with its jobs and texts.
+    """
+
+    def __init__(
+        self, order: SpeechOrder, config: ServerConfig, engine: Engine, client: Client, number: str, note: Note
+    ) -> None:
+        self.order = order
+        self.config = config
+        self.engine = engine
+        self.client = client
+        self.number = number
+        self.jobs: list[Job] = []
+        self.windows = 0
+        self.duration = 0.0
+        self._note = note
+        self._end_by = time.monotonic() + config.request_timeout
+        self._is_cancelled = threading.Event()
+
+    @property
+    def method_name(self) -> str:
+        return self.order.method.name
+
+    def cancel(self) -> None:
+        """End what is decoded, and begin no further window; the answer is not wanted any more. Any thread may call this."""
+        self._is_cancelled.set()
+        left = [job for job in self.jobs if not job.is_over]
+        if left:
+            self.engine.cancel(left)
+
+    def transcript(self, raw: bytes, extractor: Any) -> Transcript:
+        """Return what is said in the bytes of a file.
+
+        Args:
+            extractor: makes the features that the model reads.
+
+        Raises:
+            BadAudio, BadSetting, NotSupported: it cannot be transcribed as it is asked for.
+            Cancelled, TimedOut: it was cancelled, or its time was up.
+            QueueFull, Draining, EngineFailed: see `Engine.submit`.
+        """
+        body = self.order.body
+        samples = read_audio_bytes(raw, self.config.max_audio_seconds)
+        self._check_wanted()
+        ears = ears_of(
+            self.engine.pair,
+            self.order.method,
+            temperature=self.order.temperatures,
+            seed=body.seed,
+            options=self.order.options,
+            models=Models(self._generate, self._call),
+        )
+        listening = ears.begin(extractor, samples, body.language, self.order.task, body.prompt)
+        self.duration = listening.transcript.duration
+        while not listening.over:
+            self._check_wanted()
+            ears.hear([listening])
+            self.windows += 1
+        return ears.finished(listening)
+
+    def _check_wanted(self) -> None:
+        """Raise `Cancelled` or `TimedOut` if there is no sense in going on."""
+        if self._is_cancelled.is_set():
+            raise Cancelled("it was cancelled")
+        if time.monotonic() > self._end_by:
+            raise self._late()
+
+    def _late(self) -> TimedOut:
+        return TimedOut(
+            f"the audio was not transcribed in {self.config.request_timeout:g} seconds; raise request_timeout, or send less"
+        )
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        """Call a function that runs a model, between two turns of the engine."""
+        return self.engine.call(function).result()
+
+    def _generate(
+        self, pair: Pair, sources: Any, method: Method, *, seed: int | None, **options: Any
+    ) -> list[Generation]:
+        """Decode a window as `specbeam.generate` does, beside what else the engine decodes."""
+        most = options.get("max_new_tokens")
+        options["max_new_tokens"] = self.config.max_tokens if most is None else min(most, self.config.max_tokens)
+        settings = Settings.given(options)
+        making = self.engine.prepare(method, self.order.method_key or repr((method.name, "speech")))
+        if making is not None:
+            making.result()
+        request = Request(pair, sources, method, settings, seed)
+        self.jobs = [self._job(session) for session in request.sessions]
+        self._decode()
+        if any(job.is_lost for job in self.jobs) and self.engine.state == "ready":
+            request = Request(pair, sources, method, settings, seed)
+            self.jobs = [self._job(new, old) for new, old in zip(request.sessions, self.jobs, strict=True)]
+            self._decode()
+        if any(job.cut for job in self.jobs):
+            raise self._late()
+        results = {job.session.place: request.result(job.session) for job in self.jobs}
+        texts = in_prompt_order(request, {**request.refused, **results}, None)
+        self._note(self.jobs, texts)
+        return texts
+
+    def _job(self, session: Session, before: Job | None = None) -> Job:
+        """Return the job of a session.
+
+        Args:
+            before: the job that it repeats, alone, after a fault that may be another request's; None: it is the first.
+        """
+        return Job(
+            session,
+            lambda job: None,
+            key=self.client.name,
+            priority=max(0, self.client.least_priority),
+            alone=before is not None,
+            again_after=before.lost_at if before is not None else None,
+            start_by=min(time.monotonic() + self.config.queue_timeout, self._end_by),
+            end_by=self._end_by,
+        )
+
+    def _decode(self) -> None:
+        """Let the engine decode the jobs, and return when they are over.
+
+        The first window is refused if too many texts wait; further ones ask again until their `queue_timeout`.
+        """
+        over: Queue[Job] = Queue()
+
+        def watch(job: Job) -> None:
+            if job.is_over:
+                over.put(job)
+
+        for job in self.jobs:
+            job.watch = watch
+        self._submit()
+        if self._is_cancelled.is_set():  # while they were submitted
+            self.engine.cancel(self.jobs)
+        for _ in self.jobs:
+            over.get()
+
+    def _submit(self) -> None:
+        patience = time.monotonic() + (self.config.queue_timeout if self.windows else 0.0)
+        while True:
+            try:
+                self.engine.submit(self.jobs)
+                return
+            except QueueFull:
+                if time.monotonic() >= patience:
+                    raise
+                self._check_wanted()
+                time.sleep(AGAIN_S)

@@ -1,0 +1,76 @@
+"""Transcripts as OpenAI's API answers them."""
+
+import math
+from typing import Any
+
+from specbeam.serve.speech_orders import SpeechOrder
+from specbeam.speech.formats import formatted
+from specbeam.speech.records import Segment, Transcript
+
+MEDIA = {"text": "text/plain", "srt": "text/plain", "vtt": "text/vtt"}  # of formats that are no JSON
+
+
+def transcript_text(order: SpeechOrder, transcript: Transcript) -> str:
+    """Return a transcript in a format that is no JSON."""
+    if order.body.response_format == "text":
+        return f"{transcript.text}\n"
+    return formatted(transcript, order.body.response_format)
+
+
+def transcript_json(order: SpeechOrder, transcript: Transcript, seconds: float) -> dict[str, Any]:
+    """Return a transcript as JSON, in short or with all segments.
+
+    Args:
+        seconds: that it took.
+    """
+    found: dict[str, Any] = {}
+    if order.body.response_format == "verbose_json":
+        found = {
+            "task": order.task,
+            "language": language_name(transcript.language),
+            "duration": transcript.duration,
+            "segments": [_segment(number, one) for number, one in enumerate(transcript.segments)],
+        }
+    found |= {"text": transcript.text, "usage": {"type": "duration", "seconds": math.ceil(transcript.duration)}}
+    return found | {"specbeam": _our_part(order, transcript, seconds)}
+
+
+def language_name(code: str | None) -> str:
+    """Return the name of a language, as OpenAI's API gives it; None is English, the only one of models of one language."""
+    from transformers.models.whisper.tokenization_whisper import LANGUAGES
+
+    return "english" if code is None else str(LANGUAGES.get(code, code))
+
+
+def _segment(number: int, segment: Segment) -> dict[str, Any]:
+    """Return a segment as JSON: what is not a number is 0 there, as clients read a number."""
+    return {
+        "id": number,
+        "seek": segment.seek,
+        "start": segment.start,
+        "end": segment.end,
+        "text": segment.text,
+        "tokens": segment.tokens,
+        "temperature": segment.temperature,
+        "avg_logprob": _number(segment.avg_logprob),
+        "compression_ratio": _number(segment.compression_ratio),
+        "no_speech_prob": _number(segment.no_speech_prob),
+    }
+
+
+def _number(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
+
+
+def _our_part(order: SpeechOrder, transcript: Transcript, seconds: float) -> dict[str, Any]:
+    """Return our own part of an answer; its law is that of the windows at the first temperature."""
+    method = order.method
+    found: dict[str, Any] = {"method": method.name, "law": transcript.law, "exact": method.exact}
+    options = order.body.specbeam
+    if options is None or options.report:
+        found["report"] = {
+            "target_passes": transcript.target_passes,
+            "draft_passes": transcript.draft_passes,
+            "seconds": round(seconds, 6),
+        }
+    return found

@@ -1,0 +1,138 @@
+"""Where requests about audio come in: how many, how large, and what becomes of them."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from specbeam.errors import BadAudio, SpecbeamError
+from specbeam.records import Generation
+from specbeam.serve.auth import Client
+from specbeam.serve.bodies import read_bytes, unless_gone
+from specbeam.serve.engine import Job
+from specbeam.serve.hearing import Hearing
+from specbeam.serve.multipart import parse_form
+from specbeam.serve.refusals import Refusal, invalid
+from specbeam.serve.speech_answers import MEDIA, transcript_json, transcript_text
+from specbeam.serve.speech_orders import speech_order_of
+from specbeam.speech.records import Transcript
+
+if TYPE_CHECKING:
+    from specbeam.serve.app import BeamServer
+
+UPLOAD_S = 120.0  # seconds for which audio may take to arrive
+ROOM = 4  # requests that send, wait or are transcribed, for each that may be transcribed side by side
+
+
+class SpeechDesk:
+    """Takes requests about audio, as many as fit, and answers them.
+
+    Args:
+        server: whose engine decodes.
+    """
+
+    def __init__(self, server: "BeamServer") -> None:
+        at_once = server.config.max_audio_at_once
+        self._server = server
+        self._pool = ThreadPoolExecutor(at_once, thread_name_prefix="specbeam speech")
+        self._free = asyncio.Semaphore(at_once)
+        self._most = ROOM * at_once
+        self.extractor: Any = None  # makes the features that the model reads; set when the models are there
+        self.under_way = 0  # requests that are here, their upload included
+
+    def close(self) -> None:
+        """Let the threads end when what they do is done."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def answer(self, http: Request, task: str) -> Response:
+        """Answer a request about audio.
+
+        Args:
+            task: "transcribe", or "translate" for English text.
+        """
+        server = self._server
+        client = server.client(http)
+        served = server.served
+        if not served.hears:
+            raise invalid(
+                f"{served.name} reads no audio; start the server with a speech model", "model", "not_supported"
+            )
+        if self.under_way >= self._most:
+            raise server.refuse_full(
+                "queue_full", f"{self._most} requests about audio are as many as may be; try again later"
+            )
+        self.under_way += 1
+        try:
+            return await self._answer(http, task, client)
+        finally:
+            self.under_way -= 1
+
+    async def _answer(self, http: Request, task: str, client: Client) -> Response:
+        server = self._server
+        served = server.served
+        config = server.config
+        assert server.engine is not None
+        raw = await read_bytes(http, config.max_audio_body, UPLOAD_S)
+        content_type = http.headers.get("content-type", "")
+        order, audio = await server.in_pool(lambda: speech_order_of(parse_form(content_type, raw), task, served))
+        note = http.scope["state"]["note"]
+        note |= {"key": client.name, "method": order.method.name}
+        server.check_new(order.method_key, client)
+        loop = asyncio.get_running_loop()
+
+        def count(jobs: list[Job], texts: list[Generation]) -> None:
+            loop.call_soon_threadsafe(server.note_window, jobs, texts)
+
+        hearing = Hearing(order, config, server.engine, client, server.free_number(http), count)
+        server.asking[hearing.number] = hearing
+        began = time.monotonic()
+        outcome = "error"
+        try:
+            transcript = await unless_gone(http, self._transcript(hearing, audio))
+            outcome = "stop"
+        except (Refusal, SpecbeamError) as error:
+            refusal = server.refusal(error)
+            if isinstance(error, BadAudio):
+                refusal.param = "file"
+            note["error"] = refusal.code
+            outcome = "abort" if refusal.code == "cancelled" else "error"
+            raise refusal from error
+        except asyncio.CancelledError:
+            outcome = "abort"
+            raise
+        finally:
+            hearing.cancel()
+            server.asking.pop(hearing.number, None)
+            if outcome != "stop":
+                server.metrics.finished[outcome] += 1
+        seconds = time.monotonic() - began
+        server.metrics.audio_seconds += transcript.duration
+        note |= {"audio_seconds": round(transcript.duration, 3), "windows": hearing.windows}
+        if config.log_texts:
+            note["answers"] = [transcript.text]
+        if order.body.response_format in MEDIA:
+            text = transcript_text(order, transcript)
+            return Response(text, media_type=f"{MEDIA[order.body.response_format]}; charset=utf-8")
+        return JSONResponse(transcript_json(order, transcript, seconds))
+
+    async def _transcript(self, hearing: Hearing, audio: bytes) -> Transcript:
+        """Wait for a place, and return what is said. Raises `Refusal` if no place becomes free in time."""
+        config = self._server.config
+        try:
+            await asyncio.wait_for(self._free.acquire(), config.queue_timeout)
+        except TimeoutError as error:
+            message = "no place became free for audio in time; try again later"
+            raise Refusal(429, "rate_limit_error", "queue_timeout", message, None, 1) from error
+        working = asyncio.get_running_loop().run_in_executor(
+            self._pool, lambda: hearing.transcript(audio, self.extractor)
+        )
+        working.add_done_callback(self._is_over)
+        return await asyncio.shield(working)  # its thread ends by itself, and only then is its place free
+
+    def _is_over(self, working: "asyncio.Future[Transcript]") -> None:
+        self._free.release()
+        if not working.cancelled():
+            working.exception()  # looked at, as nobody may be waiting for it any more

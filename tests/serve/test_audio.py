@@ -1,0 +1,373 @@
+"""Audio that is sent to a server whose model hears: what comes back is what the library writes down."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import specbeam as sb
+from specbeam.serve.multipart import parse_form
+from specbeam.serve.refusals import Refusal
+from specbeam.speech import audio
+from specbeam.speech.audio import RATE, read_audio_bytes, resampled
+from specbeam.speech.formats import formatted
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+httpx = pytest.importorskip("httpx2")
+soundfile = pytest.importorskip("soundfile")
+
+from tests.serve.test_server import CONFIG, running  # noqa: E402
+from tests.support import words  # noqa: E402
+from tests.test_speech import noise, tiny_ears  # noqa: E402
+
+BEAMS = 3
+SEED = 7
+LIMITS = {
+    "max_tokens": 12, "warm_up": True, "method": "speculative_beam_search", "settings": (f"beams={BEAMS}", "depth=2"),
+    "max_audio_seconds": 20.0, "max_audio_body": 2**20, "max_audio_at_once": 2,
+}  # fmt: skip
+AUDIO_CONFIG = dataclasses.replace(CONFIG, model="ears", **LIMITS)
+GIVEN = {"model": "tiny", "extra_body": {"seed": SEED}}
+
+
+def encoded(samples, rate=RATE, format="WAV", subtype="FLOAT"):
+    """The bytes of a file."""
+    file = io.BytesIO()
+    soundfile.write(file, samples, rate, format=format, subtype=subtype)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def ears():
+    return sb.load(tiny_ears(), tiny_ears(1, 1), tokenizer=words.tokenizer())
+
+
+SOUNDS = {
+    "long": noise(7.0, seed=3),
+    "short": noise(2.0, seed=2),
+    "two channels": np.stack([noise(2.0, seed=2)] * 2, 1),
+}
+
+
+def by_the_library(pair, sound, method=None, **options):
+    (found,) = sb.transcribe(
+        pair, sound, method or sb.speculative_beam_search(BEAMS, depth=2), seed=SEED, max_new_tokens=12, **options
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(ears):
+    """What the library itself writes down, before the server owns the pair."""
+    return {name: by_the_library(ears, sound) for name, sound in SOUNDS.items()} | {
+        "translated": by_the_library(ears, SOUNDS["long"], task="translate"),
+        "other": by_the_library(ears, SOUNDS["long"], sb.beam_search(2), language="german", prompt="abc"),
+        "drawn": by_the_library(ears, SOUNDS["short"], language="en", temperature=0.5),
+    }
+
+
+@pytest.fixture(scope="module")
+def served(ears, expected):
+    with running(AUDIO_CONFIG, ears) as (url, server):
+        yield url, server
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=served[0] + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def settle(server):
+    """Wait until nothing is under way any more, and check that nothing is left."""
+    end = time.monotonic() + 20
+    while (server.engine.inside or server.asking or server.speech.under_way) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (server.engine.inside, server.engine.waiting, server.asking, server.speech.under_way) == ([], 0, {}, 0)
+    server.engine.call(lambda: None).result()
+    pair = server.served.pair
+    assert pair.target.caches + pair.draft.caches == []
+    assert pair.target.runner.cross.lengths == []
+
+
+@pytest.mark.parametrize("name", SOUNDS)
+def test_a_transcript_is_that_of_the_library_in_every_format(client, expected, served, name):
+    """Fallback to higher temperatures included: chance has the seed of the request."""
+    ours = expected[name]
+    file = ("talk.wav", encoded(SOUNDS[name]))
+    made = client.audio.transcriptions.create
+    short = made(file=file, **GIVEN)
+    assert short.text == ours.text
+    assert short.usage.seconds == np.ceil(ours.duration)
+    assert short.specbeam["law"] == ours.law
+    assert short.specbeam["report"]["target_passes"] == ours.target_passes
+    long = made(file=file, response_format="verbose_json", timestamp_granularities=["segment"], **GIVEN)
+    assert (long.text, long.duration) == (ours.text, ours.duration)
+    assert long.language in ("english", "german")
+    assert [(one.start, one.end, one.text, one.tokens) for one in long.segments] == [
+        (one.start, one.end, one.text, one.tokens) for one in ours.segments
+    ]
+    assert [one.avg_logprob for one in long.segments] == pytest.approx([one.avg_logprob for one in ours.segments])
+    assert [one.seek for one in long.segments] == [one.seek for one in ours.segments]
+    assert made(file=file, response_format="text", **GIVEN) == ours.text + "\n"
+    for format in ("srt", "vtt"):
+        assert made(file=file, response_format=format, **GIVEN) == formatted(ours, format)
+    settle(served[1])
+
+
+def test_language_prompt_temperature_and_method_are_honoured_and_translations_are_english(client, expected, served):
+    long, short = (("a", encoded(SOUNDS[name])) for name in ("long", "short"))
+    body = {"seed": SEED, "specbeam": json.dumps({"method": "beam_search", "beams": 2})}
+    found = client.audio.transcriptions.create(
+        model="tiny", file=long, language="german", prompt="abc", extra_body=body, response_format="verbose_json"
+    )
+    assert found.language == "german"
+    assert found.text == expected["other"].text
+    found = client.audio.transcriptions.create(file=short, language="en", temperature=0.5, **GIVEN)
+    assert found.text == expected["drawn"].text
+    found = client.audio.translations.create(file=long, **GIVEN)
+    assert found.text == expected["translated"].text
+    settle(served[1])
+
+
+def test_files_of_all_kinds_are_heard_beside_each_other(client, served):
+    """FLAC, OGG and MP3, of other rates; each by itself gives the same text."""
+    rates = {"FLAC": 48_000, "OGG": 16_000, "MP3": 44_100}
+    kinds = {"FLAC": "PCM_16", "OGG": "VORBIS", "MP3": "MPEG_LAYER_III"}
+    files = {
+        kind: encoded(resampled(noise(2.5, seed=4), RATE, rates[kind]), rates[kind], kind, kinds[kind])
+        for kind in kinds
+    }
+
+    def text(kind):
+        return client.audio.transcriptions.create(file=("x", files[kind]), **GIVEN).text
+
+    alone = {kind: text(kind) for kind in files}
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(text, [*files] * 2)) == [alone[kind] for kind in files] * 2
+    settle(served[1])
+    figures = httpx.get(served[0] + "/metrics").text
+    counted = next(line for line in figures.splitlines() if line.startswith("specbeam:audio_seconds_total"))
+    assert float(counted.rsplit(" ", 1)[1]) >= 9 * 2.4
+
+
+def test_silence_has_an_empty_text(client):
+    found = client.audio.transcriptions.create(
+        file=("x", encoded(np.zeros(RATE, dtype=np.float32))), response_format="verbose_json", **GIVEN
+    )
+    assert (found.text, found.segments, found.duration) == ("", [], 1.0)
+
+
+GOOD = encoded(SOUNDS["short"])
+REFUSED = {
+    "no bytes": ({"file": ("a", b"")}, {}, 400, "bad_audio", "file", "no bytes"),
+    "a text": ({"file": ("a", b"no audio at all")}, {}, 400, "bad_audio", "file", "cannot be read as audio"),
+    "half a header": ({"file": ("a", GOOD[:30])}, {}, 400, "bad_audio", "file", "the audio"),
+    "too short": ({"file": ("a", encoded(noise(0.05)))}, {}, 400, "bad_audio", "file", "at least 0.1 are needed"),
+    "too long": (
+        {"file": ("a", encoded(np.zeros(21 * RATE), subtype="PCM_U8"))}, {}, 400, "bad_audio", "file",
+        "more than 20 seconds",
+    ),
+    "not finite": (
+        {"file": ("a", encoded(np.full(RATE, np.nan, dtype=np.float32)))}, {}, 400, "bad_audio", "file", "not finite",
+    ),
+    "too fine": ({"file": ("a", encoded(noise(1), 192_000))}, {}, 400, "bad_audio", "file", "192000 samples"),
+    "too many channels": (
+        {"file": ("a", encoded(np.zeros((RATE, 9))))}, {}, 400, "bad_audio", "file", "9 channels",
+    ),
+    "no file": ({"x": ("a", GOOD)}, {}, 400, "unknown_field", "x", "the field file"),
+    "a text as file": ({"file": (None, GOOD[:4].decode())}, {}, 400, "bad_setting", "file", "no filename"),
+    "other model": ({}, {"model": "whisper-1"}, 404, "model_not_found", "model", "whisper-1"),
+    "language": ({}, {"language": "french"}, 400, "bad_setting", "language", "this model knows de, en"),
+    "prompt": ({}, {"prompt": "a" * 50}, 400, "bad_setting", "prompt", "51 tokens"),
+    "temperature": ({}, {"temperature": "1.5"}, 400, "bad_setting", "temperature", "1.5"),
+    "no number": ({}, {"temperature": "warm"}, 400, "bad_setting", "temperature", "warm"),
+    "format": ({}, {"response_format": "doc"}, 400, "bad_setting", "response_format", "doc"),
+    "words": (
+        {}, {"timestamp_granularities[]": "word", "response_format": "verbose_json"}, 400, "not_supported",
+        "timestamp_granularities", "single words",
+    ),
+    "times without a place": (
+        {}, {"timestamp_granularities[]": "segment"}, 400, "bad_setting", "timestamp_granularities", "verbose_json",
+    ),
+    "stream": ({}, {"stream": "true"}, 400, "not_supported", "stream", "not streamed"),
+    "unknown": ({}, {"langauge": "en"}, 400, "unknown_field", "langauge", "did you mean language"),
+    "twice": ({}, {"language": ["en", "de"]}, 400, "bad_setting", "language", "2 times"),
+    "no JSON": ({}, {"specbeam": "{"}, 400, "bad_json", "specbeam", "no JSON"),
+    "beams": ({}, {"specbeam": '{"beams": 99}'}, 400, "too_large_beams", "specbeam", "99 beams"),
+    "trace": ({}, {"specbeam": '{"trace": true}'}, 400, "not_supported", "specbeam", "trace"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_heard_or_honoured_is_refused_by_name(served, name):
+    files, fields, status, code, param, words_of = REFUSED[name]
+    found = httpx.post(served[0] + "/v1/audio/transcriptions", files=files or {"file": ("a", GOOD)}, data=fields)
+    error = found.json()["error"]
+    assert (found.status_code, error["code"], error["param"]) == (status, code, param), error
+    assert words_of in error["message"]
+
+
+def test_bodies_of_another_kind_or_size_are_refused(served):
+    url = served[0] + "/v1/audio/transcriptions"
+    found = httpx.post(url, json={"file": "x"})
+    assert (found.status_code, found.json()["error"]["code"]) == (415, "not_multipart")
+    found = httpx.post(url, files={"file": ("a", bytes(2**20 + 1))})
+    assert (found.status_code, found.json()["error"]["code"]) == (413, "body_too_large")
+    found = httpx.post(url, content=b"--x", headers={"content-type": "multipart/form-data; boundary=x"})
+    assert (found.status_code, found.json()["error"]["code"]) == (400, "bad_form")
+    found = httpx.post(served[0] + "/v1/audio/translations", files={"file": ("a", GOOD)}, data={"language": "de"})
+    assert found.json()["error"]["param"] == "language"
+
+
+def test_texts_are_refused_where_the_model_hears(client, served):
+    with pytest.raises(openai.BadRequestError, match="writes down speech; send audio to /v1/audio/transcriptions"):
+        client.completions.create(model="tiny", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="writes down speech"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
+    props = httpx.get(served[0] + "/props").json()
+    assert (props["has_speech"], props["has_chat"]) == (True, False)
+
+
+def test_audio_is_refused_where_the_model_reads_texts():
+    with running(dataclasses.replace(CONFIG, model="words"), words.pair()) as (url, _):
+        found = httpx.post(url + "/v1/audio/transcriptions", files={"file": ("a", GOOD)})
+    assert (found.status_code, found.json()["error"]["code"]) == (400, "not_supported")
+    assert "reads no audio" in found.json()["error"]["message"]
+
+
+def slow_down(monkeypatch, server, seconds=0.02):
+    """Let each step of the engine take longer, so that it can be met in the middle."""
+    step = server.engine._step
+
+    def slow():
+        time.sleep(seconds)
+        step()
+
+    monkeypatch.setattr(server.engine, "_step", slow)
+
+
+def test_a_client_that_leaves_ends_its_transcription_and_nobody_else_s(client, served, expected, monkeypatch):
+    url, server = served
+    slow_down(monkeypatch, server)
+    neighbour = []
+    file = ("a", encoded(SOUNDS["short"]))
+
+    def ask():
+        neighbour.append(client.audio.transcriptions.create(file=file, **GIVEN).text)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url + "/v1/audio/transcriptions", files={"file": ("a", encoded(SOUNDS["long"]))}, timeout=0.5)
+    thread.join()
+    assert neighbour == [expected["short"].text]
+    settle(server)
+    assert server.metrics.finished["abort"] >= 1
+
+
+def test_an_own_transcription_is_listed_and_can_be_ended(served, monkeypatch):
+    url, server = served
+    slow_down(monkeypatch, server, 0.1)
+    with ThreadPoolExecutor(1) as threads, httpx.Client(base_url=url, timeout=60) as http:
+        answer = threads.submit(http.post, "/v1/audio/transcriptions", files={"file": ("a", encoded(SOUNDS["long"]))})
+        end = time.monotonic() + 30
+        while not (found := http.get("/v1/specbeam/requests").json()["data"]) and time.monotonic() < end:
+            time.sleep(0.01)
+        assert found[0]["method"] == "speculative_beam_search"
+        assert http.delete(f"/v1/specbeam/requests/{found[0]['id']}").json()["cancelled"]
+        assert answer.result().json()["error"]["code"] == "cancelled"
+    settle(server)
+
+
+def test_a_fault_of_the_engine_costs_a_window_one_more_try(served, client, expected, monkeypatch):
+    """What breaks in company is decoded once more, alone; a broken window alone fails with its request."""
+    server = served[1]
+    extend = server.engine.pair.target.extend
+    broken = []
+
+    def breaks(sessions, *given):
+        if len(sessions) > 1 and not broken:
+            broken.append(1)
+            raise RuntimeError("broken on purpose")
+        return extend(sessions, *given)
+
+    monkeypatch.setattr(server.engine.pair.target, "extend", breaks)
+    slow_down(monkeypatch, server)
+    names = ["short", "long"] * 2
+    with ThreadPoolExecutor(4) as threads:
+        texts = threads.map(
+            lambda name: client.audio.transcriptions.create(file=("a", encoded(SOUNDS[name])), **GIVEN).text, names
+        )
+        assert list(texts) == [expected[name].text for name in names]
+    assert broken
+    settle(server)
+
+
+def test_too_many_requests_about_audio_are_told_to_come_again(served, monkeypatch):
+    url, server = served
+    monkeypatch.setattr(server.speech, "_most", 0)
+    found = httpx.post(url + "/v1/audio/transcriptions", files={"file": ("a", GOOD)})
+    assert (found.status_code, found.json()["error"]["code"]) == (429, "queue_full")
+    assert int(found.headers["retry-after"]) >= 1
+
+
+# Parts.
+
+
+def test_bytes_are_read_as_the_samples_that_they_hold(monkeypatch):
+    sound = noise(3.0, seed=1)
+    monkeypatch.setattr(audio, "BLOCK", 1000)
+    assert np.array_equal(read_audio_bytes(encoded(sound), 10), sound)
+    slow = resampled(sound, RATE, 8_000)
+    assert np.array_equal(read_audio_bytes(encoded(slow, 8_000), 10), resampled(slow, 8_000, RATE))
+
+
+@pytest.mark.parametrize("format", ["WAV", "FLAC", "OGG", "MP3"])
+def test_spoilt_audio_is_read_or_refused(format):
+    """Bytes changed at random: samples or `BadAudio`, and nothing else."""
+    kinds = {"WAV": "PCM_16", "FLAC": "PCM_16", "OGG": "VORBIS", "MP3": "MPEG_LAYER_III"}
+    good = encoded(noise(0.5, seed=1), format=format, subtype=kinds[format])
+    rng = np.random.default_rng(0)
+    outcomes = {True: 0, False: 0}
+    for _ in range(60):
+        raw = bytearray(good)
+        for _ in range(int(rng.integers(1, 6))):
+            place = int(rng.integers(0, min(len(raw), 200) if rng.random() < 0.6 else len(raw)))
+            raw[place] = int(rng.integers(256))
+        raw = raw[: int(rng.integers(20, len(raw)))] if rng.random() < 0.2 else raw
+        try:
+            found = read_audio_bytes(bytes(raw), 2.0)
+            assert np.isfinite(found).all()
+            outcomes[True] += 1
+        except sb.errors.BadAudio:
+            outcomes[False] += 1
+    assert outcomes[False] > 0
+
+
+def test_forms_are_read_whatever_bytes_their_files_hold():
+    head = "multipart/form-data; boundary=XX"
+    content = b"\x00\r\n--X\r\n\r\n\xff"
+    raw = (
+        b'--XX\r\nContent-Disposition: form-data; name="a"\r\n\r\nx\xc3\xa4\r\n'
+        b'--XX\r\ncontent-type: audio/wav\r\nCONTENT-DISPOSITION: form-data; filename="../b"; name=file\r\n\r\n'
+        + content + b"\r\n--XX--\r\n"
+    )  # fmt: skip
+    form = parse_form(head, raw)
+    assert (form.fields, form.files) == ({"a": ["xä"]}, {"file": [content]})
+    assert parse_form('multipart/form-data; charset=utf-8; boundary="XX"', b"before\r\n" + raw) == form
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        spoilt = bytearray(raw)
+        for _ in range(int(rng.integers(1, 4))):
+            spoilt[int(rng.integers(len(spoilt)))] = int(rng.integers(256))
+        spoilt = spoilt[: int(rng.integers(1, len(spoilt) + 1))]
+        with contextlib.suppress(Refusal):
+            parse_form(head, bytes(spoilt))
