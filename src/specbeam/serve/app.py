@@ -147,7 +147,7 @@ class BeamServer:
             served = self._served
             self._unfit = self.engine.call(lambda: _unfit(pair)).result()
             if served.hears:
-                self.speech.extractor = extractor_of(pair)
+                self.speech.open(pair)
             self.engine.call(lambda: _warm_up(pair, served), COMPILE_S).result()
         except Exception as error:
             self.failure = str(error)

@@ -22,6 +22,7 @@ from specbeam.speech.audio import read_audio_bytes
 from specbeam.speech.records import Transcript
 from specbeam.speech.transcribe import Models, ears_of
 
+DRAWS = "above temperature 0"  # the name of the method that is taken there, the same for all requests
 AGAIN_S = 0.05  # seconds after which a window asks for a place again
 Result = TypeVar("Result")
 Note = Callable[[list[Job], list[Generation]], None]
@@ -120,7 +121,7 @@ class Hearing:
         most = options.get("max_new_tokens")
         options["max_new_tokens"] = self.config.max_tokens if most is None else min(most, self.config.max_tokens)
         settings = Settings.given(options)
-        making = self.engine.prepare(method, self.order.method_key or repr((method.name, "speech")))
+        making = self.engine.prepare(method, self.order.method_key if method is self.order.method else DRAWS)
         if making is not None:
             making.result()
         request = Request(pair, sources, method, settings, seed)

@@ -17,17 +17,20 @@ def transcript_text(order: SpeechOrder, transcript: Transcript) -> str:
     return formatted(transcript, order.body.response_format)
 
 
-def transcript_json(order: SpeechOrder, transcript: Transcript, seconds: float) -> dict[str, Any]:
+def transcript_json(
+    order: SpeechOrder, transcript: Transcript, seconds: float, knows_languages: bool
+) -> dict[str, Any]:
     """Return a transcript as JSON, in short or with all segments.
 
     Args:
         seconds: that it took.
+        knows_languages: whether the model tells languages apart.
     """
     found: dict[str, Any] = {}
     if order.body.response_format == "verbose_json":
         found = {
             "task": order.task,
-            "language": language_name(transcript.language),
+            "language": language_name(transcript.language, knows_languages),
             "duration": transcript.duration,
             "segments": [_segment(number, one) for number, one in enumerate(transcript.segments)],
         }
@@ -35,11 +38,16 @@ def transcript_json(order: SpeechOrder, transcript: Transcript, seconds: float) 
     return found | {"specbeam": _our_part(order, transcript, seconds)}
 
 
-def language_name(code: str | None) -> str:
-    """Return the name of a language, as OpenAI's API gives it; None is English, the only one of models of one language."""
+def language_name(code: str | None, knows_languages: bool) -> str:
+    """Return the name of a language, as OpenAI's API gives it; "" if nothing was said that tells it.
+
+    A model that does not tell languages apart writes English.
+    """
     from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
-    return "english" if code is None else str(LANGUAGES.get(code, code))
+    if code is None:
+        return "" if knows_languages else "english"
+    return str(LANGUAGES.get(code, code))
 
 
 def _segment(number: int, segment: Segment) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
 from specbeam.errors import BadAudio, SpecbeamError
+from specbeam.pair import Pair
 from specbeam.records import Generation
 from specbeam.serve.auth import Client
 from specbeam.serve.bodies import read_bytes, unless_gone
@@ -19,6 +20,8 @@ from specbeam.serve.refusals import Refusal, invalid
 from specbeam.serve.speech_answers import MEDIA, transcript_json, transcript_text
 from specbeam.serve.speech_orders import speech_order_of
 from specbeam.speech.records import Transcript
+from specbeam.speech.tokens import speech_tokens
+from specbeam.speech.transcribe import extractor_of
 
 if TYPE_CHECKING:
     from specbeam.serve.app import BeamServer
@@ -41,7 +44,13 @@ class SpeechDesk:
         self._free = asyncio.Semaphore(at_once)
         self._most = ROOM * at_once
         self.extractor: Any = None  # makes the features that the model reads; set when the models are there
+        self.knows_languages = False  # whether the model tells languages apart; set with the extractor
         self.under_way = 0  # requests that are here, their upload included
+
+    def open(self, pair: Pair) -> None:
+        """Note what the models need and know, when they are there."""
+        self.extractor = extractor_of(pair)
+        self.knows_languages = bool(speech_tokens(pair).languages)
 
     def close(self) -> None:
         """Let the threads end when what they do is done."""
@@ -80,7 +89,8 @@ class SpeechDesk:
         order, audio = await server.in_pool(lambda: speech_order_of(parse_form(content_type, raw), task, served))
         note = http.scope["state"]["note"]
         note |= {"key": client.name, "method": order.method.name}
-        server.check_new(order.method_key, client)
+        if order.method_key:  # not the server's own
+            server.check_new(order.method_key, client)
         loop = asyncio.get_running_loop()
 
         def count(jobs: list[Job], texts: list[Generation]) -> None:
@@ -116,7 +126,7 @@ class SpeechDesk:
         if order.body.response_format in MEDIA:
             text = transcript_text(order, transcript)
             return Response(text, media_type=f"{MEDIA[order.body.response_format]}; charset=utf-8")
-        return JSONResponse(transcript_json(order, transcript, seconds))
+        return JSONResponse(transcript_json(order, transcript, seconds, self.knows_languages))
 
     async def _transcript(self, hearing: Hearing, audio: bytes) -> Transcript:
         """Wait for a place, and return what is said. Raises `Refusal` if no place becomes free in time."""
