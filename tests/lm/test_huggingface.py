@@ -1,5 +1,7 @@
 """Logits of a node equal those of a plain forward on its path, whatever happened before."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -180,3 +182,32 @@ def test_logits_of_roots_are_found_in_whatever_order_they_stand():
         turn = random_turn(rng, forest, lm.vocab, most=6)
         lm.settle(one, turn)
         one.texts = moved(one.texts, forest, turn)
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs numba")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="the system does not tell what memory is a process's own"
+)
+def test_room_that_is_reserved_is_taken_at_once_and_keeps_what_is_stored():
+    """A server's memory then shows when it starts; otherwise the system gives pages when they are first written."""
+
+    def own_bytes():
+        found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+        return 1024 * int(found.group(1))
+
+    lm = HuggingFaceLM(tiny("llama"), engine="compiled", share_from=None)
+    store = lm.runner.store
+    for buffer in (store.keys_by_panel, store.values_by_slot):
+        buffer[...] = np.arange(buffer.size, dtype=np.float32).reshape(buffer.shape)
+    kept = [buffer.copy() for buffer in (store.keys_by_panel, store.values_by_slot)]
+    before = own_bytes()
+    store.reserve(40, 8192)
+    sizes = [buffer.nbytes for buffer in (store.keys_by_panel, store.values_by_slot)]
+    assert min(sizes) > 2**25  # the system gives so much as pages of its own
+    assert own_bytes() - before < 0.5 * sum(sizes)
+    store.touch()
+    assert own_bytes() - before > 0.9 * sum(sizes)
+    for old, new in zip(kept, (store.keys_by_panel, store.values_by_slot), strict=True):
+        assert np.array_equal(new[: len(old), : old.shape[1], :, : old.shape[3]], old)
+    lm.reserve(41, 8192)  # which makes twice the rows
+    assert own_bytes() - before > 1.8 * sum(sizes)

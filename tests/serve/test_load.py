@@ -124,7 +124,6 @@ def test_an_hours_load_of_many_clients_who_come_and_go_leaves_nothing_behind(tmp
     assert of("kv_cache_usage_perc", after) == 0
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 0
-    assert per_thousand[0] - 2 * per_thousand[1] < MOST_GROWTH
 
     pair = sb.load("bundled", share_from=None)
     chosen = [one for one in report.once if one.status == 200]
@@ -137,3 +136,4 @@ def test_an_hours_load_of_many_clients_who_come_and_go_leaves_nothing_behind(tmp
         answers = sb.generate(pair, prompt, method, seed=seed, max_new_tokens=TOKENS, **options)
         assert one.texts == tuple(answer.text for answer in answers), (body, prompt, seed)
     tell(f"{len(checked)} answers are those of sb.generate")
+    assert per_thousand[0] - 2 * per_thousand[1] < MOST_GROWTH

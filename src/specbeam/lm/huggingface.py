@@ -171,8 +171,12 @@ class HuggingFaceLM:
         self.known_prompts = None
 
     def reserve(self, sessions: int, slots: int) -> None:
-        """Make room for the keys and values of so many sessions with so many tokens each, so that it need not grow later."""
+        """Make room for the keys and values of so many sessions with so many tokens each, so that it need not grow later.
+
+        All of its memory is taken at once: what a process needs shows when it starts.
+        """
         self.runner.store.reserve(sessions, -(-slots // BLOCK) * BLOCK)
+        self.runner.store.touch()
 
     @cached_property
     def slot_bytes(self) -> int:

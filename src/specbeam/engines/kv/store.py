@@ -13,6 +13,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+PAGE = 4096  # bytes of memory that the system gives at once, at the least
+
 
 @dataclass(frozen=True, eq=False)
 class Place:
@@ -129,6 +131,12 @@ class KVStore(Cache):
             self.grow(caches, slots)  # if this runs out of memory, nothing has changed
         self.caches = caches
         self.slots = slots
+
+    def touch(self) -> None:
+        """Write to each page of the buffers, so that their memory is taken now, and not page by page while decoding.
+
+        Buffers of torch are written when they are made: nothing is to do.
+        """
 
     def grow(self, caches: int, slots: int) -> None:
         """Replace the buffers by larger ones with the same contents."""
@@ -255,6 +263,10 @@ class PanelStore(KVStore):
         where = (len(self.layers) + self.more_layers, caches, self.heads)
         self.keys_by_panel = np.zeros((*where, panels, self.size, self.columns), dtype=np.float32)
         self.values_by_slot = np.zeros((*where, panels * self.columns, self.width), dtype=np.float32)
+
+    def touch(self) -> None:
+        for buffer in (self.keys_by_panel, self.values_by_slot):
+            buffer.reshape(-1)[:: PAGE // buffer.itemsize] += 0
 
     def grow(self, caches: int, slots: int) -> None:
         before = self.keys_by_panel, self.values_by_slot
