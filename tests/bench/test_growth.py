@@ -4,10 +4,18 @@ import pytest
 import torch
 
 import specbeam as sb
+from specbeam.bench.widen_head import grown_head
 from specbeam.bench.widen_model import Size, grown, size_for, with_positions
 from specbeam.bench.widen_vocabulary import SHIFT, with_words
+from specbeam.cli.widening import grown_pair
 from specbeam.errors import BadSetting, NotSupported
+from specbeam.heads.exit import ExitHead
+from specbeam.heads.head import Head
+from specbeam.heads.own import extra_rows_config
+from specbeam.heads.trees import chain_of
 from specbeam.pair import BUNDLED
+from specbeam.train.head_files import write_head
+from tests.support.extra_rows import extra_head
 from tests.support.tiny_models import tiny
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen2-window", "qwen3")
@@ -158,3 +166,53 @@ def test_texts_of_a_pair_with_more_words_are_the_same():
         warp = {} if method.greedy else {"top_k": 20}
         before, after = (sb.generate(pair, prompts, method, seed=2, **warp) for pair in (small, large))
         assert [one.text for one in before] == [one.text for one in after]
+
+
+def heads_of(model):
+    """A head of each kind that grows, none of whose weights is special."""
+    exit_head = ExitHead(model, 1)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for weight in exit_head.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.05)
+    return [exit_head, extra_head(model, "bita"), extra_head(model, "hidden_transfer")]
+
+
+@pytest.mark.parametrize("number", range(3), ids=["exit layer", "bita", "hidden transfer"])
+def test_a_head_that_grows_with_its_target_drafts_the_same(number):
+    model = tiny("llama")
+    own = Size.of(model.config)
+    size = Size(own.hidden * 2, own.layers + 2, own.inner * 2, own.heads * 2, own.kv_heads * 2)
+    head = heads_of(model)[number]
+    larger = grown_head(head, grown(model, size))
+    tokens = torch.randint(0, model.config.vocab_size, (7,), generator=torch.manual_seed(1))
+    trees = chain_of(tokens, {})
+    everywhere = torch.ones(1, 7, dtype=torch.bool)
+    with torch.no_grad():
+        found = larger.drafts(trees, 3, everywhere)
+        expected = head.drafts(trees, 3, everywhere)
+    assert len(found) == len(expected) > 0
+    for rows, others in zip(found, expected, strict=True):
+        assert rows.nodes.tolist() == others.nodes.tolist()
+        torch.testing.assert_close(rows.logits, others.logits, atol=3e-4, rtol=1e-4)
+    with pytest.raises(NotSupported, match="Head does not grow with its target; exit, BiTA"):
+        grown_head(Head(), model)
+
+
+@pytest.mark.skipif(not (BUNDLED / "target").is_dir(), reason="needs the bundled pair")
+def test_the_command_line_grows_a_head_with_its_target(tmp_path):
+    """The same beams are drafted for, by rows of the large target; what changes words or a draft model is refused."""
+    small = sb.load("bundled")
+    head = extra_head(small.target_model, "hidden_transfer")
+    write_head(head, extra_rows_config(head), tmp_path, small.target_model)
+    pair = grown_pair("bundled", str(tmp_path), "12M")
+    assert pair.target_model.num_parameters() > 10e6
+    assert pair.draft.head.target is pair.target_model
+    options = {"seed": 1, "max_new_tokens": 6}
+    (beams,) = sb.generate(pair, "Ein Hund", sb.dsbd(2, 3, 2), **options)
+    (plain,) = sb.generate(pair, "Ein Hund", sb.beam_sampling(2), **options)
+    assert beams.tokens == plain.tokens
+    assert beams.report.draft_passes > 0
+    for refused in ({"grow_draft": "9M"}, {"grow_vocab": "8K"}):
+        with pytest.raises(BadSetting, match="the draft is a head, which has the target's words"):
+            grown_pair("bundled", str(tmp_path), "12M", **refused)

@@ -128,16 +128,16 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
             weight.copy_(weight.bfloat16())
     norm_scale = math.sqrt(own.hidden / size.hidden)  # a norm over more width divides by less
     large.model.embed_tokens.weight.zero_()
-    _insert(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    insert(large.model.embed_tokens.weight, model.model.embed_tokens.weight)
     if not config.tie_word_embeddings:
-        _insert(large.lm_head.weight, model.lm_head.weight)
+        insert(large.lm_head.weight, model.lm_head.weight)
     large.model.norm.weight.fill_(norm_scale)
-    _insert(large.model.norm.weight, model.model.norm.weight * norm_scale)
+    insert(large.model.norm.weight, model.model.norm.weight * norm_scale)
     for layer in large.model.layers:  # new layers, heads and units write nothing
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
     for layer, source in zip(large.model.layers, model.model.layers, strict=False):
-        _copy_layer(layer, source, norm_scale)
+        copy_layer(layer, source, norm_scale)
     large.generation_config = copy.deepcopy(model.generation_config)
     return large.eval()
 
@@ -168,7 +168,7 @@ def _matrices(model: nn.Module) -> list[torch.Tensor]:
     return [module.weight for module in model.modules() if isinstance(module, (nn.Linear, nn.Embedding))]
 
 
-def _copy_layer(layer: nn.Module, source: nn.Module, norm_scale: float) -> None:
+def copy_layer(layer: nn.Module, source: nn.Module, norm_scale: float) -> None:
     """Copy the weights of a layer into a larger one; norms over the residual width are scaled by `norm_scale`."""
     for name, old in source.named_parameters():
         new = layer.get_parameter(name)
@@ -176,10 +176,10 @@ def _copy_layer(layer: nn.Module, source: nn.Module, norm_scale: float) -> None:
         if name.endswith("layernorm.weight"):
             scale = norm_scale
             new.fill_(norm_scale)
-        _insert(new, old * scale)
+        insert(new, old * scale)
 
 
-def _insert(new: torch.Tensor, old: torch.Tensor) -> None:
+def insert(new: torch.Tensor, old: torch.Tensor) -> None:
     """Write the old weights into the first rows and columns of the new ones.
 
     The rest of these rows may stay random: it reads new residual width, which is always zero.

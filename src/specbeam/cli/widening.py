@@ -1,12 +1,17 @@
 """The options `--grow`, `--grow-draft` and `--grow-vocab`: pairs whose models are enlarged before they are timed."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
+from specbeam.bench.widen_head import grown_head
 from specbeam.bench.widen_model import grown
 from specbeam.bench.widen_vocabulary import with_words
 from specbeam.cli.common import quiet_load
-from specbeam.errors import BadSetting
+from specbeam.errors import BadSetting, NotSupported
+from specbeam.heads.head import Head
+from specbeam.heads.read import head_model
+from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.quantised import is_rounding
 from specbeam.pair import Pair, load
 
@@ -32,13 +37,9 @@ def grown_pair(
         if grow_draft is not None:
             raise BadSetting(f"--draft {draft} is the target itself, which --grow enlarges; leave --grow-draft out")
         return load(_enlarged(target, grow, grow_vocab), draft, pair.tokenizer, quantize=quantize)
-    if getattr(pair.draft, "head", None) is not None:
-        if grow is not None or grow_draft is not None or grow_vocab is not None:
-            raise BadSetting(
-                "--grow, --grow-draft and --grow-vocab change models, and the draft is a head, which fits its own target "
-                "alone: leave them out, or take a draft model"
-            )
-        draft_model = draft
+    head = getattr(pair.draft, "head", None)
+    if head is not None:
+        return _with_head(pair, head, grow, grow_draft, quantize, grow_vocab)
     if grow_vocab is not None and draft_model is not None:
         draft_model = with_words(draft_model, parameters(grow_vocab, "--grow-vocab"))
     target = _enlarged(target, grow, grow_vocab)
@@ -47,6 +48,28 @@ def grown_pair(
             raise BadSetting("--grow-draft enlarges the draft model, and there is none; give --draft")
         draft_model = grown(draft_model, parameters(grow_draft, "--grow-draft"))
     return load(target, draft_model, pair.tokenizer, quantize=quantize)
+
+
+def _with_head(
+    pair: Pair, head: Head, grow: str | None, grow_draft: str | None, quantize: Any, grow_vocab: str | None
+) -> Pair:
+    """Return a pair whose target is enlarged, and whose draft is a head that grows with it.
+
+    Raises `BadSetting` for heads that do not, and for options that change the words or a draft model.
+    """
+    if grow is None or grow_draft is not None or grow_vocab is not None:
+        raise BadSetting(
+            "--grow-draft and --grow-vocab change models, and the draft is a head, which has the target's words: leave them "
+            "out, or take a draft model"
+        )
+    target = grown(pair.target_model, parameters(grow))
+    try:
+        larger = grown_head(head, target)
+    except NotSupported as error:
+        raise BadSetting(f"--grow enlarges the target, and the draft fits the small one alone: {error}") from error
+    alone = load(target, None, pair.tokenizer, quantize=quantize)
+    assert isinstance(alone.target, HuggingFaceLM)
+    return replace(alone, draft=head_model(larger, alone.target))
 
 
 def _enlarged(target: Any, grow: str | None, grow_vocab: str | None) -> Any:
