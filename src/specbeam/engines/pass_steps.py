@@ -14,14 +14,20 @@ from specbeam.engines.cpu.head_steps import (
     settle_head_cache,
     states_of,
 )
+from specbeam.engines.cpu.scratch import ScratchArrays, extend_scratch, forget_scratch, scratch_has_room
 from specbeam.engines.gpu.cache import GpuCacheArrays, extend_gpu_cache
+from specbeam.engines.kv.steps import SIZE, STORED
 
-AnyCacheArrays = CacheArrays | GpuCacheArrays | HeadArrays
+AnyCacheArrays = CacheArrays | GpuCacheArrays | HeadArrays | ScratchArrays
 
 # What does a verb for each kind of cache; where none is named, that of `CacheArrays`.
-_EXTEND_BY: dict[type, Any] = {GpuCacheArrays: extend_gpu_cache, HeadArrays: extend_head_cache}
-_HAS_ROOM_BY: dict[type, Any] = {HeadArrays: head_has_room}
-_REWIND_BY: dict[type, Any] = {HeadArrays: rewind_head_cache}
+_EXTEND_BY: dict[type, Any] = {
+    GpuCacheArrays: extend_gpu_cache,
+    HeadArrays: extend_head_cache,
+    ScratchArrays: extend_scratch,
+}
+_HAS_ROOM_BY: dict[type, Any] = {HeadArrays: head_has_room, ScratchArrays: scratch_has_room}
+_REWIND_BY: dict[type, Any] = {HeadArrays: rewind_head_cache, ScratchArrays: forget_scratch}
 
 
 def extend_any_cache(cache: AnyCacheArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
@@ -61,6 +67,24 @@ def _compiled_rewind_any_cache(cache: Any, nodes: Any) -> Any:
     return _REWIND_BY.get(cache.instance_class, rewind_cache)
 
 
+def any_waits(cache: AnyCacheArrays) -> bool:
+    """Return whether the first pass of a turn runs layers, before anything is drafted: on a scratch cache it always does."""
+    if isinstance(cache, ScratchArrays):
+        return True
+    return bool(cache.trie.counts[SIZE] > cache.trie.counts[STORED])
+
+
+@compiled_as(any_waits)
+def _compiled_any_waits(cache: Any) -> Any:
+    def always(cache: Any) -> bool:
+        return True
+
+    def if_pending(cache: Any) -> bool:
+        return cache.trie.counts[SIZE] > cache.trie.counts[STORED]
+
+    return always if cache.instance_class is ScratchArrays else if_pending
+
+
 class SettledTurn(NamedTuple):
     """What the cache of a draft model has to know of a turn, whose forest may have held more nodes for it.
 
@@ -80,13 +104,12 @@ class SettledTurn(NamedTuple):
 
 def settle_draft(draft: AnyCacheArrays, target: Any, turn: SettledTurn) -> None:
     """Settle the cache of a draft model, before that of the target, of which a head reads the hidden states."""
-    settle: Any = _settle_head if isinstance(draft, HeadArrays) else _settle_model
-    settle(draft, target, turn)
+    _SETTLE_BY.get(type(draft), _settle_model)(draft, target, turn)
 
 
 @compiled_as(settle_draft)
 def _compiled_settle_draft(draft: Any, target: Any, turn: Any) -> Any:
-    return _settle_head if draft.instance_class is HeadArrays else _settle_model
+    return _SETTLE_BY.get(draft.instance_class, _settle_model)
 
 
 @step
@@ -104,6 +127,13 @@ def _settle_head(draft: HeadArrays, target: Any, turn: SettledTurn) -> None:
         turn.survivor_parents, turn.kept,
     )  # fmt: skip
 
+
+@step
+def _settle_scratch(draft: ScratchArrays, target: Any, turn: SettledTurn) -> None:
+    forget_scratch(draft, 0)
+
+
+_SETTLE_BY: dict[type, Any] = {HeadArrays: _settle_head, ScratchArrays: _settle_scratch}
 
 PASSES, CYCLES = range(2)  # indices of `spent`
 EACH = -1  # in place of the number of blocks, of models that run for each layer

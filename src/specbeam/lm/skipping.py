@@ -17,6 +17,7 @@ from specbeam.core.forest import Forest
 from specbeam.engines.answers import LOGITS
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.passes import PackedPasses
+from specbeam.engines.cpu.scratch import ROWS
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import checked_needs
 from specbeam.lm.clasp import dispensable_layers
@@ -258,6 +259,56 @@ class SkippingLM:
             yield CacheForSteps(self, scratch, arrays)
         self.rows += scratch.trie.stored - before
         self._count_scratch(session)
+
+    @property
+    def supports_runs(self) -> bool:
+        """Whether compiled runs can take whole turns with these drafts, while no set is chosen; see `is_settled`."""
+        return type(self) is SkippingLM and self.lm.supports_runs
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the model is small enough for the caches of a processor."""
+        return self.lm.is_small
+
+    @property
+    def weights(self) -> int:
+        """The number of the target's parameters."""
+        return self.lm.weights
+
+    def is_settled(self, session: CacheOwner) -> bool:
+        """Return whether the sublayers of a session are settled, so that no turn comes back to Python to choose any."""
+        if self.settings.skip == "clasp":
+            return False
+        found = self._skips(session).found
+        return found is None or found.is_over(self.search)
+
+    def store_before_roots(self, session: CacheOwner) -> None:
+        """Let the target store all tokens before the roots; a run may begin then."""
+        self.lm.caches_before_roots([session])
+
+    @contextmanager
+    def cache_for_run(self, session: CacheOwner, fresh: int, beams: int) -> Iterator[CacheForSteps]:
+        """Yield a cache for the drafts of a whole run, on slots that are free in the target's.
+
+        That must have room for the run already, as from `HuggingFaceLM.cache_for_steps`, after `store_before_roots`.
+
+        Args:
+            fresh: the most nodes that a turn drafts.
+            beams: the most live beams.
+        """
+        cache = session.state[self.lm]
+        passes = self._passes_without(self.skipped(session))
+        with passes.scratch_for_steps(cache, fresh + 2 * beams) as arrays:
+            yield CacheForSteps(self, cache, arrays)
+        self.rows += int(arrays.numbers[ROWS])
+
+    def shares(self, session: CacheOwner) -> bool:
+        """Return whether other sessions store tokens in the same row of the store, as the target says."""
+        return self.lm.shares(session)
+
+    def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
+        """Update the counter of passes after a run; the target's cache is finished as that of the target."""
+        self.passes += passes
 
     def fill(
         self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None

@@ -93,9 +93,9 @@ class CpuCache(RowMember):
         # Nodes before the first root may be listed beside those of the forest, see `take_back_drafts`.
         self.trie.make_room(fresh + (self.trie.pending if self.runs_ahead else 0))
         self.trie.make_slots(self.trie.pending + fresh)
-        self._make_rows(self.trie.pending + fresh)
+        self.make_rows(self.trie.pending + fresh)
 
-    def _make_rows(self, fresh: int = 0) -> None:
+    def make_rows(self, fresh: int = 0) -> None:
         """Make room for what is kept of all stored nodes, and for `fresh` more nodes that wait for the exit layer."""
         rows = len(self.trie.arrays.seen)
         if rows > len(self.outputs):
@@ -134,7 +134,7 @@ class CpuCache(RowMember):
 
     def learn(self, rows: Float32[np.ndarray, "n hidden"], tapped: Float32[np.ndarray, "n tapped"]) -> None:
         """Keep the outputs of the last layer for the nodes that were stored last, and the states at their taps."""
-        self._make_rows()
+        self.make_rows()
         stored = self.trie.stored
         self.outputs[stored - len(rows) : stored] = rows
         self.taps[stored - len(rows) : stored] = tapped
@@ -147,7 +147,7 @@ class CpuCache(RowMember):
             feed: these nodes.
             prompt: the first of these local nodes, and how many of them come before the first root.
         """
-        self._make_rows(len(feed))
+        self.make_rows(len(feed))
         keep_early(self.early, self.trie.arrays, rows, feed.slots, self.has_exit)
         self.unfinished_prompt.append(prompt)
 
@@ -210,7 +210,7 @@ class CpuCache(RowMember):
 
     def _rename(self, former: Int64[np.ndarray, " left"]) -> None:
         """Keep what there is of the local nodes that remain, given the number that each had before."""
-        self._make_rows()
+        self.make_rows()
         stored = self.trie.stored
         for rows in (self.outputs, self.taps):
             rows[:stored] = rows[former[:stored]]

@@ -1,8 +1,8 @@
 """Passes of the compiled forward, in which the rows of all sessions follow each other without padding."""
 
 import copy
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -17,6 +17,7 @@ from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, extend_cache
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import MOST_WAITING, ExitLayer, keep_exits
+from specbeam.engines.cpu.scratch import ScratchArrays
 from specbeam.engines.eligibility import lacks_taps
 from specbeam.engines.kv.cache import Logits, Nodes, hand_out
 from specbeam.engines.kv.late import LateRows, late_rows
@@ -341,6 +342,21 @@ class PackedPasses:
         if cache.runs_ahead:
             part = FIRST if drafts else LAST
         return self.decoder.arrays_for_steps(cache, self.store, self.windows, part)
+
+    @contextmanager
+    def scratch_for_steps(self, cache: CpuCache, more: int) -> Iterator[ScratchArrays]:
+        """Yield a scratch cache of a session as arrays for steps, for passes that leave no trace in `cache`.
+
+        Valid until the session is given more room.
+
+        Args:
+            cache: with room for all that the steps add to it, in the same row of the store.
+            more: the number of nodes that there is room for besides.
+        """
+        scratch = cache.scratch(cache.trie.room_for_scratch(more))
+        scratch.make_rows()
+        with self.decoder.arrays_for_steps(scratch, self.store, self.windows, ALL) as own:
+            yield ScratchArrays(own, cache.trie.arrays, np.zeros(2, dtype=np.int64))
 
 
 def _by_exit_layer(caches: list[CpuCache]) -> dict[ExitLayer, list[CpuCache]]:

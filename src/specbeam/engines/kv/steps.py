@@ -66,6 +66,58 @@ def feed_slots(trie: Trie, slots: Array) -> None:
 
 
 @compiled
+def copy_for_scratch(source: Trie, goal: Trie, again: Array) -> None:
+    """Let a trie begin as another one is at the start of a turn. It gives out slots that are free there.
+
+    There must be room for all nodes of the other one, and twice for those that are stored again.
+
+    Args:
+        again: int64[count], forest nodes that are stored, and that the trie is to store a second time, under what is above
+            them.
+    """
+    size = source.counts[SIZE]
+    stored = source.counts[STORED]
+    known = source.counts[KNOWN]
+    count = len(again)
+    slots = len(source.used)
+    goal.nodes[:, :stored] = source.nodes[:, :stored]
+    goal.seen[:stored, :slots] = source.seen[:stored]
+    goal.seen[:stored, slots:] = False
+    for node in range(stored, size):  # pending ones come after what is above those that are stored again
+        above = source.nodes[1, node]
+        goal.nodes[0, node + count] = source.nodes[0, node]
+        goal.nodes[1, node + count] = above if above < stored else above + count
+        goal.nodes[2, node + count] = source.nodes[2, node]
+    for node in range(known):
+        local = source.local[node]
+        goal.local[node] = local if local < stored else local + count
+    for number in range(count):
+        local = source.local[again[number]]
+        position = source.nodes[2, local]
+        anchor = stored + number
+        twin = size + count + number
+        goal.nodes[0, anchor] = -1
+        goal.nodes[1, anchor] = -1
+        goal.nodes[2, anchor] = position - 1
+        goal.seen[anchor] = False
+        for slot in range(slots):
+            goal.seen[anchor, slot] = source.seen[local, slot] and source.slot_position[slot] != position
+        goal.nodes[0, twin] = source.nodes[0, local]
+        goal.nodes[1, twin] = anchor
+        goal.nodes[2, twin] = position
+        goal.local[again[number]] = twin
+    goal.used[:slots] = source.used
+    goal.used[slots:] = False
+    goal.slot_position[:slots] = source.slot_position
+    goal.counts[SIZE] = size + 2 * count
+    goal.counts[STORED] = stored + count
+    goal.counts[KNOWN] = known
+    goal.counts[HELD] = source.counts[HELD]
+    goal.counts[EXTENT] = source.counts[EXTENT]
+    goal.counts[PEAK] = source.counts[HELD]
+
+
+@compiled
 def add_survivors(trie: Trie, survivors: Array, tokens: Array, parents: Array) -> Array:
     """Return the local node of each surviving beam, after adding those that were no draft under their `parents`.
 

@@ -35,6 +35,7 @@ from specbeam.engines.kv.steps import (
     WASTE,
     Trie,
     add_survivors,
+    copy_for_scratch,
     enter,
     feed_slots,
     prune,
@@ -164,26 +165,30 @@ class KVTrie:
         Args:
             again: forest nodes that are stored, and that it is to store a second time, under what is above them.
         """
-        size = self.size
-        stored = self.stored
-        twice = self.local[again]
-        count = len(twice)
+        other = self.room_for_scratch(2 * len(again) + BLOCK)
+        copy_for_scratch(self.arrays, other.arrays, again)
+        other.root_at = other.local[: min(len(self.root_at), other.known)].copy()
+        return other
+
+    def room_for_scratch(self, more: int) -> "KVTrie":
+        """Return a trie that `copy_for_scratch` may fill from this one, as long as this one is not widened.
+
+        Args:
+            more: the number of nodes that there is room for besides those that this one has room for.
+        """
         arrays = self.arrays
-        names = np.arange(size) + count * (np.arange(size) >= stored)  # of the nodes of this trie in the other one
-        anchors = stored + np.arange(count)
-        copies = size + count + np.arange(count)
-        above = arrays.nodes[:, twice] - np.array([[0], [0], [1]])
-        above[:2] = -1
-        pending = arrays.nodes[:, stored:size].copy()
-        pending[1] = names[pending[1]]
-        copied = arrays.nodes[:, twice]
-        copied[1] = anchors
-        nodes = np.concatenate([arrays.nodes[:, :stored], above, pending, copied], axis=1)
-        own = arrays.slot_position == arrays.nodes[2, twice][:, None]  # of what a node sees, its own slot
-        seen = np.concatenate([self.seen, arrays.seen[twice] & ~own])
-        local = names[self.local]
-        local[again] = copies
-        return self._other(nodes, seen, local)
+        other = copy.copy(self)
+        other.arrays = Trie(
+            np.zeros((3, arrays.nodes.shape[1] + more), dtype=np.int64),
+            np.zeros(len(arrays.local) + more, dtype=np.int64),
+            np.zeros((len(arrays.seen) + more, self.capacity), dtype=bool),
+            np.zeros(self.capacity, dtype=bool),
+            np.zeros(self.capacity, dtype=np.int64),
+            np.zeros(6, dtype=np.int64),
+        )
+        other.root_at = NO_NODES
+        other.company = [other]
+        return other
 
     def before(self, node: int, position: int) -> "KVTrie":
         """Return a trie like those of `scratch` with one stored node, the root, which sees the text before a position alone.

@@ -1,0 +1,68 @@
+"""Scratch caches: passes on slots that are free in the cache of a text, which begin anew in each turn.
+
+Drafts by the target without some of its sublayers read what the whole target has stored, and store keys and values that
+are wrong for it. No node of the text ever sees these slots, and the target's own pass fills them again.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from specbeam.engines.cpu.cache_steps import CacheArrays, extend_cache
+from specbeam.engines.kv.steps import HELD, KNOWN, PEAK, SIZE, STORED, Trie, copy_for_scratch
+from specbeam.kernels.compiling import Array, compiled
+
+BEGUN, ROWS = range(2)  # indices into `ScratchArrays.numbers`
+
+
+class ScratchArrays(NamedTuple):
+    """A scratch cache of a session, as steps take it."""
+
+    own: CacheArrays  # what its passes run on
+    trie: Trie  # of the text; at the first pass of a turn its arrays are copied
+    numbers: Array  # int64[2]: 1 once a turn has begun; the number of rows that were computed
+
+
+@compiled
+def stored_among(trie: Trie, wanted: Array) -> Array:
+    """Return the wanted forest nodes that are stored already, and so have to be run again."""
+    again = np.empty(len(wanted), dtype=np.int64)
+    count = 0
+    for node in wanted:
+        if node < trie.counts[KNOWN] and trie.local[node] < trie.counts[STORED]:
+            again[count] = node
+            count += 1
+    return again[:count]
+
+
+@compiled
+def extend_scratch(cache: ScratchArrays, tokens: Array, parents: Array, wanted: Array) -> Array:
+    """Do what `extend_cache` does; the first pass of a turn begins where the text is."""
+    own = cache.own.trie
+    numbers = cache.numbers
+    if numbers[BEGUN] == 0:
+        copy_for_scratch(cache.trie, own, stored_among(cache.trie, wanted))
+        numbers[BEGUN] = 1
+    before = own.counts[STORED]
+    logits = extend_cache(cache.own, tokens, parents, wanted)
+    numbers[ROWS] += own.counts[STORED] - before
+    cache.trie.counts[PEAK] = max(cache.trie.counts[PEAK], own.counts[PEAK])
+    return logits
+
+
+@compiled
+def scratch_has_room(cache: ScratchArrays, fresh: int, beams: int) -> bool:
+    """Return whether there is room for a turn's `fresh` new nodes, and for all roots a second time."""
+    counts = cache.trie.counts
+    own = cache.own.trie
+    again = counts[KNOWN]
+    nodes = counts[SIZE] + 2 * again + fresh
+    slots = counts[HELD] + counts[SIZE] - counts[STORED] + again + fresh + 1
+    has_nodes = nodes <= min(own.nodes.shape[1], len(own.seen), len(cache.own.outputs))
+    return has_nodes and counts[KNOWN] + fresh <= len(own.local) and slots <= len(own.used)
+
+
+@compiled
+def forget_scratch(cache: ScratchArrays, nodes: int) -> None:
+    """Forget what was stored in this turn; `nodes` is not looked at."""
+    cache.numbers[BEGUN] = 0
