@@ -16,6 +16,8 @@ import numpy as np
 from specbeam.audit import Audit
 from specbeam.control.needs import learn_odds
 from specbeam.control.planning import Plan, deepest_of, learn_passed, plan_depth
+from specbeam.control.stopping import learn_stop, stops_of
+from specbeam.control.stops import NEVER
 from specbeam.control.width import Widths, is_for_steps
 from specbeam.core.beams import (
     FROM_BEFORE,
@@ -63,11 +65,12 @@ from specbeam.core.forest import (
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.batch import models_of
 from specbeam.draft.beams import Cut, NoDraft, SearchedLayers, SharedLayers, cut, draft_layers, start_draft, uncut
-from specbeam.draft.tree import ROOM, TreeSpec, grow_tree, most_nodes, start_tree
+from specbeam.draft.stems import StemSpec
+from specbeam.draft.tree import TreeSpec, finish_growth, grow_tree, most_nodes, start_growth
 from specbeam.engines.answers import LOGITS
 from specbeam.engines.cpu.cache_steps import has_unfinished, keep_given, settle_cache
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED
-from specbeam.engines.pass_steps import SettledTurn, any_has_room, rewind_any_cache, run_pass, settle_draft
+from specbeam.engines.pass_steps import SettledTurn, any_has_room, any_waits, rewind_any_cache, run_pass, settle_draft
 from specbeam.errors import BrokenProcessor
 from specbeam.heads.lm import HeadLM
 from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
@@ -78,6 +81,7 @@ from specbeam.laws.reduce import log_probabilities
 from specbeam.laws.warp import check_rows, processed_rows
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM
+from specbeam.lm.skipping import SkippingLM
 from specbeam.measure.profiler import apportion
 from specbeam.records import RowCounts
 from specbeam.session import Session
@@ -99,7 +103,7 @@ _NO_TOKENS = np.zeros(0, dtype=np.bool_)
 _ONE_AT_A_TIME = threading.Lock()  # for what runs call in Python
 
 
-RunLM = HuggingFaceLM | HeadLM
+RunLM = HuggingFaceLM | HeadLM | SkippingLM
 
 
 class NoDraftSpec(NamedTuple):
@@ -112,7 +116,7 @@ class RunSpec(NamedTuple):
     """How the turns of a session go."""
 
     plan: Plan
-    drafts: Any  # SharedLayers, SearchedLayers, DrawnLayers, TreeSpec or NoDraftSpec
+    drafts: Any  # SharedLayers, SearchedLayers, DrawnLayers, TreeSpec, StemSpec or NoDraftSpec
     drafting: bool  # whether there is a draft model
     rule: Any  # SharedSpec, SearchSpec, TriedSpec, WalkSpec or ClimbSpec
     widths: Widths
@@ -167,12 +171,12 @@ def _draft_beams(
 def _draft_tree(
     drafts: Any, model: Any, roots: Forest, live: Beams, depth: int, width: int, edits: Edits, dice: Any, spent: Array
 ) -> tuple[Cut, int]:
-    draft, condition = grow_tree(model, start_tree(roots, ROOM), 0, depth, drafts, edits, dice, spent)
-    return uncut(draft.forest), condition
+    draft, condition = grow_tree(model, start_growth(roots, drafts), 0, depth, drafts, edits, dice, spent)
+    return uncut(finish_growth(draft, drafts)), condition
 
 
 @step
-def _nodes_of_tree(drafts: TreeSpec, roots: int, depth: int, width: int) -> int:
+def _nodes_of_tree(drafts: Any, roots: int, depth: int, width: int) -> int:
     return most_nodes(drafts, roots, depth)
 
 
@@ -194,8 +198,8 @@ def _draft_nothing(
 
 
 # What does a verb for each kind of spec; where none is named, that of drafts and rules of layers.
-_NODES_OF: dict[type, Any] = {TreeSpec: _nodes_of_tree, NoDraftSpec: _nodes_of_nothing}
-_DRAFT_BY: dict[type, Any] = {TreeSpec: _draft_tree, NoDraftSpec: _draft_nothing}
+_NODES_OF: dict[type, Any] = {TreeSpec: _nodes_of_tree, StemSpec: _nodes_of_tree, NoDraftSpec: _nodes_of_nothing}
+_DRAFT_BY: dict[type, Any] = {TreeSpec: _draft_tree, StemSpec: _draft_tree, NoDraftSpec: _draft_nothing}
 _VERIFY_BY: dict[type, Any] = {WalkSpec: walk_down, ClimbSpec: climb}
 
 
@@ -347,9 +351,18 @@ def take_turn(
 
 
 def learn_from(drafts: Any, drafted: Cut, layers: Layers) -> None:
-    """Learn the odds of drafts from what became of them, if drafts are cut by their odds."""
-    if isinstance(drafts, (SharedLayers, SearchedLayers)):
-        _learn_from(drafts, drafted, layers)
+    """Learn from what became of drafts, if that decides how the next ones are cut, or where they end."""
+    _LEARN_BY.get(type(drafts), _learn_nothing)(drafts, drafted, layers)
+
+
+@step
+def _learn_nothing(drafts: Any, drafted: Cut, layers: Layers) -> None:
+    return
+
+
+@step
+def _learn_stop(drafts: Any, drafted: Cut, layers: Layers) -> None:
+    learn_stop(drafts.stops, drafted_layers(drafted.forest), layers.passed.sum())
 
 
 @step
@@ -358,11 +371,47 @@ def _learn_from(drafts: Any, drafted: Cut, layers: Layers) -> None:
         learn_odds(drafts.budget.odds, drafted.odds, drafted.whole, layers, drafted.names)
 
 
+_LEARN_BY: dict[type, Any] = {
+    SharedLayers: _learn_from,
+    SearchedLayers: _learn_from,
+    TreeSpec: _learn_stop,
+    StemSpec: _learn_stop,
+}
+_STOPPING = (TreeSpec, StemSpec)  # drafts that may end between layers
+
+
 @compiled_as(learn_from)
 def _compiled_learn_from(drafts: Any, drafted: Any, layers: Any) -> Any:
-    if drafts.instance_class in (SharedLayers, SearchedLayers):
-        return _learn_from
-    return lambda drafts, drafted, layers: None
+    return _LEARN_BY.get(drafts.instance_class, _learn_nothing)
+
+
+def tosses_of(drafts: Any) -> int:
+    """Return how many coins of the controller are used that may end drafts between layers."""
+    return int(drafts.stops.coins.used[0]) if isinstance(drafts, _STOPPING) else 0
+
+
+@compiled_as(tosses_of)
+def _compiled_tosses_of(drafts: Any) -> Any:
+    if drafts.instance_class in _STOPPING:
+        return lambda drafts: drafts.stops.coins.used[0]
+    return lambda drafts: 0
+
+
+def keep_tosses(drafts: Any, used: int) -> None:
+    """Take back the coins after the first `used`."""
+    if isinstance(drafts, _STOPPING):
+        drafts.stops.coins.used[0] = used
+
+
+@compiled_as(keep_tosses)
+def _compiled_keep_tosses(drafts: Any, used: Any) -> Any:
+    def keep(drafts: Any, used: Any) -> None:
+        drafts.stops.coins.used[0] = used
+
+    def keep_nothing(drafts: Any, used: Any) -> None:
+        return
+
+    return keep if drafts.instance_class in _STOPPING else keep_nothing
 
 
 @step
@@ -463,13 +512,15 @@ def run_turns(
         if not any_has_room(target, fresh, spec.most_beams) or not any_has_room(draft, fresh, spec.most_beams):
             break
         used = dice.used[0]
+        tosses = tosses_of(spec.drafts)
         held = room.finished.held[0]
         known = room.evidence.numbers.copy()
-        was_waiting = runs_layers(draft, 0)
+        was_waiting = any_waits(draft)
         turn = take_turn(target, draft, spec, live, start, room, depth, width, dice)
         room.finished.held[0] = held  # settling adds them again, with their texts
         if turn.condition != SOUND:
             dice.used[0] = used
+            keep_tosses(spec.drafts, tosses)
             room.evidence.numbers[:] = known
             rewind_any_cache(target, len(start.tokens))
             if spec.drafting:
@@ -538,14 +589,16 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
             return None
         drafts: Any = NoDraftSpec(target.vocab)
     else:
-        drafts = spec_of(parts.drafter, "draft", session)
+        drafts = _drafts_of(parts.drafter, parts.controller, session, most_turns * deepest_of(plan))
         drafting = models_of(parts.drafter) or (None,)
         lm = drafting[0]
-        if drafts is None or not isinstance(lm, HuggingFaceLM | HeadLM):
+        if drafts is None or not isinstance(lm, RunLM):
             return None
         if not lm.supports_runs or lm.vocab != target.vocab:
             return None
         if isinstance(lm, HeadLM) and not lm.is_ready(session):
+            return None
+        if isinstance(lm, SkippingLM) and not lm.is_settled(session):
             return None
         models.append(lm)
     stop = session.limits.stop
@@ -555,6 +608,19 @@ def run_spec(target: LM, session: Session, most_turns: int) -> tuple[RunSpec, li
         session.keeps_nodes,
     )  # fmt: skip
     return spec, models, edits is None and not warp.takes_raw_rows
+
+
+def _drafts_of(drafter: object, controller: object, session: Session, tosses: int) -> Any:
+    """Return the numbers by which steps draft; None if a part does it in Python.
+
+    Args:
+        tosses: the most coins of a controller that a run tosses.
+    """
+    drafts = spec_of(drafter, "draft", session)
+    stops = stops_of(controller, session, tosses)
+    if stops is None or stops.kind == NEVER:
+        return None if stops is None else drafts
+    return drafts._replace(stops=stops) if isinstance(drafts, _STOPPING) else None
 
 
 def numbers_of(controller: object, session: Session) -> Plan | None:
@@ -687,10 +753,16 @@ class Run:
         more = min(self.session.remaining, SPAN) + (MOST_KEPT if self.spec.keeps_nodes else 0)
         fresh = self.fresh + self.spec.most_beams
         needs = [self.session.parts.needs, *(LOGITS for _ in self.models[1:])]
-        found = [
-            stack.enter_context(lm.cache_for_steps(self.session, fresh, more, need))
-            for lm, need in zip(self.models, needs, strict=True)
-        ]
+        for lm in self.models:
+            if isinstance(lm, SkippingLM):
+                lm.store_before_roots(self.session)
+        found: list[Any] = []
+        for lm, need in zip(self.models, needs, strict=True):
+            if isinstance(lm, SkippingLM):
+                cache: Any = lm.cache_for_run(self.session, fresh, self.spec.most_beams)
+            else:
+                cache = lm.cache_for_steps(self.session, fresh, more, need)
+            found.append(stack.enter_context(cache))
         caches = [cache.arrays for cache in found if cache is not None]
         if len(caches) < len(self.models) or any(lm.shares(self.session) for lm in self.models):
             return None

@@ -11,7 +11,7 @@ from specbeam.control.confidence import SureDraft, TrackedThreshold
 from specbeam.control.cost import CostCurve, PassTimes
 from specbeam.control.size import SizeByLatency, best_size
 from specbeam.control.survival import Survival
-from specbeam.control.thompson import Thompson, best_length
+from specbeam.control.thompson import ACCEPTED, REFUSED, SCORE_ERROR, Thompson, best_length, calibrated_odds
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import Forest
 from specbeam.draft.children import Best, BestAndOne, Distinct, Independent
@@ -113,9 +113,9 @@ def test_thompson_learns_the_rate():
         session = session_of(sb.speculative_sampling(8, controller=controller), draft, steps=150)
         turns = run(session, target)
         lengths[name] = np.mean([turn.shape.depth for turn in turns[-10:-2]])
-        belief = session.state[controller]
-        assert belief.accepted - 1 == sum(turn.verdict.accepted for turn in turns)
-        assert belief.refused - 1 == sum(turn.verdict.accepted < turn.forest.siblings.size for turn in turns)
+        accepted, refused, _ = session.state[controller].numbers.learnt
+        assert accepted - 1 == sum(turn.verdict.accepted for turn in turns)
+        assert refused - 1 == sum(turn.verdict.accepted < turn.forest.siblings.size for turn in turns)
     assert lengths["twin"] > 6
     assert lengths["stranger"] < 5
 
@@ -140,7 +140,7 @@ def test_a_plan_never_drafts_beyond_the_limit(controller):
         session.parts.controller._pass_odds(session).seen[0] = 1e6
     for key in range(20):
         if controller == "thompson":
-            session.parts.controller._belief(session).accepted = 1e9
+            session.parts.controller._known(session).numbers.learnt[ACCEPTED] = 1e9
         shape = session.parts.controller.plan(session)
         assert shape == Shape(2, 1), key
 
@@ -179,7 +179,7 @@ def test_survival_counts_what_it_spent():
     controller.settle(session, told(accepted=1, drafted=3))
     seen = session.state[controller]
     assert (seen.tokens, seen.cost) == (3.0, pytest.approx(2.6))
-    assert seen.tries.tolist() == [4, 4, 4, 4, 4, 4, 4, 4, 5, 5]  # what was not reached is not counted
+    assert seen.numbers.tries.tolist() == [4, 4, 4, 4, 4, 4, 4, 4, 5, 5]  # what was not reached is not counted
     assert seen.accepted_at(0.95) == pytest.approx((0.95 * 4 + 1) / 5)
     assert seen.accepted_at(0.85) == pytest.approx(0.85 * 4 / 5)
 
@@ -198,20 +198,23 @@ def test_a_tracked_threshold_is_not_lowered_by_a_draft_of_full_length():
 def test_calibration_weighs_rate_and_score_by_their_certainty():
     controller = Thompson(calibrated=True, mode="round", most=5)
     session = session_of(sb.speculative_sampling(5, controller=controller), TableLM([0.5, 0.5]), steps=9)
-    belief = controller._belief(session)
-    belief.accepted, belief.refused = 60.0, 40.0
-    means = {}
+    stops = controller.stops(session, 0)
+    numbers = stops.learnt
+    numbers[[ACCEPTED, REFUSED]] = 60.0, 40.0
+    odds = {}
     for error in (1e-6, 0.05, 1e6):
-        belief.score_error = error
-        means[error] = np.mean([controller._calibrated(belief, 0.9) for _ in range(4000)])
-    assert means[1e-6] == pytest.approx(0.9, abs=0.01)  # a score that never errs is believed
-    assert means[1e6] == pytest.approx(0.6, abs=0.02)  # one that always does is not
-    assert means[0.05] == pytest.approx(0.75, abs=0.02)  # as uncertain as the rate
-    belief.score_error, belief.scores = 0.05, [0.9, 0.9]
+        numbers[SCORE_ERROR] = error
+        odds[error] = calibrated_odds(stops, 0.9)
+    assert odds[1e-6] == pytest.approx(0.9, abs=0.01)  # a score that never errs is believed
+    assert odds[1e6] == pytest.approx(0.6, abs=0.02)  # one that always does is not
+    assert odds[0.05] == pytest.approx(0.75, abs=0.02)  # as uncertain as the rate
+    numbers[SCORE_ERROR] = 0.05
+    stops.scores[:2] = 0.9
+    stops.counted[0] = 2
     controller.settle(session, told(accepted=1, drafted=2))
     surprises = [max(0.002, 0.01 - 0.09), max(0.002, 0.81 - 0.09)]
     expected = 0.95 * (0.95 * 0.05 + 0.05 * surprises[0]) + 0.05 * surprises[1]
-    assert belief.score_error == pytest.approx(expected)
+    assert numbers[SCORE_ERROR] == pytest.approx(expected)
 
 
 def test_the_first_turn_of_a_session_holds_its_prompt_and_says_nothing_of_nodes():

@@ -260,6 +260,7 @@ def test_the_first_layers_run_once_for_each_draft_and_the_root(monkeypatch):
 
 RUNNING = {  # method, layers before the exit, and tokens of a prompt in one pass
     "chain": (sb.speculative_sampling(3), 1, 16),
+    "chain by a coin": (sb.eesd(5, controller="calibration_ts"), 1, 16),
     "beams": (sb.dsbd(3, 4, 3, "fixed"), 1, 16),
     "beams that are cut": (sb.dsbd(3), 3, 512),
 }

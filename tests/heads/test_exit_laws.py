@@ -4,6 +4,8 @@ Its law at a node is a function of the path alone, like that of a draft model, s
 is its own is the length of a draft, which may look at what was drawn: what may be looked at, and what may not.
 """
 
+import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 import specbeam as sb
+from specbeam.control import thompson
 from specbeam.control.thompson import Thompson
 from specbeam.decode import decode
 from specbeam.heads.exit import ExitHead, ExitLM, exit_model
@@ -26,6 +29,7 @@ from tests.control.test_controllers import told
 from tests.support.exact import distance, exact_law
 from tests.support.examples import PAIRS, completed
 from tests.support.programs import random_table, run, session_of, texts
+from tests.support.steps import source_of_steps
 from tests.support.tiny_models import tiny
 from tests.test_laws_on_models import END, LENGTH, PROMPT, p_value, plain_law, softened
 
@@ -98,8 +102,7 @@ def test_the_posterior_is_the_prior_and_the_sums_of_what_was_seen():
             controller.settle(session, told(passed, drafted))
             accepted += passed
             refused += (passed < drafted) if censored else drafted - passed
-        belief = controller._belief(session)
-        assert (belief.accepted, belief.refused) == (2.0 + accepted, 3.0 + refused)
+        assert controller._known(session).numbers.learnt[:2].tolist() == [2.0 + accepted, 3.0 + refused]
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.8])
@@ -117,9 +120,91 @@ def test_the_posterior_mean_finds_a_constant_rate(rate):
         while passed < drafted and rng.random() < rate:
             passed += 1
         controller.settle(session, told(passed, drafted))
-    belief = controller._belief(session)
-    seen = belief.accepted + belief.refused
-    assert belief.accepted / seen == pytest.approx(rate, abs=4 * (rate * (1 - rate) / seen) ** 0.5)
+    accepted, refused, _ = controller._known(session).numbers.learnt
+    seen = accepted + refused
+    assert accepted / seen == pytest.approx(rate, abs=4 * (rate * (1 - rate) / seen) ** 0.5)
+
+
+class EveryOutcome:
+    """Coins that fall as they are told, and the odds of their falling so."""
+
+    def __init__(self, falls):
+        self.falls = list(falls)
+        self.odds = 1.0
+
+    def flip(self, odds):
+        fall = self.falls.pop(0)
+        self.odds *= odds if fall else 1 - odds
+        return fall
+
+
+def odds_of_lengths(controller, numbers, scores):
+    """The odds to draft 1, 2, ... tokens of these draft probabilities, by every way in which coins may fall."""
+    found = np.zeros(len(scores))
+    for falls in itertools.product((True, False), repeat=len(scores)):
+        session = belief_session(controller)
+        controller.plan(session)
+        coins = EveryOutcome(falls)
+        stops = controller.stops(session, 0)._replace(coins=coins)
+        stops.learnt[:] = numbers
+        length = 1
+        with source_of_steps():
+            while length < len(scores) and thompson.toss(stops, scores[length - 1]):
+                length += 1
+        used = len(falls) - len(coins.falls)
+        found[length - 1] += coins.odds / 2 ** (len(falls) - used)  # once for each way of those that are not tossed
+    return found
+
+
+def integral(function, low, high, pieces=60):
+    """By Gauss's rule of 20 points in each piece."""
+    points, weights = np.polynomial.legendre.leggauss(20)
+    edges = np.linspace(low, high, pieces + 1)
+    half = np.diff(edges)[:, None] / 2
+    middle = (edges[1:] + edges[:-1])[:, None] / 2
+    return float((function(middle + half * points) * weights * half).sum())
+
+
+@pytest.mark.parametrize("kind", ["beta_ts", "one rate a turn", "calibration_ts", "calibrated"])
+def test_coins_fall_as_if_rates_were_drawn(kind):
+    """The odds of each length are those of the rule that draws rates from the posterior, by integrals over them (1e-12)."""
+    controller = {
+        "beta_ts": Thompson(mode="step", most=4),
+        "one rate a turn": Thompson(mode="round", most=4),
+        "calibration_ts": Thompson(mode="step", calibrated=True, persistent=False, most=4),
+        "calibrated": Thompson(mode="round", calibrated=True, most=4),
+    }[kind]
+    scores = (0.9, 0.35, 0.6, 0.5)
+    for accepted, refused, error in ((1.0, 1.0, 0.05), (7.0, 3.0, 0.02), (4.0, 11.0, 0.2)):
+        total = accepted + refused
+        constant = math.gamma(total) / math.gamma(accepted) / math.gamma(refused)
+
+        def moment(power, a=accepted, b=refused, constant=constant):
+            return integral(lambda rate: constant * rate ** (a - 1 + power) * (1 - rate) ** (b - 1), 0.0, 1.0)
+
+        mean = moment(1)
+        if kind == "beta_ts":
+            survive = [mean**tokens for tokens in range(4)]
+        elif kind == "one rate a turn":
+            survive = [moment(tokens) for tokens in range(4)]
+        else:
+            spread = 0.05 if kind == "calibrated" else moment(2) - mean**2
+            survive = [1.0]
+            for score in scores[:3]:
+                weight = error / (error + spread)
+                middle = weight * mean + (1 - weight) * score
+                width = (error * spread / (error + spread)) ** 0.5
+
+                def density(rate, middle=middle, width=width):
+                    return np.exp(-(((rate - middle) / width) ** 2) / 2) / width / math.sqrt(2 * math.pi)
+
+                inside = integral(lambda rate, density=density: rate * density(rate), 0.0, 1.0)
+                above = integral(density, 1.0, 1.0 + 12 * width)
+                survive.append(survive[-1] * (inside + above))
+        expected = -np.diff([*survive, 0.0])
+        found = odds_of_lengths(controller, (accepted, refused, error), scores)
+        assert found == pytest.approx(expected, abs=1e-12)
+        assert sum(found) == pytest.approx(1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -134,9 +219,8 @@ def test_a_decision_to_stop_knows_nothing_of_later_drafts(name):
         for turn in range(30):
             controller.plan(session)
             seen += [controller.more(session, 1, 0.6), controller.more(session, 2, 0.4)]
-            session.state[controller].scores.append(later)
-            session.state[controller].scores.pop()
-            controller.settle(session, told(turn % 3, 2))
+            controller.more(session, 3, later)
+            controller.settle(session, told(turn % 2, 3))  # the third token is never reached
         decisions.append(seen)
     assert decisions[0] == decisions[1]
     assert len(set(decisions[0])) == 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import specbeam as sb
+from specbeam import runs
 from specbeam.bench.sublayers import best_sublayers
 from specbeam.cli import tune
 from specbeam.cli.common import method_from
@@ -18,6 +19,7 @@ from specbeam.core.limits import Limits
 from specbeam.decode import decode
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.errors import BadSetting, NotSupported
+from specbeam.laws.joint import SOUND
 from specbeam.laws.warp import Warp
 from specbeam.lm.clasp import dispensable_layers
 from specbeam.lm.huggingface import HuggingFaceLM
@@ -30,6 +32,7 @@ from specbeam.request import Request
 from specbeam.session import Session
 from specbeam.tuning.costs import curve_of
 from tests.support.checking import refused
+from tests.support.loops import known
 from tests.support.seats import keeping, moved, node_paths, plain_logits, random_forest, random_turn, seat
 from tests.support.tiny_models import tiny
 
@@ -238,6 +241,61 @@ def test_the_cost_of_drafts_is_measured_on_a_stored_prompt():
     curve = curve_of(draft)
     assert min(curve.seconds) > 0
     assert not draft.lm.caches
+
+
+RUNS = {
+    "chain": sb.swift(SKIPPED, siblings=False, depth=4, controller="fixed"),
+    "chain by odds": sb.swift("exit", layers=2, siblings=False, depth=6),
+    "chain by a coin, matched": sb.swift("a1 m3", siblings=False, depth=5, controller="beta_ts", rule="match"),
+    "a search that is over": sb.swift("random", 0.5, search=SkipSearch(context=2, most=1), siblings=False, depth=3),
+    "siblings": sb.swift(SKIPPED, depth=5),
+    "siblings by a coin": sb.swift(SKIPPED, depth=5, controller="calibration_ts"),
+    "beams": sb.dsbd(3, 5, 3, "fixed"),
+}
+RARE_RUNS = {
+    "tree": sb.rsd_c((2, 2)),
+    "tree from its leaves": sb.traversal((2, 1, 1)),
+    "beams by rejection": sb.dsbd(3, 4, 2, "fixed", coupling="rejection"),
+    "search": sb.speculative_beam_search(3, 5, 2),
+}
+
+
+@pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in RARE_RUNS)])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 5, "temperature": 1.4}], ids=str)
+def test_whole_turns_run_ahead_and_give_the_texts_of_turns_one_by_one(name, options, monkeypatch):
+    """Reports and the counts of what drafts have computed too."""
+    lm = target_of()
+    draft = SkippingLM(lm, Skipping(SKIPPED))
+    made = []
+    loop = runs.run_turns
+
+    def run_turns(*given):
+        live, start, condition = loop(*given)
+        made.append((int(given[5].numbers[runs.DONE]), condition))
+        return live, start, condition
+
+    monkeypatch.setattr(runs, "run_turns", run_turns)
+    (RUNS | RARE_RUNS)[name].parts(lm, draft)  # measures what passes cost, where that is asked
+    found = []
+    for ahead in (True, False):
+        if not ahead:
+            monkeypatch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
+        for each in (draft, *lm.skipping.values()):
+            each.passes = 0
+            each.rows = 0
+        settings = {"seed": 4, "max_new_tokens": 14, "eos_token_id": [9, 30], **options}
+        if name == "search":
+            settings = {"max_new_tokens": 14, "eos_token_id": [9, 30]}
+        texts = [
+            known(sb.generate(pair_of(lm, draft), prompt, (RUNS | RARE_RUNS)[name], **settings)[0])
+            for prompt in PROMPTS
+        ]
+        counts = [(each.passes, each.rows) for each in (draft, *lm.skipping.values())]
+        found.append((texts, counts))
+    assert found[0] == found[1]
+    assert sum(rows for _, rows in found[0][1]) > 0
+    assert sum(turns for turns, _ in made) > len(PROMPTS)
+    assert {condition for _, condition in made} == {SOUND}
 
 
 # What a search chooses.

@@ -12,7 +12,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import specbeam as sb
 from specbeam import kernels, runs
+from specbeam.control.confidence import SureDraft
 from specbeam.control.fixed import FixedShape
+from specbeam.control.thompson import Thompson
 from specbeam.decode import decode
 from specbeam.errors import SomeFailed, TooFewAnswers
 from specbeam.generation import turns_of
@@ -51,6 +53,8 @@ METHODS = {
     "tree of the likeliest and one": sb.spechub(3),
     "matched chain": sb.speculative_sampling(4, rule="match"),
     "block": sb.block_verification(4),
+    "chain by a mixed coin": sb.speculative_sampling(5, controller="calibration_ts"),
+    "tree while it pays": sb.rsd_c((2, 2, 1), controller="survival"),
     "tree from its leaves": sb.traversal((2, 2, 1)),
     "tried": sb.dsbd(3, 5, 3, "fixed", coupling="rejection"),
     "tried, dynamic": sb.dsbd(3, 4, 3, coupling="rejection", width="dynamic"),
@@ -179,6 +183,22 @@ def test_runs_are_their_source(pair, seen, name):
         ]
         # Compiled sums over float32 rows may be made in another order.
         assert [score for _, score, _ in one[0]] == pytest.approx([score for _, score, _ in other[0]], abs=1e-5)
+
+
+STOPS = {
+    "a coin": "beta_ts",
+    "one rate a turn": Thompson("round", most=5, forget=0.9, censored=False),
+    "a moving threshold": "tracked",
+    "a threshold": SureDraft(0.2, most=5),
+    "an odd one, in Python": Thompson(most=5, calibrated=True),
+}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_turns_that_end_between_layers_run_ahead(pair, seen, monkeypatch, name):
+    method = sb.speculative_sampling(5, controller=STOPS[name])
+    check_every_prompt(pair, method, monkeypatch, temperature=1.5, max_new_tokens=24)
+    assert bool(seen) == (name != "an odd one, in Python")
 
 
 def favour(tokens, scores):

@@ -9,6 +9,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from specbeam.control.planning import Plan, plan_of_shape
+from specbeam.control.stops import BY_THRESHOLD, StopSpec, new_stop
+from specbeam.core.steps import step
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
@@ -17,7 +20,8 @@ from specbeam.session import Session
 class Stopping(Protocol):
     """A controller that may also end a draft between layers.
 
-    If that depends on its settings, it has a property `between_layers`, which is False where it never does.
+    If that depends on its settings, it has a property `between_layers`, which is False where it never does. If steps can
+    decide in its place, it has a method `stops`, see `control.stopping.stops_of`.
     """
 
     def more(self, session: Session, depth: int, confidence: float) -> bool:
@@ -32,6 +36,37 @@ class Stopping(Protocol):
 def stops_between_layers(controller: object) -> bool:
     """Return whether a controller, with its settings, may end a draft between layers."""
     return isinstance(controller, Stopping) and getattr(controller, "between_layers", True)
+
+
+THRESHOLD, RATE = range(
+    2
+)  # indices into `StopSpec.learnt` of kind BY_THRESHOLD: the last is the smoothed acceptance rate
+# Its settings: those of `TrackedThreshold`, and whether the threshold moves at all.
+WANTED, STEP, SMOOTH_RATE, SMOOTH_THRESHOLD, MOST, MOVES = range(6)
+
+
+@step
+def is_sure(stop: StopSpec, confidence: float) -> bool:
+    """Return whether to draft on after a token of this draft probability."""
+    return confidence >= stop.learnt[THRESHOLD]
+
+
+@step
+def learn_threshold(stop: StopSpec, drafted: int, accepted: int) -> None:
+    """Move the threshold after a turn of which `accepted` of the `drafted` layers passed."""
+    settings = stop.settings
+    if settings[MOVES] == 0 or drafted == 0:
+        return
+    threshold = stop.learnt[THRESHOLD]
+    rate = settings[SMOOTH_RATE] * stop.learnt[RATE] + (1 - settings[SMOOTH_RATE]) * accepted / drafted
+    moved = threshold
+    if rate < settings[WANTED]:
+        moved = threshold + settings[STEP]
+    elif drafted < settings[MOST]:
+        moved = threshold - settings[STEP]
+    threshold = settings[SMOOTH_THRESHOLD] * threshold + (1 - settings[SMOOTH_THRESHOLD]) * moved
+    stop.learnt[THRESHOLD] = min(max(threshold, 0.0), 1.0)
+    stop.learnt[RATE] = rate
 
 
 @dataclass(frozen=True)
@@ -51,6 +86,14 @@ class SureDraft:
 
     def plan(self, session: Session) -> Shape:
         return Shape(min(self.most, session.remaining - 1), self.width)
+
+    def numbers(self, session: Session) -> Plan:
+        """Return the plan as numbers for steps."""
+        return plan_of_shape(self.most, self.width)
+
+    def stops(self, session: Session, tosses: int) -> StopSpec:
+        """Return the threshold as numbers for steps; see `control.stopping.stops_of`."""
+        return new_stop(BY_THRESHOLD, np.zeros(6), np.array([self.threshold, 0.0]), self.most)
 
     def more(self, session: Session, depth: int, confidence: float) -> bool:
         return confidence >= self.threshold
@@ -85,19 +128,21 @@ class TrackedThreshold:
     def plan(self, session: Session) -> Shape:
         return Shape(min(self.most, session.remaining - 1), self.width)
 
+    def numbers(self, session: Session) -> Plan:
+        """Return the plan as numbers for steps."""
+        return plan_of_shape(self.most, self.width)
+
+    def stops(self, session: Session, tosses: int) -> StopSpec:
+        """Return threshold and rate as numbers for steps, which change them; see `control.stopping.stops_of`."""
+        if self not in session.state:
+            session.state[self] = np.array([self.start, self.wanted])
+        settings = np.array(
+            [self.wanted, self.step, self.smooth_rate, self.smooth_threshold, self.most, 1.0], dtype=np.float64
+        )
+        return new_stop(BY_THRESHOLD, settings, session.state[self], self.most)
+
     def more(self, session: Session, depth: int, confidence: float) -> bool:
-        return confidence >= session.state.get(self, (self.start, self.wanted))[0]
+        return bool(is_sure(self.stops(session, 0), confidence))
 
     def settle(self, session: Session, turn: Turn) -> None:
-        drafted = turn.forest.layers
-        if drafted == 0:
-            return
-        threshold, rate = session.state.get(self, (self.start, self.wanted))
-        rate = self.smooth_rate * rate + (1 - self.smooth_rate) * turn.verdict.accepted / drafted
-        moved = threshold
-        if rate < self.wanted:
-            moved = threshold + self.step
-        elif drafted < self.most:
-            moved = threshold - self.step
-        threshold = self.smooth_threshold * threshold + (1 - self.smooth_threshold) * moved
-        session.state[self] = (float(np.clip(threshold, 0.0, 1.0)), rate)
+        learn_threshold(self.stops(session, 0), turn.forest.layers, turn.verdict.accepted)

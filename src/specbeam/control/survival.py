@@ -1,50 +1,89 @@
 """PLAN: draft one more token while it is worth more than it costs."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float64
 
+from specbeam.control.planning import Plan, plan_of_shape
+from specbeam.control.stops import BY_SURVIVAL, StopSpec, new_stop, note_score
+from specbeam.core.steps import step
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
+# Indices into `StopSpec.learnt` of kind BY_SURVIVAL: emitted tokens; their cost in target passes; the probability that all
+# tokens drafted in this turn are accepted. Its one setting is the cost of a draft step.
+TOKENS, COST, SURVIVAL = range(3)
 
-@dataclass
+
+@dataclass(frozen=True)
 class Experience:
-    """What one session has learnt. Draft probabilities go through a calibration map that starts as the identity."""
+    """What one session has learnt. Draft probabilities go through a calibration map that starts as the identity.
 
-    hits: Float64[np.ndarray, " bins"]  # accepted tokens, by draft probability
-    tries: Float64[np.ndarray, " bins"]  # judged tokens, by draft probability
-    tokens: float = 1.0  # emitted
-    cost: float = 1.0  # of these tokens, in target passes
-    scores: list[float] = field(default_factory=list)  # draft probabilities of this turn's tokens
-    survival: float = 1.0  # probability that all tokens drafted in this turn are accepted
+    Args:
+        numbers: as steps take and change it; `hits` are accepted and `tries` judged tokens by draft probability.
+    """
+
+    numbers: StopSpec
 
     @classmethod
-    def none(cls, bins: int = 10, weight: float = 4.0) -> "Experience":
+    def none(cls, cost: float = 0.1, most: int = 12, bins: int = 10, weight: float = 4.0) -> "Experience":
         """Return the prior: in each of `bins` bins, `weight` tokens that were accepted as often as the draft model said."""
         centres = (np.arange(bins) + 0.5) / bins
-        return cls(weight * centres, np.full(bins, weight))
+        stop = new_stop(BY_SURVIVAL, np.array([cost], dtype=np.float64), np.ones(3), most)
+        return cls(stop._replace(hits=weight * centres, tries=np.full(bins, weight)))
+
+    @property
+    def tokens(self) -> float:
+        """The number of tokens emitted so far, and one."""
+        return float(self.numbers.learnt[TOKENS])
+
+    @property
+    def cost(self) -> float:
+        """The cost of these tokens, in target passes, and one."""
+        return float(self.numbers.learnt[COST])
 
     def accepted_at(self, score: float) -> float:
         """Return the probability that a token with the draft probability `score` is accepted."""
-        place = self._bin(score)
-        return float(self.hits[place] / self.tries[place])
+        return float(odds_of_score(self.numbers, score))
 
     def next_accepted(self) -> float:
         """Return the probability that a token of unknown draft probability is accepted."""
-        return float(self.hits.sum() / self.tries.sum())
+        return float(self.numbers.hits.sum() / self.numbers.tries.sum())
 
-    def learn(self, accepted: int, drafted: int, cost: float) -> None:
-        """Count a turn that drafted tokens at `cost` target passes each. Those after the first refusal were not judged."""
-        for place, score in enumerate(self.scores[: accepted + 1]):
-            self.hits[self._bin(score)] += place < accepted
-            self.tries[self._bin(score)] += 1
-        self.tokens += accepted + 1
-        self.cost += 1 + cost * drafted
 
-    def _bin(self, score: float) -> int:
-        return min(int(score * len(self.hits)), len(self.hits) - 1)
+@step
+def bin_of(stop: StopSpec, score: float) -> int:
+    """Return the place of a draft probability in `hits` and `tries`."""
+    return min(int(score * len(stop.hits)), len(stop.hits) - 1)
+
+
+@step
+def odds_of_score(stop: StopSpec, score: float) -> float:
+    """Return the probability that a token with the draft probability `score` is accepted."""
+    place = bin_of(stop, score)
+    return stop.hits[place] / stop.tries[place]
+
+
+@step
+def is_worth_more(stop: StopSpec, confidence: float) -> bool:
+    """Note the draft probability of the newest token, and return whether the next one gains more than it costs."""
+    note_score(stop, confidence)
+    learnt = stop.learnt
+    learnt[SURVIVAL] *= odds_of_score(stop, confidence)
+    gained = learnt[SURVIVAL] * stop.hits.sum() / stop.tries.sum()
+    return gained > stop.settings[0] * learnt[TOKENS] / learnt[COST]
+
+
+@step
+def learn_survival(stop: StopSpec, drafted: int, accepted: int) -> None:
+    """Count a turn. Tokens after the first refusal were not judged."""
+    for place in range(min(stop.counted[0], accepted + 1)):
+        at = bin_of(stop, stop.scores[place])
+        if place < accepted:
+            stop.hits[at] += 1.0
+        stop.tries[at] += 1.0
+    stop.learnt[TOKENS] += accepted + 1
+    stop.learnt[COST] += 1 + stop.settings[0] * drafted
 
 
 @dataclass(frozen=True)
@@ -66,19 +105,27 @@ class Survival:
     width: int = 1
 
     def plan(self, session: Session) -> Shape:
-        experience = self._experience(session)
-        experience.scores = []
-        experience.survival = 1.0
+        numbers = self._experience(session).numbers
+        numbers.counted[0] = 0
+        numbers.learnt[SURVIVAL] = 1.0
         return Shape(min(self.most, session.remaining - 1), self.width)
 
+    def numbers(self, session: Session) -> Plan:
+        """Return the plan as numbers for steps."""
+        return plan_of_shape(self.most, self.width)
+
+    def stops(self, session: Session, tosses: int) -> StopSpec:
+        """Return what it knows as numbers for steps, which change it; see `control.stopping.stops_of`."""
+        return self._experience(session).numbers
+
     def more(self, session: Session, depth: int, confidence: float) -> bool:
-        experience = self._experience(session)
-        experience.scores.append(confidence)
-        experience.survival *= experience.accepted_at(confidence)
-        return experience.survival * experience.next_accepted() > self.cost * experience.tokens / experience.cost
+        return bool(is_worth_more(self.stops(session, 0), confidence))
 
     def settle(self, session: Session, turn: Turn) -> None:
-        self._experience(session).learn(turn.verdict.accepted, turn.forest.layers, self.cost)
+        learn_survival(self.stops(session, 0), turn.forest.layers, turn.verdict.accepted)
 
     def _experience(self, session: Session) -> Experience:
-        return session.state.setdefault(self, Experience.none())
+        if self not in session.state:
+            session.state[self] = Experience.none(self.cost, self.most)
+        found: Experience = session.state[self]
+        return found

@@ -1,26 +1,117 @@
-"""PLAN: the length of drafts by Thompson sampling of the acceptance rate (EESD, arXiv 2406.03853)."""
+"""PLAN: the length of drafts by Thompson sampling of the acceptance rate (EESD, arXiv 2406.03853).
 
-from dataclasses import dataclass, field
+A controller of the paper draws a rate from its posterior, and tosses a coin with it. What is decided is only the coin: its
+law is that of a coin with the mean of what the rate is drawn from, given the coins before it that were tossed with the same
+rate. So the coins are tossed with these odds, in closed form, and no rate is drawn for them.
+"""
+
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from specbeam.control.planning import Plan, plan_of_shape
+from specbeam.control.stops import BY_COIN, StopSpec, new_stop, note_score
+from specbeam.core.dice import Dice, flip
+from specbeam.core.steps import step
 from specbeam.records import Shape, Turn
 from specbeam.session import Session
 
 Mode = Literal["step", "round", "best"]
+COINS = 0x7505  # tells the coins of a controller from the other random numbers of its session
+RATES = 0x7506  # the same for the rates that mode "best" draws
+# Indices into `StopSpec.learnt` of kind BY_COIN: both parameters of the Beta posterior; the estimated variance of the true
+# acceptance rate around the draft probability.
+ACCEPTED, REFUSED, SCORE_ERROR = range(3)
+# Its settings, see `Thompson`: the prior, what is forgotten, and what else is so (1) or not (0).
+# The last two are whether all coins of a turn have the same rate, and whether there are coins at all.
+PRIOR_ACCEPTED, PRIOR_REFUSED, FORGET, CALIBRATED, PERSISTENT, CENSORED, SHARES_RATE, HAS_COINS = range(8)
+FIRST_ERROR = 0.05  # of draft probabilities as predictions, as a variance, before any is known
+LEAST_ERROR = 0.002
+TOKEN_SPREAD = 0.05  # variance of the acceptance rate from token to token
 
 
-@dataclass
-class Belief:
-    """A Beta posterior of the acceptance rate, the error of draft probabilities as predictions, and a random stream."""
+@step
+def mean_of_clipped(mean: float, variance: float) -> float:
+    """Return the mean of a normal number that is moved to the nearer end of [0, 1] if it lies outside."""
+    if variance <= 0:
+        return min(max(mean, 0.0), 1.0)
+    spread = math.sqrt(variance)
+    low = -mean / spread
+    high = (1.0 - mean) / spread
+    below_low = 0.5 * math.erfc(-low / math.sqrt(2.0))
+    below_high = 0.5 * math.erfc(-high / math.sqrt(2.0))
+    above_high = 0.5 * math.erfc(high / math.sqrt(2.0))
+    density_low = math.exp(-0.5 * low * low) / math.sqrt(2.0 * math.pi)
+    density_high = math.exp(-0.5 * high * high) / math.sqrt(2.0 * math.pi)
+    inside = mean * (below_high - below_low) + spread * (density_low - density_high)
+    return min(max(inside + above_high, 0.0), 1.0)
 
-    accepted: float  # first parameter of the Beta posterior
-    refused: float  # second parameter
-    score_error: float  # estimated variance of the true acceptance rate around the draft probability
-    stream: np.random.Generator
-    rate: float = 1.0  # the rate drawn for this turn
-    scores: list[float] = field(default_factory=list)  # draft probabilities of this turn's tokens
+
+@step
+def calibrated_odds(stop: StopSpec, score: float) -> float:
+    """Return the mean of the acceptance rate, mixed with the draft probability `score` of the newest token."""
+    accepted = stop.learnt[ACCEPTED]
+    refused = stop.learnt[REFUSED]
+    error = stop.learnt[SCORE_ERROR]
+    total = accepted + refused
+    spread = TOKEN_SPREAD if stop.settings[PERSISTENT] == 1 else accepted * refused / (total**2 * (total + 1))
+    weight = error / (error + spread)
+    mixed = weight * accepted / total + (1 - weight) * score
+    return mean_of_clipped(mixed, error * spread / (error + spread))
+
+
+@step
+def odds_of_coin(stop: StopSpec) -> float:
+    """Return the odds to draft on after the newest layer that is noted.
+
+    A rate that all coins of a turn share is known better after each that fell for going on.
+    """
+    newest = stop.counted[0] - 1
+    if stop.settings[CALIBRATED] == 1:
+        return calibrated_odds(stop, stop.scores[newest])
+    accepted = stop.learnt[ACCEPTED]
+    if stop.settings[SHARES_RATE] == 1:
+        accepted += newest
+    return accepted / (accepted + stop.learnt[REFUSED])
+
+
+@step
+def toss(stop: StopSpec, confidence: float) -> bool:
+    """Note the draft probability of the newest token, and return whether to draft on after it."""
+    note_score(stop, confidence)
+    if stop.settings[HAS_COINS] == 0:
+        return True
+    return flip(stop.coins, odds_of_coin(stop))
+
+
+@step
+def learn_rate(stop: StopSpec, drafted: int, accepted: int) -> None:
+    """Learn from a turn of which `accepted` of the `drafted` layers passed."""
+    learnt = stop.learnt
+    settings = stop.settings
+    refused = drafted - accepted
+    if settings[CENSORED] == 1:
+        refused = 1 if accepted < drafted else 0
+    known_accepted = settings[FORGET] * (learnt[ACCEPTED] - settings[PRIOR_ACCEPTED])
+    known_refused = settings[FORGET] * (learnt[REFUSED] - settings[PRIOR_REFUSED])
+    learnt[ACCEPTED] = settings[PRIOR_ACCEPTED] + known_accepted + accepted
+    learnt[REFUSED] = settings[PRIOR_REFUSED] + known_refused + refused
+    for place in range(min(stop.counted[0], accepted + 1)):
+        score = stop.scores[place]
+        passed = 1.0 if place < accepted else 0.0
+        surprise = (passed - score) ** 2 - score * (1 - score)
+        learnt[SCORE_ERROR] = 0.95 * learnt[SCORE_ERROR] + 0.05 * max(LEAST_ERROR, surprise)
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What a controller keeps of a session: its numbers, its coins, and what rates are drawn from."""
+
+    numbers: StopSpec
+    coins: Dice
+    rates: np.random.Generator
 
 
 @dataclass(frozen=True)
@@ -60,50 +151,41 @@ class Thompson:
         return self.calibrated or self.mode != "best"
 
     def plan(self, session: Session) -> Shape:
-        belief = self._belief(session)
-        belief.rate = float(belief.stream.beta(belief.accepted, belief.refused))
-        belief.scores = []
-        length = best_length(belief.rate, self.cost, self.most) if self.mode == "best" else self.most
+        known = self._known(session)
+        known.numbers.counted[0] = 0
+        length = self.most
+        if self.mode == "best":
+            accepted, refused, _ = known.numbers.learnt
+            length = best_length(float(known.rates.beta(accepted, refused)), self.cost, self.most)
         return Shape(min(max(length, 1), session.remaining - 1), self.width)
+
+    def numbers(self, session: Session) -> Plan | None:
+        """Return the plan as numbers for steps; None in mode "best", whose lengths are drawn in Python."""
+        return None if self.mode == "best" else plan_of_shape(max(self.most, 1), self.width)
+
+    def stops(self, session: Session, tosses: int) -> StopSpec:
+        """Return what it knows as numbers for steps, with at least `tosses` coins; see `control.stopping.stops_of`."""
+        known = self._known(session)
+        return known.numbers._replace(coins=known.coins.ready(tosses))
 
     def more(self, session: Session, depth: int, confidence: float) -> bool:
         """Return whether to draft on after a token. The first one is always drafted."""
-        belief = self._belief(session)
-        belief.scores.append(confidence)
-        if self.calibrated:
-            return bool(belief.stream.random() < self._calibrated(belief, confidence))
-        if self.mode == "best":
-            return True
-        rate = belief.rate if self.mode == "round" else belief.stream.beta(belief.accepted, belief.refused)
-        return bool(belief.stream.random() < rate)
+        return bool(toss(self.stops(session, 1), confidence))
 
     def settle(self, session: Session, turn: Turn) -> None:
-        belief = self._belief(session)
-        drafted = turn.forest.layers
-        accepted = turn.verdict.accepted
-        start_accepted, start_refused = self.prior
-        belief.accepted = start_accepted + self.forget * (belief.accepted - start_accepted) + accepted
-        belief.refused = start_refused + self.forget * (belief.refused - start_refused)
-        belief.refused += (accepted < drafted) if self.censored else drafted - accepted
-        for place, score in enumerate(belief.scores[: accepted + 1]):
-            surprise = (float(place < accepted) - score) ** 2 - score * (1 - score)
-            belief.score_error = 0.95 * belief.score_error + 0.05 * max(0.002, surprise)
+        learn_rate(self.stops(session, 0), turn.forest.layers, turn.verdict.accepted)
 
-    def _belief(self, session: Session) -> Belief:
+    def _known(self, session: Session) -> Remembered:
         if self not in session.state:
-            stream = np.random.Generator(np.random.Philox(key=session.dice.key ^ 0x7505))
-            session.state[self] = Belief(*self.prior, 0.05, stream)
-        return session.state[self]
-
-    def _calibrated(self, belief: Belief, score: float) -> float:
-        """Return a draw of the acceptance rate, mixed with the draft probability `score` of the newest token."""
-        total = belief.accepted + belief.refused
-        mean = belief.accepted / total
-        spread = 0.05 if self.persistent else belief.accepted * belief.refused / (total**2 * (total + 1))
-        weight = belief.score_error / (belief.score_error + spread)
-        mixed = weight * mean + (1 - weight) * score
-        variance = belief.score_error * spread / (belief.score_error + spread)
-        return float(np.clip(belief.stream.normal(mixed, variance**0.5), 0.0, 1.0))
+            is_so = (self.calibrated, self.persistent, self.censored, self.mode == "round", self.between_layers)
+            settings = np.array([*self.prior, self.forget, *is_so], dtype=np.float64)
+            learnt = np.array([*self.prior, FIRST_ERROR])
+            rates = np.random.Generator(np.random.Philox(key=session.dice.key ^ RATES))
+            session.state[self] = Remembered(
+                new_stop(BY_COIN, settings, learnt, self.most), Dice(session.dice.key ^ COINS), rates
+            )
+        found: Remembered = session.state[self]
+        return found
 
 
 def best_length(rate: float, cost: float, most: int) -> int:

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from specbeam.core.forest import Siblings
+from specbeam.core.steps import Array
 from specbeam.draft.children import Draws
+from specbeam.draft.stems import StemSpec
 from specbeam.draft.tree import Family, GrowingTree
-from specbeam.laws.ranking import largest
+from specbeam.laws.ranking import Truncation, largest
 from specbeam.laws.rows import RowLaw
 from specbeam.session import Session
 
@@ -41,6 +43,12 @@ class Caterpillar:
 
     of_drawn: Counts = OF_DRAWN
     of_best: Counts = OF_BEST
+
+    def spec(self, truncation: Truncation, eos: Array, greedy: bool, constrained: bool) -> StemSpec:
+        """Return how steps grow such chains."""
+        counts = self.of_best if greedy else self.of_drawn
+        odds = np.array([least for least, _ in counts])
+        return StemSpec(odds, np.array([count for _, count in counts]), greedy, truncation, eos)
 
     def grow(self, tree: GrowingTree, layer: int, laws: list[RowLaw]) -> None:
         """Add the first draw under each node of the front, and keep its siblings for `finish`."""

@@ -16,11 +16,13 @@ from jaxtyping import Int64
 
 from specbeam.control.best_tree import Topology
 from specbeam.control.confidence import Stopping
+from specbeam.control.stopping import begin_draft, goes_on, stops_of
+from specbeam.control.stops import NO_STOP, StopSpec
 from specbeam.core.beams import is_end
 from specbeam.core.dice import pick
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, Forest, Siblings, siblings
 from specbeam.core.noise import with_largest
-from specbeam.core.steps import Array, step
+from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.children import (
     KNOWN,
     LIKELIEST,
@@ -32,6 +34,7 @@ from specbeam.draft.children import (
     Draws,
     distinct,
 )
+from specbeam.draft.stems import StemSpec, grow_stems, start_stems, with_siblings
 from specbeam.engines.pass_steps import run_pass
 from specbeam.errors import BrokenLaw, BrokenProcessor
 from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
@@ -60,6 +63,7 @@ class TreeSpec(NamedTuple):
     way: int  # ONE_BY_ONE, STRUCK_OUT, STRUCK_OUT_THEN_ANY, LIKELIEST or LIKELIEST_AND_ONE
     truncation: Truncation
     eos: Array  # int64[ends]
+    stops: StopSpec = NO_STOP  # by what a draft may end between layers
 
 
 class TreeDraft(NamedTuple):
@@ -70,6 +74,7 @@ class TreeDraft(NamedTuple):
     places: Array  # int64[front]: their places in the topology
     law_tokens: Array  # int64[capacity]: buffer whose used part is `Siblings.law_pairs`
     law_odds: Array  # float64[capacity]: buffer whose used part is `Siblings.law_odds`
+    surest: float  # largest draft probability of a draw of the newest layer; 1 if it has none
 
 
 @step
@@ -77,7 +82,8 @@ def start_tree(roots: Forest, room: int) -> TreeDraft:
     """Return a tree without layers, with capacity for `room` probabilities of stated laws."""
     size = len(roots.tokens)
     front = np.arange(size)
-    return TreeDraft(roots, front, np.zeros(size, dtype=np.int64), np.empty(room, dtype=np.int64), np.empty(room))
+    places = np.zeros(size, dtype=np.int64)
+    return TreeDraft(roots, front, places, np.empty(room, dtype=np.int64), np.empty(room), 1.0)
 
 
 class Newborn(NamedTuple):
@@ -94,6 +100,7 @@ class Newborn(NamedTuple):
     draw_ends: Array
     law_ends: Array
     sizes: Array  # int64[3]: number of NODES, DRAWS and GROUPS
+    surest: Array  # float64[1]: the largest draft probability of a draw so far; negative if there is none
 
 
 NODES, DRAWS, GROUPS = range(3)  # indices into `Newborn.sizes`
@@ -114,6 +121,7 @@ def _room_for_children(draws: int, groups: int) -> Newborn:
         np.empty(groups, dtype=np.int64),
         np.empty(groups, dtype=np.int64),
         np.zeros(3, dtype=np.int64),
+        np.full(1, -1.0),
     )
 
 
@@ -280,6 +288,7 @@ def _bear_place(
 ) -> None:  # fmt: skip
     """Add the draw at an index of a law, as child `drawn` of its parent; see `_draw_children` for the other arguments."""
     token = law.tokens[place] if len(law.tokens) > 0 else place
+    born.surest[0] = max(born.surest[0], np.exp(law.logp[place]))
     _bear(born, before, size, parent, token, base + law.logp[place], spec.first[here] + drawn * spec.apart, spec.eos)
 
 
@@ -305,6 +314,7 @@ def _draw_any(
     while drawn < count and (left > 0).any():
         token = pick(dice, left)
         left[token] = 0.0
+        born.surest[0] = max(born.surest[0], 0.0)
         _bear(born, before, size, parent, token, -np.inf, spec.first[here] + drawn * spec.apart, spec.eos)
         drawn += 1
     _close_group(born, DISTINCT, parent, used)
@@ -345,21 +355,74 @@ def _with_layer(
         forest.fronts,
         forest.known,
     )
-    return TreeDraft(grown, size + np.arange(nodes), born.places[:nodes], law_tokens, law_odds)
+    surest = born.surest[0] if born.surest[0] >= 0 else 1.0
+    return TreeDraft(grown, size + np.arange(nodes), born.places[:nodes], law_tokens, law_odds, surest)
+
+
+def start_growth(roots: Forest, spec: Any) -> Any:
+    """Return a draft without layers, as a spec grows it."""
+    return start_stems(roots) if isinstance(spec, StemSpec) else start_tree(roots, ROOM)
+
+
+@compiled_as(start_growth)
+def _compiled_start_growth(roots: Any, spec: Any) -> Any:
+    def stems(roots: Any, spec: Any) -> Any:
+        return start_stems(roots)
+
+    def tree(roots: Any, spec: Any) -> Any:
+        return start_tree(roots, ROOM)
+
+    return stems if spec.instance_class is StemSpec else tree
+
+
+def grow_one_layer(draft: Any, rows: Array, spec: Any, dice: Any) -> tuple[Any, int]:
+    """Return a draft with one more layer, as `grow_layer` or `grow_stems` does it."""
+    found: tuple[Any, int]
+    found = grow_stems(draft, rows, spec, dice) if isinstance(spec, StemSpec) else grow_layer(draft, rows, spec, dice)
+    return found
+
+
+@compiled_as(grow_one_layer)
+def _compiled_grow_one_layer(draft: Any, rows: Any, spec: Any, dice: Any) -> Any:
+    return grow_stems if spec.instance_class is StemSpec else grow_layer
+
+
+def finish_growth(draft: Any, spec: Any) -> Forest:
+    """Return the forest of a draft after its last layer."""
+    found: Forest = with_siblings(draft, spec) if isinstance(spec, StemSpec) else draft.forest
+    return found
+
+
+@compiled_as(finish_growth)
+def _compiled_finish_growth(draft: Any, spec: Any) -> Any:
+    if spec.instance_class is StemSpec:
+        return with_siblings
+    return lambda draft, spec: draft.forest
+
+
+def most_draws(draft: Any, spec: Any) -> int:
+    """Return the most uniforms that the next layer of a draft takes."""
+    if isinstance(spec, StemSpec):
+        return len(draft.front) * int(spec.counts.max())
+    return int(spec.counts[draft.places].sum())
 
 
 @step
 def grow_tree(
-    model: Any, draft: TreeDraft, answered: int, depth: int, spec: TreeSpec, edits: Edits, dice: Any, spent: Array
-) -> tuple[TreeDraft, int]:
+    model: Any, draft: Any, answered: int, depth: int, spec: Any, edits: Edits, dice: Any, spent: Array
+) -> tuple[Any, int]:
     """Return a tree with up to `depth` more layers, and SOUND; or BROKEN if a row of logits holds NaN or +inf.
+
+    It has fewer layers where nothing can go on, and where `spec.stops` ends it.
 
     Args:
         model: the cache of a session in a model that compiled steps can run, see `engines.pass_steps.run_pass`.
+        draft, spec: a `TreeDraft` and its `TreeSpec`, or `Stems` and their `StemSpec`.
         answered: number of forest nodes whose logits were computed in this turn already.
         edits: changes of the model's rows.
         spent: int64[2], to which the number of passes and the processor's cycles in the model are added.
     """
+    begin_draft(spec.stops)
     for _ in range(depth):
         if len(draft.front) == 0:
             break
@@ -368,9 +431,11 @@ def grow_tree(
         rows = run_pass(model, forest.tokens, forest.parents, wanted, spent)
         rows = edited_rows(rows, wanted, forest.tokens, forest.parents, edits)
         answered = len(forest.tokens)
-        draft, condition = grow_layer(draft, rows, spec, dice)
+        draft, condition = grow_one_layer(draft, rows, spec, dice)
         if condition != SOUND:
             return draft, condition
+        if len(draft.front) > 0 and not goes_on(spec.stops, draft.surest):
+            break
     return draft, SOUND
 
 
@@ -547,33 +612,36 @@ class TreeDrafter:
                 tree.layers += 1
         return [self._finish(tree) for tree in trees]
 
-    def spec(self, session: Session) -> TreeSpec | None:
+    def spec(self, session: Session) -> TreeSpec | StemSpec | None:
         """Return how steps grow trees for a session; None if only Python can, as for a growth that steps do not know."""
         warp = session.warp
         if warp.others or not self.counts_passes or not hasattr(self.growth, "spec"):
             return None
         spec = self.growth.spec(warp.cut, session.limits.ending, warp.greedy, warp.constraint is not None)
-        return cast("TreeSpec | None", spec)
+        return cast("TreeSpec | StemSpec | None", spec)
 
     def _grow_compiled(self, tree: GrowingTree) -> None:
         """Grow all layers in one compiled call, if steps can run the model and Python need not see layers; or do nothing."""
         session = tree.session
         depth = tree.shape.depth
         spec = self.spec(session)
-        needs_python = _may_stop(type(session.parts.controller)) or not session.warp.takes_raw_rows
+        stops = stops_of(session.parts.controller, session, depth)
+        needs_python = stops is None or not session.warp.takes_raw_rows
         if spec is None or needs_python or not runs_in_steps(self.lm) or not self._wants_layer(tree):
             return
+        spec = spec._replace(stops=stops)
         draws = most_nodes(spec, tree.forest.size, depth)
         with self.lm.cache_for_steps(session, draws) as model:
             if model is None:
                 return
             spent = np.zeros(2, dtype=np.int64)
-            draft = start_tree(tree.forest, ROOM)
+            draft = start_growth(tree.forest, spec)
             with model.count_passes(spent):
                 draft, condition = grow_tree(
                     model.arrays, draft, model.cache.answered, depth, spec, NO_EDITS, session.dice.ready(draws), spent
                 )
         session.count.draft_passes += self.counts_passes * int(spent[0])
+        tree.memory["draft"] = draft
         tree.forest = draft.forest
         tree.front = draft.front
         tree.layers = depth
@@ -587,36 +655,36 @@ class TreeDrafter:
         """Add a layer by the logits of the front; empty the front if the controller ends the draft."""
         spec = self.spec(tree.session)
         before = tree.forest
-        parents = tree.front
         controller = tree.session.parts.controller
         may_stop = _may_stop(type(controller))
+        confidence = 1.0
         if spec is not None:
-            draft = tree.memory.setdefault("draft", start_tree(tree.forest, ROOM))
+            draft = tree.memory.setdefault("draft", start_growth(tree.forest, spec))
             rows = tree.processed(rows)
-            dice = tree.session.dice.ready(int(spec.counts[draft.places].sum()))
-            draft, condition = grow_layer(draft, rows, spec, dice)
+            dice = tree.session.dice.ready(most_draws(draft, spec))
+            draft, condition = grow_one_layer(draft, rows, spec, dice)
             if condition == BROKEN:
                 row_laws(rows, tree.session.warp)  # raises `BrokenLaw`, which says what is wrong
             tree.memory["draft"] = draft
             tree.forest = draft.forest
             tree.front = draft.front
-            laws: dict[int, RowLaw] = {}
-            if may_stop:
-                parent_laws = zip(parents.tolist(), row_laws(rows, tree.session.warp), strict=True)
-                laws = {node: law for node, law in parent_laws if law is not None}
+            confidence = draft.surest
         else:
             front_laws = tree.laws(rows)
             if not front_laws:
                 return
             laws = dict(zip(tree.front.tolist(), front_laws, strict=True))
             self.growth.grow(tree, tree.layers, front_laws)
-        if may_stop and len(tree.front):
-            confidence = _confidence(tree.forest, before, laws)
-            if not cast(Stopping, controller).more(tree.session, tree.layers + 1, confidence):
-                tree.front = tree.front[:0]
+            if may_stop:
+                confidence = _confidence(tree.forest, before, laws)
+        asks = may_stop and len(tree.front) > 0
+        if asks and not cast(Stopping, controller).more(tree.session, tree.layers + 1, confidence):
+            tree.front = tree.front[:0]
 
     def _finish(self, tree: GrowingTree) -> Forest:
         """Let the growth finish a tree, and return the forest that is passed on."""
+        if "draft" in tree.memory:
+            tree.forest = finish_growth(tree.memory["draft"], self.spec(tree.session))
         self.growth.finish(tree)
         if tree.kept is None:
             return tree.forest
@@ -668,9 +736,26 @@ def _confidence(forest: Forest, before: Forest, laws: dict[int, RowLaw]) -> floa
     return max(odds, default=1.0)
 
 
+def most_nodes(spec: Any, roots: int, depth: int) -> int:
+    """Return the most nodes of trees of `depth` layers under `roots` roots."""
+    of_kind: Any = most_nodes_of_stems if isinstance(spec, StemSpec) else most_nodes_of_tree
+    return int(of_kind(spec, roots, depth))
+
+
+@compiled_as(most_nodes)
+def _compiled_most_nodes(spec: Any, roots: Any, depth: Any) -> Any:
+    return most_nodes_of_stems if spec.instance_class is StemSpec else most_nodes_of_tree
+
+
 @step
-def most_nodes(spec: TreeSpec, roots: int, depth: int) -> int:
-    """Return the most nodes of trees of `depth` layers under `roots` roots: all children of all places."""
+def most_nodes_of_stems(spec: StemSpec, roots: int, depth: int) -> int:
+    """Return the most nodes of chains with siblings: as many children as there may be at every node of the chains."""
+    return roots * depth * spec.counts.max()
+
+
+@step
+def most_nodes_of_tree(spec: TreeSpec, roots: int, depth: int) -> int:
+    """Return the most nodes of trees of fixed counts or topology: all children of all places."""
     total = 0
     parents = np.zeros(len(spec.counts), dtype=np.int64)  # number of nodes in each place
     parents[0] = roots
