@@ -9,6 +9,7 @@ import torch
 from scipy.stats import chisquare
 
 import specbeam as sb
+from specbeam.control.confidence import SureDraft
 from specbeam.core.dice import Dice, Uniforms
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, Forest
 from specbeam.draft import tree as tree_steps
@@ -338,6 +339,13 @@ def test_equals_of_the_last_one_are_kept_however_many(method):
         assert_same(equal, method, "drafter", {"top_k": top_k, "eos_token_id": []}, [[3, 4, 5]])
 
 
+class OwnStop(SureDraft):
+    """A controller that decides in its own way."""
+
+    def more(self, session, depth, confidence):
+        return depth < 2
+
+
 class OwnChildren:
     """Somebody's own way of drawing children."""
 
@@ -363,7 +371,10 @@ def test_when_trees_are_grown_in_one_loop(pair, monkeypatch):
             HuggingFaceLM(pair.draft_model), Branching((2, 9), Distinct()), begun(pair, {}), deep, 0,
         ),
         "a controller that stops": (
-            pair.draft, plain, begun(pair, {}, method=sb.speculative_sampling(3, controller="confidence")), deep, 0,
+            pair.draft, plain, begun(pair, {}, method=sb.speculative_sampling(3, controller="confidence")), deep, 1,
+        ),
+        "a controller of one's own that stops": (
+            pair.draft, plain, begun(pair, {}, method=sb.speculative_sampling(3, controller=OwnStop())), deep, 0,
         ),
         "children of one's own": (pair.draft, Branching((2, 1), OwnChildren()), begun(pair, {}), deep, 0),
         "a growth that goes by Python": (
