@@ -185,7 +185,6 @@ def load(
         draft = None
         if quantize_draft is not None:
             raise BadSetting("quantize_draft is for draft models, and the target drafts for itself; leave it out")
-    name_of_rounding = "draft" if is_rounding(draft) else "quantize_draft"
     if is_rounding(draft):
         draft, quantize_draft = _rounded_target(draft, quantize, quantize_draft, target, target_model)
     head = draft if draft is not None and is_head(draft) else None
@@ -203,8 +202,7 @@ def load(
     else:
         target_lm = language_model(target_model, check, _own(quantize), compile, share_from)
     if draft_model is not None and reads_sources(draft_model):
-        _check_plain(draft_model, _own(quantize_draft), False, name_of_rounding)
-        draft_lm: LM | None = _reading_draft(draft_model, target_lm, check)
+        draft_lm: LM | None = _reading_draft(draft_model, target_lm, check, _own(quantize_draft))
     elif draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
         engine = _own(quantize_draft) or ("torch" if target_lm.engine == "torch" else "auto")
         draft_lm = HuggingFaceLM(draft_model, engine=engine, share_from=share_from)
@@ -305,7 +303,9 @@ def _check_draft_of_sources(model: "PreTrainedModel", draft: Any, share_from: Sh
         )
 
 
-def _reading_draft(model: "PreTrainedModel", target: HuggingFaceLM, check: bool) -> EncoderDecoderLM:
+def _reading_draft(
+    model: "PreTrainedModel", target: HuggingFaceLM, check: bool, quantize: "Quantize | None"
+) -> EncoderDecoderLM:
     """Return the language model of a draft that reads sources. Raises `NotSupported` if the target does not."""
     if not isinstance(target, EncoderDecoderLM):
         raise NotSupported(
@@ -314,7 +314,7 @@ def _reading_draft(model: "PreTrainedModel", target: HuggingFaceLM, check: bool)
         )
     encoder = encoder_for(model, target)
     if encoder is None and model is not target.model:
-        own = language_model(model, check)
+        own = language_model(model, check, quantize)
         assert isinstance(own, EncoderDecoderLM)
         if own.input_name != target.input_name:
             raise NotSupported(f"the draft reads {own.input_name}, and the target reads {target.input_name}")
@@ -322,7 +322,9 @@ def _reading_draft(model: "PreTrainedModel", target: HuggingFaceLM, check: bool)
     check_keeps_tokens(model)
     _use_a_backend_with_masks(model)
     model.eval()
-    lm = EncoderDecoderLM(model, encoder=target.encoder)  # it needs a cache of its own for each target
+    lm = EncoderDecoderLM(
+        model, encoder=target.encoder, engine=quantize or "auto"
+    )  # it needs a cache of its own for each target
     if check and model is not target.model:
         check_scores_forests(lm)
     return lm
@@ -417,8 +419,9 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
         model.eval()
         lm: HuggingFaceLM
         if reads_sources(model):
-            _check_plain(model, quantize, compile)
-            lm = EncoderDecoderLM(model)
+            if compile:
+                raise _not_compiled(model)
+            lm = EncoderDecoderLM(model, engine=quantize or "auto")
         else:
             lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from)
         if compile and lm.engine == "plain":
@@ -433,15 +436,10 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
     return cached.lm
 
 
-def _check_plain(
-    model: "PreTrainedModel", quantize: "Quantize | None", compile: bool, name_of_quantize: str = "quantize"
-) -> None:
-    """Raise `NotSupported` for options that need an engine that runs no encoder-decoder models."""
-    for name, value in ((name_of_quantize, quantize), ("compile", compile or None)):
-        if value is not None:
-            raise NotSupported(
-                f"{name}={value!r} is for decoder-only models, and transformers runs {type(model).__name__}; leave it out"
-            )
+def _not_compiled(model: "PreTrainedModel") -> NotSupported:
+    return NotSupported(
+        f"compile=True is for decoder-only models, and {type(model).__name__} has an encoder; leave it out"
+    )
 
 
 def _check_options(quantize: Any, share_from: Any, name: str = "quantize") -> None:
@@ -570,12 +568,13 @@ def _plain_logits(lm: HuggingFaceLM, path: list[int], source: Source | None = No
 
     They are those of the model object itself; with weights that the engine rounds those of `lm`, as that is another model.
     """
-    if source is not None:
+    if source is not None and lm.engine not in OWN:
         assert isinstance(lm, EncoderDecoderLM)
         return lm.plain_logits(source, path)
     if lm.engine not in OWN:
         return lm.model(input_ids=torch.tensor([path], device=lm.device)).logits[0, -1]
-    owner: Any = SimpleNamespace(prompt=path, state={})  # of the cache, in place of a session
+    context = {lm: source} if source is not None else {}
+    owner: Any = SimpleNamespace(prompt=path, state={}, context=context)  # of the cache, in place of a session
     try:
         return lm.extend([owner], [Forest.rooted([path[-1]])])[0].logits[0].clone()
     finally:

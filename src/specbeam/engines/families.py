@@ -5,9 +5,10 @@ numbers of one model from its configuration; `parts_of` returns the weights of a
 An engine has one forward, which looks at these and at nothing else of a model.
 """
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Activation = Literal["silu", "gelu tanh", "gelu"]
+Activation = Literal["silu", "gelu tanh", "gelu", "relu"]
 
 # The activations by the names that transformers has for them; several names are the same function.
 ACTIVATIONS: dict[str, Activation] = {
@@ -27,6 +28,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu tanh",
     "gelu": "gelu",
     "gelu_python": "gelu",
+    "relu": "relu",
 }
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
 
@@ -56,6 +58,8 @@ class Norms(NamedTuple):
     after_attention: str = ""
     before_inner: str = "post_attention_layernorm"
     after_inner: str = ""
+    before_cross: str = ""
+    after_cross: str = ""
 
 
 _LLAMA_NORMS = Norms()
@@ -65,26 +69,38 @@ _LLAMA_NORMS = Norms()
 class ModelFamily:
     """What the layers of a family of models have, and how transformers calls their parts. What is left out is a Llama's.
 
+    The name of a module may be a path, like "layer.0.layer_norm"; "" is the module that it is looked for in.
+
     Attributes:
         name: of the family.
         kind: `model_type` of its configurations.
         model: the class of its models.
-        layers: the list of layers in the model's body, `final_norm` the norm behind them.
+        is_of: returns whether a configuration of this kind is one of this row.
+        body: the model's body, or its decoder, in a model that reads sources; "": `base_model`.
+        layers: the list of layers in the body, `final_norm` the norm behind them; "": there is none.
+        first_norm: the norm of what the first layer reads; "": there is none.
         attention, inner: the two sublayers of a layer.
+        cross: the sublayer between them that looks at a source, whose matrices are called as those of attention; "": the
+            models read no sources.
         qkv: the matrices of queries, keys and values, or the one that holds all of them.
         out: the matrix behind attention.
         up: the matrices of the inner layer: gate and up, or the one that holds both, or the one of a layer without a gate.
         down: the matrix behind these.
         norms: the norms of a layer.
+        norm_of_sum: whether the norms behind a sublayer are of its sum with what it has read, in place of what it adds.
         norm: "rms"; "rms + 1", whose weight is stored less one; "layer", a LayerNorm with a bias.
         gated: whether the inner layer has a gate.
         activation: the name of the activation in the configuration.
         head_norms: norms of queries and keys behind their matrices: "no", of each "head", of the "whole" width.
         transposed: whether matrices are stored as [inputs, outputs].
+        heads: the setting with the number of heads of queries.
         kv_heads: the setting with the number of heads of keys and values; "": as many as of queries.
         by_head: whether the rows of `qkv` are those of each head's query, key and value, one head after the other.
         parallel: the setting that lets the inner layer read what attention reads, in place of its output; "": none.
-        positions: the module of learned positions; "": there is none, and positions are rotary.
+        positions: the module of positions that are added to embeddings; "": there is none, and positions are rotary, or
+            biases of attention.
+        distances: the module in a layer's attention with a bias of its scores for each distance between two tokens, which is
+            that of the first layer where a layer has none; "": there are no biases.
         numbers: reads the constants from a configuration.
         refuses: returns the reason why a model of this configuration has something that no row here describes.
     """
@@ -92,24 +108,31 @@ class ModelFamily:
     name: str
     kind: str
     model: str
+    is_of: Callable[[Any], bool] = lambda config: True
+    body: str = ""
     layers: str = "layers"
     final_norm: str = "norm"
+    first_norm: str = ""
     attention: str = "self_attn"
+    cross: str = ""
     inner: str = "mlp"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"
     up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
     norms: Norms = _LLAMA_NORMS
+    norm_of_sum: bool = False
     norm: Literal["rms", "rms + 1", "layer"] = "rms"
     gated: bool = True
     activation: str = "hidden_act"
     head_norms: Literal["no", "head", "whole"] = "no"
     transposed: bool = False
+    heads: str = "num_attention_heads"
     kv_heads: str = "num_key_value_heads"
     by_head: bool = False
     parallel: str = ""
     positions: str = ""
+    distances: str = ""
     numbers: Callable[[Any], Numbers] = lambda config: Numbers()
     refuses: Callable[[Any], str] = lambda config: ""
 
@@ -130,6 +153,18 @@ def _granite_numbers(config: Any) -> Numbers:
     )
 
 
+def _scaled_numbers(config: Any) -> Numbers:
+    return Numbers(embedding=config.d_model**0.5 if config.scale_embedding else 1.0)
+
+
+def _t5_numbers(config: Any) -> Numbers:
+    return Numbers(logits_divisor=config.d_model**0.5 if config.scale_decoder_outputs else 1.0)
+
+
+def _umt5_numbers(config: Any) -> Numbers:
+    return Numbers(logits_divisor=config.d_model**0.5 if config.tie_word_embeddings else 1.0)
+
+
 def _refuses_both_ways(config: Any) -> str:
     if getattr(config, "use_bidirectional_attention", None):
         return "its tokens look at what follows them (use_bidirectional_attention)"
@@ -140,6 +175,62 @@ def _refuses_another_text(config: Any) -> str:
     return "it reads another text, too (add_cross_attention)" if config.add_cross_attention else ""
 
 
+# A decoder whose norms are of sums: "post-norm". Those of the other families are in front of sublayers.
+_BART = ModelFamily(
+    "BART",
+    "bart",
+    "BartForConditionalGeneration",
+    body="model.decoder",
+    final_norm="",
+    first_norm="layernorm_embedding",
+    cross="encoder_attn",
+    inner="",
+    out="out_proj",
+    up=("fc1",),
+    down="fc2",
+    norms=Norms("", "self_attn_layer_norm", "", "final_layer_norm", "", "encoder_attn_layer_norm"),
+    norm_of_sum=True,
+    norm="layer",
+    gated=False,
+    activation="activation_function",
+    heads="decoder_attention_heads",
+    kv_heads="",
+    positions="embed_positions",
+)
+_MBART = replace(
+    _BART,
+    name="mBART",
+    kind="mbart",
+    model="MBartForConditionalGeneration",
+    final_norm="layer_norm",
+    norms=Norms("self_attn_layer_norm", "", "final_layer_norm", "", "encoder_attn_layer_norm", ""),
+    norm_of_sum=False,
+)
+_M2M100 = replace(_MBART, name="M2M100", kind="m2m_100", model="M2M100ForConditionalGeneration", first_norm="")
+_WHISPER = replace(_M2M100, name="Whisper", kind="whisper", model="WhisperForConditionalGeneration")
+_T5 = ModelFamily(
+    "T5",
+    "t5",
+    "T5ForConditionalGeneration",
+    is_of=lambda config: not config.is_gated_act,
+    body="decoder",
+    layers="block",
+    final_norm="final_layer_norm",
+    attention="layer.0.SelfAttention",
+    cross="layer.1.EncDecAttention",
+    inner="layer.2.DenseReluDense",
+    qkv=("q", "k", "v"),
+    out="o",
+    up=("wi",),
+    down="wo",
+    norms=Norms("layer.0.layer_norm", "", "layer.2.layer_norm", "", "layer.1.layer_norm", ""),
+    gated=False,
+    activation="dense_act_fn",
+    kv_heads="",
+    distances="relative_attention_bias",
+    numbers=_t5_numbers,
+)
+_T5_GATED = replace(_T5, name="T5 1.1", is_of=lambda config: bool(config.is_gated_act), up=("wi_0", "wi_1"), gated=True)
 _GEMMA_NORMS = Norms(
     after_attention="post_attention_layernorm",
     before_inner="pre_feedforward_layernorm",
@@ -219,13 +310,33 @@ FAMILIES = (
         by_head=True,
         parallel="use_parallel_residual",
     ),
+    replace(_BART, name="Marian", kind="marian", model="MarianMTModel", first_norm="", numbers=_scaled_numbers),
+    _BART,
+    _MBART,
+    replace(
+        _MBART,
+        name="PEGASUS",
+        kind="pegasus",
+        model="PegasusForConditionalGeneration",
+        first_norm="",
+        numbers=_scaled_numbers,
+    ),
+    _M2M100,  # NLLB, too
+    _WHISPER,
+    replace(_WHISPER, name="Whisper's decoder", model="WhisperForCausalLM"),
+    _T5,
+    _T5_GATED,  # flan-T5, too
+    replace(_T5_GATED, name="mT5", kind="mt5", model="MT5ForConditionalGeneration", numbers=lambda config: Numbers()),
+    replace(_T5_GATED, name="umT5", kind="umt5", model="UMT5ForConditionalGeneration", numbers=_umt5_numbers),
 )
 
 
 def family_of(model: "PreTrainedModel") -> ModelFamily | None:
     """Return the row of a model in the table; None if it has none."""
     for family in FAMILIES:
-        if (model.config.model_type, type(model).__name__) == (family.kind, family.model):
+        if (model.config.model_type, type(model).__name__) == (family.kind, family.model) and family.is_of(
+            model.config
+        ):
             return family
     return None
 
@@ -236,9 +347,24 @@ def known_families() -> str:
     return f"{', '.join(names)} and {last}"
 
 
-def head_size(config: Any) -> int:
+def head_size(config: Any, family: ModelFamily) -> int:
     """Return the number of dimensions of one attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // getattr(config, family.heads))
+
+
+def module_at(module: Any, path: str) -> Any:
+    """Return the module at a path, see `ModelFamily`; None if there is none."""
+    return reduce(lambda found, name: getattr(found, name, None), path.split(".") if path else [], module)
+
+
+def body_of(model: "PreTrainedModel", family: ModelFamily) -> Any:
+    """Return the module that holds the layers of a model: its decoder, if it reads sources."""
+    return module_at(model, family.body) if family.body else model.base_model
+
+
+def layers_in(model: "PreTrainedModel", family: ModelFamily) -> list[Any]:
+    """Return the layers of a model; of one that reads sources those of its decoder."""
+    return list(module_at(body_of(model, family), family.layers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,6 +383,8 @@ class Architecture:
         tables: the kind of layers that each table of angles is for; "" where all have the same.
         kinds: the kind of attention of each layer, which says what a row may look at.
         numbers: further constants.
+        biases: float[heads, distances] of each layer: what is added to the scores of a token so many positions back, and of
+            those that are further back than the last; of no distances: nothing.
     """
 
     family: ModelFamily
@@ -271,6 +399,7 @@ class Architecture:
     tables: tuple[str, ...]
     kinds: tuple[str, ...]
     numbers: Numbers
+    biases: tuple[Tensor, ...] = ()
 
     @cached_property
     def names(self) -> list[str]:
@@ -292,6 +421,7 @@ class Architecture:
             self.tables,
             (self.kinds[layer],),
             self.numbers,
+            self.biases[layer:][:1],
         )
 
 
@@ -307,12 +437,12 @@ def architecture_of(model: "PreTrainedModel") -> Architecture:
     family = family_of(model)
     assert family is not None
     config: Any = model.config
-    heads = config.num_attention_heads
-    size = head_size(config)
+    heads = getattr(config, family.heads)
+    size = head_size(config, family)
     numbers = family.numbers(config)
-    kinds = tuple(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
-    body: Any = model.base_model
-    modules = [getattr(layer, family.attention) for layer in getattr(body, family.layers)]
+    layers = layers_in(model, family)
+    kinds = tuple(getattr(config, "layer_types", None) or ["full_attention"] * len(layers))
+    modules = [module_at(layer, family.attention) for layer in layers]
     ropes, tables = _ropes_of(config, family, kinds)
     turned = [getattr(module, "use_rope", True) for module in modules]
     return Architecture(
@@ -320,7 +450,7 @@ def architecture_of(model: "PreTrainedModel") -> Architecture:
         heads=heads,
         kv_heads=(getattr(config, family.kv_heads) if family.kv_heads else None) or heads,
         size=size,
-        eps=_eps_of(getattr(body, family.final_norm)),
+        eps=_eps_of(model, family),
         activation=ACTIVATIONS[getattr(config, family.activation)],
         parallel=bool(family.parallel and getattr(config, family.parallel)),
         scales=tuple(float(getattr(module, "scaling", 1 / size**0.5)) for module in modules),
@@ -328,12 +458,45 @@ def architecture_of(model: "PreTrainedModel") -> Architecture:
         tables=tables,
         kinds=kinds,
         numbers=numbers,
+        biases=_biases_of(modules, family),
     )
+
+
+def _biases_of(modules: list[Any], family: ModelFamily) -> tuple[Tensor, ...]:
+    """Return `Architecture.biases`, given the attention of each layer."""
+    if not family.distances:
+        return ()
+    owners = [one if getattr(one, family.distances, None) is not None else modules[0] for one in modules]
+    return tuple(biases_by_distance(getattr(one, family.distances), one) for one in owners)
+
+
+def biases_by_distance(table: Any, module: Any) -> Tensor:
+    """Return the biases of scores by distance, float[heads, distances], the last of which is that of all larger ones.
+
+    Args:
+        table: the embedding of the ranges of distances, one number for each head.
+        module: the attention that has it.
+    """
+    back = torch.arange(module.relative_attention_max_distance + 1)
+    ranges = module._relative_position_bucket(-back, **bucket_settings(module))
+    found: Tensor = table.weight.detach()[ranges]
+    return found.t()
+
+
+def bucket_settings(module: Any) -> dict[str, Any]:
+    """Return the settings that a decoder's attention takes to find the ranges of distances, if it takes any."""
+    if "bidirectional" not in inspect.signature(module._relative_position_bucket).parameters:
+        return {}
+    return {
+        "bidirectional": False,
+        "num_buckets": module.relative_attention_num_buckets,
+        "max_distance": module.relative_attention_max_distance,
+    }
 
 
 def _ropes_of(config: Any, family: ModelFamily, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the table of angles of each layer, as if all layers had positions, and `Architecture.tables`."""
-    if family.positions:
+    if family.positions or family.distances:
         return (-1,) * len(kinds), ("",)
     tables = tuple(sorted({*kinds})) if len(_ropes_by_kind(config)) > 1 else ("",)
     return tuple(tables.index(kind) if len(tables) > 1 else 0 for kind in kinds), tables
@@ -346,7 +509,11 @@ def _ropes_by_kind(config: Any) -> list[Any]:
     return by_kind or [found]
 
 
-def _eps_of(norm: Any) -> float:
+def _eps_of(model: "PreTrainedModel", family: ModelFamily) -> float:
+    """Return what the norms of a model add to the mean square."""
+    body = body_of(model, family)
+    first = layers_in(model, family)[0]
+    norm = module_at(body, family.final_norm) if family.final_norm else module_at(first, family.norms.after_attention)
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
@@ -377,6 +544,8 @@ def _misfit_of_modules(model: "PreTrainedModel", family: ModelFamily) -> str:
     from transformers.pytorch_utils import Conv1D
 
     modules = list(model.modules())
+    if family.cross:  # the encoder is transformers'
+        modules = [*body_of(model, family).modules(), model.get_output_embeddings()]
     if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules):
         return "its modules have hooks, or a forward of their own"
     own = (nn.Linear, Conv1D) if family.transposed else (nn.Linear,)
@@ -409,14 +578,33 @@ class LayerParts(NamedTuple):
     up_bias: Tensor
     down: Tensor
     down_bias: Tensor
+    cross: "CrossParts"
+
+
+class CrossParts(NamedTuple):
+    """The weights of the sublayer of a layer that looks at a source, as in `LayerParts`; of no numbers if there is none."""
+
+    before: Tensor
+    after: Tensor
+    query: Tensor
+    query_bias: Tensor
+    out: Tensor
+    out_bias: Tensor
+
+
+class SourceParts(NamedTuple):
+    """The weights of one layer that make keys and values of a source."""
+
+    both: list[Tensor]  # matrices that are joined: keys, values
+    bias: Tensor
 
 
 def parts_of(layer: Any, of: Architecture) -> LayerParts:
     """Return the weights of a layer of a model, or of a draft head whose layers are a Llama's."""
     family = of.family
-    attention = getattr(layer, family.attention)
-    inner = getattr(layer, family.inner)
-    norms = [norm_of(getattr(layer, name, None) if name else None, family) for name in family.norms]
+    attention = module_at(layer, family.attention)
+    inner = module_at(layer, family.inner)
+    norms = [norm_of(module_at(layer, name) if name else None, family) for name in family.norms]
     qkv = [getattr(attention, name) for name in family.qkv]
     up = [getattr(inner, name) for name in family.up]
     out = getattr(attention, family.out)
@@ -424,7 +612,7 @@ def parts_of(layer: Any, of: Architecture) -> LayerParts:
     nothing = out.weight.new_zeros(0)
     of_heads = [norm_of(getattr(attention, name, None), family) for name in ("q_norm", "k_norm")]
     whole = family.head_norms == "whole"
-    before_attention, after_attention, before_inner, after_inner = norms
+    before_attention, after_attention, before_inner, after_inner, before_cross, after_cross = norms
     return LayerParts(
         before_attention=before_attention,
         after_attention=after_attention,
@@ -433,14 +621,51 @@ def parts_of(layer: Any, of: Architecture) -> LayerParts:
         head_norms=torch.stack([nothing, nothing] if whole else of_heads),
         wide_norms=torch.cat(of_heads) if whole else nothing,
         qkv=[_matrix(one, family) for one in qkv],
-        qkv_bias=torch.cat([nothing, *(rows_in_order(one.bias, of) for one in qkv if one.bias is not None)]),
+        qkv_bias=rows_in_order(_joined_bias(qkv), of),
         out=_matrix(out, family),
         out_bias=nothing if out.bias is None else out.bias,
         up=[_matrix(one, family) for one in up],
         up_bias=torch.cat([nothing, *(one.bias for one in up if one.bias is not None)]),
         down=_matrix(down, family),
         down_bias=nothing if down.bias is None else down.bias,
+        cross=_cross_parts(layer, family, out.weight, before_cross, after_cross),
     )
+
+
+def _joined_bias(linears: list[Any]) -> Tensor:
+    """Return the biases of matrices that are joined, with zeros for those that have none; no numbers if none has any."""
+    if all(one.bias is None for one in linears):
+        return linears[0].weight.new_zeros(0)
+    return torch.cat([one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias for one in linears])
+
+
+def _cross_parts(layer: Any, family: ModelFamily, like: Tensor, before: Tensor, after: Tensor) -> CrossParts:
+    """Return the weights of the sublayer of a layer that looks at a source.
+
+    Args:
+        like: the matrix behind attention.
+        before, after: its norms.
+    """
+    nothing = like.new_zeros(0)
+    no_matrix = like.new_zeros(0, len(like))
+    if not family.cross:
+        return CrossParts(before, after, no_matrix, nothing, no_matrix, nothing)
+    attention = module_at(layer, family.cross)
+    query = getattr(attention, family.qkv[0])
+    out = getattr(attention, family.out)
+    return CrossParts(before, after, query.weight, _joined_bias([query]), out.weight, _joined_bias([out]))
+
+
+def source_parts(layer: Any, of: Architecture) -> SourceParts:
+    """Return the weights of a layer that make keys and values of a source."""
+    attention = module_at(layer, of.family.cross)
+    both = [getattr(attention, name) for name in of.family.qkv[1:]]
+    return SourceParts([one.weight for one in both], _joined_bias(both))
+
+
+def norm_at(body: Any, path: str, family: ModelFamily) -> Tensor:
+    """Return the weight of a norm of a body, see `LayerParts`; no numbers if the path is ""."""
+    return norm_of(module_at(body, path) if path else None, family)
 
 
 def norm_of(module: Any, family: ModelFamily) -> Tensor:

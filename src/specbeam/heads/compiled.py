@@ -49,6 +49,7 @@ from specbeam.engines.cpu.head_steps import (
 )
 from specbeam.engines.cpu.layers import all_layers, score_rows
 from specbeam.engines.cpu.panels import Kind, fits_bfloat16, in_panels
+from specbeam.engines.cpu.sources import no_distances, no_sources
 from specbeam.engines.cpu.sums import STEP, WIDTH
 from specbeam.engines.cpu.team import TEAM, threads_for
 from specbeam.engines.cpu.weights import layers_of_weights
@@ -298,7 +299,7 @@ class CompiledHead:
             return layers, 0, score
         layers = address_of(
             all_layers, floats, model.weights, model.angles, model.eps, model.heads, numbers, numbers[None], numbers, seen,
-            model.kinds, keys, values, numbers, floats, 1,
+            no_distances(), model.kinds, keys, values, no_sources(), numbers, floats, 1,
         )  # fmt: skip
         context = address_of(context_layers, floats, model, numbers, numbers[None], numbers, keys, values, 1)
         return layers, context, score

@@ -6,10 +6,12 @@ import torch
 from torch import nn
 
 from specbeam.engines.answers import LOGITS
+from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import has_own_encoder
 from specbeam.engines.source import Source
 from specbeam.engines.torch.source_passes import SourcePasses, decoder_layers
 from specbeam.errors import NotSupported
+from specbeam.lm.engines import COMPILED
 from specbeam.lm.huggingface import CHUNK, HuggingFaceLM
 from specbeam.records import Needs
 from specbeam.session import CacheOwner
@@ -31,6 +33,8 @@ class EncoderDecoderLM(HuggingFaceLM):
         chunk: prompt tokens of one session per pass.
         encoder: an encoder that makes the states of a source, whose output is then shared with other models; None: the
             model's own.
+        engine: what runs the decoder: "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. Transformers runs
+            the encoder in any case.
 
     Attributes:
         encoder: the encoder that reads sources for this model.
@@ -38,20 +42,26 @@ class EncoderDecoderLM(HuggingFaceLM):
         most_source: the most tokens of a source, or the number of frames that each window of audio has; None: no limit.
     """
 
-    runner: SourcePasses
+    runner: SourcePasses | CompiledSourcePasses
 
-    def __init__(self, model: "PreTrainedModel", chunk: int = CHUNK, encoder: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        chunk: int = CHUNK,
+        encoder: nn.Module | None = None,
+        engine: str = "auto",
+    ) -> None:
         if encoder is None and not has_own_encoder(model):
             raise NotSupported(
                 f"{type(model).__name__} is a decoder without its encoder; it can only draft for a model that has one: "
                 "load(target, draft=...)"
             )
-        super().__init__(model, chunk, "auto", None)
+        super().__init__(model, chunk, engine, None)
         self.encoder: Any = model.get_encoder() if encoder is None else encoder
         self.input_name: Literal["input_ids", "input_features"] = (
             "input_features" if _hears(self.encoder) else "input_ids"
         )
-        self.max_positions = self.runner.places.most
+        self.max_positions = self.runner.most_positions
         self.most_source = _most_source(self.encoder)
 
     @property
@@ -60,7 +70,13 @@ class EncoderDecoderLM(HuggingFaceLM):
         config = self.model.config
         heads = int(getattr(config, "decoder_attention_heads", None) or config.num_attention_heads)
         size = int(getattr(config, "d_kv", None) or config.d_model // heads)
-        return 2 * decoder_layers(self.model) * heads * size * int(self.model.dtype.itemsize)
+        number = 4 if self.engine in COMPILED else int(self.model.dtype.itemsize)
+        return 2 * decoder_layers(self.model) * heads * size * number
+
+    @property
+    def supports_runs(self) -> bool:
+        """See `HuggingFaceLM.supports_runs`."""
+        return type(self) is EncoderDecoderLM and self._takes_steps
 
     def refuses(self, session: CacheOwner) -> str:
         """Return the reason why this model cannot take what a session has for it; "" if it can."""

@@ -10,6 +10,7 @@ import torch
 from specbeam.engines.by_layer import layer_decoder
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
 from specbeam.engines.cpu.passes import PackedPasses
+from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import is_llama_like, is_plain_llama, reads_sources
 from specbeam.engines.families import misfit_of_family
 from specbeam.engines.mapped import is_kept
@@ -63,18 +64,34 @@ def choose_engine(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> C
     Raises `NotSupported` if the wanted engine cannot run the model.
     """
     if reads_sources(model):
-        if wanted not in ("auto", "plain"):
-            raise NotSupported(f"engine {wanted!r} runs decoder-only models, and {type(model).__name__} reads sources")
-        return ChosenEngine("plain", SourcePasses(model, caches), "")
+        return _engine_for_sources(model, wanted, caches)
     if wanted != "parallel" and any(hasattr(weight, "to_local") for weight in model.parameters()):
         raise NotSupported(
             "the weights of this model are spread over several processes, which all have to make each pass; load the target "
             "by load(..., tensor_parallel=True), and drafts whole"
         )
+    return _engine_of(ENGINES, model, wanted, caches)
+
+
+def _engine_for_sources(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> ChosenEngine:
+    """Return the engine that runs the decoder of a model that reads sources; see `choose_engine`."""
+    names = [kind.name for kind in ENGINES_FOR_SOURCES]
+    if wanted not in ("auto", *names):
+        raise NotSupported(
+            f"engine {wanted!r} runs decoder-only models, and {type(model).__name__} reads sources; those that run it are "
+            f"{', '.join(names)}"
+        )
+    return _engine_of(ENGINES_FOR_SOURCES, model, wanted, caches)
+
+
+def _engine_of(
+    engines: "tuple[EngineKind, ...]", model: "PreTrainedModel", wanted: str, caches: list[Any]
+) -> ChosenEngine:
+    """Do `choose_engine` among these engines, the last of which runs every model."""
     if wanted != "auto":
-        return ChosenEngine(wanted, _wanted_passes(model, wanted, caches), "")
+        return ChosenEngine(wanted, _wanted_passes(engines, model, wanted, caches), "")
     reasons: dict[str, str] = {}
-    for kind in ENGINES:
+    for kind in engines:
         why = kind.fits(model) or kind.waits(model)
         if not why:
             passes = kind.passes(model, caches)
@@ -85,11 +102,11 @@ def choose_engine(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> C
     raise AssertionError("the last engine of the table runs every model")
 
 
-def _wanted_passes(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> Any:
+def _wanted_passes(engines: "tuple[EngineKind, ...]", model: "PreTrainedModel", wanted: str, caches: list[Any]) -> Any:
     """Return the passes of a model by the engine of this name. Raises `NotSupported` if it cannot run the model."""
-    found = [kind for kind in ENGINES if kind.name == wanted]
+    found = [kind for kind in engines if kind.name == wanted]
     if not found:
-        raise NotSupported(f"no engine is called {wanted!r}; there are {', '.join(kind.name for kind in ENGINES)}")
+        raise NotSupported(f"no engine is called {wanted!r}; there are {', '.join(kind.name for kind in engines)}")
     kind = found[0]
     why = kind.fits(model)
     passes = None if why else kind.passes(model, caches)
@@ -100,7 +117,7 @@ def _wanted_passes(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> 
 
 def _note(model: "PreTrainedModel", reasons: dict[str, str]) -> str:
     """Return a sentence that says that transformers runs a model, and why the engine for this device does not."""
-    ours = reasons["gpu" if model.device.type == "cuda" else "compiled"]
+    ours = reasons["gpu" if "gpu" in reasons and model.device.type == "cuda" else "compiled"]
     return f"transformers' own forward runs this {type(model).__name__}, and not {ours}"
 
 
@@ -171,7 +188,10 @@ def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> Engi
 
     def passes(model: "PreTrainedModel", caches: list[Any]) -> PackedPasses:
         with torch.inference_mode():
-            return PackedPasses(model, CompiledDecoder(model, rounding), caches)
+            decoder = CompiledDecoder(model, rounding)
+            if reads_sources(model):
+                return CompiledSourcePasses(model, decoder, caches)
+            return PackedPasses(model, decoder, caches)
 
     return EngineKind(name, described, fits, _on_request if rounding else _waits_for_compiled, passes)
 
@@ -212,7 +232,7 @@ def _parallel_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasse
 
 
 def _plain_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
-    return PaddedPasses(model, None, caches)
+    return SourcePasses(model, caches) if reads_sources(model) else PaddedPasses(model, None, caches)
 
 
 # In the order in which "auto" asks them.
@@ -227,3 +247,5 @@ ENGINES = (
     EngineKind("parallel", "the forward in several processes", _always, _on_request, _parallel_passes),
     EngineKind("plain", "transformers' forward", _always, _always, _plain_passes),
 )
+# Those of them that run the decoders of models that read sources.
+ENGINES_FOR_SOURCES = tuple(kind for kind in ENGINES if kind.name in (*COMPILED, "plain"))

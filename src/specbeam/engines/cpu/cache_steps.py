@@ -18,7 +18,8 @@ from specbeam.engines.cpu.early import (
     take_back_drafts,
 )
 from specbeam.engines.cpu.embedding import look_up
-from specbeam.engines.cpu.layers import shape_logits
+from specbeam.engines.cpu.layers import normalise, shape_logits
+from specbeam.engines.cpu.sources import Sources, layers_of_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.weights import layers_of_weights
 from specbeam.engines.kv.steps import (
@@ -64,6 +65,7 @@ class CacheArrays(NamedTuple):
     first_layers: int  # number of layers that are run ahead of the others
     exit: ExitWeights
     early: EarlyNodes
+    sources: Sources  # of the model; the session reads the first of `Sources.rows`
 
 
 class PassRows(NamedTuple):
@@ -72,6 +74,7 @@ class PassRows(NamedTuple):
     positions: Array  # int64[rows]
     slots: Array  # int64[rows]
     seen: Array  # bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind
+    back: Array  # int32[rows, slots], see `layers.attend`; of no rows if layers do not ask for it
 
 
 @compiled
@@ -91,7 +94,12 @@ def _pass_rows(cache: CacheArrays, positions: Array, slots: Array, seen: Array) 
             for slot in range(extent):
                 near = windows[kind] == 0 or positions[number] - trie.slot_position[slot] < windows[kind]
                 row[slot] = seen[number, slot] and near
-    return PassRows(positions, slots, visible)
+    asked = len(positions) if cache.model.weights.extras.biases.shape[2] > 0 else 0
+    back = np.empty((asked, extent), dtype=np.int32)
+    for number in range(asked):
+        for slot in range(extent):
+            back[number, slot] = positions[number] - trie.slot_position[slot]
+    return PassRows(positions, slots, visible, back)
 
 
 @compiled
@@ -123,25 +131,29 @@ def _embedded(cache: CacheArrays, count: int) -> Array:
         x[row] *= model.embedding_scale
     if len(model.places) > 0:
         for row in range(count):
-            x[row] += model.places[trie.nodes[2, first + row]]
+            if trie.nodes[0, first + row] != model.unplaced:
+                x[row] += model.places[trie.nodes[2, first + row]]
+    if len(model.first_norm) > 0:
+        normalise(x, model.first_norm, model.eps, x)
     return x
 
 
 @compiled
 def _run(
-    cache: CacheArrays, x: Array, rows: PassRows, weights: Any, kinds: Array, keys: Array, values: Array, tapped: Array
-) -> None:
+    cache: CacheArrays, x: Array, rows: PassRows, weights: Any, kinds: Array, keys: Array, values: Array, sources: Sources,
+    tapped: Array,
+) -> None:  # fmt: skip
     """Run layers on x, float32[rows, hidden], in place, and store keys and values.
 
     Args:
-        weights, kinds, keys, values: of these layers.
+        weights, kinds, keys, values, sources: of these layers.
         tapped: see `layers.all_layers`.
     """
     model = cache.model
     sessions = np.array([[cache.store_row, 0, len(x)]])
     call_at(cache.all_layers_at, (
-        x, weights, model.angles, model.eps, model.heads, rows.positions, sessions, rows.slots, rows.seen, kinds, keys,
-        values, cache.taps, tapped, cache.threads,
+        x, weights, model.angles, model.eps, model.heads, rows.positions, sessions, rows.slots, rows.seen, rows.back, kinds,
+        keys, values, sources, cache.taps, tapped, cache.threads,
     ))  # fmt: skip
 
 
@@ -152,7 +164,7 @@ def _store(cache: CacheArrays) -> None:
     model = cache.model
     x = _embedded(cache, len(rows.slots))
     tapped = np.empty((len(x), cache.tapped.shape[1]), dtype=np.float32)
-    _run(cache, x, rows, model.weights, model.kinds, cache.keys, cache.values, tapped)
+    _run(cache, x, rows, model.weights, model.kinds, cache.keys, cache.values, cache.sources, tapped)
     stop = cache.trie.counts[STORED]
     start = stop - len(x)
     cache.outputs[start:stop] = x
@@ -168,7 +180,8 @@ def _store_early(cache: CacheArrays) -> None:
     x = _embedded(cache, len(rows.slots))
     tapped = np.empty((len(x), 0), dtype=np.float32)
     weights = layers_of_weights(model.weights, 0, count)
-    _run(cache, x, rows, weights, model.kinds[:count], cache.keys[:count], cache.values[:count], tapped)
+    sources = layers_of_sources(cache.sources, 0, count)
+    _run(cache, x, rows, weights, model.kinds[:count], cache.keys[:count], cache.values[:count], sources, tapped)
     keep_early(cache.early, cache.trie, x, rows.slots, len(cache.exit.kinds) > 0)
 
 
@@ -183,7 +196,17 @@ def _run_exit(cache: CacheArrays) -> None:
     tapped = np.empty((count, 0), dtype=np.float32)
     keys = cache.keys[place : place + 1]
     values = cache.values[place : place + 1]
-    _run(cache, x, rows, cache.exit.weights, cache.exit.kinds, keys, values, tapped)
+    _run(
+        cache,
+        x,
+        rows,
+        cache.exit.weights,
+        cache.exit.kinds,
+        keys,
+        values,
+        layers_of_sources(cache.sources, 0, 0),
+        tapped,
+    )
     keep_exits(cache.early, x)
 
 
@@ -203,7 +226,8 @@ def _finish(cache: CacheArrays) -> None:
     tapped = np.empty((len(x), 0), dtype=np.float32)
     weights = layers_of_weights(model.weights, count, total)
     _run(
-        cache, x, rows, weights, model.kinds[count:total], cache.keys[count:total], cache.values[count:total], tapped
+        cache, x, rows, weights, model.kinds[count:total], cache.keys[count:total], cache.values[count:total],
+        layers_of_sources(cache.sources, count, total), tapped,
     )  # fmt: skip
     cache.outputs[start:stop] = x
     finish_early(early)
@@ -253,7 +277,7 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
     logits = np.empty((len(x), len(model.head) * WIDTH), dtype=np.float32)
     if len(x) > 0:
         call_at(cache.score_rows_at, (x, norm, model.eps, model.head, logits, cache.threads))
-        shape_logits(logits, model.logits_divisor, model.logits_cap)
+        shape_logits(logits, model.logits_divisor, model.logits_cap, model.logits_bias)
     if logits.shape[1] > model.vocab:
         logits = logits[:, : model.vocab].copy()
     return logits

@@ -7,7 +7,7 @@ those of the model's own forward up to rounding; `load` compares both on a token
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import accumulate
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Int64, Shaped
+from jaxtyping import Bool, Float32, Int32, Int64, Shaped
 from torch import Tensor, nn
 
 from specbeam import kernels
@@ -25,19 +25,34 @@ from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
 from specbeam.engines.cpu.early import ExitLayer, ExitWeights
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
 from specbeam.engines.cpu.extras import extras_of
-from specbeam.engines.cpu.layers import NO_ATTENTION, NO_INNER, all_layers, normalise, score_rows, shape_logits
-from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, steps_in, write_panels
+from specbeam.engines.cpu.layers import (
+    NO_ATTENTION,
+    NO_INNER,
+    add_bias,
+    all_layers,
+    normalise,
+    score_rows,
+    shape_logits,
+)
+from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, multiply, steps_in, write_panels
+from specbeam.engines.cpu.sources import Sources, layers_of_sources, no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.team import TEAM, threads_for
-from specbeam.engines.cpu.weights import Weights, layers_of_weights
+from specbeam.engines.cpu.weights import CrossWeights, Weights, layers_of_weights
 from specbeam.engines.families import (
     Architecture,
+    CrossParts,
+    ModelFamily,
     architecture_of,
-    head_size,
+    body_of,
+    layers_in,
     misfit_of_family,
+    module_at,
+    norm_at,
     norm_of,
     parts_of,
     rows_in_order,
+    source_parts,
 )
 from specbeam.engines.kv.store import PanelStore
 from specbeam.engines.mapped import NOTHING_MAPPED, MappedFiles, mapped_files
@@ -52,6 +67,9 @@ if TYPE_CHECKING:
 TILED_FROM = 30_000_000
 
 Rounding = Literal["int8", "int4"]
+_MOST_SINES = 4096  # positions of a model whose positions have no end
+_NO_TOKEN = -(1 << 60)
+_NO_LIMIT = 1 << 40  # positions of a model that looks at distances alone
 _WORDS = (torch.float32, torch.bfloat16, torch.float16)  # the types that panels keep
 # The types whose bits are laid out in panels of a kind without a detour by float32.
 _TYPE_IN_WORDS: dict[Kind, torch.dtype] = {
@@ -67,6 +85,8 @@ class Model(NamedTuple):
     embedding: Array  # float32, uint16 or int16[vocab, hidden], see `table_of`
     embedding_scale: np.float32  # what embeddings of tokens are multiplied with
     places: Array  # float32[positions, hidden], which are added to embeddings; of no positions if they are rotary
+    unplaced: int  # a token that gets no place, or a number that no token has
+    first_norm: Array  # of what the first layer reads, see `Weights`; of no numbers if there is none
     weights: Weights
     angles: Array  # float32[tables, 2, positions, pairs], see `layers.write_qkv`
     eps: float
@@ -77,6 +97,11 @@ class Model(NamedTuple):
     vocab: int
     logits_divisor: np.float32  # see `layers.shape_logits`
     logits_cap: np.float32
+    logits_bias: Array  # float32[vocab], or of no numbers
+
+
+_NO_DISTANCES = no_distances()
+_NO_SOURCES = no_sources()
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,13 +113,18 @@ class Rows:
     slots: Int64[np.ndarray, " n"]
     sessions: Int64[np.ndarray, "sessions 3"]  # row of the store, first row, last row + 1
     seen: dict[str, Bool[np.ndarray, "n slots"]]  # which slots each row may look at, by kind of layer
+    back: Int32[np.ndarray, "asked slots"] = field(
+        default_factory=no_distances
+    )  # see `layers.attend`; of all rows, or none
+    sources: Sources = field(default_factory=no_sources)  # what the sessions read
 
     def only(self, which: Bool[np.ndarray, " n"]) -> "Rows":
         """Return some of the rows."""
         before = np.concatenate([[0], np.cumsum(which)])  # number of them before each row
         sessions = np.column_stack([self.sessions[:, 0], before[self.sessions[:, 1:]]])
         seen = {kind: shown[which] for kind, shown in self.seen.items()}
-        return Rows(self.tokens[which], self.positions[which], self.slots[which], sessions, seen)
+        back = self.back[which] if len(self.back) else self.back
+        return Rows(self.tokens[which], self.positions[which], self.slots[which], sessions, seen, back, self.sources)
 
 
 _NO_VECTORS: Mapping[int, Float32[np.ndarray, " hidden"]] = {}
@@ -113,9 +143,10 @@ class CompiledDecoder:
     def __init__(self, model: "PreTrainedModel", rounding: Rounding | None = None) -> None:
         architecture = architecture_of(model)
         numbers = architecture.numbers
-        body: Any = model.base_model
-        layers = list(getattr(body, architecture.family.layers))
-        embedding: Any = model.get_input_embeddings()
+        family = architecture.family
+        body: Any = body_of(model, family)
+        layers = layers_in(model, family)
+        embedding: Any = body.embed_tokens if family.cross else model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
         self.threads = threads_for(model.num_parameters())
         self.architecture = architecture
@@ -125,17 +156,17 @@ class CompiledDecoder:
         self.eps = architecture.eps
         self.vocab = head.weight.shape[0]
         self.embedding = table_of(embedding.weight)
-        own_scale = getattr(embedding, "embed_scale", None)
-        self.embedding_scale = np.float32(1 if own_scale is None else float(own_scale.to(embedding.weight.dtype)))
+        self.embedding_scale = _own_scale(embedding)
         self.vector_scale = np.float32(numbers.embedding)  # of embeddings that are given
         self.places = places_of(body, architecture)
+        self.first_norm = numbers_of(norm_at(body, family.first_norm, family))
         self.angles = angles_of_model(model, architecture)
         files = mapped_files(model)
         tiled = model.num_parameters() >= TILED_FROM and tiles.available()
         matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() == 2]
         self.kind = kind = _kind_of([head.weight, *matrices], rounding, tiled, files)
         self.weights = weights_of(layers, kind, architecture, files)
-        self.last_norm = numbers_of(norm_of(getattr(body, architecture.family.final_norm), architecture.family))
+        self.last_norm = numbers_of(norm_at(body, family.final_norm, family))
         self.head = panels_of([[head.weight]], kind, files)[0]
         if self.threads > 1:
             TEAM.learn(self.head)
@@ -145,6 +176,8 @@ class CompiledDecoder:
             embedding=self.embedding,
             embedding_scale=self.embedding_scale * self.vector_scale,
             places=self.places,
+            unplaced=unplaced_in(body, family),
+            first_norm=self.first_norm,
             weights=self.weights,
             angles=self.angles,
             eps=self.eps,
@@ -155,6 +188,7 @@ class CompiledDecoder:
             vocab=self.vocab,
             logits_divisor=np.float32(numbers.logits_divisor),
             logits_cap=np.float32(numbers.logits_cap),
+            logits_bias=_logits_bias(model),
         )
 
     def store(self) -> PanelStore:
@@ -202,7 +236,8 @@ class CompiledDecoder:
         x = self._embedded(rows, vectors) if states is None else states.copy()
         first, stop, _ = layers.indices(len(self.kinds))
         weights = self.weights if stop - first == len(self.kinds) else layers_of_weights(self.weights, first, stop)
-        tapped = self._run(x, rows, weights, self.kinds[layers], store, layers, taps)
+        sources = layers_of_sources(rows.sources, first, stop)
+        tapped = self._run(x, rows, weights, self.kinds[layers], store, layers, sources, taps)
         return x, tapped
 
     def forward_exit(
@@ -210,7 +245,7 @@ class CompiledDecoder:
     ) -> Float32[np.ndarray, "n hidden"]:
         """Run an exit layer on what left the first layers for all rows, store its keys and values, and return its output."""
         x = states.copy()
-        self._run(x, rows, layer.weights, layer.kinds, store, slice(layer.place, layer.place + 1))
+        self._run(x, rows, layer.weights, layer.kinds, store, slice(layer.place, layer.place + 1), _NO_SOURCES)
         return x
 
     def _run(
@@ -221,6 +256,7 @@ class CompiledDecoder:
         kinds: Int64[np.ndarray, " layers"],
         store: PanelStore,
         places: slice,
+        sources: Sources,
         taps: Sequence[int] = (),
     ) -> Float32[np.ndarray, "n tapped"]:
         """Run layers of these weights and kinds on x, in place; their keys and values are in these layers of the store.
@@ -231,8 +267,9 @@ class CompiledDecoder:
         tapped = np.empty((len(x), len(taps) * x.shape[1]), dtype=np.float32)
         with TEAM.threads(self.threads) as threads:
             all_layers(
-                x, weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen, kinds,
-                store.keys_by_panel[places], store.values_by_slot[places], np.array(taps, dtype=np.int64), tapped, threads,
+                x, weights, self.angles, self.eps, self.heads, rows.positions, rows.sessions, rows.slots, seen, rows.back,
+                kinds, store.keys_by_panel[places], store.values_by_slot[places], sources, np.array(taps, dtype=np.int64),
+                tapped, threads,
             )  # fmt: skip
         return tapped
 
@@ -269,23 +306,33 @@ class CompiledDecoder:
         x = embedded_rows(self.embedding, np.maximum(rows.tokens, 0)) * self.model.embedding_scale
         for row, vector in vectors.items():
             x[row] = vector * self.vector_scale
-        return x + self.places[rows.positions] if len(self.places) else x
+        if len(self.places):
+            placed = rows.tokens != self.model.unplaced
+            x[placed] += self.places[rows.positions[placed]]
+        if len(self.first_norm):
+            normalise(x, self.first_norm, self.eps, x)
+        return x
 
     @contextmanager
     def arrays_for_steps(
-        self, cache: CpuCache, store: PanelStore, windows: Int64[np.ndarray, " kinds"], part: int
+        self,
+        cache: CpuCache,
+        store: PanelStore,
+        windows: Int64[np.ndarray, " kinds"],
+        part: int,
+        sources: Sources = _NO_SOURCES,
     ) -> Iterator[CacheArrays]:
         """Yield a session's cache as arrays for steps. There must be room for what they store, in the cache and the store.
 
         Args:
-            windows, part: see `CacheArrays`.
+            windows, part, sources: see `CacheArrays`.
         """
         with TEAM.threads(self.threads) as threads:
             taps = np.array(cache.needs.taps if part == ALL else (), dtype=np.int64)
             yield CacheArrays(
                 cache.trie.arrays, cache.outputs, cache.taps, taps, self.model, windows, store.keys_by_panel,
                 store.values_by_slot, cache.row, threads, *self.addresses, part, cache.early_layers or 0,
-                self._exit_of(cache), cache.early,
+                self._exit_of(cache), cache.early, sources,
             )  # fmt: skip
 
     def _exit_of(self, cache: CpuCache) -> ExitWeights:
@@ -313,7 +360,7 @@ class CompiledDecoder:
         if len(x):
             with TEAM.threads(self.threads) as threads:
                 score_rows(x, self.last_norm if norm is None else norm, self.eps, self.head, logits, threads)
-            shape_logits(logits, self.model.logits_divisor, self.model.logits_cap)
+            shape_logits(logits, self.model.logits_divisor, self.model.logits_cap, self.model.logits_bias)
         return np.ascontiguousarray(logits[:, : self.vocab])
 
     def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
@@ -330,9 +377,34 @@ class CompiledDecoder:
         store = self.store()
         layers = address_of(
             all_layers, floats, self.weights, self.angles, self.eps, self.heads, numbers, numbers[None], numbers,
-            np.zeros((1, 1, 1), dtype=bool), self.kinds, store.keys_by_panel, store.values_by_slot, numbers, floats, 1,
+            np.zeros((1, 1, 1), dtype=bool), _NO_DISTANCES, self.kinds, store.keys_by_panel, store.values_by_slot,
+            _NO_SOURCES, numbers, floats, 1,
         )  # fmt: skip
         return layers, address_of(score_rows, floats, self.last_norm, self.eps, self.head, floats, 1)
+
+
+class SourceReader:
+    """The matrices of a decoder that make keys and values of sources, in all layers at once.
+
+    They are kept, or rounded, as the decoder's other matrices.
+    """
+
+    def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
+        of = decoder.architecture
+        files = mapped_files(model)
+        parts = [source_parts(layer, of) for layer in layers_in(model, of.family)]
+        self.panels = panels_of([[matrix for one in parts for matrix in one.both]], decoder.kind, files)[0]
+        self.bias = numbers_of(torch.cat([one.bias for one in parts]))
+        self.columns = 2 * len(parts) * of.heads * of.size
+        self.threads = decoder.threads
+
+    def read(self, states: Float32[np.ndarray, "frames hidden"]) -> Float32[np.ndarray, "frames columns"]:
+        """Return keys and then values of all heads, layer by layer, given what an encoder has made of a source."""
+        found = np.empty((len(states), len(self.panels) * WIDTH), dtype=np.float32)
+        with TEAM.threads(self.threads) as threads:
+            multiply(states, self.panels, found, threads)
+        add_bias(found, self.bias)
+        return found[:, : self.columns]
 
 
 def _kind_of(weights: list[Tensor], rounding: Rounding | None, tiled: bool, files: MappedFiles) -> Kind:
@@ -431,6 +503,23 @@ def weights_of(layers: list[Any], kind: Kind, of: Architecture, files: MappedFil
         down=panels("down"),
         inner=parts[0].down.shape[1],
         extras=extras_of(parts, of),
+        cross=_cross_weights([one.cross for one in parts], kind, files),
+    )
+
+
+def _cross_weights(parts: list[CrossParts], kind: Kind, files: MappedFiles) -> CrossWeights:
+    """Return the weights of the sublayers of layers that look at a source, with matrices in panels of a kind."""
+
+    def stacked(name: str) -> np.ndarray:
+        return np.stack([numbers_of(getattr(one, name)) for one in parts])
+
+    return CrossWeights(
+        before=stacked("before"),
+        after=stacked("after"),
+        query=panels_of([[one.query] for one in parts], kind, files),
+        query_bias=stacked("query_bias"),
+        out=panels_of([[one.out] for one in parts], kind, files),
+        out_bias=stacked("out_bias"),
     )
 
 
@@ -451,19 +540,47 @@ def angles_of(rotary: Any, positions: int, *kind: str) -> Float32[np.ndarray, "2
 
 
 def angles_of_model(model: "PreTrainedModel", of: Architecture) -> Float32[np.ndarray, "tables 2 positions pairs"]:
-    """Return all tables of angles of a model; one without pairs if its positions are learned."""
-    positions = model.config.max_position_embeddings
+    """Return all tables of angles of a model; one without pairs if its positions are learned, or biases of attention."""
+    body: Any = body_of(model, of.family)
+    if of.family.distances:
+        return np.zeros((1, 2, _NO_LIMIT, 0), dtype=np.float32)
     if of.family.positions:
-        return np.zeros((1, 2, positions, 0), dtype=np.float32)
-    body: Any = model.base_model
+        return np.zeros((1, 2, len(places_of(body, of)), 0), dtype=np.float32)
+    positions = model.config.max_position_embeddings
     return np.stack([angles_of(body.rotary_emb, positions, *([kind] if kind else [])) for kind in of.tables])
 
 
 def places_of(body: Any, of: Architecture) -> Float32[np.ndarray, "positions hidden"]:
-    """Return the learned positions of a model; none if its positions are rotary."""
-    if of.family.positions:
-        return numbers_of(getattr(body, of.family.positions).weight)
-    return np.zeros((0, 0), dtype=np.float32)
+    """Return what is added to embeddings by position; nothing if positions are not added."""
+    if not of.family.positions:
+        return np.zeros((0, 0), dtype=np.float32)
+    module = module_at(body, of.family.positions)
+    if isinstance(module, nn.Embedding):
+        return numbers_of(module.weight)[int(getattr(module, "offset", 0)) :]
+    first = int(module.padding_idx) + 1  # sines, of which there is no end
+    known = max(int(module.num_positions), _MOST_SINES)
+    return numbers_of(module.get_embedding(first + known, module.embedding_dim, module.padding_idx))[first:]
+
+
+def unplaced_in(body: Any, family: ModelFamily) -> int:
+    """Return the token to which no position is added: the padding of models that count positions without it."""
+    module = module_at(body, family.positions) if family.positions else None
+    return _NO_TOKEN if module is None or isinstance(module, nn.Embedding) else int(module.padding_idx)
+
+
+def _own_scale(embedding: Any) -> np.float32:
+    """Return what a module of embeddings multiplies them with by itself."""
+    found = getattr(embedding, "embed_scale", None)
+    if isinstance(found, Tensor):
+        found = float(found.to(embedding.weight.dtype))
+    return np.float32(1 if found is None else found)
+
+
+def _logits_bias(model: Any) -> Float32[np.ndarray, " vocab"]:
+    """Return what is added to the logits of a model; no numbers if it is nothing."""
+    found = getattr(model, "final_logits_bias", None)
+    bias = np.zeros(0, dtype=np.float32) if found is None else numbers_of(found[0])
+    return bias if bias.any() else bias[:0]
 
 
 def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:
@@ -486,10 +603,10 @@ def _misfit_of_sizes(model: "PreTrainedModel", rounding: Rounding | None) -> str
     """Return the reason why the sizes of a model do not fit panels; "" if they do."""
     unit = steps_in("int4" if rounding == "int4" else "float32")
     config = model.config
-    size = head_size(config)
     architecture = architecture_of(model)
-    first = getattr(model.base_model, architecture.family.layers)[0]
-    depths = config.hidden_size, parts_of(first, architecture).down.shape[1], config.num_attention_heads * size
+    size = architecture.size
+    first = layers_in(model, architecture.family)[0]
+    depths = config.hidden_size, parts_of(first, architecture).down.shape[1], architecture.heads * size
     if size % steps_in("float32") or any(depth % unit for depth in depths):
         deep = ", ".join(map(str, depths))
         return f"its matrices are {deep} deep, with heads of {size}; the depths must be multiples of {unit}"

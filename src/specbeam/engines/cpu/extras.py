@@ -7,8 +7,8 @@ import numpy as np
 from specbeam.engines.families import Activation, Architecture, LayerParts
 from specbeam.kernels.compiling import Array, compiled
 
-SILU, GELU_TANH, GELU = range(3)
-_NUMBER_OF: dict[Activation, int] = {"silu": SILU, "gelu tanh": GELU_TANH, "gelu": GELU}
+SILU, GELU_TANH, GELU, RELU = range(4)
+_NUMBER_OF: dict[Activation, int] = {"silu": SILU, "gelu tanh": GELU_TANH, "gelu": GELU, "relu": RELU}
 
 
 class Extras(NamedTuple):
@@ -17,19 +17,23 @@ class Extras(NamedTuple):
     What all layers share is no array: a branch on it costs nothing beside a product.
     """
 
-    after_attention: Array  # float32[layers, hidden]: weight of the norm of what attention adds
-    after_inner: Array  # float32[layers, hidden]: of what the inner layer adds
+    after_attention: (
+        Array  # float32[layers, ...]: weight of the norm of what attention adds, or of the sum; see `Weights`
+    )
+    after_inner: Array  # float32[layers, ...]: of what the inner layer adds, or of the sum
     wide_norms: Array  # float32[layers, (heads + kv_heads) * size]: of all queries, and of all keys of a row
     out_bias: Array  # float32[layers, hidden]
     up_bias: Array  # float32[layers, columns] of gate and up
     down_bias: Array  # float32[layers, hidden]
     scales: Array  # float32[layers]: what scores of attention are multiplied with
     ropes: Array  # int64[layers]: the table of rotary angles; -1: no positions
+    biases: Array  # float32[layers, heads, distances]: see `families.Architecture.biases`
     cap: np.float32  # see `families.Numbers.attention_cap`
     residual: np.float32  # what leaves a sublayer is multiplied with this
-    activation: int  # SILU, GELU_TANH or GELU
+    activation: int  # SILU, GELU_TANH, GELU or RELU
     gated: bool  # whether the inner layer has a gate
     parallel: bool  # whether the inner layer reads what attention reads
+    norm_of_sum: bool  # whether norms behind a sublayer are of the sum with what it has read
 
 
 def extras_of(parts: list[LayerParts], of: Architecture) -> Extras:
@@ -47,12 +51,21 @@ def extras_of(parts: list[LayerParts], of: Architecture) -> Extras:
         down_bias=stacked("down_bias"),
         scales=np.array(of.scales, dtype=np.float32),
         ropes=np.array(of.ropes, dtype=np.int64),
+        biases=_biases_of(of, len(parts)),
         cap=np.float32(of.numbers.attention_cap),
         residual=np.float32(of.numbers.residual),
         activation=_NUMBER_OF[of.activation],
         gated=of.family.gated,
         parallel=of.parallel,
+        norm_of_sum=of.family.norm_of_sum,
     )
+
+
+def _biases_of(of: Architecture, layers: int) -> np.ndarray:
+    """Return `Extras.biases`."""
+    if not of.biases:
+        return np.zeros((layers, of.heads, 0), dtype=np.float32)
+    return np.stack([one.detach().contiguous().float().numpy() for one in of.biases])
 
 
 @compiled
@@ -67,9 +80,11 @@ def layers_of_extras(extras: Extras, first: int, stop: int) -> Extras:
         extras.down_bias[first:stop],
         extras.scales[first:stop],
         extras.ropes[first:stop],
+        extras.biases[first:stop],
         extras.cap,
         extras.residual,
         extras.activation,
         extras.gated,
         extras.parallel,
+        extras.norm_of_sum,
     )

@@ -22,6 +22,7 @@ from specbeam.engines.cpu.layers import (
     write_qkv,
 )
 from specbeam.engines.cpu.panels import multiply
+from specbeam.engines.cpu.sources import no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.kv.steps import (
     BLOCK,
@@ -213,13 +214,13 @@ def pair_layers(
             normalise(x, model.first.before_attention[0], model.eps, read)
     reach = reach_of(seen)
     run_layer(
-        x, read, model.first, 0, model.angles, model.eps, model.heads, positions, rows, slots, seen[0], reach[0], keys[0],
-        values[0], room, threads,
+        x, read, model.first, 0, model.angles, model.eps, model.heads, positions, rows, slots, seen[0], reach[0],
+        no_distances(), keys[0], values[0], room, threads,
     )  # fmt: skip
     if len(model.kinds) > 0:
         all_layers(
-            x, model.others, model.angles, model.eps, model.heads, positions, rows, slots, seen, model.kinds, keys[1:],
-            values[1:], np.empty(0, dtype=np.int64), np.empty((count, 0), dtype=np.float32), threads,
+            x, model.others, model.angles, model.eps, model.heads, positions, rows, slots, seen, no_distances(), model.kinds,
+            keys[1:], values[1:], no_sources(), np.empty(0, dtype=np.int64), np.empty((count, 0), dtype=np.float32), threads,
         )  # fmt: skip
 
 
@@ -468,8 +469,8 @@ def _make_blocks(cache: HeadArrays, roots: Array) -> None:
     rows = np.array([[cache.store_row, 0, count]])
     tapped = np.empty((count, 0), dtype=np.float32)
     call_at(cache.layers_at, (
-        x, model.weights, model.angles, model.eps, model.heads, positions, rows, slots, seen, model.kinds, cache.keys,
-        cache.values, np.empty(0, dtype=np.int64), tapped, cache.threads,
+        x, model.weights, model.angles, model.eps, model.heads, positions, rows, slots, seen, no_distances(), model.kinds,
+        cache.keys, cache.values, no_sources(), np.empty(0, dtype=np.int64), tapped, cache.threads,
     ))  # fmt: skip
     blocks.base[first * model.rows : first * model.rows + count] = scored(cache, x)
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.engines.cpu.extras import GELU_TANH, SILU, Extras
+from specbeam.engines.cpu.extras import GELU, GELU_TANH, SILU, Extras
 from specbeam.engines.cpu.panels import multiply, part_count
+from specbeam.engines.cpu.sources import SeenSources, Sources, seen_sources
 from specbeam.engines.cpu.sums import MOST, WIDTH, write_row_sums
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.fused import fused
@@ -210,7 +211,7 @@ def _extent_of(first: int, start: int, stop: int, group: int, reach: Array) -> i
 @compiled
 def attend(
     q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int, scale: np.float32,
-    cap: np.float32, out: Array,
+    cap: np.float32, biases: Array, back: Array, out: Array,
 ) -> None:  # fmt: skip
     """Write the attention of all rows to their sessions' caches to `out`.
 
@@ -224,6 +225,8 @@ def attend(
         group: query heads per kv head.
         scale: what scores are multiplied with.
         cap: what bounds the size of scores, see `cap_scores`; 0: nothing.
+        biases: float32[heads, distances], see `add_biases`; of no distances: none.
+        back: int32[rows, slots]: how many positions before each row the token of each slot is; needed with biases.
         out: float32[rows, heads * size].
     """
     kv_heads = keys.shape[1]
@@ -258,6 +261,10 @@ def attend(
                         count, flat_keys, (head_at * panels + panel) * size * WIDTH, WIDTH, flat_scaled, start * size, size,
                         flat_scores, panel * WIDTH, most, size,
                     )  # fmt: skip
+                if biases.shape[1] > 0:
+                    for query in range(count):
+                        row = first + (start + query) // group
+                        add_biases(scores[query, :extent], biases[kv * group + (start + query) % group], back[row])
                 if cap > 0:
                     for query in range(count):
                         cap_scores(scores[query, :extent], cap, powers, spare)
@@ -275,6 +282,19 @@ def attend(
 
 
 @compiled
+def add_biases(scores: Array, biases: Array, back: Array) -> None:
+    """Add to scores, float32[slots], the bias of each slot's distance.
+
+    Args:
+        biases: float32[distances], by number of positions back; the last is that of all that are further back.
+        back: int32[slots or more]; what is negative is not looked at.
+    """
+    most = len(biases) - 1
+    for slot in range(len(scores)):
+        scores[slot] += biases[min(max(back[slot], 0), most)]
+
+
+@compiled
 def activate(both: Array, inner: int, extras: Extras, out: Array) -> None:
     """Write the activation of the first `inner` columns of `both` to `out`; with a gate, times the next `inner` columns."""
     powers = np.empty(inner, dtype=np.int32)
@@ -285,8 +305,10 @@ def activate(both: Array, inner: int, extras: Extras, out: Array) -> None:
             _silu(x, powers, scratch, out[row])
         elif extras.activation == GELU_TANH:
             _gelu_tanh(x, powers, scratch, out[row])
-        else:
+        elif extras.activation == GELU:
             _gelu(x, powers, scratch, out[row])
+        else:
+            _relu(x, out[row])
         if extras.gated:
             for place in range(inner):
                 out[row, place] *= both[row, inner + place]
@@ -325,6 +347,13 @@ def _gelu(x: Array, powers: Array, falling: Array, out: Array) -> None:
 
 
 @compiled
+def _relu(x: Array, out: Array) -> None:
+    """Write x, or 0 where it is negative, to `out`."""
+    for place in range(len(x)):
+        out[place] = x[place] if x[place] > 0 else _F0
+
+
+@compiled
 def store_keys_and_values(qkv: Array, heads: int, rows: Array, slots: Array, keys: Array, values: Array) -> None:
     """Store the keys and values of all rows in their slots; `rows`, `keys` and `values` are as in `attend`."""
     kv_heads = keys.shape[1]
@@ -352,6 +381,7 @@ class LayerRoom(NamedTuple):
     out: Array
     both: Array
     wide: Array  # float32[rows, inner]
+    queries: Array  # float32[rows, columns]: what is asked of a source; of no columns if none is looked at
 
 
 @compiled
@@ -365,6 +395,7 @@ def layer_room(count: int, hidden: int, weights: Any, heads: int, size: int) -> 
         np.empty((count, weights.out.shape[1] * WIDTH), dtype=np.float32),
         np.empty((count, weights.gate_up.shape[1] * WIDTH), dtype=np.float32),
         np.empty((count, weights.inner), dtype=np.float32),
+        np.empty((count, weights.cross.query.shape[1] * WIDTH), dtype=np.float32),
     )
 
 
@@ -426,21 +457,21 @@ def _norm_heads(qkv: Array, heads: int, kv_heads: int, size: int, norms: Array, 
 @compiled
 def run_layer(
     x: Array, h: Array, weights: Any, layer: int, angles: Array, eps: float, heads: int, positions: Array, rows: Array,
-    slots: Array, seen: Array, reach: Array, keys: Array, values: Array, room: LayerRoom, threads: int,
+    slots: Array, seen: Array, reach: Array, back: Array, keys: Array, values: Array, room: LayerRoom, threads: int,
 ) -> None:  # fmt: skip
-    """Run one layer on x, float32[rows, hidden], in place, and store keys and values.
+    """Run one layer that looks at no source on x, float32[rows, hidden], in place, and store keys and values.
 
     Args:
         h: what attention reads, normed; it may be `room.normed`.
         weights: `decoder.Weights`, of which those of number `layer` are used.
-        seen: bool[rows, slots], and `reach` are as in `attend`.
+        seen: bool[rows, slots], and `reach` and `back` are as in `attend`.
         keys, values: of the layer, as in `attend`.
         room: see `layer_room`.
     """
     if weights.extras.parallel:
         normalise(x, weights.before_inner[layer], eps, room.beside)
     run_attention(
-        x, h, weights, layer, angles, eps, heads, positions, rows, slots, seen, reach, keys, values, room, threads
+        x, h, weights, layer, angles, eps, heads, positions, rows, slots, seen, reach, back, keys, values, room, threads
     )
     run_inner(x, weights, layer, eps, room, threads)
 
@@ -448,7 +479,7 @@ def run_layer(
 @compiled
 def run_attention(
     x: Array, h: Array, weights: Any, layer: int, angles: Array, eps: float, heads: int, positions: Array, rows: Array,
-    slots: Array, seen: Array, reach: Array, keys: Array, values: Array, room: LayerRoom, threads: int,
+    slots: Array, seen: Array, reach: Array, back: Array, keys: Array, values: Array, room: LayerRoom, threads: int,
 ) -> None:  # fmt: skip
     """Run the attention of one layer on x, in place, and store keys and values; see `run_layer`."""
     kv_heads = keys.shape[1]
@@ -457,9 +488,30 @@ def run_attention(
     write_qkv(h, weights, layer, angles, eps, heads, kv_heads, size, positions, room.qkv, threads)
     store_keys_and_values(room.qkv, heads, rows, slots, keys, values)
     scale = extras.scales[layer]
-    attend(room.qkv, keys, values, rows, seen, reach, heads // kv_heads, scale, extras.cap, room.mixed)
+    attend(
+        room.qkv, keys, values, rows, seen, reach, heads // kv_heads, scale, extras.cap, extras.biases[layer], back,
+        room.mixed,
+    )  # fmt: skip
     multiply(room.mixed, weights.out[layer], room.out, threads)
-    add_sublayer(x, room.out, extras.out_bias[layer], extras.after_attention[layer], eps, extras.residual)
+    add_sublayer(x, room.out, extras.out_bias[layer], extras.after_attention[layer], eps, extras)
+
+
+@compiled
+def run_cross(
+    x: Array, weights: Any, layer: int, eps: float, sources: Sources, look: SeenSources, room: LayerRoom, threads: int
+) -> None:
+    """Run the sublayer of one layer that looks at sources on x, in place; see `run_layer`."""
+    extras = weights.extras
+    cross = weights.cross
+    normalise(x, cross.before[layer], eps, room.normed)
+    multiply(room.normed, cross.query[layer], room.queries, threads)
+    add_bias(room.queries, cross.query_bias[layer])
+    attend(
+        room.queries, sources.keys[layer], sources.values[layer], look.rows, look.seen, look.reach, 1,
+        extras.scales[layer], _F0, np.zeros((0, 0), dtype=np.float32), np.zeros((0, 0), dtype=np.int32), room.mixed,
+    )  # fmt: skip
+    multiply(room.mixed, cross.out[layer], room.out, threads)
+    add_sublayer(x, room.out, cross.out_bias[layer], cross.after[layer], eps, extras)
 
 
 @compiled
@@ -478,13 +530,13 @@ def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom, t
     add_bias(room.both, extras.up_bias[layer])
     activate(room.both, weights.inner, extras, room.wide)
     multiply(room.wide, weights.down[layer], room.out, threads)
-    add_sublayer(x, room.out, extras.down_bias[layer], extras.after_inner[layer], eps, extras.residual)
+    add_sublayer(x, room.out, extras.down_bias[layer], extras.after_inner[layer], eps, extras)
 
 
 @compiled
 def all_layers(
     x: Array, weights: Any, angles: Array, eps: float, heads: int, positions: Array, rows: Array, slots: Array, seen: Array,
-    kinds: Array, keys: Array, values: Array, taps: Array, tapped: Array, threads: int,
+    back: Array, kinds: Array, keys: Array, values: Array, sources: Sources, taps: Array, tapped: Array, threads: int,
 ) -> None:  # fmt: skip
     """Run the layers one after the other on x, float32[rows, hidden], in place, and store keys and values.
 
@@ -494,15 +546,18 @@ def all_layers(
         positions, slots: int64[rows]: position in the text, and slot for keys and values.
         rows: see `attend`.
         seen: bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind.
+        back: see `attend`.
         kinds: int64[layers]: the kind of each layer; with NO_ATTENTION or NO_INNER added if that part of it is left out,
             and then changes nothing and stores nothing.
         keys, values: of all layers; see `attend`.
+        sources: what layers read that look at a source.
         taps: int64[taps]: numbers of layers; the number of layers stands for what leaves the last.
         tapped: float32[rows, taps * hidden]: what enters these layers is written there.
     """
     count, hidden = x.shape
     room = layer_room(count, hidden, weights, heads, keys.shape[4])
     reach = reach_of(seen)
+    look = seen_sources(sources, rows, count)
     for layer in range(len(kinds)):
         _keep_taps(x, taps, layer, tapped)
         kind = kinds[layer] % NO_ATTENTION
@@ -511,9 +566,11 @@ def all_layers(
         if kinds[layer] & NO_ATTENTION == 0:
             normalise(x, weights.before_attention[layer], eps, room.normed)
             run_attention(
-                x, room.normed, weights, layer, angles, eps, heads, positions, rows, slots, seen[kind], reach[kind],
+                x, room.normed, weights, layer, angles, eps, heads, positions, rows, slots, seen[kind], reach[kind], back,
                 keys[layer], values[layer], room, threads,
             )  # fmt: skip
+        if weights.cross.query.shape[1] > 0:
+            run_cross(x, weights, layer, eps, sources, look, room, threads)
         if kinds[layer] & NO_INNER == 0:
             run_inner(x, weights, layer, eps, room, threads)
     _keep_taps(x, taps, len(kinds), tapped)
@@ -559,8 +616,8 @@ def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, 
 
 
 @compiled
-def shape_logits(logits: Array, divisor: np.float32, cap: np.float32) -> None:
-    """Divide logits by `divisor`, and then cap their size, see `cap_scores`; 1 and 0 change nothing."""
+def shape_logits(logits: Array, divisor: np.float32, cap: np.float32, bias: Array) -> None:
+    """Divide logits by `divisor`, cap their size, see `cap_scores`, and add a bias; 1, 0 and no numbers change nothing."""
     if divisor != 1:
         for row in range(len(logits)):
             for place in range(logits.shape[1]):
@@ -570,20 +627,22 @@ def shape_logits(logits: Array, divisor: np.float32, cap: np.float32) -> None:
         scratch = np.empty(logits.shape[1], dtype=np.float32)
         for row in range(len(logits)):
             cap_scores(logits[row], cap, powers, scratch)
+    add_bias(logits, bias)
 
 
 @compiled
-def add_sublayer(x: Array, more: Array, bias: Array, norm: Array, eps: float, factor: float) -> None:
+def add_sublayer(x: Array, more: Array, bias: Array, norm: Array, eps: float, extras: Extras) -> None:
     """Add what leaves a sublayer, float32[rows, hidden or more columns], to x in place.
 
     Args:
         more: overwritten if it has a bias or a norm.
         bias: float32[hidden] that is added to it; or of no numbers.
-        norm: of what leaves the sublayer, see `normalise_row`.
-        factor: float32, what it is multiplied with after all of these.
+        norm: of what leaves the sublayer, or of the sum, see `normalise_row`.
+        extras: those of its layers, which say what the norm is of, and what the sublayer's output is multiplied with behind
+            its norm.
     """
     add_bias(more, bias)
-    if len(norm) > 0:
+    if len(norm) > 0 and not extras.norm_of_sum:
         for row in range(len(x)):
             one = more[row][: x.shape[1]]
             normalise_row(one, norm, eps, one)
@@ -591,4 +650,6 @@ def add_sublayer(x: Array, more: Array, bias: Array, norm: Array, eps: float, fa
         here = x[row]
         there = more[row]
         for place in range(len(here)):
-            here[place] += there[place] * factor
+            here[place] += there[place] * extras.residual
+    if len(norm) > 0 and extras.norm_of_sum:
+        normalise(x, norm, eps, x)

@@ -242,6 +242,7 @@ class PackedPasses:
             np.concatenate([getattr(feed, name) for feed in feeds]) for name in ("tokens", "positions", "slots")
         )
         rows = Rows(tokens, positions, slots, sessions, self.masks.flat(feeds, tries, extent))
+        rows = self._with_context(rows, caches, feeds)
         for cache in caches:
             cache.keep_prefix(self.store)
         late = [
@@ -268,6 +269,10 @@ class PackedPasses:
             else:
                 found, tapped = self.decoder.forward(rows, self.store, vectors, layers, states, taps)
         return [(found[start:end], tapped[start:end]) for start, end in pairwise(starts)]
+
+    def _with_context(self, rows: Rows, caches: list[CpuCache], feeds: list[Feed]) -> Rows:
+        """Return the rows of a pass with what else they look at."""
+        return rows
 
     def _run_layers(
         self,
@@ -341,7 +346,11 @@ class PackedPasses:
         part = ALL
         if cache.runs_ahead:
             part = FIRST if drafts else LAST
-        return self.decoder.arrays_for_steps(cache, self.store, self.windows, part)
+        return self.decoder.arrays_for_steps(cache, self.store, self.windows, part, *self._context_for_steps(cache))
+
+    def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:
+        """Return what else a session looks at, as `CompiledDecoder.arrays_for_steps` takes it."""
+        return ()
 
     @contextmanager
     def scratch_for_steps(self, cache: CpuCache, more: int) -> Iterator[ScratchArrays]:

@@ -6,6 +6,17 @@ from specbeam.engines.cpu.extras import Extras, layers_of_extras
 from specbeam.kernels.compiling import Array, compiled
 
 
+class CrossWeights(NamedTuple):
+    """The weights of the sublayers that look at a source, stacked as in `Weights`; of no panels where layers have none."""
+
+    before: Array  # float32[layers, ...]: weights of the norm before it
+    after: Array  # float32[layers, ...]: of the norm behind it, see `Extras.norm_of_sum`
+    query: Array  # in panels
+    query_bias: Array  # float32[layers, heads * size], or of no columns
+    out: Array  # in panels
+    out_bias: Array  # float32[layers, hidden], or of no columns
+
+
 class Weights(NamedTuple):
     """The weights of all layers, stacked. Matrices are in panels; those that read the same rows are joined to one.
 
@@ -24,6 +35,7 @@ class Weights(NamedTuple):
     down: Array
     inner: int  # columns of the inner layer
     extras: Extras
+    cross: CrossWeights
 
 
 @compiled
@@ -40,4 +52,12 @@ def layers_of_weights(weights: Weights, first: int, stop: int) -> Weights:
         weights.down[first:stop],
         weights.inner,
         layers_of_extras(weights.extras, first, stop),
+        CrossWeights(
+            weights.cross.before[first:stop],
+            weights.cross.after[first:stop],
+            weights.cross.query[first:stop],
+            weights.cross.query_bias[first:stop],
+            weights.cross.out[first:stop],
+            weights.cross.out_bias[first:stop],
+        ),
     )

@@ -75,6 +75,8 @@ def _activate(both, out, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, G
         value = x / (1 + tl.exp(-x))
     elif ACTIVATION == "gelu tanh":
         value = x / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "relu":
+        value = tl.maximum(x, 0.0)
     else:
         value = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     if GATED:

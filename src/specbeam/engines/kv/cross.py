@@ -1,12 +1,22 @@
-"""The store of the keys and values that a decoder's cross-attention reads: each source once, however many beams read it."""
+"""The stores of the keys and values that a decoder's cross-attention reads: each source once, however many beams read it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from specbeam.engines.source import Source
+from specbeam.records import ExtraInputs, Needs
+
+NO_HEADS = (
+    "its hidden states belong to one source and are not handed out: draft heads, exit layers and other parts that read them "
+    "are for decoder-only models"
+)
 
 
 class CrossLayer(CacheLayerMixin):
@@ -154,3 +164,157 @@ def _as_index(rows: Sequence[int]) -> "slice | list[int]":
     if list(rows) == [*range(first, first + len(rows))]:
         return slice(first, first + len(rows))
     return list(rows)
+
+
+class CrossPanels:
+    """The keys and values of the sources of all sessions, as the compiled forward reads them; see `CrossStore`.
+
+    Args:
+        layers, heads, size: of the decoder.
+        width: frames of a panel; the columns of values are padded with zeros to a multiple of it.
+
+    Attributes:
+        keys: float32[layers, rows, heads, panels, size, frames of a panel].
+        values: float32[layers, rows, heads, frames, padded size].
+        lengths: number of frames of each row in use.
+    """
+
+    def __init__(self, layers: int, heads: int, size: int, width: int) -> None:
+        self.shape = layers, heads, size
+        self.width = width
+        self.lengths: list[int] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Free all rows and their buffers."""
+        self.lengths = []
+        self._allocate(0, 0)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all buffers."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def add(self, both: Float32[np.ndarray, "frames layers 2 heads size"]) -> int:
+        """Store the keys and values of one source, and return its row."""
+        row = len(self.lengths)
+        frames = len(both)
+        self._reserve(row + 1, frames)
+        panels = -(-frames // self.width)
+        keys = np.zeros((panels * self.width, *both.shape[1:2], *both.shape[3:]), dtype=np.float32)
+        keys[:frames] = both[:, :, 0]
+        by_panel = keys.reshape(panels, self.width, *keys.shape[1:])
+        self.keys[:, row, :, :panels] = by_panel.transpose(2, 3, 0, 4, 1)
+        self.values[:, row, :, :frames, : both.shape[4]] = both[:, :, 1].transpose(1, 2, 0, 3)
+        self.lengths.append(frames)
+        return row
+
+    def drop(self, row: int) -> int:
+        """Free a row: the last row moves there. Returns the row that has moved, which is `row` itself if none has."""
+        last = len(self.lengths) - 1
+        if row != last:
+            for buffer in (self.keys, self.values):
+                buffer[:, row] = buffer[:, last]
+            self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        if last == 0:
+            self.clear()
+        return last
+
+    def _reserve(self, rows: int, frames: int) -> None:
+        """Make room for so many rows, which at least double, and for just so many panels of frames: sources are long."""
+        known_rows = self.keys.shape[1]
+        known_panels = self.keys.shape[3]
+        panels = -(-frames // self.width)
+        if rows <= known_rows and panels <= known_panels:
+            return
+        before = self.keys, self.values
+        rows = known_rows if rows <= known_rows else max(rows, 2 * known_rows)
+        self._allocate(rows, max(panels, known_panels))
+        for old, new in zip(before, (self.keys, self.values), strict=True):
+            new[:, : old.shape[1], :, : old.shape[3]] = old
+
+    def _allocate(self, rows: int, panels: int) -> None:
+        layers, heads, size = self.shape
+        padded = -(-size // self.width) * self.width
+        self.keys = np.zeros((layers, rows, heads, panels, size, self.width), dtype=np.float32)
+        self.values = np.zeros((layers, rows, heads, panels * self.width, padded), dtype=np.float32)
+
+
+class ReadsSources(ABC):
+    """What the passes of all engines do with sources: they store each once, for all sessions that read it.
+
+    Attributes:
+        model: that reads them.
+        cross: the store of their keys and values.
+        readers: of each row of `cross`, the source and the caches of the sessions that read it.
+    """
+
+    model: Any
+    cross: CrossStore | CrossPanels
+    readers: list[tuple[Source, list[Any]]]
+    takes_vectors = False
+
+    @abstractmethod
+    def store_source(self, states: Float[Tensor, "1 frames size"]) -> int:
+        """Store the keys and values that the decoder makes of a source, and return their row."""
+
+    @property
+    @abstractmethod
+    def most_positions(self) -> int | None:
+        """The number of positions of the decoder; None if there is no limit."""
+
+    @abstractmethod
+    def plain_logits(self, states: Float[Tensor, "1 frames size"], path: list[int]) -> Float[Tensor, " vocab"]:
+        """Return the logits after a path, as the model gives them by itself."""
+
+    @torch.inference_mode()
+    def hold(self, cache: Any, source: Source, encoder: Any) -> None:
+        """Store the keys and values of a session's source, unless another session of the same source has done so."""
+        for row, (known, readers) in enumerate(self.readers):
+            if known is source:
+                readers.append(cache)
+                cache.source_row = row
+                return
+        cache.source_row = self.store_source(source.states_of(encoder))
+        self.readers.append((source, [cache]))
+
+    def let_go(self, cache: Any, encoder: Any) -> None:
+        """Free the source of a session that is over, if no other session reads it."""
+        if cache.source_row < 0:
+            return
+        row = cache.source_row
+        source, readers = self.readers[row]
+        readers.remove(cache)
+        cache.source_row = -1
+        if readers:
+            return
+        source.forget(encoder)
+        self.cross.drop(row)
+        last = self.readers.pop()
+        if row < len(self.readers):
+            self.readers[row] = last
+            for other in last[1]:
+                other.source_row = row
+
+    def drop_sources(self) -> None:
+        """Free all sources, when no session is left that reads them."""
+        self.readers.clear()
+        self.cross.clear()
+
+    def lacks(self, needs: Needs) -> str:
+        """Return the reason why these passes cannot provide what is needed; "" if they can."""
+        unread = needs.states or needs.exit_layer is not None
+        return f"{type(self.model).__name__} reads sources, and {NO_HEADS}" if unread else ""
+
+    def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
+        """Return the reason why these passes cannot take what extra rows are made of."""
+        return f"{type(self.model).__name__} reads sources, and {NO_HEADS}"
+
+    def refuses(self, context: object) -> str:
+        """Return the reason why these passes cannot take a context; "" if it is a source."""
+        if isinstance(context, Source):
+            return ""
+        return (
+            f"{type(self.model).__name__} reads a source for each prompt, and the context is {type(context).__name__}"
+        )

@@ -40,6 +40,7 @@ class RowMember:
         namespace: whose prompts it shares beginnings with.
         recalled: `Session.recalled` of the session, if it has any.
         beginning: how far its prompt was followed among those that are known; None before it was looked up.
+        source_row: the row of the store of sources that the session reads; -1 if it reads none, or before it has one.
     """
 
     trie: KVTrie
@@ -60,6 +61,7 @@ class RowMember:
         self.namespace = ""
         self.recalled: dict[Any, int] = {}
         self.beginning: Beginning | None = None
+        self.source_row = -1
 
     def follow_slots(self, source: Int64[np.ndarray, " n"], goal: Int64[np.ndarray, " n"]) -> None:
         """Follow tokens that are moved from slots to others between two turns: nothing here knows any slot."""

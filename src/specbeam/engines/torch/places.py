@@ -4,7 +4,6 @@ Such decoders count positions from the length of their cache, where the nodes of
 pass, the module that looks positions up is given a forward that takes those of the nodes.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import nn
 
+from specbeam.engines.families import bucket_settings
 from specbeam.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -126,13 +126,7 @@ def _ids_in(given: tuple[Any, ...], named: dict[str, Any]) -> "torch.Tensor | No
 
 def _bias_from(module: Any, back: Int32[torch.Tensor, "batch width extent"]) -> Callable[..., torch.Tensor]:
     """Return a replacement of `compute_bias` of a module, which takes distances in place of numbers of rows."""
-    settings: dict[str, Any] = {}
-    if "bidirectional" in inspect.signature(module._relative_position_bucket).parameters:
-        settings = {
-            "bidirectional": False,
-            "num_buckets": module.relative_attention_num_buckets,
-            "max_distance": module.relative_attention_max_distance,
-        }
+    settings = bucket_settings(module)
 
     def compute_bias(*given: Any, **named: Any) -> torch.Tensor:
         buckets = module._relative_position_bucket(-back.long(), **settings)

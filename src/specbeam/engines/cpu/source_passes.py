@@ -1,0 +1,74 @@
+"""Passes of the compiled forward of decoders that look at a source."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int32
+
+from specbeam.engines.cpu.cache import CpuCache
+from specbeam.engines.cpu.decoder import CompiledDecoder, Rows, SourceReader
+from specbeam.engines.cpu.passes import PackedPasses
+from specbeam.engines.cpu.sources import Sources
+from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.kv.cross import CrossPanels, ReadsSources
+from specbeam.engines.kv.trie import Feed
+from specbeam.engines.torch.source_passes import plain_logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class CompiledSourcePasses(ReadsSources, PackedPasses):
+    """The passes of a model whose decoder looks at a source, by the compiled forward; see `ReadsSources`."""
+
+    cross: CrossPanels
+    decoder: CompiledDecoder
+
+    def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder, caches: list[CpuCache]) -> None:
+        super().__init__(model, decoder, caches)
+        layers = len(decoder.kinds)
+        self.cross = CrossPanels(layers, decoder.heads, decoder.size, WIDTH)
+        self.readers = []
+        self.reader = SourceReader(model, decoder)
+
+    @property
+    def most_positions(self) -> int | None:
+        return len(self.decoder.places) or None
+
+    def store_source(self, states: Float[torch.Tensor, "1 frames size"]) -> int:
+        read = self.reader.read(states[0].float().contiguous().numpy())
+        layers, heads, size = self.cross.shape
+        return self.cross.add(read.reshape(len(read), layers, 2, heads, size))
+
+    def plain_logits(self, states: torch.Tensor, path: list[int]) -> torch.Tensor:
+        return plain_logits(self.model, states, path)
+
+    def _sources_of(self, caches: Sequence[CpuCache]) -> Sources:
+        """Return all sources, and which of them these sessions read."""
+        lengths = np.array(self.cross.lengths, dtype=np.int64)
+        rows = np.array([cache.source_row for cache in caches], dtype=np.int64)
+        return Sources(self.cross.keys, self.cross.values, lengths, rows)
+
+    def _with_context(self, rows: Rows, caches: list[CpuCache], feeds: list[Feed]) -> Rows:
+        sources = self._sources_of(caches)
+        if not self.decoder.architecture.biases:
+            return replace(rows, sources=sources)
+        extent = next(iter(rows.seen.values())).shape[1]
+        return replace(rows, sources=sources, back=_distances(caches, feeds, extent))
+
+    def _context_for_steps(self, cache: CpuCache) -> tuple[Any, ...]:
+        return (self._sources_of([cache]),)
+
+
+def _distances(caches: list[CpuCache], feeds: list[Feed], extent: int) -> Int32[np.ndarray, "rows slots"]:
+    """Return how many positions before each row of some feeds the token of each slot of its session is."""
+    found = []
+    for cache, feed in zip(caches, feeds, strict=True):
+        known = min(extent, cache.trie.capacity)
+        back = np.zeros((len(feed), extent), dtype=np.int32)
+        back[:, :known] = feed.positions[:, None] - cache.trie.slot_position[None, :known]
+        found.append(back)
+    return np.concatenate(found)
