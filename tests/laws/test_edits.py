@@ -19,11 +19,14 @@ SETTINGS = {
     "reward": {"repetition_penalty": 0.6},
     "least": {"min_new_tokens": 5},
     "both": {"repetition_penalty": 1.2, "min_new_tokens": 4},
+    "bad words": {"bad_words_ids": [[7], [22], [2]]},
+    "suppressed": {"suppress_tokens": [20, 7]},
+    "all": {"repetition_penalty": 0.7, "bad_words_ids": [[8]], "min_new_tokens": 4, "suppress_tokens": [9, 7]},
 }
 LEFT = {
     "no repeats": {"no_repeat_ngram_size": 2},
-    "bad words": {"bad_words_ids": [[3]]},
-    "one that can and one that cannot": {"repetition_penalty": 1.2, "bad_words_ids": [[3]]},
+    "bad words of several tokens": {"bad_words_ids": [[3], [5, 8]]},
+    "one that can and one that cannot": {"suppress_tokens": [3], "no_repeat_ngram_size": 2},
     "a user's own": {"logits_processor": [lambda ids, scores: scores]},
 }
 

@@ -11,9 +11,17 @@ from specbeam.core.forest import Forest, next_start, nodes_below, rows_of_nodes,
 from specbeam.records import Scored, Shape, Turn, Verdict
 
 
-def seat(prompt, keeps=False):
-    """What a model needs of a session; if it `keeps` nodes, forests start with nodes of earlier turns."""
-    return SimpleNamespace(prompt=list(prompt), state={}, texts=[list(prompt)], keeps=keeps, start=None)
+def seat(prompt, keeps=False, context=None, model=None):
+    """What a model needs of a session; if it `keeps` nodes, forests start with nodes of earlier turns.
+
+    Args:
+        context: see `Session.context`.
+        model: what its rows are those of, if that is not the model of all seats.
+    """
+    context = {} if context is None else context
+    return SimpleNamespace(
+        prompt=list(prompt), state={}, texts=[list(prompt)], keeps=keeps, start=None, context=context, model=model
+    )
 
 
 def plain_logits(model, paths):
@@ -50,7 +58,7 @@ def check_rows_and_settle(lm, model, rng, seats, nodes, tolerance):
         fresh = next(scored).logits.float().cpu().numpy() if asks else forest.known.rows[:0]
         rows = turn_rows(fresh, forest.size, forest.known)
         found = torch.from_numpy(rows_of_nodes(rows, np.arange(forest.size)))
-        expected = plain_logits(model, node_paths(one.texts, forest))
+        expected = plain_logits(one.model or model, node_paths(one.texts, forest))
         torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
         turn = random_turn(rng, forest, lm.vocab)
         if one.keeps:

@@ -1,4 +1,4 @@
-"""Changes of rows of logits before laws are made of them: the repetition penalty and the least number of new tokens.
+"""Changes of rows of logits before laws are made of them: the repetition penalty, the least number of new tokens, bans.
 
 As steps, they do the same as transformers' processors. All other changes of rows are made in Python (laws/warp.py).
 """
@@ -23,15 +23,22 @@ class Edits(NamedTuple):
     texts: Texts  # the new tokens of the live beams
     of_logp: bool  # whether rows become log-probabilities first, as in transformers' beam modes
     callback: int  # the address of a `Callback` into Python that changes rows; 0: there is none
+    banned: Array  # int64[n]: tokens that no text may have
 
 
 _NOTHING = np.empty(0, dtype=np.int64)
-NO_EDITS = Edits(1.0, _NOTHING, 0, _NOTHING, room_for_texts(None, 1, 1), False, 0)
+NO_EDITS = Edits(1.0, _NOTHING, 0, _NOTHING, room_for_texts(None, 1, 1), False, 0, _NOTHING)
 
 
 @step
 def edits_any(edits: Edits) -> bool:
     """Return whether edits can change any row."""
+    return follows_text(edits) or len(edits.banned) > 0
+
+
+@step
+def follows_text(edits: Edits) -> bool:
+    """Return whether what edits change in a row may depend on the text that it follows."""
     return edits.penalty != 1 or edits.least > 0 or edits.callback != 0
 
 
@@ -73,7 +80,25 @@ def edited_rows(rows: Array, nodes: Array, tokens: Array, parents: Array, edits:
             for token in edits.eos:
                 if token < vocab:
                     edited[row, token] = -np.inf
+    _ban_tokens(edited, edits.banned)
     return edited
+
+
+@step
+def rows_with_bans(rows: Array, edits: Edits) -> Array:
+    """Return a copy of rows of logits, float[n, vocab], with the edits, which must not follow the text."""
+    edited = log_probabilities(rows) if edits.of_logp else rows.copy()
+    _ban_tokens(edited, edits.banned)
+    return edited
+
+
+@step
+def _ban_tokens(rows: Array, tokens: Array) -> None:
+    """Set the logits of tokens to -inf in all rows."""
+    for row in range(len(rows)):
+        for token in tokens:
+            if token < rows.shape[1]:
+                rows[row, token] = -np.inf
 
 
 @step

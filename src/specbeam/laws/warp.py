@@ -102,8 +102,18 @@ class Warp:
 
 def _with_edit(edits: Edits, processor: Any) -> Edits | None:
     """Return edits with what one of transformers' processors changes; None if they cannot have it, or not in this order."""
-    from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
+    from transformers import (
+        MinNewTokensLengthLogitsProcessor,
+        NoBadWordsLogitsProcessor,
+        RepetitionPenaltyLogitsProcessor,
+        SuppressTokensLogitsProcessor,
+    )
 
+    if type(processor) is SuppressTokensLogitsProcessor:
+        return _with_bans(edits, processor.suppress_tokens.reshape(-1).tolist())
+    if type(processor) is NoBadWordsLogitsProcessor:
+        words = list(processor.sequence_bias)
+        return _with_bans(edits, [word[0] for word in words]) if all(len(word) == 1 for word in words) else None
     nothing_before = edits.penalty == 1 and edits.least == 0
     if type(processor) is RepetitionPenaltyLogitsProcessor and nothing_before:
         whole = processor.prompt_ignore_length is None
@@ -113,6 +123,11 @@ def _with_edit(edits: Edits, processor: Any) -> Edits | None:
         eos = processor.eos_token_id.reshape(-1).cpu().numpy().astype(np.int64)
         return edits._replace(least=max(int(least), 0), eos=eos)
     return None
+
+
+def _with_bans(edits: Edits, tokens: list[int]) -> Edits:
+    """Return edits with further tokens banned. It does not matter when: what is -inf stays so whatever else is edited."""
+    return edits._replace(banned=np.concatenate([edits.banned, np.array(tokens, dtype=np.int64)]))
 
 
 def truncation_of(warpers: Sequence[Any]) -> tuple[Truncation, tuple[Any, ...]]:

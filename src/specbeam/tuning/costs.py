@@ -27,7 +27,7 @@ from specbeam.measure import kept_figures
 from specbeam.measure.profiler import profiled
 from specbeam.session import Parts, Session
 from specbeam.tuning.idle_model import IdleLM
-from specbeam.tuning.stored_prompt import StoredPrompt
+from specbeam.tuning.stored_prompt import StoredPrompt, made_up_context
 from specbeam.verify.search import SearchRule
 
 NODES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
@@ -210,6 +210,7 @@ def measure_loops(target: LM, draft: LM, parts: PartsOf, budget_s: float = 1.0) 
         session_parts = parts(draft, DEEP)
         warp = _warp_of(session_parts, min(20, target.vocab))
         session = Session([0], session_parts, warp, Limits(TURNS), number)
+        session.context = made_up_context(target, draft)
         with profiled() as profile:
             for _ in decode(target, [session], ahead=TURNS):
                 pass

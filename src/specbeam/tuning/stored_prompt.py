@@ -11,6 +11,7 @@ import torch
 
 from specbeam.core.beams import Beams, Layers
 from specbeam.core.forest import Forest
+from specbeam.lm.base import LM
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.made_up import made_up_prompt, made_up_rows
@@ -32,6 +33,11 @@ class TurnCost:
     kv_tokens: int
 
 
+def made_up_context(*models: LM) -> dict[LM, Any]:
+    """Return what a session holds for models besides tokens: a made-up source for each that reads one."""
+    return {lm: lm.made_up_source() for lm in models if isinstance(lm, EncoderDecoderLM)}
+
+
 class StoredPrompt:
     """A prompt in the cache, on which turns are timed. A model that reads sources has a short made-up one.
 
@@ -47,8 +53,7 @@ class StoredPrompt:
         """Store a prompt of `length` tokens, at least 1."""
         self.lm = lm
         prompt = made_up_prompt(length, lm.vocab)
-        context = {lm: lm.made_up_source()} if isinstance(lm, EncoderDecoderLM) else {}
-        self.session: Any = SimpleNamespace(prompt=prompt, state={}, context=context)
+        self.session: Any = SimpleNamespace(prompt=prompt, state={}, context=made_up_context(lm))
         self.root = Forest.rooted(prompt[-1:])
         lm.extend([self.session], [self.root])
         self._keep_only(self.root)

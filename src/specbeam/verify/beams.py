@@ -55,6 +55,7 @@ from specbeam.core.forest import (
 from specbeam.core.steps import Array, compiled_as, step
 from specbeam.draft.beams import candidate_count, draw_pairs, going_on
 from specbeam.errors import DeadEnd
+from specbeam.laws.edits import follows_text, rows_with_bans
 from specbeam.laws.evidence import Evidence, gathers, no_evidence, note_draw
 from specbeam.laws.joint import (
     SOUND,
@@ -739,6 +740,11 @@ def judged_beams(
     evidence = no_evidence(session.audited and not session.warp.greedy)
     eye = None
     makes_laws = not session.warp.takes_raw_rows
+    if makes_laws and session.warp.is_for_runs and not trace and not session.limits.stop_strings:
+        edits = session.warp.edits(session.prompt)
+        if edits is not None and not follows_text(edits):  # Python need not see the rows
+            rows = rows._replace(fresh=rows_with_bans(rows.fresh, edits), known=rows_with_bans(rows.known, edits))
+            makes_laws = False
     is_custom = not is_for_steps(widths)
     if trace or session.limits.stop_strings:
         eye = Eye(session, forest, trace, [])
