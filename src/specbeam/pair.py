@@ -527,7 +527,9 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
         prompt=prompt, state={}, context={lm: source} if source else {}
     )  # in place of a session
     name = type(lm.model).__name__
-    widened = is_kept(lm.model) and lm.engine in COMPILED  # the engine computes in float32, whatever the weights are in
+    widened = (
+        is_kept(lm.model) and lm.engine in COMPILED and source is None
+    )  # the engine computes in float32, whatever the weights are in
     try:
         found = lm.extend([owner], [forest])[0].logits.float()
         paths = [prompt + forest.path(node) for node in range(forest.size)]
@@ -651,10 +653,9 @@ def _model(
         is_stored_rounded = getattr(config, "quantization_config", None) is not None
         kept = None
         if dtype == "auto" and device.type == "cpu":
-            has_encoder = getattr(config, "is_encoder_decoder", False)
-            if may_keep and by_library is None and not is_stored_rounded and not has_encoder:
+            if may_keep and by_library is None and not is_stored_rounded:
                 with _ONE_AT_A_TIME:  # it makes a model without weights
-                    kept = kept_type(name, config)
+                    kept = kept_type(name, config, _class_for(config))
             dtype = kept or torch.float32
         if by_library is not None and is_stored_rounded:
             raise BadSetting(f"the weights of {source} are rounded in its files already; leave {by_library!r} out")

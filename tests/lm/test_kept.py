@@ -21,6 +21,7 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import check_scores_forests, language_model
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
+from tests.support.tiny_sources import sources, tiny_reader
 
 KINDS = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 PATH = [3, 4, 5]
@@ -66,6 +67,25 @@ def test_weights_stay_in_the_words_of_their_files_and_arithmetic_is_float32(fold
     config = target.model.config
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     assert target.slot_bytes == 4 * numbers  # keys and values are float32, whatever the weights are
+
+
+@pytest.mark.parametrize("family", ["bart", "m2m_100", "t5"])
+def test_decoders_that_read_sources_stay_in_files_of_float32_alone(family, tmp_path):
+    tiny_reader(family).save_pretrained(tmp_path / "wide")
+    tiny_reader(family).bfloat16().save_pretrained(tmp_path / "words")
+    given = sources(family, 2)
+    texts = []
+    for name in ("wide", "words"):
+        pair = loaded(tmp_path / name)
+        assert (is_kept(pair.target_model), pair.target.engine) == (
+            name == "wide",
+            "compiled" if name == "wide" else "plain",
+        )
+        assert pair.target_model.dtype == torch.float32
+        options = {"max_new_tokens": 6, "eos_token_id": []}
+        texts.append([one.tokens for one in sb.generate(pair, given, sb.beam_search(3), **options)])
+    as_object = sb.generate(sb.load(tiny_reader(family)), given, sb.beam_search(3), **options)
+    assert texts[0] == [one.tokens for one in as_object]
 
 
 def test_a_type_that_is_asked_for_is_the_one_that_transformers_computes_in(folder_of):

@@ -20,15 +20,17 @@ _ONE_FILE = "model.safetensors"
 _SEVERAL = "model.safetensors.index.json"
 
 
-def kept_type(name: str, config: Any) -> torch.dtype | None:
+def kept_type(name: str, config: Any, kind: Any) -> torch.dtype | None:
     """Return the type that the weights of a model keep; None if they become float32.
 
     They keep the type of their files, if that is one for all of them, if they are more than `lean.LARGEST`, and if the
-    compiled forward runs the model.
+    compiled forward runs the model. Those of a model that reads sources keep float32 alone, in which transformers runs its
+    encoder.
 
     Args:
         name: a folder or hub id.
         config: the model's configuration.
+        kind: the class of transformers that loads such models.
     """
     if not kernels.AVAILABLE:
         return None
@@ -39,10 +41,10 @@ def kept_type(name: str, config: Any) -> torch.dtype | None:
     if len(types) != 1 or numbers <= lean.LARGEST or not types <= _TYPES.keys():
         return None
     kept = _TYPES[types.pop()]
-    from transformers import AutoModelForCausalLM
-
+    if getattr(config, "is_encoder_decoder", False) and kept != torch.float32:
+        return None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=kept)
+        model = kind.from_config(config, dtype=kept)
     return None if misfit_of_shape(model, None) else kept
 
 
