@@ -54,6 +54,7 @@ FAMILIES = {
     "blenderbot": _BART,
     "t5": _T5,
     "umt5": _T5,
+    "mt5": _T5,
     "whisper": _WHISPER,
 }
 

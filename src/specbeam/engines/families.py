@@ -347,7 +347,7 @@ def known_families() -> str:
     return f"{', '.join(names)} and {last}"
 
 
-def head_size(config: Any, family: ModelFamily) -> int:
+def head_size(config: Any, family: ModelFamily = LLAMA) -> int:
     """Return the number of dimensions of one attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // getattr(config, family.heads))
 
