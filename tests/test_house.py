@@ -39,7 +39,8 @@ FLOORS = [
     {"__main__"},
 ]
 INSIDE_ENGINES = [
-    {"answers", "families", "mapped", "source"},
+    {"answers", "mapped", "packed", "source"},
+    {"families"},
     {"eligibility"},
     {"kv"},
     {"torch"},
@@ -48,7 +49,7 @@ INSIDE_ENGINES = [
 ]
 INSIDE_LM = [
     {"base", "clasp", "engines", "guard", "kept", "made_up", "quantised", "sublayers"},
-    {"self_draft", "skip_search", "table"},
+    {"rounded_files", "self_draft", "skip_search", "table"},
     {"huggingface"},
     {"early_layers", "encoder_decoder", "skipping", "spread"},
     {"live_layers"},

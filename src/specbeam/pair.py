@@ -32,7 +32,17 @@ from specbeam.lm.encoder_decoder import EncoderDecoderLM, encoder_for
 from specbeam.lm.engines import COMPILED
 from specbeam.lm.huggingface import HuggingFaceLM, check_keeps_tokens
 from specbeam.lm.kept import kept_type
-from specbeam.lm.quantised import BY_LIBRARY, OWN, Quantize, check_is_model, check_rounding, is_rounding, library_config
+from specbeam.lm.quantised import (
+    BY_LIBRARY,
+    OWN,
+    Quantize,
+    check_is_model,
+    check_rounding,
+    is_rounding,
+    library_config,
+    unknown_method,
+)
+from specbeam.lm.rounded_files import read_rounded
 from specbeam.lm.skipping import Skipping, skipping_model
 from specbeam.lm.spread import TIMEOUT_S, end_together, spread_model
 from specbeam.memory.lm import MemoryLM
@@ -132,7 +142,8 @@ def load(
             model: the output has the law of the rounded model, and reports say so. For the families in
             docs/models.md.
             "torchao-int8", "torchao-int4", "bitsandbytes-int8" and "bitsandbytes-nf4" let these libraries round any model,
-            while transformers loads it from files. Files that hold rounded weights need no option.
+            while transformers loads it from files. Files that hold rounded weights need no option: those of GPTQ and AWQ
+            with 4 bits are read without their libraries on a CPU, see docs/quantised.md.
         quantize_draft: the same for the draft, which does not change the law of the output.
         check: compare the logits of a small token tree with those of plain forwards, once per model, and refuse a model that
             gets them wrong.
@@ -158,7 +169,8 @@ def load(
         BadHead: a draft head cannot be read, or does not fit the target.
         UnsupportedModel: a model cannot score a token tree.
         VocabularyMismatch: draft and target do not have the same tokens.
-        NotSupported: a package is missing, or the weights of this model cannot be rounded so.
+        NotSupported: a package is missing, the weights of this model cannot be rounded so, or those of its files were
+            rounded in a way that cannot be read.
     """
     if isinstance(target, str) and target == "bundled":
         target = BUNDLED / "target"
@@ -648,9 +660,11 @@ def _model(
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise BadSetting(f"dtype is {dtype!r}; it must be 'auto' or a type of torch, like 'float32' or 'bfloat16'")
     name = _name_or_path(source)
+    unread = ""
     try:
         config = AutoConfig.from_pretrained(name)
         is_stored_rounded = getattr(config, "quantization_config", None) is not None
+        wanted = dtype
         kept = None
         if dtype == "auto" and device.type == "cpu":
             if may_keep and by_library is None and not is_stored_rounded:
@@ -666,22 +680,43 @@ def _model(
             options["device_map"] = {"": device}  # such models are made on their device, and stay there
         if device_map is not None:
             options["device_map"] = device_map
+        if is_stored_rounded and device_map is None:
+            with _ONE_AT_A_TIME:
+                read = _read_here(name, config, wanted, device)
+            if not isinstance(read, str):
+                return read
+            unread = f" ({read})"
         with _ONE_AT_A_TIME:
             model = _class_for(config).from_pretrained(name, dtype=dtype, **options)
     except (OSError, ValueError) as error:
         if isinstance(error, SpecbeamError):
             raise
-        raise MissingFile(f"could not load a language model from {source}: {error}") from error
+        raise MissingFile(f"could not load a language model from {source}: {error}{unread}") from error
     except (ImportError, RuntimeError, NotImplementedError) as error:
         if by_library is None and not is_stored_rounded:
             raise
         how = repr(by_library) if by_library is not None else "the rounded weights of its files"
-        raise NotSupported(f"{source} could not be loaded with {how} on {device}: {error}") from error
+        raise NotSupported(f"{source} could not be loaded with {how} on {device}: {error}{unread}") from error
     if by_library is not None:
         object.__setattr__(model, "_specbeam_rounding", by_library)
     if kept is not None:
         mark_kept(model)
     return model if options else model.to(device)
+
+
+def _read_here(name: str, config: Any, dtype: "str | torch.dtype", device: torch.device) -> "PreTrainedModel | str":
+    """Return a model whose files hold rounded weights, or the reason why a library has to read them.
+
+    Raises `NotSupported` if transformers knows no library for them either: it would make weights up.
+    """
+    read: PreTrainedModel | str = "specbeam itself reads rounded weights on a CPU alone"
+    if device.type == "cpu" and not getattr(config, "is_encoder_decoder", False):
+        read = read_rounded(name, config, dtype)
+    if isinstance(read, str) and (method := unknown_method(config)):
+        raise NotSupported(
+            f"{name} holds weights that were rounded by {method!r}, which transformers does not know; {read}"
+        )
+    return read
 
 
 def _class_for(config: Any) -> Any:

@@ -28,7 +28,7 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from tests.lm.test_lean import scored
 from tests.support.tiny_models import tiny
 
-KINDS = ["float32", "bfloat16", "float16", "int8", "int4"] + ["tiles", "int8 tiles"] * tiles.available()
+KINDS = ["float32", "bfloat16", "float16", "int8", "int4", "nibbles"] + ["tiles", "int8 tiles"] * tiles.available()
 needs_tiles = pytest.mark.skipif(not tiles.available(), reason="the processor has no tile registers")
 
 
@@ -43,7 +43,7 @@ def product(x, panels, threads=1):
 @pytest.mark.parametrize("rows", [1, 2, 11, 12, 13, 16, 17, 30, 32, 48, 250])
 def test_products_are_those_of_numpy(rows, columns, depth, kind):
     rng = np.random.default_rng(rows)
-    depth = -(-depth // GROUP) * GROUP if kind == "int4" else depth
+    depth = -(-depth // GROUP) * GROUP if kind in ("int4", "nibbles") else depth
     matrix = in_bfloat16(rng.standard_normal((columns, depth)))
     assert fits_bfloat16(matrix)
     x = rng.standard_normal((rows, depth)).astype(np.float32)
@@ -67,7 +67,12 @@ def test_products_are_those_of_numpy(rows, columns, depth, kind):
         assert (in_groups[~is_near] == 7).all()
         assert fits_bfloat16(scales.repeat(2, 1))
         expected, matrix = on_the_grid(x), (in_groups * scales[..., None]).reshape(matrix.shape)
+    if kind == "nibbles":
+        numbers, scales = rounded_groups(matrix)
+        matrix = (numbers.reshape(*scales.shape, GROUP) * scales[..., None]).reshape(matrix.shape)
     found = product(x, in_panels(given, kind))
+    if kind == "nibbles":  # rows are not rounded, and weights are exact
+        assert (found == product(x, in_panels(matrix, "float32"))).all()
     expected = expected.astype(float) @ matrix.T.astype(float)
     np.testing.assert_allclose(found[:, :columns], expected, atol=2e-5 * depth**0.5)
     assert not found[:, columns:].any()

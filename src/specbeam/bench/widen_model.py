@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from specbeam.engines.families import head_size
+from specbeam.engines.packed import matrices_of
 from specbeam.errors import BadSetting, NotSupported
 
 if TYPE_CHECKING:
@@ -109,6 +110,8 @@ def grown(model: "PreTrainedModel", to: Size | int, seed: int = 0) -> "PreTraine
     """
     if model.config.model_type not in FAMILIES:
         raise NotSupported(f"growth knows {', '.join(FAMILIES)}; {type(model).__name__} is {model.config.model_type}")
+    if matrices_of(model):
+        raise NotSupported("growth copies weights, and the matrices of this model have 4 bits in its files")
     size = size_for(model.config, to) if isinstance(to, int) else to
     own = Size.of(model.config)
     _check(own, size)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from specbeam.engines.packed import PackedLinear, PackedMatrix, matrices_of
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -30,6 +32,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_python": "gelu",
     "relu": "relu",
 }
+Matrix = Any  # a Tensor, float[outputs, inputs], or a `PackedMatrix` of this shape
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
 
 
@@ -554,14 +557,38 @@ def _misfit_of_modules(model: "PreTrainedModel", family: ModelFamily) -> str:
     # Adapters and quantised layers are modules of their own; torchao leaves the modules, and puts its own tensors in them.
     if any(type(one) not in own or type(one.weight) is not nn.Parameter for one in holds_matrix):
         return "its matrices have adapters or are rounded"
+    return _misfit_of_packed(model, family)
+
+
+def _misfit_of_packed(model: "PreTrainedModel", family: ModelFamily) -> str:
+    """Return the reason why the matrices that the files of a model hold in 4 bits cannot be laid out; "" if they can."""
+    if not matrices_of(model):
+        return ""
+    if model.device.type == "cuda":
+        return "its matrices have 4 bits, which the forward for GPUs does not read"
+    layers: Any = getattr(model.base_model, family.layers)
+    for name in (*family.qkv, family.out, *family.up, family.down):
+        found = {isinstance(_module_of(layer, name, family), PackedLinear) for layer in layers}
+        if len(found) > 1:
+            return f"{name} has 4 bits in some layers and not in others"
+    for names in (family.qkv, family.up):
+        found = {isinstance(_module_of(layers[0], name, family), PackedLinear) for name in names}
+        if len(found) > 1:
+            return f"of {', '.join(names)} some have 4 bits and others not"
     return ""
+
+
+def _module_of(layer: Any, name: str, family: ModelFamily) -> Any:
+    """Return the module of a matrix of a layer, which has this name in its attention or in its inner layer."""
+    is_inner = name in (*family.up, family.down)
+    return getattr(getattr(layer, family.inner if is_inner else family.attention), name)
 
 
 class LayerParts(NamedTuple):
     """The weights of one layer. Those that a layer lacks have no numbers.
 
     The weight of a norm is that of an RMSNorm, [width]; for a LayerNorm it is the weight and then the bias, [2 * width].
-    Matrices are [outputs, inputs].
+    Matrices are [outputs, inputs]; those that files hold in 4 bits are a `PackedMatrix`, which is read when it is laid out.
     """
 
     before_attention: Tensor
@@ -570,13 +597,13 @@ class LayerParts(NamedTuple):
     after_inner: Tensor
     head_norms: Tensor  # [2, size]: of each head's queries and keys
     wide_norms: Tensor  # [(heads + kv_heads) * size]: of all queries, and of all keys
-    qkv: list[Tensor]  # matrices that are joined: queries, keys, values; as they are stored, see `rows_in_order`
+    qkv: list[Matrix]  # matrices that are joined: queries, keys, values; as they are stored, see `rows_in_order`
     qkv_bias: Tensor
-    out: Tensor
+    out: Matrix
     out_bias: Tensor
-    up: list[Tensor]  # joined: gate and up, or up alone
+    up: list[Matrix]  # joined: gate and up, or up alone
     up_bias: Tensor
-    down: Tensor
+    down: Matrix
     down_bias: Tensor
     cross: "CrossParts"
 
@@ -609,7 +636,7 @@ def parts_of(layer: Any, of: Architecture) -> LayerParts:
     up = [getattr(inner, name) for name in family.up]
     out = getattr(attention, family.out)
     down = getattr(inner, family.down)
-    nothing = out.weight.new_zeros(0)
+    nothing = next(layer.parameters()).new_zeros(0)
     of_heads = [norm_of(getattr(attention, name, None), family) for name in ("q_norm", "k_norm")]
     whole = family.head_norms == "whole"
     before_attention, after_attention, before_inner, after_inner, before_cross, after_cross = norms
@@ -682,14 +709,18 @@ def norm_of(module: Any, family: ModelFamily) -> Tensor:
     return found
 
 
-def _matrix(module: Any, family: ModelFamily) -> Tensor:
+def _matrix(module: Any, family: ModelFamily) -> Matrix:
+    if isinstance(module, PackedLinear):
+        return module.matrix
     weight: Tensor = module.weight
     return weight.t() if family.transposed else weight
 
 
-def rows_in_order(rows: Tensor, of: Architecture) -> Tensor:
+def rows_in_order(rows: Matrix, of: Architecture) -> Matrix:
     """Return the rows of a joined matrix as all queries, all keys and all values: a copy if they are stored head by head."""
     if not of.family.by_head:
         return rows
+    if isinstance(rows, PackedMatrix):
+        return rows.in_order(rows_in_order(torch.arange(len(rows)), of).tolist())
     by_head = rows.unflatten(0, (of.heads, 3, of.size))
     return by_head.transpose(0, 1).flatten(0, 2)

@@ -19,6 +19,7 @@ from specbeam.engines.cpu.decoder import TILED_FROM
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
 from specbeam.engines.kv.steps import BLOCK
+from specbeam.engines.packed import weights_in
 from specbeam.engines.pass_steps import CYCLES, PASSES, AnyCacheArrays, now
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.errors import NotSupported, UnsupportedModel
@@ -378,7 +379,7 @@ class HuggingFaceLM:
     @cached_property
     def weights(self) -> int:
         """The number of the model's parameters."""
-        return int(self.model.num_parameters())
+        return weights_in(self.model)
 
     @property
     def is_compiled(self) -> bool:

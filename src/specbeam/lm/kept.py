@@ -7,7 +7,7 @@ stays as its files are, which are mapped to memory, and the compiled forward's c
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,9 +15,17 @@ from specbeam import kernels
 from specbeam.engines.cpu.decoder import misfit_of_shape
 from specbeam.engines.torch import lean
 
-_TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _ONE_FILE = "model.safetensors"
 _SEVERAL = "model.safetensors.index.json"
+
+
+class StoredTensor(NamedTuple):
+    """What a safetensors file says of one of its tensors."""
+
+    path: Path
+    type: str  # "F32", "BF16", "I32", ...
+    shape: tuple[int, ...]
 
 
 def kept_type(name: str, config: Any, kind: Any) -> torch.dtype | None:
@@ -35,12 +43,14 @@ def kept_type(name: str, config: Any, kind: Any) -> torch.dtype | None:
     if not kernels.AVAILABLE:
         return None
     try:
-        types, numbers = _stored(_files_of(name))
+        tensors = tensors_in(files_of(name)).values()
     except OSError:
         return None
-    if len(types) != 1 or numbers <= lean.LARGEST or not types <= _TYPES.keys():
+    types = {one.type for one in tensors}
+    numbers = sum(math.prod(one.shape) for one in tensors)
+    if len(types) != 1 or numbers <= lean.LARGEST or not types <= TYPES.keys():
         return None
-    kept = _TYPES[types.pop()]
+    kept = TYPES[types.pop()]
     if getattr(config, "is_encoder_decoder", False) and kept != torch.float32:
         return None
     with torch.device("meta"):
@@ -48,7 +58,7 @@ def kept_type(name: str, config: Any, kind: Any) -> torch.dtype | None:
     return None if misfit_of_shape(model, None) else kept
 
 
-def _files_of(name: str) -> list[Path]:
+def files_of(name: str) -> list[Path]:
     """Return the safetensors files of a model; none if its weights are in other files."""
     whole = _file(name, _ONE_FILE)
     if whole is not None:
@@ -73,15 +83,14 @@ def _file(name: str, file: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _stored(files: list[Path]) -> tuple[set[str], int]:
-    """Return the names of the types in safetensors files, and how many numbers they hold."""
-    types: set[str] = set()
-    numbers = 0
+def tensors_in(files: list[Path]) -> dict[str, StoredTensor]:
+    """Return what safetensors files hold, by the names of the tensors."""
+    found = {}
     for path in files:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(size))
         header.pop("__metadata__", None)
-        types |= {entry["dtype"] for entry in header.values()}
-        numbers += sum(math.prod(entry["shape"]) for entry in header.values())
-    return types, numbers
+        for name, entry in header.items():
+            found[name] = StoredTensor(path, entry["dtype"], tuple(entry["shape"]))
+    return found

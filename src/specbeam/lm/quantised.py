@@ -89,13 +89,25 @@ def rounding_of(lm: Any) -> str:
     """
     lm = getattr(lm, "lm", lm)
     engine = getattr(lm, "engine", "")
-    if engine in OWN:
-        return str(engine)
     model = getattr(lm, "model", None)
+    stored = _stored_method(getattr(model, "config", None))
+    if engine in OWN:
+        return f"{stored} and {engine}" if stored else str(engine)
     name = vars(model).get("_specbeam_rounding") if model is not None else None
-    if name is not None:
-        return str(name)
-    stored = getattr(getattr(model, "config", None), "quantization_config", None)
+    return str(name) if name is not None else stored
+
+
+def unknown_method(config: Any) -> str:
+    """Return by what method weights in files were rounded if transformers does not know it; "" otherwise."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
+
+    method = _stored_method(config)
+    return "" if method in ("", "bitsandbytes", *KNOWN) else method
+
+
+def _stored_method(config: Any) -> str:
+    """Return the name of the method by which the weights in files were rounded; "" if they were not."""
+    stored = getattr(config, "quantization_config", None)
     if stored is None:
         return ""
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)

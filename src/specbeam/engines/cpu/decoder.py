@@ -34,6 +34,7 @@ from specbeam.engines.cpu.layers import (
     score_rows,
     shape_logits,
 )
+from specbeam.engines.cpu.nibbles import write_nibbles
 from specbeam.engines.cpu.panels import Kind, empty_panels, fits_bfloat16, multiply, steps_in, write_panels
 from specbeam.engines.cpu.sources import Sources, layers_of_sources, no_distances, no_sources
 from specbeam.engines.cpu.sums import WIDTH
@@ -42,6 +43,8 @@ from specbeam.engines.cpu.weights import CrossWeights, Weights, layers_of_weight
 from specbeam.engines.families import (
     Architecture,
     CrossParts,
+    LayerParts,
+    Matrix,
     ModelFamily,
     architecture_of,
     body_of,
@@ -56,6 +59,7 @@ from specbeam.engines.families import (
 )
 from specbeam.engines.kv.store import PanelStore
 from specbeam.engines.mapped import NOTHING_MAPPED, MappedFiles, mapped_files
+from specbeam.engines.packed import Grouped, PackedMatrix, joined, matrices_of, weights_in
 from specbeam.kernels.compiling import Array, address_of
 
 if TYPE_CHECKING:
@@ -77,6 +81,15 @@ _TYPE_IN_WORDS: dict[Kind, torch.dtype] = {
     "tiles": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+class Kinds(NamedTuple):
+    """The kinds of panels of the matrices of layers."""
+
+    qkv: Kind
+    out: Kind
+    up: Kind
+    down: Kind
 
 
 class Model(NamedTuple):
@@ -146,7 +159,8 @@ class CompiledDecoder:
         layers = layers_in(model, family)
         embedding: Any = body.embed_tokens if family.cross else model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
-        self.threads = threads_for(model.num_parameters())
+        weights = weights_in(model)
+        self.threads = threads_for(weights)
         self.architecture = architecture
         self.heads = architecture.heads
         self.kv_heads = architecture.kv_heads
@@ -160,14 +174,16 @@ class CompiledDecoder:
         self.first_norm = numbers_of(norm_at(body, family.first_norm, family))
         self.angles = angles_of_model(model, architecture)
         files = mapped_files(model)
-        tiled = model.num_parameters() >= TILED_FROM and tiles.available()
+        tiled = weights >= TILED_FROM and tiles.available()
         matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() == 2]
         self.kind = kind = _kind_of([head.weight, *matrices], rounding, tiled, files)
-        self.weights = weights_of(layers, kind, architecture, files)
+        self.kinds_of_matrices = _kinds_of(parts_of(layers[0], architecture), kind)
+        self.weights = weights_of(layers, self.kinds_of_matrices, architecture, files)
         self.last_norm = numbers_of(norm_at(body, family.final_norm, family))
         self.head = panels_of([[head.weight]], kind, files)[0]
         if self.threads > 1:
-            TEAM.learn(self.head)
+            for panels in (self.head, self.weights.qkv, self.weights.out, self.weights.gate_up, self.weights.down):
+                TEAM.learn(panels)
         self.names = architecture.names
         self.kinds = np.array([self.names.index(name) for name in architecture.kinds])
         self.model = Model(
@@ -288,7 +304,7 @@ class CompiledDecoder:
             layer, norm = (copy.deepcopy(module).to(words).float() for module in (layer, norm))
         return ExitLayer(
             after=after,
-            weights=weights_of([layer], self.kind, self.architecture.at(-1)),
+            weights=weights_of([layer], self.kinds_of_matrices, self.architecture.at(-1)),
             norm=numbers_of(norm_of(norm, self.architecture.family)),
             kinds=self.kinds[-1:],
             place=place,
@@ -429,16 +445,30 @@ def _kind_of(weights: list[Tensor], rounding: Rounding | None, tiled: bool, file
     return "tiles" if tiled else "bfloat16"
 
 
+def _kinds_of(parts: LayerParts, kind: Kind) -> Kinds:
+    """Return the kinds of panels of the matrices of layers: weights of 4 bits stay as files hold them, unless rounded anew.
+
+    Args:
+        parts: of the first layer.
+        kind: of matrices that are not packed.
+    """
+
+    def kind_of(first: Matrix) -> Kind:
+        return "nibbles" if isinstance(first, PackedMatrix) and not kind.startswith("int") else kind
+
+    return Kinds(kind_of(parts.qkv[0]), kind_of(parts.out), kind_of(parts.up[0]), kind_of(parts.down))
+
+
 def panels_of(
-    matrices: Sequence[Sequence[Tensor]],
+    matrices: Sequence[Sequence[Matrix]],
     kind: Kind,
     files: MappedFiles = NOTHING_MAPPED,
-    ordered: Callable[[Tensor], Tensor] = lambda part: part,
+    ordered: Callable[[Matrix], Matrix] = lambda part: part,
 ) -> Shaped[np.ndarray, "matrices panels words"]:
     """Return matrices in panels of a kind.
 
     Args:
-        matrices: of one shape; each consists of tensors, float[columns, depth], one after the other.
+        matrices: of one shape; each consists of parts, float[columns, depth], one after the other.
         files: what leaves memory once it was laid out.
         ordered: returns a tensor with its columns in another order; a copy is there while its matrix is laid out.
     """
@@ -446,10 +476,22 @@ def panels_of(
     depth = matrices[0][0].shape[1]
     panels = empty_panels(len(matrices), columns, depth, kind)
     for parts, goal in zip(matrices, panels, strict=True):
-        read = partial(_columns_of, [ordered(part) for part in parts], kind, files)
-        write_panels(goal, read, columns, depth, kind)
+        in_order = [ordered(part) for part in parts]
+        if isinstance(in_order[0], PackedMatrix):
+            matrix = joined([part.read() for part in in_order])
+            if kind == "nibbles":
+                write_nibbles(goal.view(np.int32), matrix)
+                continue
+            write_panels(goal, partial(_weights_of_columns, matrix), columns, depth, kind)
+            continue
+        write_panels(goal, partial(_columns_of, in_order, kind, files), columns, depth, kind)
         files.release(parts)  # the pages between the columns that were read together
     return panels
+
+
+def _weights_of_columns(matrix: Grouped, first: int, stop: int) -> Float32[np.ndarray, "some depth"]:
+    """Return the weights of some columns of a matrix that files hold in 4 bits."""
+    return matrix.columns(first, stop).weights()
 
 
 def _columns_of(
@@ -471,14 +513,18 @@ def _columns_of(
     return columns
 
 
-def weights_of(layers: list[Any], kind: Kind, of: Architecture, files: MappedFiles = NOTHING_MAPPED) -> Weights:
-    """Return the weights of these layers, with matrices in panels of a kind.
+def weights_of(
+    layers: list[Any], kinds: Kind | Kinds, of: Architecture, files: MappedFiles = NOTHING_MAPPED
+) -> Weights:
+    """Return the weights of these layers, with matrices in panels.
 
     Args:
         layers: of a transformers model, or of a draft head, whose modules have the names of a Llama's; at least one.
+        kinds: of all panels, or of those of each matrix.
         of: their architecture.
         files: what leaves memory once it was laid out.
     """
+    by_matrix = kinds if isinstance(kinds, Kinds) else Kinds(kinds, kinds, kinds, kinds)
     parts = [parts_of(layer, of) for layer in layers]
 
     def stacked(name: str) -> np.ndarray:
@@ -486,9 +532,10 @@ def weights_of(layers: list[Any], kind: Kind, of: Architecture, files: MappedFil
 
     def panels(name: str) -> np.ndarray:
         found = [getattr(one, name) for one in parts]
-        return panels_of([one if isinstance(one, list) else [one] for one in found], kind, files)
+        matrices = [one if isinstance(one, list) else [one] for one in found]
+        return panels_of(matrices, getattr(by_matrix, name), files)
 
-    qkv = panels_of([one.qkv for one in parts], kind, files, partial(rows_in_order, of=of))
+    qkv = panels_of([one.qkv for one in parts], by_matrix.qkv, files, partial(rows_in_order, of=of))
 
     return Weights(
         before_attention=stacked("before_attention"),
@@ -501,7 +548,7 @@ def weights_of(layers: list[Any], kind: Kind, of: Architecture, files: MappedFil
         down=panels("down"),
         inner=parts[0].down.shape[1],
         extras=extras_of(parts, of),
-        cross=_cross_weights([one.cross for one in parts], kind, files),
+        cross=_cross_weights([one.cross for one in parts], by_matrix.out, files),
     )
 
 
@@ -599,7 +646,7 @@ def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
 
 def _misfit_of_sizes(model: "PreTrainedModel", rounding: Rounding | None) -> str:
     """Return the reason why the sizes of a model do not fit panels; "" if they do."""
-    unit = steps_in("int4" if rounding == "int4" else "float32")
+    unit = steps_in("int4" if rounding == "int4" or matrices_of(model) else "float32")
     config = model.config
     architecture = architecture_of(model)
     size = architecture.size

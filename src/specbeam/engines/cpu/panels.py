@@ -8,7 +8,8 @@ Weights that bfloat16 represents exactly, as those of most checkpoints, are kept
 the same products. Those of a float16 checkpoint are kept in float16. If the processor has tile registers, sixteen rows are
 multiplied at once (engines/cpu/tiles.py), which pays for matrices that are too large for its caches. Weights rounded to 8
 bits are read in a quarter of the time; those of 4 bits, in groups with a scale each, in less than a sixth. Then each row of
-x is rounded to 8 bits, relative to its own largest number, so that a row takes a quarter of the arithmetic.
+x is rounded to 8 bits, relative to its own largest number, so that a row takes a quarter of the arithmetic. Numbers of 4
+bits that others have made stand for exact weights, and rows are not rounded (engines/cpu/nibbles.py).
 
 The functions above `_source_of` stand for several compiled forms: numba chooses one by the dtype of the panels.
 """
@@ -22,6 +23,7 @@ from jaxtyping import Float, Float32, Int8, Shaped
 
 from specbeam import kernels
 from specbeam.engines.cpu import tiles
+from specbeam.engines.cpu.nibbles import nibbles_as_float32, rounded_nibbles, write_nibbles
 from specbeam.engines.cpu.rounding import BYTES_PER_WORD, GROUP, ZERO, Scales, rounded, rounded_groups, rounded_row
 from specbeam.engines.cpu.shares import (
     COLUMNS,
@@ -60,7 +62,7 @@ _SHARED_FROM = 300_000  # numbers of the dtype of the panels, from which on they
 
 _LAID_OUT_TOGETHER = 1 << 22  # numbers of a matrix; what lies between the matrix and its panels has room for as many
 
-Kind = Literal["float32", "bfloat16", "float16", "tiles", "int8", "int8 tiles", "int4"]
+Kind = Literal["float32", "bfloat16", "float16", "tiles", "int8", "int8 tiles", "int4", "nibbles"]
 Array = Any  # numba finds the types by itself
 
 
@@ -86,6 +88,7 @@ _WORDS: dict[Kind, Words] = {
     "int8": Words(np.int32, np.int32, BYTES_PER_WORD, 1, after=2),
     "int8 tiles": Words(np.int32, np.int8, BYTES_PER_WORD, 1, after=2),
     "int4": Words(np.int32, np.int16, GROUP, GROUP // 8 + 1),
+    "nibbles": Words(np.int32, np.uint64, GROUP, GROUP // 8 + 1),
 }
 
 
@@ -205,6 +208,8 @@ if kernels.AVAILABLE:
     def _compiled_unpacked(panel: Any, depth: Any) -> Any:
         if panel.dtype == types.uint8:
             return _source_of(_halves_as_float32)
+        if panel.dtype == types.uint64:
+            return _source_of(lambda panel, depth: nibbles_as_float32(panel, depth))
         return _source_of(_unchanged if panel.dtype in _ROUNDED else _as_float32)
 
 
@@ -429,6 +434,7 @@ _ROWS_FOR = {
     np.float32: np.float32,
     np.uint32: np.float32,
     np.uint8: np.float32,
+    np.uint64: np.float32,
     np.int32: np.int32,
     np.int16: np.int32,
     np.uint16: np.uint32,
@@ -486,9 +492,10 @@ def in_panels(matrix: Float[np.ndarray, "columns depth"], kind: Kind = "float32"
             "tiles", the same as "bfloat16" as uint16, for processors with tile registers (engines/cpu/tiles.py); "int8", a
             rounded matrix (`rounded`), four steps of depth in each int32, followed by the scales and 128 times the sums of
             the columns; "int8 tiles", the same as int8, for tile registers; "int4", a matrix rounded in groups
-            (`rounded_groups`), eight steps of depth in a word, as int16, see `_panels_of_nibbles`.
+            (`rounded_groups`), eight steps of depth in a word, as int16, see `_panels_of_nibbles`; "nibbles", the same
+            numbers and scales as uint64, which stand for weights that rows are multiplied with unrounded.
 
-    Raises `ValueError` if the depth is no multiple of `STEP`, for int4 of `GROUP`.
+    Raises `ValueError` if the depth is no multiple of `STEP`, for int4 and nibbles of `GROUP`.
     """
     columns, depth = matrix.shape
     (panels,) = empty_panels(1, columns, depth, kind)
@@ -538,6 +545,9 @@ def _lay_out(
 ) -> None:
     """Write whole panels; see `write_panels`."""
     count = len(panels)
+    if kind == "nibbles":
+        write_nibbles(panels, rounded_nibbles(matrix))
+        return
     if kind == "int4":
         panels[...] = _panels_of_nibbles(*rounded_groups(matrix))
         return
@@ -555,7 +565,7 @@ def _lay_out(
 
 def steps_in(kind: Kind) -> int:
     """Return of what number the depth of a matrix must be a multiple to be laid out as panels of a kind."""
-    return GROUP if kind == "int4" else STEP
+    return GROUP if kind in ("int4", "nibbles") else STEP
 
 
 def empty_in_lines(shape: tuple[int, ...], dtype: Any) -> Shaped[np.ndarray, "..."]:

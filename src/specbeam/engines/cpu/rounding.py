@@ -12,6 +12,9 @@ LARGEST = 127
 LEAST = 1e-30  # the least scale times `LARGEST`, so that rows and columns of zeros stay zeros
 GROUP = 32  # steps of depth that share a scale where numbers have 4 bits
 LOWEST = -8  # of the whole numbers of 4 bits; the largest is 7
+# The bits of a float32 that are enough for a scale of float16 or bfloat16, and those that then hold a zero point.
+OF_SCALE = 0xFFFFE000
+OF_ZERO = 0x1FFF
 
 # What is added to it is rounded to a whole number, which is in the lowest bits of the sum.
 _LAST_BIT_IS_1 = np.float32(1.5 * 2**23)

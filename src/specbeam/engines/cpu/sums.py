@@ -4,12 +4,13 @@ The panel is streamed through registers, while the sums stay in other registers.
 that the result of a row does not depend on the other rows.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from specbeam import kernels
-from specbeam.engines.cpu.rounding import GROUP
+from specbeam.engines.cpu.rounding import GROUP, OF_SCALE, OF_ZERO
 
 if kernels.AVAILABLE:
     from llvmlite import ir
@@ -31,7 +32,7 @@ else:
 
 ACROSS = 2  # registers across a panel
 WIDTH = ACROSS * LANES  # columns of a panel
-STEP = 4  # steps of depth in a round of the loop; every depth is a multiple of it
+STEP = 4  # steps of depth in a round of the loop, at least; every depth is a multiple of it
 _AHEAD = 32  # words of a column by which prefetching is ahead of the sums
 _STEPS_PER_NIBBLES = 8  # steps of depth in a word of numbers of 4 bits
 _UPPER = 0xF0F0F0F0  # the upper half of each byte
@@ -51,6 +52,7 @@ class _Loop:
         self.builder = builder
         self.rows = rows
         self.steps_per_word = steps_per_word
+        self.steps = max(STEP, steps_per_word)  # of depth in a round of the loop
         self.x_pitch = x_pitch
         self.index = ir.IntType(64)
         self.word = ir.IntType(32)
@@ -69,11 +71,11 @@ class _Loop:
         at = b.phi(self.index)
         starts = [b.phi(zeros.type) for _ in range(self.rows * ACROSS)]
         sums = list(starts)
-        for step in range(0, STEP, self.steps_per_word):
+        for step in range(0, self.steps, self.steps_per_word):
             word = b.udiv(b.add(at, self._number(step)), self._number(self.steps_per_word))
             for place, columns in enumerate(self._columns_of(weights, stride, word)):
                 sums = self._added(sums, columns, x, b.add(at, self._number(step + place)))
-        next_at = b.add(at, self._number(STEP))
+        next_at = b.add(at, self._number(self.steps))
         carried = [(at, next_at, self._number(0))]
         carried += [(start, total, zeros) for start, total in zip(starts, sums, strict=True)]
         for start, next_value, first in carried:
@@ -86,7 +88,7 @@ class _Loop:
             goal = b.add(b.mul(out_stride, self._number(row)), self._number(across * LANES))
             b.store(total, self._pointer(out, goal, self.vector), align=4)
 
-    def _columns_of(self, weights: Any, stride: Any, word: Any) -> list[list[Any]]:
+    def _columns_of(self, weights: Any, stride: Any, word: Any) -> Iterable[list[Any]]:
         """Load the columns of a word; return them as float32 registers for each step of depth in the word."""
         b = self.builder
         start = self.builder.mul(word, stride)
@@ -176,6 +178,47 @@ class _LoopOfHalves(_Loop):
             number = b.bitcast(b.fmul(size, scale), self.words)
             found.append(b.bitcast(b.or_(number, sign), self.vector))
         return [found]
+
+
+class _LoopOfWeights(_Loop):
+    """A `_Loop` for panels of numbers of 4 bits that stand for exact float32 weights; see engines/cpu/nibbles.py.
+
+    A weight is number * scale - zero point * scale, in one operation that rounds once. Each of these products has few enough
+    bits, and so has the weight, so that none of them is rounded at all.
+    """
+
+    def __init__(self, builder: Any, rows: int) -> None:
+        super().__init__(builder, rows, steps_per_word=_STEPS_PER_NIBBLES)
+
+    def _columns_of(self, weights: Any, stride: Any, word: Any) -> Iterator[list[Any]]:
+        b = self.builder
+        in_group = GROUP // _STEPS_PER_NIBBLES
+        group = b.udiv(word, self._number(in_group))
+        place = b.mul(b.add(word, group), stride)
+        packed = self._loaded(weights, place, stride, self.words)
+        last = b.mul(b.add(b.mul(group, self._number(in_group + 1)), self._number(in_group)), stride)
+        scales, offsets = self._scales_and_offsets(weights, last)
+        fused = self._function(f"llvm.fma.v{LANES}f32", self.vector, [self.vector] * 3)
+        for step in range(_STEPS_PER_NIBBLES):
+            columns = []
+            for bits, scale, offset in zip(packed, scales, offsets, strict=True):
+                number = b.and_(b.lshr(bits, self._all(4 * step)), self._all(15))
+                columns.append(b.call(fused, [b.sitofp(number, self.vector), scale, offset]))
+            yield columns
+
+    def _scales_and_offsets(self, weights: Any, last: Any) -> tuple[list[Any], list[Any]]:
+        """Return the scales of a group, and minus its zero points times these, as registers across the panel."""
+        b = self.builder
+        scales = []
+        offsets = []
+        for across in range(ACROSS):
+            place = b.add(last, self._number(across * LANES))
+            both = b.load(self._pointer(weights, place, self.words), align=4)
+            scale = b.bitcast(b.and_(both, self._all(OF_SCALE)), self.vector)
+            zero = b.sitofp(b.and_(both, self._all(OF_ZERO)), self.vector)
+            scales.append(scale)
+            offsets.append(b.fneg(b.fmul(zero, scale)))
+        return scales, offsets
 
 
 class _LoopOfBytes(_Loop):
@@ -307,15 +350,16 @@ if kernels.AVAILABLE:
         out[out_at + row * out_stride + column] = sum over steps of x[x_at + step * rows + row] *
         weights[at + step * stride + column]
 
-        Weights are float32; or uint32 with two bfloat16 each; or uint8, of which two are a float16; or int32 with four int8
-        each, or int16 with four numbers of 4 bits each, and x int32 as `panels.write_transposed` makes it.
+        Weights are float32; or uint32 with two bfloat16 each; or uint8, of which two are a float16; or uint64 with sixteen
+        numbers of 4 bits each, see engines/cpu/nibbles.py; or int32 with four int8 each, or int16 with four numbers of 4
+        bits each, and x int32 as `panels.write_transposed` makes it.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             number, _, at, stride, _, x_at, _, out_at, out_stride, depth = args
             weights, x, out = places_in(context, builder, signature, args, ((1, at), (4, x_at), (6, out_at)))
             kind = signature.args[1].dtype
-            if kind == types.int16:  # the registers are words in any case
+            if kind in (types.int16, types.uint64):  # the registers are words in any case
                 weights = builder.bitcast(weights, ir.IntType(32).as_pointer())
             if kind == types.uint8:
                 weights = builder.bitcast(weights, ir.IntType(16).as_pointer())
@@ -387,6 +431,8 @@ def _loop(builder: Any, rows: int, kind: Any) -> _Loop:
         return _LoopOfBytes(builder, rows)
     if kind == types.int16:
         return _LoopOfNibbles(builder, rows)
+    if kind == types.uint64:
+        return _LoopOfWeights(builder, rows)
     if kind == types.uint8:
         return _LoopOfHalves(builder, rows)
     return _Loop(builder, rows, {types.float32: 1, types.uint32: 2}[kind])

@@ -1,0 +1,66 @@
+"""Panels of whole numbers of 4 bits with a scale and a zero point for each group, which stand for exact float32 weights.
+
+Rows are not rounded: as a panel is read, each number becomes (number - zero point) * scale in a register, which float32
+holds exactly, and products are those of the same matrix in float32 panels to the last bit. A weight takes 5 bits.
+
+A panel is a sequence of groups of `GROUP` steps of depth, and a group four words for each column, see `Grouped.words`, and a
+fifth: the upper 19 bits of the float32 scale, which are all of a float16 or bfloat16 number, and then the zero point.
+"""
+
+import numpy as np
+from jaxtyping import Float, Float32, Shaped
+
+from specbeam.engines.cpu.rounding import GROUP, LOWEST, OF_SCALE, OF_ZERO, rounded_groups
+from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.packed import PER_WORD, Grouped, packed_in_words
+from specbeam.kernels.compiling import Array, compiled
+
+WORDS = GROUP // PER_WORD  # of a group in a column
+
+
+def fits_scales(scales: Float32[np.ndarray, "groups columns"]) -> bool:
+    """Return whether panels hold these scales exactly: float16 and bfloat16 numbers they do."""
+    return not bool((np.ascontiguousarray(scales).view(np.uint32) & np.uint32(OF_ZERO)).any())
+
+
+def rounded_nibbles(matrix: Float[np.ndarray, "columns depth"]) -> Grouped:
+    """Return a matrix rounded in groups of `GROUP` steps, see `rounded_groups`; all zero points are 8."""
+    numbers, scales = rounded_groups(matrix)
+    whole = (numbers - np.int8(LOWEST)).astype(np.uint8)
+    zeros = np.full(scales.T.shape, -LOWEST, dtype=np.uint8)
+    return Grouped(packed_in_words(np.ascontiguousarray(whole.T)), np.ascontiguousarray(scales.T), zeros)
+
+
+def write_nibbles(panels: Shaped[np.ndarray, "panels words"], matrix: Grouped) -> None:
+    """Lay a matrix out in its panels, which are written as int32, with columns of zeros up to a multiple of `WIDTH`."""
+    count = len(panels)
+    missing = count * WIDTH - matrix.words.shape[1]
+    fine = Grouped(*(np.pad(part, ((0, 0), (0, missing))) for part in matrix.in_groups_of(GROUP)))
+    groups = len(fine.scales)
+    last = fine.scales.view(np.int32) | fine.zeros
+    goal = panels.reshape(count, groups, WORDS + 1, WIDTH)
+    goal[:, :, :WORDS] = fine.words.reshape(groups, WORDS, count, WIDTH).transpose(2, 0, 1, 3)
+    goal[:, :, WORDS] = last.reshape(groups, count, WIDTH).transpose(1, 0, 2)
+
+
+@compiled
+def nibbles_as_float32(panel: Array, depth: int) -> Array:
+    """Return the weights of one panel as float32, step after step."""
+    words = panel.view(np.uint32).reshape(depth // GROUP, WORDS + 1, WIDTH)
+    found = np.empty((depth, WIDTH), dtype=np.float32)
+    scales = np.empty(WIDTH, dtype=np.uint32)
+    in_floats = scales.view(np.float32)
+    zeros = np.empty(WIDTH, dtype=np.float32)
+    for group in range(depth // GROUP):
+        last = words[group, WORDS]
+        for column in range(WIDTH):
+            scales[column] = last[column] & np.uint32(OF_SCALE)
+            zeros[column] = np.float32(np.int32(last[column] & np.uint32(OF_ZERO)))
+        for step in range(GROUP):
+            row = found[group * GROUP + step]
+            source = words[group, step // PER_WORD]
+            shift = np.uint32(4 * (step % PER_WORD))
+            for column in range(WIDTH):
+                number = np.float32(np.int32((source[column] >> shift) & np.uint32(15)))
+                row[column] = (number - zeros[column]) * in_floats[column]
+    return found.reshape(-1)

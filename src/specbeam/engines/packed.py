@@ -1,0 +1,179 @@
+"""Matrices of 4 bits that were rounded by others: whole numbers in groups, with a scale and a zero point for each group.
+
+The weight of a column is exactly (number - zero point) * scale. `PackedMatrix` says where the files of a checkpoint hold
+one, and reads it; `PackedLinear` stands in a transformers model for the module that has it. Neither keeps numbers: they are
+in the file, and in the panels of the engine that has laid them out (engines/cpu/nibbles.py).
+
+The layouts are those of GPTQ (auto-gptq and gptqmodel; Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for
+Generative Pre-trained Transformers") and of AWQ (Lin et al. 2023, "AWQ: Activation-aware Weight Quantization").
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int32, Int64, UInt8
+from torch import Tensor, nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PER_WORD = 8  # numbers of 4 bits in a word
+BITS = 4
+LARGEST_NUMBER = 15
+# "gptq" stores zero points less one, "gptq_v2" as they are; "awq" stores the columns of a word in another order.
+Layout = Literal["gptq", "gptq_v2", "awq"]
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column, of eight, that each place of a word holds
+_SHIFTS = np.arange(0, BITS * PER_WORD, BITS, dtype=np.uint32)
+
+
+class Grouped(NamedTuple):
+    """A matrix of whole numbers of 4 bits, 0 to 15, in groups along its depth.
+
+    Attributes:
+        words: int32[depth / 8, columns]: step 8 * i + k is in bits 4 * k to 4 * k + 3 of word i.
+        scales: float32[groups, columns].
+        zeros: uint8[groups, columns], the zero points: 0 to 16.
+    """
+
+    words: Int32[np.ndarray, "words columns"]
+    scales: Float32[np.ndarray, "groups columns"]
+    zeros: UInt8[np.ndarray, "groups columns"]
+
+    @property
+    def depth(self) -> int:
+        """The number of steps of depth."""
+        return len(self.words) * PER_WORD
+
+    def columns(self, first: int, stop: int) -> "Grouped":
+        """Return the columns first .. stop, as views."""
+        return Grouped(self.words[:, first:stop], self.scales[:, first:stop], self.zeros[:, first:stop])
+
+    def in_order(self, order: Int64[np.ndarray, " columns"]) -> "Grouped":
+        """Return the columns in another order, as a copy."""
+        return Grouped(self.words[:, order], self.scales[:, order], self.zeros[:, order])
+
+    def in_groups_of(self, size: int) -> "Grouped":
+        """Return the same matrix in groups of `size` steps, which divides the size of its own: scales are repeated."""
+        times = self.depth // (len(self.scales) * size)
+        return Grouped(self.words, self.scales.repeat(times, 0), self.zeros.repeat(times, 0))
+
+    def weights(self) -> Float32[np.ndarray, "columns depth"]:
+        """Return (number - zero point) * scale, which float32 holds exactly if the scales have at most 19 bits."""
+        numbers = _unpacked(self.words).astype(np.float32)
+        size = self.depth // len(self.scales)
+        by_group = numbers.reshape(len(self.scales), size, -1)
+        by_group -= self.zeros[:, None]
+        by_group *= self.scales[:, None]
+        return np.ascontiguousarray(numbers.T)
+
+
+def joined(matrices: Sequence[Grouped]) -> Grouped:
+    """Return matrices of one depth and one size of groups side by side."""
+    return Grouped(*(np.concatenate(parts, 1) for parts in zip(*matrices, strict=True)))
+
+
+def packed_in_words(numbers: UInt8[np.ndarray, "depth columns"]) -> Int32[np.ndarray, "words columns"]:
+    """Return whole numbers of 4 bits as `Grouped.words`; 8 must divide the depth."""
+    by_word = numbers.reshape(-1, PER_WORD, numbers.shape[1])
+    words = np.zeros((len(by_word), numbers.shape[1]), dtype=np.uint32)
+    for place, shift in enumerate(_SHIFTS):
+        words |= by_word[:, place].astype(np.uint32) << shift
+    return words.view(np.int32)
+
+
+def _unpacked(words: Int32[np.ndarray, "words columns"]) -> UInt8[np.ndarray, "depth columns"]:
+    """Return the whole numbers of words, see `Grouped`."""
+    numbers = np.empty((len(words), PER_WORD, words.shape[1]), dtype=np.uint8)
+    bits = words.view(np.uint32)
+    for place, shift in enumerate(_SHIFTS):
+        numbers[:, place] = (bits >> shift) & np.uint32(LARGEST_NUMBER)
+    return numbers.reshape(-1, words.shape[1])
+
+
+def _unpacked_columns(words: Int32[np.ndarray, "rows words"]) -> UInt8[np.ndarray, "rows columns"]:
+    """Return the whole numbers of words that hold eight neighbouring columns each."""
+    bits = np.ascontiguousarray(words).view(np.uint32)
+    numbers = (bits[..., None] >> _SHIFTS) & np.uint32(LARGEST_NUMBER)
+    return numbers.astype(np.uint8).reshape(len(words), -1)
+
+
+def _in_awq_order(numbers: UInt8[np.ndarray, "rows columns"]) -> UInt8[np.ndarray, "rows columns"]:
+    """Return columns in their own order, given them in that of the words of AWQ."""
+    by_word = numbers.reshape(len(numbers), -1, PER_WORD)
+    return by_word[..., np.argsort(_AWQ_COLUMNS)].reshape(numbers.shape)
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """Where a file holds a matrix of 4 bits.
+
+    Attributes:
+        path: of a safetensors file.
+        name: of the module, to which the names of its tensors are added.
+        layout: how they are packed.
+        shape: columns and depth.
+        groups: number of groups along the depth.
+        order: the order in which its columns are wanted; none: as they are.
+    """
+
+    path: Path
+    name: str
+    layout: Layout
+    shape: tuple[int, int]
+    groups: int
+    order: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def in_order(self, order: Sequence[int]) -> "PackedMatrix":
+        """Return the same with its columns in another order."""
+        return replace(self, order=tuple(order))
+
+    def read(self) -> Grouped:
+        """Return the matrix, read from its file."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            words, zeros, scales = (file.get_tensor(f"{self.name}.{part}") for part in ("qweight", "qzeros", "scales"))
+            found = Grouped(words.numpy().copy(), scales.float().numpy(), _unpacked_columns(zeros.numpy()))
+        if self.layout == "gptq":
+            found = found._replace(zeros=(found.zeros + 1) & LARGEST_NUMBER)
+        if self.layout == "awq":
+            numbers = _in_awq_order(_unpacked_columns(found.words))
+            found = Grouped(packed_in_words(numbers), found.scales, _in_awq_order(found.zeros))
+        return found.in_order(np.array(self.order)) if self.order else found
+
+
+class PackedLinear(nn.Module):
+    """A product with a matrix of 4 bits in place of `nn.Linear`, for whoever calls the model itself.
+
+    It reads the file at each call, and multiplies in the type of its input; engines lay `matrix` out once instead.
+    """
+
+    def __init__(self, matrix: PackedMatrix, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = matrix.shape
+        self.matrix = matrix
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product of x, float[..., depth], with the matrix, plus the bias."""
+        weight = torch.from_numpy(self.matrix.read().weights())
+        return functional.linear(x, weight.to(x.dtype), self.bias)
+
+
+def matrices_of(model: nn.Module) -> list[PackedMatrix]:
+    """Return the matrices of a model that are packed in its files."""
+    return [module.matrix for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+def weights_in(model: "PreTrainedModel") -> int:
+    """Return the number of weights of a model, those included that are packed in its files."""
+    packed = sum(columns * depth for columns, depth in (matrix.shape for matrix in matrices_of(model)))
+    return int(model.num_parameters()) + packed

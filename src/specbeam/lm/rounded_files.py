@@ -1,0 +1,255 @@
+"""Checkpoints whose files hold matrices of 4 bits, by GPTQ or AWQ: read from their folders, without the libraries of these.
+
+Such a model is a transformers model with a `PackedLinear` for each of these matrices, whose numbers stay in the files; the
+compiled forward lays them out as they are (engines/cpu/nibbles.py). The law is that of the weights (number - zero point) *
+scale, exactly, in float32 arithmetic: libraries that multiply in float16 round each of these weights, and each sum, besides.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from specbeam.engines.cpu.decoder import misfit_of_shape
+from specbeam.engines.cpu.nibbles import fits_scales
+from specbeam.engines.cpu.rounding import GROUP
+from specbeam.engines.families import family_of
+from specbeam.engines.mapped import mark_kept
+from specbeam.engines.packed import BITS, PER_WORD, Layout, PackedLinear, PackedMatrix
+from specbeam.engines.torch import lean
+from specbeam.lm.kept import TYPES, StoredTensor, files_of, tensors_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_NEW_NAMES = {"embed_out.weight": "lm_head.weight"}  # what transformers calls tensors, by their names in older files
+_READABLE = "specbeam reads GPTQ and AWQ weights of 4 bits itself, on a CPU"
+_Tensors = Mapping[str, StoredTensor]
+
+
+class _CannotRead(Exception):
+    """The reason why files are not read here."""
+
+
+class _Packing(NamedTuple):
+    """How the matrices of a checkpoint are packed.
+
+    Attributes:
+        layout: of their numbers.
+        group: steps of depth in a group; -1: all.
+    """
+
+    layout: Layout
+    group: int
+
+
+def read_rounded(name: str, config: Any, dtype: "str | torch.dtype") -> "PreTrainedModel | str":
+    """Return a model whose files hold matrices of 4 bits; or the reason why they are not read here.
+
+    Args:
+        name: a folder or hub id.
+        config: the model's configuration, which says how the matrices were rounded.
+        dtype: type of all other weights; "auto": float32, or that of the files for more weights than `lean.LARGEST`.
+    """
+    try:
+        packing = _packing_of(_stored_settings(config))
+        tensors = tensors_in(files_of(name))
+        model = _without_weights(config, tensors, packing)
+        words = _words_of(tensors, model) if dtype == "auto" else None
+        _load(model, tensors, words or (torch.float32 if dtype == "auto" else dtype))
+    except _CannotRead as found:
+        return f"{_READABLE}, and {found}"
+    if words is not None:
+        mark_kept(model)
+    _finish(model, name, config)
+    return model
+
+
+def _stored_settings(config: Any) -> dict[str, Any]:
+    """Return what a configuration says about how the weights were rounded."""
+    stored = config.quantization_config
+    found: dict[str, Any] = dict(stored if isinstance(stored, dict) else stored.to_dict())
+    return found
+
+
+def _packing_of(stored: dict[str, Any]) -> _Packing:
+    """Return how matrices are packed. Raises `_CannotRead` if that is not known here."""
+    method = str(getattr(stored.get("quant_method"), "value", stored.get("quant_method")))
+    if method not in ("gptq", "awq"):
+        raise _CannotRead(f"these were rounded by {method!r}")
+    bits = stored.get("bits", stored.get("w_bit"))
+    if bits != BITS:
+        raise _CannotRead(f"these have {bits} bits")
+    form = str(stored.get("checkpoint_format") or stored.get("format") or stored.get("version") or "").lower()
+    layouts: dict[str, Layout] = {"": "gptq", "gptq": "gptq", "gptq_v2": "gptq_v2"}
+    if method == "awq":
+        layouts = {"": "awq", "gemm": "awq"}
+    if form not in layouts or stored.get("is_marlin_format"):
+        known = ", ".join(repr(one) for one in layouts if one)
+        raise _CannotRead(f"their layout is {form or 'marlin'!r}, where it knows {known} of {method}")
+    words = stored.get("pack_dtype") or "int32"
+    if words != "int32":
+        raise _CannotRead(f"they are packed in {words}, where it knows int32")
+    return _Packing(layouts[form], int(stored.get("group_size", stored.get("q_group_size", -1))))
+
+
+class _WithoutWeights(TorchFunctionMode):
+    """A context in which modules get no memory for their matrices, and all else that they make when they are made."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation; what has no numbers yet gets no memory."""
+        named = dict(kwargs or {})
+        if function is torch.empty:
+            named["device"] = "meta"
+        return function(*args, **named)
+
+
+def _without_weights(config: Any, tensors: _Tensors, packing: _Packing) -> "PreTrainedModel":
+    """Return a model without weights, with a `PackedLinear` for each matrix of 4 bits."""
+    from transformers import AutoModelForCausalLM
+
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    with _WithoutWeights():
+        model = AutoModelForCausalLM.from_config(plain, dtype=torch.float32)
+    family = family_of(model)
+    if family is not None and family.transposed:
+        raise _CannotRead(f"the matrices of {family.name} models of 4 bits are not known here")
+    for whole in [one for one in tensors if one.endswith(".qweight")]:
+        _replace(model, whole.removesuffix(".qweight"), tensors, packing)
+    if why := misfit_of_shape(model, None):
+        raise _CannotRead(f"the compiled forward does not run this {type(model).__name__}: {why}")
+    return model
+
+
+def _replace(model: nn.Module, name: str, tensors: _Tensors, packing: _Packing) -> None:
+    """Put a `PackedLinear` in the place of the module of this name. Raises `_CannotRead` if the tensors do not fit it."""
+    try:
+        module: Any = model.get_submodule(name)
+    except AttributeError:
+        raise _CannotRead(f"the files hold {name}.qweight, and the model has no such module") from None
+    if not isinstance(module, nn.Linear):
+        raise _CannotRead(f"{name} has 4 bits, and is no matrix that rows are multiplied with")
+    if module is model.get_output_embeddings():  # type: ignore[operator]
+        raise _CannotRead(f"{name}, the last matrix of the model, has 4 bits, where it is to have 16 or 32")
+    matrix = _matrix_of(name, (module.out_features, module.in_features), tensors, packing)
+    _check_order(matrix, tensors)
+    _check_scales(matrix, tensors)
+    bias = module.bias
+    whole = f"{name}.bias"
+    if bias is None and whole in tensors and bool(_read(tensors, whole).any()):
+        raise _CannotRead(f"{name} has a bias in the files and none in the model")
+    above, _, last = name.rpartition(".")
+    setattr(model.get_submodule(above), last, PackedLinear(matrix, bias))
+
+
+def _matrix_of(name: str, shape: tuple[int, int], tensors: _Tensors, packing: _Packing) -> PackedMatrix:
+    """Return where a matrix is in the files. Raises `_CannotRead` if its tensors do not have the shapes of its layout."""
+    columns, depth = shape
+    group = depth if packing.group == -1 else packing.group
+    if group <= 0 or group % GROUP or depth % group:
+        raise _CannotRead(
+            f"{name} is {depth} deep in groups of {group}, which have to be a multiple of {GROUP} and divide it"
+        )
+    groups = depth // group
+    words = (depth, columns // PER_WORD) if packing.layout == "awq" else (depth // PER_WORD, columns)
+    wanted = {"qweight": words, "qzeros": (groups, columns // PER_WORD), "scales": (groups, columns)}
+    for part, expected in wanted.items():
+        found = tensors.get(f"{name}.{part}")
+        if found is None or found.shape != expected or (part != "scales" and found.type != "I32"):
+            what = "is missing" if found is None else f"is {found.type}{[*found.shape]}"
+            raise _CannotRead(f"{name}.{part} {what}, where {BITS} bits in groups of {group} make {[*expected]}")
+    paths = {tensors[f"{name}.{part}"].path for part in wanted}
+    if len(paths) > 1:
+        raise _CannotRead(f"the tensors of {name} are in several files")
+    return PackedMatrix(paths.pop(), name, packing.layout, shape, groups)
+
+
+def _check_order(matrix: PackedMatrix, tensors: _Tensors) -> None:
+    """Raise `_CannotRead` if the groups of a matrix do not follow each other along its depth."""
+    whole = f"{matrix.name}.g_idx"
+    if whole not in tensors:
+        return
+    depth = matrix.shape[1]
+    in_order = np.arange(depth) // (depth // matrix.groups)
+    if not np.array_equal(_read(tensors, whole).numpy(), in_order):
+        raise _CannotRead(f"the groups of {matrix.name} are out of order (desc_act: g_idx does not ascend)")
+
+
+def _check_scales(matrix: PackedMatrix, tensors: _Tensors) -> None:
+    """Raise `_CannotRead` if panels do not hold the scales of a matrix exactly."""
+    whole = f"{matrix.name}.scales"
+    kind = tensors[whole].type
+    if kind in ("F16", "BF16"):
+        return
+    if kind != "F32" or not fits_scales(_read(tensors, whole).numpy()):
+        raise _CannotRead(f"{whole} is {kind} with numbers that float16 does not hold")
+
+
+def _read(tensors: _Tensors, name: str) -> torch.Tensor:
+    """Return a tensor: a view of its file, which is mapped to memory."""
+    from safetensors import safe_open
+
+    with safe_open(tensors[name].path, framework="pt") as file:
+        found: torch.Tensor = file.get_tensor(name)
+    return found
+
+
+def _is_packed(name: str, model: nn.Module) -> bool:
+    """Return whether a tensor is a part of a matrix of 4 bits."""
+    above, _, last = name.rpartition(".")
+    return last in _PARTS and isinstance(dict(model.named_modules()).get(above), PackedLinear)
+
+
+def _words_of(tensors: _Tensors, model: nn.Module) -> torch.dtype | None:
+    """Return the type that weights keep, that of the files; None if they become float32, see `kept_type`."""
+    whole = [one for name, one in tensors.items() if not _is_packed(name, model)]
+    types = {one.type for one in whole}
+    packed = sum(PER_WORD * math.prod(one.shape) for name, one in tensors.items() if name.endswith(".qweight"))
+    numbers = packed + sum(math.prod(one.shape) for one in whole)
+    if len(types) != 1 or numbers <= lean.LARGEST or not types <= TYPES.keys():
+        return None
+    return TYPES[types.pop()]
+
+
+def _load(model: Any, tensors: _Tensors, dtype: Any) -> None:
+    """Give a model all weights but the matrices of 4 bits. Raises `_CannotRead` if the files hold others than it has."""
+    words = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    own = {*model.state_dict()}
+    state = {}
+    for name in tensors:
+        goal = name if name in own else _NEW_NAMES.get(name, name)
+        if goal in own:
+            found = _read(tensors, name)
+            state[goal] = found.to(words) if found.is_floating_point() else found
+        elif not _is_packed(name, model) and not name.endswith((".inv_freq", ".bias")):
+            raise _CannotRead(f"the files hold {name}, which the model does not have")
+    unloaded = model.load_state_dict(state, strict=False, assign=True).missing_keys
+    model.tie_weights()
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {id(weights[name]) for name in state if name in weights}
+    missing = [name for name in unloaded if id(weights.get(name)) not in loaded]  # those that are tied are there
+    if missing:
+        raise _CannotRead(f"the files lack {', '.join(missing[:3])}")
+
+
+def _finish(model: Any, name: str, config: Any) -> None:
+    """Give a model what transformers gives a model that it loads: its name, and how it generates."""
+    from transformers import GenerationConfig
+
+    model.config.quantization_config = _stored_settings(config)
+    model.config._name_or_path = name
+    model.name_or_path = name
+    model.config.dtype = model.dtype
+    with suppress(OSError):  # the folder may have none
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    model.eval()
