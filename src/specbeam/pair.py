@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from specbeam.core.forest import Forest
+from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.mapped import is_kept, mapped_files, mark_kept
 from specbeam.engines.source import Source
@@ -37,6 +38,7 @@ from specbeam.lm.quantised import (
     OWN,
     Quantize,
     check_is_model,
+    check_kv,
     check_rounding,
     is_rounding,
     library_config,
@@ -117,6 +119,7 @@ def load(
     probe: bool = True,
     device_map: Any = None,
     tensor_parallel: bool = False,
+    kv: KeptAs | None = None,
 ) -> Pair:
     """Load a target model, and optionally a draft model, with their tokenizer.
 
@@ -162,6 +165,10 @@ def load(
         tensor_parallel: spread the target's weights over the processes that ``torchrun`` has started
             (docs/guides/scale.md). Only that of rank 0 returns; the others do as it says until it ends, and end then
             (`SystemExit`). The draft is whole, and in rank 0 alone. `check` is not done.
+        kv: "bfloat16" keeps the target's keys and values rounded to bfloat16, for long texts in half the memory, in the
+            compiled forward of a CPU. It is another model: the output has the law of the target with rounded keys and
+            values, and reports say so. So does a draft that is the target with rounded weights. None: as the engine
+            computes, in float32 on a CPU.
 
     Raises:
         BadSetting: an option is wrong.
@@ -181,8 +188,10 @@ def load(
     _check_options(quantize, share_from)
     _check_options(quantize_draft, share_from, "quantize_draft")
     check_is_model(draft)
+    check_kv(kv)
+    rounded_kv: KeptAs = kv or "float32"
     if device_map is not None or tensor_parallel:
-        _check_spread(target, quantize, compile, device_map, tensor_parallel)
+        _check_spread(target, quantize, compile, device_map, tensor_parallel, kv)
     if tensor_parallel:
         tokenizer = _check_before_spreading(target, draft, tokenizer, quantize_draft)
         target_model = spread_model(_name_or_path(target), dtype, torch_device, TIMEOUT_S)
@@ -212,12 +221,12 @@ def load(
     elif device_map is not None:
         target_lm = _placed_lm(target_model, check, share_from)
     else:
-        target_lm = language_model(target_model, check, _own(quantize), compile, share_from)
+        target_lm = language_model(target_model, check, _own(quantize), compile, share_from, rounded_kv)
     if draft_model is not None and reads_sources(draft_model):
         draft_lm: LM | None = _reading_draft(draft_model, target_lm, check, _own(quantize_draft))
     elif draft_model is target_model:  # a model may draft for itself, but it needs a second cache for that
         engine = _own(quantize_draft) or ("torch" if target_lm.engine == "torch" else "auto")
-        draft_lm = HuggingFaceLM(draft_model, engine=engine, share_from=share_from)
+        draft_lm = HuggingFaceLM(draft_model, engine=engine, share_from=share_from, kv=rounded_kv)
     elif head is not None:
         if quantize_draft is not None:
             raise _not_for_heads()
@@ -237,15 +246,17 @@ def load(
     return Pair(target_model, draft_model, loaded_tokenizer, target_lm, draft_lm)
 
 
-def _check_spread(target: Any, quantize: Any, compile: bool, device_map: Any, tensor_parallel: bool) -> None:
+def _check_spread(
+    target: Any, quantize: Any, compile: bool, device_map: Any, tensor_parallel: bool, kv: Any = None
+) -> None:
     """Raise `BadSetting` if a target cannot be spread over devices or processes with these options."""
     name = "tensor_parallel" if tensor_parallel else "device_map"
     if device_map is not None and tensor_parallel:
         raise BadSetting("device_map and tensor_parallel both say where weights are; give one of them")
     if isinstance(target, torch.nn.Module):
         raise BadSetting(f"{name} is for models that are loaded from files, and the target is an object already")
-    if compile or quantize is not None:
-        given = "compile" if compile else "quantize"
+    if compile or quantize is not None or kv is not None:
+        given = "compile" if compile else "quantize" if quantize is not None else "kv"
         raise BadSetting(f"{name} is for targets that transformers runs as they are; leave {given} out")
     if find_spec("accelerate") is None:
         raise MissingPackage(f"{name} needs accelerate: pip install accelerate")
@@ -408,22 +419,24 @@ def language_model(
     quantize: "Quantize | None" = None,
     compile: bool = False,
     share_from: ShareFrom = "auto",
+    kv: KeptAs = "float32",
 ) -> HuggingFaceLM:
     """Return the language model that scores forests with a model object.
 
     There is one per model object, cached on it and checked once. A new one is made if the model has changed since, or if
-    `quantize`, `compile` or `share_from` differ. The arguments are those of `load`, but no library can round a model object.
+    `quantize`, `compile`, `share_from` or `kv` differ. The arguments are those of `load`, but no library can round a model
+    object.
     """
     _check_options(quantize, share_from)
     if quantize in BY_LIBRARY:
         raise _cannot_round(quantize)
-    options = (quantize, compile, share_from)
+    options = (quantize, compile, share_from, kv)
     with _ONE_AT_A_TIME:
         return _cached_language_model(model, check, options)
 
 
 def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple[Any, ...]) -> HuggingFaceLM:
-    quantize, compile, share_from = options
+    quantize, compile, share_from, kv = options
     cached = vars(model).get("_specbeam")
     if cached is None or cached.state != (_fingerprint(model), options):
         check_keeps_tokens(model)
@@ -433,9 +446,13 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
         if reads_sources(model):
             if compile:
                 raise _not_compiled(model)
+            if kv != "float32":
+                raise NotSupported(
+                    f"kv={kv!r} is for decoder-only models, and {type(model).__name__} is another; leave it out"
+                )
             lm = EncoderDecoderLM(model, engine=quantize or "auto")
         else:
-            lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from)
+            lm = HuggingFaceLM(model, engine=quantize or "auto", share_from=share_from, kv=kv)
         if compile and lm.engine == "plain":
             lm = HuggingFaceLM(model, engine="torch", share_from=share_from)
         if check:
@@ -580,12 +597,13 @@ def _without_padding(tokens: list[int], lm: EncoderDecoderLM) -> list[int]:
 def _plain_logits(lm: HuggingFaceLM, path: list[int], source: Source | None = None) -> torch.Tensor:
     """Return the logits after a path, float[vocab], without a tree.
 
-    They are those of the model object itself; with weights that the engine rounds those of `lm`, as that is another model.
+    They are those of the model object itself; with weights, or keys and values, that the engine rounds those of `lm`, as
+    that is another model.
     """
-    if source is not None and lm.engine not in OWN:
+    if source is not None and not _rounds(lm):
         assert isinstance(lm, EncoderDecoderLM)
         return lm.plain_logits(source, path)
-    if lm.engine not in OWN:
+    if not _rounds(lm):
         return lm.model(input_ids=torch.tensor([path], device=lm.device)).logits[0, -1]
     context = {lm: source} if source is not None else {}
     owner: Any = SimpleNamespace(prompt=path, state={}, context=context)  # of the cache, in place of a session
@@ -595,13 +613,18 @@ def _plain_logits(lm: HuggingFaceLM, path: list[int], source: Source | None = No
         lm.close(owner)
 
 
+def _rounds(lm: HuggingFaceLM) -> bool:
+    """Return whether the engine of a language model rounds what the model object does not."""
+    return lm.engine in OWN or lm.kv != "float32"
+
+
 @torch.inference_mode()
 def _kept_logits(lm: HuggingFaceLM, paths: list[list[int]]) -> list[torch.Tensor]:
     """Return the logits after each path, as `_plain_logits` does, of a model that is kept as its files are.
 
     The model object is called once, in float32 as the engine computes, so that its files are read once.
     """
-    if lm.engine in OWN:
+    if _rounds(lm):
         return [_plain_logits(lm, path) for path in paths]
     longest = max(len(path) for path in paths)
     rows = [path + [path[-1]] * (longest - len(path)) for path in paths]  # no row looks at what follows it

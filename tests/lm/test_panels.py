@@ -139,7 +139,11 @@ def test_threads_change_nothing(kind, monkeypatch):
     """Three threads, more than this machine may have processors, over and over: shares are never lost nor done twice."""
     monkeypatch.setattr(team, "allowed_threads", lambda: 3)
     rng = np.random.default_rng(0)
-    matrix, x = rng.standard_normal((2400, 512)).astype(np.float32), rng.standard_normal((37, 512)).astype(np.float32)
+    columns = 8000 if kind == "nibbles" else 2400  # so that there are enough words to share
+    matrix, x = (
+        rng.standard_normal((columns, 512)).astype(np.float32),
+        rng.standard_normal((37, 512)).astype(np.float32),
+    )
     assert not fits_bfloat16(matrix)
     panels = in_panels(matrix if kind == "float32" else in_bfloat16(matrix), kind)
     assert panels.size >= panels_module._SHARED_FROM

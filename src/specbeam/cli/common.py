@@ -24,6 +24,7 @@ def quiet_load(
     compile: bool = False,
     tensor_parallel: bool = False,
     device_map: str | None = None,
+    kv: Any = None,
     sources: bool = False,
 ) -> Pair:
     """Load a pair as `specbeam.load` does, without the progress bars and messages of the model library.
@@ -46,6 +47,7 @@ def quiet_load(
         compile=compile,
         tensor_parallel=tensor_parallel,
         device_map=device_map,
+        kv=kv,
     )
     if not sources:
         require_prompts(pair, "this command")

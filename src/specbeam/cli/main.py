@@ -20,6 +20,7 @@ from specbeam.cli.options import (
     GrowVocab,
     Json,
     JsonSchema,
+    KeysAndValues,
     LengthPenalty,
     Lengths,
     MaxNewTokens,
@@ -104,6 +105,7 @@ def generate(
     batch_size: BatchSize = 32,
     device: Device = None,
     quantize: Quantize = None,
+    kv: KeysAndValues = None,
     compile: Compile = False,
     tensor_parallel: TensorParallel = False,
     device_map: DeviceMap = None,
@@ -126,7 +128,7 @@ def generate(
     }  # fmt: skip
     models = {
         "model": model, "draft": draft, "device": device, "quantize": quantize, "compile": compile,
-        "tensor_parallel": tensor_parallel, "device_map": device_map,
+        "tensor_parallel": tensor_parallel, "device_map": device_map, "kv": kv,
     }  # fmt: skip
     code = run(
         [*(prompts or []), *prompt], file, models, method, setting, options, seed, batch_size, audit, profile, json,
@@ -168,6 +170,7 @@ def batch(
     prompt_column: Annotated[str, typer.Option(help="Column of prompts: texts, or lists of token ids.")] = "prompt",
     device: Device = None,
     quantize: Quantize = None,
+    kv: KeysAndValues = None,
     compile: Compile = False,
     tensor_parallel: TensorParallel = False,
     device_map: DeviceMap = None,
@@ -185,7 +188,7 @@ def batch(
     }  # fmt: skip
     models = {
         "model": model, "draft": draft, "device": device, "quantize": quantize, "compile": compile,
-        "tensor_parallel": tensor_parallel, "device_map": device_map,
+        "tensor_parallel": tensor_parallel, "device_map": device_map, "kv": kv,
     }  # fmt: skip
     columns = Columns(id=id_column, prompt=prompt_column)
     code = run(

@@ -121,6 +121,14 @@ Quantize = Annotated[
         "'torchao-int8', 'bitsandbytes-nf4' and others, see docs/quantised.md. By default not."
     ),
 ]
+KeysAndValues = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        help="'bfloat16' keeps the target's keys and values rounded, in half the memory, on a CPU; the law is that of the "
+        "target with rounded keys and values, see docs/quantised.md. By default not.",
+    ),
+]
 Compile = Annotated[
     bool,
     typer.Option("--compile", help="Compile with torch.compile those models that transformers runs on a CPU."),

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specbeam.cli.options import Draft, QuantizeTarget, Settings, TensorParallel
+from specbeam.cli.options import Draft, KeysAndValues, QuantizeTarget, Settings, TensorParallel
 
 Text = str | None
 Number = int | None
@@ -26,6 +26,7 @@ MODELS = {
     "model": option(Text, "Target model: a path, a hub id, or 'bundled', the default.", "--model", "-m"),
     "draft": Draft,
     "quantize": QuantizeTarget,
+    "kv": KeysAndValues,
     "tensor_parallel": TensorParallel,
     "name": option(Text, "Name of the model for requests; by default that of --model."),
     "chat_template": option(Text, "A file with a chat template, if the model has none."),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from specbeam.engines.by_layer import layer_decoder
+from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
@@ -55,14 +56,17 @@ class ChosenEngine(NamedTuple):
     note: str
 
 
-def choose_engine(model: "PreTrainedModel", wanted: str, caches: list[Any]) -> ChosenEngine:
+def choose_engine(model: "PreTrainedModel", wanted: str, caches: list[Any], kv: KeptAs = "float32") -> ChosenEngine:
     """Return the engine that runs a model: the wanted one, or with "auto" the first of the table that fits.
 
     Args:
         caches: those of `HuggingFaceLM.caches`.
+        kv: what keys and values are kept as, where that is not float32: then "auto" is the compiled forward.
 
     Raises `NotSupported` if the wanted engine cannot run the model.
     """
+    if kv != "float32":
+        return _with_rounded_kv(choose_engine(model, "compiled" if wanted == "auto" else wanted, caches), kv)
     if reads_sources(model):
         return _engine_for_sources(model, wanted, caches)
     if wanted != "parallel" and any(hasattr(weight, "to_local") for weight in model.parameters()):
@@ -100,6 +104,16 @@ def _engine_of(
             why = "it does not work on this machine"
         reasons[kind.name] = f"{kind.described}: {why}"
     raise AssertionError("the last engine of the table runs every model")
+
+
+def _with_rounded_kv(chosen: ChosenEngine, kv: KeptAs) -> ChosenEngine:
+    """Let an engine keep keys and values rounded. Raises `NotSupported` if it is not the compiled forward."""
+    if chosen.name not in COMPILED:
+        raise NotSupported(
+            f"kv={kv!r} is for the compiled forward, rounded or not, and the engine is {chosen.name!r}; leave kv out"
+        )
+    chosen.passes.keep_kv_as(kv)  # type: ignore[union-attr]
+    return chosen
 
 
 def _wanted_passes(engines: "tuple[EngineKind, ...]", model: "PreTrainedModel", wanted: str, caches: list[Any]) -> Any:

@@ -15,6 +15,7 @@ from jaxtyping import Int64
 from specbeam.core.forest import Forest
 from specbeam.engines.answers import LOGITS
 from specbeam.engines.cpu.cache import CpuCache, Drafting
+from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.decoder import TILED_FROM
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.kv.prefix import Beginning, KnownPrompts
@@ -105,6 +106,8 @@ class HuggingFaceLM:
             once, unless the new texts may grow so long that attention to the slots of all of them costs more. None: never.
             "auto": 64, but never with "compiled", "int8" or "int4": without sharing, their rows have the same bits whatever
             other rows are in the pass.
+        kv: "bfloat16" rounds keys and values as they are stored, which makes it another model in half the memory; for the
+            compiled forward, rounded or not.
 
     Attributes:
         passes: the number of passes so far.
@@ -122,14 +125,16 @@ class HuggingFaceLM:
         chunk: int = CHUNK,
         engine: str = "auto",
         share_from: int | Literal["auto"] | None = "auto",
+        kv: KeptAs = "float32",
     ) -> None:
         self.model = model
+        self.kv = kv
         self.chunk = chunk
         self.guard = ThreadGuard()
         self.known_prompts: KnownPrompts | None = None
         self._before_prompts: tuple[int, int | None] | None = None  # `chunk` and `share_from` before `remember_prompts`
         self.caches: list[list[Any]] = []  # those of the sessions in each row of the store
-        self.engine, self.runner, self.engine_note = choose_engine(model, engine, self.caches)
+        self.engine, self.runner, self.engine_note = choose_engine(model, engine, self.caches, kv)
         self.share_from = share_from if share_from != "auto" else _default_share_from(self.engine)
         self.heads: dict[Any, Any] = {}  # draft heads that were read for this model, see `load`
         self.head: Any = None  # the exit head whose layer is this model's last one; see `heads.exit`
@@ -187,7 +192,7 @@ class HuggingFaceLM:
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         # The compiled forward computes in float32.
-        number = 4 if self.engine in COMPILED else self.model.dtype.itemsize
+        number = np.dtype(WORDS[self.kv]).itemsize if self.engine in COMPILED else self.model.dtype.itemsize
         return int(2 * config.num_hidden_layers * kv_heads * size * number)
 
     def lacks(self, needs: Needs) -> str:

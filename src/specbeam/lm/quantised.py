@@ -28,6 +28,12 @@ def is_rounding(name: object) -> bool:
     return isinstance(name, str) and name in (*OWN, *BY_LIBRARY)
 
 
+def check_kv(kv: object) -> None:
+    """Raise `BadSetting` if a value says nothing that keys and values can be kept as, nor is None."""
+    if kv not in (None, "bfloat16", "float32"):
+        raise BadSetting(f"kv is {kv!r}; it must be 'bfloat16', or None for what the engine computes in")
+
+
 def check_rounding(name: object, option: str) -> None:
     """Raise `BadSetting`, which names the option, if a value is no name of a way to round weights, nor None."""
     if name is None or is_rounding(name):
@@ -82,12 +88,20 @@ def _torchao_config(form: str) -> Any:
 
 
 def rounding_of(lm: Any) -> str:
-    """Return how the weights of a language model are rounded, for its law: "int8", "torchao-int8", ...; "" if they are not.
+    """Return how a language model is rounded, for its law: "int8", "torchao-int8", ...; "" if it is not.
 
-    Of files that hold rounded weights, the name is that of their method, as transformers knows it. A model around another
-    one, such as one with memory, has that one in its attribute `lm`.
+    Keys and values that are kept rounded are named behind the weights. Of files that hold rounded weights, the name is that
+    of their method, as transformers knows it. A model around another one, such as one with memory, has that one in its
+    attribute `lm`.
     """
     lm = getattr(lm, "lm", lm)
+    kv = getattr(lm, "kv", "float32")
+    parts = [_rounding_of_weights(lm), f"{kv} keys and values" if kv != "float32" else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _rounding_of_weights(lm: Any) -> str:
+    """Return how the weights of a language model are rounded; "" if they are not."""
     engine = getattr(lm, "engine", "")
     model = getattr(lm, "model", None)
     stored = _stored_method(getattr(model, "config", None))

@@ -16,7 +16,7 @@ class ServerConfig:
 
     Args:
         model, draft: see `specbeam.load`.
-        quantize: see `specbeam.load`.
+        quantize, kv: see `specbeam.load`.
         name: the name that requests call the model by; "": that of the model.
         method, settings: the method of requests that name none, and its settings as NAME=VALUE; "": the exact method for one
             sequence that drafts with the draft model, or `sampling` without one. "auto": the fastest, measured at start.
@@ -59,6 +59,7 @@ class ServerConfig:
     model: str = "bundled"
     draft: str | None = None
     quantize: str | None = None
+    kv: str | None = None
     name: str = ""
     method: str = ""
     settings: tuple[str, ...] = ()

@@ -107,12 +107,14 @@ def load_pair(config: ServerConfig) -> Pair:
     model_logging.set_verbosity_error()
     model_logging.disable_progress_bar()
     quantize: Any = config.quantize
+    kv: Any = config.kv
     return load_by_name(
         config.model,
         config.draft,
         quantize=quantize,
         share_from=None,
         tensor_parallel=config.tensor_parallel,
+        kv=kv,
     )
 
 

@@ -22,6 +22,7 @@ from specbeam import kernels
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
+from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.early import ExitLayer, ExitWeights
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
 from specbeam.engines.cpu.extras import extras_of
@@ -147,11 +148,15 @@ class CompiledDecoder:
     Args:
         rounding: what to round all matrices but the embedding to, which makes it another model: "int8" weights are read in a
             quarter of the time of float32, "int4" weights in less than a sixth. None: they stay as they are.
+
+    Attributes:
+        kv: what keys and values are kept as; to be set before there is a store.
     """
 
     takes_steps = True  # compiled steps can run it
 
     def __init__(self, model: "PreTrainedModel", rounding: Rounding | None = None) -> None:
+        self.kv: KeptAs = "float32"
         architecture = architecture_of(model)
         numbers = architecture.numbers
         family = architecture.family
@@ -207,7 +212,7 @@ class CompiledDecoder:
 
     def store(self) -> PanelStore:
         """Return a new store for the keys and values of this model."""
-        return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH)
+        return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH, WORDS[self.kv])
 
     def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "CompiledDecoder":
         """Return this forward without the attention and without the inner layer of some layers.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam.engines.cpu.cache_words import as_kept
 from specbeam.engines.cpu.extras import GELU, GELU_TANH, SILU, Extras
 from specbeam.engines.cpu.panels import multiply, part_count
 from specbeam.engines.cpu.sources import SeenSources, Sources, seen_sources
@@ -217,8 +218,8 @@ def attend(
 
     Args:
         q: float32[rows, ...]; head h is in columns h * size .. (h + 1) * size.
-        keys: float32[caches, kv heads, panels, size, WIDTH], one panel for WIDTH slots; contiguous.
-        values: float32[caches, kv heads, slots, width], contiguous.
+        keys: float32 or uint16[caches, kv heads, panels, size, WIDTH], one panel for WIDTH slots; contiguous; see `WORDS`.
+        values: the same numbers[caches, kv heads, slots, width], contiguous.
         rows: int64[sessions, 3]: row of the store, first row, last row + 1.
         seen: bool[rows, slots]: which slots each row looks at.
         reach: int64[rows]: one past the last slot that each row looks at.
@@ -358,6 +359,7 @@ def store_keys_and_values(qkv: Array, heads: int, rows: Array, slots: Array, key
     """Store the keys and values of all rows in their slots; `rows`, `keys` and `values` are as in `attend`."""
     kv_heads = keys.shape[1]
     size = keys.shape[3]
+    kept = as_kept(qkv, keys)
     for session in range(len(rows)):
         cache, first, last = rows[session]
         for kv in range(kv_heads):
@@ -366,9 +368,9 @@ def store_keys_and_values(qkv: Array, heads: int, rows: Array, slots: Array, key
             panels = keys[cache, kv]
             for place in range(size):  # neighbouring slots share a line of the processor's cache
                 for row in range(first, last):
-                    panels[slots[row] // WIDTH, place, slots[row] % WIDTH] = qkv[row, k + place]
+                    panels[slots[row] // WIDTH, place, slots[row] % WIDTH] = kept[row, k + place]
             for row in range(first, last):
-                values[cache, kv, slots[row], :size] = qkv[row, v : v + size]
+                values[cache, kv, slots[row], :size] = kept[row, v : v + size]
 
 
 class LayerRoom(NamedTuple):

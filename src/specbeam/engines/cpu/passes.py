@@ -15,6 +15,7 @@ from torch import nn
 from specbeam.core.forest import Forest, unknown_nodes
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, extend_cache
+from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import MOST_WAITING, ExitLayer, keep_exits
 from specbeam.engines.cpu.scratch import ScratchArrays
@@ -55,6 +56,11 @@ class PackedPasses:
     def cache(self, row: int, prompt: list[int]) -> CpuCache:
         """Return the cache of a new session in a row of the store."""
         return CpuCache(row, prompt, self.decoder.embedding.shape[1])
+
+    def keep_kv_as(self, kv: KeptAs) -> None:
+        """Keep keys and values as these numbers from now on; nothing may be stored yet."""
+        self.decoder.kv = kv
+        self.store = self.decoder.store()
 
     def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "PackedPasses":
         """Return passes without some sublayers, on the same store; see `CompiledDecoder.skipping`.

@@ -180,6 +180,19 @@ class _LoopOfHalves(_Loop):
         return [found]
 
 
+class _LoopOfWords(_Loop):
+    """A `_Loop` for panels with a bfloat16 in each two bytes, such as keys and values of a cache that keeps them so."""
+
+    def __init__(self, builder: Any, rows: int, x_pitch: Any) -> None:
+        super().__init__(builder, rows, 1, x_pitch)
+
+    def _columns_of(self, weights: Any, stride: Any, word: Any) -> list[list[Any]]:
+        b = self.builder
+        kind = ir.VectorType(ir.IntType(16), LANES)
+        loaded = self._loaded(weights, b.mul(word, stride), stride, kind)
+        return [[b.bitcast(b.shl(b.zext(bits, self.words), self._all(16)), self.vector) for bits in loaded]]
+
+
 class _LoopOfWeights(_Loop):
     """A `_Loop` for panels of numbers of 4 bits that stand for exact float32 weights; see engines/cpu/nibbles.py.
 
@@ -378,14 +391,19 @@ if kernels.AVAILABLE:
         typing: Any, rows: Any, weights: Any, at: Any, stride: Any, x: Any, x_at: Any, x_pitch: Any, out: Any, out_at: Any,
         out_stride: Any, depth: Any,
     ) -> Any:  # fmt: skip
-        """Write what `write_sums` writes, of float32 weights and rows of x that are not transposed: `x_pitch` apart."""
+        """Write what `write_sums` writes, of rows of x that are not transposed: `x_pitch` apart.
+
+        Weights are float32, or uint16, the bits of bfloat16 numbers.
+        """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             number, _, at, stride, _, x_at, x_pitch, _, out_at, out_stride, depth = args
             weights, x, out = places_in(context, builder, signature, args, ((1, at), (4, x_at), (7, out_at)))
+            is_words = signature.args[1].dtype == types.uint16
 
             def write(rows: int) -> None:
-                _Loop(builder, rows, 1, x_pitch).write(weights, stride, x, out, out_stride, depth)
+                loop = _LoopOfWords(builder, rows, x_pitch) if is_words else _Loop(builder, rows, 1, x_pitch)
+                loop.write(weights, stride, x, out, out_stride, depth)
 
             _write_for_each(builder, number, write)
             return context.get_dummy_value()

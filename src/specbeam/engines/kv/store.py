@@ -236,15 +236,17 @@ class PanelStore(KVStore):
     Args:
         size: of a head.
         width: slots of a panel; the columns of values are padded with zeros to a multiple of it.
+        words: dtype of the buffers: float32, or uint16 for the bits of bfloat16 numbers.
 
     Attributes:
         more_layers: number of layers besides those of the model, see `add_layer`.
-        keys_by_panel: float32[layers, caches, heads, panels, size, slots of a panel].
-        values_by_slot: float32[layers, caches, heads, slots, padded size].
+        keys_by_panel: words[layers, caches, heads, panels, size, slots of a panel].
+        values_by_slot: words[layers, caches, heads, slots, padded size].
     """
 
-    def __init__(self, layers: int, heads: int, size: int, width: int) -> None:
+    def __init__(self, layers: int, heads: int, size: int, width: int, words: Any = np.float32) -> None:
         super().__init__(layers)
+        self.words = np.dtype(words)
         self.heads = heads
         self.size = size
         self.width = -(-size // width) * width
@@ -261,8 +263,8 @@ class PanelStore(KVStore):
     def _allocate(self, caches: int, slots: int) -> None:
         panels = -(-slots // self.columns)
         where = (len(self.layers) + self.more_layers, caches, self.heads)
-        self.keys_by_panel = np.zeros((*where, panels, self.size, self.columns), dtype=np.float32)
-        self.values_by_slot = np.zeros((*where, panels * self.columns, self.width), dtype=np.float32)
+        self.keys_by_panel = np.zeros((*where, panels, self.size, self.columns), dtype=self.words)
+        self.values_by_slot = np.zeros((*where, panels * self.columns, self.width), dtype=self.words)
 
     def touch(self) -> None:
         for buffer in (self.keys_by_panel, self.values_by_slot):
@@ -282,9 +284,15 @@ class PanelStore(KVStore):
         values: Float[Tensor, "heads prefix size"],
     ) -> None:
         slots = np.arange(1, 1 + keys.shape[1])
-        by_slot = keys.detach().float().numpy().transpose(1, 0, 2)
+        by_slot = self._in_words(keys).transpose(1, 0, 2)
         self.keys_by_panel[layer, cache][:, slots // self.columns, :, slots % self.columns] = by_slot
-        self.values_by_slot[layer, cache][:, slots, : self.size] = values.detach().float().numpy()
+        self.values_by_slot[layer, cache][:, slots, : self.size] = self._in_words(values)
+
+    def _in_words(self, numbers: Float[Tensor, "..."]) -> np.ndarray:
+        """Return numbers as the buffers hold them."""
+        if self.words == np.float32:
+            return numbers.detach().float().numpy()
+        return numbers.detach().to(torch.bfloat16).view(torch.int16).numpy().view(self.words)
 
     def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
         own = slice(0, len(self.layers))
@@ -293,7 +301,7 @@ class PanelStore(KVStore):
         if not _are_neighbours(slots):
             panels, columns = divmod(slots, self.columns)
             return [np.moveaxis(by_panel[:, :, panels, :, columns], 0, -1).copy(), by_slot[:, :, slots]]
-        keys = np.empty((*by_panel.shape[:2], self.size, len(slots)), dtype=np.float32)
+        keys = np.empty((*by_panel.shape[:2], self.size, len(slots)), dtype=self.words)
         for panel, span, part in self._panels_of(slots):
             keys[..., part] = by_panel[:, :, panel, :, span]
         return [keys, by_slot[:, :, slots[0] : slots[-1] + 1].copy()]
