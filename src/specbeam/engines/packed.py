@@ -165,7 +165,8 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the product of x, float[..., depth], with the matrix, plus the bias."""
         weight = torch.from_numpy(self.matrix.read().weights())
-        return functional.linear(x, weight.to(x.dtype), self.bias)
+        bias: Tensor | None = self.bias  # type: ignore[assignment]
+        return functional.linear(x, weight.to(x.dtype), bias)
 
 
 def matrices_of(model: nn.Module) -> list[PackedMatrix]:
