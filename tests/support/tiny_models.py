@@ -45,6 +45,12 @@ FAMILIES = {
         },
     ),
     "olmo2": ("olmo2", _SMALL),
+    "mixtral": ("mixtral", _SMALL | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _SMALL | {"head_dim": 8, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    ),
+    "olmoe": ("olmoe", _SMALL | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}),
     "phi": ("phi", _SMALL),
     "phi3": ("phi3", _SMALL),
     "falcon": ("falcon", _SMALL | {"alibi": False, "new_decoder_architecture": False, "multi_query": True}),

@@ -104,6 +104,8 @@ class ModelFamily:
             biases of attention.
         distances: the module in a layer's attention with a bias of its scores for each distance between two tokens, which is
             that of the first layer where a layer has none; "": there are no biases.
+        mixture: the setting that says whether the weights of the experts that a row chooses are divided by their sum;
+            "always" if they are; "": inner layers have no experts.
         numbers: reads the constants from a configuration.
         refuses: returns the reason why a model of this configuration has something that no row here describes.
     """
@@ -136,6 +138,7 @@ class ModelFamily:
     parallel: str = ""
     positions: str = ""
     distances: str = ""
+    mixture: str = ""
     numbers: Callable[[Any], Numbers] = lambda config: Numbers()
     refuses: Callable[[Any], str] = lambda config: ""
 
@@ -234,6 +237,16 @@ _T5 = ModelFamily(
     numbers=_t5_numbers,
 )
 _T5_GATED = replace(_T5, name="T5 1.1", is_of=lambda config: bool(config.is_gated_act), up=("wi_0", "wi_1"), gated=True)
+
+
+def _refuses_some_layers(config: Any) -> str:
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        return "some of its layers have experts and others not"
+    if getattr(config, "clip_qkv", None):
+        return "it cuts queries, keys and values (clip_qkv)"
+    return ""
+
+
 _GEMMA_NORMS = Norms(
     after_attention="post_attention_layernorm",
     before_inner="pre_feedforward_layernorm",
@@ -331,6 +344,23 @@ FAMILIES = (
     _T5_GATED,  # flan-T5, too
     replace(_T5_GATED, name="mT5", kind="mt5", model="MT5ForConditionalGeneration", numbers=lambda config: Numbers()),
     replace(_T5_GATED, name="umT5", kind="umt5", model="UMT5ForConditionalGeneration", numbers=_umt5_numbers),
+    ModelFamily("Mixtral", "mixtral", "MixtralForCausalLM", mixture="always"),
+    ModelFamily(
+        "Qwen3-MoE",
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        head_norms="head",
+        mixture="norm_topk_prob",
+        refuses=_refuses_some_layers,
+    ),
+    ModelFamily(
+        "OLMoE",
+        "olmoe",
+        "OlmoeForCausalLM",
+        head_norms="whole",
+        mixture="norm_topk_prob",
+        refuses=_refuses_some_layers,
+    ),
 )
 
 
@@ -388,6 +418,8 @@ class Architecture:
         numbers: further constants.
         biases: float[heads, distances] of each layer: what is added to the scores of a token so many positions back, and of
             those that are further back than the last; of no distances: nothing.
+        chosen: experts that a row chooses; 0: inner layers have none.
+        divides: whether the weights of these are divided by their sum.
     """
 
     family: ModelFamily
@@ -403,6 +435,8 @@ class Architecture:
     kinds: tuple[str, ...]
     numbers: Numbers
     biases: tuple[Tensor, ...] = ()
+    chosen: int = 0
+    divides: bool = False
 
     @cached_property
     def names(self) -> list[str]:
@@ -425,6 +459,8 @@ class Architecture:
             (self.kinds[layer],),
             self.numbers,
             self.biases[layer:][:1],
+            self.chosen,
+            self.divides,
         )
 
 
@@ -462,6 +498,8 @@ def architecture_of(model: "PreTrainedModel") -> Architecture:
         kinds=kinds,
         numbers=numbers,
         biases=_biases_of(modules, family),
+        chosen=int(config.num_experts_per_tok) if family.mixture else 0,
+        divides=family.mixture == "always" or bool(family.mixture and getattr(config, family.mixture)),
     )
 
 
@@ -566,6 +604,8 @@ def _misfit_of_packed(model: "PreTrainedModel", family: ModelFamily) -> str:
         return ""
     if model.device.type == "cuda":
         return "its matrices have 4 bits, which the forward for GPUs does not read"
+    if family.mixture:
+        return "matrices of experts with 4 bits are not known here"
     layers: Any = getattr(model.base_model, family.layers)
     for name in (*family.qkv, family.out, *family.up, family.down):
         found = {isinstance(_module_of(layer, name, family), PackedLinear) for layer in layers}
@@ -601,11 +641,12 @@ class LayerParts(NamedTuple):
     qkv_bias: Tensor
     out: Matrix
     out_bias: Tensor
-    up: list[Matrix]  # joined: gate and up, or up alone
+    up: list[Matrix]  # joined: gate and up, or up alone; of a mixture gate and up of each expert, one after the other
     up_bias: Tensor
-    down: Matrix
+    down: Matrix  # of a mixture that of each expert, a list
     down_bias: Tensor
     cross: "CrossParts"
+    router: Tensor  # [experts, hidden], the matrix by which rows choose; of no experts: there are none
 
 
 class CrossParts(NamedTuple):
@@ -633,9 +674,9 @@ def parts_of(layer: Any, of: Architecture) -> LayerParts:
     inner = module_at(layer, family.inner)
     norms = [norm_of(module_at(layer, name) if name else None, family) for name in family.norms]
     qkv = [getattr(attention, name) for name in family.qkv]
-    up = [getattr(inner, name) for name in family.up]
+    up = [] if family.mixture else [getattr(inner, name) for name in family.up]
     out = getattr(attention, family.out)
-    down = getattr(inner, family.down)
+    down = None if family.mixture else getattr(inner, family.down)
     nothing = next(layer.parameters()).new_zeros(0)
     of_heads = [norm_of(getattr(attention, name, None), family) for name in ("q_norm", "k_norm")]
     whole = family.head_norms == "whole"
@@ -651,11 +692,12 @@ def parts_of(layer: Any, of: Architecture) -> LayerParts:
         qkv_bias=rows_in_order(_joined_bias(qkv), of),
         out=_matrix(out, family),
         out_bias=nothing if out.bias is None else out.bias,
-        up=[_matrix(one, family) for one in up],
+        up=[*inner.experts.gate_up_proj] if down is None else [_matrix(one, family) for one in up],
         up_bias=torch.cat([nothing, *(one.bias for one in up if one.bias is not None)]),
-        down=_matrix(down, family),
-        down_bias=nothing if down.bias is None else down.bias,
+        down=[*inner.experts.down_proj] if down is None else _matrix(down, family),
+        down_bias=nothing if down is None or down.bias is None else down.bias,
         cross=_cross_parts(layer, family, out.weight, before_cross, after_cross),
+        router=inner.gate.weight if down is None else nothing.reshape(0, 0),
     )
 
 

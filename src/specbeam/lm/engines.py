@@ -13,7 +13,7 @@ from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import is_llama_like, is_plain_llama, reads_sources
-from specbeam.engines.families import misfit_of_family
+from specbeam.engines.families import family_of, misfit_of_family
 from specbeam.engines.mapped import is_kept
 from specbeam.engines.torch.lean import LARGEST, LeanDecoder
 from specbeam.engines.torch.passes import PaddedPasses
@@ -171,6 +171,9 @@ def _off_gpu(model: "PreTrainedModel") -> str:
 def _misfit_of_gpu(model: "PreTrainedModel") -> str:
     if find_spec("triton") is None:
         return "triton is missing (pip install triton)"
+    family = family_of(model)
+    if family is not None and family.mixture:
+        return "it has mixtures of experts"
     return misfit_of_family(model)
 
 

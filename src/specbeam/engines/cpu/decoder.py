@@ -49,6 +49,7 @@ from specbeam.engines.families import (
     ModelFamily,
     architecture_of,
     body_of,
+    family_of,
     layers_in,
     misfit_of_family,
     module_at,
@@ -180,7 +181,7 @@ class CompiledDecoder:
         self.angles = angles_of_model(model, architecture)
         files = mapped_files(model)
         tiled = weights >= TILED_FROM and tiles.available()
-        matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() == 2]
+        matrices = [weight.flatten(0, -2) for layer in layers for weight in layer.parameters() if weight.dim() > 1]
         self.kind = kind = _kind_of([head.weight, *matrices], rounding, tiled, files)
         self.kinds_of_matrices = _kinds_of(parts_of(layers[0], architecture), kind)
         self.weights = weights_of(layers, self.kinds_of_matrices, architecture, files)
@@ -461,7 +462,7 @@ def _kinds_of(parts: LayerParts, kind: Kind) -> Kinds:
     def kind_of(first: Matrix) -> Kind:
         return "nibbles" if isinstance(first, PackedMatrix) and not kind.startswith("int") else kind
 
-    return Kinds(kind_of(parts.qkv[0]), kind_of(parts.out), kind_of(parts.up[0]), kind_of(parts.down))
+    return Kinds(kind_of(parts.qkv[0]), kind_of(parts.out), kind_of(parts.up[0]), kind_of(_matrices_of(parts.down)[0]))
 
 
 def panels_of(
@@ -537,8 +538,16 @@ def weights_of(
 
     def panels(name: str) -> np.ndarray:
         found = [getattr(one, name) for one in parts]
-        matrices = [one if isinstance(one, list) else [one] for one in found]
+        matrices = [_matrices_of(one) for one in found]
         return panels_of(matrices, getattr(by_matrix, name), files)
+
+    def panels_of_inner(name: str) -> np.ndarray:
+        experts = len(parts[0].router)
+        if experts == 0:
+            return panels(name)
+        alone = [[one] for part in parts for one in getattr(part, name)]
+        of_experts = panels_of(alone, getattr(by_matrix, name), files)
+        return of_experts.reshape(len(parts), -1, of_experts.shape[2])
 
     qkv = panels_of([one.qkv for one in parts], by_matrix.qkv, files, partial(rows_in_order, of=of))
 
@@ -549,10 +558,10 @@ def weights_of(
         head_norms=stacked("head_norms"),
         qkv=qkv,
         out=panels("out"),
-        gate_up=panels("up"),
-        down=panels("down"),
-        inner=parts[0].down.shape[1],
-        extras=extras_of(parts, of),
+        gate_up=panels_of_inner("up"),
+        down=panels_of_inner("down"),
+        inner=_matrices_of(parts[0].down)[0].shape[1],
+        extras=extras_of(parts, of, _routers_of(parts)),
         cross=_cross_weights([one.cross for one in parts], by_matrix.out, files),
     )
 
@@ -571,6 +580,19 @@ def _cross_weights(parts: list[CrossParts], kind: Kind, files: MappedFiles) -> C
         out=panels_of([[one.out] for one in parts], kind, files),
         out_bias=stacked("out_bias"),
     )
+
+
+def _matrices_of(found: Matrix | list[Matrix]) -> list[Matrix]:
+    """Return a matrix, or several, as a list."""
+    return found if isinstance(found, list) else [found]
+
+
+def _routers_of(parts: list[LayerParts]) -> Float32[np.ndarray, "layers panels words"]:
+    """Return the matrices by which rows choose experts, in float32 panels, whatever all others are in."""
+    routers = [one.router for one in parts]
+    if len(routers[0]) == 0:
+        return np.zeros((len(parts), 0, 0), dtype=np.float32)
+    return panels_of([[one] for one in routers], "float32")
 
 
 def numbers_of(weight: Tensor) -> Float32[np.ndarray, "..."]:
@@ -646,6 +668,9 @@ def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
         if find_spec("numba") is None:
             return "numba is missing (pip install 'numba>=0.62')"
         return "numba is older than 0.62, or switched off (SPECBEAM_KERNELS=off)"
+    family = family_of(model)
+    if rounding is not None and family is not None and family.mixture:
+        return f"its experts are not rounded to {rounding} here"
     return misfit_of_family(model) or _misfit_of_sizes(model, rounding)
 
 
@@ -656,7 +681,8 @@ def _misfit_of_sizes(model: "PreTrainedModel", rounding: Rounding | None) -> str
     architecture = architecture_of(model)
     size = architecture.size
     first = layers_in(model, architecture.family)[0]
-    depths = config.hidden_size, parts_of(first, architecture).down.shape[1], architecture.heads * size
+    inner = _matrices_of(parts_of(first, architecture).down)[0].shape[1]
+    depths = config.hidden_size, inner, architecture.heads * size
     if size % steps_in("float32") or any(depth % unit for depth in depths):
         deep = ", ".join(map(str, depths))
         return f"its matrices are {deep} deep, with heads of {size}; the depths must be multiples of {unit}"

@@ -34,10 +34,14 @@ class Extras(NamedTuple):
     gated: bool  # whether the inner layer has a gate
     parallel: bool  # whether the inner layer reads what attention reads
     norm_of_sum: bool  # whether norms behind a sublayer are of the sum with what it has read
+    router: Array  # float32[layers, panels, words]: by which rows choose their experts; of no panels without experts
+    experts: int  # number of them; their matrices follow each other in the panels of a layer. 0: there are none
+    chosen: int  # experts of a row
+    divides: bool  # whether the weights of these are divided by their sum
 
 
-def extras_of(parts: list[LayerParts], of: Architecture) -> Extras:
-    """Return the extras of layers, given the weights of each."""
+def extras_of(parts: list[LayerParts], of: Architecture, router: Array) -> Extras:
+    """Return the extras of layers, given the weights of each, and the panels by which rows choose their experts."""
 
     def stacked(name: str) -> np.ndarray:
         return np.stack([getattr(one, name).detach().contiguous().float().numpy() for one in parts])
@@ -58,6 +62,10 @@ def extras_of(parts: list[LayerParts], of: Architecture) -> Extras:
         gated=of.family.gated,
         parallel=of.parallel,
         norm_of_sum=of.family.norm_of_sum,
+        router=router,
+        experts=len(parts[0].router),
+        chosen=of.chosen,
+        divides=of.divides,
     )
 
 
@@ -87,4 +95,8 @@ def layers_of_extras(extras: Extras, first: int, stop: int) -> Extras:
         extras.gated,
         extras.parallel,
         extras.norm_of_sum,
+        extras.router[first:stop],
+        extras.experts,
+        extras.chosen,
+        extras.divides,
     )

@@ -395,7 +395,7 @@ def layer_room(count: int, hidden: int, weights: Any, heads: int, size: int) -> 
         np.empty((count, weights.qkv.shape[1] * WIDTH), dtype=np.float32),
         np.empty((count, heads * size), dtype=np.float32),
         np.empty((count, weights.out.shape[1] * WIDTH), dtype=np.float32),
-        np.empty((count, weights.gate_up.shape[1] * WIDTH), dtype=np.float32),
+        np.empty((count, weights.gate_up.shape[1] // max(weights.extras.experts, 1) * WIDTH), dtype=np.float32),
         np.empty((count, weights.inner), dtype=np.float32),
         np.empty((count, weights.cross.query.shape[1] * WIDTH), dtype=np.float32),
     )
@@ -528,11 +528,92 @@ def run_inner(x: Array, weights: Any, layer: int, eps: float, room: LayerRoom, t
         reads = room.beside
     else:
         normalise(x, weights.before_inner[layer], eps, reads)
-    multiply(reads, weights.gate_up[layer], room.both, threads)
-    add_bias(room.both, extras.up_bias[layer])
-    activate(room.both, weights.inner, extras, room.wide)
-    multiply(room.wide, weights.down[layer], room.out, threads)
+    if extras.experts > 0:
+        run_experts(reads, weights, layer, room, threads)
+    else:
+        multiply(reads, weights.gate_up[layer], room.both, threads)
+        add_bias(room.both, extras.up_bias[layer])
+        activate(room.both, weights.inner, extras, room.wide)
+        multiply(room.wide, weights.down[layer], room.out, threads)
     add_sublayer(x, room.out, extras.down_bias[layer], extras.after_inner[layer], eps, extras)
+
+
+@compiled
+def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom, threads: int) -> None:
+    """Write to `room.out` what the experts that each row of `reads` chooses make of it, times their weights.
+
+    Each expert multiplies the rows that chose it side by side. The sum of a row goes over its own experts, from the first
+    on, whatever other rows have chosen.
+    """
+    extras = weights.extras
+    count = len(reads)
+    shares = np.zeros((count, extras.experts), dtype=np.float32)
+    choose_experts(reads, extras.router[layer], extras.chosen, extras.divides, shares, threads)
+    up = weights.gate_up[layer]
+    down = weights.down[layer]
+    each_up = len(up) // extras.experts
+    each_down = len(down) // extras.experts
+    some = np.empty_like(reads)
+    made = np.empty_like(room.out)
+    rows = np.empty(count, dtype=np.int64)
+    room.out[:] = _F0
+    for expert in range(extras.experts):
+        found = 0
+        for row in range(count):
+            if shares[row, expert] != 0:
+                some[found] = reads[row]
+                rows[found] = row
+                found += 1
+        if found == 0:
+            continue
+        both = room.both[:found]
+        wide = room.wide[:found]
+        part = made[:found]
+        multiply(some[:found], up[expert * each_up : (expert + 1) * each_up], both, threads)
+        activate(both, weights.inner, extras, wide)
+        multiply(wide, down[expert * each_down : (expert + 1) * each_down], part, threads)
+        for place in range(found):
+            share = shares[rows[place], expert]
+            goal = room.out[rows[place]]
+            source = part[place]
+            for column in range(len(goal)):
+                goal[column] += source[column] * share
+
+
+@compiled
+def choose_experts(reads: Array, router: Array, chosen: int, divides: bool, shares: Array, threads: int) -> None:
+    """Write the weights of the experts that each row chooses to `shares`, float32[rows, experts] of zeros.
+
+    A row chooses the experts that its softmax over all of them has most odds for, of equal ones the first.
+
+    Args:
+        router: the matrix of scores in panels.
+        chosen: experts of a row.
+        divides: whether the odds of these are divided by their sum.
+    """
+    experts = shares.shape[1]
+    scores = np.empty((len(reads), len(router) * WIDTH), dtype=np.float32)
+    multiply(reads, router, scores, threads)
+    powers = np.empty(experts, dtype=np.int32)
+    for row in range(len(reads)):
+        odds = scores[row][:experts]
+        top = odds[0]
+        for expert in range(experts):
+            top = max(top, odds[expert])
+        for expert in range(experts):
+            odds[expert] -= top
+        exponential(odds, powers)
+        total = sum_of(odds)
+        kept = _F0
+        for _ in range(chosen):
+            best = -1
+            for expert in range(experts):
+                if shares[row, expert] == 0 and (best < 0 or odds[expert] > odds[best]):
+                    best = expert
+            shares[row, best] = odds[best]
+            kept += odds[best]
+        for expert in range(experts):
+            shares[row, expert] /= kept if divides else np.float32(total)
 
 
 @compiled
