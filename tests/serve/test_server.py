@@ -397,7 +397,7 @@ def test_a_client_that_reads_nothing_is_cut_off_and_one_that_trickles_its_body_i
     """The server's own patience is cut short; its transport is stood in for, as a kernel buffers more than a text has."""
     _, server = served
     monkeypatch.setattr(server, "config", dataclasses.replace(server.config, reader_timeout=0.3))
-    monkeypatch.setattr("specbeam.serve.app.BODY_S", 0.3)
+    monkeypatch.setattr("specbeam.serve.bodies.BODY_S", 0.3)
     app = make_app(server)
     scope = {
         "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"",
