@@ -206,7 +206,7 @@ MISTAKES = [
     ("marian", other_family(norm_of_sum=False)),
     ("marian", without("after_cross")),
     ("bart", other_family(first_norm="")),
-    ("bart", mistaken(activation="gelu tanh")),
+    ("bart", mistaken(activation="silu")),
     ("bart", mistaken(scales=(1.0, 1.0))),
     ("mbart", other_family(final_norm="")),
     ("mbart", without("before_cross")),
