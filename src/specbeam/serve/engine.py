@@ -268,9 +268,8 @@ class Engine:
             self._condition.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """End jobs at the next turn, wherever they are; those that are over, or were never taken, stay as they are."""
-        taken = [job for job in jobs if job.arrived]
-        self._post(lambda: self._each(taken, lambda job: self._end(job, Cancelled("it was cancelled"))))
+        """End jobs at the next turn, wherever they are; those that are over stay as they are."""
+        self._post(lambda: self._each(jobs, lambda job: self._end(job, Cancelled("it was cancelled"))))
 
     def share(self, weights: Mapping[str, float], most_running: Mapping[str, int]) -> None:
         """Change by key the share of the work and the most sessions side by side, from the next turn on."""
