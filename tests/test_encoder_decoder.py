@@ -46,7 +46,8 @@ def plain_pair_of(monkeypatch, family, attention="sdpa"):
     """The same, run by transformers' forward."""
     by_name = {kind.name: kind for kind in engines.ENGINES_FOR_SOURCES}
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "ENGINES_FOR_SOURCES", (by_name["plain"],))
+        waiting = by_name["compiled"]._replace(waits=lambda model: "it waits in this test")
+        patch.setattr(engines, "ENGINES_FOR_SOURCES", (waiting, by_name["plain"]))
         return pair_of(family, attention)
 
 
