@@ -206,7 +206,7 @@ def add_bias(tensors):
         ({}, add_tensor, "the files hold model.layers.0.mlp.act.scales, which the model does not have"),
         ({}, add_bias, "has a bias in the files and none in the model"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused_with_what_was_found_and_what_can_be(settings, change, said, tmp_path):
     write_rounded(tmp_path, model_of(num_hidden_layers=2), "gptq", size=32, **settings)
