@@ -345,9 +345,8 @@ def _reading_draft(
     check_keeps_tokens(model)
     _use_a_backend_with_masks(model)
     model.eval()
-    lm = EncoderDecoderLM(
-        model, encoder=target.encoder, engine=quantize or "auto"
-    )  # it needs a cache of its own for each target
+    # It needs a cache of its own for each target.
+    lm = EncoderDecoderLM(model, encoder=target.encoder, engine=quantize or "auto")
     if check and model is not target.model:
         check_scores_forests(lm)
     return lm
@@ -448,7 +447,7 @@ def _cached_language_model(model: "PreTrainedModel", check: bool, options: tuple
                 raise _not_compiled(model)
             if kv != "float32":
                 raise NotSupported(
-                    f"kv={kv!r} is for decoder-only models, and {type(model).__name__} is another; leave it out"
+                    f"kv={kv!r} is for decoder-only models, and {type(model).__name__} has an encoder; leave it out"
                 )
             lm = EncoderDecoderLM(model, engine=quantize or "auto")
         else:

@@ -14,10 +14,14 @@ from specbeam import kernels
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder as compiled
 from specbeam.engines.cpu.rounding import rounded
+from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.families import FAMILIES, family_of
+from specbeam.engines.kv.cross import CrossPanels
 from specbeam.engines.source import Source
 from specbeam.errors import NotSupported
 from specbeam.lm.encoder_decoder import EncoderDecoderLM
+from specbeam.lm.live_layers import LiveLayers, first_layers
+from specbeam.lm.skipping import Skipping, SkippingLM
 from specbeam.pair import check_scores_forests, language_model
 from tests.lm.test_families import CLOSE, mistaken, other_family, other_numbers, spreads_off
 from tests.lm.test_lean import in_steps
@@ -269,6 +273,27 @@ def test_what_is_no_setting_of_a_family_counts_too(what, monkeypatch):
         assert spreads_off(found, longer) > 5 * CLOSE
         return
     assert spreads_off(last_row(lm, text, source), expected) > 5 * CLOSE
+
+
+def test_layers_of_a_decoder_that_reads_sources_do_not_draft():
+    lm = EncoderDecoderLM(tiny_reader("t5"))
+    assert lm.engine == "compiled"
+    for make in (lambda: LiveLayers(lm, 1), lambda: first_layers(lm, 1), lambda: SkippingLM(lm, Skipping("m1"))):
+        with pytest.raises(NotSupported, match=r"decoder-only models, and .* has an encoder"):
+            make()
+
+
+def test_what_a_row_has_held_before_does_not_reach_the_next_source():
+    generator = np.random.default_rng(4)
+    short, long = (generator.standard_normal((frames, 2, 2, 2, 8)).astype(np.float32) for frames in (5, 40))
+    store = CrossPanels(2, 2, 8, WIDTH)
+    store.add(short)
+    store.add(np.full_like(long, np.nan))
+    store.drop(1)
+    row = store.add(short)
+    frames = -(-len(short) // WIDTH) * WIDTH
+    assert np.isfinite(store.keys[:, row, :, : frames // WIDTH]).all()
+    assert np.isfinite(store.values[:, row, :, :frames]).all()
 
 
 def test_an_engine_that_runs_no_sources_is_refused_by_name():

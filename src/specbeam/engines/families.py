@@ -606,7 +606,9 @@ def _misfit_of_packed(model: "PreTrainedModel", family: ModelFamily) -> str:
         return "its matrices have 4 bits, which the forward for GPUs does not read"
     if family.mixture:
         return "matrices of experts with 4 bits are not known here"
-    layers: Any = getattr(model.base_model, family.layers)
+    if family.cross:
+        return "decoders that look at sources with 4 bits are not known here"
+    layers = layers_in(model, family)
     for name in (*family.qkv, family.out, *family.up, family.down):
         found = {isinstance(_module_of(layer, name, family), PackedLinear) for layer in layers}
         if len(found) > 1:
@@ -621,7 +623,7 @@ def _misfit_of_packed(model: "PreTrainedModel", family: ModelFamily) -> str:
 def _module_of(layer: Any, name: str, family: ModelFamily) -> Any:
     """Return the module of a matrix of a layer, which has this name in its attention or in its inner layer."""
     is_inner = name in (*family.up, family.down)
-    return getattr(getattr(layer, family.inner if is_inner else family.attention), name)
+    return getattr(module_at(layer, family.inner if is_inner else family.attention), name)
 
 
 class LayerParts(NamedTuple):
@@ -689,47 +691,48 @@ def parts_of(layer: Any, of: Architecture) -> LayerParts:
         head_norms=torch.stack([nothing, nothing] if whole else of_heads),
         wide_norms=torch.cat(of_heads) if whole else nothing,
         qkv=[_matrix(one, family) for one in qkv],
-        qkv_bias=rows_in_order(_joined_bias(qkv), of),
+        qkv_bias=rows_in_order(_joined_bias(qkv, family, nothing), of),
         out=_matrix(out, family),
         out_bias=nothing if out.bias is None else out.bias,
         up=[*inner.experts.gate_up_proj] if down is None else [_matrix(one, family) for one in up],
         up_bias=torch.cat([nothing, *(one.bias for one in up if one.bias is not None)]),
         down=[*inner.experts.down_proj] if down is None else _matrix(down, family),
         down_bias=nothing if down is None or down.bias is None else down.bias,
-        cross=_cross_parts(layer, family, out.weight, before_cross, after_cross),
+        cross=_cross_parts(layer, family, nothing.new_zeros(0, len(_matrix(out, family))), before_cross, after_cross),
         router=inner.gate.weight if down is None else nothing.reshape(0, 0),
     )
 
 
-def _joined_bias(linears: list[Any]) -> Tensor:
+def _joined_bias(linears: list[Any], family: ModelFamily, nothing: Tensor) -> Tensor:
     """Return the biases of matrices that are joined, with zeros for those that have none; no numbers if none has any."""
     if all(one.bias is None for one in linears):
-        return linears[0].weight.new_zeros(0)
-    return torch.cat([one.weight.new_zeros(len(one.weight)) if one.bias is None else one.bias for one in linears])
+        return nothing
+    zeros = [nothing.new_zeros(len(_matrix(one, family))) for one in linears]
+    return torch.cat([zero if one.bias is None else one.bias for one, zero in zip(linears, zeros, strict=True)])
 
 
-def _cross_parts(layer: Any, family: ModelFamily, like: Tensor, before: Tensor, after: Tensor) -> CrossParts:
+def _cross_parts(layer: Any, family: ModelFamily, no_matrix: Tensor, before: Tensor, after: Tensor) -> CrossParts:
     """Return the weights of the sublayer of a layer that looks at a source.
 
     Args:
-        like: the matrix behind attention.
-        before, after: its norms.
+        no_matrix: [0, hidden], of a layer that looks at none.
+        before, after: the norms of the sublayer.
     """
-    nothing = like.new_zeros(0)
-    no_matrix = like.new_zeros(0, len(like))
+    nothing = no_matrix.new_zeros(0)
     if not family.cross:
         return CrossParts(before, after, no_matrix, nothing, no_matrix, nothing)
     attention = module_at(layer, family.cross)
     query = getattr(attention, family.qkv[0])
     out = getattr(attention, family.out)
-    return CrossParts(before, after, query.weight, _joined_bias([query]), out.weight, _joined_bias([out]))
+    biases = [_joined_bias([one], family, nothing) for one in (query, out)]
+    return CrossParts(before, after, query.weight, biases[0], out.weight, biases[1])
 
 
 def source_parts(layer: Any, of: Architecture) -> SourceParts:
     """Return the weights of a layer that make keys and values of a source."""
     attention = module_at(layer, of.family.cross)
     both = [getattr(attention, name) for name in of.family.qkv[1:]]
-    return SourceParts([one.weight for one in both], _joined_bias(both))
+    return SourceParts([one.weight for one in both], _joined_bias(both, of.family, both[0].weight.new_zeros(0)))
 
 
 def norm_at(body: Any, path: str, family: ModelFamily) -> Tensor:

@@ -15,6 +15,7 @@ from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import is_llama_like, is_plain_llama, reads_sources
 from specbeam.engines.families import family_of, misfit_of_family
 from specbeam.engines.mapped import is_kept
+from specbeam.engines.packed import matrices_of
 from specbeam.engines.torch.lean import LARGEST, LeanDecoder
 from specbeam.engines.torch.passes import PaddedPasses
 from specbeam.engines.torch.source_passes import SourcePasses
@@ -155,7 +156,7 @@ def _too_large(model: "PreTrainedModel") -> str:
 
 def _waits_for_compiled(model: "PreTrainedModel") -> str:
     """Return the reason why a model is not worth a second copy of its weights, in panels; "" if it is."""
-    if is_kept(model):
+    if is_kept(model) or matrices_of(model):
         return ""
     if model.dtype != torch.float32:
         return (

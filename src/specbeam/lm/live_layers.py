@@ -5,6 +5,7 @@ from typing import Any
 
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu.passes import PackedPasses
+from specbeam.engines.kv.cross import ReadsSources
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import LM, checked_needs
 from specbeam.lm.early_layers import early_layers
@@ -27,8 +28,10 @@ class LiveLayers:
     keeps_nodes = True
 
     def __init__(self, lm: HuggingFaceLM, layers: int) -> None:
-        total = lm.model.config.num_hidden_layers
         name = type(lm.model).__name__
+        if isinstance(lm.runner, ReadsSources):
+            raise NotSupported(f"a range of layers is of decoder-only models, and {name} has an encoder")
+        total = lm.model.config.num_hidden_layers
         if not 1 <= layers < total:
             raise BadSetting(f"layers is {layers}; {name} has {total}, of which some have to be left")
         if not isinstance(lm.runner, PackedPasses):
@@ -78,6 +81,12 @@ def first_layers(lm: HuggingFaceLM, layers: int) -> LM:
     """Return the first `layers` layers of a model as a model: on its own cache where its engine can run them there.
 
     Elsewhere, and where no layer would be left, they have a cache of their own, and are computed twice (`early_layers`).
+
+    Raises `NotSupported` if the model has an encoder, or if its layers are not in one list.
     """
+    if isinstance(lm.runner, ReadsSources):
+        raise NotSupported(
+            f"the first layers draft in decoder-only models, and {type(lm.model).__name__} has an encoder"
+        )
     is_live = isinstance(lm.runner, PackedPasses) and layers < lm.model.config.num_hidden_layers
     return LiveLayers(lm, layers) if is_live else early_layers(lm.model, layers)

@@ -30,7 +30,7 @@ def is_rounding(name: object) -> bool:
 
 def check_kv(kv: object) -> None:
     """Raise `BadSetting` if a value says nothing that keys and values can be kept as, nor is None."""
-    if kv not in (None, "bfloat16", "float32"):
+    if kv not in (None, "bfloat16"):
         raise BadSetting(f"kv is {kv!r}; it must be 'bfloat16', or None for what the engine computes in")
 
 

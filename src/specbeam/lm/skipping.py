@@ -18,6 +18,7 @@ from specbeam.engines.answers import LOGITS
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.scratch import ROWS
+from specbeam.engines.kv.cross import ReadsSources
 from specbeam.errors import BadSetting, NotSupported
 from specbeam.lm.base import checked_needs
 from specbeam.lm.clasp import dispensable_layers
@@ -135,6 +136,8 @@ class SkippingLM:
     keeps_nodes = True
 
     def __init__(self, lm: HuggingFaceLM, settings: Skipping | None = None) -> None:
+        if isinstance(lm.runner, ReadsSources):
+            raise NotSupported(f"sublayers are left out of decoder-only models, and {lm.model_name} has an encoder")
         if not isinstance(lm.runner, PackedPasses):
             raise NotSupported(
                 f"sublayers are left out by the compiled forward alone, and {lm.model_name} is run by engine {lm.engine!r}: "

@@ -206,6 +206,8 @@ class CrossPanels:
         by_panel = keys.reshape(panels, self.width, *keys.shape[1:])
         self.keys[:, row, :, :panels] = by_panel.transpose(2, 3, 0, 4, 1)
         self.values[:, row, :, :frames, : both.shape[4]] = both[:, :, 1].transpose(1, 2, 0, 3)
+        # Whole panels are summed, with odds of zero behind the last frame, and what lay there may have been NaN.
+        self.values[:, row, :, frames : panels * self.width] = 0
         self.lengths.append(frames)
         return row
 
