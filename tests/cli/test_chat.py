@@ -119,9 +119,12 @@ def test_settings_change_between_messages_and_wrong_ones_change_nothing(pair):
     assert reset.options.method_settings == ()
 
 
-def test_an_interrupt_ends_an_answer_and_leaves_what_was_said_and_the_models_free(pair, monkeypatch):
+def test_an_interrupt_ends_an_answer_and_leaves_what_was_said_and_the_models_free(pair, monkeypatch, request):
     # A fast machine would write the whole answer before it shows the first piece.
     monkeypatch.setattr(importlib.import_module("specbeam.decode"), "DELAY_S", 0)
+    # A shell that started the tests in the background lets them ignore interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     speaker = PairSpeaker(pair, "tiny", TEMPLATE)
     screen = Terminal()
     begun = []
