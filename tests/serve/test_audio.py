@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import specbeam as sb
-from specbeam.serve import speech_desk
+from specbeam.serve import hearing, speech_desk
 from specbeam.serve.auth import Client, Keys, digest
 from specbeam.serve.bodies import read_bytes
 from specbeam.serve.guarding import Guarding
@@ -358,8 +358,8 @@ def test_a_transcription_that_is_cancelled_before_its_window_is_submitted_ends(s
     submit = server.engine.submit
 
     def late(jobs):
-        for hearing in [*server.asking.values()]:
-            hearing.cancel()
+        for one in [*server.asking.values()]:
+            one.cancel()
         server.engine.call(lambda: None).result()
         assert all(job.is_over for job in jobs)
         submit(jobs)
@@ -367,6 +367,26 @@ def test_a_transcription_that_is_cancelled_before_its_window_is_submitted_ends(s
     monkeypatch.setattr(server.engine, "submit", late)
     found = httpx.post(url + "/v1/audio/transcriptions", files={"file": ("a", GOOD)}, timeout=20)
     assert found.json()["error"]["code"] == "cancelled"
+    settle(server)
+
+
+def test_a_request_counts_until_its_thread_is_over(served, monkeypatch):
+    """Though its client has left: the thread still holds the audio."""
+    url, server = served
+    goes_on = threading.Event()
+
+    def waits(raw, most):
+        assert goes_on.wait(20)
+        return read_audio_bytes(raw, most)
+
+    monkeypatch.setattr(hearing, "read_audio_bytes", waits)
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(url + "/v1/audio/transcriptions", files={"file": ("a", GOOD)}, timeout=0.5)
+    end = time.monotonic() + 20
+    while server.asking and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (server.asking, server.speech.under_way) == ({}, 1)
+    goes_on.set()
     settle(server)
 
 
