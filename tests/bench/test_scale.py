@@ -64,6 +64,8 @@ def test_no_price_is_below_zero_and_too_few_models_are_refused():
     for wrong in ([], samples()[:2], [one for one in samples() if one.ranks == 1 or one.model == "small"]):
         with pytest.raises(BadSetting, match="too few for a fit"):
             fitted_prices(wrong)
+    with pytest.raises(BadSetting, match="passes of 1 models on one rank"):
+        fitted_prices(2 * samples()[:1])
 
 
 def test_a_turn_is_the_sum_of_its_parts_and_only_the_target_shrinks_with_devices():
@@ -114,3 +116,34 @@ def test_the_command_prints_the_table_and_checks_passes_from_files(tmp_path):
     (tmp_path / "wrong.jsonl").write_text("{}\n")
     with pytest.raises(MissingFile, match="does not hold passes"):
         read_samples(tmp_path / "wrong.jsonl")
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(MissingFile, match="is empty"):
+        read_samples(tmp_path / "empty.jsonl")
+    _, out, _ = specbeam("bench", "scale", "--stored", "204800", "--ranks", "2")
+    assert "| keys and values | 1.4 ms |" not in out
+    assert "| keys and values | 14.3 ms |" in out
+
+
+WRONG = {
+    "--ranks 0": "--ranks is 0",
+    "--ranks 16": "--ranks is 16, and --devices 8",
+    "--devices 0 --ranks 1": "--devices is 0",
+    "--beams 0": "--beams is 0",
+    "--requests 0": "--requests is 0",
+    "--depth -1": "--depth is -1",
+    "--kept 0": "--kept is 0",
+    "--kept nan": "--kept is nan",
+    "--stored -1": "--stored is -1",
+    "--reduce-us -1": "--reduce-us is -1",
+    "--host-ms inf": "--host-ms is inf",
+    "--measure x --samples y": "give one of them",
+    "--samples y --json": "--json is for the table",
+    "--measure x --json": "--json is for the table",
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_numbers_and_options_that_say_nothing_are_refused_by_name(given):
+    code, _, said = specbeam("bench", "scale", *given.split())
+    assert code != 0
+    assert WRONG[given] in " ".join(said.split())

@@ -1,17 +1,26 @@
 """Audio that is sent to a server whose model hears: what comes back is what the library writes down."""
 
+import asyncio
 import contextlib
 import dataclasses
 import io
 import json
+import sys
 import threading
 import time
+import tracemalloc
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import specbeam as sb
+from specbeam.serve import hearing, speech_desk
+from specbeam.serve.auth import Client, Keys, digest
+from specbeam.serve.bodies import read_bytes
+from specbeam.serve.guarding import Guarding
+from specbeam.serve.metrics import ServerMetrics
 from specbeam.serve.multipart import parse_form
 from specbeam.serve.refusals import Refusal
 from specbeam.speech import audio
@@ -63,18 +72,32 @@ def by_the_library(pair, sound, method=None, **options):
     return found
 
 
-@pytest.fixture(scope="module")
-def expected(ears):
-    """What the library itself writes down, before the server owns the pair."""
-    return {name: by_the_library(ears, sound) for name, sound in SOUNDS.items()} | {
-        "translated": by_the_library(ears, SOUNDS["long"], task="translate"),
-        "other": by_the_library(ears, SOUNDS["long"], sb.beam_search(2), language="german", prompt="abc"),
-        "drawn": by_the_library(ears, SOUNDS["short"], language="en", temperature=0.5),
-    }
+ASKED = {name: (sound, {}) for name, sound in SOUNDS.items()} | {
+    "translated": (SOUNDS["long"], {"task": "translate"}),
+    "other": (SOUNDS["long"], {"method": sb.beam_search(2), "language": "german", "prompt": "abc"}),
+    "drawn": (SOUNDS["short"], {"language": "en", "temperature": 0.5}),
+}
+
+
+class Expected(dict):
+    """What the library itself writes down, with a pair of the same weights as the server's, when it is asked for."""
+
+    def __init__(self):
+        self.pair = sb.load(tiny_ears(), tiny_ears(1, 1), tokenizer=words.tokenizer())
+
+    def __missing__(self, name):
+        sound, options = ASKED[name]
+        self[name] = by_the_library(self.pair, sound, **options)
+        return self[name]
 
 
 @pytest.fixture(scope="module")
-def served(ears, expected):
+def expected():
+    return Expected()
+
+
+@pytest.fixture(scope="module")
+def served(ears):
     with running(AUDIO_CONFIG, ears) as (url, server):
         yield url, server
 
@@ -97,7 +120,9 @@ def settle(server):
     assert pair.target.runner.cross.lengths == []
 
 
-@pytest.mark.parametrize("name", SOUNDS)
+@pytest.mark.parametrize(
+    "name", ["short", *(pytest.param(name, marks=pytest.mark.slow) for name in SOUNDS if name != "short")]
+)
 def test_a_transcript_is_that_of_the_library_in_every_format(client, expected, served, name):
     """Fallback to higher temperatures included: chance has the seed of the request."""
     ours = expected[name]
@@ -122,6 +147,7 @@ def test_a_transcript_is_that_of_the_library_in_every_format(client, expected, s
     settle(served[1])
 
 
+@pytest.mark.slow
 def test_language_prompt_temperature_and_method_are_honoured_and_translations_are_english(client, expected, served):
     long, short = (("a", encoded(SOUNDS[name])) for name in ("long", "short"))
     body = {"seed": SEED, "specbeam": json.dumps({"method": "beam_search", "beams": 2})}
@@ -137,6 +163,7 @@ def test_language_prompt_temperature_and_method_are_honoured_and_translations_ar
     settle(served[1])
 
 
+@pytest.mark.slow
 def test_files_of_all_kinds_are_heard_beside_each_other(client, served):
     """FLAC, OGG and MP3, of other rates; each by itself gives the same text."""
     rates = {"FLAC": 48_000, "OGG": 16_000, "MP3": 44_100}
@@ -234,6 +261,7 @@ def test_texts_are_refused_where_the_model_hears(client, served):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
     props = httpx.get(served[0] + "/props").json()
     assert (props["has_speech"], props["has_chat"]) == (True, False)
+    assert props["limits"]["max_audio_seconds"] == 20
 
 
 def test_audio_is_refused_where_the_model_reads_texts():
@@ -282,24 +310,26 @@ def test_an_own_transcription_is_listed_and_can_be_ended(served, monkeypatch):
         while not (found := http.get("/v1/specbeam/requests").json()["data"]) and time.monotonic() < end:
             time.sleep(0.01)
         assert found[0]["method"] == "speculative_beam_search"
+        assert 0 <= found[0]["seconds"] < 30
         assert http.delete(f"/v1/specbeam/requests/{found[0]['id']}").json()["cancelled"]
         assert answer.result().json()["error"]["code"] == "cancelled"
     settle(server)
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_engine_costs_a_window_one_more_try(served, client, expected, monkeypatch):
     """What breaks in company is decoded once more, alone; a broken window alone fails with its request."""
     server = served[1]
-    extend = server.engine.pair.target.extend
+    step = server.engine._decoder.step
     broken = []
 
-    def breaks(sessions, *given):
-        if len(sessions) > 1 and not broken:
+    def breaks():
+        if len(server.engine.inside) > 1 and not broken:
             broken.append(1)
             raise RuntimeError("broken on purpose")
-        return extend(sessions, *given)
+        return step()
 
-    monkeypatch.setattr(server.engine.pair.target, "extend", breaks)
+    monkeypatch.setattr(server.engine._decoder, "step", breaks)
     slow_down(monkeypatch, server, 0.05)
     names = ["short", "long"] * 2
     with ThreadPoolExecutor(4) as threads:
@@ -309,6 +339,114 @@ def test_a_fault_of_the_engine_costs_a_window_one_more_try(served, client, expec
         assert list(texts) == [expected[name].text for name in names]
     assert broken
     settle(server)
+
+
+def test_texts_of_a_fallback_are_decoded_one_after_the_other_where_there_is_one_place(
+    served, client, expected, monkeypatch
+):
+    """Five texts above temperature 0 on a server with one place, and none to wait."""
+    engine = served[1].engine
+    monkeypatch.setattr(engine, "limits", dataclasses.replace(engine.limits, max_running=1, max_waiting=0))
+    file = ("a", encoded(SOUNDS["short"]))
+    found = client.audio.transcriptions.create(file=file, language="en", temperature=0.5, **GIVEN)
+    assert found.text == expected["drawn"].text
+    settle(served[1])
+
+
+def test_a_transcription_that_is_cancelled_before_its_window_is_submitted_ends(served, monkeypatch):
+    url, server = served
+    submit = server.engine.submit
+
+    def late(jobs):
+        for one in [*server.asking.values()]:
+            one.cancel()
+        server.engine.call(lambda: None).result()
+        assert all(job.is_over for job in jobs)
+        submit(jobs)
+
+    monkeypatch.setattr(server.engine, "submit", late)
+    found = httpx.post(url + "/v1/audio/transcriptions", files={"file": ("a", GOOD)}, timeout=20)
+    assert found.json()["error"]["code"] == "cancelled"
+    settle(server)
+
+
+def test_a_request_counts_until_its_thread_is_over(served, monkeypatch):
+    """Though its client has left: the thread still holds the audio."""
+    url, server = served
+    goes_on = threading.Event()
+
+    def waits(raw, most):
+        assert goes_on.wait(20)
+        return read_audio_bytes(raw, most)
+
+    monkeypatch.setattr(hearing, "read_audio_bytes", waits)
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(url + "/v1/audio/transcriptions", files={"file": ("a", GOOD)}, timeout=0.5)
+    end = time.monotonic() + 20
+    while server.asking and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (server.asking, server.speech.under_way) == ({}, 1)
+    goes_on.set()
+    settle(server)
+
+
+def test_a_key_has_at_most_half_of_the_places_for_audio_while_there_are_others(served, monkeypatch):
+    url, server = served
+    monkeypatch.setattr(server, "keys", Keys({digest("first"): Client("a"), digest("second"): Client("b")}))
+    monkeypatch.setattr(server.speech, "_here", Counter({"a": 4}))
+    monkeypatch.setattr(server.speech, "under_way", 4)
+    files = {"file": ("a", b"")}
+    for key, status, code in (("first", 429, "key_limit"), ("second", 400, "bad_audio")):
+        found = httpx.post(url + "/v1/audio/transcriptions", files=files, headers={"authorization": f"Bearer {key}"})
+        assert (found.status_code, found.json()["error"]["code"]) == (status, code)
+    end = time.monotonic() + 20
+    while server.speech.under_way > 4 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert (server.speech.under_way, server.speech._here) == (4, {"a": 4})
+
+
+def test_audio_that_arrives_while_the_server_begins_to_end_is_refused(served, monkeypatch):
+    url, server = served
+
+    async def late(http, most, seconds):
+        raw = await read_bytes(http, most, seconds)
+        monkeypatch.setattr(server, "state", "draining")
+        return raw
+
+    monkeypatch.setattr(speech_desk, "read_bytes", late)
+    found = httpx.post(url + "/v1/audio/transcriptions", files={"file": ("a", GOOD)})
+    monkeypatch.setattr(server, "state", "ready")
+    assert (found.status_code, found.json()["error"]["code"]) == (503, "draining")
+    settle(server)
+
+
+def test_audio_has_its_own_bound_also_under_a_prefix(served):
+    """A body that is larger than other bodies may be goes through the first layer where a proxy has added a prefix."""
+    config = dataclasses.replace(AUDIO_CONFIG, max_body=10, max_audio_body=1000)
+    seen = []
+
+    async def routes(scope, receive, send):
+        seen.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message):
+        seen.append(message.get("status"))
+
+    path = "/v1/audio/transcriptions"
+    metrics = ServerMetrics("tiny")
+    guarding = Guarding(routes, config, metrics, frozenset({path}))
+    headers = [(b"host", b"localhost"), (b"content-length", b"500")]
+    for prefix in ("", "/speech"):
+        scope = {"type": "http", "method": "POST", "path": prefix + path, "root_path": prefix, "headers": headers}
+        asyncio.run(guarding(scope, None, send))
+    assert seen == [path, 200, "/speech" + path, 200]
+    assert metrics.http[path, 200] == 2
+
+
+def test_a_server_that_could_not_read_audio_does_not_start(served, monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(sb.errors.MissingPackage, match="speech"):
+        served[1].speech.open(served[1].served.pair)
 
 
 def test_too_many_requests_about_audio_are_told_to_come_again(served, monkeypatch):
@@ -328,6 +466,38 @@ def test_bytes_are_read_as_the_samples_that_they_hold(monkeypatch):
     assert np.array_equal(read_audio_bytes(encoded(sound), 10), sound)
     slow = resampled(sound, RATE, 8_000)
     assert np.array_equal(read_audio_bytes(encoded(slow, 8_000), 10), resampled(slow, 8_000, RATE))
+
+
+@pytest.mark.parametrize("rate", [8_000, 44_100, 96_000])
+def test_samples_that_come_in_parts_are_those_of_the_whole_bit_by_bit(rate, monkeypatch):
+    monkeypatch.setattr(audio, "FILTERED", 2000)
+    sound = np.random.default_rng(3).uniform(-1, 1, rate + 7).astype(np.float32)
+    monkeypatch.setattr(audio, "BLOCK", 777)
+    assert np.array_equal(read_audio_bytes(encoded(sound, rate), 10), resampled(sound, rate, RATE))
+
+
+def test_two_channels_may_end_in_a_block_of_one_frame(monkeypatch):
+    monkeypatch.setattr(audio, "BLOCK", 4000)
+    sound = np.stack([noise(0.5, seed=1)[:4001]] * 2, 1)
+    assert np.array_equal(read_audio_bytes(encoded(sound), 10), sound[:, 0])
+
+
+def test_memory_does_not_grow_with_the_rate_of_audio():
+    """A small file of a minute with 96 kHz: 23 MB of samples, 4 MB at 16 kHz."""
+    raw = encoded(np.zeros(60 * 96_000), 96_000, "FLAC", "PCM_16")
+    assert len(raw) < 20_000
+    tracemalloc.start()
+    try:
+        assert len(read_audio_bytes(raw, 60)) == 60 * RATE
+        assert tracemalloc.get_traced_memory()[1] < 16e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan")])
+def test_audio_has_a_finite_bound(seconds):
+    with pytest.raises(sb.errors.BadSetting, match="max_audio_seconds"):
+        dataclasses.replace(AUDIO_CONFIG, max_audio_seconds=seconds)
 
 
 @pytest.mark.parametrize("format", ["WAV", "FLAC", "OGG", "MP3"])

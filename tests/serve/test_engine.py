@@ -196,6 +196,20 @@ def test_a_queue_that_is_full_refuses_and_a_deadline_ends_what_waits_or_runs(pai
             engine.submit(Ends(sessions_of(pair, [[5]], METHODS[0])).jobs)
 
 
+def test_a_job_that_was_ended_before_it_was_submitted_does_not_wait(pair):
+    with Engine(pair, LIMITS) as engine:
+        ends = Ends(sessions_of(pair, [[3, 4], [5, 6]], sb.sampling()))
+        engine.cancel(ends.jobs)
+        ends.wait()
+        engine.submit(ends.jobs)
+        engine.call(lambda: None).result()
+        assert engine.waiting == 0
+        assert all(job.company == () for job in ends.jobs)
+        began = time.monotonic()
+        engine.drain(20)
+        assert time.monotonic() - began < 10
+
+
 def test_who_ends_lets_a_request_end_of_which_a_text_has_begun_and_refuses_those_that_wait(pair):
     with Engine(pair, EngineLimits(max_running=1, max_waiting=9, chunk=CHUNK)) as engine:
         begun = Ends(sessions_of(pair, [[3, 4], [5, 6], [7, 8]], METHODS[0], max_new_tokens=60))

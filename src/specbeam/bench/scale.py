@@ -108,8 +108,13 @@ def fitted_prices(samples: Sequence[PassSample]) -> PassPrices:
     alone = [one for one in samples if one.ranks == 1]
     spread = [one for one in samples if one.ranks > 1]
     for part in (alone, spread):
-        if len({one.model for one in part}) < FIT_SIZES and (part or part is alone):
-            raise BadSetting(f"passes of {len(part)} models are too few for a fit; measure {FIT_SIZES} models at least")
+        models = {one.model for one in part}
+        if len(models) < FIT_SIZES and (part or part is alone):
+            where = "one rank" if part is alone else "several ranks"
+            raise BadSetting(
+                f"passes of {len(models)} models on {where} are too few for a fit; measure {FIT_SIZES} models at least, "
+                f"and {FIT_SIZES + 1} to predict each by the others"
+            )
     layer_s, byte_s = _least_squares(
         [(one.size.layers, one.size.weight_bytes + one.stored * one.size.kv_bytes) for one in alone],
         [one.seconds for one in alone],

@@ -1,6 +1,7 @@
 """The command `specbeam bench scale`: what a target costs that is spread over devices, assumed or fitted to passes."""
 
 import json as json_format
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,6 +21,14 @@ from specbeam.errors import BadSetting, MissingFile
 
 TARGET_70B = ModelSize(layers=80, width=8192, weight_bytes=140e9, kv_bytes=2 * 80 * 8 * 128 * 2)
 DRAFT_1B = ModelSize(layers=16, width=2048, weight_bytes=2e9, kv_bytes=2 * 16 * 8 * 64 * 2)
+
+
+def check_given(measure: str | None, samples: list[Path] | None, json: bool) -> None:
+    """Raise `BadSetting` for options that do not go together."""
+    if measure is not None and samples:
+        raise BadSetting("--measure times passes, and --samples reads those that were timed; give one of them")
+    if (measure is not None or samples) and json:
+        raise BadSetting("--json is for the table; --measure prints JSON in any case, and --samples has none")
 
 
 def measure(model: str, rows: list[int], stored: int, repeats: int) -> int:
@@ -67,16 +76,16 @@ def read_samples(path: Path) -> list[PassSample]:
             record = json_format.loads(line)
             record.pop("provenance", None)
             found.append(PassSample(**record | {"size": ModelSize(**record["size"])}))
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MissingFile(f"{path} does not hold passes that `bench scale --measure` has printed: {error}") from error
+    if not found:
+        raise MissingFile(f"{path} is empty; give a file of passes that `bench scale --measure` has printed")
     return found
 
 
 def assume(ranks: list[int], devices: int, beams: int, plan: TurnPlan, cluster: Cluster, json: bool) -> int:
     """Print what a 70 B target with a 1 B draft would cost by the model; return the exit code."""
-    for name, value in (("--ranks", min(ranks)), ("--devices", devices), ("--beams", beams), ("--rows", plan.rows)):
-        if value < 1:
-            raise BadSetting(f"{name} is {value}; it must be at least 1")
+    _check(ranks, devices, beams, plan, cluster)
     columns = [turn_parts(TARGET_70B, DRAFT_1B, count, beams, plan, cluster) for count in ranks]
     if json:
         for one in columns:
@@ -88,6 +97,27 @@ def assume(ranks: list[int], devices: int, beams: int, plan: TurnPlan, cluster: 
     for title, text in table_rows(columns, devices):
         print(f"| {title} | " + " | ".join(text) + " |")
     return 0
+
+
+def _check(ranks: list[int], devices: int, beams: int, plan: TurnPlan, cluster: Cluster) -> None:
+    """Raise `BadSetting`, by the name of its option, for a number that says nothing."""
+    counts = {"--ranks": min(ranks), "--devices": devices, "--beams": beams, "--requests": plan.requests}
+    for name, count in counts.items():
+        if count < 1:
+            raise BadSetting(f"{name} is {count}; it must be at least 1")
+    if max(ranks) > devices:
+        raise BadSetting(f"--ranks is {max(ranks)}, and --devices {devices}; a target needs as many devices as ranks")
+    if not (plan.kept > 0 and math.isfinite(plan.kept)):
+        raise BadSetting(f"--kept is {plan.kept}; it must be above 0, and finite")
+    others = {
+        "--depth": plan.depth,
+        "--stored": plan.stored,
+        "--reduce-us": 1e6 * cluster.reduce_s,
+        "--host-ms": 1e3 * cluster.host_s,
+    }
+    for name, value in others.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise BadSetting(f"{name} is {value:g}; it must be 0 or more, and finite")
 
 
 def table_rows(columns: list[TurnParts], devices: int) -> list[tuple[str, list[str]]]:

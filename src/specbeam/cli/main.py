@@ -808,7 +808,10 @@ def scale(
         1,
         20,
     ],
-    stored: Annotated[int, typer.Option(help="Number of tokens in the cache.")] = 128,
+    stored: Annotated[
+        int | None,
+        typer.Option(help="Number of tokens in the cache; by default 128 for --measure, and 2048 for the table."),
+    ] = None,
     repeats: Rounds = 7,
     ranks: Annotated[list[int], typer.Option(help="Devices that hold a target; may be given several times.")] = [
         2,
@@ -828,11 +831,12 @@ def scale(
     from specbeam.bench.scale import Cluster, TurnPlan
     from specbeam.cli import bench_scale
 
+    bench_scale.check_given(measure, samples, json)
     if measure is not None:
-        raise typer.Exit(bench_scale.measure(measure, rows, stored, repeats))
+        raise typer.Exit(bench_scale.measure(measure, rows, 128 if stored is None else stored, repeats))
     if samples:
         raise typer.Exit(bench_scale.check(samples))
-    plan = TurnPlan(depth=depth, kept=kept, requests=requests, rows=beams * (depth + 1))
+    plan = TurnPlan(beams * (depth + 1), depth, kept, 2048 if stored is None else stored, requests)
     cluster = Cluster(reduce_s=1e-6 * reduce_us, host_s=1e-3 * host_ms)
     raise typer.Exit(bench_scale.assume(ranks, devices, beams, plan, cluster, json))
 

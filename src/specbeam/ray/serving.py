@@ -55,8 +55,7 @@ def near_clients_only(routes: Callable[..., Awaitable[None]]) -> Callable[..., A
     """Return routes that refuse clients of other machines: Ray listens where it was told, not where `host` says."""
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        client = scope.get("client")
-        if scope["type"] != "http" or client is None or ip_address(client[0]).is_loopback:
+        if scope["type"] != "http" or _is_near(scope.get("client")):
             await routes(scope, receive, send)
             return
         from specbeam.serve.refusals import Refusal
@@ -72,6 +71,14 @@ def near_clients_only(routes: Callable[..., Awaitable[None]]) -> Callable[..., A
         await send({"type": "http.response.body", "body": json.dumps(refusal.body).encode()})
 
     return guarded
+
+
+def _is_near(client: Any) -> bool:
+    """Return whether a client, (address, port), is on this machine; one whose address is not known is not."""
+    try:
+        return bool(client) and ip_address(client[0]).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def deployment(config: ServerConfig | None = None, *, sticky: bool = True, **options: Any) -> "Application":
@@ -101,7 +108,7 @@ def deployment(config: ServerConfig | None = None, *, sticky: bool = True, **opt
     try:
         from ray import serve
     except ImportError as error:
-        raise MissingPackage(f"replicas need {error.name}: pip install 'ray[serve]'") from error
+        raise MissingPackage(f"replicas need {error.name}: pip install '.[serve,replicas]'") from error
     config = config or ServerConfig()
     config.check_open()
     if config.tensor_parallel:
@@ -137,9 +144,7 @@ def app(arguments: Mapping[str, Any]) -> "Application":
         BadSetting, MissingFile: as `deployment` and `read_config`; also where a name is none of the server's and Ray knows
             no such option.
     """
-    import yaml
-
-    values = {name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in arguments.items()}
+    values = {name: _read(name, value) if isinstance(value, str) else value for name, value in arguments.items()}
     own = {one.name for one in fields(ServerConfig)}
     path = values.pop("config", None)
     sticky = values.pop("sticky", True)
@@ -148,6 +153,18 @@ def app(arguments: Mapping[str, Any]) -> "Application":
     try:
         return deployment(config, sticky=sticky, **options)
     except TypeError as error:  # what Ray says of an option that it does not know
+        if not options:
+            raise
         raise BadSetting(
             f"neither the server nor Ray's deployments have one of {', '.join(options)}: {error}"
         ) from error
+
+
+def _read(name: str, text: str) -> Any:
+    """Return what a text of the command line says. Raises `BadSetting` if it is no YAML."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise BadSetting(f"{name} is {text!r}, which is no YAML: {error}") from error

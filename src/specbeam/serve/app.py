@@ -92,6 +92,7 @@ class UnderWay(Protocol):
 
     client: Client
     jobs: list[Job]
+    began: float  # clock time
 
     @property
     def method_name(self) -> str: ...
@@ -395,7 +396,7 @@ class BeamServer:
                 "tokens": sum(job.session.length for job in asking.jobs),
                 "running": sum(job.started is not None and not job.is_over for job in asking.jobs),
                 "waiting": sum(job.started is None and not job.is_over for job in asking.jobs),
-                "seconds": round(now - min((job.arrived for job in asking.jobs), default=now), 3),
+                "seconds": round(now - asking.began, 3),
             }
             for number, asking in self.asking.items()
             if asking.client.name == client.name
@@ -731,7 +732,9 @@ def _add_looking(app: FastAPI, server: BeamServer) -> None:
         server.client(http)
         served = server.served
         config = server.config
-        limits = ("max_running", "max_waiting", "max_tokens", "max_beams", "max_n", "max_prompts", "max_body")
+        limits = ["max_running", "max_waiting", "max_tokens", "max_beams", "max_n", "max_prompts", "max_body"]
+        if served.hears:
+            limits += ["max_audio_body", "max_audio_seconds", "max_audio_at_once"]
         return {
             "model": served.name,
             "engine": served.pair.target.engine,

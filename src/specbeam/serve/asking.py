@@ -71,6 +71,7 @@ class Asking:
         self.client = client
         self.number = number
         self.created = int(time.time())
+        self.began = time.monotonic()
         self.jobs: list[Job] = []
         self.outcome: AnsweredRequest | None = None
         self.fingerprint = ""

@@ -1,5 +1,6 @@
 """The configuration of the server: its defaults, its checks and its file."""
 
+import math
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -139,6 +140,8 @@ class ServerConfig:
         ):
             if not getattr(self, name) > 0:
                 raise BadSetting(f"{name} is {getattr(self, name)}; it must be more than 0 seconds")
+        if not math.isfinite(self.max_audio_seconds):
+            raise BadSetting(f"max_audio_seconds is {self.max_audio_seconds}; it must be finite: memory grows with it")
         for name in (
             "max_waiting",
             "max_running_per_key",

@@ -113,6 +113,7 @@ class Job:
         room: the keys and values for which it may need room, by model.
         company: the jobs that were taken with it, itself among them: the texts of one request; none before that
             and when it is over.
+        is_queued: whether it is counted among those that wait.
         rows, length, moved: what its session had when it was last looked at, and when it had it.
     """
 
@@ -139,6 +140,7 @@ class Job:
     shared: bool = False
     room: dict[Any, "StoreRoom"] = field(default_factory=dict)
     company: Sequence["Job"] = ()
+    is_queued: bool = False
     rows: int = 0
     length: int = 0
     moved: float = 0.0
@@ -264,6 +266,7 @@ class Engine:
             for job in jobs:
                 job.arrived = now
                 job.company = jobs
+                job.is_queued = True
             self._inbox.append(lambda: self._take(jobs))
             self._condition.notify()
 
@@ -547,6 +550,11 @@ class Engine:
         self.counts.kv_tokens = {lm: self._stored_in(lm) for lm in self._models()}
 
     def _take(self, jobs: Sequence[Job]) -> None:
+        """Let jobs into the line, but for those that were ended before they came."""
+        for job in jobs:
+            if job.is_over:
+                job.company = ()
+                self._uncount(job)
         self._each([job for job in jobs if not job.is_over], self._line.add)
 
     def _let_in(self, now: float) -> None:
@@ -560,6 +568,7 @@ class Engine:
                 return
             with self._condition:
                 self.inside.append(job)  # before it leaves the line, so that `drain` sees it in one of them
+                job.is_queued = False
                 self._queued -= 1
             job.started = now
             job.session.count.restart()
@@ -667,14 +676,15 @@ class Engine:
         self._tell_end(job)
 
     def _leave_line(self, job: Job) -> None:
-        """Take a job out of the line that waits no longer.
-
-        One that `submit` has refused has no company, and was never counted.
-        """
+        """Take a job out of the line that waits no longer."""
         self._line.remove(job)
-        if job.company:
-            with self._condition:
-                self._queued -= 1
+        self._uncount(job)
+
+    def _uncount(self, job: Job) -> None:
+        """Count a job no longer among those that wait; one that `submit` has refused, or not seen yet, is not."""
+        with self._condition:
+            self._queued -= job.is_queued
+            job.is_queued = False
 
     def _finish(self, job: Job) -> None:
         """Note that a job that was inside is over."""

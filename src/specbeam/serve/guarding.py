@@ -44,6 +44,7 @@ class Guarding:
         given = headers.get("x-request-id", "")
         number = given if _NUMBER.fullmatch(given) else new_number()
         scope["state"] = {**scope.get("state", {}), "number": number, "note": {}}
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # ours, wherever the routes are mounted
         began = time.monotonic()
         status = 500
 
@@ -55,7 +56,7 @@ class Guarding:
             await send(message)
 
         try:
-            refusal = self._refusal(scope["path"], headers)
+            refusal = self._refusal(path, headers)
             if refusal is not None:
                 await self._refuse(refusal, reply)
             elif scope["method"] == "OPTIONS" and headers.get("origin") in self.config.cors_origins:
@@ -63,7 +64,7 @@ class Guarding:
             else:
                 await self.app(scope, receive, reply)
         finally:
-            path = scope["path"] if scope["path"] in self.paths else "other"
+            path = path if path in self.paths else "other"
             self.metrics.http[path, status] += 1
             if path not in ("/health", "/live", "/ready", "/metrics"):
                 line = {"id": number, "path": path, "status": status, "seconds": round(time.monotonic() - began, 4)}

@@ -53,8 +53,10 @@ class Hearing:
         self.jobs: list[Job] = []
         self.windows = 0
         self.duration = 0.0
+        self.began = time.monotonic()
         self._note = note
-        self._end_by = time.monotonic() + config.request_timeout
+        self._has_decoded = False  # whether any text of the request was
+        self._end_by = self.began + config.request_timeout
         self._is_cancelled = threading.Event()
 
     @property
@@ -125,12 +127,14 @@ class Hearing:
         if making is not None:
             making.result()
         request = Request(pair, sources, method, settings, seed)
-        self.jobs = [self._job(session) for session in request.sessions]
-        self._decode()
+        over: Queue[Job] = Queue()
+        self.jobs = [self._job(session, over) for session in request.sessions]
+        self._decode(over)
         if any(job.is_lost for job in self.jobs) and self.engine.state == "ready":
             request = Request(pair, sources, method, settings, seed)
-            self.jobs = [self._job(new, old) for new, old in zip(request.sessions, self.jobs, strict=True)]
-            self._decode()
+            over = Queue()
+            self.jobs = [self._job(new, over, old) for new, old in zip(request.sessions, self.jobs, strict=True)]
+            self._decode(over)
         if any(job.cut for job in self.jobs):
             raise self._late()
         results = {job.session.place: request.result(job.session) for job in self.jobs}
@@ -138,50 +142,69 @@ class Hearing:
         self._note(self.jobs, texts)
         return texts
 
-    def _job(self, session: Session, before: Job | None = None) -> Job:
+    def _job(self, session: Session, over: "Queue[Job]", before: Job | None = None) -> Job:
         """Return the job of a session.
 
         Args:
+            over: where it is put when it is over, be it before the engine has taken it.
             before: the job that it repeats, alone, after a fault that may be another request's; None: it is the first.
         """
         return Job(
             session,
-            lambda job: None,
+            lambda job: over.put(job) if job.is_over else None,
             key=self.client.name,
             priority=max(0, self.client.least_priority),
             alone=before is not None,
             again_after=before.lost_at if before is not None else None,
-            start_by=min(time.monotonic() + self.config.queue_timeout, self._end_by),
             end_by=self._end_by,
         )
 
-    def _decode(self) -> None:
-        """Let the engine decode the jobs, and return when they are over.
+    def _decode(self, over: "Queue[Job]") -> None:
+        """Let the engine decode the jobs, as many side by side as find a place, and return when they are over.
 
-        The first window is refused if too many texts wait; further ones ask again until their `queue_timeout`.
+        A request of which nothing was decoded is refused if no place is free; others ask again until their `queue_timeout`.
+
+        Args:
+            over: gets the jobs that are over.
         """
-        over: Queue[Job] = Queue()
-
-        def watch(job: Job) -> None:
-            if job.is_over:
-                over.put(job)
-
-        for job in self.jobs:
-            job.watch = watch
-        self._submit()
-        if self._is_cancelled.is_set():  # while they were submitted
-            self.engine.cancel(self.jobs)
-        for _ in self.jobs:
-            over.get()
-
-    def _submit(self) -> None:
-        patience = time.monotonic() + (self.config.queue_timeout if self.windows else 0.0)
-        while True:
+        waiting = [*self.jobs]
+        left = len(self.jobs)
+        patience = self._patience()
+        while left:
             try:
-                self.engine.submit(self.jobs)
-                return
+                self._submit(waiting)
             except QueueFull:
-                if time.monotonic() >= patience:
+                if left == len(waiting):  # all places are taken by others
+                    if time.monotonic() >= patience:
+                        raise
+                    time.sleep(AGAIN_S)
+                    continue
+            job = over.get()
+            left -= 1
+            self._has_decoded |= job.started is not None
+            patience = self._patience()
+
+    def _submit(self, waiting: list[Job]) -> None:
+        """Submit jobs, all at once or else one by one, and take them out of those that wait.
+
+        Raises:
+            QueueFull: there is no place for those that are left.
+            Cancelled, TimedOut: they are not wanted any more.
+        """
+        count = len(waiting)
+        while waiting:
+            self._check_wanted()
+            some = waiting[:count]
+            for job in some:
+                job.start_by = min(time.monotonic() + self.config.queue_timeout, self._end_by)
+            try:
+                self.engine.submit(some)
+                del waiting[:count]
+            except QueueFull:
+                if count == 1:
                     raise
-                self._check_wanted()
-                time.sleep(AGAIN_S)
+                count = 1
+
+    def _patience(self) -> float:
+        """Return the clock time until which a text asks for a place."""
+        return time.monotonic() + (self.config.queue_timeout if self._has_decoded else 0.0)

@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -15,10 +17,12 @@ from specbeam.serve.auth import Client
 from specbeam.serve.bodies import read_bytes, unless_gone
 from specbeam.serve.engine import Job
 from specbeam.serve.hearing import Hearing
+from specbeam.serve.mapping import Served
 from specbeam.serve.multipart import parse_form
 from specbeam.serve.refusals import Refusal, invalid
 from specbeam.serve.speech_answers import MEDIA, transcript_json, transcript_text
-from specbeam.serve.speech_orders import speech_order_of
+from specbeam.serve.speech_orders import SpeechOrder, speech_order_of
+from specbeam.speech.audio import check_readable
 from specbeam.speech.records import Transcript
 from specbeam.speech.tokens import speech_tokens
 from specbeam.speech.transcribe import extractor_of
@@ -28,6 +32,13 @@ if TYPE_CHECKING:
 
 UPLOAD_S = 120.0  # seconds for which audio may take to arrive
 ROOM = 4  # requests that send, wait or are transcribed, for each that may be transcribed side by side
+
+
+@dataclass
+class _Place:
+    """What a request has of the desk: the work of its thread, once that has begun."""
+
+    working: "asyncio.Future[Transcript] | None" = None
 
 
 class SpeechDesk:
@@ -45,10 +56,12 @@ class SpeechDesk:
         self._most = ROOM * at_once
         self.extractor: Any = None  # makes the features that the model reads; set when the models are there
         self.knows_languages = False  # whether the model tells languages apart; set with the extractor
-        self.under_way = 0  # requests that are here, their upload included
+        self.under_way = 0  # requests that are here, from their upload on until nothing works on them any more
+        self._here: Counter[str] = Counter()  # the same by client
 
     def open(self, pair: Pair) -> None:
-        """Note what the models need and know, when they are there."""
+        """Note what the models need and know, when they are there. Raises `MissingPackage` if audio could not be read."""
+        check_readable()
         self.extractor = extractor_of(pair)
         self.knows_languages = bool(speech_tokens(pair).languages)
 
@@ -69,24 +82,48 @@ class SpeechDesk:
             raise invalid(
                 f"{served.name} reads no audio; start the server with a speech model", "model", "not_supported"
             )
+        self._come(client)
+        place = _Place()
+        try:
+            return await self._answer(http, task, client, place)
+        finally:
+            if place.working is None:
+                self._leave(client)
+            else:  # its thread may still be at work, though nobody waits for the answer any more
+                place.working.add_done_callback(lambda working: self._leave(client))
+
+    def _come(self, client: Client) -> None:
+        """Count a request. Raises `Refusal` if too many are here, or too many of its key where there are others."""
+        server = self._server
         if self.under_way >= self._most:
             raise server.refuse_full(
                 "queue_full", f"{self._most} requests about audio are as many as may be; try again later"
             )
+        share = max(self._most // 2, 1)
+        if len(server.keys.weights) > 1 and self._here[client.name] >= share:
+            raise server.refuse_full(
+                "key_limit", f"{share} requests about audio are as many as a key may have; try again later"
+            )
+        self._here[client.name] += 1
         self.under_way += 1
-        try:
-            return await self._answer(http, task, client)
-        finally:
-            self.under_way -= 1
 
-    async def _answer(self, http: Request, task: str, client: Client) -> Response:
+    def _leave(self, client: Client) -> None:
+        self._here[client.name] -= 1
+        self._here += Counter()  # without those that have none
+        self.under_way -= 1
+
+    async def _read(self, http: Request, task: str, served: Served) -> tuple[SpeechOrder, bytes]:
+        """Return what a request asks for, and its audio. The body itself is not kept."""
+        raw = await read_bytes(http, served.config.max_audio_body, UPLOAD_S)
+        content_type = http.headers.get("content-type", "")
+        return await self._server.in_pool(lambda: speech_order_of(parse_form(content_type, raw), task, served))
+
+    async def _answer(self, http: Request, task: str, client: Client, place: "_Place") -> Response:
         server = self._server
-        served = server.served
         config = server.config
         assert server.engine is not None
-        raw = await read_bytes(http, config.max_audio_body, UPLOAD_S)
-        content_type = http.headers.get("content-type", "")
-        order, audio = await server.in_pool(lambda: speech_order_of(parse_form(content_type, raw), task, served))
+        order, audio = await self._read(http, task, server.served)
+        _ = server.served  # the server may have begun to end while the audio came
         note = http.scope["state"]["note"]
         note |= {"key": client.name, "method": order.method.name}
         if order.method_key:  # not the server's own
@@ -101,7 +138,7 @@ class SpeechDesk:
         began = time.monotonic()
         outcome = "error"
         try:
-            transcript = await unless_gone(http, self._transcript(hearing, audio))
+            transcript = await unless_gone(http, self._transcript(hearing, audio, place))
             outcome = "stop"
         except (Refusal, SpecbeamError) as error:
             refusal = server.refusal(error)
@@ -128,7 +165,7 @@ class SpeechDesk:
             return Response(text, media_type=f"{MEDIA[order.body.response_format]}; charset=utf-8")
         return JSONResponse(transcript_json(order, transcript, seconds, self.knows_languages))
 
-    async def _transcript(self, hearing: Hearing, audio: bytes) -> Transcript:
+    async def _transcript(self, hearing: Hearing, audio: bytes, place: "_Place") -> Transcript:
         """Wait for a place, and return what is said. Raises `Refusal` if no place becomes free in time."""
         config = self._server.config
         try:
@@ -136,9 +173,15 @@ class SpeechDesk:
         except TimeoutError as error:
             message = "no place became free for audio in time; try again later"
             raise Refusal(429, "rate_limit_error", "queue_timeout", message, None, 1) from error
-        working = asyncio.get_running_loop().run_in_executor(
-            self._pool, lambda: hearing.transcript(audio, self.extractor)
-        )
+        try:
+            _ = self._server.served  # it may have begun to end meanwhile
+            working = asyncio.get_running_loop().run_in_executor(
+                self._pool, lambda: hearing.transcript(audio, self.extractor)
+            )
+        except BaseException:
+            self._free.release()
+            raise
+        place.working = working
         working.add_done_callback(self._is_over)
         return await asyncio.shield(working)  # its thread ends by itself, and only then is its place free
 

@@ -24,6 +24,7 @@ ROLL_OFF = 0.945  # share of the lower of both pass bands that is kept
 HIGHEST_RATE = 96_000  # samples per second of audio that comes as bytes
 MOST_CHANNELS = 8  # of audio that comes as bytes
 BLOCK = 2**18  # frames that are read at once
+FILTERED = 2**18  # samples that are made at once where the rate is another one
 
 Samples = Float32[np.ndarray, " _"]
 
@@ -51,15 +52,16 @@ def read_audio(audio: Any, rate: int | None = None) -> Samples:
     if not is_integer(found) or found < 1:
         raise BadAudio(f"rate is {found!r}; it must be a number of samples per second, an integer of at least 1")
     mono = _one_channel(samples, name)
-    if len(mono) < LEAST_S * found:
-        raise BadAudio(f"{name} has {len(mono) / found:.3f} seconds; at least {LEAST_S} are needed")
+    _check_length(len(mono), int(found), name)
     return resampled(mono, int(found), RATE)
 
 
 def read_audio_bytes(raw: bytes, most_seconds: float) -> Samples:
     """Return the audio in the bytes of a file, from whoever sent them, as one channel of 16 kHz.
 
-    It is read block by block, and no further than it may go: what is small as a file may be large as samples.
+    It is read and resampled block by block, and no further than it may go: what is small as a file may be large as
+    samples. Memory grows with the seconds alone, not with rate and channels: 64,000 bytes for each that are kept, twice
+    that at the end, besides some blocks.
 
     Args:
         raw: a whole file that libsndfile reads.
@@ -79,16 +81,27 @@ def read_audio_bytes(raw: bytes, most_seconds: float) -> Samples:
             raise BadAudio(f"the audio has {rate} samples per second; at most {HIGHEST_RATE} are taken: resample it")
         if sound.channels > MOST_CHANNELS:
             raise BadAudio(f"the audio has {sound.channels} channels; at most {MOST_CHANNELS} are taken: mix them")
+        resampling = Resampling(rate, RATE) if rate != RATE else None
         most = int(most_seconds * rate)
         while count <= most:
             block = sound.read(min(BLOCK, most + 1 - count), dtype="float32", always_2d=True)
             if len(block) == 0:
                 break
             count += len(block)
-            blocks.append(_one_channel(block, "the audio"))
+            mono = _one_channel(block.mean(1), "the audio")
+            blocks.extend([mono] if resampling is None else resampling.put(mono))
     if count > most:
         raise BadAudio(f"the audio has more than {most_seconds:g} seconds, which are taken; send it in parts")
-    return read_audio(np.concatenate(blocks) if blocks else np.zeros(0, dtype=np.float32), rate)
+    _check_length(count, rate, "the audio")
+    if resampling is not None:
+        blocks.extend(resampling.end())
+    return np.concatenate(blocks)
+
+
+def _check_length(count: int, rate: int, name: str) -> None:
+    """Raise `BadAudio` if there are too few samples for any speech."""
+    if count < LEAST_S * rate:
+        raise BadAudio(f"{name} has {count / rate:.3f} seconds; at least {LEAST_S} are needed")
 
 
 def _from_file(path: Path) -> tuple[np.ndarray, int]:
@@ -100,13 +113,19 @@ def _from_file(path: Path) -> tuple[np.ndarray, int]:
         return samples, int(sound.samplerate)
 
 
-@contextmanager
-def _opened(file: Path | io.BytesIO, name: str) -> Iterator[Any]:
-    """Open audio for reading. Raises `BadAudio` for what cannot be read, also while it is read."""
+def check_readable() -> Any:
+    """Return the package that reads files. Raises `MissingPackage` if it is not installed."""
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: without the library that it wraps
         raise MissingPackage(f"audio files are read by soundfile: pip install '.[speech]' ({error})") from error
+    return soundfile
+
+
+@contextmanager
+def _opened(file: Path | io.BytesIO, name: str) -> Iterator[Any]:
+    """Open audio for reading. Raises `BadAudio` for what cannot be read, also while it is read."""
+    soundfile = check_readable()
     try:
         with soundfile.SoundFile(file) as sound:
             yield sound
@@ -146,32 +165,87 @@ def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
     """
     if rate == wanted:
         return samples
-    divisor = math.gcd(rate, wanted)
-    step = rate // divisor
-    phases = wanted // divisor
-    band = min(step, phases) * ROLL_OFF
-    reach = math.ceil(ZEROS * step / band)
-    padded = torch.nn.functional.pad(torch.from_numpy(samples)[None, None], (reach, reach + step))
-    frames = len(samples) // step + 1  # places of a filter, one step apart
-    size = _phases_at_once(step, phases, reach)
-    blocks = []
-    for first in range(0, phases, size):
-        last = min(first + size, phases)
+    resampling = Resampling(rate, wanted)
+    return np.concatenate([*resampling.put(samples), *resampling.end()])
+
+
+class Resampling:
+    """Samples at another rate, part by part: those of `resampled`, bit by bit, with little more memory than a part.
+
+    Args:
+        rate: samples per second of what is put in.
+        wanted: samples per second of what comes out.
+    """
+
+    def __init__(self, rate: int, wanted: int) -> None:
+        divisor = math.gcd(rate, wanted)
+        self._rate = rate
+        self._wanted = wanted
+        self._step = rate // divisor
+        self._phases = wanted // divisor
+        self._band = min(self._step, self._phases) * ROLL_OFF
+        self._reach = math.ceil(ZEROS * self._step / self._band)
+        self._size = _phases_at_once(self._step, self._phases, self._reach)
+        self._frames = max(FILTERED // self._phases, 1)  # places of a filter, one step apart, that are filtered at once
+        self._filters: list[tuple[int, int, torch.Tensor]] = []  # kept if they are few
+        self._rest: Samples = np.zeros(self._reach, dtype=np.float32)  # what is still to be read
+        self._read = 0
+        self._made = 0
+
+    def put(self, samples: Samples) -> Iterator[Samples]:
+        """Yield what follows from samples that come next; all of it must be taken."""
+        self._read += len(samples)
+        self._rest = np.concatenate([self._rest, samples])
+        advance = self._frames * self._step
+        while len(self._rest) >= advance + 2 * self._reach:
+            made = self._filtered(self._rest[: advance + 2 * self._reach], self._frames)
+            self._rest = self._rest[advance:]
+            self._made += len(made)
+            yield made
+        self._rest = self._rest.copy()  # or all that was read would be kept
+
+    def end(self) -> Iterator[Samples]:
+        """Yield what is left when no samples follow."""
+        frames = self._read // self._step + 1 - self._made // self._phases
+        padded = np.concatenate([self._rest, np.zeros(self._reach + self._step, dtype=np.float32)])
+        count = math.ceil(self._read * self._wanted / self._rate)
+        yield self._filtered(padded, frames)[: count - self._made]
+
+    def _filtered(self, samples: Samples, frames: int) -> Samples:
+        """Return all phases at so many places of the filters."""
+        padded = torch.from_numpy(samples)[None, None]
+        blocks = []
+        for start, stop, kernels in self._kernels():
+            read = padded[:, :, start : stop + (frames - 1) * self._step]
+            blocks.append(torch.nn.functional.conv1d(read, kernels[:, None], stride=self._step)[0])
+        flat: Samples = torch.cat(blocks).T.reshape(-1).numpy()
+        return flat
+
+    def _kernels(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield filters in blocks of phases, with the first sample that they read from their place on, and the end."""
+        yield from self._filters
+        if self._filters:
+            return
+        for first in range(0, self._phases, self._size):
+            block = self._made_kernels(first, min(first + self._size, self._phases))
+            if self._size >= self._phases:
+                self._filters.append(block)
+            yield block
+
+    def _made_kernels(self, first: int, last: int) -> tuple[int, int, torch.Tensor]:
+        reach = self._reach
+        step = self._step
         start = 0
         stop = 2 * reach + step
-        if size < phases:  # the other taps have no weight
-            start = first * step // phases
-            stop = min(-(-(last - 1) * step // phases) + 2 * reach + 1, stop)
+        if self._size < self._phases:  # the other taps have no weight
+            start = first * step // self._phases
+            stop = min(-(-(last - 1) * step // self._phases) + 2 * reach + 1, stop)
         taps = torch.arange(start - reach, stop - reach, dtype=torch.float64)[None] / step
-        shifts = torch.arange(first, last, dtype=torch.float64)[:, None] / phases
-        times = ((taps - shifts) * band).clamp(-ZEROS, ZEROS)
+        shifts = torch.arange(first, last, dtype=torch.float64)[:, None] / self._phases
+        times = ((taps - shifts) * self._band).clamp(-ZEROS, ZEROS)
         window = torch.cos(times * math.pi / ZEROS / 2) ** 2
-        kernels = (torch.sinc(times) * window * band / step).float()
-        read = padded[:, :, start : stop + (frames - 1) * step]
-        blocks.append(torch.nn.functional.conv1d(read, kernels[:, None], stride=step)[0])
-    count = math.ceil(len(samples) * wanted / rate)
-    flat: Samples = torch.cat(blocks).T.reshape(-1)[:count].numpy()
-    return flat
+        kernels = (torch.sinc(times) * window * self._band / step).float()
+        return start, stop, kernels
 
 
 def _phases_at_once(step: int, phases: int, reach: int) -> int:
