@@ -23,7 +23,7 @@ from specbeam.pair import check_scores_forests, language_model
 from tests.lm.test_huggingface import check_random_turns
 from tests.lm.test_lean import in_steps, scored
 from tests.support.seats import plain_logits, seat
-from tests.support.tiny_models import tiny
+from tests.support.tiny_models import MIXTURES, tiny
 
 if not kernels.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
@@ -241,9 +241,8 @@ def test_the_page_of_models_lists_the_rows_of_the_tables():
 
 def test_a_tiny_model_of_every_row_is_tried_here():
     """And the doors that draft with the model's own layers and read its states are tried with every family, too."""
-    mixtures = ("mixtral", "qwen3_moe", "olmoe")  # in tests/lm/test_mixtures.py
     those_without_source = {family for family in FAMILIES if not family.cross}
-    assert {family_of(tiny(name)) for name in (*MODELS, *mixtures)} == those_without_source
+    assert {family_of(tiny(name)) for name in (*MODELS, *MIXTURES)} == those_without_source
     assert all(family.name in known_families() for family in FAMILIES)
     assert family_of(tiny("opt")) is None
 

@@ -20,7 +20,7 @@ from specbeam.pair import check_scores_forests
 from tests.lm.test_families import CLOSE, last_row, spreads_off
 from tests.lm.test_huggingface import check_random_turns
 from tests.support.seats import plain_logits, seat
-from tests.support.tiny_models import tiny
+from tests.support.tiny_models import MIXTURES, tiny
 
 MODELS = [
     ("mixtral", {}),
@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers_on_trees_in_any_company(name, changes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_a_row_has_the_same_bits_in_every_company_and_in_every_chunk(name, dtype, packed):
     """Whatever experts its neighbours choose."""
     model = model_of(name)
@@ -88,7 +88,7 @@ def test_how_rows_choose_counts(name, mistake, monkeypatch):
     assert spreads_off(last_row(HuggingFaceLM(model), text), plain_logits(model, [text])[0]) > 100 * CLOSE
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_beam_search_finds_the_tokens_of_transformers(name):
     target = model_of(name)
     pair = sb.load(target, model_of(name, num_hidden_layers=1))

@@ -93,7 +93,7 @@ def _slow_masks(model, prefix, length, count):
     kinds = set(getattr(model.config, "layer_types", None) or [])
     if "sliding_attention" in kinds:
         return {kind: added(window if kind == "sliding_attention" else 10**6) for kind in kinds}
-    return added(window if model.config.model_type == "mistral" else 10**6)
+    return added(window if model.config.model_type in ("mistral", "mixtral") else 10**6)
 
 
 def with_extra_rows(forest, nodes=None, depth=DEPTH):

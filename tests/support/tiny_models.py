@@ -55,6 +55,7 @@ FAMILIES = {
     "phi3": ("phi3", _SMALL),
     "falcon": ("falcon", _SMALL | {"alibi": False, "new_decoder_architecture": False, "multi_query": True}),
 }
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe")
 NO_SDPA = ("gemma2",)
 
 
