@@ -108,7 +108,7 @@ class Pair:
 def load(
     target: "str | Path | PreTrainedModel",
     draft: "str | Path | PreTrainedModel | Skipping | None" = None,
-    tokenizer: "str | Path | PreTrainedTokenizerBase | None" = None,
+    tokenizer: "str | Path | PreTrainedTokenizerBase | Literal[False] | None" = None,
     dtype: "str | torch.dtype" = "auto",
     device: str | torch.device | None = None,
     check: bool = True,
@@ -133,7 +133,7 @@ def load(
             the target itself with rounded weights, and a cache of its own. The draft of an encoder-decoder model is another
             one, which shares the target's encoder if its own has the same weights; the decoder of one without an encoder
             (`WhisperForCausalLM`); or a causal language model, which does not see the source.
-        tokenizer: a path, a hub id or an object; None: the target's tokenizer.
+        tokenizer: a path, a hub id or an object; None: the target's tokenizer. False: none, for prompts of token ids.
         dtype: "auto" is the checkpoint's own type on a GPU. On a CPU it is float32: in arithmetic for every model, and in
             memory up to 300 M parameters. A larger one that the compiled forward runs stays in the type of its files, mapped
             to memory: then the engine's own copy of the weights, as large as the files (or rounded), is all that stays in
@@ -212,7 +212,7 @@ def load(
     draft_model = None
     if draft is not None and head is None:
         draft_model = _model(draft, dtype, torch_device, quantize_draft, may_keep=True)
-    loaded_tokenizer = _tokenizer(tokenizer if tokenizer is not None else target)
+    loaded_tokenizer = None if tokenizer is False else _tokenizer(tokenizer if tokenizer is not None else target)
     if draft_model is not None:
         _check_same_vocabulary(target_model, draft_model, loaded_tokenizer, draft)
     if tensor_parallel:

@@ -63,7 +63,7 @@ def test_logits_are_those_of_the_model(name, engine):
     [
         ("opt", {}, "of no family that this engine knows"),
         ("falcon", {}, "of no family that this engine knows"),
-        ("llama", {"hidden_act": "relu"}, "its activation is 'relu'"),
+        ("llama", {"hidden_act": "sigmoid"}, "its activation is 'sigmoid'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "of kind 'dynamic'"),
     ],
 )

@@ -763,7 +763,7 @@ def _matrix(module: Any, family: ModelFamily) -> Matrix:
 
 def rows_in_order(rows: Matrix, of: Architecture) -> Matrix:
     """Return the rows of a joined matrix as all queries, all keys and all values: a copy if they are stored head by head."""
-    if not of.family.by_head:
+    if not of.family.by_head or len(rows) == 0:
         return rows
     if isinstance(rows, PackedMatrix):
         return rows.in_order(rows_in_order(torch.arange(len(rows)), of).tolist())
