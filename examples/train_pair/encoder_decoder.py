@@ -17,13 +17,13 @@ import sacrebleu
 import torch
 import typer
 from batches import SourceBatch, SourceRows
-from corpus import Example, joined_at_random, sounds, translations
+from corpus import Example, sounds, translations
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 import specbeam as sb
-from train import DEVICE, Data, Recipe, fit
+from train import DEVICE, Data, Recipe, fit, training_texts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 Out = Annotated[Path, typer.Option(help="folder of the pair: tokenizer/ is in it, target/ and draft/ are made in it")]
@@ -129,14 +129,6 @@ def train(
     fit(model, vocabulary, loss, rows, heldout, recipe, folder, resume)
 
 
-def training_texts(data: Path, recipe: Recipe, epoch: int) -> list[Example]:
-    """The texts of one epoch; a sixth of the sentences are joined to paragraphs, others each epoch."""
-    rng = random.Random(epoch)
-    words = some(sounds(data, "train"), recipe.sounds_part, rng)
-    sentences = some(translations(data, "train"), recipe.part, rng)
-    return joined_at_random(sentences, 1 / 6, epoch) + words
-
-
 def heldout_texts(data: Path, recipe: Recipe) -> list[Example]:
     """Held-out texts of the jobs that are trained."""
     sentences = translations(data, "valid") if recipe.part > 0 else []
@@ -144,11 +136,8 @@ def heldout_texts(data: Path, recipe: Recipe) -> list[Example]:
     return sentences + words
 
 
-def some(examples: list[Example], count: float, rng: random.Random) -> list[Example]:
-    """Draw some examples: so many, or a part of them if the count is at most 1."""
-    if count <= 1:
-        count = count * len(examples)
-    return rng.sample(examples, min(int(count), len(examples)))
+def some(examples: list[Example], count: int, rng: random.Random) -> list[Example]:
+    return rng.sample(examples, min(count, len(examples)))
 
 
 def new_model(vocabulary: PreTrainedTokenizerFast, layers: int, hidden: int) -> T5ForConditionalGeneration:

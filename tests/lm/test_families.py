@@ -96,22 +96,25 @@ def test_logits_are_those_of_transformers_on_trees_in_any_company(name, changes)
     assert spreads_off(last_row(lm, text), plain_logits(model, [text])[0]) < CLOSE
 
 
+def check_bits_in_company(model, kind):
+    """Rows have the same bits alone, beside other sessions, and whatever chunks their prompts come in."""
+    rng = np.random.default_rng(4)
+    prompts = [rng.integers(0, 61, length).tolist() for length in (23, 2, 40)]
+    alone = [last_row(HuggingFaceLM(model), prompt) for prompt in prompts]
+    for chunk in (5, 512):
+        lm = HuggingFaceLM(model, chunk=chunk)
+        assert lm.runner.decoder.kind == kind
+        seats = [seat(prompt) for prompt in prompts]
+        forests = [Forest.rooted([prompt[-1]]) for prompt in prompts]
+        for row, found in zip(alone, lm.extend(seats, forests), strict=True):
+            assert torch.equal(found.logits[0], row)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_has_the_same_bits_in_every_company_and_in_every_chunk(name, packed):
     model = model_of(name)
-    rng = np.random.default_rng(4)
-    prompts = [rng.integers(0, 61, length).tolist() for length in (23, 2, 40)]
-    for dtype in ("float32", "bfloat16"):
-        if dtype == "bfloat16":
-            model = model.bfloat16().float()
-        alone = [last_row(HuggingFaceLM(model), prompt) for prompt in prompts]
-        for chunk in (5, 512):
-            lm = HuggingFaceLM(model, chunk=chunk)
-            assert lm.runner.decoder.kind == dtype
-            seats = [seat(prompt) for prompt in prompts]
-            forests = [Forest.rooted([prompt[-1]]) for prompt in prompts]
-            for row, found in zip(alone, lm.extend(seats, forests), strict=True):
-                assert torch.equal(found.logits[0], row)
+    check_bits_in_company(model, "float32")
+    check_bits_in_company(model.bfloat16().float(), "bfloat16")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -12,14 +12,13 @@ if not kernels.AVAILABLE:
 
 from dataclasses import replace
 
-from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder as compiled
 from specbeam.errors import NotSupported
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.pair import check_scores_forests
-from tests.lm.test_families import CLOSE, last_row, spreads_off
+from tests.lm.test_families import CLOSE, check_bits_in_company, last_row, spreads_off
 from tests.lm.test_huggingface import check_random_turns
-from tests.support.seats import plain_logits, seat
+from tests.support.seats import plain_logits
 from tests.support.tiny_models import MIXTURES, tiny
 
 MODELS = [
@@ -57,18 +56,7 @@ def test_logits_are_those_of_transformers_on_trees_in_any_company(name, changes)
 def test_a_row_has_the_same_bits_in_every_company_and_in_every_chunk(name, dtype, packed):
     """Whatever experts its neighbours choose."""
     model = model_of(name)
-    if dtype == "bfloat16":
-        model = model.bfloat16().float()
-    rng = np.random.default_rng(4)
-    prompts = [rng.integers(0, 61, length).tolist() for length in (23, 2, 40)]
-    alone = [last_row(HuggingFaceLM(model), prompt) for prompt in prompts]
-    for chunk in (5, 512):
-        lm = HuggingFaceLM(model, chunk=chunk)
-        assert lm.runner.decoder.kind == dtype
-        seats = [seat(prompt) for prompt in prompts]
-        forests = [Forest.rooted([prompt[-1]]) for prompt in prompts]
-        for row, found in zip(alone, lm.extend(seats, forests), strict=True):
-            assert torch.equal(found.logits[0], row)
+    check_bits_in_company(model.bfloat16().float() if dtype == "bfloat16" else model, dtype)
 
 
 @pytest.mark.parametrize(
