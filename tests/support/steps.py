@@ -26,7 +26,8 @@ def source_of(step):
 def source_of_steps(compiled_from="-"):
     """Let all steps of the package run as Python while the context lasts, but those of packages with this name.
 
-    Engines for CPUs have compiled forms only.
+    Engines for CPUs have compiled forms only. A patch of a step that begins inside the context must end inside it, or it
+    would put the Python function back for all tests that follow.
     """
     if not AVAILABLE or _INSIDE[0]:
         with np.errstate(all="ignore"):
@@ -45,8 +46,10 @@ def source_of_steps(compiled_from="-"):
             yield
     finally:
         _INSIDE[0] -= 1
+        patched = [name for place, name, value in compiled if place[name] is not value.py_func]
         for place, name, value in compiled:
             place[name] = value
+        assert not patched, f"patches of {patched} outlive `source_of_steps`: undo them before it ends"
 
 
 _FOUND: list = [None, []]  # what `_names_of_steps` found last, and when

@@ -130,18 +130,18 @@ def law_under_noise(method, target, drafts, width_of, steps, eos, patch):
         asked = [session_of(method, TableLM(draft), WalkingDice([]), steps, eos, key=77) for draft in drafts]
         noise = NoiseByRank(asked[0].beams.keys[0], 5)
         expected = drawn_by_order(dice, noise, target, width_of, steps, eos)
-        for room in (ranking, joint):
-            patch.setattr(room, "gumbel", noise.gumbel)
-        patch.setattr(ranking, "bound_noise", noise.bound)
-        for session in asked:
-            run(session, TableLM(target))
-            assert session.dice.taken == []  # the noise is all the chance there is
-            assert texts(session) == expected
-            most_passed[0] = max(most_passed[0], session.count.accepted)
+        with patch.context() as here:
+            for room in (ranking, joint):
+                here.setattr(room, "gumbel", noise.gumbel)
+            here.setattr(ranking, "bound_noise", noise.bound)
+            for session in asked:
+                run(session, TableLM(target))
+                assert session.dice.taken == []  # the noise is all the chance there is
+                assert texts(session) == expected
+                most_passed[0] = max(most_passed[0], session.count.accepted)
         return expected
 
-    with patch.context() as patch:
-        return exact_law(program), most_passed[0]
+    return exact_law(program), most_passed[0]
 
 
 @pytest.mark.parametrize(
@@ -255,9 +255,10 @@ def racing(method, target, draft, seed, patch):
             waits = np.random.default_rng([seed, races[0]]).exponential(size=len(logp))
             return source_of(perturbed)(logp, path, top, race(dice, logp, waits), count)
 
-        patch.setattr(tree, "perturbed", by_order)
         dice.uniform = lambda shape: np.full(shape, 0.5)
-        return one_turn(method, target, draft)(dice)
+        with patch.context() as here:
+            here.setattr(tree, "perturbed", by_order)
+            return one_turn(method, target, draft)(dice)
 
     return program
 
