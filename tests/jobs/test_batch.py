@@ -26,6 +26,7 @@ from specbeam.jobs.tables import read_table, write_table
 from tests.cli.test_commands import specbeam
 from tests.support import words
 from tests.support.figures import show
+from tests.support.tiny_sources import sources, tiny_reader
 
 METHOD = sb.dsbd(beams=2, depth=2, width="fixed")
 OPTIONS = {"max_new_tokens": 6}
@@ -465,6 +466,37 @@ def test_the_command_decodes_and_says_what_it_did(tmp_path):
     assert specbeam(*arguments)[0] == 2
     code, out, _ = specbeam(*arguments, "--resume", "--json")
     assert (code, json.loads(out)["failed"]) == (1, 1)
+
+
+def test_sources_of_a_translation_model_are_decoded_and_models_that_hear_are_refused(tmp_path):
+    folder = tmp_path / "model"
+    model = tiny_reader("marian")
+    model.save_pretrained(folder)
+    words.tokenizer().save_pretrained(folder)
+    given = sources("marian")
+    rows = [{"id": number, "prompt_token_ids": ids} for number, ids in enumerate(given)]
+    write_jsonl(tmp_path / "in.jsonl", [*rows, {"id": "long", "prompt_token_ids": [7] * 65}])
+    arguments = ["--method", "beam_search", "-s", "beams=3", "--max-new-tokens", "8"]
+    code, _, err = specbeam(
+        "batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "-m", str(folder), *arguments
+    )
+    assert code == 1, err
+    *records, refused = read_jsonl(tmp_path / "out.jsonl")
+    assert "65 tokens" in refused["error"]
+    answers = sb.generate(sb.load(model), given, sb.beam_search(3), max_new_tokens=8)
+    assert [record["beams"][0]["tokens"] for record in records] == [answer.beams[0].tokens for answer in answers]
+    assert [record["prompt_tokens"] for record in records] == [len(ids) for ids in given]
+    code, _, err = specbeam(
+        "batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out2.jsonl"), "-m", str(folder), "--target-language", "fr"
+    )
+    assert (code, "leave the language of the text out" in err) == (2, True)
+
+    tiny_reader("whisper").save_pretrained(tmp_path / "ears")
+    words.tokenizer().save_pretrained(tmp_path / "ears")
+    code, _, err = specbeam(
+        "batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out3.jsonl"), "-m", str(tmp_path / "ears")
+    )
+    assert (code, "specbeam transcribe" in err) == (2, True)
 
 
 def answers_kept(path):

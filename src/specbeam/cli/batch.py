@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.cli.common import ProgressBar, complain, follow_rank_0, method_from, quiet_load, text_or_file
+from specbeam.errors import NotSupported
 from specbeam.jobs.answering import Work, work_of
 from specbeam.jobs.batch import batch, settings_described
 from specbeam.jobs.journal import Progress
 from specbeam.jobs.rows import Columns
+from specbeam.sources import hears, set_languages
 
 
 def run(
@@ -24,25 +26,33 @@ def run(
     resume: bool,
     retry_failed: bool,
     json: bool,
+    source_language: str | None = None,
+    target_language: str | None = None,
 ) -> int:
     """Decode the rows of a table, and return the exit code: 0, or 1 if rows failed, or 130 after an interrupt.
 
     Args:
         models: the arguments of `quiet_load`.
         options: as for `specbeam.generate`.
+        source_language, target_language: the languages of a multilingual translation model, as its tokenizer names them.
     """
     follow_rank_0(models)
     method = method_from(method_name, settings)
     for name, mark in (("json_schema", "{"), ("grammar", ":")):
         options[name] = text_or_file(options[name], mark, name)
+    languages = {"source_language": source_language, "target_language": target_language}
     described = settings_described(
-        {**models, "method": method_name, "settings": sorted(settings), **options, "seed": seed}
+        {**models, "method": method_name, "settings": sorted(settings), **options, **languages, "seed": seed}
     )
     if not method.lossless:
         complain(f"note: {method.name} is {method.law}")
 
     def make_work() -> Work:
-        return work_of(quiet_load(**models), method, seed, batch_size, options)
+        pair = quiet_load(**models, sources=True)
+        if hears(pair):
+            raise NotSupported(f"{models['model']} hears recordings, and a table holds texts; use specbeam transcribe")
+        set_languages(pair, options, source_language, target_language)
+        return work_of(pair, method, seed, batch_size, options)
 
     shown = Progress(0, 0, 0)
     with ProgressBar() as bar:

@@ -164,6 +164,8 @@ def batch(
     regex: Regex = None,
     grammar: Grammar = None,
     grammar_backend: GrammarBackend = "llguidance",
+    source_language: SourceLanguage = None,
+    target_language: TargetLanguage = None,
     seed: Annotated[int, typer.Option(help="With the id of a row, the seed of its text.")] = 0,
     batch_size: BatchSize = 32,
     id_column: Annotated[str, typer.Option(help="Column of ids. Without it rows are numbered from 1.")] = "id",
@@ -192,7 +194,8 @@ def batch(
     }  # fmt: skip
     columns = Columns(id=id_column, prompt=prompt_column)
     code = run(
-        source, out, models, method, setting, options, seed, batch_size, columns, resume, retry_failed, json
+        source, out, models, method, setting, options, seed, batch_size, columns, resume, retry_failed, json,
+        source_language, target_language,
     )  # fmt: skip
     raise typer.Exit(code)
 

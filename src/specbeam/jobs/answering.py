@@ -15,6 +15,7 @@ from specbeam.recipes.method import Method
 from specbeam.records import Beam, Generation
 from specbeam.request import Request
 from specbeam.runs import TURNS
+from specbeam.sources import source_length
 
 # The columns of an answer, with their types for tables that have such; `id` is a text or an integer.
 ANSWER_COLUMNS = {
@@ -164,7 +165,7 @@ def _answer(work: Work, asked: _Asked) -> AnsweredRow:
         "score": beams[0].score,
         "finish_reason": _reason(beams[0]),
         "beams": [_shown(beam) for beam in beams],
-        "prompt_tokens": len(first.prompt),
+        "prompt_tokens": source_length(asked.request.sessions[0]) or len(first.prompt),
         "new_tokens": len(first.tokens),
     }
     counts = [session.count for session in asked.request.sessions]
