@@ -22,7 +22,7 @@ def target(**changes):
 
 
 @needs_numba
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_the_target_rounded_drafts_for_itself_and_the_beams_are_those_of_the_target(kind):
     model = target()
     pair = sb.load(model, draft=kind, tokenizer=words.tokenizer())

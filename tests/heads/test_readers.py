@@ -63,7 +63,9 @@ PROMPTS: list = [[3, 4, 5, 6], [7], [8, 9]]
 OPTIONS: dict = {"max_new_tokens": 12, "eos_token_id": [], "seed": 5}
 
 
-@pytest.mark.parametrize("name", [*SPECULATORS, EAGLE])
+@pytest.mark.parametrize(
+    "name", [EAGLE, "norms", *(pytest.param(name, marks=pytest.mark.slow) for name in SPECULATORS if name != "norms")]
+)
 def test_a_head_drafts_the_beams_of_the_target(name, target, turn_by_turn):
     """Those without a draft, and trees and searches take it."""
     pair = sb.load(target, draft=str(GOLDEN / name), probe=False)

@@ -144,7 +144,7 @@ def test_a_folder_of_4_bits_drafts_for_a_full_target_and_changes_no_beam(tmp_pat
     assert drafted.report.target_passes < plain.report.target_passes
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_a_target_of_4_bits_is_rounded_again_as_its_own_draft_and_its_law_stays(kind, tmp_path):
     write_rounded(tmp_path, model_of(), "gptq")
     pair = loaded(tmp_path, kind)

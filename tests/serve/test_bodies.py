@@ -140,7 +140,7 @@ def test_what_means_harm_is_refused_within_a_twentieth_of_a_second(kitchen, name
         assert isinstance(found, Refusal), found
     assert 400 <= found.status < 500
     assert len(found.message) < 2500
-    assert min(times) < 0.05
+    assert min(times) < (0.05 if sys.gettrace() is None else 0.5)  # what counts covered lines takes most of the time
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_a_head_learns_and_is_used(kind, pair, small_files, drawn, tmp_path):
     learns_and_is_used(kind, {}, pair, drawn, tmp_path)
 
 
-@pytest.mark.parametrize("kind", kinds("eagle3", "dspark", "chimera"))
+@pytest.mark.parametrize("kind", kinds("dspark", "chimera"))
 def test_a_head_of_another_shape_learns_and_is_used(kind, pair, small_files, drawn, tmp_path):
     learns_and_is_used(kind, {"draft_vocab": 40, "layers": 2, "depth": 2}, pair, drawn, tmp_path)
 

@@ -121,7 +121,7 @@ def test_a_later_dynamic_layer_has_its_law_given_the_first_one_and_its_width(rep
     assert seen >= {(0, 1), (0, 2), (1, 1), (1, 2), (2, 2)}  # drafted layers of either width, and one after the drafts
 
 
-@pytest.mark.parametrize("replacement", [False, True])
+@pytest.mark.parametrize("replacement", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_layer_of_the_width_of_a_nucleus_has_its_law_given_the_past(replacement):
     """Also the width of the layer after the drafts is the target's own choice."""
     seen = set()
