@@ -307,19 +307,23 @@ def _one_piece(rows: int) -> int:
 def _multiply_panel_in_parts(
     panels: Array, panel: int, transposed: Array, rows: int, depth: int, out: Array, piece: int
 ) -> None:
-    """Do `multiply_panel` for all rows, which were transposed part by part."""
+    """Do `multiply_panel` for all rows, which were transposed part by part.
+
+    While a part is multiplied, its share of the next panel is read into the processor's cache.
+    """
     words = panels.shape[1]
     columns = out.shape[1]
     count = part_count(rows)
     each = len(transposed) // rows
     flat = panels.reshape(-1)
     result = out.reshape(-1)
+    later_stride = (WIDTH + count - 1) // count if count > 1 else 0
     if count < _UNPACKED_FROM:
         for part in range(count):
             start = part * rows // count
             write_sums(
                 (part + 1) * rows // count - start, flat, panel * words, WIDTH, transposed, start * each, result,
-                start * columns + panel * WIDTH, columns, depth,
+                start * columns + panel * WIDTH, columns, depth, (panel + 1) * words + part * words // count, later_stride,
             )  # fmt: skip
     else:
         numbers = unpacked(panels[panel], depth)
@@ -327,7 +331,7 @@ def _multiply_panel_in_parts(
             start = part * rows // count
             write_sums(
                 (part + 1) * rows // count - start, numbers, 0, WIDTH, transposed, start * each, result,
-                start * columns + panel * WIDTH, columns, depth,
+                start * columns + panel * WIDTH, columns, depth, 0, 0,
             )  # fmt: skip
 
 

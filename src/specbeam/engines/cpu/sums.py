@@ -34,6 +34,8 @@ ACROSS = 2  # registers across a panel
 WIDTH = ACROSS * LANES  # columns of a panel
 STEP = 4  # steps of depth in a round of the loop, at least; every depth is a multiple of it
 _AHEAD = 32  # words of a column by which prefetching is ahead of the sums
+_TO_FIRST_CACHE = 3
+_TO_SECOND_CACHE = 2
 _STEPS_PER_NIBBLES = 8  # steps of depth in a word of numbers of 4 bits
 _UPPER = 0xF0F0F0F0  # the upper half of each byte
 FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those of float16 from 15
@@ -46,7 +48,10 @@ class _Loop:
         steps_per_word: steps of depth in a word of the panel: 1 for float32; 2 for bfloat16, the earlier step in the lower
             half.
         x_pitch: words between two rows of x, whose steps follow each other; None: the rows of x are transposed.
+        later: what `write_sums` calls `later_at` and `later_stride`; None: nothing is prefetched for later.
     """
+
+    later: tuple[Any, Any] | None = None
 
     def __init__(self, builder: Any, rows: int, steps_per_word: int, x_pitch: Any = None) -> None:
         self.builder = builder
@@ -73,6 +78,7 @@ class _Loop:
         sums = list(starts)
         for step in range(0, self.steps, self.steps_per_word):
             word = b.udiv(b.add(at, self._number(step)), self._number(self.steps_per_word))
+            self._prefetch_later(weights, word)
             for place, columns in enumerate(self._columns_of(weights, stride, word)):
                 sums = self._added(sums, columns, x, b.add(at, self._number(step + place)))
         next_at = b.add(at, self._number(self.steps))
@@ -127,16 +133,31 @@ class _Loop:
     def _loaded(self, weights: Any, first: Any, stride: Any, kind: Any) -> list[Any]:
         """Load registers across the panel, and prefetch those `_AHEAD` steps of depth later."""
         b = self.builder
-        byte = ir.IntType(8).as_pointer()
         skipped = b.mul(stride, self._number(_AHEAD))
-        prefetch = self._function("llvm.prefetch.p0", ir.VoidType(), [byte, self.word, self.word, self.word])
         loaded = []
         for across in range(ACROSS):
             place = b.add(first, self._number(across * LANES))
-            ahead = b.gep(weights, [b.add(place, skipped)])
-            b.call(prefetch, [b.bitcast(ahead, byte), *(ir.Constant(self.word, n) for n in (0, 3, 1))])
+            self._prefetch(weights, b.add(place, skipped), _TO_FIRST_CACHE)
             loaded.append(b.load(self._pointer(weights, place, kind), align=4))
         return loaded
+
+    def _prefetch_later(self, weights: Any, word: Any) -> None:
+        """Prefetch a line of what is multiplied after this panel, while a word of this one is multiplied.
+
+        The sums of few rows take no longer than reading their panel does, which leaves no time to read another one.
+        """
+        if self.later is not None and self.rows > MOST // 2:
+            start, stride = self.later
+            place = self.builder.add(start, self.builder.mul(word, stride))
+            self._prefetch(weights, place, _TO_SECOND_CACHE)
+
+    def _prefetch(self, array: Any, place: Any, cache: int) -> None:
+        """Write the code that reads the line of an index of an array into one of the processor's caches."""
+        b = self.builder
+        byte = ir.IntType(8).as_pointer()
+        prefetch = self._function("llvm.prefetch.p0", ir.VoidType(), [byte, self.word, self.word, self.word])
+        line = b.bitcast(b.gep(array, [place]), byte)
+        b.call(prefetch, [line, *(ir.Constant(self.word, n) for n in (0, cache, 1))])
 
     def _pointer(self, array: Any, place: Any, kind: Any) -> Any:
         return self.builder.bitcast(self.builder.gep(array, [place]), kind.as_pointer())
@@ -356,7 +377,7 @@ if kernels.AVAILABLE:
     @intrinsic
     def write_sums(
         typing: Any, rows: Any, weights: Any, at: Any, stride: Any, x: Any, x_at: Any, out: Any, out_at: Any,
-        out_stride: Any, depth: Any,
+        out_stride: Any, depth: Any, later_at: Any, later_stride: Any,
     ) -> Any:  # fmt: skip
         """Write the products of 1 to `MOST` rows with the columns of one panel to `out`.
 
@@ -366,10 +387,14 @@ if kernels.AVAILABLE:
         Weights are float32; or uint32 with two bfloat16 each; or uint8, of which two are a float16; or uint64 with sixteen
         numbers of 4 bits each, see engines/cpu/nibbles.py; or int32 with four int8 each, or int16 with four numbers of 4
         bits each, and x int32 as `panels.write_transposed` makes it.
+
+        Of more than half of `MOST` rows, the line of weights[later_at + word * later_stride] is prefetched for each word of a
+        column: of what comes after this panel, which is then there when it is needed.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            number, _, at, stride, _, x_at, _, out_at, out_stride, depth = args
+            number, _, at, stride, _, x_at, _, out_at, out_stride, depth, later_at, later_stride = args
+            later_at = builder.sub(later_at, at)  # the pointer to the weights is that of this panel
             weights, x, out = places_in(context, builder, signature, args, ((1, at), (4, x_at), (6, out_at)))
             kind = signature.args[1].dtype
             if kind in (types.int16, types.uint64):  # the registers are words in any case
@@ -378,13 +403,15 @@ if kernels.AVAILABLE:
                 weights = builder.bitcast(weights, ir.IntType(16).as_pointer())
 
             def write(rows: int) -> None:
-                _loop(builder, rows, kind).write(weights, stride, x, out, out_stride, depth)
+                loop = _loop(builder, rows, kind)
+                loop.later = (later_at, later_stride)
+                loop.write(weights, stride, x, out, out_stride, depth)
 
             _write_for_each(builder, number, write)
             return context.get_dummy_value()
 
         sizes = types.int64
-        return types.void(sizes, weights, sizes, sizes, x, sizes, out, sizes, sizes, sizes), code
+        return types.void(sizes, weights, sizes, sizes, x, sizes, out, sizes, sizes, sizes, sizes, sizes), code
 
     @intrinsic
     def write_row_sums(
