@@ -14,8 +14,8 @@ from specbeam.core.forest import CHOSEN, DISTINCT, Forest, Siblings
 from specbeam.core.steps import Array, step
 from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.laws.ranking import Truncation, largest
-from specbeam.laws.reduce import exponentials
-from specbeam.laws.rows import condition_of_row, row_law
+from specbeam.laws.reduce import condition_of_row, exponentials
+from specbeam.laws.rows import row_law
 
 
 class StemSpec(NamedTuple):

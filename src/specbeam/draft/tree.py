@@ -40,8 +40,8 @@ from specbeam.errors import BrokenLaw, BrokenProcessor
 from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
 from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.laws.ranking import Truncation, largest
-from specbeam.laws.reduce import exponentials
-from specbeam.laws.rows import RowLaw, condition_of_row, row_law
+from specbeam.laws.reduce import condition_of_row, exponentials
+from specbeam.laws.rows import RowLaw, row_law
 from specbeam.laws.warp import Rows, on_host, processed_rows, row_laws
 from specbeam.lm.base import LM, fill_prompts, runs_in_steps, takes_a_pass
 from specbeam.records import Shape, Turn

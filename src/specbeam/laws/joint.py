@@ -21,9 +21,11 @@ from specbeam.laws.ranking import (
     sorted_places,
     warps,
 )
-from specbeam.laws.reduce import exponentials, log_norm, log_sum
+from specbeam.laws.reduce import BROKEN as BROKEN
+from specbeam.laws.reduce import DEAD as DEAD
+from specbeam.laws.reduce import SOUND as SOUND
+from specbeam.laws.reduce import exponentials, log_norm, log_sum, norms_left_out
 
-SOUND, DEAD, BROKEN = range(3)  # conditions of logits: something can be drawn; all are -inf; some are NaN or +inf
 NO_KEYS = np.zeros(0, dtype=np.uint64)
 HEAD = 14.0  # pairs whose probability is below exp(-14) times the best pair's do not change a width
 
@@ -48,17 +50,12 @@ def joint_law(logits: Array, scores: Array, counts: Array, truncation: Truncatio
         scores: float64[beams], log-likelihood of each beam so far.
         counts: int64[beams], how often each beam was drawn.
     """
-    norms = log_norm(logits)
     normalise = truncation.normalise
     if truncation.by_row and warps(truncation):
-        logits = warped_rows(logits, norms, truncation)
-        norms = log_norm(logits)
+        logits = warped_rows(logits, log_norm(logits), truncation)
         normalise = False
         truncation = Truncation(1.0, 0, 1.0, 0.0, 1, False, False)
-    if not normalise:
-        for beam in range(len(norms)):
-            if norms[beam] > -np.inf and norms[beam] < np.inf:
-                norms[beam] = 0.0
+    norms = log_norm(logits) if normalise else norms_left_out(logits)
     return JointLaw(logits, scores, norms, np.log(counts), truncation, normalise)
 
 

@@ -55,6 +55,17 @@ def _reaches(block: Array, base: float | np.float32, edge: float | np.float32) -
 
 
 @step
+def _reaches_scaled(block: Array, scale: np.float32, added: np.float32, edge: np.float32) -> bool:
+    """Return whether some value * `scale` + `added` is at least `edge`; see `_reaches`."""
+    if len(block) < BLOCK:
+        return True
+    reaches = np.uint8(0)
+    for place in range(BLOCK):
+        reaches |= np.uint8(np.float32(block[place]) * scale + added >= edge)
+    return bool(reaches > 0)
+
+
+@step
 def best_pairs(
     logits: Array, shift: Array, temperature: float, log_counts: Array, keys: Array, among: Array, count: int
 ) -> Array:
@@ -86,8 +97,8 @@ def pairs_of_best_value(
     if count == 0:
         return pairs, values
     noisy = len(keys) > 0
-    bounds = np.zeros(vocab, dtype=np.float32)
-    upper = np.full((vocab + BLOCK - 1) // BLOCK * BLOCK, np.float32(-np.inf))
+    bounds = np.zeros(vocab if noisy else 0, dtype=np.float32)
+    upper = np.full((vocab + BLOCK - 1) // BLOCK * BLOCK if noisy else 0, np.float32(-np.inf))
     offset = shift.max() / temperature  # subtracted, because float32 represents small bounds more finely
     edge = np.float32(-np.inf)
     held = 0
@@ -103,13 +114,20 @@ def pairs_of_best_value(
         slack = 1e-3 + 4e-7 * (abs(base / temperature) + abs(offset))
         scale = np.float32(1 / temperature)
         added = np.float32(base / temperature + extra - offset + slack)
-        for token in range(vocab):
-            upper[token] = np.float32(row[token]) * scale + bounds[token] + added
+        if noisy:
+            for token in range(vocab):
+                upper[token] = np.float32(row[token]) * scale + bounds[token] + added
         for start in range(0, vocab, BLOCK):
-            if not _reaches(upper[start : start + BLOCK], np.float32(0), edge):
+            stop = min(start + BLOCK, vocab)
+            if noisy:
+                reaches = _reaches(upper[start : start + BLOCK], np.float32(0), edge)
+            else:
+                reaches = _reaches_scaled(row[start:stop], scale, added, edge)
+            if not reaches:
                 continue
-            for token in range(start, min(start + BLOCK, vocab)):
-                if upper[token] >= edge and row[token] > -np.inf:
+            for token in range(start, stop):
+                bound = upper[token] if noisy else np.float32(row[token]) * scale + added
+                if bound >= edge and row[token] > -np.inf:
                     value = (np.float64(row[token]) + base) / temperature + extra
                     if noisy:
                         value += gumbel(key, token)

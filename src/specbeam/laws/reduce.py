@@ -11,6 +11,8 @@ from specbeam.kernels.sums import picked as place_of
 
 __all__ = ["BLOCK", "INF_RANK", "MINUS_INF_RANK", "exponentials", "extremes", "log_norm", "log_sum", "place_of"]
 
+SOUND, DEAD, BROKEN = range(3)  # conditions of logits: something can be drawn; all are -inf; some are NaN or +inf
+
 
 def log_norm(logits: Array) -> Array:
     """Return the logsumexp of each row, float64[rows]; -inf where all of a row is -inf, NaN where it holds NaN or +inf.
@@ -49,6 +51,60 @@ def log_norm_of_doubles(logits: Array) -> Array:
 def _by_precision(logits: Any) -> Any:
     chosen = log_norm_of_singles if str(logits.dtype) == "float32" else log_norm_of_doubles
     return lambda logits: chosen(logits)
+
+
+def condition_of_row(row: Array) -> int:
+    """Return whether the logits of a row are SOUND, DEAD (all are -inf) or BROKEN (NaN or +inf among them).
+
+    Args:
+        row: float32 or float64[vocab].
+    """
+    if row.dtype == np.float32:
+        return condition_of_singles(row)
+    return condition_of_doubles(row)
+
+
+@step
+def condition_of_singles(row: Array) -> int:
+    """Return the condition of a float32 row, see `condition_of_row`. Compares bits, by vector instructions."""
+    least, most = extremes(row.view(np.int32))
+    if least < MINUS_INF_RANK or most >= INF_RANK:
+        return BROKEN
+    return SOUND if most > MINUS_INF_RANK else DEAD
+
+
+@step
+def condition_of_doubles(row: Array) -> int:
+    """Return the condition of a float64 row, see `condition_of_row`."""
+    condition = DEAD
+    for value in row:
+        if not value < np.inf:
+            return BROKEN
+        if value > -np.inf:
+            condition = SOUND
+    return condition
+
+
+@compiled_as(condition_of_row)
+def _condition_by_precision(row: Any) -> Any:
+    chosen = condition_of_singles if str(row.dtype) == "float32" else condition_of_doubles
+    return lambda row: chosen(row)
+
+
+@step
+def norms_left_out(logits: Array) -> Array:
+    """Return what stands for the logsumexp of rows that are not normalised, float64[rows]: 0, or what `log_norm` has there.
+
+    That is -inf where all of a row is -inf, and NaN where it holds NaN or +inf.
+    """
+    norms = np.zeros(len(logits))
+    for row in range(len(logits)):
+        condition = condition_of_row(logits[row])
+        if condition == DEAD:
+            norms[row] = -np.inf
+        elif condition == BROKEN:
+            norms[row] = np.nan
+    return norms
 
 
 @step

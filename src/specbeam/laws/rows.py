@@ -1,13 +1,13 @@
 """The law of the token after one node, stated on the tokens that a truncation keeps."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from specbeam.core.steps import Array, compiled_as, step
-from specbeam.laws.joint import BROKEN, DEAD, SOUND
+from specbeam.core.steps import Array, step
+from specbeam.laws.joint import BROKEN
 from specbeam.laws.ranking import Truncation, cuts, kept_pairs
-from specbeam.laws.reduce import INF_RANK, MINUS_INF_RANK, exponentials, extremes, log_norm
+from specbeam.laws.reduce import condition_of_row, exponentials, log_norm
 
 NO_SHIFT = np.zeros(1)
 
@@ -77,38 +77,6 @@ def place_in(tokens: Array, token: int) -> int:
     return -1
 
 
-def condition_of_row(row: Array) -> int:
-    """Return whether the logits of a row are SOUND, DEAD (all are -inf) or BROKEN (NaN or +inf among them).
-
-    Args:
-        row: float32 or float64[vocab].
-    """
-    if row.dtype == np.float32:
-        return condition_of_singles(row)
-    return condition_of_doubles(row)
-
-
-@step
-def condition_of_singles(row: Array) -> int:
-    """Return the condition of a float32 row, see `condition_of_row`. Compares bits, by vector instructions."""
-    least, most = extremes(row.view(np.int32))
-    if least < MINUS_INF_RANK or most >= INF_RANK:
-        return BROKEN
-    return SOUND if most > MINUS_INF_RANK else DEAD
-
-
-@step
-def condition_of_doubles(row: Array) -> int:
-    """Return the condition of a float64 row, see `condition_of_row`."""
-    condition = DEAD
-    for value in row:
-        if not value < np.inf:
-            return BROKEN
-        if value > -np.inf:
-            condition = SOUND
-    return condition
-
-
 @step
 def any_broken(rows: Array) -> bool:
     """Return whether any row of logits, float32 or float64[rows, vocab], is BROKEN."""
@@ -116,12 +84,6 @@ def any_broken(rows: Array) -> bool:
     for row in rows:
         found |= condition_of_row(row) == BROKEN
     return found
-
-
-@compiled_as(condition_of_row)
-def _condition_by_precision(row: Any) -> Any:
-    chosen = condition_of_singles if str(row.dtype) == "float32" else condition_of_doubles
-    return lambda row: chosen(row)
 
 
 @step

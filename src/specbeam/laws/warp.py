@@ -14,8 +14,8 @@ from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd, NotSupported, S
 from specbeam.laws.edits import NO_EDITS, Edits
 from specbeam.laws.joint import BROKEN, DEAD, SOUND, JointLaw, all_pairs, condition_of, joint_law, odds_among
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation, largest
-from specbeam.laws.reduce import log_probabilities
-from specbeam.laws.rows import RowLaw, any_broken, condition_of_row, row_law
+from specbeam.laws.reduce import condition_of_row, log_probabilities
+from specbeam.laws.rows import RowLaw, any_broken, row_law
 
 if TYPE_CHECKING:
     from transformers import LogitsProcessorList
