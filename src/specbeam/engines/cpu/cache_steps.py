@@ -20,7 +20,6 @@ from specbeam.engines.cpu.early import (
 from specbeam.engines.cpu.embedding import look_up
 from specbeam.engines.cpu.layers import normalise, shape_logits
 from specbeam.engines.cpu.sources import Sources, layers_of_sources
-from specbeam.engines.cpu.sums import WIDTH
 from specbeam.engines.cpu.weights import layers_of_weights
 from specbeam.engines.kv.steps import (
     BLOCK,
@@ -274,12 +273,10 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
     x = np.empty((len(wanted), outputs.shape[1]), dtype=np.float32)
     for row in range(len(wanted)):
         x[row] = outputs[trie.local[wanted[row]]]
-    logits = np.empty((len(x), len(model.head) * WIDTH), dtype=np.float32)
+    logits = np.empty((len(x), model.vocab), dtype=np.float32)
     if len(x) > 0:
         call_at(cache.score_rows_at, (x, norm, model.eps, model.head, logits, cache.threads))
         shape_logits(logits, model.logits_divisor, model.logits_cap, model.logits_bias)
-    if logits.shape[1] > model.vocab:
-        logits = logits[:, : model.vocab].copy()
     return logits
 
 

@@ -376,12 +376,12 @@ class CompiledDecoder:
         Args:
             norm: the weight of the norm in front of the head, see `Weights`; None: that of the model.
         """
-        logits = np.empty((len(x), len(self.head) * WIDTH), dtype=np.float32)
+        logits = np.empty((len(x), self.vocab), dtype=np.float32)
         if len(x):
             with TEAM.threads(self.threads) as threads:
                 score_rows(x, self.last_norm if norm is None else norm, self.eps, self.head, logits, threads)
             shape_logits(logits, self.model.logits_divisor, self.model.logits_cap, self.model.logits_bias)
-        return np.ascontiguousarray(logits[:, : self.vocab])
+        return logits
 
     def normed(self, x: Float32[np.ndarray, "m hidden"]) -> Float32[np.ndarray, "m hidden"]:
         """Return the output of the last layer after the final norm, which is what the head reads."""

@@ -684,18 +684,23 @@ def reach_of(seen: Array) -> Array:
 
 @compiled
 def score_rows(x: Array, weight: Array, eps: float, head: Array, logits: Array, threads: int) -> None:
-    """Write the logits of rows to `logits`, float32[rows, columns], whose columns are padded to a multiple of `WIDTH`.
+    """Write the logits of rows to `logits`, float32[rows, columns].
 
     Args:
         x: float32[rows, hidden], the output of the last layer.
         weight: of the final norm, see `normalise_row`; of no numbers if there is none.
-        head: the head's matrix in panels.
+        head: the head's matrix in panels; the columns of zeros after the last of the logits may have no place in them.
     """
     h = x
     if len(weight) > 0:
         h = np.empty_like(x)
         normalise(x, weight, eps, h)
-    multiply(h, head, logits, threads)
+    whole = logits.shape[1] // WIDTH
+    multiply(h, head[:whole], logits, threads)
+    if whole < len(head):
+        left = np.empty((len(x), WIDTH), dtype=np.float32)
+        multiply(h, head[whole : whole + 1], left, threads)
+        logits[:, whole * WIDTH :] = left[:, : logits.shape[1] - whole * WIDTH]
 
 
 @compiled

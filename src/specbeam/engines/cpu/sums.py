@@ -388,8 +388,8 @@ if kernels.AVAILABLE:
         numbers of 4 bits each, see engines/cpu/nibbles.py; or int32 with four int8 each, or int16 with four numbers of 4
         bits each, and x int32 as `panels.write_transposed` makes it.
 
-        Of more than half of `MOST` rows, the line of weights[later_at + word * later_stride] is prefetched for each word of a
-        column: of what comes after this panel, which is then there when it is needed.
+        Of more than half of `MOST` rows, the line of weights[later_at + word * later_stride] is prefetched for each word of
+        a column: of what comes after this panel, which is then there when it is needed.
         """
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
