@@ -1,12 +1,15 @@
 """Loading pairs: side by side in threads, and options that are refused before anything is read."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import specbeam as sb
+from specbeam.errors import MissingFile, MissingPackage
 from specbeam.pair import BUNDLED
 from tests.support.checking import refused
+from tests.support.tiny_sources import tiny_reader
 
 
 def test_pairs_load_side_by_side_in_threads():
@@ -39,3 +42,54 @@ def test_one_model_object_has_one_language_model_for_all_threads():
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: sb.load(model, tokenizer=tokenizer).target, range(4)))
     assert len(set(map(id, found))) == 1
+
+
+@pytest.fixture(scope="module")
+def pieces(tmp_path_factory):
+    """A folder with the model of a translator whose tokenizer is files of SentencePiece, as they were published."""
+    folder = tmp_path_factory.mktemp("marian")
+    tiny_reader("marian").save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text('{"source_lang": "de", "target_lang": "en"}')
+    for name in ("source.spm", "target.spm"):
+        (folder / name).write_bytes(b"")
+    (folder / "vocab.json").write_text("{}")
+    return folder
+
+
+def test_a_tokenizer_of_sentencepiece_says_what_to_install(pieces, monkeypatch):
+    monkeypatch.setattr("specbeam.pair.find_spec", lambda module: None)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _fail)
+    with pytest.raises(MissingPackage, match=r"source\.spm.*pip install sentencepiece protobuf"):
+        sb.load(pieces)
+
+
+def test_a_tokenizer_that_fails_with_sentencepiece_there_says_why(pieces, monkeypatch):
+    monkeypatch.setattr("specbeam.pair.find_spec", lambda module: object())
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _fail)
+    with pytest.raises(MissingFile, match="Unrecognized configuration class"):
+        sb.load(pieces)
+
+
+def _fail(name):
+    """Fail as transformers does for a tokenizer whose package is missing."""
+    raise ValueError("Unrecognized configuration class")
+
+
+def test_a_translator_with_sentencepiece_files_translates(pieces, tmp_path):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    text = tmp_path / "text"
+    text.write_text("ein Hund und eine Katze laufen um das Haus und in den Garten\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "made"), vocab_size=40, pad_id=1, eos_id=2, unk_id=0, bos_id=-1,
+        hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    made = (tmp_path / "made.model").read_bytes()
+    reader = sentencepiece.SentencePieceProcessor(model_proto=made)
+    names = {reader.id_to_piece(number): number for number in range(len(reader))}
+    for file in pieces.iterdir():
+        (tmp_path / file.name).write_bytes(made if file.suffix == ".spm" else file.read_bytes())
+    (tmp_path / "vocab.json").write_text(json.dumps(names))
+    pair = sb.load(tmp_path)
+    (one,) = sb.generate(pair, "ein Hund", sb.beam_search(2), max_new_tokens=6)
+    assert pair.tokenizer("ein Hund").input_ids[-1] == 2
+    assert one.text == pair.tokenizer.decode(one.tokens, skip_special_tokens=True)

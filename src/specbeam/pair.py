@@ -57,6 +57,9 @@ ShareFrom = int | Literal["auto"] | None
 # transformers' from_pretrained changes torch's defaults while it runs: two threads at a time leave models without weights.
 _ONE_AT_A_TIME = threading.RLock()
 BUNDLED = Path(__file__).parent / "bundled"
+# Files of SentencePiece models in the folders of Marian, T5 and M2M100 as they were published, and what reads them.
+_PIECES = ("source.spm", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tokenizer.model")
+_READ_PIECES = {"sentencepiece": "sentencepiece", "protobuf": "google.protobuf"}  # package: its module
 
 
 @dataclass(frozen=True, eq=False)
@@ -778,20 +781,57 @@ def _name_or_path(source: "str | Path") -> str:
 def _tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
     """Return a tokenizer object as it is, or load the tokenizer at a path or hub id, or of a model object.
 
-    Returns None if a model object does not name a folder with a tokenizer. Raises `MissingFile` if loading fails.
+    Returns None if a model object does not name a folder with a tokenizer. Raises `MissingFile` if loading fails,
+    `MissingPackage` if it does as a package is missing.
     """
     if isinstance(source, (str, Path)):
         from transformers import AutoTokenizer
 
+        name = _name_or_path(source)
         try:
-            return AutoTokenizer.from_pretrained(_name_or_path(source))
-        except (OSError, ValueError) as error:
+            return AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError, ImportError) as error:
+            _check_reads_pieces(name, error)
             raise MissingFile(f"could not load a tokenizer from {source}: {error}; give load(tokenizer=...)") from error
     if isinstance(source, torch.nn.Module):
         folder = getattr(source, "name_or_path", "")
         has_tokenizer = folder and (Path(folder) / "tokenizer_config.json").is_file()
         return _tokenizer(folder) if has_tokenizer else None
     return source
+
+
+def _check_reads_pieces(name: str, error: Exception) -> None:
+    """Raise `MissingPackage` if a tokenizer is a SentencePiece model alone and no package reads it.
+
+    Transformers then says what else it tried, not what is missing.
+
+    Args:
+        name: path or hub id of the tokenizer.
+        error: what transformers raised.
+    """
+    from transformers.utils import cached_file
+
+    missing = [package for package, module in _READ_PIECES.items() if not _is_there(module)]
+    if not missing:
+        return
+    for file in _PIECES:
+        try:
+            found = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+        except OSError:  # the hub's cache has nothing of this name
+            found = None
+        if found is not None:
+            raise MissingPackage(
+                f"the tokenizer of {name} is a SentencePiece model ({file}), which {' and '.join(missing)} must read: "
+                f"pip install {' '.join(_READ_PIECES)}"
+            ) from error
+
+
+def _is_there(module: str) -> bool:
+    """Return whether a module can be imported, which may be inside of a package."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _check_same_vocabulary(
