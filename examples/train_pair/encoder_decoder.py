@@ -23,6 +23,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 import specbeam as sb
+from specbeam.evaluate.intervals import share_interval
 from train import DEVICE, Data, Recipe, fit, training_texts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -97,20 +98,67 @@ def score(
     out: Out,
     rows: Annotated[int, typer.Option(help="held-out rows of each job, drawn at random")] = 1000,
     sentences: Annotated[bool, typer.Option(help="score translation, too")] = True,
+    beside: Annotated[
+        Path | None, typer.Option(help="folder of a pair of one decoder each, scored on the same rows")
+    ] = None,
+    drafted: Annotated[bool, typer.Option(help="score the methods with drafts, too")] = True,
 ) -> None:
-    """Print BLEU, exact match of words, and how many drafts are accepted."""
-    pair = sb.load(out / "target", draft=out / "draft")
+    """Print word and phoneme errors, BLEU, and how many tokens a pass of the target gives, with 95 % intervals.
+
+    A word is wrong if no accepted pronunciation is the answer. Phoneme errors are edits to the nearest accepted
+    pronunciation for each of its phonemes. Intervals are bootstrapped over rows.
+    """
     rng = random.Random(0)
     words = some(sounds(data, "valid"), rows, rng)
     german = some(translations(data, "valid"), rows, rng) if sentences else []
-    for method in (sb.sampling(), sb.beam_search(beams=4), sb.speculative_beam_search(beams=4), sb.dsbd()):
-        spoken = answers(pair, words, method)
-        right = sum(text in one.answers for text, one in zip(spoken, words, strict=True)) / len(words)
-        line = f"{method.name:24} words right {right:.3f}"
-        if german:
-            references = [[one.answers[0] for one in german]]
-            line += f"  BLEU {sacrebleu.corpus_bleu(answers(pair, german, method), references).score:.2f}"
-        print(line, flush=True)
+    print(f"{len(words)} words, {len(german)} sentences")
+    for folder in (out, beside):
+        if folder is None:
+            continue
+        pair = sb.load(folder / "target", draft=folder / "draft" if drafted else None)
+        methods = [sb.greedy(), sb.sampling(), sb.beam_search(beams=4)]
+        if drafted:
+            methods += [sb.speculative_beam_search(beams=4), sb.dsbd()]
+        for method in methods:
+            print(f"{folder.name} {method.name}: {errors_of(pair, words, method)}", flush=True)
+            if german:
+                made = answers(pair, german, method)
+                references = [[one.answers[0] for one in german]]
+                print(f"    BLEU {sacrebleu.corpus_bleu([text for text, _ in made], references).score:.2f}", flush=True)
+
+
+def errors_of(pair: sb.Pair, words: list[Example], method: sb.Method) -> str:
+    """Return the errors of a method on words, and its tokens per pass, as a line."""
+    made = answers(pair, words, method)
+    wrong = [float(text not in one.answers) for (text, _), one in zip(made, words, strict=True)]
+    nearest = [
+        min((edits(text.split(), answer.split()), len(answer.split())) for answer in one.answers)
+        for (text, _), one in zip(made, words, strict=True)
+    ]
+    tokens = [report.tokens for _, report in made]
+    passes = [report.target_passes for _, report in made]
+    return (
+        f"words wrong {shown(wrong, [1.0] * len(wrong))}, "
+        f"phoneme errors {shown([float(one) for one, _ in nearest], [float(length) for _, length in nearest])}, "
+        f"{sum(tokens) / sum(passes):.2f} tokens a pass"
+    )
+
+
+def shown(above: list[float], below: list[float]) -> str:
+    """Return a share in percent, with its interval."""
+    low, high = share_interval(above, below)
+    return f"{100 * sum(above) / sum(below):.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+
+
+def edits(text: list[str], answer: list[str]) -> int:
+    """Return the least number of insertions, deletions and replacements that make one row of phonemes the other."""
+    costs = list(range(len(answer) + 1))
+    for row, one in enumerate(text, 1):
+        before = costs
+        costs = [row]
+        for place, other in enumerate(answer, 1):
+            costs.append(min(before[place] + 1, costs[-1] + 1, before[place - 1] + (one != other)))
+    return costs[-1]
 
 
 def train(
@@ -185,10 +233,11 @@ def logits_of(model: T5ForConditionalGeneration, batch: SourceBatch) -> Tensor:
     return output.logits.float()
 
 
-def answers(pair: sb.Pair, examples: list[Example], method: sb.Method) -> list[str]:
+def answers(pair: sb.Pair, examples: list[Example], method: sb.Method) -> list[tuple[str, sb.Report]]:
+    """Return the text of each answer, and the report of how it was made."""
     prompts = [one.prompt for one in examples]
-    made = sb.generate(pair, prompts, method, seed=0, max_new_tokens=80, batch_size=64)
-    return [one.text.strip() for one in made]
+    made = sb.generate(pair, prompts, method, seed=0, max_new_tokens=80, batch_size=16)
+    return [(one.text.strip(), one.report) for one in made]
 
 
 if __name__ == "__main__":
