@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbeam.kernels.sums import exponentials, picked_by_blocks
-from specbeam.laws.reduce import log_norm, log_sum, place_of
+from specbeam.laws.reduce import log_norm, log_sum, norms_left_out, place_of
 from tests.support.steps import needs_numba, source_of_steps
 
 DTYPES = st.sampled_from([np.float32, np.float64])
@@ -101,3 +101,21 @@ def test_exponentials_are_those_of_the_c_library(numbers, way):
     expected = np.array([math.exp(number) for number in numbers])
     assert found == pytest.approx(np.where(x < -708, 0.0, expected), rel=1e-15, abs=0)
     assert (found[x < -708] == 0).all()
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_norms_that_are_left_out_show_which_rows_are_no_logits(dtype, compiles):
+    rows = np.zeros((6, 70), dtype=dtype)
+    rows[1] = -np.inf
+    rows[2, 1:] = -np.inf
+    rows[3, 69] = np.nan
+    rows[4, 0] = -np.nan
+    rows[5, 64] = np.inf
+    with contextlib.nullcontext() if compiles else source_of_steps():
+        found = norms_left_out(rows)
+        norms = log_norm(rows)
+    assert found[:3].tolist() == [0.0, -np.inf, 0.0]
+    assert np.isnan(found[3:]).all()
+    assert np.array_equal(np.isfinite(found), np.isfinite(norms))

@@ -272,6 +272,20 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind):
         assert (product(x[row : row + 1], panels) == together[row]).all()
 
 
+@pytest.mark.parametrize("kind", ["float32", *["int8 tiles"] * tiles.available()])
+@pytest.mark.parametrize("vocab", [7, 64, 75])
+@pytest.mark.parametrize("rows", [1, 13, 40])
+def test_logits_have_no_columns_beyond_the_vocabulary(rows, vocab, kind):
+    rng = np.random.default_rng(0)
+    panels = in_panels(in_bfloat16(rng.standard_normal((vocab, 64))), kind)
+    x = rng.standard_normal((rows, 64)).astype(np.float32)
+    room = np.full(rows * vocab + WIDTH, np.nan, dtype=np.float32)
+    logits = room[: rows * vocab].reshape(rows, vocab)
+    loops.score_rows(x, np.empty(0, dtype=np.float32), 0.0, panels, logits, 1)
+    assert np.array_equal(logits, product(x, panels)[:, :vocab])
+    assert np.isnan(room[rows * vocab :]).all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_matrix_that_is_laid_out_in_parts_has_the_same_panels(kind, monkeypatch):
     matrix = in_bfloat16(np.random.default_rng(0).standard_normal((200, 64)))
