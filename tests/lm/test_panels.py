@@ -295,6 +295,14 @@ def test_a_matrix_that_is_laid_out_in_parts_has_the_same_panels(kind, monkeypatc
     assert whole.ctypes.data % panels_module.LINE == 0
 
 
+@pytest.mark.parametrize("kind", panels_module._ROUNDED_KINDS)
+def test_a_matrix_that_is_rounded_in_parts_has_the_same_panels(kind, monkeypatch):
+    matrix = np.random.default_rng(1).normal(size=(5 * WIDTH - 3, 64)).astype(np.float32)
+    at_once = in_panels(matrix, kind)
+    monkeypatch.setattr(panels_module, "_ROUNDED_TOGETHER", 2 * 64 * WIDTH)
+    assert (in_panels(matrix, kind) == at_once).all()
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "float16", *["tiles"] * tiles.available()])
 def test_bits_of_two_bytes_are_laid_out_like_the_numbers_that_they_stand_for(kind):
     matrix = in_bfloat16(np.random.default_rng(0).standard_normal((40, 64)))

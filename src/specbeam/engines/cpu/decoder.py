@@ -508,13 +508,15 @@ def _columns_of(
     pieces = [
         part.detach()[max(first - start, 0) : max(stop - start, 0)] for part, start in zip(parts, starts, strict=False)
     ]
+    pieces = [piece for piece in pieces if len(piece)]
     in_words = [
         piece.view(torch.int16).numpy().view(np.uint16)
         if piece.dtype == _TYPE_IN_WORDS.get(kind)
         else piece.float().numpy()
         for piece in pieces
     ]
-    columns = np.concatenate(in_words)
+    was_widened = pieces[0].dtype not in (torch.float32, _TYPE_IN_WORDS.get(kind))  # which has copied it
+    columns = in_words[0] if len(pieces) == 1 and was_widened else np.concatenate(in_words)
     files.release(pieces)
     return columns
 

@@ -61,6 +61,9 @@ _TILES_FROM = 6  # rows of bytes; fewer are multiplied by vectors as soon, and n
 _SHARED_FROM = 300_000  # numbers of the dtype of the panels, from which on they are shared among threads
 
 _LAID_OUT_TOGETHER = 1 << 22  # numbers of a matrix; what lies between the matrix and its panels has room for as many
+_ROUNDED_TOGETHER = 1 << 16  # numbers that are rounded in several steps, between which they stay in a processor's cache
+
+_ROUNDED_KINDS = ("int8", "int8 tiles", "int4", "nibbles")
 
 Kind = Literal["float32", "bfloat16", "float16", "tiles", "int8", "int8 tiles", "int4", "nibbles"]
 Array = Any  # numba finds the types by itself
@@ -532,6 +535,7 @@ def write_panels(
         columns_of: returns the columns first .. stop of the matrix: float32; of kinds of two bytes also uint16, their bits.
     """
     each = max(_LAID_OUT_TOGETHER // (depth * WIDTH), 1)
+    together = max(_ROUNDED_TOGETHER // (depth * WIDTH), 1) if kind in _ROUNDED_KINDS else each
     for first in range(0, len(panels), each):
         goal = panels[first : first + each]
         stop = min((first + len(goal)) * WIDTH, columns)
@@ -541,7 +545,10 @@ def write_panels(
         missing = len(goal) * WIDTH - len(some)
         if missing:
             some = np.concatenate([some, np.zeros((missing, depth), dtype=some.dtype)])
-        _lay_out(goal.view(_WORDS[kind].stored), some, kind)
+        words = goal.view(_WORDS[kind].stored)
+        for panel in range(0, len(goal), together):
+            stop = panel + together
+            _lay_out(words[panel:stop], some[panel * WIDTH : stop * WIDTH], kind)
 
 
 def _lay_out(
