@@ -62,7 +62,7 @@ from specbeam.core.forest import (
     turn_rows,
     unknown_nodes,
 )
-from specbeam.core.steps import Array, compiled_as, step
+from specbeam.core.steps import Array, borrowed, compiled_as, step
 from specbeam.draft.batch import models_of
 from specbeam.draft.beams import Cut, NoDraft, SearchedLayers, SharedLayers, cut, draft_layers, start_draft, uncut
 from specbeam.draft.stems import StemSpec
@@ -106,12 +106,14 @@ _ONE_AT_A_TIME = threading.Lock()  # for what runs call in Python
 RunLM = HuggingFaceLM | HeadLM | SkippingLM
 
 
+@borrowed
 class NoDraftSpec(NamedTuple):
     """Nothing is drafted."""
 
     vocab: int
 
 
+@borrowed
 class RunSpec(NamedTuple):
     """How the turns of a session go."""
 
@@ -129,6 +131,7 @@ class RunSpec(NamedTuple):
     keeps_nodes: bool  # whether nodes that a turn scored below its surviving beams are kept for the next turn
 
 
+@borrowed
 class RunRoom(NamedTuple):
     """What a run writes into."""
 

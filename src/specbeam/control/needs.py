@@ -20,7 +20,8 @@ from specbeam.control.pace import PaceMemory, Phase, side_by_side
 from specbeam.control.planning import Plan, plan_of_shape
 from specbeam.core.beams import Beams, Layers, depth_of
 from specbeam.core.forest import Forest, depths_of, find_child, nodes_without, start_of, unknown_nodes
-from specbeam.core.steps import Array, step
+from specbeam.core.steps import Array, borrowed, step
+from specbeam.kernels.copies import copy_numbers
 from specbeam.kernels.threads import allowed_threads
 from specbeam.laws.ranking import sorted_places
 from specbeam.measure import kept_figures
@@ -45,6 +46,7 @@ KEEP_EVERY_S = 5.0  # seconds between two times that what is learnt is kept on d
 FADE = 0.02  # weight of the prior of growth in a turn that has no layer of the depth
 
 
+@borrowed
 class Odds(NamedTuple):
     """What past turns have taught about the odds of drafts: hits and trials, float64[cells, 2]."""
 
@@ -53,6 +55,7 @@ class Odds(NamedTuple):
     growth: Array  # sums of the odds of being needed of drafted layers, and of the layers above, by depth from 1 on
 
 
+@borrowed
 class Budget(NamedTuple):
     """By what a draft grows and is cut."""
 
@@ -168,7 +171,7 @@ def root_odds(bounds: Array, nodes: int) -> NodeOdds:
     live[:roots] = 1.0
     cells = np.full(nodes, -1, dtype=np.int64)
     every = np.full(nodes, -np.inf)
-    every[:roots] = bounds
+    copy_numbers(every, bounds)
     steps = np.zeros(nodes, dtype=np.int64)
     return NodeOdds(live, live.copy(), cells, cells.copy(), steps, every, np.zeros((3, 0), dtype=np.int64), 0.0)
 

@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specbeam.core.steps import Array, step
+from specbeam.core.steps import Array, borrowed, step
 
 BY_ODDS = -1  # the value of `Plan.depth` if the depth is chosen
 
 
+@borrowed
 class Plan(NamedTuple):
     """What a controller decides by, as numbers for steps: a fixed depth, or tables from which a depth is chosen.
 

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specbeam.core.dice import Uniforms
-from specbeam.core.steps import Array, step
+from specbeam.core.steps import Array, borrowed, step
 
 NEVER, BY_THRESHOLD, BY_COIN, BY_SURVIVAL = range(4)  # kinds of `StopSpec`
 
 
+@borrowed
 class StopSpec(NamedTuple):
     """By what a draft ends between layers. What the arrays hold is said where each kind of controller is."""
 

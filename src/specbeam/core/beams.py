@@ -6,7 +6,8 @@ import numpy as np
 from jaxtyping import Int64
 
 from specbeam.core.forest import Forest, part, start_of
-from specbeam.core.steps import Array, step
+from specbeam.core.steps import Array, borrowed, step
+from specbeam.kernels.copies import copy_numbers
 
 BEST_LIVE_MAY_WIN, FIRST_ENOUGH, NEVER = range(3)  # early_stopping False, True and "never"
 
@@ -151,13 +152,13 @@ def add_layer(room: Layers, number: int, layer: Layers, width: int, passed: bool
     """Write a single layer into `room` as its layer `number`, with this `width` and this `passed`."""
     start = start_of(room.draw_ends, number)
     stop = start + len(layer.parents)
-    room.parents[start:stop] = layer.parents
-    room.beams.nodes[start:stop] = layer.beams.nodes
-    room.beams.tokens[start:stop] = layer.beams.tokens
-    room.beams.scores[start:stop] = layer.beams.scores
-    room.beams.counts[start:stop] = layer.beams.counts
-    room.beams.keys[start:stop] = layer.beams.keys
-    room.ended[start:stop] = layer.ended
+    copy_numbers(room.parents[start:stop], layer.parents)
+    copy_numbers(room.beams.nodes[start:stop], layer.beams.nodes)
+    copy_numbers(room.beams.tokens[start:stop], layer.beams.tokens)
+    copy_numbers(room.beams.scores[start:stop], layer.beams.scores)
+    copy_numbers(room.beams.counts[start:stop], layer.beams.counts)
+    copy_numbers(room.beams.keys[start:stop], layer.beams.keys)
+    copy_numbers(room.ended[start:stop], layer.ended)
     room.draw_ends[number] = stop
     room.widths[number] = width
     room.passed[number] = passed
@@ -180,6 +181,7 @@ def live_parents_of(layer: Layers) -> Array:
     return layer.parents[start + np.flatnonzero(~layer.ended[start:stop])]
 
 
+@borrowed
 class Finished(NamedTuple):
     """The normalised scores of the ended beams of a session, in a buffer with spare capacity."""
 
@@ -187,6 +189,7 @@ class Finished(NamedTuple):
     held: Array  # int64[1]: number of scores in use
 
 
+@borrowed
 class Stop(NamedTuple):
     """The numbers by which steps stop a session; see `core.limits.Limits`."""
 
@@ -228,7 +231,10 @@ def is_over(stop: Stop, finished: Array, live: Array, length: int) -> bool:
         return True
     longest = stop.early == NEVER and stop.penalty > 0
     best = normalised_score(stop, live.max(), stop.most if longest else length)
-    return best <= np.sort(finished)[len(finished) - stop.keep]
+    better = 0
+    for score in finished:
+        better += score >= best
+    return better >= stop.keep
 
 
 @step
@@ -251,6 +257,7 @@ def is_session_over(finished: Finished, stop: Stop, live: Array, length: int) ->
 BEAMS, LENGTH, SETTLED = range(3)  # indices into `Texts.sizes`
 
 
+@borrowed
 class Texts(NamedTuple):
     """The new tokens of all live beams, in a buffer with spare capacity."""
 
@@ -309,7 +316,7 @@ def text_of(texts: Texts, tokens: Array, parents: Array, parent: int, token: int
     text = np.empty(before + depth + 1, dtype=np.int64)
     text[before + depth] = token
     root = write_path(text, before + depth, tokens, parents, parent)
-    text[:before] = texts.tokens[root, :before]
+    copy_numbers(text, texts.tokens[root, :before])
     return text
 
 
@@ -333,10 +340,10 @@ def prolong_texts(texts: Texts, tokens: Array, parents: Array, above: Array, new
     for beam in range(beams):
         row = texts.tokens[beam]
         if beam >= former:
-            row[:settled] = texts.tokens[0, :settled]
+            copy_numbers(row, texts.tokens[0, :settled])
         row[length - 1] = newest[beam]
         root = write_path(row, length - 1, tokens, parents, above[beam])
-        row[settled:before] = old[root]
+        copy_numbers(row[settled:before], old[root])
     texts.sizes[LENGTH] = length
     while settled < length and (texts.tokens[:beams, settled] == texts.tokens[0, settled]).all():
         settled += 1
@@ -359,6 +366,7 @@ def paths_to(
 TEXTS, USED = range(2)  # indices into `EndedTexts.sizes`
 
 
+@borrowed
 class EndedTexts(NamedTuple):
     """The new tokens of beams that ended, one text after the other, in a buffer with spare capacity."""
 
@@ -380,7 +388,7 @@ def add_ended(ended: EndedTexts, text: Array, loglik: float) -> None:
     number = ended.sizes[TEXTS]
     start = ended.sizes[USED]
     stop = start + len(text)
-    ended.tokens[start:stop] = text
+    copy_numbers(ended.tokens[start:stop], text)
     ended.ends[number] = stop
     ended.logliks[number] = loglik
     ended.sizes[TEXTS] = number + 1

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
-from specbeam.core.steps import Array, compiled_as
+from specbeam.core.steps import Array, borrowed, compiled_as
 from specbeam.kernels.sums import picked as place_of
 
 TAKEN_TOGETHER = 64  # least number of uniforms that are drawn from a stream at once
 SMALLEST = 2.0**-53  # in place of a uniform that is 0
 
 
+@borrowed
 class Uniforms(NamedTuple):
     """A buffer of uniform random numbers of one session, consumed in order."""
 

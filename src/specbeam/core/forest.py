@@ -8,6 +8,7 @@ from jaxtyping import Int64
 
 from specbeam.core.steps import Array, step
 from specbeam.errors import BadForest
+from specbeam.kernels.copies import copy_numbers, copy_rows
 
 INDEPENDENT, DISTINCT, CHOSEN, SHARED, LOST = range(5)  # kinds of siblings, see `Siblings`
 _HAVE_LAWS = (INDEPENDENT, DISTINCT, CHOSEN)
@@ -208,7 +209,7 @@ def add_front(fronts: Fronts, nodes: Array, scores: Array, counts: Array, rows: 
     """Return the fronts with those of one more layer, whose logits `rows` are written into `fronts.logits`."""
     start = len(fronts.nodes)
     stop = start + len(nodes)
-    fronts.logits[start:stop] = rows
+    copy_rows(fronts.logits[start:stop], rows)
     return Fronts(
         np.concatenate((fronts.nodes, nodes)),
         np.concatenate((fronts.scores, scores)),
@@ -505,9 +506,9 @@ def rows_of_nodes(rows: TurnRows, nodes: Array) -> Array:
     for place in range(len(nodes)):
         row = rows.places[nodes[place]]
         if row >= 0:
-            found[place] = rows.fresh[row]
+            copy_numbers(found[place], rows.fresh[row])
         else:
-            found[place] = rows.known[-1 - row]
+            copy_numbers(found[place], rows.known[-1 - row])
     return found
 
 
@@ -535,9 +536,9 @@ def rows_with_known(nodes: Array, known: KnownRows, others: Array) -> Array:
     for place in range(len(nodes)):
         row = np.searchsorted(known.nodes, nodes[place])
         if row < len(known.nodes) and known.nodes[row] == nodes[place]:
-            found[place] = known.rows[row]
+            copy_numbers(found[place], known.rows[row])
         else:
-            found[place] = others[used]
+            copy_numbers(found[place], others[used])
             used += 1
     return found
 

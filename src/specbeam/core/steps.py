@@ -5,14 +5,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any, cast
 
-from specbeam.kernels.compiling import AVAILABLE, BLOCK, Array, Compiled, compiled
+from specbeam.kernels.compiling import AVAILABLE, BLOCK, Array, Compiled, borrowed, compiled
 
 if AVAILABLE:
-    from numba.extending import overload
-
+    from specbeam.kernels.compiling import chosen_for
     from specbeam.kernels.linking import calling
 
-__all__ = ["AVAILABLE", "BLOCK", "Array", "compiled_as", "open_step", "step"]
+__all__ = ["AVAILABLE", "BLOCK", "Array", "borrowed", "compiled_as", "open_step", "step"]
 
 step = compiled
 
@@ -36,7 +35,7 @@ def compiled_as(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
                 return calling(body)
             return inspect.unwrap(body)  # tests wrap functions into type checks
 
-        overload(function, strict=False)(chosen)
+        chosen_for(function)(chosen)
         return choose
 
     return decorate

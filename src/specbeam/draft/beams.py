@@ -33,9 +33,10 @@ from specbeam.core.forest import (
     nodes_without,
     rows_with_known,
 )
-from specbeam.core.steps import Array, compiled_as, step
+from specbeam.core.steps import Array, borrowed, compiled_as, step
 from specbeam.engines.pass_steps import run_pass
 from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd
+from specbeam.kernels.copies import copy_numbers
 from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
 from specbeam.laws.joint import (
     BROKEN,
@@ -59,6 +60,7 @@ from specbeam.records import Scored, Shape, Turn
 from specbeam.session import Session
 
 
+@borrowed
 class SharedLayers(NamedTuple):
     """How layers are drafted for shared noise: the best pairs of the draft law under the noise that the target will use."""
 
@@ -73,6 +75,7 @@ class SharedLayers(NamedTuple):
     budget: Budget  # by what the draft grows and is cut; only where widths do not look at drafts
 
 
+@borrowed
 class SearchedLayers(NamedTuple):
     """How layers are drafted for transformers' beam modes: core pairs are those that would go on; ends are not drafted."""
 
@@ -83,6 +86,7 @@ class SearchedLayers(NamedTuple):
     budget: Budget  # by what the draft grows and is cut
 
 
+@borrowed
 class DrawnLayers(NamedTuple):
     """How layers are drafted for rules that try them: drawn by dice from the draft law, which is stated."""
 
@@ -143,7 +147,7 @@ def _chosen_as_search_does(law: JointLaw, front: Beams, core: Array, width: int,
     wider, _, _ = core_and_extra(law, keys, every, width + len(spec.eos) * len(core), 0)
     pairs = np.empty(max(width, len(best)), dtype=np.int64)
     held = len(best)
-    pairs[:held] = best
+    copy_numbers(pairs, best)
     for pair in wider:
         is_end = (spec.eos == pair % vocab).any()
         if held < width and not is_end and not (best == pair).any():

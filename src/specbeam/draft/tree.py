@@ -22,7 +22,7 @@ from specbeam.core.beams import is_end
 from specbeam.core.dice import pick
 from specbeam.core.forest import CHOSEN, DISTINCT, INDEPENDENT, LOST, Forest, Siblings, siblings
 from specbeam.core.noise import with_largest
-from specbeam.core.steps import Array, compiled_as, step
+from specbeam.core.steps import Array, borrowed, compiled_as, step
 from specbeam.draft.children import (
     KNOWN,
     LIKELIEST,
@@ -50,6 +50,7 @@ from specbeam.session import Session
 ROOM = 4096  # initial capacity for the probabilities of stated laws
 
 
+@borrowed
 class TreeSpec(NamedTuple):
     """How a tree branches, and how children are drawn, as numbers for steps.
 

@@ -15,8 +15,9 @@ except ImportError:
     numba = None
 else:
     try:
+        from specbeam.kernels.borrowed import borrow, views_of
         from specbeam.kernels.code_cache import CodeCache
-        from specbeam.kernels.linking import add_python_entry, calling, link_by_name
+        from specbeam.kernels.linking import add_python_entry, calling, link_by_name, take_any_number
     except ImportError:
         warnings.warn(
             f"numba {numba.__version__} is too old for specbeam's steps, which need 0.62 (pip install 'numba>=0.62'); "
@@ -28,12 +29,13 @@ else:
 if numba is not None:
     from llvmlite import ir
     from numba import types
-    from numba.extending import intrinsic
+    from numba.extending import intrinsic, overload
 
 AVAILABLE = numba is not None and os.environ.get("SPECBEAM_KERNELS") != "off"
 Array = Any  # numba finds the types by itself
 BLOCK = 64  # values that are summed or compared together
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])  # a compiled function is called as its source is
+Record = TypeVar("Record", bound=type)
 
 
 def compiled(function: Compiled, **options: Any) -> Compiled:
@@ -55,8 +57,24 @@ def compiled(function: Compiled, **options: Any) -> Compiled:
     entry = numba.njit(**fixed)(calling(made))
     entry._cache = CodeCache(entry.py_func)
     link_by_name(made)
+    take_any_number(made)
     add_python_entry(made, entry)
     return cast(Compiled, made)
+
+
+def borrowed(record: Record) -> Record:
+    """Return a class of records, a NamedTuple, that compiled functions take as one address; see `kernels.borrowed`.
+
+    For records that Python makes and compiled functions only look at. What is in their arrays may change.
+    """
+    if AVAILABLE:
+        borrow(record)
+    return record
+
+
+def borrowed_views(record: type) -> Callable[..., Any]:
+    """Return a function that makes records of a borrowed class, in compiled functions of views of borrowed arrays alone."""
+    return views_of(record) if AVAILABLE else record
 
 
 def compiled_only(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,6 +114,13 @@ def address_of(function: Any, *arguments: Any) -> int:
 
 
 if AVAILABLE:
+
+    def chosen_for(function: Callable[..., Any]) -> Any:
+        """Return a decorator for the function that chooses what is compiled in place of `function`, given numba's types.
+
+        It is `numba.extending.overload`, without the entry for C that numba compiles beside each choice.
+        """
+        return overload(function, strict=False, jit_options={"no_cfunc_wrapper": True})
 
     @intrinsic
     def call_at(typing: Any, address: Any, arguments: Any) -> Any:

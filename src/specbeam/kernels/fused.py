@@ -8,7 +8,9 @@ from specbeam.kernels.compiling import AVAILABLE, Array
 
 if AVAILABLE:
     from numba import types
-    from numba.extending import intrinsic, overload
+    from numba.extending import intrinsic
+
+    from specbeam.kernels.compiling import chosen_for
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
@@ -39,10 +41,10 @@ if AVAILABLE:
         double = types.float64
         return double(double, double, double), code
 
-    @overload(fused_doubles, strict=False)
+    @chosen_for(fused_doubles)
     def _compiled_fused_doubles(a: Any, b: Any, c: Any) -> Any:
         return lambda a, b, c: _fused_doubles(a, b, c)
 
-    @overload(fused, strict=False)
+    @chosen_for(fused)
     def _compiled_fused(a: Any, b: Any, c: Any) -> Any:
         return lambda a, b, c: _fused(a, b, c)

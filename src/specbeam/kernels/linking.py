@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from llvmlite import binding, ir
+from numba import types
 
 _FUNCTIONS: dict[tuple[str, str], Any] = {}  # all compiled functions, by module and qualified name
 LONG = 400  # lines of LLVM code from which on the cost of a call does not matter
@@ -34,6 +35,20 @@ def link_by_name(function: Any) -> None:
     function.add_overload = add_overload
 
 
+def take_any_number(function: Any) -> None:
+    """Make compiled callers of a compiled function use its form for any integer where they give a constant one.
+
+    numba would compile a form of its own for each constant, and for each combination of them.
+    """
+    template_of = function.get_call_template
+
+    def with_any_number(arguments: Any, named: Any) -> Any:
+        kinds = tuple(types.unliteral(kind) for kind in arguments)
+        return template_of(kinds, {name: types.unliteral(kind) for name, kind in named.items()})
+
+    function.get_call_template = with_any_number
+
+
 def is_long(library: Any) -> bool:
     """Return whether a function, with all that was compiled into it, has more than `LONG` lines of LLVM code."""
     module = library._get_module_for_linking()  # libraries that were loaded from disk have it too
@@ -41,10 +56,10 @@ def is_long(library: Any) -> bool:
     for function in module.functions:
         if function.is_declaration or function.name.startswith("_ZN7cpython"):
             continue
-        for block in function.blocks:
-            lines += sum(1 for _ in block.instructions)
-            if lines > LONG:
-                return True
+        # Instructions are indented by two blanks. To ask for them one by one takes seconds.
+        lines += str(function).count("\n  ")
+        if lines > LONG:
+            return True
     return False
 
 

@@ -15,7 +15,9 @@ if AVAILABLE:
     from llvmlite import ir
     from numba import types
     from numba.core import cgutils
-    from numba.extending import intrinsic, overload
+    from numba.extending import intrinsic
+
+    from specbeam.kernels.compiling import chosen_for
 
 _SIDE_BY_SIDE = 32  # partial sums
 _WORD = 4  # bytes of a number
@@ -121,10 +123,10 @@ if AVAILABLE:
     _sum_of = _compiled_sum(False)
     _sum_of_squares = _compiled_sum(True)
 
-    @overload(sum_of, strict=False)
+    @chosen_for(sum_of)
     def _compiled_sum_of(x: Any) -> Any:
         return lambda x: _sum_of(x)
 
-    @overload(sum_of_squares, strict=False)
+    @chosen_for(sum_of_squares)
     def _compiled_sum_of_squares(x: Any) -> Any:
         return lambda x: _sum_of_squares(x)

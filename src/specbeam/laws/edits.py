@@ -9,10 +9,12 @@ import numpy as np
 
 from specbeam.core.beams import LENGTH, Texts, depth_of, room_for_texts, write_path
 from specbeam.core.callbacks import call_back
-from specbeam.core.steps import Array, step
+from specbeam.core.steps import Array, borrowed, step
+from specbeam.kernels.copies import copy_numbers
 from specbeam.laws.reduce import log_probabilities
 
 
+@borrowed
 class Edits(NamedTuple):
     """The changes of a row of logits, which depend on the text that the row follows."""
 
@@ -49,7 +51,7 @@ def new_text(texts: Texts, tokens: Array, parents: Array, node: int) -> Array:
     depth = depth_of(parents, node)
     text = np.empty(before + depth, dtype=np.int64)
     root = write_path(text, before + depth, tokens, parents, node)
-    text[:before] = texts.tokens[root, :before]
+    copy_numbers(text, texts.tokens[root, :before])
     return text
 
 

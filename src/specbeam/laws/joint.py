@@ -10,6 +10,7 @@ import numpy as np
 from specbeam.core.beams import is_end
 from specbeam.core.noise import ALL_TOKENS, child_keys, gumbel, with_largest
 from specbeam.core.steps import Array, step
+from specbeam.kernels.copies import copy_numbers
 from specbeam.laws.ranking import (
     Truncation,
     best_pairs,
@@ -78,7 +79,7 @@ def warped_rows(rows: Array, norms: Array, truncation: Truncation) -> Array:
     for beam in range(len(rows)):
         norm = norms[beam]
         if not (norm > -np.inf and norm < np.inf):
-            warped[beam] = rows[beam]
+            copy_numbers(warped[beam], rows[beam])
             continue
         shift = norm if truncation.normalise else 0.0
         if not cuts(truncation):
@@ -380,8 +381,8 @@ def core_and_extra(law: JointLaw, keys: Array, among: Array, core: int, width: i
     pairs = np.empty(max(width, len(best)), dtype=np.int64)
     values = np.empty(len(pairs))
     held = len(best)
-    pairs[:held] = best
-    values[:held] = best_values
+    copy_numbers(pairs, best)
+    copy_numbers(values, best_values)
     for place in range(len(others)):
         if held < width and not (best == others[place]).any():
             pairs[held] = others[place]

@@ -10,6 +10,7 @@ import numpy as np
 
 from specbeam.core.noise import bound_noise, gumbel
 from specbeam.core.steps import BLOCK, Array, step
+from specbeam.kernels.copies import copy_numbers
 
 BUCKETS = 4096  # number of buckets of values, by how far a value is below the largest one
 BUCKETS_PER_NAT = 64
@@ -204,9 +205,9 @@ def _with_equals(x: Array, near: Array, pairs: Array, values: Array, edge: float
             equals += x[beam, token] + near[beam] == edge
     better = np.searchsorted(-values, -edge)
     every = np.empty(better + equals, dtype=np.int64)
-    every[:better] = pairs[:better]
+    copy_numbers(every, pairs[:better])
     if better + equals == len(pairs):
-        every[better:] = pairs[better:]
+        copy_numbers(every[better:], pairs[better:])
         return every
     place = better
     for beam in range(beams):

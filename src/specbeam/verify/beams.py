@@ -52,7 +52,7 @@ from specbeam.core.forest import (
     start_of,
     turn_rows,
 )
-from specbeam.core.steps import Array, compiled_as, step
+from specbeam.core.steps import Array, borrowed, compiled_as, step
 from specbeam.draft.beams import candidate_count, draw_pairs, going_on
 from specbeam.errors import DeadEnd
 from specbeam.laws.edits import follows_text, rows_with_bans
@@ -81,6 +81,7 @@ from specbeam.verify.trials import Drafts, take_draws
 ROUNDING = 1e-5  # more than rounding adds to a value, compared with the same value without rounding
 
 
+@borrowed
 class SharedSpec(NamedTuple):
     """Layers are the target's own best pairs under noise that drafts share, or its best pairs at temperature 0."""
 
@@ -91,6 +92,7 @@ class SharedSpec(NamedTuple):
     lazy: bool  # whether a layer is decided without the rows of live beams that cannot win, see `most_value`
 
 
+@borrowed
 class TriedSpec(NamedTuple):
     """Layers are draws by dice, for which draft draws are tried."""
 
@@ -100,6 +102,7 @@ class TriedSpec(NamedTuple):
     stop: Stop
 
 
+@borrowed
 class SearchSpec(NamedTuple):
     """Layers are drawn as transformers' beam modes do it: candidates, of which some go on."""
 

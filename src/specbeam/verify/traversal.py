@@ -11,7 +11,7 @@ from specbeam.control.width import FixedWidths
 from specbeam.core.beams import Beams, Layers, Stop
 from specbeam.core.dice import flip, pick
 from specbeam.core.forest import Forest, GroupsUnder, Siblings, groups_by_node, start_of
-from specbeam.core.steps import Array, open_step, step
+from specbeam.core.steps import Array, borrowed, open_step, step
 from specbeam.laws.evidence import Evidence, gathers, note_worth
 from specbeam.laws.joint import SOUND
 from specbeam.laws.named import EXACT
@@ -38,6 +38,7 @@ from specbeam.verify.walk import (
 )
 
 
+@borrowed
 class ClimbSpec(NamedTuple):
     """How tokens are taken on the way up."""
 

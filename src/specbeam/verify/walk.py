@@ -23,7 +23,7 @@ from specbeam.core.forest import (
     start_of,
 )
 from specbeam.core.noise import child_key
-from specbeam.core.steps import Array, compiled_as, open_step, step
+from specbeam.core.steps import Array, borrowed, compiled_as, open_step, step
 from specbeam.errors import LostLaw
 from specbeam.laws.evidence import Evidence, gathers, no_evidence, note_draw
 from specbeam.laws.joint import BROKEN, DEAD, SOUND
@@ -40,6 +40,7 @@ TRY, MATCH_BY_NOISE, MATCH_BY_DICE = range(3)
 ONE_SEQUENCE = FixedWidths(1)
 
 
+@borrowed
 class WalkSpec(NamedTuple):
     """How tokens are taken on the way down."""
 

@@ -34,7 +34,8 @@ from specbeam.engines.kv.steps import (
     feed_slots,
     prune,
 )
-from specbeam.kernels.compiling import AVAILABLE, Array, compiled
+from specbeam.kernels.compiling import AVAILABLE, Array, borrowed, compiled
+from specbeam.kernels.copies import copy_numbers, copy_rows
 
 if AVAILABLE:
     from specbeam.kernels.compiling import call_at
@@ -45,6 +46,7 @@ if AVAILABLE:
 ALL, FIRST, LAST = range(3)
 
 
+@borrowed
 class CacheArrays(NamedTuple):
     """A session's cache in a compiled model, as steps take it, with room for all that they are going to store."""
 
@@ -127,11 +129,14 @@ def _embedded(cache: CacheArrays, count: int) -> Array:
     x = np.empty((count, model.embedding.shape[1]), dtype=np.float32)
     for row in range(count):
         look_up(model.embedding, trie.nodes[0, first + row], x[row])
-        x[row] *= model.embedding_scale
+        for place in range(x.shape[1]):
+            x[row, place] *= model.embedding_scale
     if len(model.places) > 0:
         for row in range(count):
             if trie.nodes[0, first + row] != model.unplaced:
-                x[row] += model.places[trie.nodes[2, first + row]]
+                added = model.places[trie.nodes[2, first + row]]
+                for place in range(x.shape[1]):
+                    x[row, place] += added[place]
     if len(model.first_norm) > 0:
         normalise(x, model.first_norm, model.eps, x)
     return x
@@ -166,8 +171,8 @@ def _store(cache: CacheArrays) -> None:
     _run(cache, x, rows, model.weights, model.kinds, cache.keys, cache.values, cache.sources, tapped)
     stop = cache.trie.counts[STORED]
     start = stop - len(x)
-    cache.outputs[start:stop] = x
-    cache.tapped[start:stop] = tapped
+    copy_rows(cache.outputs[start:stop], x)
+    copy_rows(cache.tapped[start:stop], tapped)
 
 
 @compiled
@@ -228,7 +233,7 @@ def _finish(cache: CacheArrays) -> None:
         cache, x, rows, weights, model.kinds[count:total], cache.keys[count:total], cache.values[count:total],
         layers_of_sources(cache.sources, count, total), tapped,
     )  # fmt: skip
-    cache.outputs[start:stop] = x
+    copy_rows(cache.outputs[start:stop], x)
     finish_early(early)
 
 
@@ -272,7 +277,7 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
         norm = cache.exit.norm
     x = np.empty((len(wanted), outputs.shape[1]), dtype=np.float32)
     for row in range(len(wanted)):
-        x[row] = outputs[trie.local[wanted[row]]]
+        copy_numbers(x[row], outputs[trie.local[wanted[row]]])
     logits = np.empty((len(x), model.vocab), dtype=np.float32)
     if len(x) > 0:
         call_at(cache.score_rows_at, (x, norm, model.eps, model.head, logits, cache.threads))
@@ -358,5 +363,5 @@ def _follow(cache: CacheArrays, former: Array) -> None:
     """Keep the outputs and tapped states of the stored nodes that remain, given the number that each node had before."""
     for node in range(cache.trie.counts[STORED]):  # in place, as the number of a node never grows
         if former[node] != node:
-            cache.outputs[node] = cache.outputs[former[node]]
-            cache.tapped[node] = cache.tapped[former[node]]
+            copy_numbers(cache.outputs[node], cache.outputs[former[node]])
+            copy_numbers(cache.tapped[node], cache.tapped[former[node]])

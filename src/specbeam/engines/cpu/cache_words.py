@@ -14,7 +14,8 @@ from specbeam.kernels.compiling import Array, compiled, compiled_only
 
 if kernels.AVAILABLE:
     from numba import types
-    from numba.extending import overload
+
+    from specbeam.kernels.compiling import chosen_for
 
 KeptAs = Literal["float32", "bfloat16"]
 # What they are arrays of: bits, if numpy lacks the type.
@@ -43,7 +44,7 @@ def _in_bfloat16(rows: Array) -> Array:
 
 if kernels.AVAILABLE:
 
-    @overload(as_kept, strict=False)
+    @chosen_for(as_kept)
     def _compiled_as_kept(rows: Any, cache: Any) -> Any:
         if cache.dtype == types.uint16:
             return inspect.unwrap(lambda rows, cache: _in_bfloat16(rows))

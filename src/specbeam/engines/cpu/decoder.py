@@ -62,7 +62,7 @@ from specbeam.engines.families import (
 from specbeam.engines.kv.store import PanelStore
 from specbeam.engines.mapped import NOTHING_MAPPED, MappedFiles, mapped_files
 from specbeam.engines.packed import Grouped, PackedMatrix, joined, matrices_of, weights_in
-from specbeam.kernels.compiling import Array, address_of
+from specbeam.kernels.compiling import Array, address_of, borrowed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,6 +94,7 @@ class Kinds(NamedTuple):
     down: Kind
 
 
+@borrowed
 class Model(NamedTuple):
     """The weights and settings of a model, as compiled layers read them."""
 

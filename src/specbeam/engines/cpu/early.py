@@ -11,12 +11,14 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from specbeam.engines.kv.steps import KNOWN, SIZE, STORED, Trie, prune
-from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.compiling import Array, borrowed, compiled
+from specbeam.kernels.copies import copy_numbers, copy_rows
 
 UNFINISHED, WAITING, FIRST_ROWS, EXIT_ROWS, LAST_ROWS = range(5)  # indices of `EarlyNodes.counts`
 MOST_WAITING = 64  # nodes that wait for the exit layer where nothing is drafted for long
 
 
+@borrowed
 class Waiting(NamedTuple):
     """Nodes that the first layers have seen and the exit layer has not, such as the last layer of a draft.
 
@@ -33,6 +35,7 @@ class Waiting(NamedTuple):
     states: Array  # float32[room, hidden]: what left the first layers
 
 
+@borrowed
 class EarlyNodes(NamedTuple):
     """What a cache keeps of nodes between their two passes; arrays have no rows where no layer is run ahead."""
 
@@ -46,6 +49,7 @@ class EarlyNodes(NamedTuple):
     waiting: Waiting
 
 
+@borrowed
 class ExitWeights(NamedTuple):
     """An exit layer as compiled layers read it; where there is none, it has no kinds."""
 
@@ -96,8 +100,8 @@ def keep_early(early: EarlyNodes, trie: Trie, rows: Array, slots: Array, has_exi
     """
     stop = trie.counts[STORED]
     start = stop - len(rows)
-    early.outputs[start:stop] = rows
-    early.slots[start:stop] = slots
+    copy_rows(early.outputs[start:stop], rows)
+    copy_numbers(early.slots[start:stop], slots)
     early.counts[UNFINISHED] += len(rows)
     early.counts[FIRST_ROWS] += len(rows)
     if not has_exit:
@@ -109,9 +113,9 @@ def keep_early(early: EarlyNodes, trie: Trie, rows: Array, slots: Array, has_exi
         waiting.nodes[first + row] = node
         waiting.slots[first + row] = slots[row]
         waiting.positions[first + row] = trie.nodes[2, node]
-        waiting.seen[first + row, : trie.seen.shape[1]] = trie.seen[node]
+        copy_numbers(waiting.seen[first + row], trie.seen[node])
         waiting.seen[first + row, trie.seen.shape[1] :] = False
-        waiting.states[first + row] = rows[row]
+        copy_numbers(waiting.states[first + row], rows[row])
     early.counts[WAITING] = first + len(rows)
 
 
@@ -121,7 +125,7 @@ def keep_exits(early: EarlyNodes, rows: Array) -> None:
     for row in range(len(rows)):
         node = early.waiting.nodes[row]
         if node >= 0:
-            early.exited[node] = rows[row]
+            copy_numbers(early.exited[node], rows[row])
     early.counts[EXIT_ROWS] += len(rows)
     early.counts[WAITING] = 0
 
@@ -146,9 +150,9 @@ def rename_early(early: EarlyNodes, trie: Trie, former: Array) -> None:
         before = former[node]
         if before != node:
             early.slots[node] = early.slots[before]
-            early.outputs[node] = early.outputs[before]
+            copy_numbers(early.outputs[node], early.outputs[before])
             if len(early.exited) > 0:
-                early.exited[node] = early.exited[before]
+                copy_numbers(early.exited[node], early.exited[before])
     waiting = early.waiting
     left = 0
     for row in range(early.counts[WAITING]):
@@ -160,8 +164,8 @@ def rename_early(early: EarlyNodes, trie: Trie, former: Array) -> None:
         if left < row:
             waiting.slots[left] = waiting.slots[row]
             waiting.positions[left] = waiting.positions[row]
-            waiting.seen[left] = waiting.seen[row]
-            waiting.states[left] = waiting.states[row]
+            copy_numbers(waiting.seen[left], waiting.seen[row])
+            copy_numbers(waiting.states[left], waiting.states[row])
         left += 1
     early.counts[WAITING] = left
 

@@ -11,10 +11,12 @@ from torch import Tensor
 from specbeam import kernels
 from specbeam.engines.cpu.sums import FLOAT16_SCALE
 from specbeam.kernels.compiling import Array, compiled, compiled_only
+from specbeam.kernels.copies import copy_numbers
 
 if kernels.AVAILABLE:
     from numba import types
-    from numba.extending import overload
+
+    from specbeam.kernels.compiling import chosen_for
 
 # What stands for a type that numpy or numba does not know: an integer of its size.
 _BITS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
@@ -57,7 +59,7 @@ def embedded_rows(table: Table, tokens: Int64[np.ndarray, " n"]) -> Float32[np.n
 
 
 def _copy_row(table: Array, token: int, out: Array) -> None:
-    out[:] = table[token]
+    copy_numbers(out, table[token])
 
 
 def _widen_bfloat16(table: Array, token: int, out: Array) -> None:
@@ -81,6 +83,6 @@ def _widen_float16(table: Array, token: int, out: Array) -> None:
 if kernels.AVAILABLE:
     _BY_TYPE = {types.uint16: _widen_bfloat16, types.int16: _widen_float16}
 
-    @overload(look_up, strict=False)
+    @chosen_for(look_up)
     def _compiled_look_up(table: Any, token: Any, out: Any) -> Any:
         return inspect.unwrap(_BY_TYPE.get(table.dtype, _copy_row))

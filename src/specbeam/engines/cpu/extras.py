@@ -4,13 +4,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from specbeam.core.steps import open_step
 from specbeam.engines.families import Activation, Architecture, LayerParts
-from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.compiling import Array, borrowed, borrowed_views
 
 SILU, GELU_TANH, GELU, RELU = range(4)
 _NUMBER_OF: dict[Activation, int] = {"silu": SILU, "gelu tanh": GELU_TANH, "gelu": GELU, "relu": RELU}
 
 
+@borrowed
 class Extras(NamedTuple):
     """What layers have besides matrices and the norms in front of their sublayers; arrays lack columns where they have none.
 
@@ -76,10 +78,13 @@ def _biases_of(of: Architecture, layers: int) -> np.ndarray:
     return np.stack([one.detach().contiguous().float().numpy() for one in of.biases])
 
 
-@compiled
+_extras = borrowed_views(Extras)
+
+
+@open_step
 def layers_of_extras(extras: Extras, first: int, stop: int) -> Extras:
     """Return the extras of the layers first .. stop, as views."""
-    return Extras(
+    return _extras(
         extras.after_attention[first:stop],
         extras.after_inner[first:stop],
         extras.wide_norms[first:stop],

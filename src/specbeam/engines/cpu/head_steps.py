@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specbeam.core.steps import compiled_as
+from specbeam.core.steps import borrowed, compiled_as
 from specbeam.engines.cpu.cache_steps import CacheArrays
 from specbeam.engines.cpu.layers import (
     all_layers,
@@ -49,6 +49,7 @@ ATTENTION, PROJECTION, NORMED_PROJECTION = range(
 NO_NORM, NORM_OF_ALL, NORM_OF_EACH = range(3)  # how the target's hidden states are normed before they make a feature
 
 
+@borrowed
 class FeatureWeights(NamedTuple):
     """What makes features of the target's hidden states, side by side: norms, and a matrix if there is one."""
 
@@ -62,6 +63,7 @@ class FeatureWeights(NamedTuple):
     norm_after: Array  # float32[width], or of no numbers
 
 
+@borrowed
 class TrunkModel(NamedTuple):
     """A pair trunk, as compiled layers read it."""
 
@@ -87,6 +89,7 @@ class TrunkModel(NamedTuple):
     vocab: int
 
 
+@borrowed
 class BlockModel(NamedTuple):
     """A block head, as compiled layers read it."""
 
@@ -108,6 +111,7 @@ class BlockModel(NamedTuple):
     vocab: int
 
 
+@borrowed
 class Blocks(NamedTuple):
     """The blocks of a turn: logits before the correction by the token above."""
 
@@ -116,6 +120,7 @@ class Blocks(NamedTuple):
     base: Array  # float32[blocks * rows, columns]
 
 
+@borrowed
 class HeadArrays(NamedTuple):
     """A session's cache in a compiled head, as steps take it, with room for all that they are going to store."""
 

@@ -17,6 +17,7 @@ from specbeam.engines.cpu.panels import multiply, part_count
 from specbeam.engines.cpu.sources import SeenSources, Sources, seen_sources
 from specbeam.engines.cpu.sums import MOST, WIDTH, write_row_sums
 from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.copies import copy_numbers, copy_rows
 from specbeam.kernels.fused import fused
 from specbeam.kernels.ordered_sums import sum_of, sum_of_squares
 from specbeam.kernels.sums import exp_near_0, extremes, rank_of
@@ -279,7 +280,7 @@ def attend(
                 for query in range(count):
                     row = first + (start + query) // group
                     head = kv * group + (start + query) % group
-                    out[row, head * size : (head + 1) * size] = mixed[query, :size]
+                    copy_numbers(out[row, head * size : (head + 1) * size], mixed[query, :size])
 
 
 @compiled
@@ -370,7 +371,7 @@ def store_keys_and_values(qkv: Array, heads: int, rows: Array, slots: Array, key
                 for row in range(first, last):
                     panels[slots[row] // WIDTH, place, slots[row] % WIDTH] = kept[row, k + place]
             for row in range(first, last):
-                values[cache, kv, slots[row], :size] = kept[row, v : v + size]
+                copy_numbers(values[cache, kv, slots[row]], kept[row, v : v + size])
 
 
 class LayerRoom(NamedTuple):
@@ -561,7 +562,7 @@ def run_experts(reads: Array, weights: Any, layer: int, room: LayerRoom, threads
         found = 0
         for row in range(count):
             if shares[row, expert] != 0:
-                some[found] = reads[row]
+                copy_numbers(some[found], reads[row])
                 rows[found] = row
                 found += 1
         if found == 0:
@@ -665,7 +666,7 @@ def _keep_taps(x: Array, taps: Array, layer: int, tapped: Array) -> None:
     hidden = x.shape[1]
     for place in range(len(taps)):
         if taps[place] == layer:
-            tapped[:, place * hidden : (place + 1) * hidden] = x
+            copy_rows(tapped[:, place * hidden : (place + 1) * hidden], x)
 
 
 @compiled

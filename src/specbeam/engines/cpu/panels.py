@@ -52,7 +52,8 @@ from specbeam.kernels.compiling import compiled, compiled_only
 
 if kernels.AVAILABLE:
     from numba import types
-    from numba.extending import overload
+
+    from specbeam.kernels.compiling import chosen_for
 
 LINE = 64  # bytes of a cache line
 _UNPACKED_FROM = 16  # parts of rows; from here on the bfloat16 of a panel are unpacked once, not for each part
@@ -163,25 +164,25 @@ if kernels.AVAILABLE:
 
     _ROUNDED = (types.int32, types.int16)  # whose rows are rounded too, and multiplied by vectors
 
-    @overload(packed_rows, strict=False)
+    @chosen_for(packed_rows)
     def _compiled_packed_rows(x: Any, panels: Any) -> Any:
         pack, _ = _BY_TILES.get(panels.dtype, (_transposed_parts, None))
         return _source_of(lambda x, panels: pack(x, panels))
 
-    @overload(begin_products, strict=False)
+    @chosen_for(begin_products)
     def _compiled_begin_products(packed: Any, panels: Any) -> Any:
         return _source_of(_begin_tiles if panels.dtype in _BY_TILES else _begin_nothing)
 
-    @overload(end_products, strict=False)
+    @chosen_for(end_products)
     def _compiled_end_products(panels: Any) -> Any:
         return _source_of(_release_tiles if panels.dtype in _BY_TILES else _end_nothing)
 
-    @overload(piece_count, strict=False)
+    @chosen_for(piece_count)
     def _compiled_piece_count(panels: Any, rows: Any) -> Any:
         count = tiles.piece_count if panels.dtype in _BY_TILES else _one_piece
         return _source_of(lambda panels, rows: count(rows))
 
-    @overload(multiply_panel, strict=False)
+    @chosen_for(multiply_panel)
     def _compiled_multiply_panel(
         panels: Any, panel: Any, packed: Any, rows: Any, depth: Any, out: Any, piece: Any
     ) -> Any:
@@ -190,24 +191,24 @@ if kernels.AVAILABLE:
             lambda panels, panel, packed, rows, depth, out, piece: by(panels, panel, packed, rows, depth, out, piece)
         )
 
-    @overload(write_transposed, strict=False)
+    @chosen_for(write_transposed)
     def _compiled_write_transposed(x: Any, start: Any, rows: Any, transposed: Any) -> Any:
         return _source_of(_write_transposed_bytes if transposed.dtype == types.int32 else _write_transposed_floats)
 
-    @overload(scratch_for, strict=False)
+    @chosen_for(scratch_for)
     def _compiled_scratch_for(panels: Any, rows: Any, depth: Any) -> Any:
         return _source_of(_scratch_for_bytes if panels.dtype in _ROUNDED else _scratch_for_floats)
 
-    @overload(for_few_rows, strict=False)
+    @chosen_for(for_few_rows)
     def _compiled_for_few_rows(panels: Any) -> Any:
         return _source_of(_in_words if panels.dtype == types.int8 else _as_they_are)
 
-    @overload(form_of, strict=False)
+    @chosen_for(form_of)
     def _compiled_form_of(panels: Any) -> Any:
         number = FORM_OF[panels.dtype.name]
         return _source_of(lambda panels: number)
 
-    @overload(unpacked, strict=False)
+    @chosen_for(unpacked)
     def _compiled_unpacked(panel: Any, depth: Any) -> Any:
         if panel.dtype == types.uint8:
             return _source_of(_halves_as_float32)

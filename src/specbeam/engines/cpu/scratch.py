@@ -10,11 +10,12 @@ import numpy as np
 
 from specbeam.engines.cpu.cache_steps import CacheArrays, extend_cache
 from specbeam.engines.kv.steps import HELD, KNOWN, PEAK, SIZE, STORED, Trie, copy_for_scratch
-from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.compiling import Array, borrowed, compiled
 
 BEGUN, ROWS = range(2)  # indices into `ScratchArrays.numbers`
 
 
+@borrowed
 class ScratchArrays(NamedTuple):
     """A scratch cache of a session, as steps take it."""
 

@@ -2,10 +2,12 @@
 
 from typing import NamedTuple
 
+from specbeam.core.steps import open_step
 from specbeam.engines.cpu.extras import Extras, layers_of_extras
-from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.compiling import Array, borrowed, borrowed_views
 
 
+@borrowed
 class CrossWeights(NamedTuple):
     """The weights of the sublayers that look at a source, stacked as in `Weights`; of no panels where layers have none."""
 
@@ -17,6 +19,7 @@ class CrossWeights(NamedTuple):
     out_bias: Array  # float32[layers, hidden], or of no columns
 
 
+@borrowed
 class Weights(NamedTuple):
     """The weights of all layers, stacked. Matrices are in panels; those that read the same rows are joined to one.
 
@@ -38,10 +41,14 @@ class Weights(NamedTuple):
     cross: CrossWeights
 
 
-@compiled
+_weights = borrowed_views(Weights)
+_cross_weights = borrowed_views(CrossWeights)
+
+
+@open_step
 def layers_of_weights(weights: Weights, first: int, stop: int) -> Weights:
     """Return the weights of the layers first .. stop, as views."""
-    return Weights(
+    return _weights(
         weights.before_attention[first:stop],
         weights.before_inner[first:stop],
         weights.bias[first:stop],
@@ -52,7 +59,7 @@ def layers_of_weights(weights: Weights, first: int, stop: int) -> Weights:
         weights.down[first:stop],
         weights.inner,
         layers_of_extras(weights.extras, first, stop),
-        CrossWeights(
+        _cross_weights(
             weights.cross.before[first:stop],
             weights.cross.after[first:stop],
             weights.cross.query[first:stop],

@@ -13,7 +13,7 @@ from specbeam.engines.kv.cache import Logits, Nodes
 from specbeam.engines.kv.member import RowMember
 from specbeam.engines.kv.steps import SIZE, STORED, Trie, enter
 from specbeam.engines.kv.trie import KVTrie
-from specbeam.kernels.compiling import AVAILABLE, Array, compiled
+from specbeam.kernels.compiling import AVAILABLE, Array, borrowed, compiled
 from specbeam.records import Turn
 
 if AVAILABLE:
@@ -87,6 +87,7 @@ def neighbour_slices(nodes: Int64[np.ndarray, " n"]) -> list[slice]:
     return [slice(first, last) for first, last in pairwise(edges) if last > first]
 
 
+@borrowed
 class GpuCacheArrays(NamedTuple):
     """A session's cache in a model on a GPU, as steps take it, with room for all that they are going to store."""
 

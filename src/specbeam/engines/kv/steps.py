@@ -4,13 +4,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specbeam.kernels.compiling import Array, compiled
+from specbeam.kernels.compiling import Array, borrowed, compiled
+from specbeam.kernels.copies import copy_numbers
 
 WASTE = 0  # a slot that no token looks at: padding is written there
 BLOCK = 64  # the number of slots is always a multiple of this
 SIZE, STORED, KNOWN, HELD, EXTENT, PEAK = range(6)  # indices of `Trie.counts`
 
 
+@borrowed
 class Trie(NamedTuple):
     """The arrays of a KV trie, as steps take it; each has spare room after the part that is used."""
 
@@ -57,7 +59,7 @@ def feed_slots(trie: Trie, slots: Array) -> None:
         slots[place] = slot
         trie.used[slot] = True
         trie.slot_position[slot] = trie.nodes[2, node]
-        trie.seen[node] = trie.seen[trie.nodes[1, node]]
+        copy_numbers(trie.seen[node], trie.seen[trie.nodes[1, node]])
         trie.seen[node, slot] = True
     counts[STORED] = start + len(slots)
     counts[HELD] = counts[HELD] + len(slots)
@@ -178,8 +180,9 @@ def prune(trie: Trie, leaves: Array) -> Array:
         above = -1
         if node < stored:
             if count < node:
-                seen[count] = seen[node]
-            np.logical_or(used, seen[count], used)
+                copy_numbers(seen[count], seen[node])
+            for slot in range(len(used)):
+                used[slot] = used[slot] or seen[count, slot]
             first += 1
         else:
             above = names[nodes[1, node]]
