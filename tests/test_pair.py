@@ -70,6 +70,16 @@ def test_a_tokenizer_that_fails_with_sentencepiece_there_says_why(pieces, monkey
         sb.load(pieces)
 
 
+def test_a_broken_tokenizer_is_not_blamed_on_sentencepiece(pieces, monkeypatch, tmp_path):
+    for file in pieces.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "tokenizer.json").write_text("{")
+    monkeypatch.setattr("specbeam.pair.find_spec", lambda module: None)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _fail)
+    with pytest.raises(MissingFile, match="Unrecognized configuration class"):
+        sb.load(tmp_path)
+
+
 def _fail(name):
     """Fail as transformers does for a tokenizer whose package is missing."""
     raise ValueError("Unrecognized configuration class")

@@ -792,7 +792,9 @@ def _tokenizer(source: Any) -> "PreTrainedTokenizerBase | None":
             return AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError, ImportError) as error:
             _check_reads_pieces(name, error)
-            raise MissingFile(f"could not load a tokenizer from {source}: {error}; give load(tokenizer=...)") from error
+            raise MissingFile(
+                f"could not load a tokenizer from {source}: {_beginning(error)}; give load(tokenizer=...)"
+            ) from error
     if isinstance(source, torch.nn.Module):
         folder = getattr(source, "name_or_path", "")
         has_tokenizer = folder and (Path(folder) / "tokenizer_config.json").is_file()
@@ -811,19 +813,27 @@ def _check_reads_pieces(name: str, error: Exception) -> None:
     """
     from transformers.utils import cached_file
 
-    missing = [package for package, module in _READ_PIECES.items() if not _is_there(module)]
-    if not missing:
-        return
-    for file in _PIECES:
+    def has(file: str) -> bool:
         try:
             found = cached_file(name, file, local_files_only=True, _raise_exceptions_for_missing_entries=False)
         except OSError:  # the hub's cache has nothing of this name
-            found = None
-        if found is not None:
-            raise MissingPackage(
-                f"the tokenizer of {name} is a SentencePiece model ({file}), which {' and '.join(missing)} must read: "
-                f"pip install {' '.join(_READ_PIECES)}"
-            ) from error
+            return False
+        return found is not None
+
+    missing = [package for package, module in _READ_PIECES.items() if not _is_there(module)]
+    if not missing or has("tokenizer.json"):
+        return
+    for file in filter(has, _PIECES):
+        raise MissingPackage(
+            f"the tokenizer of {name} is a SentencePiece model ({file}), which {' and '.join(missing)} must read: "
+            f"pip install {' '.join(_READ_PIECES)}; transformers says: {_beginning(error)}"
+        ) from error
+
+
+def _beginning(error: Exception) -> str:
+    """Return what an error says, at most 300 letters of it: transformers lists all models that it knows."""
+    said = str(error)
+    return said if len(said) <= 300 else f"{said[:300]} ..."
 
 
 def _is_there(module: str) -> bool:
