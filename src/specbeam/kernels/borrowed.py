@@ -85,6 +85,7 @@ def borrow(record: type) -> None:
     """Let compiled functions borrow records of a class, a NamedTuple.
 
     They cannot make one of arrays of their own, nor return one to Python: its arrays would be gone. See `views_of`.
+    They read its fields by name alone, and cannot name such a record as a constant.
     """
 
     @typeof_impl.register(record)
@@ -96,7 +97,10 @@ def borrow(record: type) -> None:
 
 
 def views_of(record: type) -> Callable[..., Any]:
-    """Return a function that makes a record of this class, in compiled code a borrowed one: of views of borrowed arrays."""
+    """Return a function that makes a record of this class, in compiled code a borrowed one: of views of borrowed arrays.
+
+    Each call in the code has room for one record: what it makes in a loop replaces what it made the round before.
+    """
 
     def make(*values: Any) -> Any:
         return record(*values)

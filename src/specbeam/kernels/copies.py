@@ -10,12 +10,18 @@ if AVAILABLE:
 
 
 def copy_numbers(goal: Array, source: Array) -> None:
-    """Write all of `source` to the first places of `goal`, which has as many or more; both have one axis."""
+    """Write all of `source` to the first places of `goal`, which has as many or more; both have one axis.
+
+    Compiled code does not check that.
+    """
     goal[: len(source)] = source
 
 
 def copy_rows(goal: Array, source: Array) -> None:
-    """Write all rows of `source` to the first rows of `goal`, which has as many or more, each of the same length."""
+    """Write all rows of `source` to the first rows of `goal`, which has as many or more, each of the same length.
+
+    Compiled code does not check that.
+    """
     goal[: len(source)] = source
 
 

@@ -470,7 +470,9 @@ def has_form(address: int, form: int) -> bool:
 
 @compiled
 def multiply(x: Array, panels: Array, out: Array, threads: int) -> None:
-    """Write x[rows, depth] @ matrix to out[rows, columns], given the `panels` of the matrix; `WIDTH` divides columns.
+    """Write x[rows, depth] @ matrix to the first columns of `out`, given the `panels` of the matrix.
+
+    It has `WIDTH` columns for each panel, or more, which are left alone.
 
     Args:
         threads: 1, or the address of the memory of a team (engines/cpu/team.py), which then helps.
