@@ -117,6 +117,19 @@ def p_value(counts, law):
     return stats.chisquare(*np.array(cells).T).pvalue
 
 
+def check_each(pair, methods, settings, draws):
+    """Raise `AssertionError` if the texts of a method, each decoded in batches of its own, have another law."""
+    law = plain_law(pair, settings)
+    values = {}
+    for place, (name, method) in enumerate(methods.items()):
+        request = Request(pair, [PROMPT] * draws, method, Settings(max_new_tokens=LENGTH, **settings), 11 + place)
+        for _ in decode(pair.target, request.sessions, at_once=200):
+            pass
+        counts = Counter(tuple(next(one.hypotheses()).tokens) for one in request.sessions)
+        values[name] = p_value(counts, law)
+    assert min(values.values()) > 1e-3, values
+
+
 @pytest.mark.parametrize("setting", ["cold"])
 def test_mixed_batches_have_the_law_of_plain_sampling(models, setting):
     check(models, setting, draws=60)

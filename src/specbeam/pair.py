@@ -823,7 +823,8 @@ def _check_reads_pieces(name: str, error: Exception) -> None:
     missing = [package for package, module in _READ_PIECES.items() if not _is_there(module)]
     if not missing or has("tokenizer.json"):
         return
-    for file in filter(has, _PIECES):
+    file = next(filter(has, _PIECES), None)
+    if file is not None:
         raise MissingPackage(
             f"the tokenizer of {name} is a SentencePiece model ({file}), which {' and '.join(missing)} must read: "
             f"pip install {' '.join(_READ_PIECES)}; transformers says: {_beginning(error)}"

@@ -76,8 +76,7 @@ from specbeam.heads.lm import HeadLM
 from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
 from specbeam.laws.edits import NO_EDITS, Edits, ban, edited_rows, edits_any
 from specbeam.laws.evidence import Evidence, no_evidence
-from specbeam.laws.joint import BROKEN, SOUND
-from specbeam.laws.reduce import log_probabilities
+from specbeam.laws.reduce import BROKEN, SOUND, log_probabilities
 from specbeam.laws.warp import check_rows, processed_rows
 from specbeam.lm.base import LM
 from specbeam.lm.huggingface import HuggingFaceLM

@@ -16,8 +16,8 @@ from specbeam.draft import tree as tree_steps
 from specbeam.draft.children import Best, BestAndOne, Distinct, Draws, Independent
 from specbeam.draft.tree import Branching, FixedTree, TreeDrafter, grow_layer, grow_tree, most_nodes, start_tree
 from specbeam.laws.edits import NO_EDITS
-from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation
+from specbeam.laws.reduce import BROKEN, SOUND
 from specbeam.lm import huggingface
 from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.options.settings import Settings

@@ -25,7 +25,7 @@ from specbeam.tuning.costs import curve_of
 from tests.support.extra_rows import DEPTH, KINDS, extra_head, slow_rows
 from tests.support.heads import VOCAB, Comparing
 from tests.support.tiny_models import tiny
-from tests.test_laws_on_models import END, LENGTH, PROMPT, p_value, plain_law, softened
+from tests.test_laws_on_models import END, check_each, softened
 
 PROMPTS = [[5, 6, 7, 8, 9, 3], [9], [3, 4]]
 OPTIONS = {"max_new_tokens": 10, "eos_token_id": [11], "seed": 3}
@@ -390,19 +390,7 @@ def check_laws(family, kind, draws):
     small = {"vocab_size": 6, "eos_token_id": END, "bos_token_id": 0, "pad_token_id": 0}
     model = softened(tiny(family, seed=3, **small))
     pair = replace(sb.load(model), draft=ExtraLM(extra_head(model, kind), 6))
-    settings = {"temperature": 0.5}
-    law = plain_law(pair, settings)
-    values = {}
-    for place, (name, make) in enumerate(LAWS.items()):
-        request = Request(pair, [PROMPT] * draws, make(kind), Settings(max_new_tokens=LENGTH, **settings), 11 + place)
-        for _ in decode(pair.target, request.sessions, at_once=200):
-            pass
-        counts = {}
-        for one in request.sessions:
-            text = tuple(next(one.hypotheses()).tokens)
-            counts[text] = counts.get(text, 0) + 1
-        values[name] = p_value({text: counts.get(text, 0) for text in {*law, *counts}}, law)
-    assert min(values.values()) > 1e-3, values
+    check_each(pair, {name: make(kind) for name, make in LAWS.items()}, {"temperature": 0.5}, draws)
 
 
 def test_a_chain_is_a_tree(model):

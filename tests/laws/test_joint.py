@@ -11,9 +11,6 @@ from hypothesis import strategies as st
 from specbeam.core.beams import Beams
 from specbeam.errors import BrokenLaw, DeadEnd
 from specbeam.laws.joint import (
-    BROKEN,
-    DEAD,
-    SOUND,
     all_pairs,
     choose,
     condition_of,
@@ -27,6 +24,7 @@ from specbeam.laws.joint import (
     support_of,
 )
 from specbeam.laws.ranking import Truncation
+from specbeam.laws.reduce import BROKEN, DEAD, SOUND
 from specbeam.laws.warp import Warp, law_of_beams
 from tests.laws.test_truncation import TRUNCATIONS
 from tests.oracles import laws as plain

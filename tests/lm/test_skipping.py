@@ -19,7 +19,7 @@ from specbeam.core.limits import Limits
 from specbeam.decode import decode
 from specbeam.engines.cpu.sums import WIDTH
 from specbeam.errors import BadSetting, NotSupported
-from specbeam.laws.joint import SOUND
+from specbeam.laws.reduce import SOUND
 from specbeam.laws.warp import Warp
 from specbeam.lm.clasp import dispensable_layers
 from specbeam.lm.huggingface import HuggingFaceLM

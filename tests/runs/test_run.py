@@ -18,7 +18,7 @@ from specbeam.control.thompson import Thompson
 from specbeam.decode import decode
 from specbeam.errors import SomeFailed, TooFewAnswers
 from specbeam.generation import turns_of
-from specbeam.laws.joint import BROKEN, SOUND
+from specbeam.laws.reduce import BROKEN, SOUND
 from specbeam.options.settings import Settings
 from specbeam.records import Shape
 from specbeam.request import Request

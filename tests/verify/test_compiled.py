@@ -18,8 +18,8 @@ from specbeam.draft.beams import DrawnLayers, SearchedLayers, SharedLayers, star
 from specbeam.draft.tree import grow_layer, start_tree
 from specbeam.laws import joint
 from specbeam.laws.evidence import no_evidence
-from specbeam.laws.joint import BROKEN, DEAD, SOUND
 from specbeam.laws.ranking import NO_TRUNCATION, Truncation
+from specbeam.laws.reduce import BROKEN, DEAD, SOUND
 from specbeam.verify import beams as judge_steps
 from specbeam.verify import traversal, walk
 from specbeam.verify.beams import SearchSpec, SharedSpec, TriedSpec

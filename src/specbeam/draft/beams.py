@@ -39,8 +39,6 @@ from specbeam.errors import BrokenLaw, BrokenProcessor, DeadEnd
 from specbeam.kernels.copies import copy_numbers
 from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
 from specbeam.laws.joint import (
-    BROKEN,
-    SOUND,
     Choice,
     JointLaw,
     all_pairs,
@@ -54,6 +52,7 @@ from specbeam.laws.joint import (
     odds_among,
 )
 from specbeam.laws.ranking import Truncation, sorted_places
+from specbeam.laws.reduce import BROKEN, SOUND
 from specbeam.laws.warp import Rows, law_of_beams, on_host, processed_rows
 from specbeam.lm.base import LM, fill_prompts, runs_in_steps, takes_a_pass
 from specbeam.records import Scored, Shape, Turn

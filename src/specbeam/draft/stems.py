@@ -12,9 +12,8 @@ from specbeam.core.beams import is_end
 from specbeam.core.dice import pick
 from specbeam.core.forest import CHOSEN, DISTINCT, Forest, Siblings
 from specbeam.core.steps import Array, borrowed, step
-from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.laws.ranking import Truncation, largest
-from specbeam.laws.reduce import condition_of_row, exponentials
+from specbeam.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
 from specbeam.laws.rows import row_law
 
 

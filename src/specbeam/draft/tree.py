@@ -38,9 +38,8 @@ from specbeam.draft.stems import StemSpec, grow_stems, start_stems, with_sibling
 from specbeam.engines.pass_steps import run_pass
 from specbeam.errors import BrokenLaw, BrokenProcessor
 from specbeam.laws.edits import NO_EDITS, Edits, edited_rows
-from specbeam.laws.joint import BROKEN, SOUND
 from specbeam.laws.ranking import Truncation, largest
-from specbeam.laws.reduce import condition_of_row, exponentials
+from specbeam.laws.reduce import BROKEN, SOUND, condition_of_row, exponentials
 from specbeam.laws.rows import RowLaw, row_law
 from specbeam.laws.warp import Rows, on_host, processed_rows, row_laws
 from specbeam.lm.base import LM, fill_prompts, runs_in_steps, takes_a_pass

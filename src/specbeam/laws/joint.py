@@ -22,10 +22,7 @@ from specbeam.laws.ranking import (
     sorted_places,
     warps,
 )
-from specbeam.laws.reduce import BROKEN as BROKEN
-from specbeam.laws.reduce import DEAD as DEAD
-from specbeam.laws.reduce import SOUND as SOUND
-from specbeam.laws.reduce import exponentials, log_norm, log_sum, norms_left_out
+from specbeam.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm, log_sum, norms_left_out
 
 NO_KEYS = np.zeros(0, dtype=np.uint64)
 HEAD = 14.0  # pairs whose probability is below exp(-14) times the best pair's do not change a width

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from specbeam.core.steps import Array, step
-from specbeam.laws.joint import BROKEN
 from specbeam.laws.ranking import Truncation, cuts, kept_pairs
-from specbeam.laws.reduce import condition_of_row, exponentials, log_norm
+from specbeam.laws.reduce import BROKEN, condition_of_row, exponentials, log_norm
 
 NO_SHIFT = np.zeros(1)
 

@@ -58,7 +58,6 @@ from specbeam.errors import DeadEnd
 from specbeam.laws.edits import follows_text, rows_with_bans
 from specbeam.laws.evidence import Evidence, gathers, no_evidence, note_draw
 from specbeam.laws.joint import (
-    SOUND,
     Choice,
     JointLaw,
     all_pairs,
@@ -73,6 +72,7 @@ from specbeam.laws.joint import (
     odds_among,
 )
 from specbeam.laws.ranking import Truncation
+from specbeam.laws.reduce import SOUND
 from specbeam.laws.warp import Warp, check_condition, law_of_processed, left_by_others, on_host, processed_rows
 from specbeam.records import Trial, Verdict
 from specbeam.session import Session

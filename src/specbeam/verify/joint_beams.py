@@ -13,7 +13,7 @@ from jaxtyping import Float
 
 from specbeam.core.forest import Forest
 from specbeam.errors import BadSetting, LostLaw, NotSupported, one_of
-from specbeam.laws.joint import SOUND
+from specbeam.laws.reduce import SOUND
 from specbeam.lm.self_draft import TargetAsDraft
 from specbeam.records import Certificate, Verdict
 from specbeam.session import Rule, Session

@@ -13,10 +13,9 @@ from specbeam.core.dice import flip, pick
 from specbeam.core.forest import Forest, GroupsUnder, Siblings, groups_by_node, start_of
 from specbeam.core.steps import Array, borrowed, open_step, step
 from specbeam.laws.evidence import Evidence, gathers, note_worth
-from specbeam.laws.joint import SOUND
 from specbeam.laws.named import EXACT
 from specbeam.laws.ranking import Truncation
-from specbeam.laws.reduce import exponentials
+from specbeam.laws.reduce import SOUND, exponentials
 from specbeam.laws.rows import RowLaw, greedy_law
 from specbeam.records import Verdict
 from specbeam.session import Session

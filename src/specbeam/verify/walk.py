@@ -26,10 +26,9 @@ from specbeam.core.noise import child_key
 from specbeam.core.steps import Array, borrowed, compiled_as, open_step, step
 from specbeam.errors import LostLaw
 from specbeam.laws.evidence import Evidence, gathers, no_evidence, note_draw
-from specbeam.laws.joint import BROKEN, DEAD, SOUND
 from specbeam.laws.named import EXACT
 from specbeam.laws.ranking import Truncation, best_pairs, cuts, rank_pairs
-from specbeam.laws.reduce import exponentials, log_norm
+from specbeam.laws.reduce import BROKEN, DEAD, SOUND, exponentials, log_norm
 from specbeam.laws.rows import RowLaw, best_token, odds_on, place_in, row_law
 from specbeam.laws.warp import Rows, check_condition, on_host, processed_rows, row_laws
 from specbeam.records import Verdict
