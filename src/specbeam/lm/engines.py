@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from specbeam.engines.gpu.passes import GpuPasses
 
 ROUNDINGS: dict[str, Rounding] = {"int8": "int8", "int4": "int4"}
+OLDEST_WITH_FP8 = (8, 9)  # compute capability of GPUs that have fp8
 COMPILED = ("compiled", *ROUNDINGS)  # engines that are the compiled forward
 
 
@@ -178,6 +179,19 @@ def _misfit_of_gpu(model: "PreTrainedModel") -> str:
     return misfit_of_family(model)
 
 
+def _misfit_of_fp8(model: "PreTrainedModel") -> str:
+    why = _misfit_of_gpu(model)
+    if why or model.device.type != "cuda":
+        return why or "it is for a GPU; on a CPU 'int8' and 'int4' are faster than what they round"
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return (
+            f"it rounds models in bfloat16 or float16, and this one is in {model.dtype}: load it with dtype='bfloat16'"
+        )
+    if (has := torch.cuda.get_device_capability(model.device)) < OLDEST_WITH_FP8:
+        return f"the GPU has no fp8: its compute capability is {has[0]}.{has[1]}, and fp8 needs 8.9"
+    return ""
+
+
 def _of_llamas(model: "PreTrainedModel", where: str) -> str:
     found = f"this is in {model.dtype} on {model.device}" if where else f"this is a {type(model).__name__}"
     return f"it is for Llama, Mistral and Qwen2 models{where} without changes; {found}"
@@ -214,20 +228,24 @@ def _compiled_kind(name: str, described: str, rounding: Rounding | None) -> Engi
     return EngineKind(name, described, fits, _on_request if rounding else _waits_for_compiled, passes)
 
 
-def _gpu_passes(model: "PreTrainedModel", caches: list[Any]) -> "GpuPasses | None":
+def _gpu_passes(model: "PreTrainedModel", caches: list[Any], rounded: bool = False) -> "GpuPasses | None":
     """Return passes on a GPU, or None, with a warning, if Triton does not work here."""
     from specbeam.engines.gpu.decoder import GpuDecoder
     from specbeam.engines.gpu.passes import GpuPasses
 
     # GpuDecoder moves the weights. Outside of inference mode they can still be trained afterwards.
     with torch.inference_mode(False), torch.no_grad():
-        passes = GpuPasses(model, GpuDecoder(model), caches, model.device.type == "cuda")
+        passes = GpuPasses(model, GpuDecoder(model, rounded), caches, model.device.type == "cuda")
     try:
         passes.try_out()
     except Exception as error:  # Triton has no C compiler, does not know the GPU, ...
         warnings.warn(f"Triton does not work here, so transformers runs the model: {error!r}", stacklevel=2)
         return None
     return passes
+
+
+def _fp8_passes(model: "PreTrainedModel", caches: list[Any]) -> "GpuPasses | None":
+    return _gpu_passes(model, caches, rounded=True)
 
 
 def _lean_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
@@ -256,6 +274,7 @@ def _plain_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
 # In the order in which "auto" asks them.
 ENGINES = (
     EngineKind("gpu", "the forward for GPUs", _misfit_of_gpu, _off_gpu, _gpu_passes),
+    EngineKind("fp8", "quantize='fp8'", _misfit_of_fp8, _on_request, _fp8_passes),
     _compiled_kind("compiled", "the compiled forward", None),
     _compiled_kind("int8", "quantize='int8'", "int8"),
     _compiled_kind("int4", "quantize='int4'", "int4"),

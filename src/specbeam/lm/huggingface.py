@@ -97,11 +97,11 @@ class HuggingFaceLM:
         chunk: prompt tokens of one session per pass.
         engine: what runs the model. "plain" calls it, "torch" calls it through torch.compile. "lean"
             (engines/torch/lean.py), "compiled" (engines/cpu/) and "gpu" (engines/gpu/) run its layers themselves. "int8" and
-            "int4" are "compiled" with weights rounded to 8 or 4 bits, which makes it another model. "layers"
-            (engines/by_layer.py) calls its layers one by one, so that an exit layer can draft on its cache. "parallel"
-            (engines/torch/repeated.py) is "plain" for weights that are spread over processes. "auto" takes the fastest that
-            fits, but never "parallel", "torch", "int8", "int4" or "layers". Raises `NotSupported` if the engine cannot run
-            the model.
+            "int4" are "compiled", and "fp8" is "gpu", with weights rounded to 8 or 4 bits, which makes it another model.
+            "layers" (engines/by_layer.py) calls its layers one by one, so that an exit layer can draft on its cache.
+            "parallel" (engines/torch/repeated.py) is "plain" for weights that are spread over processes. "auto" takes the
+            fastest that fits, but never "parallel", "torch", "int8", "int4", "fp8" or "layers". Raises `NotSupported` if the
+            engine cannot run the model.
         share_from: sessions whose prompts begin with at least this number of equal tokens compute and store those tokens
             once, unless the new texts may grow so long that attention to the slots of all of them costs more. None: never.
             "auto": 64, but never with "compiled", "int8" or "int4": without sharing, their rows have the same bits whatever
@@ -622,7 +622,7 @@ class HuggingFaceLM:
         """Store the next tokens of a prompt by copying these chunks, of `size` tokens each."""
         feed = cache.trie.feed(size * len(chunks))
         extent = -(-cache.trie.extent // BLOCK) * BLOCK
-        self.runner.store.reserve(max(len(self.caches), cache.row + 1), extent)
+        self.runner.store.reserve_row(cache.row, extent)
         for number, chunk in enumerate(chunks):
             self.runner.store.put(cache.row, feed.slots[number * size : (number + 1) * size], chunk)
         cache.trie.forget_inner()

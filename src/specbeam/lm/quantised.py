@@ -13,10 +13,12 @@ import torch
 from specbeam.engines.cpu.decoder import Rounding
 from specbeam.errors import BadSetting, NotSupported
 
-# The compiled forward rounds to "int8" and "int4". A library does the others, while transformers loads them from files.
+OnGpu = Literal["fp8"]
+# The compiled forward rounds to "int8" and "int4", the forward for GPUs to "fp8". A library does the others, while
+# transformers loads them from files.
 ByLibrary = Literal["torchao-int8", "torchao-int4", "bitsandbytes-int8", "bitsandbytes-nf4"]
-Quantize = Literal[Rounding, ByLibrary]
-OWN: tuple[str, ...] = get_args(Rounding)
+Quantize = Literal[Rounding, OnGpu, ByLibrary]
+OWN: tuple[str, ...] = (*get_args(Rounding), *get_args(OnGpu))
 BY_LIBRARY: tuple[str, ...] = get_args(ByLibrary)
 _KNOWN = ", ".join(repr(one) for one in (*OWN, *BY_LIBRARY))
 _LIKE_A_ROUNDING = re.compile(r"(u?int|fp|nf|float)\d+|(torchao|bitsandbytes)-[\w-]+", re.IGNORECASE)
@@ -63,7 +65,7 @@ def library_config(name: str, dtype: "str | torch.dtype") -> Any:
         if find_spec(package) is None:
             raise NotSupported(
                 f"{name!r} needs {package} (pip install {package}); 'int8' and 'int4' need no further package, for the "
-                "families in docs/models.md on a CPU"
+                "families in docs/models.md on a CPU, nor does 'fp8' on a GPU"
             )
     if library == "torchao":
         return _torchao_config(form)

@@ -1,4 +1,4 @@
-"""A forward of models on a GPU: matrix products by cuBLAS, everything else in few kernels, rows without padding.
+"""A forward of models on a GPU in few kernels, rows without padding; products of many rows are cuBLAS's.
 
 The time of a pass of a small draft model depends on the number of kernels that it starts, not on arithmetic: here these are
 ten per layer of a Llama, in transformers some forty. The results equal those of transformers up to rounding; `load` compares
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 
 from specbeam.engines.families import Architecture, ModelFamily, architecture_of, norm_of, parts_of
 from specbeam.engines.gpu.kernels import activated, attended, norm_heads, normed, rotate_and_store
+from specbeam.engines.gpu.pages import PagedStore
+from specbeam.engines.gpu.products import GpuMatrix, multiplied, rounded_matrix
 from specbeam.engines.gpu.staging import Inputs
-from specbeam.engines.kv.store import SlotStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,13 +42,13 @@ class GpuLayer:
     after_inner: Tensor
     head_norms: Tensor
     wide_norms: Tensor
-    qkv: Tensor
+    qkv: GpuMatrix
     qkv_bias: Tensor | None
-    out: Tensor
+    out: GpuMatrix
     out_bias: Tensor | None
-    up: Tensor  # gate and up, or up alone
+    up: GpuMatrix  # gate and up, or up alone
     up_bias: Tensor | None
-    down: Tensor
+    down: GpuMatrix
     down_bias: Tensor | None
     kind: int  # the kind of attention, an index into `GpuDecoder.kinds`, which selects the mask
     angles: Tensor  # float32[2, positions, pairs]
@@ -60,9 +60,13 @@ class GpuDecoder:
 
     It joins matrices that read the same rows, and turns the model's own matrices into views of the joined ones. So the model
     itself still works as before, and no weight is kept twice, but for those of norms.
+
+    Args:
+        rounded: whether all matrices are rounded to fp8, in copies; the model keeps its own beside them.
     """
 
-    def __init__(self, model: "PreTrainedModel") -> None:
+    def __init__(self, model: "PreTrainedModel", rounded: bool = False) -> None:
+        self.rounded = rounded
         architecture = architecture_of(model)
         family = architecture.family
         body: Any = model.base_model
@@ -82,36 +86,35 @@ class GpuDecoder:
         self.angles = self.tables[0]
         self.layers = [self._layer(layer, number) for number, layer in enumerate(getattr(body, family.layers))]
         self.last_norm = norm_of(getattr(body, family.final_norm), family)
-        self.head = head.weight
+        self.head = self._matrix(head.weight)
         self.processors = _processors(self.embedding.device)
 
-    def store(self, slots: int) -> SlotStore:
+    def store(self) -> PagedStore:
         """Return a new store for the keys and values of this model."""
-        return SlotStore(len(self.layers), self.heads[1], self.size, self.embedding, slots)
+        return PagedStore(len(self.layers), self.heads[1], self.size, self.embedding)
 
-    def forward(self, inputs: Inputs, shape: PassShape, store: SlotStore) -> Float[Tensor, "wanted vocab"]:
+    def forward(self, inputs: Inputs, shape: PassShape, store: PagedStore) -> Float[Tensor, "wanted vocab"]:
         """Run the model on the rows of a pass, store their keys and values, and return the float32 logits of wanted rows."""
         of = self.architecture
         x = self._embedded(inputs, shape.rows)
         for number, layer in enumerate(self.layers):
             read = normed(x, layer.before_attention, self.eps)
             beside = normed(x, layer.before_inner, self.eps) if of.parallel else None
-            qkv = functional.linear(read, layer.qkv, layer.qkv_bias)
+            qkv = multiplied(read, layer.qkv, layer.qkv_bias)
             self._norm_queries_and_keys(qkv, layer)
-            keys = store.keys[number]
-            values = store.values[number]
-            q = rotate_and_store(qkv, self.heads, layer.angles, inputs, keys, values, of.family.by_head)
+            pages = store.layer(number)
+            q = rotate_and_store(qkv, self.heads, layer.angles, inputs, pages, of.family.by_head)
             mixed = attended(
-                q, keys, values, inputs, layer.kind, shape.sessions, shape.most, self.processors, layer.scale,
+                q, self.heads[1], pages, inputs, layer.kind, shape.sessions, shape.most, self.processors, layer.scale,
                 self.numbers.attention_cap,
             )  # fmt: skip
             self._add(x, mixed, layer.out, layer.out_bias, layer.after_attention)
             read = normed(x, layer.before_inner, self.eps) if beside is None else beside
-            both = functional.linear(read, layer.up, layer.up_bias)
+            both = multiplied(read, layer.up, layer.up_bias)
             wide = activated(both, of.activation, of.family.gated)
             self._add(x, wide, layer.down, layer.down_bias, layer.after_inner)
         x = x.index_select(0, inputs.wanted[: shape.wanted])
-        return self._shaped(functional.linear(normed(x, self.last_norm, self.eps), self.head)).float()
+        return self._shaped(multiplied(normed(x, self.last_norm, self.eps), self.head)).float()
 
     def _embedded(self, inputs: Inputs, rows: int) -> Float[Tensor, "rows width"]:
         """Return what the first layer reads."""
@@ -137,15 +140,15 @@ class GpuDecoder:
         self,
         x: Float[Tensor, "rows width"],
         read: Float[Tensor, "rows wide"],
-        matrix: Tensor,
+        matrix: GpuMatrix,
         bias: Tensor | None,
         norm: Tensor,
     ) -> None:
         """Add what leaves a sublayer to x, in place: its last matrix, then its norm if there is one."""
         if bias is None and not norm.numel() and self.numbers.residual == 1:
-            x.addmm_(read, matrix.t())
+            multiplied(read, matrix, add_to=x)
             return
-        more = normed(functional.linear(read, matrix, bias), norm, self.eps)
+        more = normed(multiplied(read, matrix, bias), norm, self.eps)
         x.add_(more, alpha=self.numbers.residual)
 
     def _shaped(self, logits: Float[Tensor, "wanted vocab"]) -> Float[Tensor, "wanted vocab"]:
@@ -154,6 +157,10 @@ class GpuDecoder:
             logits = logits / self.numbers.logits_divisor
         cap = self.numbers.logits_cap
         return torch.tanh(logits / cap) * cap if cap else logits
+
+    def _matrix(self, numbers: Tensor) -> GpuMatrix:
+        """Return a matrix of the model as passes read it."""
+        return rounded_matrix(numbers) if self.rounded else GpuMatrix(numbers)
 
     def _layer(self, layer: Any, number: int) -> GpuLayer:
         """Return the weights of a layer of transformers, whose matrices become views of the joined ones."""
@@ -171,13 +178,13 @@ class GpuDecoder:
             after_inner=parts.after_inner,
             head_norms=parts.head_norms,
             wide_norms=parts.wide_norms,
-            qkv=_joined([module.weight for module in qkv], family),
+            qkv=self._matrix(_joined([module.weight for module in qkv], family)),
             qkv_bias=None if qkv[0].bias is None else _join_rows([module.bias for module in qkv]),
-            out=parts.out,
+            out=self._matrix(parts.out),
             out_bias=parts.out_bias if parts.out_bias.numel() else None,
-            up=_joined([getattr(inner, name).weight for name in family.up], family),
+            up=self._matrix(_joined([getattr(inner, name).weight for name in family.up], family)),
             up_bias=parts.up_bias if parts.up_bias.numel() else None,
-            down=parts.down,
+            down=self._matrix(parts.down),
             down_bias=parts.down_bias if parts.down_bias.numel() else None,
             kind=self.kinds.index(of.kinds[number]),
             angles=self.tables[rope] if rope >= 0 else self.angles[:, :, :0],

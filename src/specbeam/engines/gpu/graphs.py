@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int64
 
 from specbeam.engines.gpu.decoder import GpuDecoder, PassShape
+from specbeam.engines.gpu.pages import PagedStore
 from specbeam.engines.gpu.staging import Staging
-from specbeam.engines.kv.store import SlotStore
 from specbeam.engines.torch.captured import Capture, SecondUseCache
 from specbeam.engines.torch.sizes import rounded_up
 
@@ -42,7 +42,7 @@ class Graphs:
         steps_can_launch: whether compiled steps can launch the graphs.
     """
 
-    def __init__(self, decoder: GpuDecoder, store: SlotStore, staging: Staging, capture: bool) -> None:
+    def __init__(self, decoder: GpuDecoder, store: PagedStore, staging: Staging, capture: bool) -> None:
         self.decoder = decoder
         self.store = store
         self.staging = staging
@@ -56,7 +56,7 @@ class Graphs:
         self._by_rows = np.zeros((3, FEW + 1), dtype=np.int64)
 
     def clear(self) -> None:
-        """Delete all graphs, after the store has moved its buffers: they would write into the old ones."""
+        """Delete all graphs, after the table of the store's pages has moved: they would read the old one."""
         self.graphs.clear()
         self.step_graphs.clear()
         self._by_rows[:] = 0

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from specbeam.engines.families import Activation
+from specbeam.engines.gpu.pages import PAGE, LayerPages
 from specbeam.engines.gpu.staging import Inputs
 
 WASTE = tl.constexpr(0)  # a slot that no row looks at, and where nothing is written here; see engines/kv/steps.py
@@ -86,11 +87,13 @@ def _activate(both, out, width, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, G
 
 @step
 def _rotate_and_store(
-    qkv, q, keys, values, cos, sin, positions, caches, places, slots,
+    qkv, q, pool, table, pitch, first, cos, sin, positions, caches, places,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, BY_HEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Apply rotary positions to one head of one row; write a query to `q`, a key or a value to its slot.
+
+    The page of the slot is in `table`, [rows of the store, pitch]; `first` numbers of a page belong to the layers before.
 
     The first HALF numbers of a head turn with the next HALF, and the others stay. If the rows are laid out by head, the
     query, key and value of a head follow each other.
@@ -113,22 +116,24 @@ def _rotate_and_store(
         turned = value * c + tl.where(at < HALF, -partner, partner) * s
     slot = tl.load(places + row)
     kv_head = (head - HEADS) % KV_HEADS
-    place = ((tl.load(caches + row).to(tl.int64) * KV_HEADS + kv_head) * slots + slot) * SIZE + at
+    page = tl.load(table + tl.load(caches + row).to(tl.int64) * pitch + slot // PAGE) + first
+    value_head = tl.where(head < HEADS + KV_HEADS, 0, KV_HEADS) + kv_head  # the values follow the keys
+    place = page + (value_head * PAGE + slot % PAGE) * SIZE + at
     stored = inside & (at * 0 + slot > WASTE)
     kind = q.dtype.element_ty
     if head < HEADS:
         tl.store(q + (row * HEADS + head) * SIZE + at, turned.to(kind), mask=inside)
     elif head < HEADS + KV_HEADS:
-        tl.store(keys + place, turned.to(kind), mask=stored)
+        tl.store(pool + place, turned.to(kind), mask=stored)
     else:
-        tl.store(values + place, value.to(kind), mask=stored)
+        tl.store(pool + place, value.to(kind), mask=stored)
 
 
 @step
 def _attend(
-    q, keys, values, seen, sessions, out, sums, tops, scale, cap, slots, kind, session_room,
+    q, pool, table, pitch, first_number, seen, sessions, out, sums, tops, scale, cap, kind, session_room,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    AT_ONCE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+    PAGE: tl.constexpr, AT_ONCE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for rows of one session and all query heads of one key-value head, over one part of the slots.
 
@@ -151,7 +156,8 @@ def _attend(
         inside = at < SIZE
         here = real[:, None] & inside[None, :]
         query = tl.load(q + head_at[:, None] * SIZE + at[None, :], mask=here, other=0.0)
-        base = (cache * KV_HEADS + head) * slots * SIZE
+        pages = table + cache * pitch
+        base = first_number + head * PAGE * SIZE
         mask = seen + tl.load(session + 4 * session_room) + kind * tl.load(session + 5 * session_room)
         look = mask + row[:, None] * extent
         top = tl.full([ROWS], UNSEEN, tl.float32)
@@ -162,9 +168,10 @@ def _attend(
         for block in range(part * each, tl.minimum(blocks, (part + 1) * each)):
             slot = block * AT_ONCE + tl.arange(0, AT_ONCE)
             known = slot < extent
-            source = base + slot.to(tl.int64)[:, None] * SIZE + at[None, :]
+            page = tl.multiple_of(tl.load(pages + block * AT_ONCE // PAGE), 16)  # all slots of a block are in one page
+            source = page + base + (slot % PAGE)[:, None] * SIZE + at[None, :]
             stored = known[:, None] & inside[None, :]
-            key = tl.load(keys + source, mask=stored, other=0.0)
+            key = tl.load(pool + source, mask=stored, other=0.0)
             score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
             if CAPPED:
                 score = cap * (1 - 2 / (tl.exp(2 * score / cap) + 1))
@@ -173,7 +180,7 @@ def _attend(
             higher = tl.maximum(top, tl.max(score, 1))
             weight = tl.where(open_, tl.exp(score - higher[:, None]), 0.0)
             shrunk = tl.exp(top - higher)
-            value = tl.load(values + source, mask=stored, other=0.0)
+            value = tl.load(pool + source + KV_HEADS * PAGE * SIZE, mask=stored, other=0.0)
             total = total * shrunk + tl.sum(weight, 1)
             mixed = mixed * shrunk[:, None] + tl.dot(weight.to(value.dtype), value, input_precision=PRECISION)
             top = higher
@@ -243,8 +250,7 @@ def rotate_and_store(
     heads: tuple[int, int],
     angles: Float[Tensor, "2 positions half"],
     inputs: Inputs,
-    keys: Float[Tensor, "caches kv_heads slots size"],
-    values: Float[Tensor, "caches kv_heads slots size"],
+    layer: LayerPages,
     by_head: bool = False,
 ) -> Float[Tensor, "rows heads size"]:
     """Store keys, with rotary positions, and values in their slots; return the queries with rotary positions.
@@ -255,19 +261,19 @@ def rotate_and_store(
     """
     rows = len(qkv)
     half = angles.shape[2]
-    size = keys.shape[3]
+    size = qkv.shape[1] // (heads[0] + 2 * heads[1])
     q = qkv.new_empty(rows, heads[0], size)
     _rotate_and_store[(rows, heads[0] + 2 * heads[1])](
-        qkv, q, keys, values, angles[0], angles[1], inputs.positions, inputs.caches, inputs.slots, keys.shape[2],
-        *heads, size, half, by_head, triton.next_power_of_2(size), num_warps=1,
+        qkv, q, layer.pool, layer.table, layer.table.shape[1], layer.first, angles[0], angles[1], inputs.positions,
+        inputs.caches, inputs.slots, *heads, size, half, by_head, PAGE, triton.next_power_of_2(size), num_warps=1,
     )  # fmt: skip
     return q
 
 
 def attended(
     q: Float[Tensor, "rows heads size"],
-    keys: Float[Tensor, "caches kv_heads slots size"],
-    values: Float[Tensor, "caches kv_heads slots size"],
+    kv_heads: int,
+    layer: LayerPages,
     inputs: Inputs,
     kind: int,
     sessions: int,
@@ -287,7 +293,6 @@ def attended(
         cap: see `families.Numbers.attention_cap`.
     """
     rows, heads, size = q.shape
-    kv_heads = keys.shape[1]
     block = max(16, triton.next_power_of_2(size))
     places = most * heads // kv_heads
     slots_at_once = max(16, min(64, 64 * 256 // (block * q.element_size())))  # to fit in a multiprocessor's memory
@@ -302,9 +307,9 @@ def attended(
     if splits > 1:
         sums, tops = q.new_empty(2, rows, heads, splits, dtype=torch.float32)
     _attend[(kv_heads * splits, triton.cdiv(places, at_once), sessions)](
-        q, keys, values, inputs.seen, inputs.sessions, out if splits == 1 else parts, sums, tops,
-        size**-0.5 if scale is None else scale, cap or 1.0, keys.shape[2], kind, inputs.sessions.shape[1],
-        heads, kv_heads, size, block, at_once, slots_at_once, splits,
+        q, layer.pool, layer.table, layer.table.shape[1], layer.first, inputs.seen, inputs.sessions,
+        out if splits == 1 else parts, sums, tops, size**-0.5 if scale is None else scale, cap or 1.0, kind,
+        inputs.sessions.shape[1], heads, kv_heads, size, block, at_once, PAGE, slots_at_once, splits,
         "ieee" if q.dtype == torch.float32 else "tf32", cap > 0, num_warps=4,
     )  # fmt: skip
     if splits > 1:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 ROWS = 1024
 SESSIONS = 128
 MASK_BYTES = 2**22  # for each kind of layer
-SLOTS = 1024  # slots of a row of the store at first
 MOST_MASK_BYTES = 2**28  # of the masks of all prompts that one pass stores
 
 
@@ -49,10 +48,10 @@ class GpuPasses:
         self.decoder = decoder
         self.caches = caches
         self.device = decoder.embedding.device
-        self.vocab = len(decoder.head)
+        self.vocab = len(decoder.head.numbers)
         windows = Masks(model.config, "sdpa", model.dtype).window_sizes(decoder.kinds)
         self.model = ModelLimits(windows, decoder.angles.shape[1], len(decoder.embedding))
-        self.store = decoder.store(SLOTS)
+        self.store = decoder.store()
         self.staging = Staging(self.device, ROWS, SESSIONS, MASK_BYTES * len(decoder.kinds))
         self.graphs = Graphs(decoder, self.store, self.staging, capture)
 
@@ -122,7 +121,7 @@ class GpuPasses:
         """Yield the cache as arrays for steps, which may add up to `fresh` new nodes; None if steps cannot run passes."""
         rows = cache.trie.pending + fresh
         cache.make_room(fresh)
-        self._reserve(cache.trie.capacity)
+        self._reserve([cache])
         room = self.staging.holds(rows, 1, rows * cache.trie.capacity * len(self.model.windows))
         with self._on_device():
             captured = self.graphs.captured_for_steps(rows) if kernels.AVAILABLE and room else None
@@ -183,7 +182,7 @@ class GpuPasses:
         for cache, count, _ in parts:
             check_nodes(cache.trie.arrays, count, self.model)
             cache.trie.make_slots(count_by_row[cache.row])
-        self._reserve(max(cache.trie.capacity for cache, *_ in parts))
+        self._reserve([cache for cache, *_ in parts])
         most = sum(cache.trie.capacity * count for cache, count, _ in parts) * len(self.model.windows)
         staging = self.staging
         row = 0
@@ -200,9 +199,11 @@ class GpuPasses:
         inputs.sessions[:, len(parts) : shape.sessions] = 0
         return staging, byte
 
-    def _reserve(self, slots: int) -> None:
-        """Make room in the store, and delete the graphs if that moves its buffers."""
-        before = self.store.keys
-        self.store.reserve(len(self.caches), slots)
-        if self.store.keys is not before:
+    def _reserve(self, caches: list[GpuCache]) -> None:
+        """Give the rows of these caches the pages that they need, and delete the graphs if the table of pages moves."""
+        before = self.store.table
+        self.store.release_from(len(self.caches))
+        for cache in caches:
+            self.store.reserve_row(cache.row, cache.trie.capacity)
+        if self.store.table is not before:
             self.graphs.clear()

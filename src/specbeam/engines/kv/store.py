@@ -132,6 +132,10 @@ class KVStore(Cache):
         self.caches = caches
         self.slots = slots
 
+    def reserve_row(self, row: int, slots: int) -> None:
+        """Make room for at least so many slots in one row of the store."""
+        self.reserve(row + 1, slots)
+
     def touch(self) -> None:
         """Write to each page of the buffers, so that their memory is taken now, and not page by page while decoding.
 
@@ -185,46 +189,6 @@ class KVStore(Cache):
         """Copy some slots of one row of the store to other slots of the same row."""
         for layer in self.layers:
             layer.move_slots(cache, source, goal)
-
-
-class SlotStore(KVStore):
-    """A store for GPUs: the keys and values of all layers in two buffers, [layers, caches, heads, slots, size].
-
-    Args:
-        heads: number of key-value heads.
-        size: of a head.
-        like: a tensor of the dtype and device that the buffers should have.
-    """
-
-    def __init__(self, layers: int, heads: int, size: int, like: Tensor, slots: int) -> None:
-        super().__init__(layers)
-        self.slots = slots
-        # Zeros, not empty: a masked slot still enters the product, and a stray NaN there would spread.
-        self.keys, self.values = (like.new_zeros(layers, self.caches, heads, slots, size) for _ in range(2))
-
-    def grow(self, caches: int, slots: int) -> None:
-        self.keys, self.values = (_larger(buffer, caches, slots) for buffer in (self.keys, self.values))
-
-    @torch.inference_mode()
-    def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
-        which = torch.from_numpy(slots).to(self.keys.device)
-        return [buffer[:, cache, :, which] for buffer in (self.keys, self.values)]
-
-    @torch.inference_mode()
-    def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
-        which = torch.from_numpy(slots).to(self.keys.device)
-        for buffer, part in zip((self.keys, self.values), taken, strict=True):
-            buffer[:, cache, :, which] = part
-
-    @torch.inference_mode()
-    def move_cache(self, source: int, goal: int) -> None:
-        for buffer in (self.keys, self.values):
-            buffer[:, goal] = buffer[:, source]
-
-    @torch.inference_mode()
-    def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
-        for buffer in (self.keys, self.values):
-            buffer[:, cache, :, goal] = buffer[:, cache, :, source]
 
 
 class PanelStore(KVStore):

@@ -1,0 +1,165 @@
+"""The store of keys and values on a GPU: pages of slots, and a table on the device that says where the pages of a row are.
+
+A store that grows adds pages, and neither moves nor copies those that it has: captured graphs read the table, so they hold
+for a store of any size. A row takes the pages that its own session needs, however long the others are.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from specbeam.engines.kv.store import KVStore
+
+PAGE = 64  # slots of a page; blocks of slots that kernels read are no larger, and divide it
+FIRST_PAGES = 8
+MOST_CHUNK_BYTES = 2**28  # of memory that is taken ahead of what is needed
+TABLE_ROWS = 256  # the table is small: room for these many sessions, and so many pages of each, at first
+TABLE_PAGES = 512
+
+
+class LayerPages(NamedTuple):
+    """The keys and values of one layer, as kernels read them."""
+
+    pool: Tensor  # a number at place p of the store is p numbers behind the first one of `pool`
+    table: Int64[Tensor, "rows pages"]  # the place of each page of a row of the store
+    first: int  # how many numbers of a page come before the keys of the layer, which its values follow
+
+
+class PagedStore(KVStore):
+    """A store for GPUs, of pages of `PAGE` slots that hold keys and values of all layers.
+
+    Args:
+        heads: number of key-value heads.
+        size: of a head.
+        like: a tensor of the dtype and device that the pages should have.
+
+    Attributes:
+        pool: the first pages, [pages, layers, 2, heads, slots, size]; the places of all pages are counted from its first
+            number.
+        table: int64[rows, pages] on the device: the place of each page of a row.
+        part: how many numbers the keys, or the values, of one layer take in a page.
+    """
+
+    def __init__(self, layers: int, heads: int, size: int, like: Tensor) -> None:
+        self._pages: list[Tensor] = []  # each [layers, 2, heads, slots, size]
+        self._places: list[int] = []  # of each page
+        self._free: list[int] = []
+        self._by_row: list[list[int]] = [[]]
+        self._shape = (layers, 2, heads, PAGE, size)
+        self.part = heads * PAGE * size
+        self.table = torch.zeros(TABLE_ROWS, TABLE_PAGES, dtype=torch.int64, device=like.device)
+        self.pool = self._new_chunk(FIRST_PAGES, like)
+        super().__init__(layers)
+        self.caches = 1
+        self.slots = 0
+
+    def layer(self, number: int) -> LayerPages:
+        """Return the keys and values of a layer; they stay valid until `table` is replaced."""
+        return LayerPages(self.pool, self.table, 2 * self.part * number)
+
+    def reserve(self, caches: int, slots: int) -> None:
+        """Give each of the first `caches` rows pages for `slots` slots, if it has fewer."""
+        for row in range(caches):
+            self.reserve_row(row, slots)
+
+    @torch.inference_mode()
+    def reserve_row(self, row: int, slots: int) -> None:
+        """Give a row pages for `slots` slots, if it has fewer. If memory runs out, nothing has changed."""
+        self._by_row.extend([] for _ in range(row + 1 - len(self._by_row)))
+        self.caches = len(self._by_row)
+        own = self._by_row[row]
+        needed = -(-slots // PAGE)
+        missing = needed - len(own)
+        if missing <= 0:
+            return
+        if missing > len(self._free):
+            self._new_chunk(missing - len(self._free), self.pool)
+        self._widen_table(row + 1, needed)
+        own.extend(self._free.pop() for _ in range(missing))
+        self.slots = max(self.slots, PAGE * needed)
+        self._write_table(row)
+
+    def release_from(self, row: int) -> None:
+        """Take back the pages of this row and of those behind it: no session is there."""
+        for pages in self._by_row[row:]:
+            self._free.extend(pages)
+            pages.clear()
+
+    @torch.inference_mode()
+    def take(self, cache: int, slots: Int64[np.ndarray, " n"]) -> list[Any]:
+        layers, both, heads, _, size = self._shape
+        taken = self.pool.new_empty(layers, both, heads, len(slots), size)
+        for page, inside, which in self._pages_of(cache, slots):
+            taken[:, :, :, which] = page[:, :, :, inside]
+        return [taken]
+
+    @torch.inference_mode()
+    def put(self, cache: int, slots: Int64[np.ndarray, " n"], taken: list[Any]) -> None:
+        (numbers,) = taken
+        for page, inside, which in self._pages_of(cache, slots):
+            page[:, :, :, inside] = numbers[:, :, :, which]
+
+    def move_cache(self, source: int, goal: int) -> None:
+        """Give the pages of one row of the store to another row, whose own are taken back: nothing is copied."""
+        self._free.extend(self._by_row[goal])
+        self._by_row[goal] = self._by_row[source]
+        self._by_row[source] = []
+        self._write_table(goal)
+
+    def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
+        self.put(cache, goal.cpu().numpy(), self.take(cache, source.cpu().numpy()))
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all pages, in use or not."""
+        return len(self._pages) * self._page_bytes
+
+    @property
+    def _page_bytes(self) -> int:
+        return self._shape[0] * 2 * self.part * self.table.new_empty(0, dtype=self._dtype).element_size()
+
+    def _new_chunk(self, pages: int, like: Tensor) -> Tensor:
+        """Add at least so many free pages, and as many as there are already if those are not large; return them."""
+        self._dtype = like.dtype
+        ahead = min(len(self._pages), MOST_CHUNK_BYTES // self._page_bytes)
+        # Zeros, not empty: a masked slot still enters the product, and a stray NaN there would spread.
+        chunk = like.new_zeros(max(pages, ahead), *self._shape)
+        base = self.pool.data_ptr() if self._pages else chunk.data_ptr()
+        for page in chunk:
+            self._free.append(len(self._pages))
+            self._pages.append(page)
+            self._places.append((page.data_ptr() - base) // page.element_size())
+        return chunk
+
+    def _pages_of(
+        self, row: int, slots: Int64[np.ndarray, " n"]
+    ) -> Iterator[tuple[Tensor, Int64[Tensor, " k"], Int64[Tensor, " k"]]]:
+        """Yield each page that some slots are in, which of its slots they are, and which of the given ones."""
+        numbers, inside = divmod(slots, PAGE)
+        for number in np.unique(numbers):
+            which = np.flatnonzero(numbers == number)
+            page = self._pages[self._by_row[row][number]]
+            yield page, self._on_device(inside[which]), self._on_device(which)
+
+    def _on_device(self, numbers: Int64[np.ndarray, " n"]) -> Int64[Tensor, " n"]:
+        return torch.from_numpy(numbers).to(self.table.device)
+
+    def _widen_table(self, rows: int, pages: int) -> None:
+        """Make room in the table; each of its dimensions that is too small at least doubles."""
+        known_rows, known_pages = self.table.shape
+        if rows <= known_rows and pages <= known_pages:
+            return
+        rows = known_rows if rows <= known_rows else max(rows, 2 * known_rows)
+        pages = known_pages if pages <= known_pages else max(pages, 2 * known_pages)
+        wider = self.table.new_zeros(rows, pages)
+        wider[:known_rows, :known_pages] = self.table
+        self.table = wider
+
+    @torch.inference_mode()
+    def _write_table(self, row: int) -> None:
+        places = torch.tensor([self._places[page] for page in self._by_row[row]], dtype=torch.int64)
+        self.table[row, : len(places)] = places.to(self.table.device)
