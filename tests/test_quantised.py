@@ -51,11 +51,11 @@ def test_a_target_in_int4_has_the_law_of_the_rounded_model():
     ("options", "said"),
     [
         ({"draft": "int8", "quantize_draft": "int4"}, "quantize_draft='int4' contradicts it"),
-        ({"quantize": "torchao-int8"}, "give its folder or hub id, or 'int8' or 'int4'"),
+        ({"quantize": "torchao-int8"}, "give its folder or hub id, or 'int8', 'int4' or 'fp8'"),
         ({"draft": "torchao-int8"}, "the model is an object already"),
-        ({"draft": "int5"}, "draft is 'int5'; weights can be rounded as 'int8', 'int4'"),
+        ({"draft": "int5"}, "draft is 'int5'; weights can be rounded as 'int8', 'int4', 'fp8'"),
         ({"draft": "torchao-int2"}, "there is no folder of this name"),
-        ({"quantize": "int2"}, "'int8', 'int4', 'torchao-int8', 'torchao-int4', 'bitsandbytes-int8', 'bitsandbytes-nf4'"),
+        ({"quantize": "int2"}, "'int8', 'int4', 'fp8', 'torchao-int8', 'torchao-int4', 'bitsandbytes-int8', 'bitsandbytes-nf4'"),
     ],
 )  # fmt: skip
 def test_names_that_cannot_be_are_refused(options, said):
@@ -105,3 +105,10 @@ def test_what_a_library_rounds_drafts_and_decodes(kind, tmp_path):
     with refused("has rounded them already"):
         sb.load(tmp_path, tokenizer=words.tokenizer(), quantize=kind, draft="int8")
     assert torch.is_tensor(pair.draft_model.get_output_embeddings().weight)
+
+
+def test_fp8_is_refused_off_a_gpu():
+    with pytest.raises(
+        NotSupported, match=r"quantize='fp8' cannot run .*: it is for a GPU; on a CPU 'int8' and 'int4'"
+    ):
+        sb.load(target(), quantize="fp8")

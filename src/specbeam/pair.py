@@ -144,8 +144,8 @@ def load(
             are read while it runs: write new weights to another folder, or rename them into place. Called by itself, such a
             model object computes in the type of its files. Ignored for model objects.
         device: "cpu", "cuda", ...; None: a GPU if there is one. Ignored for model objects.
-        quantize: "int8" and "int4" round the target's weights to 8 or 4 bits. This is faster on a CPU, but it is another
-            model: the output has the law of the rounded model, and reports say so. For the families in
+        quantize: "int8" and "int4" round the target's weights to 8 or 4 bits, and on a GPU "fp8" does to 8. This is faster,
+            but it is another model: the output has the law of the rounded model, and reports say so. For the families in
             docs/models.md.
             "torchao-int8", "torchao-int4", "bitsandbytes-int8" and "bitsandbytes-nf4" let these libraries round any model,
             while transformers loads it from files. Files that hold rounded weights need no option: those of GPTQ and AWQ
@@ -758,7 +758,7 @@ def _class_for(config: Any) -> Any:
 def _cannot_round(quantize: str) -> BadSetting:
     return BadSetting(
         f"{quantize!r} rounds weights while transformers loads them from files, and the model is an object already; give "
-        "its folder or hub id, or 'int8' or 'int4'"
+        "its folder or hub id, or 'int8', 'int4' or 'fp8'"
     )
 
 

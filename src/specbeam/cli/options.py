@@ -14,7 +14,7 @@ Draft = Annotated[
         "--draft",
         "-d",
         help="Draft model or head: a path or a hub id; 'mtp': the modules of multi-token prediction in the target's files; "
-        "'int8' or 'int4': the target itself with rounded weights. By default the bundled pair's draft, else none.",
+        "'int8', 'int4' or 'fp8': the target itself with rounded weights. By default the bundled pair's draft, else none.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
@@ -28,7 +28,8 @@ QuantizeTarget = Annotated[
     str | None,
     typer.Option(
         "--quantize",
-        help="'int8' or 'int4' rounds the target's weights to 8 or 4 bits for specbeam's methods. By default not.",
+        help="'int8' or 'int4', and 'fp8' on a GPU, round the target's weights to 8 or 4 bits for specbeam's methods. By "
+        "default not.",
     ),
 ]
 GrowVocab = Annotated[
@@ -117,8 +118,8 @@ Device = Annotated[
 Quantize = Annotated[
     str | None,
     typer.Option(
-        help="'int8' or 'int4' rounds the target's weights: faster, with the law of the rounded model; so do "
-        "'torchao-int8', 'bitsandbytes-nf4' and others, see docs/quantised.md. By default not."
+        help="'int8', 'int4' or, on a GPU, 'fp8' rounds the target's weights: faster, with the law of the rounded model; "
+        "so do 'torchao-int8', 'bitsandbytes-nf4' and others, see docs/quantised.md. By default not."
     ),
 ]
 KeysAndValues = Annotated[
