@@ -19,7 +19,8 @@ from specbeam.records import Turn
 if AVAILABLE:
     from specbeam.kernels.compiling import call_c
 
-FIRST_ROWS = 32  # rows of logits that there is room for at first
+FIRST_ROWS = 32  # rows of logits that there is room for at first, unless they take more than so many bytes
+FIRST_BYTES = 2**22
 
 
 class GpuCache(RowMember):
@@ -38,7 +39,8 @@ class GpuCache(RowMember):
         self.answered = 0
         self.trie = KVTrie(prompt)
         self._pinned = pinned
-        self.outputs = self._room(FIRST_ROWS, vocab)
+        self._first_rows = max(1, min(FIRST_ROWS, FIRST_BYTES // (4 * vocab)))
+        self.outputs = self._room(self._first_rows, vocab)
         self._next = self._room(0, vocab)
 
     def make_room(self, fresh: int) -> None:
@@ -75,7 +77,7 @@ class GpuCache(RowMember):
         self.trie.settle(turn)
         known = np.flatnonzero((self.trie.root_at < self.trie.stored) & (before >= 0))
         if len(self._next) < len(before):
-            self._next = self._room(max(FIRST_ROWS, 2 * len(before)), self.outputs.shape[1])
+            self._next = self._room(max(self._first_rows, 2 * len(before)), self.outputs.shape[1])
         self._next.numpy()[known] = self.outputs.numpy()[before[known]]
         self.outputs, self._next = self._next, self.outputs
         self.answered = 0
