@@ -34,6 +34,8 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 Matrix = Any  # a Tensor, float[outputs, inputs], or a `PackedMatrix` of this shape
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")  # their angles do not change with the length of the text
+NO_TOKEN = -(1 << 60)
+_MOST_SINES = 4096  # positions of a model whose positions have no end
 
 
 class Numbers(NamedTuple):
@@ -752,6 +754,45 @@ def norm_of(module: Any, family: ModelFamily) -> Tensor:
         return torch.cat([weight, bias])
     found: Tensor = weight
     return found
+
+
+def embedding_of(model: "PreTrainedModel", family: ModelFamily) -> Any:
+    """Return the module that looks up what the first layer reads: that of the decoder, if a model reads sources."""
+    return body_of(model, family).embed_tokens if family.cross else model.get_input_embeddings()
+
+
+def own_scale(embedding: Any) -> float:
+    """Return what a module of embeddings multiplies them with by itself."""
+    found = getattr(embedding, "embed_scale", None)
+    if isinstance(found, Tensor):
+        found = found.to(embedding.weight.dtype)
+    return 1.0 if found is None else float(found)
+
+
+def places_of(body: Any, of: Architecture) -> Tensor:
+    """Return what is added to embeddings by position, float[positions, hidden]; nothing if positions are not added."""
+    if not of.family.positions:
+        return torch.zeros(0, 0)
+    module = module_at(body, of.family.positions)
+    if isinstance(module, nn.Embedding):
+        return module.weight.detach()[int(getattr(module, "offset", 0)) :]
+    first = int(module.padding_idx) + 1  # sines, of which there is no end
+    known = max(int(module.num_positions), _MOST_SINES)
+    found: Tensor = module.get_embedding(first + known, module.embedding_dim, module.padding_idx)
+    return found[first:]
+
+
+def unplaced_in(body: Any, family: ModelFamily) -> int:
+    """Return the token to which no position is added: the padding of models that count positions without it."""
+    module = module_at(body, family.positions) if family.positions else None
+    return NO_TOKEN if module is None or isinstance(module, nn.Embedding) else int(module.padding_idx)
+
+
+def logits_bias_of(model: Any) -> Tensor:
+    """Return what is added to the logits of a model, float[vocab]; no numbers if it is nothing."""
+    found = getattr(model, "final_logits_bias", None)
+    bias: Tensor = torch.zeros(0) if found is None else found[0]
+    return bias if bias.any() else bias[:0]
 
 
 def _matrix(module: Any, family: ModelFamily) -> Matrix:

@@ -46,18 +46,21 @@ from specbeam.engines.families import (
     CrossParts,
     LayerParts,
     Matrix,
-    ModelFamily,
     architecture_of,
     body_of,
+    embedding_of,
     family_of,
     layers_in,
+    logits_bias_of,
     misfit_of_family,
-    module_at,
     norm_at,
     norm_of,
+    own_scale,
     parts_of,
+    places_of,
     rows_in_order,
     source_parts,
+    unplaced_in,
 )
 from specbeam.engines.kv.store import PanelStore
 from specbeam.engines.mapped import NOTHING_MAPPED, MappedFiles, mapped_files
@@ -73,8 +76,6 @@ if TYPE_CHECKING:
 TILED_FROM = 30_000_000
 
 Rounding = Literal["int8", "int4"]
-_MOST_SINES = 4096  # positions of a model whose positions have no end
-_NO_TOKEN = -(1 << 60)
 _NO_LIMIT = 1 << 40  # positions of a model that looks at distances alone
 _WORDS = (torch.float32, torch.bfloat16, torch.float16)  # the types that panels keep
 # The types whose bits are laid out in panels of a kind without a detour by float32.
@@ -164,7 +165,7 @@ class CompiledDecoder:
         family = architecture.family
         body: Any = body_of(model, family)
         layers = layers_in(model, family)
-        embedding: Any = body.embed_tokens if family.cross else model.get_input_embeddings()
+        embedding = embedding_of(model, family)
         head: Any = model.get_output_embeddings()
         weights = weights_in(model)
         self.threads = threads_for(weights)
@@ -175,9 +176,9 @@ class CompiledDecoder:
         self.eps = architecture.eps
         self.vocab = head.weight.shape[0]
         self.embedding = table_of(embedding.weight)
-        self.embedding_scale = _own_scale(embedding)
+        self.embedding_scale = np.float32(own_scale(embedding))
         self.vector_scale = np.float32(numbers.embedding)  # of embeddings that are given
-        self.places = places_of(body, architecture)
+        self.places = numbers_of(places_of(body, architecture))
         self.first_norm = numbers_of(norm_at(body, family.first_norm, family))
         self.angles = angles_of_model(model, architecture)
         files = mapped_files(model)
@@ -209,7 +210,7 @@ class CompiledDecoder:
             vocab=self.vocab,
             logits_divisor=np.float32(numbers.logits_divisor),
             logits_cap=np.float32(numbers.logits_cap),
-            logits_bias=_logits_bias(model),
+            logits_bias=numbers_of(logits_bias_of(model)),
         )
 
     def store(self) -> PanelStore:
@@ -623,39 +624,6 @@ def angles_of_model(model: "PreTrainedModel", of: Architecture) -> Float32[np.nd
         return np.zeros((1, 2, len(places_of(body, of)), 0), dtype=np.float32)
     positions = model.config.max_position_embeddings
     return np.stack([angles_of(body.rotary_emb, positions, *([kind] if kind else [])) for kind in of.tables])
-
-
-def places_of(body: Any, of: Architecture) -> Float32[np.ndarray, "positions hidden"]:
-    """Return what is added to embeddings by position; nothing if positions are not added."""
-    if not of.family.positions:
-        return np.zeros((0, 0), dtype=np.float32)
-    module = module_at(body, of.family.positions)
-    if isinstance(module, nn.Embedding):
-        return numbers_of(module.weight)[int(getattr(module, "offset", 0)) :]
-    first = int(module.padding_idx) + 1  # sines, of which there is no end
-    known = max(int(module.num_positions), _MOST_SINES)
-    return numbers_of(module.get_embedding(first + known, module.embedding_dim, module.padding_idx))[first:]
-
-
-def unplaced_in(body: Any, family: ModelFamily) -> int:
-    """Return the token to which no position is added: the padding of models that count positions without it."""
-    module = module_at(body, family.positions) if family.positions else None
-    return _NO_TOKEN if module is None or isinstance(module, nn.Embedding) else int(module.padding_idx)
-
-
-def _own_scale(embedding: Any) -> np.float32:
-    """Return what a module of embeddings multiplies them with by itself."""
-    found = getattr(embedding, "embed_scale", None)
-    if isinstance(found, Tensor):
-        found = float(found.to(embedding.weight.dtype))
-    return np.float32(1 if found is None else found)
-
-
-def _logits_bias(model: Any) -> Float32[np.ndarray, " vocab"]:
-    """Return what is added to the logits of a model; no numbers if it is nothing."""
-    found = getattr(model, "final_logits_bias", None)
-    bias = np.zeros(0, dtype=np.float32) if found is None else numbers_of(found[0])
-    return bias if bias.any() else bias[:0]
 
 
 def misfit(model: "PreTrainedModel", rounding: Rounding | None) -> str:
