@@ -19,6 +19,8 @@ from specbeam.session import CacheOwner
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specbeam.engines.gpu.source_passes import GpuSourcePasses
+
 MADE_UP_FRAMES = 24  # of a source on which passes are timed
 
 
@@ -33,8 +35,8 @@ class EncoderDecoderLM(HuggingFaceLM):
         chunk: prompt tokens of one session per pass.
         encoder: an encoder that makes the states of a source, whose output is then shared with other models; None: the
             model's own.
-        engine: what runs the decoder: "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. Transformers runs
-            the encoder in any case.
+        engine: what runs the decoder: "gpu", "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. In any case
+            transformers runs the encoder.
 
     Attributes:
         encoder: the encoder that reads sources for this model.
@@ -42,7 +44,7 @@ class EncoderDecoderLM(HuggingFaceLM):
         most_source: the most tokens of a source, or the number of frames that each window of audio has; None: no limit.
     """
 
-    runner: SourcePasses | CompiledSourcePasses
+    runner: "SourcePasses | CompiledSourcePasses | GpuSourcePasses"
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class EncoderDecoderLM(HuggingFaceLM):
     @property
     def supports_runs(self) -> bool:
         """See `HuggingFaceLM.supports_runs`."""
-        return type(self) is EncoderDecoderLM and self._takes_steps
+        return type(self) is EncoderDecoderLM and isinstance(self.runner, CompiledSourcePasses) and self._takes_steps
 
     def refuses(self, session: CacheOwner) -> str:
         """Return the reason why this model cannot take what a session has for it; "" if it can."""

@@ -13,7 +13,8 @@ from specbeam.engines.cpu.decoder import CompiledDecoder, Rounding, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import is_llama_like, is_plain_llama, reads_sources
-from specbeam.engines.families import family_of, misfit_of_family
+from specbeam.engines.families import embedding_of, family_of, layers_in, misfit_of_family
+from specbeam.engines.gpu.staging import MOST_RANGES
 from specbeam.engines.mapped import is_kept
 from specbeam.engines.packed import matrices_of
 from specbeam.engines.torch.lean import LARGEST, LeanDecoder
@@ -176,7 +177,19 @@ def _misfit_of_gpu(model: "PreTrainedModel") -> str:
     family = family_of(model)
     if family is not None and family.mixture:
         return "it has mixtures of experts"
-    return misfit_of_family(model)
+    return misfit_of_family(model) or _misfit_of_source_layers(model)
+
+
+def _misfit_of_source_layers(model: "PreTrainedModel") -> str:
+    """Return the reason why the forward for GPUs cannot run the decoder of a model that reads sources; "" if it can."""
+    family = family_of(model)
+    if family is None or not family.cross:
+        return ""
+    if family.distances and model.config.relative_attention_num_buckets > MOST_RANGES:
+        return f"its attention tells more than {MOST_RANGES} ranges of distances apart"
+    matrices = [weight for layer in layers_in(model, family) for weight in layer.parameters() if weight.dim() > 1]
+    types = {str(matrix.dtype) for matrix in (embedding_of(model, family).weight, *matrices)}
+    return "" if len(types) == 1 else f"the matrices of its decoder are in {' and '.join(sorted(types))}"
 
 
 def _misfit_of_fp8(model: "PreTrainedModel") -> str:
@@ -232,10 +245,12 @@ def _gpu_passes(model: "PreTrainedModel", caches: list[Any], rounded: bool = Fal
     """Return passes on a GPU, or None, with a warning, if Triton does not work here."""
     from specbeam.engines.gpu.decoder import GpuDecoder
     from specbeam.engines.gpu.passes import GpuPasses
+    from specbeam.engines.gpu.source_passes import GpuSourcePasses
 
+    kind = GpuSourcePasses if reads_sources(model) else GpuPasses
     # GpuDecoder moves the weights. Outside of inference mode they can still be trained afterwards.
     with torch.inference_mode(False), torch.no_grad():
-        passes = GpuPasses(model, GpuDecoder(model, rounded), caches, model.device.type == "cuda")
+        passes = kind(model, GpuDecoder(model, rounded), caches, model.device.type == "cuda")
     try:
         passes.try_out()
     except Exception as error:  # Triton has no C compiler, does not know the GPU, ...
@@ -285,4 +300,4 @@ ENGINES = (
     EngineKind("plain", "transformers' forward", _always, _always, _plain_passes),
 )
 # Those of them that run the decoders of models that read sources.
-ENGINES_FOR_SOURCES = tuple(kind for kind in ENGINES if kind.name in (*COMPILED, "plain"))
+ENGINES_FOR_SOURCES = tuple(kind for kind in ENGINES if kind.name in ("gpu", *COMPILED, "plain"))

@@ -98,6 +98,7 @@ class GpuCacheArrays(NamedTuple):
     model: ModelLimits
     inputs: Inputs  # on the host
     store_row: int  # the session's row of the store
+    source: tuple[int, int]  # first frame and number of frames of the source that is read; no frames: none is
     graphs: Array  # int64[3, sizes], see `graphs.CapturedGraphs`
     staging: tuple[int, int, int]  # addresses of the inputs on the device and on the host, bytes before the mask
     stream: int  # handle of the CUDA stream
@@ -127,7 +128,7 @@ def _run_pass(cache: GpuCacheArrays, wanted: Array) -> None:
     graph = cache.graphs[1, count]
     logits = cache.graphs[2, count]
     check_nodes(trie, count, cache.model)
-    byte = write_inputs(trie, count, cache.store_row, cache.model, inputs, 0, 0, 0)
+    byte = write_inputs(trie, count, cache.store_row, cache.source, cache.model, inputs, 0, 0, 0)
     for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots, inputs.wanted):
         numbers[count:size] = 0
     count_wanted = 0

@@ -5,22 +5,45 @@ ten per layer of a Llama, in transformers some forty. The results equal those of
 both on a token tree.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from specbeam.engines.families import Architecture, ModelFamily, architecture_of, norm_of, parts_of
-from specbeam.engines.gpu.kernels import activated, attended, norm_heads, normed, rotate_and_store
+from specbeam.engines.families import (
+    NO_TOKEN,
+    Architecture,
+    CrossParts,
+    ModelFamily,
+    architecture_of,
+    body_of,
+    embedding_of,
+    layers_in,
+    logits_bias_of,
+    module_at,
+    norm_at,
+    own_scale,
+    parts_of,
+    places_of,
+    source_parts,
+    unplaced_in,
+)
+from specbeam.engines.gpu.kernels import activated, attended, norm_heads, norm_sum, normed, rotate_and_store
 from specbeam.engines.gpu.pages import PagedStore
 from specbeam.engines.gpu.products import GpuMatrix, multiplied, rounded_matrix
+from specbeam.engines.gpu.source_kernels import looked_at_sources
 from specbeam.engines.gpu.staging import Inputs
+from specbeam.engines.kv.cross_pool import CrossPool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_NO_LIMIT = 2**31 - 1  # positions of a model that looks at distances alone
 
 
 class PassShape(NamedTuple):
@@ -30,6 +53,20 @@ class PassShape(NamedTuple):
     sessions: int
     most: int  # the most rows of one session
     wanted: int  # number of rows whose logits are wanted
+
+
+@dataclass(frozen=True, eq=False)
+class SourceLayer:
+    """The weights of the sublayer of a layer that looks at a source; `before` and `after` are norms, as in `GpuLayer`."""
+
+    before: Tensor
+    after: Tensor
+    query: GpuMatrix
+    query_bias: Tensor | None
+    out: GpuMatrix
+    out_bias: Tensor | None
+    both: GpuMatrix  # keys and values of the source
+    both_bias: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,24 +90,30 @@ class GpuLayer:
     kind: int  # the kind of attention, an index into `GpuDecoder.kinds`, which selects the mask
     angles: Tensor  # float32[2, positions, pairs]
     scale: float  # what scores of attention are multiplied with
+    biases: Tensor | None  # float32[heads, ranges]: what is added to scores by range of distances; None: nothing
+    source: SourceLayer | None  # None: the layer looks at no source
 
 
 class GpuDecoder:
     """The forward of one model on a GPU; engines/families.py says of which models.
 
     It joins matrices that read the same rows, and turns the model's own matrices into views of the joined ones. So the model
-    itself still works as before, and no weight is kept twice, but for those of norms.
+    itself still works as before, and no weight is kept twice, but for those of norms, some biases and tables of sines.
 
     Args:
         rounded: whether all matrices are rounded to fp8, in copies; the model keeps its own beside them.
+
+    Attributes:
+        ranges: see `ModelLimits.ranges`.
+        sources: the keys and values of all sources, if the layers look at any.
     """
 
     def __init__(self, model: "PreTrainedModel", rounded: bool = False) -> None:
         self.rounded = rounded
         architecture = architecture_of(model)
         family = architecture.family
-        body: Any = model.base_model
-        embedding: Any = model.get_input_embeddings()
+        body: Any = body_of(model, family)
+        embedding = embedding_of(model, family)
         head: Any = model.get_output_embeddings()
         self.architecture = architecture
         self.numbers = architecture.numbers
@@ -79,14 +122,18 @@ class GpuDecoder:
         self.eps = architecture.eps
         self.kinds = architecture.names
         self.embedding = embedding.weight
-        own_scale = getattr(embedding, "embed_scale", None)
-        self.embedding_scale = 1.0 if own_scale is None else float(own_scale.to(self.embedding.dtype))
-        self.places = getattr(body, family.positions).weight if family.positions else None
+        self.embedding_scale = own_scale(embedding)
+        self.places = places_of(body, architecture).to(self.embedding)
+        self.unplaced = unplaced_in(body, family)
+        self.first_norm = norm_at(body, family.first_norm, family)
         self.tables = _angle_tables(model, architecture)
         self.angles = self.tables[0]
-        self.layers = [self._layer(layer, number) for number, layer in enumerate(getattr(body, family.layers))]
-        self.last_norm = norm_of(getattr(body, family.final_norm), family)
+        self.ranges, self._biases = _ranges_of(architecture)
+        self.layers = [self._layer(layer, number) for number, layer in enumerate(layers_in(model, family))]
+        self.last_norm = norm_at(body, family.final_norm, family)
         self.head = self._matrix(head.weight)
+        self.logits_bias = logits_bias_of(model).to(self.embedding)
+        self.sources = CrossPool(len(self.layers), self.heads[1], self.size, self.embedding) if family.cross else None
         self.processors = _processors(self.embedding.device)
 
     def store(self) -> PagedStore:
@@ -106,9 +153,10 @@ class GpuDecoder:
             q = rotate_and_store(qkv, self.heads, layer.angles, inputs, pages, of.family.by_head)
             mixed = attended(
                 q, self.heads[1], pages, inputs, layer.kind, shape.sessions, shape.most, self.processors, layer.scale,
-                self.numbers.attention_cap,
+                self.numbers.attention_cap, layer.biases,
             )  # fmt: skip
             self._add(x, mixed, layer.out, layer.out_bias, layer.after_attention)
+            self._look_at_sources(x, number, inputs, shape)
             read = normed(x, layer.before_inner, self.eps) if beside is None else beside
             both = multiplied(read, layer.up, layer.up_bias)
             wide = activated(both, of.activation, of.family.gated)
@@ -121,9 +169,41 @@ class GpuDecoder:
         x = self.embedding.index_select(0, inputs.tokens[:rows])
         if self.embedding_scale * self.numbers.embedding != 1:
             x *= self.embedding_scale * self.numbers.embedding
-        if self.places is not None:
-            x += self.places.index_select(0, inputs.positions[:rows])
-        return x
+        if len(self.places):
+            places = self.places.index_select(0, inputs.positions[:rows])
+            if self.unplaced != NO_TOKEN:
+                places *= (inputs.tokens[:rows] != self.unplaced)[:, None]
+            x += places
+        return normed(x, self.first_norm, self.eps)
+
+    def _look_at_sources(self, x: Float[Tensor, "rows width"], number: int, inputs: Inputs, shape: PassShape) -> None:
+        """Add what the sublayer of a layer finds in the sources, in place; do nothing if it looks at none."""
+        layer = self.layers[number]
+        own = layer.source
+        if own is None or self.sources is None:
+            return
+        read = normed(x, own.before, self.eps)
+        q = multiplied(read, own.query, own.query_bias).view(len(x), self.heads[0], self.size)
+        found = looked_at_sources(
+            q, self.sources.keys[number], self.sources.values[number], inputs, shape.sessions, shape.most,
+            self.processors, layer.scale,
+        )  # fmt: skip
+        self._add(x, found, own.out, own.out_bias, own.after)
+
+    def read_source(
+        self, states: Float[Tensor, "frames hidden"]
+    ) -> Iterator[tuple[Float[Tensor, "frames heads size"], Tensor]]:
+        """Yield the keys and the values that each layer makes of a source.
+
+        Args:
+            states: what an encoder has made of it.
+        """
+        for layer in self.layers:
+            own = layer.source
+            assert own is not None
+            both = multiplied(states, own.both, own.both_bias)
+            keys, values = both.view(len(states), 2, self.heads[1], self.size).unbind(1)
+            yield keys, values
 
     def _norm_queries_and_keys(self, qkv: Float[Tensor, "rows all"], layer: GpuLayer) -> None:
         """Replace queries and keys by their norms, of each head or of all heads together, if the layer has any."""
@@ -144,7 +224,10 @@ class GpuDecoder:
         bias: Tensor | None,
         norm: Tensor,
     ) -> None:
-        """Add what leaves a sublayer to x, in place: its last matrix, then its norm if there is one."""
+        """Add what leaves a sublayer to x, in place: its last matrix, then its norm if there is one, or that of the sum."""
+        if norm.numel() and self.architecture.family.norm_of_sum:
+            norm_sum(x, multiplied(read, matrix, bias), norm, self.eps, self.numbers.residual)
+            return
         if bias is None and not norm.numel() and self.numbers.residual == 1:
             multiplied(read, matrix, add_to=x)
             return
@@ -152,11 +235,13 @@ class GpuDecoder:
         x.add_(more, alpha=self.numbers.residual)
 
     def _shaped(self, logits: Float[Tensor, "wanted vocab"]) -> Float[Tensor, "wanted vocab"]:
-        """Return logits divided and capped as the family has it."""
+        """Return logits divided and capped as the family has it, with the model's biases."""
         if self.numbers.logits_divisor != 1:
             logits = logits / self.numbers.logits_divisor
         cap = self.numbers.logits_cap
-        return torch.tanh(logits / cap) * cap if cap else logits
+        if cap:
+            logits = torch.tanh(logits / cap) * cap
+        return logits + self.logits_bias if len(self.logits_bias) else logits
 
     def _matrix(self, numbers: Tensor) -> GpuMatrix:
         """Return a matrix of the model as passes read it."""
@@ -167,9 +252,10 @@ class GpuDecoder:
         of = self.architecture
         family = of.family
         parts = parts_of(layer, of)
-        attention = getattr(layer, family.attention)
-        inner = getattr(layer, family.inner)
+        attention = module_at(layer, family.attention)
+        inner = module_at(layer, family.inner)
         qkv = [getattr(attention, name) for name in family.qkv]
+        some_lack_bias = any(module.bias is None for module in qkv)
         rope = of.ropes[number]
         return GpuLayer(
             before_attention=parts.before_attention,
@@ -179,26 +265,62 @@ class GpuDecoder:
             head_norms=parts.head_norms,
             wide_norms=parts.wide_norms,
             qkv=self._matrix(_joined([module.weight for module in qkv], family)),
-            qkv_bias=None if qkv[0].bias is None else _join_rows([module.bias for module in qkv]),
+            qkv_bias=_bias(parts.qkv_bias) if some_lack_bias else _join_rows([module.bias for module in qkv]),
             out=self._matrix(parts.out),
-            out_bias=parts.out_bias if parts.out_bias.numel() else None,
+            out_bias=_bias(parts.out_bias),
             up=self._matrix(_joined([getattr(inner, name).weight for name in family.up], family)),
-            up_bias=parts.up_bias if parts.up_bias.numel() else None,
+            up_bias=_bias(parts.up_bias),
             down=self._matrix(parts.down),
-            down_bias=parts.down_bias if parts.down_bias.numel() else None,
+            down_bias=_bias(parts.down_bias),
             kind=self.kinds.index(of.kinds[number]),
             angles=self.tables[rope] if rope >= 0 else self.angles[:, :, :0],
             scale=of.scales[number],
+            biases=self._biases[number] if self._biases else None,
+            source=self._source_layer(layer, parts.cross) if family.cross else None,
+        )
+
+    def _source_layer(self, layer: Any, parts: CrossParts) -> SourceLayer:
+        """Return the weights of the sublayer of a layer that looks at a source."""
+        of = self.architecture
+        attention = module_at(layer, of.family.cross)
+        both = [getattr(attention, name).weight for name in of.family.qkv[1:]]
+        return SourceLayer(
+            before=parts.before,
+            after=parts.after,
+            query=self._matrix(parts.query),
+            query_bias=_bias(parts.query_bias),
+            out=self._matrix(parts.out),
+            out_bias=_bias(parts.out_bias),
+            both=self._matrix(_join_rows(both)),
+            both_bias=_bias(source_parts(layer, of).bias),
         )
 
 
+def _bias(found: Tensor) -> Tensor | None:
+    """Return a bias; None if it has no numbers."""
+    return found if found.numel() else None
+
+
+def _ranges_of(of: Architecture) -> tuple[UInt8[np.ndarray, " distances"], list[Float[Tensor, "heads ranges"]]]:
+    """Return the ranges of distances whose biases are equal, see `ModelLimits.ranges`, and the biases of each layer."""
+    if not of.biases:
+        return np.zeros(0, dtype=np.uint8), []
+    every = torch.stack(of.biases).float().cpu().flatten(0, 1)
+    biases, ranges = every.unique_consecutive(dim=1, return_inverse=True)
+    numbers = (1 + ranges).to(torch.uint8).numpy()  # at most `MOST_RANGES`
+    by_layer = biases.view(len(of.biases), of.heads, -1).contiguous().to(of.biases[0].device)
+    return numbers, [*by_layer]
+
+
 def _angle_tables(model: "PreTrainedModel", of: Architecture) -> list[Float[Tensor, "2 positions pairs"]]:
-    """Return all tables of rotary angles of a model; one without pairs if its positions are learned."""
-    body: Any = model.base_model
-    positions = model.config.max_position_embeddings
+    """Return all tables of rotary angles of a model; one without pairs if its positions are learned, or distances."""
+    body: Any = body_of(model, of.family)
     device = model.device
+    if of.family.distances:
+        return [torch.zeros(2, _NO_LIMIT, 0, device=device)]
     if of.family.positions:
-        return [torch.zeros(2, positions, 0, device=device)]
+        return [torch.zeros(2, len(places_of(body, of)), 0, device=device)]
+    positions = model.config.max_position_embeddings
     tables = []
     for kind in of.tables:
         places = torch.arange(positions, device=device)[None]

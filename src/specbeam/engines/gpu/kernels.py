@@ -31,12 +31,20 @@ def step(function: Callable[..., Any]) -> Any:
 
 
 @step
-def _norm(x, weight, out, width, eps, BLOCK: tl.constexpr, CENTRED: tl.constexpr):
-    """Write the norm of one row of x, [rows, width], to `out`: an RMSNorm, or, centred, a LayerNorm with a bias."""
+def _norm(
+    x, more, weight, out, width, eps, residual, BLOCK: tl.constexpr, CENTRED: tl.constexpr, OF_SUM: tl.constexpr
+):  # fmt: skip
+    """Write the norm of one row of x, [rows, width], to `out`: an RMSNorm, or, centred, a LayerNorm with a bias.
+
+    Of a sum it is that of x and `residual` times `more`, rounded as x is; `out` may be x.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
     value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    if OF_SUM:
+        value += tl.load(more + row * width + at, mask=inside, other=0.0).to(tl.float32) * residual
+        value = value.to(x.dtype.element_ty).to(tl.float32)
     if CENTRED:
         value = tl.where(inside, value - tl.sum(value) / width, 0.0)
     factor = 1 / tl.sqrt(tl.sum(value * value) / width + eps)
@@ -131,9 +139,10 @@ def _rotate_and_store(
 
 @step
 def _attend(
-    q, pool, table, pitch, first_number, seen, sessions, out, sums, tops, scale, cap, kind, session_room,
+    q, pool, table, pitch, first_number, seen, sessions, biases, out, sums, tops, scale, cap, kind, session_room, ranges,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     PAGE: tl.constexpr, AT_ONCE: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
+    BIASED: tl.constexpr,
 ):  # fmt: skip
     """Compute attention for rows of one session and all query heads of one key-value head, over one part of the slots.
 
@@ -160,6 +169,7 @@ def _attend(
         base = first_number + head * PAGE * SIZE
         mask = seen + tl.load(session + 4 * session_room) + kind * tl.load(session + 5 * session_room)
         look = mask + row[:, None] * extent
+        bias = biases + (head * GROUP + place % GROUP)[:, None] * ranges - 1  # the first range has number 1
         top = tl.full([ROWS], UNSEEN, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         mixed = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -173,9 +183,12 @@ def _attend(
             stored = known[:, None] & inside[None, :]
             key = tl.load(pool + source, mask=stored, other=0.0)
             score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+            found = tl.load(look + slot[None, :], mask=real[:, None] & known[None, :], other=0).to(tl.int32)
+            open_ = found != 0
+            if BIASED:
+                score += tl.load(bias + found, mask=open_, other=0.0)
             if CAPPED:
                 score = cap * (1 - 2 / (tl.exp(2 * score / cap) + 1))
-            open_ = tl.load(look + slot[None, :], mask=real[:, None] & known[None, :], other=0) != 0
             score = tl.where(open_, score, UNSEEN)
             higher = tl.maximum(top, tl.max(score, 1))
             weight = tl.where(open_, tl.exp(score - higher[:, None]), 0.0)
@@ -218,10 +231,35 @@ def normed(x: Float[Tensor, "rows width"], weight: Float[Tensor, " any"], eps: f
     if not weight.numel():
         return x
     out = torch.empty_like(x)
-    width = x.shape[1]
-    warps = 8 if width > 2048 else 4
-    _norm[(len(x),)](x, weight, out, width, eps, triton.next_power_of_2(width), weight.numel() > width, num_warps=warps)
+    _write_norm(x, x, weight, out, eps, 0.0, of_sum=False)
     return out
+
+
+def norm_sum(
+    x: Float[Tensor, "rows width"],
+    more: Float[Tensor, "rows width"],
+    weight: Float[Tensor, " any"],
+    eps: float,
+    residual: float = 1.0,
+) -> None:
+    """Replace each row of x by the norm of its sum with `residual` times that of `more`; see `normed`."""
+    _write_norm(x, more, weight, x, eps, residual, of_sum=True)
+
+
+def _write_norm(
+    x: Float[Tensor, "rows width"],
+    more: Float[Tensor, "rows width"],
+    weight: Float[Tensor, " any"],
+    out: Float[Tensor, "rows width"],
+    eps: float,
+    residual: float,
+    of_sum: bool,
+) -> None:
+    """Start the kernel of norms."""
+    width = x.shape[1]
+    block = triton.next_power_of_2(width)
+    warps = 8 if width > 2048 else 4
+    _norm[(len(x),)](x, more, weight, out, width, eps, residual, block, weight.numel() > width, of_sum, num_warps=warps)
 
 
 def norm_heads(
@@ -281,6 +319,7 @@ def attended(
     processors: int,
     scale: float | None = None,
     cap: float = 0.0,
+    biases: Float[Tensor, "heads ranges"] | None = None,
 ) -> Float[Tensor, "rows all"]:
     """Return the attention of every row over the slots that it may look at.
 
@@ -291,6 +330,7 @@ def attended(
         processors: number of multiprocessors of the device; the slots are split so that all of them have work.
         scale: what scores are multiplied with; None: 1 / sqrt(size).
         cap: see `families.Numbers.attention_cap`.
+        biases: float32, what is added to the scores of slots in each range of distances, see `ModelLimits.ranges`.
     """
     rows, heads, size = q.shape
     block = max(16, triton.next_power_of_2(size))
@@ -298,9 +338,7 @@ def attended(
     slots_at_once = max(16, min(64, 64 * 256 // (block * q.element_size())))  # to fit in a multiprocessor's memory
     at_once = min(MOST_ROWS, max(16, triton.next_power_of_2(places)))
     programs = kv_heads * triton.cdiv(places, at_once) * sessions
-    splits = (
-        min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(2 * processors, programs))) if programs < processors else 1
-    )
+    splits = splits_for(programs, processors)
     parts = q if splits == 1 else q.new_empty(rows, heads, splits, size, dtype=torch.float32)
     out = torch.empty_like(q)
     sums = tops = out
@@ -308,10 +346,23 @@ def attended(
         sums, tops = q.new_empty(2, rows, heads, splits, dtype=torch.float32)
     _attend[(kv_heads * splits, triton.cdiv(places, at_once), sessions)](
         q, layer.pool, layer.table, layer.table.shape[1], layer.first, inputs.seen, inputs.sessions,
-        out if splits == 1 else parts, sums, tops, size**-0.5 if scale is None else scale, cap or 1.0, kind,
-        inputs.sessions.shape[1], heads, kv_heads, size, block, at_once, PAGE, slots_at_once, splits,
-        "ieee" if q.dtype == torch.float32 else "tf32", cap > 0, num_warps=4,
+        q if biases is None else biases, out if splits == 1 else parts, sums, tops,
+        size**-0.5 if scale is None else scale, cap or 1.0, kind, inputs.sessions.shape[1],
+        0 if biases is None else biases.shape[1], heads, kv_heads, size, block, at_once, PAGE, slots_at_once, splits,
+        "ieee" if q.dtype == torch.float32 else "tf32", cap > 0, biases is not None, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         _join[(rows * heads,)](parts, sums, tops, out, size, block, splits, num_warps=1)
     return out.view(rows, heads * size)
+
+
+def splits_for(programs: int, processors: int) -> int:
+    """Return the number of parts that attention is split into, so that all processors have work.
+
+    Args:
+        programs: that there are without parts.
+        processors: number of multiprocessors of the device.
+    """
+    if programs >= processors:
+        return 1
+    return min(MOST_SPLITS, triton.next_power_of_2(triton.cdiv(2 * processors, programs)))

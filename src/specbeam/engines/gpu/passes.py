@@ -50,7 +50,7 @@ class GpuPasses:
         self.device = decoder.embedding.device
         self.vocab = len(decoder.head.numbers)
         windows = Masks(model.config, "sdpa", model.dtype).window_sizes(decoder.kinds)
-        self.model = ModelLimits(windows, decoder.angles.shape[1], len(decoder.embedding))
+        self.limits = ModelLimits(windows, decoder.angles.shape[1], len(decoder.embedding), decoder.ranges)
         self.store = decoder.store()
         self.staging = Staging(self.device, ROWS, SESSIONS, MASK_BYTES * len(decoder.kinds))
         self.graphs = Graphs(decoder, self.store, self.staging, capture)
@@ -70,6 +70,10 @@ class GpuPasses:
         return GpuCache(row, prompt, self.vocab, pinned=self.device.type == "cuda")
 
     takes_vectors = False
+
+    def _source_of(self, cache: GpuCache) -> tuple[int, int]:
+        """Return the first frame and the number of frames of the source that a session reads."""
+        return 0, 0
 
     def refuses_extra_rows(self, inputs: ExtraInputs) -> str:
         """Return the reason why these passes cannot take what extra rows are made of: they look up tokens alone."""
@@ -107,7 +111,7 @@ class GpuPasses:
         batch_bytes = 0
         for cache, count in zip(caches, counts, strict=True):
             cache.trie.make_slots(count)
-            mask_bytes = count * cache.trie.capacity * len(self.model.windows)
+            mask_bytes = count * cache.trie.capacity * len(self.limits.windows)
             if batch and batch_bytes + mask_bytes > MOST_MASK_BYTES:
                 self._run_pass(batch)
                 batch = []
@@ -122,12 +126,12 @@ class GpuPasses:
         rows = cache.trie.pending + fresh
         cache.make_room(fresh)
         self._reserve([cache])
-        room = self.staging.holds(rows, 1, rows * cache.trie.capacity * len(self.model.windows))
+        room = self.staging.holds(rows, 1, rows * cache.trie.capacity * len(self.limits.windows))
         with self._on_device():
             captured = self.graphs.captured_for_steps(rows) if kernels.AVAILABLE and room else None
             yield captured and GpuCacheArrays(
-                cache.trie.arrays, cache.outputs.numpy(), self.model, self.staging.filled, cache.row, captured.by_rows,
-                self.staging.addresses, captured.stream, captured.calls,
+                cache.trie.arrays, cache.outputs.numpy(), self.limits, self.staging.filled, cache.row,
+                self._source_of(cache), captured.by_rows, self.staging.addresses, captured.stream, captured.calls,
             )  # fmt: skip
 
     def _extend_by_step(self, cache: GpuCache, forest: Forest) -> Logits | None:
@@ -180,10 +184,10 @@ class GpuPasses:
         for cache, count, _ in parts:
             count_by_row[cache.row] += count
         for cache, count, _ in parts:
-            check_nodes(cache.trie.arrays, count, self.model)
+            check_nodes(cache.trie.arrays, count, self.limits)
             cache.trie.make_slots(count_by_row[cache.row])
         self._reserve([cache for cache, *_ in parts])
-        most = sum(cache.trie.capacity * count for cache, count, _ in parts) * len(self.model.windows)
+        most = sum(cache.trie.capacity * count for cache, count, _ in parts) * len(self.limits.windows)
         staging = self.staging
         row = 0
         byte = 0
@@ -192,7 +196,9 @@ class GpuPasses:
         inputs = staging.filled
         for session, (cache, count, _) in enumerate(parts):
             cache.trie.make_slots(count)  # other sessions in the same row of the store may have taken slots just now
-            byte = write_inputs(cache.trie.arrays, count, cache.row, self.model, inputs, session, row, byte)
+            byte = write_inputs(
+                cache.trie.arrays, count, cache.row, self._source_of(cache), self.limits, inputs, session, row, byte
+            )
             row += count
         for numbers in (inputs.tokens, inputs.positions, inputs.caches, inputs.slots):
             numbers[row : shape.rows] = 0  # padding goes to the waste slot, in which nothing is kept

@@ -9,6 +9,9 @@ import torch
 from specbeam.engines.kv.steps import BLOCK, EXTENT, STORED, Trie, feed_slots
 from specbeam.kernels.compiling import Array, compiled
 
+SESSION_NUMBERS = 8  # of each session in `Inputs.sessions`
+MOST_RANGES = 255  # what a byte of the mask tells apart, besides slots that are not seen
+
 
 class Inputs(NamedTuple):
     """The inputs that change from pass to pass: tensors on the device, arrays on the host, int32 except for `seen`."""
@@ -18,18 +21,23 @@ class Inputs(NamedTuple):
     caches: Any  # [rows]: row of the store
     slots: Any  # [rows]: slot for keys and values; 0: they are not stored
     wanted: Any  # [rows]: the rows whose logits are wanted
-    # [6, sessions]: first row, number of rows, row of the store, number of slots that attention goes over; and in the mask:
-    # first byte, bytes of each kind of layer
+    # [8, sessions]: first row, number of rows, row of the store, number of slots that attention goes over; in the mask:
+    # first byte, bytes of each kind of layer; and of the source that is read: first frame, number of frames
     sessions: Any
-    seen: Any  # uint8[bytes] by session, kind of layer, row, slot: whether the row may look at the slot
+    # uint8[bytes] by session, kind of layer, row, slot: 0 if the row may not look at the slot, and otherwise 1, or the
+    # number that `ModelLimits.ranges` has for the distance between both
+    seen: Any
 
 
 class ModelLimits(NamedTuple):
-    """The limits of a model: its windows, and how many positions and tokens it has."""
+    """The limits of a model: its windows, its numbers of positions and tokens, and the distances that it tells apart."""
 
     windows: Array  # int64[kinds]: tokens that each kind of layer looks at, the row's own included; 0: all
     positions: int
     vocab: int
+    # uint8[distances]: for each number of positions back 1 and the number of the range of distances with the same biases of
+    # attention, see `GpuLayer.biases`; the last is that of all that are further back; of no distances: there are no biases
+    ranges: Array
 
 
 @compiled
@@ -47,15 +55,32 @@ def check_nodes(trie: Trie, count: int, model: ModelLimits) -> None:
 
 
 @compiled
+def _name_ranges(look: Array, position: int, back: Array, ranges: Array) -> None:
+    """Write the number of the range of distances to each slot that a row may look at; see `ModelLimits.ranges`.
+
+    Args:
+        look: uint8[slots], the mask of the row.
+        position: of the row.
+        back: int64[slots], the position of the token of each slot.
+    """
+    most = len(ranges) - 1
+    for slot in range(len(look)):
+        if look[slot] != 0:
+            look[slot] = ranges[min(max(position - back[slot], 0), most)]
+
+
+@compiled
 def write_inputs(
-    trie: Trie, count: int, store_row: int, model: ModelLimits, inputs: Inputs, session: int, row: int, byte: int
-) -> int:
+    trie: Trie, count: int, store_row: int, source: tuple[int, int], model: ModelLimits, inputs: Inputs, session: int,
+    row: int, byte: int,
+) -> int:  # fmt: skip
     """Give slots to the next `count` pending nodes of a session, and write their rows of a pass to `inputs`.
 
     There must be room for them, and `check_nodes` must have accepted them.
 
     Args:
         store_row: the session's row of the store.
+        source: first frame and number of frames of the source that the session reads.
         session: number of the session in the pass.
         row: first row of the session in the pass.
         byte: first byte of the session in the mask.
@@ -81,6 +106,8 @@ def write_inputs(
     column[3] = extent
     column[4] = byte
     column[5] = count * extent
+    column[6] = source[0]
+    column[7] = source[1]
     back = trie.slot_position[:extent]
     for kind in range(len(model.windows)):
         for node in range(start, stop):
@@ -88,6 +115,8 @@ def write_inputs(
             look[:] = trie.seen[node, :extent]
             if model.windows[kind] > 0:
                 look[trie.nodes[2, node] - back >= model.windows[kind]] = 0
+            if len(model.ranges) > 0:
+                _name_ranges(look, trie.nodes[2, node], back, model.ranges)
             byte += extent
     return byte
 
@@ -105,7 +134,7 @@ class Staging:
         self.rows = rows
         self.sessions = sessions
         self.mask_bytes = mask_bytes
-        self._edges = [*accumulate([rows] * 5 + [6 * sessions], initial=0)]
+        self._edges = [*accumulate([rows] * 5 + [SESSION_NUMBERS * sessions], initial=0)]
         self._start = 4 * self._edges[-1]
         size = self._start + mask_bytes
         self._on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -117,7 +146,7 @@ class Staging:
         """Return the fields of `Inputs` as views of a buffer."""
         numbers = buffer[: self._start].view(torch.int32)
         views = [numbers[start:stop] for start, stop in pairwise(self._edges)]
-        views[5] = views[5].view(6, self.sessions)
+        views[5] = views[5].view(SESSION_NUMBERS, self.sessions)
         return [*views, buffer[self._start :]]
 
     def holds(self, rows: int, sessions: int, mask_bytes: int) -> bool:

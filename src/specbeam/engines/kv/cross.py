@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specbeam.engines.kv.cross_pool import CrossPool
 from specbeam.engines.source import Source
 from specbeam.records import ExtraInputs, Needs
 
@@ -253,7 +254,7 @@ class ReadsSources(ABC):
     """
 
     model: Any
-    cross: CrossStore | CrossPanels
+    cross: CrossStore | CrossPanels | CrossPool
     readers: list[tuple[Source, list[Any]]]
     takes_vectors = False
 

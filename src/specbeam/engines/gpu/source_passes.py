@@ -1,0 +1,52 @@
+"""Passes on a GPU of decoders that look at a source."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+
+from specbeam.engines.gpu.cache import GpuCache
+from specbeam.engines.gpu.decoder import GpuDecoder
+from specbeam.engines.gpu.passes import GpuPasses
+from specbeam.engines.kv.cross import ReadsSources
+from specbeam.engines.kv.cross_pool import CrossPool
+from specbeam.engines.torch.source_passes import plain_logits
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class GpuSourcePasses(ReadsSources, GpuPasses):
+    """The passes of a model whose decoder looks at a source, by the forward for GPUs; see `ReadsSources`.
+
+    Passes are captured for their sizes alone: what sources they look at, and of what lengths, is read on the device.
+    """
+
+    cross: CrossPool
+
+    def __init__(self, model: "PreTrainedModel", decoder: GpuDecoder, caches: list[GpuCache], capture: bool) -> None:
+        super().__init__(model, decoder, caches, capture)
+        assert decoder.sources is not None
+        self.model = model
+        self.cross = decoder.sources
+        self.readers = []
+
+    @property
+    def most_positions(self) -> int | None:
+        return len(self.decoder.places) or None
+
+    @torch.inference_mode()
+    def store_source(self, states: Float[torch.Tensor, "1 frames size"]) -> int:
+        rows = states[0].to(self.decoder.embedding)
+        before = self.cross.keys
+        with self._on_device():
+            row = self.cross.add(len(rows), self.decoder.read_source(rows))
+        if self.cross.keys is not before:
+            self.graphs.clear()
+        return row
+
+    def plain_logits(self, states: torch.Tensor, path: list[int]) -> torch.Tensor:
+        return plain_logits(self.model, states, path)
+
+    def _source_of(self, cache: GpuCache) -> tuple[int, int]:
+        return self.cross.firsts[cache.source_row], self.cross.lengths[cache.source_row]
