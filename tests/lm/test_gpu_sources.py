@@ -23,7 +23,18 @@ from specbeam.lm.encoder_decoder import EncoderDecoderLM
 from specbeam.pair import Pair, check_scores_forests
 from specbeam.records import Needs
 from tests.lm.test_families import CLOSE, spreads_off
-from tests.lm.test_gpu import DEVICE, KINDS, ON_GPU, StepByStep, assert_near, inputs_of, numbers, random
+from tests.lm.test_gpu import (
+    DEVICE,
+    KINDS,
+    ON_GPU,
+    StepByStep,
+    assert_near,
+    inputs_of,
+    numbers,
+    random,
+    store_of,
+    whole,
+)
 from tests.lm.test_source_families import (
     MISTAKES,
     MODELS,
@@ -83,11 +94,12 @@ def test_rows_look_at_all_frames_of_the_source_of_their_session(kind, processors
 def test_scores_have_the_bias_of_their_range_of_distances(processors):
     heads, rows, slots, ranges = (4, 2), 5, 64, 7
     q = random(rows, heads[0], 16, kind=torch.float32)
-    keys, values = (random(1, heads[1], 128, 16, kind=torch.float32) for _ in range(2))
+    store = store_of(heads[1], 16, torch.float32, {0: 64})
+    keys, values = (whole(store, 0, 0, one)[None] for one in (0, 1))
     biases = random(heads[0], ranges, kind=torch.float32)
     named = torch.randint(0, ranges + 1, (rows, slots), device=DEVICE).to(torch.uint8)
     inputs = inputs_of(rows, [rows], [0], [slots], named[None])
-    found = attended(q, keys, values, inputs, 0, 1, rows, processors, 0.5, biases=biases)
+    found = attended(q, heads[1], store.layer(0), inputs, 0, 1, rows, processors, 0.5, biases=biases)
     k, v = (one[0, :, :slots].repeat_interleave(2, 0) for one in (keys, values))
     scores = 0.5 * torch.einsum("rhd,hsd->hrs", q, k) + biases[:, (named.long() - 1).clamp(min=0)]
     weights = scores.masked_fill(named == 0, -torch.inf).softmax(-1)
