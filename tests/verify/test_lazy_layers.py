@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from specbeam.laws.ranking import Truncation
 from specbeam.laws.warp import Warp
 from specbeam.lm.table import TableLM
 from specbeam.verify import beams as judge_steps
+from specbeam.verify import search as search_rule
 from specbeam.verify.beams import BeamRule, SearchSpec, SharedSpec, most_value
 from tests.support.exact import beam_sampling_law, distance, exact_law, successive
 from tests.support.programs import random_table, run, session_of, texts
@@ -101,6 +103,99 @@ def test_lazy_turns_draw_what_eager_turns_draw_and_end_later(cut, draft_beams, w
         passes[lazy] = found, total
     assert passes[True][0] == passes[False][0]
     assert passes[True][1] < passes[False][1]
+
+
+# Transformers' beam modes do not normalise rows again after processors.
+
+
+def processor(kind, *given):
+    import transformers
+
+    return getattr(transformers, kind)(*given)
+
+
+BOUNDED = {
+    "bad words": lambda: [processor("NoBadWordsLogitsProcessor", [[1], [2, 3]], [0])],
+    "no repeats": lambda: [processor("NoRepeatNGramLogitsProcessor", 2)],
+    "penalty": lambda: [processor("RepetitionPenaltyLogitsProcessor", 1.3)],
+    "ends": lambda: [
+        processor("MinNewTokensLengthLogitsProcessor", 1, 3, [0]),
+        processor("ForcedEOSTokenLogitsProcessor", 9, [0]),
+    ],
+    "suppressed": lambda: [
+        processor("SuppressTokensAtBeginLogitsProcessor", [4], 1),
+        processor("SuppressTokensLogitsProcessor", [5]),
+        processor("LogitNormalization"),
+    ],
+}
+UNBOUNDED = {
+    "reward": lambda: [processor("RepetitionPenaltyLogitsProcessor", 0.7)],
+    "two forced ends": lambda: [processor("ForcedEOSTokenLogitsProcessor", 9, [0, 1])],
+    "bias": lambda: [processor("SequenceBiasLogitsProcessor", {(1,): 3.0})],
+    "the user's": lambda: [lambda tokens, scores: scores],
+}
+
+
+def peaked(*seeds):
+    """Odds of the next token after every path: the product of random ones, sharpened."""
+    tables = [random_table(seed, 8) for seed in seeds]
+
+    def table(path):
+        odds = np.prod([one(path) for one in tables], axis=0) ** 3
+        return odds / odds.sum()
+
+    return table
+
+
+def searched(warp, case):
+    """The beams and scores of a search with drafts that know half of what the target does, and its passes."""
+    draft = TableLM(peaked(case, 500 + case))
+    session = session_of(sb.speculative_beam_search(3, 4, 3), draft, steps=8, eos=(0,), key=case, warp=warp)
+    run(session, TableLM(peaked(case)))
+    scores = [(one.tokens, one.loglik) for one in session.hypotheses()]
+    return scores, session.count.target_passes
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+def test_searches_whose_processors_raise_nothing_are_lazy_and_find_the_same_beams(kind, monkeypatch):
+    passes = {}
+    for lazy in (True, False):
+        found = []
+        with monkeypatch.context() as patch:
+            if not lazy:
+                patch.setattr(search_rule, "can_be_lazy", lambda warp: False)
+            for case in range(15):
+                found.append(searched(Warp(BOUNDED[kind](), greedy=True, search=True), case))
+        passes[lazy] = found
+    assert [beams for beams, _ in passes[True]] == [beams for beams, _ in passes[False]]
+    assert sum(count for _, count in passes[True]) < sum(count for _, count in passes[False])
+
+
+def test_a_search_is_lazy_only_if_no_processor_can_raise_a_row():
+    for made in BOUNDED.values():
+        assert Warp(made(), search=True).is_bounded
+    for made in UNBOUNDED.values():
+        assert not Warp(made(), search=True).is_bounded
+        assert Warp(made()).is_bounded  # where rows are normalised again
+    assert not Warp([*BOUNDED["penalty"](), *UNBOUNDED["bias"]()], search=True).is_bounded
+
+
+def test_a_lazy_search_whose_processor_raises_scores_finds_other_beams(monkeypatch):
+    """The bound would be wrong: a bias of 3 lifts pairs above their beam's score."""
+    right = [searched(Warp(UNBOUNDED["bias"](), greedy=True, search=True), case)[0] for case in range(15)]
+    monkeypatch.setattr(search_rule, "can_be_lazy", lambda warp: True)
+    assert [searched(Warp(UNBOUNDED["bias"](), greedy=True, search=True), case)[0] for case in range(15)] != right
+
+
+@pytest.mark.parametrize("kind", BOUNDED)
+def test_rows_after_processors_that_raise_nothing_sum_to_one_at_most(kind):
+    rng = np.random.default_rng(0)
+    for length in range(1, 10):
+        rows = torch.from_numpy(rng.normal(0, 3, (20, 8))).log_softmax(-1)
+        paths = torch.from_numpy(rng.integers(0, 8, (20, length)))
+        for one in BOUNDED[kind]():
+            rows = one(paths, rows)
+            assert (rows.exp().sum(-1) < 1 + 1e-12).all()
 
 
 def law_if(is_decided, monkeypatch):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,22 @@ _OPTIONS = {
     "NoBadWordsLogitsProcessor": "bad_words_ids",
     "MinNewTokensLengthLogitsProcessor": "min_new_tokens",
     "PrefixConstrainedLogitsProcessor": "prefix_allowed_tokens_fn",
+}
+
+
+# Processors of transformers after which the probabilities of a row of log-probabilities sum to 1 at most, whatever it held:
+# they ban, leave one token, or normalise.
+_NEVER_RAISE = {
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor",
+    "LogitNormalization",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
 }
 
 
@@ -77,6 +94,11 @@ class Warp:
         """Whether compiled runs can make the laws: of rows that the processors have changed, and nothing sees the laws."""
         return not self.others
 
+    @cached_property
+    def is_bounded(self) -> bool:
+        """Whether the probabilities of each row are known to sum to 1 at most, before anything is cut or sharpened."""
+        return self.truncation.normalise or all(_never_raises(one) for one in self.processors or [])
+
     def edits(self, prompt: list[int]) -> Edits | None:
         """Return what the processors change in rows, as numbers for steps; None if Python has to call the processors.
 
@@ -98,6 +120,23 @@ class Warp:
         if self.greedy:
             return NO_TRUNCATION._replace(normalise=self.truncation.normalise)
         return self.truncation
+
+
+def _never_raises(processor: Any) -> bool:
+    """Return whether a processor of log-probabilities leaves each row a sum of probabilities of 1 at most, row by row."""
+    import transformers
+
+    kind = type(processor)
+    name = kind.__name__
+    if kind is Constrained:
+        return True
+    if getattr(transformers, name, None) is not kind:
+        return False
+    if name == "RepetitionPenaltyLogitsProcessor":
+        return bool(processor.penalty >= 1)
+    if name == "ForcedEOSTokenLogitsProcessor":  # each of the end tokens would get probability 1
+        return bool(processor.eos_token_id.numel() == 1)
+    return name in _NEVER_RAISE
 
 
 def _with_edit(edits: Edits, processor: Any) -> Edits | None:

@@ -648,9 +648,10 @@ class Eye:
 def can_be_lazy(warp: Warp) -> bool:
     """Return whether the weight of all pairs of a beam is bounded by the beam's score, see `most_value`.
 
-    Warpers of others may do anything; scores of transformers' beam modes are not normalised again after processors.
+    Warpers of others may do anything; scores of transformers' beam modes are not normalised again after processors, so there
+    these must not raise any.
     """
-    is_bounded = warp.cut.normalise and warp.cut.temperature <= 1
+    is_bounded = warp.is_bounded and warp.cut.temperature <= 1
     return is_bounded and (warp.greedy or not warp.others)
 
 
