@@ -12,6 +12,7 @@ import torch
 
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu.cache_words import KeptAs
+from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.eligibility import reads_sources
 from specbeam.engines.mapped import is_kept, mapped_files, mark_kept
 from specbeam.engines.source import Source
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 ShareFrom = int | Literal["auto"] | None
 # transformers' from_pretrained changes torch's defaults while it runs: two threads at a time leave models without weights.
 _ONE_AT_A_TIME = threading.RLock()
+CHECKED_SOURCE = 24  # tokens of the source on which a compiled encoder is tried
 BUNDLED = Path(__file__).parent / "bundled"
 # Files of SentencePiece models in the folders of Marian, T5 and M2M100 as they were published, and what reads them.
 _PIECES = ("source.spm", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model", "tokenizer.model")
@@ -586,6 +588,26 @@ def check_scores_forests(lm: HuggingFaceLM) -> None:
         raise UnsupportedModel(
             f"{name} does not honour masks and positions: on a token tree its logits are off by {error_in_spreads:.2g} of "
             "their spread; specbeam needs a decoder whose attention takes both from the caller"
+        )
+    if isinstance(lm, EncoderDecoderLM):
+        _check_encoder(lm, limit)
+
+
+def _check_encoder(lm: EncoderDecoderLM, limit: float) -> None:
+    """Raise `UnsupportedModel` unless what a compiled encoder makes of a source is what transformers' does, up to `limit`.
+
+    One whose matrices are rounded is another encoder, and is not compared.
+    """
+    encoder = lm.encoder
+    if not isinstance(encoder, CompiledEncoder) or encoder.kind.startswith("int"):
+        return
+    vocab = min(lm.vocab, len(encoder.embedding))
+    tokens = np.random.default_rng(0).integers(0, vocab, CHECKED_SOURCE).tolist()
+    error = encoder.error_on(np.array(_without_padding(tokens, lm)))
+    if not error <= limit:
+        raise UnsupportedModel(
+            f"the encoder of {type(lm.model).__name__} is not that of its family: what it makes of a source is off by "
+            f"{error:.2g} of its spread; SPECBEAM_KERNELS=off lets transformers run the model"
         )
 
 

@@ -304,7 +304,7 @@ def test_an_engine_that_runs_no_sources_is_refused_by_name():
     assert "hooks" in EncoderDecoderLM(model).engine_note
     model = model_of("t5")
     model.encoder.block[0].register_forward_hook(lambda *given: None)
-    assert EncoderDecoderLM(model).engine == "compiled"  # transformers runs the encoder
+    assert EncoderDecoderLM(model).engine == "compiled"  # transformers runs the encoder then
 
 
 def test_a_tiny_model_of_every_row_is_tried_here():

@@ -387,6 +387,24 @@ def head_size(config: Any, family: ModelFamily = LLAMA) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // getattr(config, family.heads))
 
 
+def encoder_family(family: ModelFamily) -> ModelFamily:
+    """Return the row of the encoder of a family that reads sources: its layers have no sublayer that looks at one."""
+    before_attention, after_attention, before_inner, after_inner, _, _ = (_of_encoder(name) for name in family.norms)
+    return replace(
+        family,
+        body=family.body.replace("decoder", "encoder"),
+        cross="",
+        inner=_of_encoder(family.inner),
+        norms=Norms(before_attention, after_attention, before_inner, after_inner),
+        heads=family.heads.replace("decoder", "encoder"),
+    )
+
+
+def _of_encoder(path: str) -> str:
+    """Return the path in an encoder's layer of what has this path in a decoder's, whose sublayers may have numbers."""
+    return path.replace("layer.2", "layer.1")
+
+
 def module_at(module: Any, path: str) -> Any:
     """Return the module at a path, see `ModelFamily`; None if there is none."""
     return reduce(lambda found, name: getattr(found, name, None), path.split(".") if path else [], module)
@@ -473,9 +491,13 @@ def llama_architecture(layers: int, heads: int, kv_heads: int, size: int, eps: f
     return Architecture(LLAMA, heads, kv_heads, size, eps, "silu", False, every, (0,) * layers, ("",), full, Numbers())
 
 
-def architecture_of(model: "PreTrainedModel") -> Architecture:
-    """Return the architecture of a model that `misfit_of_family` has no reason against."""
-    family = family_of(model)
+def architecture_of(model: "PreTrainedModel", family: ModelFamily | None = None) -> Architecture:
+    """Return the architecture of a model that `misfit_of_family` has no reason against.
+
+    Args:
+        family: its row; None: that of the table. Given `encoder_family` of that, it is the architecture of the encoder.
+    """
+    family = family or family_of(model)
     assert family is not None
     config: Any = model.config
     heads = getattr(config, family.heads)
@@ -516,22 +538,25 @@ def _biases_of(modules: list[Any], family: ModelFamily) -> tuple[Tensor, ...]:
 def biases_by_distance(table: Any, module: Any) -> Tensor:
     """Return the biases of scores by distance, float[heads, distances], the last of which is that of all larger ones.
 
+    Those of an encoder, whose tokens look ahead, too, begin with the most tokens ahead that are told apart.
+
     Args:
         table: the embedding of the ranges of distances, one number for each head.
         module: the attention that has it.
     """
-    back = torch.arange(module.relative_attention_max_distance + 1)
+    most = module.relative_attention_max_distance
+    back = torch.arange(0 if module.is_decoder else -most, most + 1)
     ranges = module._relative_position_bucket(-back, **bucket_settings(module))
     found: Tensor = table.weight.detach()[ranges]
     return found.t()
 
 
 def bucket_settings(module: Any) -> dict[str, Any]:
-    """Return the settings that a decoder's attention takes to find the ranges of distances, if it takes any."""
+    """Return the settings that a module of attention takes to find the ranges of distances, if it takes any."""
     if "bidirectional" not in inspect.signature(module._relative_position_bucket).parameters:
         return {}
     return {
-        "bidirectional": False,
+        "bidirectional": not module.is_decoder,
         "num_buckets": module.relative_attention_num_buckets,
         "max_distance": module.relative_attention_max_distance,
     }
@@ -584,11 +609,29 @@ def misfit_of_family(model: "PreTrainedModel") -> str:
 
 def _misfit_of_modules(model: "PreTrainedModel", family: ModelFamily) -> str:
     """Return the reason why modules of a model are not as its family has them; "" if they are."""
+    modules = list(model.modules())
+    if family.cross:  # the encoder has a row of its own
+        modules = [*body_of(model, family).modules(), model.get_output_embeddings()]
+    return _misfit_of_these(modules, family) or _misfit_of_packed(model, family)
+
+
+def misfit_of_encoder(model: "PreTrainedModel") -> str:
+    """Return the reason why the encoder of a model of the table is not as its family has it; "" if it is."""
+    family = family_of(model)
+    if family is None or not family.cross:
+        return "it is of no family that this engine knows"
+    body = body_of(model, encoder_family(family))
+    if body is None:
+        return "it is a decoder without its encoder"
+    if getattr(body, "main_input_name", "input_ids") != "input_ids":
+        return "it hears, and does not read"
+    return _misfit_of_these(list(body.modules()), family)
+
+
+def _misfit_of_these(modules: list[Any], family: ModelFamily) -> str:
+    """Do `_misfit_of_modules` for these."""
     from transformers.pytorch_utils import Conv1D
 
-    modules = list(model.modules())
-    if family.cross:  # the encoder is transformers'
-        modules = [*body_of(model, family).modules(), model.get_output_embeddings()]
     if any(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in modules):
         return "its modules have hooks, or a forward of their own"
     own = (nn.Linear, Conv1D) if family.transposed else (nn.Linear,)
@@ -597,7 +640,7 @@ def _misfit_of_modules(model: "PreTrainedModel", family: ModelFamily) -> str:
     # Adapters and quantised layers are modules of their own; torchao leaves the modules, and puts its own tensors in them.
     if any(type(one) not in own or type(one.weight) is not nn.Parameter for one in holds_matrix):
         return "its matrices have adapters or are rounded"
-    return _misfit_of_packed(model, family)
+    return ""
 
 
 def _misfit_of_packed(model: "PreTrainedModel", family: ModelFamily) -> str:

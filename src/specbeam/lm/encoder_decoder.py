@@ -1,11 +1,14 @@
 """SCORE: encoder-decoder models of transformers, whose decoder looks at a source: translation, summaries, speech."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from specbeam.core.forest import Forest
 from specbeam.engines.answers import LOGITS
+from specbeam.engines.cpu.encoder import CompiledEncoder
 from specbeam.engines.cpu.source_passes import CompiledSourcePasses
 from specbeam.engines.eligibility import has_own_encoder
 from specbeam.engines.source import Source
@@ -13,7 +16,7 @@ from specbeam.engines.torch.source_passes import SourcePasses, decoder_layers
 from specbeam.errors import NotSupported
 from specbeam.lm.engines import COMPILED
 from specbeam.lm.huggingface import CHUNK, HuggingFaceLM
-from specbeam.records import Needs
+from specbeam.records import Needs, Scored
 from specbeam.session import CacheOwner
 
 if TYPE_CHECKING:
@@ -35,8 +38,8 @@ class EncoderDecoderLM(HuggingFaceLM):
         chunk: prompt tokens of one session per pass.
         encoder: an encoder that makes the states of a source, whose output is then shared with other models; None: the
             model's own.
-        engine: what runs the decoder: "gpu", "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. In any case
-            transformers runs the encoder.
+        engine: what runs the decoder: "gpu", "compiled", "int8", "int4", "plain" or "auto"; see `HuggingFaceLM`. A compiled
+            one runs an encoder of text, too; transformers runs all others.
 
     Attributes:
         encoder: the encoder that reads sources for this model.
@@ -59,12 +62,11 @@ class EncoderDecoderLM(HuggingFaceLM):
                 "load(target, draft=...)"
             )
         super().__init__(model, chunk, engine, None)
-        self.encoder: Any = model.get_encoder() if encoder is None else encoder
-        self.input_name: Literal["input_ids", "input_features"] = (
-            "input_features" if _hears(self.encoder) else "input_ids"
-        )
+        self.encoder: Any = self.runner.own_encoder() if encoder is None else encoder
+        module = self.encoder.module if isinstance(self.encoder, CompiledEncoder) else self.encoder
+        self.input_name: Literal["input_ids", "input_features"] = "input_features" if _hears(module) else "input_ids"
         self.max_positions = self.runner.most_positions
-        self.most_source = _most_source(self.encoder)
+        self.most_source = _most_source(module)
 
     @property
     def slot_bytes(self) -> int:
@@ -115,6 +117,24 @@ class EncoderDecoderLM(HuggingFaceLM):
     def reads_with(self, other: "EncoderDecoderLM") -> bool:
         """Return whether this model takes what the encoder of another one makes, so that a source is read once for both."""
         return self.encoder is other.encoder
+
+    def extend(
+        self, sessions: Sequence[CacheOwner], forests: Sequence[Forest], needs: Sequence[Needs] | None = None
+    ) -> list[Scored]:
+        self._read_together(sessions)
+        return super().extend(sessions, forests, needs)
+
+    def fill(
+        self, sessions: Sequence[CacheOwner], needs: Sequence[Needs] | None = None, most: int | None = None
+    ) -> list[bool]:
+        self._read_together(sessions)
+        return super().fill(sessions, needs, most)
+
+    def _read_together(self, sessions: Sequence[CacheOwner]) -> None:
+        """Let a compiled encoder read the sources of new sessions in few passes; others read one by one."""
+        new = [session for session in sessions if self not in session.state]
+        if len(new) > 1 and isinstance(self.encoder, CompiledEncoder):
+            self.encoder.read_together([self.source_of(session) for session in new])
 
     def _cache(self, session: CacheOwner, needs: Needs = LOGITS) -> Any:
         """Return the session's cache; at first make it, and let the encoder read the source.

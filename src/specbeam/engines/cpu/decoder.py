@@ -184,8 +184,8 @@ class CompiledDecoder:
         files = mapped_files(model)
         tiled = weights >= TILED_FROM and tiles.available()
         matrices = [weight.flatten(0, -2) for layer in layers for weight in layer.parameters() if weight.dim() > 1]
-        self.kind = kind = _kind_of([head.weight, *matrices], rounding, tiled, files)
-        self.kinds_of_matrices = _kinds_of(parts_of(layers[0], architecture), kind)
+        self.kind = kind = kind_of_panels([head.weight, *matrices], rounding, tiled, files)
+        self.kinds_of_matrices = kinds_of_panels(parts_of(layers[0], architecture), kind)
         self.weights = weights_of(layers, self.kinds_of_matrices, architecture, files)
         self.last_norm = numbers_of(norm_at(body, family.final_norm, family))
         self.head = panels_of([[head.weight]], kind, files)[0]
@@ -429,7 +429,7 @@ class SourceReader:
         return found[:, : self.columns]
 
 
-def _kind_of(weights: list[Tensor], rounding: Rounding | None, tiled: bool, files: MappedFiles) -> Kind:
+def kind_of_panels(weights: list[Tensor], rounding: Rounding | None, tiled: bool, files: MappedFiles) -> Kind:
     """Return the kind of panels that holds matrices exactly, or as `rounding` says, and is read soonest.
 
     Args:
@@ -453,7 +453,7 @@ def _kind_of(weights: list[Tensor], rounding: Rounding | None, tiled: bool, file
     return "tiles" if tiled else "bfloat16"
 
 
-def _kinds_of(parts: LayerParts, kind: Kind) -> Kinds:
+def kinds_of_panels(parts: LayerParts, kind: Kind) -> Kinds:
     """Return the kinds of panels of the matrices of layers: weights of 4 bits stay as files hold them, unless rounded anew.
 
     Args:
@@ -648,13 +648,19 @@ def misfit_of_shape(model: "PreTrainedModel", rounding: Rounding | None) -> str:
 def _misfit_of_sizes(model: "PreTrainedModel", rounding: Rounding | None) -> str:
     """Return the reason why the sizes of a model do not fit panels; "" if they do."""
     unit = steps_in("int4" if rounding == "int4" or matrices_of(model) else "float32")
-    config = model.config
-    architecture = architecture_of(model)
-    size = architecture.size
-    first = layers_in(model, architecture.family)[0]
-    inner = _matrices_of(parts_of(first, architecture).down)[0].shape[1]
-    depths = config.hidden_size, inner, architecture.heads * size
-    if size % steps_in("float32") or any(depth % unit for depth in depths):
+    return misfit_of_depths(model, architecture_of(model), unit)
+
+
+def misfit_of_depths(model: "PreTrainedModel", of: Architecture, unit: int) -> str:
+    """Return the reason why matrices of layers of an architecture are not as deep as panels are; "" if they are.
+
+    Args:
+        unit: of what the depths must be multiples.
+    """
+    first = layers_in(model, of.family)[0]
+    inner = _matrices_of(parts_of(first, of).down)[0].shape[1]
+    depths = model.config.hidden_size, inner, of.heads * of.size
+    if of.size % steps_in("float32") or any(depth % unit for depth in depths):
         deep = ", ".join(map(str, depths))
-        return f"its matrices are {deep} deep, with heads of {size}; the depths must be multiples of {unit}"
+        return f"its matrices are {deep} deep, with heads of {of.size}; the depths must be multiples of {unit}"
     return ""

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int32
 
 from specbeam.engines.cpu.cache import CpuCache
 from specbeam.engines.cpu.decoder import CompiledDecoder, Rows, SourceReader
+from specbeam.engines.cpu.encoder import CompiledEncoder, misfit
 from specbeam.engines.cpu.passes import PackedPasses
 from specbeam.engines.cpu.sources import Sources
 from specbeam.engines.cpu.sums import WIDTH
@@ -42,6 +43,10 @@ class CompiledSourcePasses(ReadsSources, PackedPasses):
         read = self.reader.read(states[0].float().contiguous().numpy())
         layers, heads, size = self.cross.shape
         return self.cross.add(read.reshape(len(read), layers, 2, heads, size))
+
+    @torch.inference_mode()
+    def own_encoder(self) -> Any:
+        return super().own_encoder() if misfit(self.model) else CompiledEncoder(self.model, self.decoder)
 
     def plain_logits(self, states: torch.Tensor, path: list[int]) -> torch.Tensor:
         return plain_logits(self.model, states, path)

@@ -267,6 +267,10 @@ class ReadsSources(ABC):
     def most_positions(self) -> int | None:
         """The number of positions of the decoder; None if there is no limit."""
 
+    def own_encoder(self) -> Any:
+        """Return what reads sources for the model: a module that is called as transformers' encoder of the model."""
+        return self.model.get_encoder()
+
     @abstractmethod
     def plain_logits(self, states: Float[Tensor, "1 frames size"], path: list[int]) -> Float[Tensor, " vocab"]:
         """Return the logits after a path, as the model gives them by itself."""

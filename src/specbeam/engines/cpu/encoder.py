@@ -1,0 +1,213 @@
+"""The encoder of a model by the compiled layers: the tokens of a source look at each other both ways."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Float32, Int64
+from torch import nn
+
+from specbeam.engines.cpu.decoder import (
+    CompiledDecoder,
+    Rounding,
+    angles_of_model,
+    kind_of_panels,
+    kinds_of_panels,
+    misfit_of_depths,
+    numbers_of,
+    weights_of,
+)
+from specbeam.engines.cpu.embedding import embedded_rows, table_of
+from specbeam.engines.cpu.layers import all_layers, normalise
+from specbeam.engines.cpu.panels import steps_in
+from specbeam.engines.cpu.sources import no_distances, no_sources
+from specbeam.engines.cpu.sums import WIDTH
+from specbeam.engines.cpu.team import TEAM
+from specbeam.engines.cpu.weights import layers_of_weights
+from specbeam.engines.families import (
+    ModelFamily,
+    architecture_of,
+    body_of,
+    encoder_family,
+    family_of,
+    layers_in,
+    misfit_of_encoder,
+    norm_at,
+    own_scale,
+    parts_of,
+    places_of,
+    unplaced_in,
+)
+from specbeam.engines.mapped import mapped_files
+from specbeam.engines.source import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Rows from which on a pass gains nothing by further sources: the weights are read for enough of them.
+TOGETHER = 256
+_NO_DISTANCES = no_distances()
+_NO_SOURCES = no_sources()
+
+
+def _tokens_of(source: Source) -> Int64[np.ndarray, " length"]:
+    """Return the tokens of a source, which has some."""
+    assert source.inputs is not None
+    found: Int64[np.ndarray, " length"] = source.inputs[0].numpy()
+    return found
+
+
+def misfit(model: "PreTrainedModel") -> str:
+    """Return the reason why the compiled layers cannot run the encoder of a model whose decoder they run; "" if they can."""
+    if why := misfit_of_encoder(model):
+        return why
+    return misfit_of_depths(model, architecture_of(model, _family_of_encoder(model)), steps_in("float32"))
+
+
+def _family_of_encoder(model: "PreTrainedModel") -> ModelFamily:
+    """Return the row of the encoder of a model that the table has."""
+    family = family_of(model)
+    assert family is not None
+    return encoder_family(family)
+
+
+class CompiledEncoder(nn.Module):
+    """The encoder of a model that `misfit` has no reason against, in place of transformers', and called as that is.
+
+    Where the decoder's matrices are rounded, those of the encoder are rounded to 8 bits, to 4 too few: what it makes of a
+    source is read by every token of the text. What a source becomes does not depend on which others are read with it.
+
+    Args:
+        decoder: the compiled decoder of the same model.
+
+    Attributes:
+        module: transformers' encoder. It reads sources that hold padding, or are longer than the positions that are known
+            here.
+    """
+
+    def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
+        super().__init__()
+        family = _family_of_encoder(model)
+        body: Any = body_of(model, family)
+        of = architecture_of(model, family)
+        layers = layers_in(model, family)
+        files = mapped_files(model)
+        rounding: Rounding | None = "int8" if decoder.kind.startswith("int") else None
+        matrices = [weight for layer in layers for weight in layer.parameters() if weight.dim() > 1]
+        kind = kind_of_panels(matrices, rounding, "tiles" in decoder.kind, files)
+        weights = weights_of(layers, kinds_of_panels(parts_of(layers[0], of), kind), of, files)
+        self.module: nn.Module = body
+        self.threads = decoder.threads
+        self.heads = of.heads
+        self.size = of.size
+        self.eps = of.eps
+        self.embedding = table_of(body.embed_tokens.weight)
+        self.embedding_scale = np.float32(own_scale(body.embed_tokens)) * np.float32(of.numbers.embedding)
+        self.places = numbers_of(places_of(body, of))
+        self.unplaced = unplaced_in(body, family)
+        self.first_norm = numbers_of(norm_at(body, of.family.first_norm, of.family))
+        self.last_norm = numbers_of(norm_at(body, of.family.final_norm, of.family))
+        self.angles = angles_of_model(model, of)
+        self.kind = kind
+        self.layers = [layers_of_weights(weights, number, number + 1) for number in range(len(layers))]
+        # The distance of a token that is nowhere: where biases begin, see `families.biases_by_distance`.
+        self.middle = of.biases[0].shape[1] // 2 if of.biases else -1
+        if self.threads > 1:
+            for panels in (weights.qkv, weights.out, weights.gate_up, weights.down):
+                TEAM.learn(panels)
+
+    def get_input_embeddings(self) -> Any:
+        """Return the embeddings of tokens, as transformers' encoder does."""
+        module: Any = self.module
+        return module.get_input_embeddings()
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[Float[torch.Tensor, "1 length hidden"]]:
+        """Return the states of one source, given its tokens, int64[1, length].
+
+        Raises `IndexError` for tokens that the model does not have.
+        """
+        tokens = input_ids[0].numpy()
+        if not self.knows(tokens):
+            return (self.module(input_ids=input_ids)[0],)
+        (states,) = self.read([tokens])
+        return (torch.from_numpy(states)[None],)
+
+    @torch.inference_mode()
+    def error_on(self, tokens: Int64[np.ndarray, " length"]) -> float:
+        """Return the largest difference of the states of a source from those of transformers, as a share of their spread."""
+        expected = self.module(input_ids=torch.from_numpy(tokens)[None])[0][0].float()
+        (found,) = self.read([tokens])
+        return float((torch.from_numpy(found) - expected).abs().max() / expected.std().clamp_min(1e-6))
+
+    def knows(self, tokens: Int64[np.ndarray, " length"]) -> bool:
+        """Return whether all positions of a source are known, without asking transformers."""
+        if len(self.places) == 0:
+            return True
+        return len(tokens) <= len(self.places) and not (tokens == self.unplaced).any()
+
+    def read_together(self, sources: Sequence[Source]) -> None:
+        """Store the states of sources that this encoder has not read yet, those of short ones after one pass for several."""
+        unread = {id(source): source for source in sources if self not in source.states and self._is_text(source)}
+        group: list[Source] = []
+        rows = 0
+        for source in unread.values():
+            length = _tokens_of(source).size
+            if group and rows + length > TOGETHER:
+                self._read_group(group)
+                group = []
+                rows = 0
+            group.append(source)
+            rows += length
+        if group:
+            self._read_group(group)
+
+    def _is_text(self, source: Source) -> bool:
+        """Return whether a source holds tokens that are read here."""
+        return source.name == "input_ids" and source.inputs is not None and self.knows(_tokens_of(source))
+
+    def _read_group(self, group: list[Source]) -> None:
+        states = self.read([_tokens_of(source) for source in group])
+        for source, one in zip(group, states, strict=True):
+            source.states[self] = torch.from_numpy(one.copy())[None]  # the others' may be freed before it is
+
+    def read(self, sources: Sequence[Int64[np.ndarray, " _"]]) -> list[Float32[np.ndarray, "_ hidden"]]:
+        """Return the states of sources, in one pass over all their tokens."""
+        lengths = np.array([len(tokens) for tokens in sources])
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        places = np.concatenate([np.arange(length) for length in lengths])
+        which = np.column_stack([np.arange(len(sources)), starts, ends])
+        x = self._embedded(np.concatenate(sources), places)
+        panels = -(-int(lengths.max()) // WIDTH)
+        slots = np.arange(panels * WIDTH)
+        seen = slots[None, None] < np.repeat(lengths, lengths)[None, :, None]
+        back = _NO_DISTANCES
+        if self.middle >= 0:
+            back = (places[:, None] - slots[None] + self.middle).astype(np.int32)
+        # Layers store their keys and values one after the other in the same place.
+        width = -(-self.size // WIDTH) * WIDTH
+        keys = np.zeros((1, len(sources), self.heads, panels, self.size, WIDTH), dtype=np.float32)
+        values = np.zeros((1, len(sources), self.heads, panels * WIDTH, width), dtype=np.float32)
+        kinds = np.zeros(1, dtype=np.int64)
+        no_taps = np.zeros(0, dtype=np.int64)
+        tapped = np.empty((len(x), 0), dtype=np.float32)
+        with TEAM.threads(self.threads) as threads:
+            for weights in self.layers:
+                all_layers(
+                    x, weights, self.angles, self.eps, self.heads, places, which, places, seen, back, kinds, keys, values,
+                    _NO_SOURCES, no_taps, tapped, threads,
+                )  # fmt: skip
+        normalise(x, self.last_norm, self.eps, x)
+        return np.split(x, ends[:-1])
+
+    def _embedded(
+        self, tokens: Int64[np.ndarray, " n"], places: Int64[np.ndarray, " n"]
+    ) -> Float32[np.ndarray, "n hidden"]:
+        """Return what the first layer reads."""
+        x = embedded_rows(self.embedding, tokens) * self.embedding_scale
+        if len(self.places):
+            x += self.places[places]
+        if len(self.first_norm):
+            normalise(x, self.first_norm, self.eps, x)
+        return x
