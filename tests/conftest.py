@@ -55,10 +55,11 @@ def turn_by_turn(request, monkeypatch):
     """
     if request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
-        monkeypatch.setattr(
-            "specbeam.decoder.run_side_by_side",
-            lambda target, sessions, most_turns: [one for one in sessions if one.failure is not None],
-        )
+        for several in ("run_side_by_side", "run_together"):
+            monkeypatch.setattr(
+                f"specbeam.decoder.{several}",
+                lambda target, sessions, most_turns: [one for one in sessions if one.failure is not None],
+            )
 
 
 @pytest.fixture(autouse=True, scope="session")

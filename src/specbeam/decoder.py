@@ -19,7 +19,7 @@ from specbeam.kernels.threads import torch_on_one_thread
 from specbeam.lm.base import LM, check_gives, check_takes, fill_prompts
 from specbeam.lm.guard import ThreadGuard
 from specbeam.measure.profiler import span
-from specbeam.runs import run_ahead, run_side_by_side
+from specbeam.runs import run_ahead, run_side_by_side, run_together
 from specbeam.session import Session, keeps_nodes
 from specbeam.turn import Turns, turns
 
@@ -215,7 +215,9 @@ class Decoder:
         """Take several turns of each session that supports compiled runs. Returns the sessions that took turns or failed."""
         with span("settle"):
             if len(self.live) > 1:
-                return run_side_by_side(self.target, self.live, self.ahead)
+                moved = run_side_by_side(self.target, self.live, self.ahead)
+                rest = [session for session in self.live if session not in moved]
+                return moved + run_together(self.target, rest, self.ahead)
             (session,) = self.live
             ran = True  # stays true if the session fails
             with session.failing_alone():
@@ -223,7 +225,7 @@ class Decoder:
             return [session] if ran else []
 
     def _close(self, sessions: list[Session]) -> None:
-        for session in sessions:
+        for session in reversed(sessions):  # the last first: otherwise some of them move into the places of others
             self.target.close(session)
         close_drafters(sessions)
         for session in sessions:

@@ -74,7 +74,7 @@ from specbeam.engines.pass_steps import SettledTurn, any_has_room, any_waits, re
 from specbeam.errors import BrokenProcessor
 from specbeam.heads.lm import HeadLM
 from specbeam.kernels.threads import allowed_threads, torch_on_one_thread
-from specbeam.laws.edits import NO_EDITS, Edits, ban, edited_rows, edits_any
+from specbeam.laws.edits import NO_EDITS, Edits, ban, edited_rows
 from specbeam.laws.evidence import Evidence, no_evidence
 from specbeam.laws.reduce import BROKEN, SOUND, log_probabilities
 from specbeam.laws.warp import check_rows, processed_rows
@@ -89,8 +89,9 @@ from specbeam.verify.traversal import ClimbSpec, climb
 from specbeam.verify.walk import WalkSpec, walk_down
 
 SPAN = 128  # most tokens of a run
-READ_IN_PYTHONS_TIME = 10_000_000  # weights that a processor reads and multiplies while Python takes a session's turn
+READ_IN_PYTHONS_TIME = 2_000_000  # weights that a processor reads and multiplies while Python goes to the next session
 TURNS = 32  # most turns of a run: between runs a user can interrupt
+PATIENCE = 0.5  # seconds of a run of several sessions after which a user can interrupt
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
 # of `RunRoom.numbers`; the last five are the counts of `RowCounts`
@@ -777,6 +778,24 @@ class Run:
             caches[0], caches[-1], self.spec, self.session.beams, self.start, self.room, turns, self.dice
         )
 
+    def take_one(self, cache: Any) -> bool:
+        """Take one turn, of which a pass of several sessions has made the rows. Returns whether another can follow.
+
+        Args:
+            cache: the session in the target, as `extend_together` returns it.
+        """
+        done = int(self.room.numbers[DONE])
+        turns = self.session.count.target_passes
+        spec = self.spec._replace(most_turns=done + 1)
+        self.live, self.start, self.condition = run_turns(
+            cache, cache, spec, self.live, self.start, self.room, turns, self.dice
+        )
+        if self.room.numbers[DONE] == done or self.condition != SOUND:
+            return False
+        return not is_session_over(
+            self.room.finished, self.spec.stop, self.live.scores, int(self.room.texts.sizes[LENGTH])
+        )
+
     def keep(self) -> bool:
         """Move the session to the end of the run. Returns True if any turn ran. Raises what its constraint raised."""
         _keep(self.session, self.models, self.room, self.live, self.start)
@@ -812,8 +831,10 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
 
     Returns the sessions that took a turn or failed. For the others sharing passes is faster: sessions whose models exceed
     the processor's caches, as reading the weights once for all saves more than threads do; and, on a single thread, those
-    of `_gains_alone`.
+    that are not of `_gains_alone`. See `run_together`.
     """
+    if not getattr(target, "is_small", False):
+        return _failed(sessions)
     threads = allowed_threads()
     with torch_on_one_thread(compiled_threads=1), ExitStack() as stack:  # each run stays on one thread
         every = [_small_run(target, session, most_turns) for session in sessions]
@@ -837,23 +858,69 @@ def run_side_by_side(target: LM, sessions: Sequence[Session], most_turns: int = 
     return moved + _failed(sessions)
 
 
+def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURNS) -> list[Session]:
+    """Advance sessions that draft nothing, each by its own run, whose passes of the target are one for all of them.
+
+    It ends when one of them cannot go on, so that another may take its place, or after a while. Returns the sessions that
+    took a turn or failed.
+    """
+    if len(sessions) < 2 or not isinstance(target, HuggingFaceLM) or not target.supports_runs:
+        return _failed(sessions)
+    with ExitStack() as stack:
+        every = [_run_without_drafts(target, session, most_turns) for session in sessions]
+        runs = [run for run in every if run is not None]
+        for run in runs:
+            _caches_of(run, stack)  # first make room for all: growing the store moves the arrays of every session
+        ready = [(run, caches[0]) for run in runs if (caches := _caches_of(run, stack)) is not None]
+        if len(ready) < 2:
+            return _failed(sessions)
+        began = time.perf_counter()
+        spent = np.zeros(len(PARTS), dtype=np.int64)
+        going = True
+        for _ in range(most_turns):
+            before = cycles()
+            target.passes += any(runs_layers(cache, len(run.start.tokens)) for run, cache in ready)
+            given = target.extend_together([cache for _, cache in ready], [run.start for run, _ in ready])
+            spent[SCORE] += cycles() - before
+            for (run, _), cache in zip(ready, given, strict=True):
+                can_go_on = False
+                with run.session.failing_alone():
+                    can_go_on = run.take_one(cache)
+                going = going and can_go_on
+            if not going or time.perf_counter() - began > PATIENCE:
+                break
+    for run, _ in ready:
+        spent += run.room.cycles
+    apportion(dict(zip(PARTS, spent.tolist(), strict=True)), began)
+    moved = []
+    for run, _ in ready:
+        if run.session.failure is None:
+            with run.session.failing_alone():
+                if run.keep():
+                    moved.append(run.session)
+    return moved + _failed(sessions)
+
+
+def _run_without_drafts(target: LM, session: Session, most_turns: int) -> Run | None:
+    """Return a run of a session that drafts nothing; None if it is of another kind. One that fails keeps its error."""
+    if not isinstance(session.parts.drafter, NoDraft):
+        return None
+    with session.failing_alone():
+        return Run.of(target, session, most_turns)
+    return None
+
+
 def _failed(sessions: Sequence[Session]) -> list[Session]:
     return [session for session in sessions if session.failure is not None]
 
 
 def _gains_alone(run: Run) -> bool:
-    """Return whether a run is faster than its share of a pass of many sessions, on a single thread.
+    """Return whether a run is faster than its share of passes of many sessions, on a single thread.
 
-    A shared pass reads the weights once for all, and Python takes the turn of each session. With drafts that is always
-    slower; without, only for beams of models so small that reading them takes less time than Python does. False for a
-    session that fails, which keeps its error.
+    A shared pass reads the weights once for all, and Python goes from session to session. So those of the smallest models
+    gain, and those with drafts, whose turns Python takes.
     """
-    with run.session.failing_alone():
-        spec = run.spec
-        if spec.drafting or edits_any(spec.edits):
-            return True
-        return spec.most_beams > 1 and run.models[0].weights < READ_IN_PYTHONS_TIME
-    return False
+    return run.spec.drafting or run.models[0].weights < READ_IN_PYTHONS_TIME
 
 
 def _small_run(target: LM, session: Session, most_turns: int) -> Run | None:

@@ -130,6 +130,7 @@ def watched_runs(monkeypatch):
 def turn_by_turn(patch):
     """Let no turn be taken in a run."""
     patch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
+    patch.setattr("specbeam.decoder.run_together", lambda target, sessions, most_turns: [])
 
 
 def both(pair, prompt, method, monkeypatch, **options):
@@ -586,16 +587,15 @@ def test_what_goes_wrong_costs_one_prompt(pair, monkeypatch):
 
 
 def test_what_goes_wrong_before_a_run_costs_one_of_those_side_by_side(pair, monkeypatch):
-    edits_any = runs.edits_any
-    calls = []
+    caches, calls = runs.Run.caches, []
 
-    def broken(edits):
-        calls.append(edits)
+    def broken(run, stack):
+        calls.append(run)
         if len(calls) == 1:
             raise OverflowError("too large for the loop")
-        return edits_any(edits)
+        return caches(run, stack)
 
-    monkeypatch.setattr(runs, "edits_any", broken)
+    monkeypatch.setattr(runs.Run, "caches", broken)
     monkeypatch.setattr(runs, "allowed_threads", lambda: 1)
     with pytest.raises(SomeFailed, match=r"prompt 0.*OverflowError: too large") as failed:
         sb.generate(pair, [PROMPTS[0]] * 2, METHODS["no draft"], max_new_tokens=4)

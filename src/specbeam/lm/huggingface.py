@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
-from specbeam.core.forest import Forest
+from specbeam.core.forest import Forest, Start
 from specbeam.engines.answers import LOGITS
 from specbeam.engines.cpu.cache import CpuCache, Drafting
 from specbeam.engines.cpu.cache_words import WORDS, KeptAs
@@ -400,6 +400,11 @@ class HuggingFaceLM:
     def _takes_steps(self) -> bool:
         """Whether compiled steps can run passes of a single session."""
         return not isinstance(self.runner, PaddedPasses) and getattr(self.runner, "takes_steps", True)
+
+    def extend_together(self, caches: Sequence[Any], starts: Sequence[Start]) -> list[Any]:
+        """Run one pass for several sessions, of a model that supports runs; see `PackedPasses.extend_together`."""
+        assert isinstance(self.runner, PackedPasses)
+        return self.runner.extend_together(caches, starts)
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
         """Update the counters and the session's cache after a run that made `passes` passes in whole turns.

@@ -67,6 +67,9 @@ class CacheArrays(NamedTuple):
     exit: ExitWeights
     early: EarlyNodes
     sources: Sources  # of the model; the session reads the first of `Sources.rows`
+    # float32[n, vocab]: the logits of the nodes that the next call of `extend_cache` wants, made by a pass that several
+    # sessions share, see `open_pass`; of no rows: it runs a pass itself
+    given: Array
 
 
 class PassRows(NamedTuple):
@@ -266,6 +269,8 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
     trie = cache.trie
     model = cache.model
     enter(trie, tokens, parents)
+    if len(cache.given) > 0:
+        return cache.given
     if cache.part != ALL:
         _store_first_and_others(cache)
     elif trie.counts[SIZE] > trie.counts[STORED]:
@@ -283,6 +288,28 @@ def extend_cache(cache: CacheArrays, tokens: Array, parents: Array, wanted: Arra
         call_at(cache.score_rows_at, (x, norm, model.eps, model.head, logits, cache.threads))
         shape_logits(logits, model.logits_divisor, model.logits_cap, model.logits_bias)
     return logits
+
+
+@compiled
+def open_pass(cache: CacheArrays, tokens: Array, parents: Array) -> tuple[Array, PassRows]:
+    """Store a forest and all pending nodes as rows of a pass that several sessions share, which has yet to be run.
+
+    Returns what the first layer reads of these rows, float32[rows, hidden], and the rows. Their keys and values, and
+    `cache.outputs`, are to be written by whoever runs the pass.
+
+    Raises `IndexError` for tokens and positions that the model does not have.
+
+    Args:
+        tokens, parents: int64[nodes] of the forest.
+    """
+    trie = cache.trie
+    enter(trie, tokens, parents)
+    if trie.counts[SIZE] == trie.counts[STORED]:
+        none = np.empty(0, dtype=np.int64)
+        nothing = _pass_rows(cache, none, none, trie.seen[:0])
+        return np.empty((0, cache.outputs.shape[1]), dtype=np.float32), nothing
+    rows = _feed(cache)
+    return _embedded(cache, len(rows.slots)), rows
 
 
 @compiled

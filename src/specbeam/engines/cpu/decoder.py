@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from specbeam import kernels
 from specbeam.engines.cpu import tiles
 from specbeam.engines.cpu.cache import CpuCache
-from specbeam.engines.cpu.cache_steps import ALL, CacheArrays
+from specbeam.engines.cpu.cache_steps import ALL, CacheArrays, PassRows
 from specbeam.engines.cpu.cache_words import WORDS, KeptAs
 from specbeam.engines.cpu.early import ExitLayer, ExitWeights
 from specbeam.engines.cpu.embedding import embedded_rows, table_of
@@ -118,6 +118,7 @@ class Model(NamedTuple):
 
 
 _NO_DISTANCES = no_distances()
+_NO_ROWS = np.zeros((0, 0), dtype=np.float32)
 _NO_SOURCES = no_sources()
 
 
@@ -295,6 +296,28 @@ class CompiledDecoder:
             )  # fmt: skip
         return tapped
 
+    def run_together(
+        self,
+        x: Float32[np.ndarray, "n hidden"],
+        rows: PassRows,
+        sessions: Int64[np.ndarray, "sessions 3"],
+        store: PanelStore,
+        sources: Sources,
+    ) -> None:
+        """Run all layers on the rows of several sessions, x, in place, and store their keys and values.
+
+        Args:
+            sessions: see `Rows`.
+            sources: what the sessions read.
+        """
+        none = np.empty(0, dtype=np.int64)
+        tapped = np.empty((len(x), 0), dtype=np.float32)
+        with TEAM.threads(self.threads) as threads:
+            all_layers(
+                x, self.weights, self.angles, self.eps, self.heads, rows.positions, sessions, rows.slots, rows.seen,
+                rows.back, self.kinds, store.keys_by_panel, store.values_by_slot, sources, none, tapped, threads,
+            )  # fmt: skip
+
     def exit_layer(self, layer: nn.Module, norm: Any, after: int, place: int) -> ExitLayer:
         """Return a layer of the model's own shape as its exit layer.
 
@@ -354,7 +377,7 @@ class CompiledDecoder:
             yield CacheArrays(
                 cache.trie.arrays, cache.outputs, cache.taps, taps, self.model, windows, store.keys_by_panel,
                 store.values_by_slot, cache.row, threads, *self.addresses, part, cache.early_layers or 0,
-                self._exit_of(cache), cache.early, sources,
+                self._exit_of(cache), cache.early, sources, _NO_ROWS,
             )  # fmt: skip
 
     def _exit_of(self, cache: CpuCache) -> ExitWeights:

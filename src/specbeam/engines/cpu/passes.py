@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import nn
 
-from specbeam.core.forest import Forest, unknown_nodes
+from specbeam.core.forest import Forest, Start, unknown_nodes
 from specbeam.engines.cpu.cache import CpuCache
-from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, extend_cache
+from specbeam.engines.cpu.cache_steps import ALL, FIRST, LAST, CacheArrays, PassRows, extend_cache, open_pass
 from specbeam.engines.cpu.cache_words import KeptAs
 from specbeam.engines.cpu.decoder import Rows
 from specbeam.engines.cpu.early import MOST_WAITING, ExitLayer, keep_exits
@@ -23,7 +23,7 @@ from specbeam.engines.eligibility import lacks_taps
 from specbeam.engines.kv.cache import Logits, Nodes, hand_out
 from specbeam.engines.kv.late import LateRows, late_rows
 from specbeam.engines.kv.masks import Masks
-from specbeam.engines.kv.steps import BLOCK
+from specbeam.engines.kv.steps import BLOCK, STORED
 from specbeam.engines.kv.trie import Feed
 from specbeam.measure.profiler import span
 from specbeam.records import FINAL, ExtraInputs, Needs, Scored
@@ -339,6 +339,35 @@ class PackedPasses:
         cache.answered_early = cache.trie.known
         return Scored(torch.from_numpy(logits))
 
+    def extend_together(self, arrays: Sequence[CacheArrays], starts: Sequence[Start]) -> list[CacheArrays]:
+        """Store what the forests of a turn start with, for several sessions, by one pass of all layers.
+
+        Returns the caches with the logits of the nodes whose rows are not known, which `extend_cache` hands out.
+
+        Args:
+            arrays: the caches of the sessions, whose passes run all layers; with room for these nodes.
+        """
+        opened = [open_pass(cache, start.tokens, start.parents) for cache, start in zip(arrays, starts, strict=True)]
+        counts = [len(x) for x, _ in opened]
+        ends = [*accumulate(counts, initial=0)]
+        x = np.concatenate([x for x, _ in opened])
+        if len(x):
+            sessions = np.array([(cache.store_row, *part) for cache, part in zip(arrays, pairwise(ends), strict=True)])
+            sources = arrays[0].sources
+            sources = sources._replace(rows=np.concatenate([cache.sources.rows for cache in arrays]))
+            with span("model"):
+                self.decoder.run_together(x, _joined_rows([rows for _, rows in opened]), sessions, self.store, sources)
+        wanted = []
+        for cache, start, (first, end) in zip(arrays, starts, pairwise(ends), strict=True):
+            stored = cache.trie.counts[STORED]
+            cache.outputs[stored - (end - first) : stored] = x[first:end]
+            asked = unknown_nodes(0, len(start.tokens), start.known.nodes)
+            wanted.append(cache.outputs[cache.trie.local[asked]])
+        with span("model"):
+            logits = self.decoder.logits(np.concatenate(wanted))
+        parts = pairwise(accumulate((len(rows) for rows in wanted), initial=0))
+        return [cache._replace(given=logits[first:end]) for cache, (first, end) in zip(arrays, parts, strict=True)]
+
     def arrays_for_steps(
         self, cache: CpuCache, fresh: int, drafts: bool = False
     ) -> AbstractContextManager[CacheArrays]:
@@ -372,6 +401,22 @@ class PackedPasses:
         scratch.make_rows()
         with self.decoder.arrays_for_steps(scratch, self.store, self.windows, ALL) as own:
             yield ScratchArrays(own, cache.trie.arrays, np.zeros(2, dtype=np.int64))
+
+
+def _joined_rows(each: Sequence[PassRows]) -> PassRows:
+    """Return the rows of several sessions as those of one pass."""
+    kinds = len(each[0].seen)
+    counts = [len(rows.slots) for rows in each]
+    extent = max(rows.seen.shape[2] for rows in each)
+    seen = np.zeros((kinds, sum(counts), extent), dtype=np.bool_)
+    back = np.zeros((sum(len(rows.back) for rows in each), extent), dtype=np.int32)
+    for rows, (first, end) in zip(each, pairwise(accumulate(counts, initial=0)), strict=True):
+        seen[:, first:end, : rows.seen.shape[2]] = rows.seen
+        if len(rows.back):
+            back[first:end, : rows.back.shape[1]] = rows.back
+    positions = np.concatenate([rows.positions for rows in each])
+    slots = np.concatenate([rows.slots for rows in each])
+    return PassRows(positions, slots, seen, back)
 
 
 def _by_exit_layer(caches: list[CpuCache]) -> dict[ExitLayer, list[CpuCache]]:

@@ -1,0 +1,149 @@
+"""Runs of several sessions whose passes of the target are one for all: the same texts, scores and reports as single turns."""
+
+import pytest
+
+import specbeam as sb
+from specbeam import kernels, runs
+from specbeam.decode import decode
+from specbeam.errors import SomeFailed
+from specbeam.options.settings import Settings
+from specbeam.request import Request
+from tests.support import words
+from tests.support.loops import known
+from tests.support.tiny_models import tiny
+
+if not kernels.AVAILABLE:
+    pytest.skip("needs numba", allow_module_level=True)
+
+PROMPTS = [[1, 7, 3], [5, 6, 7, 8, 9] * 20, [2], [11, 12], [1, 7, 4]]
+METHODS = {
+    "sampling": sb.sampling(),
+    "greedy": sb.greedy(),
+    "beams": sb.beam_sampling(4),
+    "independent beams": sb.beam_sampling(3, replacement=True),
+    "search": sb.beam_search(3),
+}
+OPTIONS = [
+    {},
+    {"repetition_penalty": 1.3, "min_new_tokens": 9},
+    {"no_repeat_ngram_size": 2, "bad_words_ids": [[3], [5, 8]]},
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2-window"])
+def pair(request):
+    """Windows of a few tokens, and none."""
+    return sb.load(tiny(request.param, seed=1, vocab_size=64))
+
+
+@pytest.fixture(autouse=True)
+def none_by_itself(monkeypatch):
+    """Let no session of several go alone, as if models were too large for it."""
+    monkeypatch.setattr("specbeam.decoder.run_side_by_side", only_failed)
+
+
+@pytest.fixture
+def turns(monkeypatch):
+    """The numbers of turns that runs together took, one for each session in it."""
+    kept, seen = runs.Run.keep, []
+
+    def keep(run):
+        seen.append(int(run.room.numbers[runs.DONE]))
+        return kept(run)
+
+    monkeypatch.setattr(runs.Run, "keep", keep)
+    return seen
+
+
+def only_failed(target, sessions, most_turns):
+    """Take no turn."""
+    return [one for one in sessions if one.failure is not None]
+
+
+def with_and_without(pair, monkeypatch, prompts, method, **options):
+    """What is known of all answers, and the target's passes: with turns taken together, and one by one."""
+    options = {"seed": 4, "max_new_tokens": 12, "eos_token_id": [9, 30], **options}
+    found = []
+    for together in (True, False):
+        before = pair.target.passes
+        with monkeypatch.context() as patch:
+            if not together:
+                patch.setattr("specbeam.decoder.run_together", only_failed)
+                patch.setattr("specbeam.decoder.run_ahead", lambda target, session, most_turns: False)
+            answers = sb.generate(pair, prompts, method, **options)
+        found.append(([known(one) for one in answers], pair.target.passes - before))
+    return found
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_texts_and_reports_are_those_of_single_turns(pair, turns, monkeypatch, name, options):
+    together, single = with_and_without(pair, monkeypatch, PROMPTS, METHODS[name], **options)
+    assert together == single
+    assert sum(turns) > len(PROMPTS)
+
+
+def test_a_session_that_ends_makes_room_for_another(pair, turns, monkeypatch):
+    prompts = [*PROMPTS, *PROMPTS]
+    (together, _), (single, _) = with_and_without(pair, monkeypatch, prompts, sb.sampling(), batch_size=3)
+    assert together == single
+    assert sum(turns) > len(prompts)
+
+
+def test_some_may_draft(pair, turns):
+    """Those that do take their turns one by one, beside the others."""
+    methods = [sb.sampling(), sb.prompt_lookup(), sb.greedy(), sb.beam_search(3)]
+    found = []
+    for ahead in (32, 0):
+        settings = Settings(max_new_tokens=12, eos_token_id=[9, 30])
+        each = [Request(pair, [prompt], method, settings, 3) for prompt, method in zip(PROMPTS, methods, strict=False)]
+        sessions = [session for request in each for session in request.sessions]
+        for _ in decode(pair.target, sessions, ahead=ahead):
+            pass
+        found.append([(one.beams.tokens.tolist(), one.settled, one.count.target_passes) for one in sessions])
+    assert found[0] == found[1]
+    assert turns
+
+
+@pytest.mark.parametrize("options", [{"stop_strings": ["q", "ab"]}, {"regex": "[a-f ]*"}], ids=str)
+def test_stop_strings_and_constraints_hold(monkeypatch, turns, options):
+    prompts = ["abc", "Hello you.", "b"]
+    speaking = words.pair()
+    (together, _), (single, _) = with_and_without(
+        speaking, monkeypatch, prompts, sb.beam_sampling(4), eos_token_id=[1], **options
+    )
+    assert together == single
+    assert turns
+
+
+def test_a_row_without_a_law_fails_its_own_prompt(monkeypatch):
+    """Its turn is taken back, and taken again by itself, which says what is wrong."""
+    own = sb.load(tiny("llama", seed=1, vocab_size=64), check=False)
+    own.target.model.get_input_embeddings().weight.data[40] = float("nan")
+    with pytest.raises(SomeFailed, match="prompt 1") as failed:
+        sb.generate(own, [[1, 2], [40, 3], [5]], sb.sampling(), max_new_tokens=6, seed=1)
+    alone = sb.generate(own, [[1, 2]], sb.sampling(), max_new_tokens=6, seed=1)
+    assert failed.value.generations[0].tokens == alone[0].tokens
+    assert len(failed.value.generations[2].tokens) > 0
+
+
+def test_what_goes_wrong_costs_one_prompt(pair, monkeypatch):
+    loop, calls = runs.run_turns, []
+
+    def broken(*given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise IndexError("a token is beyond those of the model")
+        return loop(*given)
+
+    monkeypatch.setattr(runs, "run_turns", broken)
+    with pytest.raises(SomeFailed, match=r"1 prompt failed.*IndexError: a token is beyond") as failed:
+        sb.generate(pair, PROMPTS, sb.sampling(), max_new_tokens=4, eos_token_id=[])
+    lengths = [len(one.tokens) for one in failed.value.generations if one is not None]
+    assert lengths == [4] * (len(PROMPTS) - 1)
+
+
+def test_a_long_run_is_left_so_that_users_can_interrupt(pair, turns, monkeypatch):
+    monkeypatch.setattr(runs, "PATIENCE", 0.0)
+    sb.generate(pair, PROMPTS, sb.sampling(), max_new_tokens=4, eos_token_id=[])
+    assert turns == [1] * 4 * len(PROMPTS)
