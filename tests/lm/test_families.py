@@ -13,7 +13,8 @@ import specbeam as sb
 from specbeam import kernels
 from specbeam.core.forest import Forest
 from specbeam.engines.cpu import decoder as compiled
-from specbeam.engines.cpu.layers import activate, tanh
+from specbeam.engines.cpu.curves import tanh
+from specbeam.engines.cpu.layers import activate
 from specbeam.engines.cpu.rounding import rounded
 from specbeam.engines.families import ACTIVATIONS, FAMILIES, family_of, known_families
 from specbeam.errors import NotSupported

@@ -216,7 +216,10 @@ class CompiledDecoder:
 
     def store(self) -> PanelStore:
         """Return a new store for the keys and values of this model."""
-        return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH, WORDS[self.kv])
+        words = np.dtype(WORDS[self.kv])
+        if self.threads > 1:
+            TEAM.learn_attention(words)
+        return PanelStore(len(self.kinds), self.kv_heads, self.size, WIDTH, words)
 
     def skipping(self, attention: Sequence[int], inner: Sequence[int]) -> "CompiledDecoder":
         """Return this forward without the attention and without the inner layer of some layers.

@@ -11,27 +11,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specbeam.engines.cpu.attention import attend
 from specbeam.engines.cpu.cache_words import as_kept
+from specbeam.engines.cpu.curves import cap_scores, exponential
 from specbeam.engines.cpu.extras import GELU, GELU_TANH, SILU, Extras
-from specbeam.engines.cpu.panels import multiply, part_count
+from specbeam.engines.cpu.panels import multiply
 from specbeam.engines.cpu.sources import SeenSources, Sources, seen_sources
-from specbeam.engines.cpu.sums import MOST, WIDTH, write_row_sums
+from specbeam.engines.cpu.sums import WIDTH
 from specbeam.kernels.compiling import Array, compiled
 from specbeam.kernels.copies import copy_numbers, copy_rows
-from specbeam.kernels.fused import fused
 from specbeam.kernels.ordered_sums import sum_of, sum_of_squares
-from specbeam.kernels.sums import exp_near_0, extremes, rank_of
 
 _F0 = np.float32(0)
 _F1 = np.float32(1)
-_LOG2E = np.float32(1.4426950408889634)
-_LN2_HEAD = np.float32(0.693359375)  # has few bits, so that its multiples are exact
-_LN2_REST = np.float32(-2.12194440e-4)
 NO_ATTENTION = 1 << 20  # more than there are kinds of layers
 NO_INNER = 1 << 21
-_HALF, _LEAST, _MOST, _UNSEEN = (np.float32(n) for n in (0.5, -87, 87, -1e30))
-_TANH_3, _TANH_5, _TANH_7, _TANH_9 = (np.float32(n) for n in (-1 / 3, 2 / 15, -17 / 315, 62 / 2835))
-_TANH_NEAR = np.float32(0.0625)  # the square of what is near 0
+_HALF = np.float32(0.5)
 _GELU_CUBE, _GELU_SCALE = (np.float32(n) for n in (0.044715, -2 * 0.7978845608028654))
 _ROOT_HALF = np.float32(0.7071067811865476)
 # exp(-z^2) times a polynomial in 1 / (1 + p z) is erfc(z) up to 1.5e-7 (Abramowitz and Stegun, 7.1.26).
@@ -39,58 +34,6 @@ _ERF_P = np.float32(0.3275911)
 _ERF_1, _ERF_2, _ERF_3, _ERF_4, _ERF_5 = (
     np.float32(n) for n in (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 )
-
-
-@compiled
-def exponential(x: Array, powers: Array) -> None:
-    """Replace x, float32[n], by exp(x), with a relative error below 2e-7; x is cut to -87 .. 87 first.
-
-    Args:
-        powers: int32[n], overwritten.
-    """
-    for place in range(len(x)):
-        y = _LEAST if x[place] < _LEAST else x[place]
-        y = _MOST if y > _MOST else y
-        whole = np.floor(fused(y, _LOG2E, _HALF))
-        f = fused(-whole, _LN2_REST, fused(-whole, _LN2_HEAD, y))
-        x[place] = exp_near_0(f)
-        powers[place] = (np.int32(whole) + 127) << 23
-    scale = powers.view(np.float32)
-    for place in range(len(x)):
-        x[place] *= scale[place]
-
-
-@compiled
-def tanh(x: Array, powers: Array, scratch: Array) -> None:
-    """Replace x, float32[n], by its hyperbolic tangent, with a relative error below 1e-6.
-
-    Near 0, where 1 - exp(-2 |x|) has few digits, by the first terms of its series.
-
-    Args:
-        powers: int32[n or more], and `scratch`, float32[n or more], are overwritten.
-    """
-    count = len(x)
-    falling = scratch[:count]
-    for place in range(count):
-        falling[place] = -2 * abs(x[place])
-    exponential(falling, powers[:count])
-    for place in range(count):
-        y = x[place]
-        size = (_F1 - falling[place]) / (_F1 + falling[place])
-        far = -size if y < 0 else size
-        square = y * y
-        near = y * (_F1 + square * (_TANH_3 + square * (_TANH_5 + square * (_TANH_7 + square * _TANH_9))))
-        x[place] = near if square < _TANH_NEAR else far
-
-
-@compiled
-def cap_scores(x: Array, cap: np.float32, powers: Array, scratch: Array) -> None:
-    """Replace x, float32[n], by cap * tanh(x / cap); for the other arguments see `tanh`."""
-    for place in range(len(x)):
-        x[place] = x[place] / cap
-    tanh(x, powers, scratch)
-    for place in range(len(x)):
-        x[place] = x[place] * cap
 
 
 @compiled
@@ -151,149 +94,6 @@ def rotate(x: Array, first: int, heads: int, size: int, angles: Array, positions
                 b = upper[place]
                 lower[place] = a * cos[place] - b * sin[place]
                 upper[place] = b * cos[place] + a * sin[place]
-
-
-@compiled
-def largest(x: Array, scratch: Array) -> Array:
-    """Return the maximum of float32[n], by integers that have the order of the numbers; NaN if any is a positive NaN.
-
-    Args:
-        scratch: int32[n], n > 0, of which the first number is overwritten.
-    """
-    _, high = extremes(x.view(np.int32))
-    scratch[0] = rank_of(high)
-    return scratch.view(np.float32)[0]
-
-
-@compiled
-def softmax(scores: Array, seen: Array, powers: Array) -> None:
-    """Replace scores, float32[slots], by their softmax over the slots that are seen; the others get 0.
-
-    The number of slots must be a multiple of `WIDTH`. `powers`, int32[slots], is overwritten.
-    """
-    for slot in range(len(scores)):
-        scores[slot] = scores[slot] if seen[slot] else _UNSEEN
-    top = largest(scores, powers)
-    for slot in range(len(scores)):
-        scores[slot] = scores[slot] - top
-    exponential(scores, powers[: len(scores)])
-    for slot in range(len(scores)):
-        scores[slot] = scores[slot] if seen[slot] else _F0
-    total = sum_of(scores)
-    share = _F1 / total
-    for slot in range(len(scores)):
-        scores[slot] *= share
-
-
-@compiled
-def _gather_queries(
-    q: Array, first: int, queries: int, kv: int, group: int, size: int, scale: np.float32, out: Array
-) -> None:
-    """Write the queries of one kv head, scaled, to `out`, float32[queries, size]: those of a row follow each other.
-
-    Args:
-        first: row of the first query.
-    """
-    for query in range(queries):
-        row = first + query // group
-        head = kv * group + query % group
-        for place in range(size):
-            out[query, place] = q[row, head * size + place] * scale
-
-
-@compiled
-def _extent_of(first: int, start: int, stop: int, group: int, reach: Array) -> int:
-    """Return the number of slots that queries start .. stop reach, rounded up to whole panels."""
-    extent = 0
-    for query in range(start, stop):
-        extent = max(extent, reach[first + query // group])
-    return -(-extent // WIDTH) * WIDTH
-
-
-@compiled
-def attend(
-    q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array, group: int, scale: np.float32,
-    cap: np.float32, biases: Array, back: Array, out: Array,
-) -> None:  # fmt: skip
-    """Write the attention of all rows to their sessions' caches to `out`.
-
-    Args:
-        q: float32[rows, ...]; head h is in columns h * size .. (h + 1) * size.
-        keys: float32 or uint16[caches, kv heads, panels, size, WIDTH], one panel for WIDTH slots; contiguous; see `WORDS`.
-        values: the same numbers[caches, kv heads, slots, width], contiguous.
-        rows: int64[sessions, 3]: row of the store, first row, last row + 1.
-        seen: bool[rows, slots]: which slots each row looks at.
-        reach: int64[rows]: one past the last slot that each row looks at.
-        group: query heads per kv head.
-        scale: what scores are multiplied with.
-        cap: what bounds the size of scores, see `cap_scores`; 0: nothing.
-        biases: float32[heads, distances], see `add_biases`; of no distances: none.
-        back: int32[rows, slots]: how many positions before each row the token of each slot is; needed with biases.
-        out: float32[rows, heads * size].
-    """
-    kv_heads = keys.shape[1]
-    panels = keys.shape[2]
-    size = keys.shape[3]
-    height = values.shape[2]
-    width = values.shape[3]
-    flat_keys = keys.reshape(-1)
-    flat_values = values.reshape(-1)
-    most = -(-(reach.max()) // WIDTH) * WIDTH
-    scaled = np.empty((len(q) * group, size), dtype=np.float32)
-    flat_scaled = scaled.reshape(-1)
-    scores = np.empty((MOST, most), dtype=np.float32)
-    flat_scores = scores.reshape(-1)
-    mixed = np.empty((MOST, width), dtype=np.float32)
-    flat_mixed = mixed.reshape(-1)
-    powers = np.empty(most, dtype=np.int32)
-    spare = np.empty(most if cap > 0 else 0, dtype=np.float32)
-    for session in range(len(rows)):
-        cache, first, last = rows[session]
-        queries = (last - first) * group
-        for kv in range(kv_heads):
-            head_at = cache * kv_heads + kv
-            _gather_queries(q, first, queries, kv, group, size, scale, scaled)
-            for part in range(part_count(queries)):
-                start = part * queries // part_count(queries)
-                stop = (part + 1) * queries // part_count(queries)
-                count = stop - start
-                extent = _extent_of(first, start, stop, group, reach)
-                for panel in range(extent // WIDTH):
-                    write_row_sums(
-                        count, flat_keys, (head_at * panels + panel) * size * WIDTH, WIDTH, flat_scaled, start * size, size,
-                        flat_scores, panel * WIDTH, most, size,
-                    )  # fmt: skip
-                if biases.shape[1] > 0:
-                    for query in range(count):
-                        row = first + (start + query) // group
-                        add_biases(scores[query, :extent], biases[kv * group + (start + query) % group], back[row])
-                if cap > 0:
-                    for query in range(count):
-                        cap_scores(scores[query, :extent], cap, powers, spare)
-                for query in range(count):
-                    softmax(scores[query, :extent], seen[first + (start + query) // group], powers)
-                for panel in range(width // WIDTH):
-                    write_row_sums(
-                        count, flat_values, head_at * height * width + panel * WIDTH, width, flat_scores, 0, most,
-                        flat_mixed, panel * WIDTH, width, extent,
-                    )  # fmt: skip
-                for query in range(count):
-                    row = first + (start + query) // group
-                    head = kv * group + (start + query) % group
-                    copy_numbers(out[row, head * size : (head + 1) * size], mixed[query, :size])
-
-
-@compiled
-def add_biases(scores: Array, biases: Array, back: Array) -> None:
-    """Add to scores, float32[slots], the bias of each slot's distance.
-
-    Args:
-        biases: float32[distances], by number of positions back; the last is that of all that are further back.
-        back: int32[slots or more]; what is negative is not looked at.
-    """
-    most = len(biases) - 1
-    for slot in range(len(scores)):
-        scores[slot] += biases[min(max(back[slot], 0), most)]
 
 
 @compiled
@@ -493,7 +293,7 @@ def run_attention(
     scale = extras.scales[layer]
     attend(
         room.qkv, keys, values, rows, seen, reach, heads // kv_heads, scale, extras.cap, extras.biases[layer], back,
-        room.mixed,
+        room.mixed, threads,
     )  # fmt: skip
     multiply(room.mixed, weights.out[layer], room.out, threads)
     add_sublayer(x, room.out, extras.out_bias[layer], extras.after_attention[layer], eps, extras)
@@ -511,7 +311,7 @@ def run_cross(
     add_bias(room.queries, cross.query_bias[layer])
     attend(
         room.queries, sources.keys[layer], sources.values[layer], look.rows, look.seen, look.reach, 1,
-        extras.scales[layer], _F0, np.zeros((0, 0), dtype=np.float32), np.zeros((0, 0), dtype=np.int32), room.mixed,
+        extras.scales[layer], _F0, np.zeros((0, 0), dtype=np.float32), np.zeros((0, 0), dtype=np.int32), room.mixed, threads,
     )  # fmt: skip
     multiply(room.mixed, cross.out[layer], room.out, threads)
     add_sublayer(x, room.out, cross.out_bias[layer], cross.after[layer], eps, extras)

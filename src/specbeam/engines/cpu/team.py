@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specbeam.engines.cpu import shares
+from specbeam.engines.cpu.attention import ATTENTION_FORM_OF, attention_functions
 from specbeam.engines.cpu.panels import FORM_OF, share_functions
 from specbeam.kernels.compiling import address_of, most_threads
 from specbeam.kernels.threads import allowed_threads
@@ -57,6 +58,12 @@ class Team:
             form = FORM_OF[dtype.name]
             if self.memory[shares.FORMS + form] == 0:
                 self.memory[shares.FORMS + form] = address_of(share_functions[dtype.name], 0, 0)
+
+    def learn_attention(self, words: np.dtype) -> None:
+        """Make attention to caches of these numbers be shared, in the same way."""
+        form = ATTENTION_FORM_OF[words.name]
+        if self.memory[shares.FORMS + form] == 0:
+            self.memory[shares.FORMS + form] = address_of(attention_functions[words.name], 0, 0)
 
     @contextmanager
     def threads(self, most: int) -> Iterator[int]:
