@@ -176,8 +176,10 @@ def test_a_decoder_without_its_encoder_has_the_logits_of_transformers():
 @pytest.mark.parametrize("name", marked(MODELS, ["m2m_100"]))
 def test_long_texts_have_the_logits_of_the_compiled_forward(name):
     """Far beyond the distances that T5 tells apart, and with padding, which has no position in M2M100."""
-    lm = lm_of(name, max_position_embeddings=256) if "t5" not in name else lm_of(name)
-    host = EncoderDecoderLM(model_of(name, **({} if "t5" in name else {"max_position_embeddings": 256})))
+    setting = "max_target_positions" if name == "whisper" else "max_position_embeddings"
+    longer = {} if "t5" in name else {setting: 256}
+    lm = lm_of(name, **longer)
+    host = EncoderDecoderLM(model_of(name, **longer))
     text = random_text(np.random.default_rng(3), lm, 180 if DEVICE == "cuda" else 7)
     text[3] = text[-1] = PAD
     (source, *_) = state_sources()
@@ -335,8 +337,8 @@ def test_a_captured_pass_reads_whatever_source_the_session_has(name, kind):
 def test_methods_find_and_draw_on_a_gpu_what_they_do_on_a_cpu(name):
     fewer = {"num_decoder_layers": 1} if "t5" in name else {"decoder_layers": 1}
     host = sb.load(model_of(name), model_of(name, **fewer))
-    there = sb.load(model_of(name).to(DEVICE), model_of(name, **fewer).to(DEVICE))
-    assert there.target.engine == there.draft.engine == "gpu"
+    models = [model_of(name).to(DEVICE), model_of(name, **fewer).to(DEVICE)]
+    there = Pair(*models, None, *(EncoderDecoderLM(model, engine="gpu") for model in models))
     given = sources(MODELS[name][0], 4)
     options = {"max_new_tokens": 16, "eos_token_id": [5], "seed": 4}
     for method in (sb.beam_search(4), sb.speculative_beam_search(4, depth=3), sb.dsbd(3, 4, 2, "fixed"), sb.sampling()):

@@ -167,8 +167,14 @@ def _waits_for_compiled(model: "PreTrainedModel") -> str:
     return _too_large(model)
 
 
-def _off_gpu(model: "PreTrainedModel") -> str:
-    return "" if model.device.type == "cuda" else f"it is on {model.device}, where this is for tests"
+def _waits_for_gpu(model: "PreTrainedModel") -> str:
+    if model.device.type != "cuda":
+        return f"it is on {model.device}, where this is for tests"
+    if reads_sources(model):
+        return (
+            "it is taken on request alone for decoders that look at sources: docs/models.md says what was tested there"
+        )
+    return ""
 
 
 def _misfit_of_gpu(model: "PreTrainedModel") -> str:
@@ -288,7 +294,7 @@ def _plain_passes(model: "PreTrainedModel", caches: list[Any]) -> PaddedPasses:
 
 # In the order in which "auto" asks them.
 ENGINES = (
-    EngineKind("gpu", "the forward for GPUs", _misfit_of_gpu, _off_gpu, _gpu_passes),
+    EngineKind("gpu", "the forward for GPUs", _misfit_of_gpu, _waits_for_gpu, _gpu_passes),
     EngineKind("fp8", "quantize='fp8'", _misfit_of_fp8, _on_request, _fp8_passes),
     _compiled_kind("compiled", "the compiled forward", None),
     _compiled_kind("int8", "quantize='int8'", "int8"),
