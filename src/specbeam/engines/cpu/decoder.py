@@ -151,7 +151,7 @@ class CompiledDecoder:
 
     Args:
         rounding: what to round all matrices but the embedding to, which makes it another model: "int8" weights are read in a
-            quarter of the time of float32, "int4" weights in less than a sixth. None: they stay as they are.
+            quarter of the time of float32, "int4" weights in a seventh. None: they stay as they are.
 
     Attributes:
         kv: what keys and values are kept as; to be set before there is a store.

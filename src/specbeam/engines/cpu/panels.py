@@ -7,7 +7,7 @@ Here a matrix is laid out once in panels of a few columns. A panel is streamed t
 Weights that bfloat16 represents exactly, as those of most checkpoints, are kept in it: they are read in half the time, with
 the same products. Those of a float16 checkpoint are kept in float16. If the processor has tile registers, sixteen rows are
 multiplied at once (engines/cpu/tiles.py), which pays for matrices that are too large for its caches. Weights rounded to 8
-bits are read in a quarter of the time; those of 4 bits, in groups with a scale each, in less than a sixth. Then each row of
+bits are read in a quarter of the time; those of 4 bits, in groups with a scale each, in a seventh. Then each row of
 x is rounded to 8 bits, relative to its own largest number, so that a row takes a quarter of the arithmetic. Numbers of 4
 bits that others have made stand for exact weights, and rows are not rounded (engines/cpu/nibbles.py).
 
@@ -56,6 +56,7 @@ if kernels.AVAILABLE:
     from specbeam.kernels.compiling import chosen_for
 
 LINE = 64  # bytes of a cache line
+SIGN_OF_NIBBLES = 8  # what numbers of 4 bits are larger by in panels, where they have no sign
 _UNPACKED_FROM = 16  # parts of rows; from here on the bfloat16 of a panel are unpacked once, not for each part
 _HELD_BYTES = 1 << 20  # of panels that stay in a processor's cache while the pieces of many rows go by
 _TILES_FROM = 6  # rows of bytes; fewer are multiplied by vectors as soon, and no tile has to be filled
@@ -78,10 +79,12 @@ class Words(NamedTuple):
     steps: int  # of depth that are written together
     words: int  # that these take in a column
     after: int = 0  # words that follow each column
+    halves: int = 0  # numbers of 16 bits that follow these steps in each column, two columns in a word
 
-    def of_column(self, depth: int) -> int:
-        """Return the number of words that are written for a column."""
-        return depth // self.steps * self.words + self.after
+    def of_panel(self, depth: int) -> int:
+        """Return the number of words that are written for a panel."""
+        together = self.words * WIDTH + self.halves * WIDTH // 2
+        return depth // self.steps * together + self.after * WIDTH
 
 
 _WORDS: dict[Kind, Words] = {
@@ -91,7 +94,7 @@ _WORDS: dict[Kind, Words] = {
     "tiles": Words(np.uint32, np.uint16, 2, 1),
     "int8": Words(np.int32, np.int32, BYTES_PER_WORD, 1, after=2),
     "int8 tiles": Words(np.int32, np.int8, BYTES_PER_WORD, 1, after=2),
-    "int4": Words(np.int32, np.int16, GROUP, GROUP // 8 + 1),
+    "int4": Words(np.int32, np.int16, GROUP, GROUP // 8, halves=1),
     "nibbles": Words(np.int32, np.uint64, GROUP, GROUP // 8 + 1),
 }
 
@@ -126,7 +129,8 @@ def write_transposed(x: Array, start: int, rows: int, transposed: Array) -> None
     """Write `rows` rows of x, float32[all rows, depth], from `start` on, to `transposed` as [depth, rows].
 
     If `transposed` is int32, numbers are rounded to uint8 around 128, four steps of depth in a word, and the scale of each
-    row follows after all of them.
+    row follows after all of them. If it is uint32, they are int8, and after the scales there is -8 times the sum of the
+    numbers for each group and row.
     """
 
 
@@ -193,11 +197,13 @@ if kernels.AVAILABLE:
 
     @chosen_for(write_transposed)
     def _compiled_write_transposed(x: Any, start: Any, rows: Any, transposed: Any) -> Any:
-        return _source_of(_write_transposed_bytes if transposed.dtype == types.int32 else _write_transposed_floats)
+        by_kind = {types.int32: _write_transposed_bytes, types.uint32: _write_transposed_signed}
+        return _source_of(by_kind.get(transposed.dtype, _write_transposed_floats))
 
     @chosen_for(scratch_for)
     def _compiled_scratch_for(panels: Any, rows: Any, depth: Any) -> Any:
-        return _source_of(_scratch_for_bytes if panels.dtype in _ROUNDED else _scratch_for_floats)
+        by_kind = {types.int32: _scratch_for_bytes, types.int16: _scratch_for_signed}
+        return _source_of(by_kind.get(panels.dtype, _scratch_for_floats))
 
     @chosen_for(for_few_rows)
     def _compiled_for_few_rows(panels: Any) -> Any:
@@ -223,6 +229,10 @@ def _scratch_for_floats(panels: Array, rows: int, depth: int) -> Array:
 
 def _scratch_for_bytes(panels: Array, rows: int, depth: int) -> Array:
     return np.empty(rows * (depth // STEP + 1), dtype=np.int32)
+
+
+def _scratch_for_signed(panels: Array, rows: int, depth: int) -> Array:
+    return np.empty(rows * (depth // STEP + 1 + depth // GROUP), dtype=np.uint32)
 
 
 def _unchanged(panel: Array, depth: int) -> Array:
@@ -255,6 +265,24 @@ def _write_transposed_bytes(x: Array, start: int, rows: int, transposed: Array) 
         scales[row] = rounded_row(x[start + row], numbers)
         for word in range(words):
             transposed[word * rows + row] = in_words[word]
+
+
+def _write_transposed_signed(x: Array, start: int, rows: int, transposed: Array) -> None:
+    depth = x.shape[1]
+    words = depth // STEP
+    scales = transposed[rows * words : rows * (words + 1)].view(np.float32)
+    sums = transposed[rows * (words + 1) :].view(np.int32)
+    numbers = np.empty(depth, dtype=np.uint8)
+    in_words = numbers.view(np.uint32)
+    for row in range(rows):
+        scales[row] = rounded_row(x[start + row], numbers)
+        for group in range(depth // GROUP):
+            total = np.int64(0)
+            for place in range(group * GROUP, (group + 1) * GROUP):
+                total += np.int64(numbers[place]) - ZERO
+            sums[group * rows + row] = -SIGN_OF_NIBBLES * total
+        for word in range(words):
+            transposed[word * rows + row] = in_words[word] ^ np.uint32(0x80808080)
 
 
 def _as_float32(panel: Array, depth: int) -> Array:
@@ -444,7 +472,7 @@ _ROWS_FOR = {
     np.uint8: np.float32,
     np.uint64: np.float32,
     np.int32: np.int32,
-    np.int16: np.int32,
+    np.int16: np.uint32,
     np.uint16: np.uint32,
     np.int8: np.uint32,
 }
@@ -520,7 +548,7 @@ def empty_panels(matrices: int, columns: int, depth: int, kind: Kind) -> Shaped[
         raise ValueError(f"the depth of a matrix in panels must be a multiple of {unit}, found {depth}")
     count = -(-columns // WIDTH)
     words = _WORDS[kind]
-    room = empty_in_lines((matrices, count, words.of_column(depth) * WIDTH), words.stored)
+    room = empty_in_lines((matrices, count, words.of_panel(depth)), words.stored)
     return room.view(words.read_as)
 
 
@@ -602,19 +630,19 @@ def _panels_of_bytes(numbers: Int8[np.ndarray, "columns depth"], scales: Scales)
 def _panels_of_nibbles(
     numbers: Int8[np.ndarray, "columns depth"], scales: Float32[np.ndarray, "columns groups"]
 ) -> Shaped[np.ndarray, "panels words"]:
-    """Return the panels of a matrix rounded to 4 bits: for each group its words, and then a word for each column.
+    """Return the panels of a matrix rounded to 4 bits: for each group its words, and then the scales, two in a word.
 
-    Of the eight steps in a word, the first four are in the lower halves of its bytes. The word of a column and group has the
-    scale in its upper half, and in the lower one minus the sum of the numbers.
+    The numbers are 8 larger, so that none is negative. Of the eight steps in a word, the first four are in the lower halves
+    of its bytes. A scale is the upper half of its bits,
+    as the others are 0. Those of the first half of a panel's columns are the lower halves of the words.
     """
     count = len(numbers) // WIDTH
     groups = scales.shape[1]
-    halves = numbers.reshape(count, WIDTH, groups, -1, 2, STEP)
-    lower = halves[..., 0, :] & 0x0F
-    both = (lower | (halves[..., 1, :] << 4)).astype(np.int8)
-    words = np.ascontiguousarray(both).view(np.int32)[..., 0]
-    sums = -numbers.reshape(count, WIDTH, groups, GROUP).sum(3, dtype=np.int32)
-    bits = np.ascontiguousarray(scales).view(np.int32).reshape(count, WIDTH, groups)
-    last = (bits & np.int32(-65536)) | (sums & 0xFFFF)
-    panels = np.concatenate([words, last[..., None]], 3)  # panel, column, group, word
-    return np.ascontiguousarray(panels.transpose(0, 2, 3, 1)).reshape(count, -1)
+    halves = (numbers + SIGN_OF_NIBBLES).view(np.uint8).reshape(count, WIDTH, groups, -1, 2, STEP)
+    both = halves[..., 0, :] | (halves[..., 1, :] << 4)
+    words = np.ascontiguousarray(both).view(np.int32)[..., 0]  # panel, column, group, word
+    bits = np.ascontiguousarray(scales).view(np.uint32).reshape(count, WIDTH, groups)
+    first, second = bits[:, : WIDTH // 2], bits[:, WIDTH // 2 :]
+    pairs = ((first >> 16) | (second & np.uint32(0xFFFF0000))).view(np.int32)
+    in_groups = words.transpose(0, 2, 3, 1).reshape(count, groups, -1)
+    return np.concatenate([in_groups, pairs.transpose(0, 2, 1)], 2).reshape(count, -1)

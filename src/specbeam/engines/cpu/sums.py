@@ -37,7 +37,7 @@ _AHEAD = 32  # words of a column by which prefetching is ahead of the sums
 _TO_FIRST_CACHE = 3
 _TO_SECOND_CACHE = 2
 _STEPS_PER_NIBBLES = 8  # steps of depth in a word of numbers of 4 bits
-_UPPER = 0xF0F0F0F0  # the upper half of each byte
+_LOWER = 0x0F0F0F0F  # the lower half of each byte
 FLOAT16_SCALE = np.float32(2.0**112)  # float32 exponents count from 127, those of float16 from 15
 
 
@@ -307,9 +307,11 @@ class _LoopOfBytes(_Loop):
 class _LoopOfNibbles(_LoopOfBytes):
     """A `_LoopOfBytes` for panels with eight numbers of 4 bits in a word, in groups that have a scale for each column.
 
-    The sum of a group is a whole number. Only then it is multiplied by the scale, and added to those before. After the words
-    of a group there is one word for each column: the upper half is its scale, a bfloat16; the lower half is minus the sum of
-    its numbers, which takes away what the offset of x adds.
+    Here the numbers of the panel are without a sign, 8 too large, and those of x are signed. The sum of a group is a whole
+    number. Only then it is multiplied by the scale, and added to those before. After the words of a group there is one word
+    for each two columns: its lower half is the scale of a column in the first half of the panel, a bfloat16, and its upper
+    half that of one in the second. After the scales of the rows of x there is, for each group and row, what takes away what
+    the 8 adds.
     """
 
     def write(self, weights: Any, stride: Any, x: Any, out: Any, out_stride: Any, depth: Any) -> None:
@@ -319,54 +321,58 @@ class _LoopOfNibbles(_LoopOfBytes):
         before = b.block
         loop = b.append_basic_block("loop")
         end = b.append_basic_block("end")
-        words = b.udiv(depth, self._number(_STEPS_PER_NIBBLES))
+        words = b.udiv(depth, self._number(self.steps_per_word))
+        scales_at = b.mul(words, self._number(self.rows))
+        starts_at = b.add(scales_at, self._number(self.rows))
         groups = b.udiv(depth, self._number(GROUP))
         b.branch(loop)
         b.position_at_end(loop)
         group = b.phi(self.index)
-        starts = [b.phi(self.vector) for _ in range(self.rows * ACROSS)]
-        first = b.mul(group, self._number(GROUP // _STEPS_PER_NIBBLES + 1))
-        scales, offsets = self._scales_and_offsets(weights, stride, first)
-        whole = offsets * self.rows
+        sums_before = [b.phi(self.vector) for _ in range(self.rows * ACROSS)]
+        of_words = b.mul(stride, self._number(GROUP // _STEPS_PER_NIBBLES))
+        first = b.mul(group, b.add(of_words, self._number(LANES)))
+        scales = self._scales(weights, b.add(first, of_words))
+        whole: list[Any] = []
+        for row in range(self.rows):
+            at = b.add(b.add(starts_at, b.mul(group, self._number(self.rows))), self._number(row))
+            whole += [spread_out(b, b.load(b.gep(x, [at])))] * ACROSS
         for word in range(GROUP // _STEPS_PER_NIBBLES):
-            place = b.mul(b.add(first, self._number(word)), stride)
+            place = b.add(first, b.mul(self._number(word), stride))
             both = self._loaded(weights, place, stride, self.words)
-            early = [b.and_(b.shl(nibbles, self._all(4)), self._all(_UPPER)) for nibbles in both]
-            late = [b.and_(nibbles, self._all(_UPPER)) for nibbles in both]
+            early = [b.and_(nibbles, self._all(_LOWER)) for nibbles in both]
+            late = [b.and_(b.lshr(nibbles, self._all(4)), self._all(_LOWER)) for nibbles in both]
             step = b.add(b.mul(group, self._number(GROUP)), self._number(word * _STEPS_PER_NIBBLES))
             whole = self._added(whole, early, x, step)
             whole = self._added(whole, late, x, b.add(step, self._number(self.steps_per_word)))
         sums = [
             super(_LoopOfBytes, self)._product(start, b.sitofp(total, self.vector), scales[place % ACROSS])
-            for place, (start, total) in enumerate(zip(starts, whole, strict=True))
+            for place, (start, total) in enumerate(zip(sums_before, whole, strict=True))
         ]
         next_group = b.add(group, self._number(1))
         group.add_incoming(self._number(0), before)
         group.add_incoming(next_group, b.block)
-        for start, total in zip(starts, sums, strict=True):
+        for start, total in zip(sums_before, sums, strict=True):
             start.add_incoming(zeros, before)
             start.add_incoming(total, b.block)
         b.cbranch(b.icmp_signed("<", next_group, groups), loop, end)
         b.position_at_end(end)
         for place, total in enumerate(sums):
             row, across = divmod(place, ACROSS)
-            at = b.add(b.mul(words, self._number(2 * self.rows)), self._number(row))
-            scale = spread_out(b, b.load(self._pointer(x, at, ir.FloatType())))
+            scale = spread_out(b, b.load(self._pointer(x, b.add(scales_at, self._number(row)), ir.FloatType())))
             goal = b.add(b.mul(out_stride, self._number(row)), self._number(across * LANES))
             b.store(b.fmul(total, scale), self._pointer(out, goal, self.vector), align=4)
 
-    def _scales_and_offsets(self, weights: Any, stride: Any, first: Any) -> tuple[list[Any], list[Any]]:
-        """Return the scales of a group, and what its whole sums begin with, as registers across the panel.
+    def _product(self, total: Any, spread: Any, column: Any) -> Any:
+        """Return `total` plus the products of four signed bytes with four unsigned ones in each lane."""
+        return super()._product(total, column, spread)
 
-        The numbers are multiplied as the upper halves of bytes, 16 times as large; the scales are a 16th, to the bit.
-        """
+    def _scales(self, weights: Any, place: Any) -> list[Any]:
+        """Return the scales of a group as registers across the panel."""
         b = self.builder
-        place = b.mul(b.add(first, self._number(GROUP // _STEPS_PER_NIBBLES)), stride)
-        both = self._loaded(weights, place, stride, self.words)
-        scales = [b.bitcast(b.and_(word, self._all(0xFFFF0000)), self.vector) for word in both]
-        # 2 ** 16 times minus the sum of the numbers, shifted to 128 * 16 times it
-        offsets = [b.ashr(b.shl(word, self._all(16)), self._all(5)) for word in both]
-        return [b.fmul(scale, self._all_float(1 / 16)) for scale in scales], offsets
+        both = b.load(self._pointer(weights, place, self.words), align=4)
+        return [
+            b.bitcast(bits, self.vector) for bits in (b.shl(both, self._all(16)), b.and_(both, self._all(0xFFFF0000)))
+        ]
 
     def _all_float(self, value: float) -> Any:
         return ir.Constant(self.vector, [value] * LANES)
@@ -385,8 +391,8 @@ if kernels.AVAILABLE:
         weights[at + step * stride + column]
 
         Weights are float32; or uint32 with two bfloat16 each; or uint8, of which two are a float16; or uint64 with sixteen
-        numbers of 4 bits each, see engines/cpu/nibbles.py; or int32 with four int8 each, or int16 with four numbers of 4
-        bits each, and x int32 as `panels.write_transposed` makes it.
+        numbers of 4 bits each, see engines/cpu/nibbles.py; or int32 with four int8 each, and x int32; or int16 with four
+        numbers of 4 bits each, and x uint32; both as `panels.write_transposed` makes them.
 
         Of more than half of `MOST` rows, the line of weights[later_at + word * later_stride] is prefetched for each word of
         a column: of what comes after this panel, which is then there when it is needed.
