@@ -42,7 +42,8 @@ _OF_WORDS = _OF_FLOATS + 1
 ATTENTION_FORM_OF = {"float32": _OF_FLOATS, "uint16": _OF_WORDS}
 # Places in the description of a call, int64[`_FIELDS`]: the address and the shape of each array, and numbers.
 _Q, _KEYS, _VALUES, _ROWS, _SEEN, _REACH, _BIASES, _BACK, _OUT = range(0, 54, 6)
-_GROUP, _SCALES = 54, 55
+_GROUP = 54
+_SCALES = 55
 _FIELDS = 56
 
 

@@ -642,7 +642,8 @@ def _panels_of_nibbles(
     both = halves[..., 0, :] | (halves[..., 1, :] << 4)
     words = np.ascontiguousarray(both).view(np.int32)[..., 0]  # panel, column, group, word
     bits = np.ascontiguousarray(scales).view(np.uint32).reshape(count, WIDTH, groups)
-    first, second = bits[:, : WIDTH // 2], bits[:, WIDTH // 2 :]
-    pairs = ((first >> 16) | (second & np.uint32(0xFFFF0000))).view(np.int32)
+    first = bits[:, : WIDTH // 2] >> 16
+    second = bits[:, WIDTH // 2 :] & np.uint32(0xFFFF0000)
+    pairs = (first | second).view(np.int32)
     in_groups = words.transpose(0, 2, 3, 1).reshape(count, groups, -1)
     return np.concatenate([in_groups, pairs.transpose(0, 2, 1)], 2).reshape(count, -1)
