@@ -63,8 +63,8 @@ def dsbd(
 
     Args:
         model, input_ids, given: passed by `generate`.
-        draft_model: the draft model, or the folder or hub id of one or of a draft head; "int8" or "int4": the model itself
-            with rounded weights; required.
+        draft_model: the draft model, or the folder or hub id of one or of a draft head; "int8", "int4" or "fp8": the model
+            itself with rounded weights; required.
         draft_beams, depth, width, threshold, min_beams, coupling, replacement, collapse, semantics, mass: as in
             `sb.dsbd`, with the same defaults. `num_beams` has the place of `beams`.
         seed: the same seed gives the same text. None: drawn from torch's generator.
