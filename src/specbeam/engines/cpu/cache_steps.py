@@ -56,7 +56,7 @@ class CacheArrays(NamedTuple):
     taps: Array  # int64[taps], see `Needs.taps`
     model: Any  # `decoder.Model`
     windows: Array  # int64[kinds]: tokens that each kind of layer looks at, the row's own included; 0: all
-    keys: Array  # of all layers, see `layers.attend`
+    keys: Array  # of all layers, see `attention.attend`
     values: Array
     store_row: int  # the session's row of the store
     threads: int
@@ -78,7 +78,7 @@ class PassRows(NamedTuple):
     positions: Array  # int64[rows]
     slots: Array  # int64[rows]
     seen: Array  # bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind
-    back: Array  # int32[rows, slots], see `layers.attend`; of no rows if layers do not ask for it
+    back: Array  # int32[rows, slots], see `attention.attend`; of no rows if layers do not ask for it
 
 
 @compiled

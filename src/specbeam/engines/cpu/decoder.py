@@ -131,7 +131,7 @@ class Rows:
     slots: Int64[np.ndarray, " n"]
     sessions: Int64[np.ndarray, "sessions 3"]  # row of the store, first row, last row + 1
     seen: dict[str, Bool[np.ndarray, "n slots"]]  # which slots each row may look at, by kind of layer
-    back: Int32[np.ndarray, "_ _"] = field(default_factory=no_distances)  # see `layers.attend`; of all rows, or none
+    back: Int32[np.ndarray, "_ _"] = field(default_factory=no_distances)  # see `attention.attend`; of all rows, or none
     sources: Sources = field(default_factory=no_sources)  # what the sessions read
 
     def only(self, which: Bool[np.ndarray, " n"]) -> "Rows":

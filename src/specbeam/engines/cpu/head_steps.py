@@ -130,7 +130,7 @@ class HeadArrays(NamedTuple):
     states: Array  # float32[nodes, width]: the rows of a trunk, by stored local node; of no width for a block head
     blocks: Blocks  # of a block head
     model: Any  # TrunkModel or BlockModel
-    keys: Array  # of all layers, see `layers.attend`
+    keys: Array  # of all layers, see `attention.attend`
     values: Array
     store_row: int  # the session's row of the store
     threads: int

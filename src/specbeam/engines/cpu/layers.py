@@ -157,7 +157,7 @@ def _relu(x: Array, out: Array) -> None:
 
 @compiled
 def store_keys_and_values(qkv: Array, heads: int, rows: Array, slots: Array, keys: Array, values: Array) -> None:
-    """Store the keys and values of all rows in their slots; `rows`, `keys` and `values` are as in `attend`."""
+    """Store the keys and values of all rows in their slots; for `rows`, `keys` and `values` see `attention.attend`."""
     kv_heads = keys.shape[1]
     size = keys.shape[3]
     kept = as_kept(qkv, keys)
@@ -267,8 +267,8 @@ def run_layer(
     Args:
         h: what attention reads, normed; it may be `room.normed`.
         weights: `decoder.Weights`, of which those of number `layer` are used.
-        seen: bool[rows, slots], and `reach` and `back` are as in `attend`.
-        keys, values: of the layer, as in `attend`.
+        seen: bool[rows, slots], and `reach` and `back` are as in `attention.attend`.
+        keys, values: of the layer, as in `attention.attend`.
         room: see `layer_room`.
     """
     if weights.extras.parallel:
@@ -428,12 +428,12 @@ def all_layers(
         weights: `decoder.Weights`.
         angles: see `write_qkv`.
         positions, slots: int64[rows]: position in the text, and slot for keys and values.
-        rows: see `attend`.
+        rows: see `attention.attend`.
         seen: bool[kinds, rows, slots]: which slots each row looks at, in layers of each kind.
-        back: see `attend`.
+        back: see `attention.attend`.
         kinds: int64[layers]: the kind of each layer; with NO_ATTENTION or NO_INNER added if that part of it is left out,
             and then changes nothing and stores nothing.
-        keys, values: of all layers; see `attend`.
+        keys, values: of all layers; see `attention.attend`.
         sources: what layers read that look at a source.
         taps: int64[taps]: numbers of layers; the number of layers stands for what leaves the last.
         tapped: float32[rows, taps * hidden]: what enters these layers is written there.

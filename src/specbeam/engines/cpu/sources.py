@@ -8,7 +8,7 @@ from specbeam.kernels.compiling import Array, compiled
 
 
 class Sources(NamedTuple):
-    """The keys and values of sources, in the layout of `layers.attend`, and which of them each session of a pass reads."""
+    """The keys and values of sources, laid out as `attention.attend` reads, and which each session of a pass reads."""
 
     keys: Array  # float32[layers, sources, heads, panels, size, WIDTH]
     values: Array  # float32[layers, sources, heads, frames, width]
@@ -17,7 +17,7 @@ class Sources(NamedTuple):
 
 
 class SeenSources(NamedTuple):
-    """The sources of a pass in the form in which attention takes caches; see `layers.attend`."""
+    """The sources of a pass in the form in which attention takes caches; see `attention.attend`."""
 
     rows: Array  # int64[sessions, 3]: source, first row, last row + 1
     seen: Array  # bool[rows, frames]: the frames of the row's source
