@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import specbeam as sb
-from specbeam.errors import BadPrompt
+from specbeam.errors import BadPrompt, NotSupported
 from specbeam.evaluate.intervals import ratio_interval, share_interval
 from specbeam.evaluate.perplexity import log_likelihoods, perplexity, summary
 from tests.support import words
 from tests.support.tiny_models import FAMILIES, tiny
+from tests.support.tiny_sources import tiny_reader
 
 
 def test_three_averages():
@@ -124,3 +125,28 @@ def test_shares_at_the_edge_have_an_interval():
     assert share_interval([1.0] * 10, [1.0] * 10) == pytest.approx((0.7225, 1), abs=1e-4)
     assert share_interval([0.0] * 10, [3.0] * 10) == pytest.approx((0, 0.2775), abs=1e-4)
     assert share_interval([1.0, 0.0] * 20, [1.0] * 40) == ratio_interval([1.0, 0.0] * 20, [1.0] * 40)
+
+
+@pytest.mark.parametrize("family", ["marian", "t5", "m2m_100"])
+def test_outputs_for_sources_of_mixed_lengths_are_scored_by_the_decoder(family):
+    model = tiny_reader(family)
+    pair = sb.load(model)
+    given = [[5, 6, 7, 2], [8, 9, 10, 11, 12, 2], [20, 2]]
+    outputs = [[4, 5, 6], [7], [8, 9, 10, 11]]
+    found = log_likelihoods(pair, given, outputs)
+    start = model.generation_config.decoder_start_token_id
+    for source, output, score in zip(given, outputs, found, strict=True):
+        with torch.no_grad():
+            rows = model(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([[start, *output]])).logits
+        expected = rows[0, :-1].double().log_softmax(-1)[range(len(output)), output].sum()
+        assert score == pytest.approx(float(expected), abs=1e-4)
+    (answer,) = sb.generate(pair, [given[0]], sb.beam_search(3), max_new_tokens=6, length_penalty=0.0)
+    # The score of a search without processors is what is scored here.
+    assert log_likelihoods(pair, [given[0]], [answer.tokens])[0] == pytest.approx(answer.beams[0].score, abs=1e-4)
+    with pytest.raises(BadPrompt, match="prompt 0 holds token id 99"):
+        log_likelihoods(pair, [[99]], [[4]])
+
+
+def test_outputs_of_models_that_hear_are_refused():
+    with pytest.raises(NotSupported, match="hears"):
+        log_likelihoods(sb.load(tiny_reader("whisper")), [[5]], [[4]])

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from specbeam.engines.torch.in_float32 import as_loaded
-from specbeam.errors import BadPrompt
+from specbeam.errors import BadPrompt, NotSupported
 from specbeam.evaluate.intervals import ratio_interval
+from specbeam.lm.encoder_decoder import EncoderDecoderLM
+from specbeam.options.settings import Settings
 from specbeam.pair import Pair
+from specbeam.sources import decoder_prompt, hears, source_of
 
 LOGITS_PER_PASS = 2**26  # keeps the memory of a pass below some hundred megabytes
 REPEAT = 4  # number of tokens that make a repetition
@@ -60,12 +63,14 @@ def perplexity(
     """Score outputs under the target of a pair.
 
     Args:
-        prompts: token ids, at least one each. Outputs of equal prompts are resampled together.
+        prompts: token ids, at least one each; of an encoder-decoder model its sources, and the decoder begins with the
+            model's start token. Outputs of equal prompts are resampled together.
         outputs: new token ids after each prompt, with the end token if it was generated.
         places: file and line of each output, for errors.
 
     Raises:
         BadPrompt: there are no outputs, or a prompt or an output is empty, too long, or of another tokenizer.
+        NotSupported: the model hears.
 
     Source: arXiv 2407.09722 (the authors' measure is `perplexity`).
     """
@@ -141,36 +146,54 @@ def log_likelihoods(
 
     Arguments and errors are those of `perplexity`.
     """
-    _ = pair.forgetful_target  # logits are those of plain forwards
+    begins = prompts
+    sources: Sequence[Tokens] | None = None
+    if isinstance(pair.target, EncoderDecoderLM):
+        if hears(pair):
+            raise NotSupported(f"{pair.target.model_name} hears, and outputs are scored for models that read texts")
+        begins = [decoder_prompt(pair, Settings(), 0)] * len(prompts)
+        sources = prompts
+    else:
+        _ = pair.forgetful_target  # logits are those of plain forwards
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        _check(pair, prompt, output, number, f"{places[number]}: " if places else "")
+        place = f"{places[number]}: " if places else ""
+        _check(pair, prompt, output, len(begins[number]), number, place)
     totals = [0.0] * len(outputs)
-    texts = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
+    texts = [[*begin, *output] for begin, output in zip(begins, outputs, strict=True)]
     for batch in batches_of([len(text) for text in texts], LOGITS_PER_PASS // pair.target.vocab):
-        scored = score_tokens([texts[number] for number in batch], pair)
+        read = None if sources is None else [sources[number] for number in batch]
+        scored = score_tokens([texts[number] for number in batch], pair, read)
         for number, (logp, _) in zip(batch, scored, strict=True):
-            start = len(prompts[number]) - 1
+            start = len(begins[number]) - 1
             length = len(outputs[number])
             totals[number] = float(logp[start : start + length].sum())
     return totals
 
 
-def _check(pair: Pair, prompt: Tokens, output: Tokens, number: int, place: str) -> None:
-    """Raise `BadPrompt` if the target cannot score an output."""
+def _check(pair: Pair, prompt: Tokens, output: Tokens, before: int, number: int, place: str) -> None:
+    """Raise `BadPrompt` if the target cannot score an output.
+
+    Args:
+        before: number of tokens in front of the output.
+    """
     if not prompt or not output:
         what = "prompt" if not prompt else "output"
         raise BadPrompt(
             f"{place}{what} {number} is empty; there must be at least one token to score, and one before it"
         )
     most = pair.target.max_positions
-    if most is not None and len(prompt) + len(output) > most:
+    if most is not None and before + len(output) > most:
         raise BadPrompt(
-            f"{place}output {number} ends at token {len(prompt) + len(output)}, but the model has {most} positions"
+            f"{place}output {number} ends at token {before + len(output)}, but the model has {most} positions"
         )
-    strange = [token for token in (*prompt, *output) if not 0 <= token < pair.target.vocab]
+    known = pair.target.vocab
+    if isinstance(pair.target, EncoderDecoderLM):
+        source_of(pair, prompt, number)  # looks at its tokens
+        prompt = []
+    strange = [token for token in (*prompt, *output) if not 0 <= token < known]
     if strange:
         raise BadPrompt(
-            f"{place}output {number} holds token id {strange[0]}; the model knows 0 to {pair.target.vocab - 1}: was it "
+            f"{place}output {number} holds token id {strange[0]}; the model knows 0 to {known - 1}: was it "
             "made with another tokenizer?"
         )
 
@@ -188,23 +211,36 @@ def batches_of(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
 
 
 @torch.inference_mode()
-def score_tokens(texts: list[Tokens], pair: Pair) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def score_tokens(
+    texts: list[Tokens], pair: Pair, sources: list[Tokens] | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return of each token but the first log p, float64[length - 1], and whether it is the likeliest, bool[length - 1].
 
     Padding comes after the texts, where no token that is scored attends to it.
+
+    Args:
+        sources: what the encoder of the target reads for each text; None: it has none.
     """
+    tokens, mask = _padded(texts, pair)
+    arguments = {"input_ids": tokens, "attention_mask": mask}
+    if sources is not None:
+        read, read_mask = _padded(sources, pair)
+        arguments = {"input_ids": read, "attention_mask": read_mask, "decoder_input_ids": tokens}
+    with as_loaded(pair.target_model):
+        found = pair.target_model(**arguments, use_cache=False)
+    logits = found.logits[:, :-1].float()
+    following = tokens[:, 1:]
+    logp = logits.gather(2, following[..., None])[..., 0].double() - logits.logsumexp(2).double()
+    is_likeliest = logits.argmax(2) == following
+    return list(zip(logp.cpu(), is_likeliest.cpu(), strict=True))
+
+
+def _padded(texts: list[Tokens], pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return texts and which of their tokens are no padding, both int64[texts, longest], on the target's device."""
     longest = max(len(text) for text in texts)
     tokens = torch.zeros(len(texts), longest, dtype=torch.long)
     mask = torch.zeros(len(texts), longest, dtype=torch.long)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = torch.tensor(text)
         mask[row, : len(text)] = 1
-    tokens = tokens.to(pair.target.device)
-    mask = mask.to(pair.target.device)
-    with as_loaded(pair.target_model):
-        found = pair.target_model(input_ids=tokens, attention_mask=mask, use_cache=False)
-    logits = found.logits[:, :-1].float()
-    following = tokens[:, 1:]
-    logp = logits.gather(2, following[..., None])[..., 0].double() - logits.logsumexp(2).double()
-    is_likeliest = logits.argmax(2) == following
-    return list(zip(logp.cpu(), is_likeliest.cpu(), strict=True))
+    return tokens.to(pair.target.device), mask.to(pair.target.device)
