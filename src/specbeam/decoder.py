@@ -225,9 +225,11 @@ class Decoder:
             return [session] if ran else []
 
     def _close(self, sessions: list[Session]) -> None:
-        for session in reversed(sessions):  # the last first: otherwise some of them move into the places of others
+        # The last row of a store moves to the one that becomes free: from the last on, nothing has to move.
+        last_first = sessions[::-1]
+        for session in last_first:
             self.target.close(session)
-        close_drafters(sessions)
+        close_drafters(last_first)
         for session in sessions:
             _let_remember(session)
 

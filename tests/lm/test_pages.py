@@ -56,7 +56,7 @@ def test_a_row_that_moves_is_not_copied(store):
     store.reserve(3, 64)
     store.put(2, np.array([7]), written := numbers(1))
     place = int(store.table[2, 0])
-    store.move_cache(2, 0)
+    store.move_cache(2, 0, 64)
     assert int(store.table[0, 0]) == place
     assert torch.equal(store.take(0, np.array([7]))[0], written[0])
 

@@ -449,7 +449,8 @@ class HuggingFaceLM:
         if last is cache.company:
             return
         if last[0].row < self.runner.store.caches:  # otherwise nothing was stored in that row so far
-            self.runner.store.move_cache(last[0].row, cache.row)
+            extent = max(other.trie.extent for other in last)
+            self.runner.store.move_cache(last[0].row, cache.row, extent)
         self.caches[cache.row] = last
         for other in last:
             other.row = cache.row

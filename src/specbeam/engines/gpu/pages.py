@@ -103,7 +103,7 @@ class PagedStore(KVStore):
         for page, inside, which in self._pages_of(cache, slots):
             page[:, :, :, inside] = numbers[:, :, :, which]
 
-    def move_cache(self, source: int, goal: int) -> None:
+    def move_cache(self, source: int, goal: int, extent: int) -> None:
         """Give the pages of one row of the store to another row, whose own are taken back: nothing is copied."""
         self._free.extend(self._by_row[goal])
         self._by_row[goal] = self._by_row[source]

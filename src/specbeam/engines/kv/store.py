@@ -88,10 +88,10 @@ class StoreLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys, self.values = (_larger(buffer, caches, slots) for buffer in (self.keys, self.values))
 
-    def move_cache(self, source: int, goal: int) -> None:
+    def move_cache(self, source: int, goal: int, extent: int) -> None:
         if self.is_initialized:
-            self.keys[goal] = self.keys[source]
-            self.values[goal] = self.values[source]
+            self.keys[goal, :, :extent] = self.keys[source, :, :extent]
+            self.values[goal, :, :extent] = self.values[source, :, :extent]
 
     def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
         if self.is_initialized:
@@ -179,10 +179,10 @@ class KVStore(Cache):
         return [buffer for layer in self.layers[: self.model_layers] for buffer in (layer.keys, layer.values)]
 
     @torch.inference_mode()
-    def move_cache(self, source: int, goal: int) -> None:
-        """Copy all slots of one row of the store to another row."""
+    def move_cache(self, source: int, goal: int, extent: int) -> None:
+        """Copy the first `extent` slots of one row of the store to another row."""
         for layer in self.layers:
-            layer.move_cache(source, goal)
+            layer.move_cache(source, goal, extent)
 
     @torch.inference_mode()
     def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
@@ -300,9 +300,10 @@ class PanelStore(KVStore):
                 slice(start - first, end - first),
             )
 
-    def move_cache(self, source: int, goal: int) -> None:
-        for buffer in (self.keys_by_panel, self.values_by_slot):
-            buffer[:, goal] = buffer[:, source]
+    def move_cache(self, source: int, goal: int, extent: int) -> None:
+        panels = -(-extent // self.columns)
+        for buffer, parts in ((self.keys_by_panel, panels), (self.values_by_slot, panels * self.columns)):
+            buffer[:, goal, :, :parts] = buffer[:, source, :, :parts]
 
     def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
         (panels, columns), (to_panels, to_columns) = (divmod(slots.numpy(), self.columns) for slots in (source, goal))

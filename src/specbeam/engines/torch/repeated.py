@@ -143,9 +143,9 @@ class RepeatedStore(KVStore):
         self._channel.tell(RESERVE, [caches, slots])
         super().grow(caches, slots)
 
-    def move_cache(self, source: int, goal: int) -> None:
-        self._channel.tell(MOVE_CACHE, [source, goal])
-        super().move_cache(source, goal)
+    def move_cache(self, source: int, goal: int, extent: int) -> None:
+        self._channel.tell(MOVE_CACHE, [source, goal, extent])
+        super().move_cache(source, goal, extent)
 
     def move_slots(self, cache: int, source: torch.Tensor, goal: torch.Tensor) -> None:
         self._channel.tell(MOVE_SLOTS, [cache], source.cpu().numpy(), goal.cpu().numpy())
