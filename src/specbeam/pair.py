@@ -384,7 +384,7 @@ def _rounded_target(
 
 
 def _own(quantize: "Quantize | None") -> Any:
-    """Return how the compiled forward rounds a model, None if it does not: what a library rounds was loaded so."""
+    """Return how an engine of our own rounds a model, None if none does: what a library rounds was loaded so."""
     return quantize if quantize in OWN else None
 
 

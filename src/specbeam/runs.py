@@ -83,7 +83,7 @@ from specbeam.lm.huggingface import HuggingFaceLM
 from specbeam.lm.skipping import SkippingLM
 from specbeam.measure.profiler import apportion
 from specbeam.records import RowCounts
-from specbeam.session import Session
+from specbeam.session import Session, failing_together
 from specbeam.verify.beams import SearchSpec, judge
 from specbeam.verify.traversal import ClimbSpec, climb
 from specbeam.verify.walk import WalkSpec, walk_down
@@ -91,6 +91,7 @@ from specbeam.verify.walk import WalkSpec, walk_down
 SPAN = 128  # most tokens of a run
 READ_IN_PYTHONS_TIME = 2_000_000  # weights that a processor reads and multiplies while Python goes to the next session
 TURNS = 32  # most turns of a run: between runs a user can interrupt
+_LOOKED_AHEAD = (8, 4, 2, 1)  # turns of a run of several sessions, for which room is looked for at once
 PATIENCE = 0.5  # seconds of a run of several sessions after which a user can interrupt
 PARTS = ("draft", "draft/model", "score/model", "verify", "settle")  # where the time goes
 DRAFT, DRAFT_MODEL, SCORE, VERIFY, SETTLE = range(5)
@@ -792,6 +793,8 @@ class Run:
         )
         if self.room.numbers[DONE] == done or self.condition != SOUND:
             return False
+        if self.python is not None and self.python.moved.failure is not None:
+            return False
         return not is_session_over(
             self.room.finished, self.spec.stop, self.live.scores, int(self.room.texts.sizes[LENGTH])
         )
@@ -877,16 +880,26 @@ def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURN
         began = time.perf_counter()
         spent = np.zeros(len(PARTS), dtype=np.int64)
         going = True
+        fitting = 0
         for _ in range(most_turns):
+            fitting = fitting or _turns_with_room(ready)
+            if fitting == 0:  # the next run makes room
+                break
+            fitting -= 1
             before = cycles()
             target.passes += any(runs_layers(cache, len(run.start.tokens)) for run, cache in ready)
-            given = target.extend_together([cache for _, cache in ready], [run.start for run, _ in ready])
+            given = list[Any]()
+            with failing_together([run.session for run, _ in ready]):
+                given = target.extend_together([cache for _, cache in ready], [run.start for run, _ in ready])
             spent[SCORE] += cycles() - before
-            for (run, _), cache in zip(ready, given, strict=True):
+            for (run, _), cache in zip(ready, given, strict=False):
                 can_go_on = False
                 with run.session.failing_alone():
+                    if isinstance(cache, Exception):
+                        raise cache
                     can_go_on = run.take_one(cache)
                 going = going and can_go_on
+            going = going and len(given) > 0
             if not going or time.perf_counter() - began > PATIENCE:
                 break
     for run, _ in ready:
@@ -899,6 +912,17 @@ def run_together(target: LM, sessions: Sequence[Session], most_turns: int = TURN
                 if run.keep():
                     moved.append(run.session)
     return moved + _failed(sessions)
+
+
+def _turns_with_room(ready: Sequence[tuple[Run, Any]]) -> int:
+    """Return a number of turns that the caches of all of these runs have room for; 0 if one of them may have none.
+
+    A turn adds a node for each live beam, so several turns add no more than one with so many drafts more.
+    """
+    for turns in _LOOKED_AHEAD:
+        if all(any_has_room(cache, (turns - 1) * run.spec.most_beams, run.spec.most_beams) for run, cache in ready):
+            return turns
+    return 0
 
 
 def _run_without_drafts(target: LM, session: Session, most_turns: int) -> Run | None:

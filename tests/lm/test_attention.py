@@ -14,6 +14,7 @@ if not kernels.AVAILABLE:
     pytest.skip("needs numba", allow_module_level=True)
 
 SIZE = 20  # of a head: no multiple of a panel's width
+HEIGHT = -(-SIZE // WIDTH) * WIDTH  # of the values, which are padded
 SLOTS = 40 * WIDTH
 GROUP = 3
 
@@ -24,7 +25,7 @@ class Call:
     def __init__(self, words, cap=0.0, distances=0, kv_heads=2, counts=(1, 5, 40)):
         rng = np.random.default_rng(0)
         keys = rng.standard_normal((4, kv_heads, SLOTS // WIDTH, SIZE, WIDTH), dtype=np.float32)
-        values = rng.standard_normal((4, kv_heads, SLOTS, WIDTH), dtype=np.float32)
+        values = rng.standard_normal((4, kv_heads, SLOTS, HEIGHT), dtype=np.float32)
         if words == np.uint16:
             keys, values = ((array.view(np.uint32) >> 16).astype(np.uint16) for array in (keys, values))
         self.keys = keys
@@ -62,6 +63,19 @@ def helping(monkeypatch):
     for words in (np.float32, np.uint16):
         made.learn_attention(np.dtype(words))
     return made
+
+
+def test_what_helpers_read_is_kept_until_they_are_done(helping, monkeypatch):
+    """A task allocates arrays as large as the description of the call, which must not be freed by then."""
+    call = Call(np.float32, counts=(1, 5, 300))
+    slots = attention._FIELDS * 2  # of 4 bytes, where the description has 8
+    whole = -(-slots // WIDTH) * WIDTH
+    call.reach[:] = whole
+    call.seen[:, whole:] = False
+    expected = call.answer(1)
+    with helping.threads(2) as threads:
+        for _ in range(300):
+            assert np.array_equal(call.answer(threads), expected)
 
 
 @pytest.mark.parametrize("words", [np.float32, np.uint16], ids=lambda kind: kind.__name__)

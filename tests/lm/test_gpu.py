@@ -198,7 +198,7 @@ def test_graphs_read_the_staging_that_they_were_captured_with():
     own, other = Staging(torch.device("cpu"), 8, 2, 64), Staging(torch.device("cpu"), 8, 2, 64)
     own.inputs.seen.fill_(1)
     other.inputs.seen.fill_(2)
-    decoder, store = GpuDecoder.__new__(GpuDecoder), PagedStore.__new__(PagedStore)
+    decoder, store = GpuDecoder.__new__(GpuDecoder), PagedStore(1, 1, 8, torch.zeros(0))
     decoder.forward = lambda inputs, shape, store: inputs.seen.float()[None]
     graphs = Graphs(decoder, store, own, capture=False)
     graphs.capture = lambda work: (SimpleNamespace(replay=lambda: None), torch.full((1, 64), 7.0))
@@ -209,6 +209,9 @@ def test_graphs_read_the_staging_that_they_were_captured_with():
         graphs.run(own, shape)
     assert len(graphs.graphs.made) == MOST_GRAPHS
     assert int(graphs.run(own, shapes[0])[0, 0]) == 1, "it was to make room"
+    assert int(graphs.run(own, shapes[0])[0, 0]) == 7
+    store.reserve(300, 64)  # more rows than the table of pages has
+    assert int(graphs.run(own, shapes[0])[0, 0]) == 1, "it would read the old table"
 
 
 @ON_GPU

@@ -5,6 +5,8 @@ import pytest
 import specbeam as sb
 from specbeam import kernels, runs
 from specbeam.decode import decode
+from specbeam.engines.cpu import passes as cpu_passes
+from specbeam.engines.kv.steps import HELD, SIZE, STORED
 from specbeam.errors import SomeFailed
 from specbeam.options.settings import Settings
 from specbeam.request import Request
@@ -147,3 +149,67 @@ def test_a_long_run_is_left_so_that_users_can_interrupt(pair, turns, monkeypatch
     monkeypatch.setattr(runs, "PATIENCE", 0.0)
     sb.generate(pair, PROMPTS, sb.sampling(), max_new_tokens=4, eos_token_id=[])
     assert turns == [1] * 4 * len(PROMPTS)
+
+
+def test_a_bad_token_in_a_shared_pass_costs_one_prompt(pair, monkeypatch):
+    opened, calls = cpu_passes.open_pass, []
+
+    def broken(cache, *given):
+        calls.append(cache)
+        if len(calls) == 7:  # of one prompt, in a turn of all
+            raise IndexError("a token is beyond those of the model")
+        return opened(cache, *given)
+
+    monkeypatch.setattr(cpu_passes, "open_pass", broken)
+    with pytest.raises(SomeFailed, match=r"1 prompt failed.*IndexError: a token is beyond") as failed:
+        sb.generate(pair, PROMPTS, sb.sampling(), max_new_tokens=4, eos_token_id=[])
+    assert [one is None for one in failed.value.generations].count(True) == 1
+
+
+def test_a_shared_pass_that_fails_ends_those_in_it(pair, turns, monkeypatch):
+    whole, calls = cpu_passes.PackedPasses.extend_together, []
+
+    def broken(self, arrays, starts):
+        calls.append(len(arrays))
+        if len(calls) == 3:
+            raise MemoryError("no room")
+        return whole(self, arrays, starts)
+
+    monkeypatch.setattr(cpu_passes.PackedPasses, "extend_together", broken)
+    with pytest.raises(SomeFailed, match=r"2 prompts failed.*MemoryError: no room"):
+        sb.generate(pair, PROMPTS[2:4], sb.sampling(), max_new_tokens=4, eos_token_id=[])
+    assert calls == [2, 2, 2]
+    assert sb.generate(pair, PROMPTS[:1], sb.sampling(), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(("sharpness", "beams"), [(100, 16), (400, 12)])
+def test_caches_have_room_for_every_turn(monkeypatch, sharpness, beams):
+    """Beams that never come together need more slots each turn than a run made room for."""
+    model = tiny("llama", seed=1, vocab_size=64)
+    model.lm_head.weight.data *= sharpness
+    sharp = sb.load(model)
+    whole, room = cpu_passes.PackedPasses.extend_together, []
+
+    def looked_at(self, arrays, starts):
+        for cache in arrays:
+            counts = cache.trie.counts
+            room.append(len(cache.trie.used) - counts[HELD] - counts[SIZE] + counts[STORED])
+        return whole(self, arrays, starts)
+
+    monkeypatch.setattr(cpu_passes.PackedPasses, "extend_together", looked_at)
+    sb.generate(sharp, [[1, 7, 3], [5, 6, 7]], sb.beam_search(beams), max_new_tokens=60)
+    assert len(room) > 60
+    assert min(room) > 0
+
+
+def test_a_constraint_that_broke_is_not_called_again(monkeypatch, turns):
+    moved = []
+
+    def broken(self, *numbers):
+        moved.append(numbers)
+        raise ValueError("no more")
+
+    monkeypatch.setattr(runs.RowsOfSession, "_move", broken)
+    with pytest.raises(SomeFailed, match="2 prompts failed"):
+        sb.generate(words.pair(), ["abc", "b"], sb.sampling(), max_new_tokens=6, seed=1, regex="[a-f ]*")
+    assert len(moved) <= 2

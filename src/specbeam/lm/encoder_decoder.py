@@ -132,8 +132,10 @@ class EncoderDecoderLM(HuggingFaceLM):
 
     def _read_together(self, sessions: Sequence[CacheOwner]) -> None:
         """Let a compiled encoder read the sources of new sessions in few passes; others read one by one."""
-        new = [session for session in sessions if self not in session.state]
-        if len(new) > 1 and isinstance(self.encoder, CompiledEncoder):
+        if not isinstance(self.encoder, CompiledEncoder):
+            return
+        new = [one for one in sessions if self not in one.state and not self.refuses(one)]
+        if len(new) > 1:
             self.encoder.read_together([self.source_of(session) for session in new])
 
     def _cache(self, session: CacheOwner, needs: Needs = LOGITS) -> Any:

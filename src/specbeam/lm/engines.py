@@ -260,7 +260,7 @@ def _gpu_passes(model: "PreTrainedModel", caches: list[Any], rounded: bool = Fal
     try:
         passes.try_out()
     except Exception as error:  # Triton has no C compiler, does not know the GPU, ...
-        warnings.warn(f"Triton does not work here, so transformers runs the model: {error!r}", stacklevel=2)
+        warnings.warn(f"Triton does not work here, and so neither does the forward for GPUs: {error!r}", stacklevel=2)
         return None
     return passes
 

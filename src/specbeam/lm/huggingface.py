@@ -401,10 +401,10 @@ class HuggingFaceLM:
         """Whether compiled steps can run passes of a single session."""
         return not isinstance(self.runner, PaddedPasses) and getattr(self.runner, "takes_steps", True)
 
-    def extend_together(self, caches: Sequence[Any], starts: Sequence[Start]) -> list[Any]:
+    def extend_together(self, arrays: Sequence[Any], starts: Sequence[Start]) -> list[Any]:
         """Run one pass for several sessions, of a model that supports runs; see `PackedPasses.extend_together`."""
         assert isinstance(self.runner, PackedPasses)
-        return self.runner.extend_together(caches, starts)
+        return self.runner.extend_together(arrays, starts)
 
     def finish_run(self, session: CacheOwner, passes: int, roots: int) -> None:
         """Update the counters and the session's cache after a run that made `passes` passes in whole turns.

@@ -108,7 +108,9 @@ def _rounding_of_weights(lm: Any) -> str:
     model = getattr(lm, "model", None)
     stored = _stored_method(getattr(model, "config", None))
     if engine in OWN:
-        return f"{stored} and {engine}" if stored else str(engine)
+        named = f"{stored} and {engine}" if stored else str(engine)
+        of_encoder = getattr(getattr(lm, "encoder", None), "rounding", None)
+        return f"{named} (encoder in {of_encoder})" if of_encoder not in (None, engine) else named
     name = vars(model).get("_specbeam_rounding") if model is not None else None
     return str(name) if name is not None else stored
 

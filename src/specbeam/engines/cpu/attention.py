@@ -242,6 +242,19 @@ def _attend_with_team(
     team[FUNCTION] = team[FORMS + form]
     team[PANELS] = call.ctypes.data
     team[COUNT] = tasks
+    _share_tasks(team, call, scales, q, keys, values, rows, seen, reach, group, scale, cap, biases, back, out, tasks)
+
+
+@compiled
+def _share_tasks(
+    team: Array, call: Array, scales: Array, q: Array, keys: Array, values: Array, rows: Array, seen: Array, reach: Array,
+    group: int, scale: np.float32, cap: np.float32, biases: Array, back: Array, out: Array, tasks: int,
+) -> None:  # fmt: skip
+    """Do the tasks that `call` describes, with whoever helps. The caller keeps all arrays until then.
+
+    They are arguments for that reason alone: numba frees an array after the last line that names it, and the team reads
+    addresses.
+    """
     shares = min(team[THREADS] * _SHARES_EACH, tasks)
     publish(team, shares)
     share = take(team)

@@ -84,6 +84,7 @@ class CompiledEncoder(nn.Module):
     Attributes:
         module: transformers' encoder. It reads sources that hold padding, or are longer than the positions that are known
             here.
+        rounding: of its matrices; None: they are as they were.
     """
 
     def __init__(self, model: "PreTrainedModel", decoder: CompiledDecoder) -> None:
@@ -98,6 +99,7 @@ class CompiledEncoder(nn.Module):
         kind = kind_of_panels(matrices, rounding, "tiles" in decoder.kind, files)
         weights = weights_of(layers, kinds_of_panels(parts_of(layers[0], of), kind), of, files)
         self.module: nn.Module = body
+        self.rounding = rounding
         self.threads = decoder.threads
         self.heads = of.heads
         self.size = of.size
@@ -163,8 +165,11 @@ class CompiledEncoder(nn.Module):
             self._read_group(group)
 
     def _is_text(self, source: Source) -> bool:
-        """Return whether a source holds tokens that are read here."""
-        return source.name == "input_ids" and source.inputs is not None and self.knows(_tokens_of(source))
+        """Return whether a source holds tokens that are read here; what holds others is left to whoever reads it alone."""
+        if source.name != "input_ids" or source.inputs is None:
+            return False
+        tokens = _tokens_of(source)
+        return self.knows(tokens) and tokens.size > 0 and tokens.min() >= 0 and tokens.max() < len(self.embedding)
 
     def _read_group(self, group: list[Source]) -> None:
         states = self.read([_tokens_of(source) for source in group])

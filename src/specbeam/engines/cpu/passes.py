@@ -339,15 +339,37 @@ class PackedPasses:
         cache.answered_early = cache.trie.known
         return Scored(torch.from_numpy(logits))
 
-    def extend_together(self, arrays: Sequence[CacheArrays], starts: Sequence[Start]) -> list[CacheArrays]:
+    def extend_together(self, arrays: Sequence[CacheArrays], starts: Sequence[Start]) -> list[CacheArrays | IndexError]:
         """Store what the forests of a turn start with, for several sessions, by one pass of all layers.
 
-        Returns the caches with the logits of the nodes whose rows are not known, which `extend_cache` hands out.
+        Returns the caches with the logits of the nodes whose rows are not known, which `extend_cache` hands out; in place of
+        one the `IndexError` that its tokens or positions raise, which the model does not have.
 
         Args:
             arrays: the caches of the sessions, whose passes run all layers; with room for these nodes.
         """
-        opened = [open_pass(cache, start.tokens, start.parents) for cache, start in zip(arrays, starts, strict=True)]
+        found: list[CacheArrays | IndexError] = [*arrays]
+        places = []
+        opened = []
+        for place, (cache, start) in enumerate(zip(arrays, starts, strict=True)):
+            try:
+                opened.append(open_pass(cache, start.tokens, start.parents))
+                places.append(place)
+            except IndexError as error:
+                found[place] = error
+        if places:
+            passed = self._run_opened([arrays[place] for place in places], [starts[place] for place in places], opened)
+            for place, cache in zip(places, passed, strict=True):
+                found[place] = cache
+        return found
+
+    def _run_opened(
+        self,
+        arrays: Sequence[CacheArrays],
+        starts: Sequence[Start],
+        opened: Sequence[tuple[Float32[np.ndarray, "_ hidden"], PassRows]],
+    ) -> list[CacheArrays]:
+        """Run the pass of `extend_together`, given what `open_pass` has returned for each of these caches."""
         counts = [len(x) for x, _ in opened]
         ends = [*accumulate(counts, initial=0)]
         x = np.concatenate([x for x, _ in opened])

@@ -53,18 +53,26 @@ class Graphs:
         self.steps_can_launch = capture and has_handles and driver_calls() is not None
         self.graphs = SecondUseCache[Graph]()
         self.step_graphs: dict[int, Graph] = {}  # graphs that steps launch, by size
+        self._table = store.table  # of pages, that graphs read
         self._by_rows = np.zeros((3, FEW + 1), dtype=np.int64)
 
     def clear(self) -> None:
-        """Delete all graphs, after the table of the store's pages has moved: they would read the old one."""
+        """Delete all graphs, after buffers that they read have moved."""
         self.graphs.clear()
         self.step_graphs.clear()
         self._by_rows[:] = 0
         if self.capture is not None:
             self.capture.clear()
 
+    def _follow_table(self) -> None:
+        """Delete all graphs if the table of the store's pages has moved: they would read the old one."""
+        if self.store.table is not self._table:
+            self.clear()
+            self._table = self.store.table
+
     def run(self, staging: Staging, shape: PassShape) -> Float[torch.Tensor, "wanted vocab"]:
         """Run a pass on the inputs of a staging, and return its logits, which are valid until the next pass."""
+        self._follow_table()
         forward = partial(self.decoder.forward, staging.inputs, shape, self.store)
         if self.capture is None or staging is not self.staging:  # graphs read from self.staging
             return forward()
@@ -81,6 +89,7 @@ class Graphs:
 
         Captures the graphs that are missing.
         """
+        self._follow_table()
         calls = driver_calls() if self.steps_can_launch else None
         if calls is None or most > FEW or not self._capture_up_to(most):
             return None

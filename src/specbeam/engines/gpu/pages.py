@@ -86,7 +86,7 @@ class PagedStore(KVStore):
     def release_from(self, row: int) -> None:
         """Take back the pages of this row and of those behind it: no session is there."""
         for pages in self._by_row[row:]:
-            self._free.extend(pages)
+            self._take_back(pages)
             pages.clear()
 
     @torch.inference_mode()
@@ -105,7 +105,7 @@ class PagedStore(KVStore):
 
     def move_cache(self, source: int, goal: int, extent: int) -> None:
         """Give the pages of one row of the store to another row, whose own are taken back: nothing is copied."""
-        self._free.extend(self._by_row[goal])
+        self._take_back(self._by_row[goal])
         self._by_row[goal] = self._by_row[source]
         self._by_row[source] = []
         self._write_table(goal)
@@ -113,20 +113,17 @@ class PagedStore(KVStore):
     def move_slots(self, cache: int, source: Int64[Tensor, " n"], goal: Int64[Tensor, " n"]) -> None:
         self.put(cache, goal.cpu().numpy(), self.take(cache, source.cpu().numpy()))
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of all pages, in use or not."""
-        return len(self._pages) * self._page_bytes
-
-    @property
-    def _page_bytes(self) -> int:
-        return self._shape[0] * 2 * self.part * self.table.new_empty(0, dtype=self._dtype).element_size()
+    @torch.inference_mode()
+    def _take_back(self, pages: list[int]) -> None:
+        """Add pages to the free ones, with zeros: a masked slot still enters the product, and a stray NaN would spread."""
+        for page in pages:
+            self._pages[page].zero_()
+        self._free.extend(pages)
 
     def _new_chunk(self, pages: int, like: Tensor) -> Tensor:
         """Add at least so many free pages, and as many as there are already if those are not large; return them."""
-        self._dtype = like.dtype
-        ahead = min(len(self._pages), MOST_CHUNK_BYTES // self._page_bytes)
-        # Zeros, not empty: a masked slot still enters the product, and a stray NaN there would spread.
+        page_bytes = 2 * self._shape[0] * self.part * like.element_size()
+        ahead = min(len(self._pages), MOST_CHUNK_BYTES // page_bytes)
         chunk = like.new_zeros(max(pages, ahead), *self._shape)
         base = self.pool.data_ptr() if self._pages else chunk.data_ptr()
         for page in chunk:

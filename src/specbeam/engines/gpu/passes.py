@@ -206,10 +206,7 @@ class GpuPasses:
         return staging, byte
 
     def _reserve(self, caches: list[GpuCache]) -> None:
-        """Give the rows of these caches the pages that they need, and delete the graphs if the table of pages moves."""
-        before = self.store.table
+        """Give the rows of these caches the pages that they need, once nobody has those of rows without sessions."""
         self.store.release_from(len(self.caches))
         for cache in caches:
             self.store.reserve_row(cache.row, cache.trie.capacity)
-        if self.store.table is not before:
-            self.graphs.clear()
