@@ -113,7 +113,7 @@ class CompiledEncoder(nn.Module):
         self.angles = angles_of_model(model, of)
         self.kind = kind
         self.layers = [layers_of_weights(weights, number, number + 1) for number in range(len(layers))]
-        # The distance of a token that is nowhere: where biases begin, see `families.biases_by_distance`.
+        # Where the biases of distance 0 are, see `families.biases_by_distance`; -1: there are none.
         self.middle = of.biases[0].shape[1] // 2 if of.biases else -1
         if self.threads > 1:
             for panels in (weights.qkv, weights.out, weights.gate_up, weights.down):
@@ -149,7 +149,7 @@ class CompiledEncoder(nn.Module):
         return len(tokens) <= len(self.places) and not (tokens == self.unplaced).any()
 
     def read_together(self, sources: Sequence[Source]) -> None:
-        """Store the states of sources that this encoder has not read yet, those of short ones after one pass for several."""
+        """Store the states of sources that this encoder has not read yet: several short ones are read in one pass."""
         unread = {id(source): source for source in sources if self not in source.states and self._is_text(source)}
         group: list[Source] = []
         rows = 0
@@ -174,7 +174,7 @@ class CompiledEncoder(nn.Module):
     def _read_group(self, group: list[Source]) -> None:
         states = self.read([_tokens_of(source) for source in group])
         for source, one in zip(group, states, strict=True):
-            source.states[self] = torch.from_numpy(one.copy())[None]  # the others' may be freed before it is
+            source.states[self] = torch.from_numpy(one.copy())[None]  # without those of the others
 
     def read(self, sources: Sequence[Int64[np.ndarray, " _"]]) -> list[Float32[np.ndarray, "_ hidden"]]:
         """Return the states of sources, in one pass over all their tokens."""
