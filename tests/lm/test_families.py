@@ -180,7 +180,7 @@ MISTAKES = [
     ("gemma2", other_family(norms=FAMILIES[0].norms)),
     ("gemma2", mistaken(kinds=("full_attention",) * 2)),
     ("gemma3", mistaken(ropes=(1, 1))),
-    ("gemma3", other_family(head_norms="whole", norms=FAMILIES[0].norms)),
+    ("gemma3", other_family(head_norms="no", norms=FAMILIES[0].norms)),
     ("smollm3", mistaken(ropes=(0, 0))),
     ("granite", other_numbers(embedding=1.0)),
     ("granite", other_numbers(residual=1.0)),

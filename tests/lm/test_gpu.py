@@ -194,6 +194,16 @@ def test_a_bad_token_leaves_the_others_as_they_were():
     assert good.state[lm].trie.stored == 1  # the empty path alone
 
 
+class Captor:
+    """Stands for the maker of graphs: what it captures gives sevens."""
+
+    def __call__(self, work):
+        return SimpleNamespace(replay=lambda: None), torch.full((1, 64), 7.0)
+
+    def clear(self):
+        pass
+
+
 def test_graphs_read_the_staging_that_they_were_captured_with():
     own, other = Staging(torch.device("cpu"), 8, 2, 64), Staging(torch.device("cpu"), 8, 2, 64)
     own.inputs.seen.fill_(1)
@@ -201,7 +211,7 @@ def test_graphs_read_the_staging_that_they_were_captured_with():
     decoder, store = GpuDecoder.__new__(GpuDecoder), PagedStore(1, 1, 8, torch.zeros(0))
     decoder.forward = lambda inputs, shape, store: inputs.seen.float()[None]
     graphs = Graphs(decoder, store, own, capture=False)
-    graphs.capture = lambda work: (SimpleNamespace(replay=lambda: None), torch.full((1, 64), 7.0))
+    graphs.capture = Captor()
     shapes = [PassShape(rows, 1, rows, rows) for rows in range(1, 200)]
     found = [int(graphs.run(staging, shapes[0])[0, 0]) for staging in (own, own, other, own)]
     assert found == [1, 7, 2, 7]

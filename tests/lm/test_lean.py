@@ -89,7 +89,9 @@ def test_the_lean_forward_is_for_llamas_alone(family, changes):
 
 
 def test_an_engine_that_does_not_exist_is_refused_by_name():
-    with pytest.raises(NotSupported, match=r"no engine is called 'fast'; there are gpu, compiled, int8, int4, lean"):
+    with pytest.raises(
+        NotSupported, match=r"no engine is called 'fast'; there are gpu, fp8, compiled, int8, int4, lean"
+    ):
         HuggingFaceLM(tiny("llama"), engine="fast")
 
 
